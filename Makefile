@@ -2,6 +2,7 @@
 #
 #   make demo                    the five-minute story
 #   make test                    the tests
+#   make test-fast               those of one process that take no time: for every few lines you write
 #   make nightly                 the tests that take hours, and their results in docs/faults.md and docs/mutations.md
 #   make lint docs-check bench   the checkers; the commands of README and docs; the CPU benchmarks
 #
@@ -20,7 +21,7 @@ installed := .venv/installed$(addprefix -torch-,$(TORCH))
 pip = $(PYTHON) -m pip --disable-pip-version-check --python $(python)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test nightly lint docs-check bench install
+.PHONY: demo test test-fast nightly lint docs-check bench install
 .DELETE_ON_ERROR:
 
 demo: $(installed)
@@ -28,6 +29,11 @@ demo: $(installed)
 
 test: $(installed)
 	@$(python) -m pytest $(PYTEST_FLAGS)
+
+# Descriptions, schedules, kernels, models, laws of the planner, and the house's own rules: no ranks, no runs.
+fast = tests/config tests/schedules tests/kernels tests/models tests/plan/test_estimate.py tests/tidy/test_source_rules.py
+test-fast: $(installed)
+	@$(python) -m pytest $(PYTEST_FLAGS) -q -m 'not nightly and not gpu' $(fast)
 
 # One at a time: they start many processes of their own, and some watch the clock. Goes on to the table whatever failed.
 nightly: $(installed)
@@ -57,7 +63,7 @@ $(installed): pyproject.toml
 	@echo "Installing into .venv (once; some minutes, most of it torch)."
 	@if [ -e .venv/half-made ] || [ ! -x $(python) ]; then $(PYTHON) -m venv --without-pip --clear .venv; fi
 	@rm -f .venv/installed* && touch .venv/half-made
-	@$(pip) install $(PIP_FLAGS) pip --editable '.[test]' $(if $(TORCH),'torch==$(TORCH)')
+	@$(pip) install --quiet $(PIP_FLAGS) pip --editable '.[test]' $(if $(TORCH),'torch==$(TORCH)')
 	@touch .venv/half-made && mv .venv/half-made $@
 
 .venv/linters: $(installed)

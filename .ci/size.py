@@ -28,6 +28,8 @@ SKIPPED = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,
 }  # fmt: skip
 REASONS_KEPT = 20
+SLACK = 100
+"""Tokens that a package may have above its kept figure without a reason. The figure stays where it was."""
 
 
 def docstring_lines(text: str) -> set[int]:

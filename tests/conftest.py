@@ -14,6 +14,9 @@ import torch
 from catalogue.table import find_tests, write_results, write_whole_run
 from hypothesis import HealthCheck, settings
 
+# pytest-xdist sets it for its workers, where lines would be cut to it.
+os.environ.pop("COLUMNS", None)
+
 # Ranks are forked, and a child has the compiler's pool of processes without the thread that reads from it: it would hang.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 

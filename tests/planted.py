@@ -21,6 +21,7 @@ FAILURES = (AssertionError, pytest.fail.Exception, RankFailed)
 
 
 def fails(test: Callable[..., None], *arguments: object, told: str | None = None, **named: object) -> None:
-    """Expect `test` to fail; `told`: a pattern of what it says then."""
-    with pytest.raises(FAILURES, match=told):
+    """Expect `test` to fail, and not by its limit of time; `told`: a pattern of what it says then."""
+    with pytest.raises(FAILURES, match=told) as caught:
         test(*arguments, **named)
+    assert "from pytest-timeout" not in str(caught.value)

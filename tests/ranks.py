@@ -52,7 +52,7 @@ def run_ranks(
     world: int,
     fn: Callable[..., Any],
     *arguments: Any,
-    timeout_seconds: float = 120.0,  # a busy machine gives a rank a tenth of a processor
+    timeout_seconds: float = 840.0,  # a busy machine gives a rank a tenth of a processor, an old one bf16 in software
     environment: dict[str, str] | None = None,
     failures: str = "raise",
 ) -> list[Any]:

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ultrascale import checkpoint
-from ultrascale.checkpoint.checksum import crc32
+from ultrascale.checkpoint.disk.checksum import crc32
 
 BLOCK_BYTES = 4 << 20
 WRITING = ("bare write + fsync", "ours: save", "torch.save + fsync", "DCP save")

@@ -179,10 +179,10 @@ def ours(pace: Pace, folder: Path, *, bf16: bool, compiled: bool = False, **cut:
     """Ultrascale's own step, in as many processes as were started, on token files that its loader reads. `cut`: fields of the
     layout; processes that other axes leave are data parallel."""
     from ultrascale.data.loader import Loader
+    from ultrascale.description.architecture.model import Model
+    from ultrascale.description.layout import Layout
+    from ultrascale.description.run import Batch, Checkpoint, Data, Log, Run, Source
     from ultrascale.parallel.mesh import process_group
-    from ultrascale.spec.layout import Layout
-    from ultrascale.spec.model import Model
-    from ultrascale.spec.run import Batch, Checkpoint, Data, Log, Run, Source
     from ultrascale.train.trainer import Trainer
 
     world = int(os.environ.get("WORLD_SIZE", "1"))

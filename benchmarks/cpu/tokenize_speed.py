@@ -22,9 +22,9 @@ from pathlib import Path
 
 import tokenizers
 
-from ultrascale.data.prepare import Recipe, prepare
+from ultrascale.data.preparing.prepare import Recipe, prepare
+from ultrascale.data.preparing.workers import available_cores
 from ultrascale.data.tokenizer import load_tokenizer, train_tokenizer
-from ultrascale.data.workers import available_cores
 
 
 def read_texts(folder: Path, limit_bytes: int) -> list[tuple[str, str]]:

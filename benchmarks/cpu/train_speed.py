@@ -169,7 +169,7 @@ def summarise(runners: list[Runner]) -> list[dict[str, Any]]:
 
 def certificate(arguments: argparse.Namespace) -> dict[str, Any]:
     """Where the numbers come from: machine, commit, command, versions."""
-    from ultrascale.measure.doctor import cpu_facts, versions
+    from ultrascale.measure.machine.doctor import cpu_facts, versions
 
     commit = subprocess.run(["git", "-C", str(HERE), "describe", "--always", "--dirty"], capture_output=True, text=True)
     return {

@@ -33,16 +33,16 @@ import torch.distributed.fsdp
 
 from ultrascale import heartbeat
 from ultrascale.data.indexed import ShardWriter
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Data, Faults, Optimizer, Run, Source
 from ultrascale.launch.forked import run_forked
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.mesh import process_group
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.run import Batch, Data, Faults, Optimizer, Run, Source
 from ultrascale.train.corpora import build_loader
-from ultrascale.train.digests import compare
-from ultrascale.train.resume import tensors_of
-from ultrascale.train.stragglers import Stragglers
+from ultrascale.train.folder.resume import tensors_of
+from ultrascale.train.observers.digests import compare
+from ultrascale.train.observers.stragglers import Stragglers
 from ultrascale.train.trainer import Trainer
 
 MODEL = Model(
@@ -60,7 +60,7 @@ def measure(rendezvous: str, run: Run, signs: str, pairs: int) -> dict[str, Any]
     with process_group(run.layout, device="cpu", rendezvous=rendezvous) as ranks:
         trainer = Trainer(run, ranks, build_loader(run, run.data.sources))
         heartbeat.start(Path(signs), ranks.rank, hang_seconds=600.0)
-        heart, stragglers = heartbeat._heart, Stragglers(run.layout, ranks, run.faults.straggler_steps)
+        heart, stragglers = heartbeat._heart, Stragglers(run.layout, ranks, run.faults.straggler_steps or 1)
         for _ in range(WARM_UP):
             trainer.train_step()
         times: dict[bool, list[float]] = {True: [], False: []}
@@ -100,7 +100,7 @@ def step(trainer: Trainer, stragglers: Stragglers | None) -> float:
     trainer.train_step()
     heartbeat.steps_done(trainer.steps_done)
     if stragglers is not None:
-        stragglers.after_step(time.perf_counter() - before)
+        stragglers.count(time.perf_counter() - before)
     return time.process_time() - started
 
 

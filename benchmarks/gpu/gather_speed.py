@@ -28,17 +28,17 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
+from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.data.loader import Sequences
-from ultrascale.kernels.fp8 import FORWARD, SMALLEST, largest_of, rounded
-from ultrascale.measure.machine import device_name
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import layer_weights
+from ultrascale.description.layout import Fp8Scaling, Layout
+from ultrascale.description.run import Batch, Data, Log, Run
+from ultrascale.kernels.fp8.fp8_matrices import FORWARD, SMALLEST, largest_of, rounded
+from ultrascale.measure.machine.ceilings import device_name
 from ultrascale.parallel.mesh import process_group
-from ultrascale.spec.fp8_slots import weights_gathered_in_fp8
-from ultrascale.spec.layout import Fp8Scaling, Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.run import Batch, Data, Log, Run
-from ultrascale.spec.weights import layer_weights
 from ultrascale.train.trainer import Trainer
+from ultrascale.work.fp8_slots import weights_gathered_in_fp8
 
 WARM_UP, TIMED = 3, 20
 ROUNDS = {False: 2, True: 1}

@@ -24,15 +24,15 @@ from kernel_shapes import (
 from torch import Tensor
 from torch.nn import functional as F
 
-from ultrascale.kernels.attention_contest import AttentionShape
-from ultrascale.kernels.attention_contest import contest as attention_contest
-from ultrascale.kernels.contest import Verdict, decide
-from ultrascale.kernels.cross_entropy import linear_cross_entropy
-from ultrascale.kernels.fused_contest import UPDATES, fused_shape, kernels_of
-from ultrascale.kernels.fused_contest import contest as fused_contest
-from ultrascale.spec.attention_cores import Wanted
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import preset
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.description.attention_cores import Wanted
+from ultrascale.description.layout import Layout
+from ultrascale.kernels.attention.attention_contest import AttentionShape
+from ultrascale.kernels.attention.attention_contest import contest as attention_contest
+from ultrascale.kernels.choice.contest import Verdict, decide
+from ultrascale.kernels.choice.fused_contest import UPDATES, fused_shape, kernels_of
+from ultrascale.kernels.choice.fused_contest import contest as fused_contest
+from ultrascale.kernels.loss.cross_entropy import linear_cross_entropy
 
 
 def contests() -> Iterator[Verdict]:

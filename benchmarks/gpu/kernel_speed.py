@@ -6,7 +6,7 @@ Each row is one forward and backward pass, or one update of narrow moments. `sha
 only the bytes that any form must move, over what copying a large tensor reaches in the same call; of attention and experts the
 FLOP/s over those of a large matrix product.
 Every form is first held to the same in fp64; one that fails, or is too far from it, is a row that says so. Then come the peak
-bytes of head and loss, and the lines of the contests by which a run of these shapes would choose (`kernels.contest`).
+bytes of head and loss, and the lines of the contests by which a run of these shapes would choose (`kernels.choice.contest`).
 Where there is no CUDA the script runs at toy sizes, Triton interpreted, and only checks: it is never broken when needed.
 """
 
@@ -47,15 +47,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from update_forms import MOVES, update_forms
 
-from ultrascale.kernels.attention import attention, attention_mask
-from ultrascale.kernels.contest import Verdict
-from ultrascale.kernels.fused_contest import UPDATES
+from ultrascale.description.layout import AttentionCore
+from ultrascale.kernels.attention.attention_core import attention, attention_mask
+from ultrascale.kernels.choice.contest import Verdict
+from ultrascale.kernels.choice.fused_contest import UPDATES
+from ultrascale.kernels.choice.implementation import chosen
 from ultrascale.kernels.grouped_matmul import grouped_linear
-from ultrascale.kernels.implementation import chosen
 from ultrascale.kernels.rotary import rotate
 from ultrascale.kernels.swiglu import clamped_swiglu, swiglu
-from ultrascale.measure.machine import measure_matmul_ceiling
-from ultrascale.spec.layout import AttentionCore
+from ultrascale.measure.machine.ceilings import measure_matmul_ceiling
 
 LIMIT = 2e-2
 """Relative distance from fp64, of bf16 that is rounded a few times."""
@@ -263,7 +263,7 @@ def timed(run: Callable[[], Any]) -> float:
 
 def losses(copy: float) -> Iterator[Row]:
     """The loss and its gradient in the logits' place, one pass of a program over each row."""
-    forms = triton_form("triton_loss", "loss_and_gradient_")
+    forms = triton_form("loss.triton_loss", "loss_and_gradient_")
     rows = ROWS // 8  # a chunk: all logits of so large a vocabulary are what nobody makes
 
     def plain(logits: Tensor, targets: Tensor) -> Tensor:

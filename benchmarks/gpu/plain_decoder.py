@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ultrascale.spec.model import Model
+from ultrascale.description.architecture.model import Model
 
 
 class Norm(nn.Module):

@@ -29,12 +29,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ultrascale.kernels.fp8 import FORWARD, Scaling, multiplies_fp8, narrow
-from ultrascale.measure.machine import device_name, this_gpu
+from ultrascale.catalogue.cluster import Accelerator
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.description.architecture.model import Model
+from ultrascale.kernels.fp8.fp8_matrices import FORWARD, Scaling, multiplies_fp8, narrow
+from ultrascale.measure.machine.ceilings import device_name, this_gpu
 from ultrascale.plan.laws.compute import Kernel, attention_seconds, elementwise_seconds, matmul_seconds
-from ultrascale.spec.cluster import Accelerator
-from ultrascale.spec.model import Model
-from ultrascale.spec.model_presets import preset
 
 MODELS = ("llama-3.2-1b", "llama-3-8b", "llama-3-70b")
 TOKENS = (4096, 16384)

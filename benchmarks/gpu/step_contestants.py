@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ultrascale.spec.model import Model
-from ultrascale.spec.model_presets import preset
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.description.architecture.model import Model
 
 WARM_UP = 3
 VERSION = {"transformers": "transformers", "liger": "liger_kernel", "plain": "torch", "ours": "ultrascale"}
@@ -74,11 +74,11 @@ def tokens_of(case: Case, model: Model, device: torch.device) -> torch.Tensor:
 def ours(case: Case, model: Model) -> tuple[Step, dict[str, Any]]:
     """The trainer's own step; what was planned for it."""
     from ultrascale.data.loader import Sequences
+    from ultrascale.description.layout import Layout
+    from ultrascale.description.run import Batch, Data, Log, Run
     from ultrascale.parallel.mesh import Ranks
-    from ultrascale.spec.layout import Layout
-    from ultrascale.spec.run import Batch, Data, Log, Run
-    from ultrascale.train.chosen_kernels import choose_kernels
-    from ultrascale.train.run_folder import RunFolder
+    from ultrascale.train.folder.run_folder import RunFolder
+    from ultrascale.train.start.chosen_kernels import choose_kernels
     from ultrascale.train.trainer import Trainer
 
     class RandomTokens:
@@ -117,7 +117,7 @@ def planned(run: Any, device: torch.device) -> dict[str, Any]:
     """What the planner says of `run` on this device: seconds, bytes and FLOPs."""
     from ultrascale.plan.flops import hardware_flops_per_token
     from ultrascale.plan.report import plan_run
-    from ultrascale.train.loop import cluster_of
+    from ultrascale.train.start.fit import cluster_of
 
     plan = plan_run(run, cluster_of(run, device))
     length, documents = run.batch.sequence_length, run.data.document_mask
@@ -170,7 +170,7 @@ def hugging_face_model(case: Case, model: Model) -> Any:
     """The model with weights of its own drawing, on the device; `bf16 weights`: without fp32 masters."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ultrascale.spec.huggingface import to_hf
+    from ultrascale.description.architecture.huggingface import to_hf
 
     facts = to_hf(model)
     left_out = ("architectures", "torch_dtype", "dtype")

@@ -33,13 +33,13 @@ import torch
 from claims import step_claims
 from step_contestants import Case
 
-from ultrascale.kernels.fp8 import multiplies_fp8
-from ultrascale.measure.machine import measure_matmul_ceiling, peak_flops
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import num_parameters
+from ultrascale.description.units import format_bytes
+from ultrascale.kernels.fp8.fp8_matrices import multiplies_fp8
+from ultrascale.measure.machine.ceilings import measure_matmul_ceiling, peak_flops
 from ultrascale.plan.flops import model_flops_per_token
-from ultrascale.spec.model import Model
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.units import format_bytes
-from ultrascale.spec.weights import num_parameters
 
 HERE = Path(__file__).parent
 STATE_BYTES = 18

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ultrascale.kernels.fused_contest import UPDATES
-from ultrascale.kernels.implementation import Kernel
-from ultrascale.kernels.narrow_moments import FIRST, SECOND, Box, Moments, Update, empty_moments, update_
+from ultrascale.kernels.choice.fused_contest import UPDATES
+from ultrascale.kernels.choice.implementation import Kernel
+from ultrascale.kernels.optimizers.narrow_moments import FIRST, SECOND, Box, Moments, Update, empty_moments, update_
 
 MOVES = {"adamw-bf16": 20.0, "adamw-8bit": 16.0 + 4 * 4 / 256}
 """Bytes of an element that any form must read or write: gradient, master, moments and their scales."""
@@ -51,6 +51,6 @@ def _plain(weights: Tensor, gradients: Tensor, store: Moments) -> None:
 
 
 def _fused(weights: Tensor, gradients: Tensor, store: Moments) -> None:
-    from ultrascale.kernels.triton_adamw import update_ as fused_
+    from ultrascale.kernels.optimizers.triton_adamw import update_ as fused_
 
     fused_(weights, gradients, store.state, store.rows, HOW)

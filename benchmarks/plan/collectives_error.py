@@ -20,8 +20,8 @@ from plan.published_collectives import (
     SWEEPS,
 )
 
+from ultrascale.catalogue.cluster import Cluster, parse_cluster
 from ultrascale.plan.laws.collectives import bus_bytes, collective_seconds, explain_collective
-from ultrascale.spec.cluster import Cluster, parse_cluster
 
 
 def bus(cluster: Cluster, kind: str, num_bytes: float) -> float:

@@ -28,14 +28,14 @@ import tyro
 from numpy.typing import NDArray
 from validation_tables import Fold, write_markdown
 
+from ultrascale.catalogue.stacks.stack_files import program_of, settings_of, stack_file, stack_names
 from ultrascale.plan.columns import footprint
 from ultrascale.plan.intervals import COVERAGE
-from ultrascale.spec.stack_files import program_of, settings_of, stack_file, stack_names
+from ultrascale.validation.cells.programs import TUNING, Tuning
+from ultrascale.validation.cells.stated import SCAN
 from ultrascale.validation.predict import RowPrediction, predict_rows
-from ultrascale.validation.programs import TUNING, Tuning
 from ultrascale.validation.rows import MeasuredRow, read_rows
 from ultrascale.validation.scores import Case, Errors, Verdicts, score, summarise
-from ultrascale.validation.stated import SCAN
 
 Floats = NDArray[np.float64]
 HUBER = 0.15

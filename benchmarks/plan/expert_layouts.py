@@ -24,10 +24,10 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from ultrascale.description.layout import Layout
 from ultrascale.plan.search.search import needed_bytes, risk, search
 from ultrascale.plan.time.price import Prediction, predict
 from ultrascale.plan.view.search_view import layout_words
-from ultrascale.spec.layout import Layout
 from ultrascale.validation.predict import RowPrediction, predict_rows
 from ultrascale.validation.rows import MeasuredRow, read_rows
 from ultrascale.validation.setups import setup_of

@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 import tyro
 
+from ultrascale.catalogue.machines import ACCELERATORS
 from ultrascale.plan.laws import curves
 from ultrascale.plan.laws.curves import AttentionCurve, MatmulCurve
 from ultrascale.plan.laws.devices import MULTIPROCESSORS
-from ultrascale.spec.machines import ACCELERATORS
 
 HERE = Path(__file__).parent
 TABLES = {"a100-80": "a100_sxm", "h100-sxm": "h100_sxm", "h200": "h200_sxm", "b200": "b200_sxm", "gb200": "gb200"}

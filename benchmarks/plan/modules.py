@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import argparse
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import PRESETS
+from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.plan.columns.block_memory import block_memory
 from ultrascale.plan.constants import CONSTANTS
 from ultrascale.plan.time.recompute_prices import forward_seconds
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.kept import available_modules, block_again, computed_again, selective_words, stops_behind
-from ultrascale.spec.model_presets import PRESETS
-from ultrascale.spec.ops import Shape
-from ultrascale.spec.stack_files import STACKS
-from ultrascale.spec.work import block_work
+from ultrascale.work.kept import available_modules, block_again, computed_again, selective_words, stops_behind
+from ultrascale.work.ops import Shape
+from ultrascale.work.work import block_work
 
 TOKENS = 4096
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.description.layout import Layout
+from ultrascale.description.units import format_bytes
 from ultrascale.plan.memory.replay import plan_memory
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.units import format_bytes
 
 ZERO_3 = Layout(dp=8, zero_stage=3, precision="bf16")
 WAYS = (ZERO_3, replace(ZERO_3, recompute="full"))

@@ -15,10 +15,10 @@ from typing import Annotated
 
 import tyro
 
+from ultrascale.catalogue.stacks.stack_files import changed_settings, changed_stack
+from ultrascale.description.problems import SpecError
+from ultrascale.description.run import Batch, Data, Run
 from ultrascale.plan.report import plan_run
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.run import Batch, Data, Run
-from ultrascale.spec.stack_files import changed_settings, changed_stack
 from ultrascale.validation.predict import RowPrediction, predict_rows
 from ultrascale.validation.rows import read_rows
 from ultrascale.validation.setups import Setup, setup_of

@@ -11,14 +11,14 @@ import argparse
 import time
 from dataclasses import replace
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.description.layout import Layout
+from ultrascale.description.units import format_bytes
 from ultrascale.plan.search.recompute_choice import choose, ways_of_block
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.units import format_bytes
-from ultrascale.spec.work import Shape
+from ultrascale.work.work import Shape
 
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
 """Of the way from the least bytes to those without recomputation."""

@@ -23,6 +23,10 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.description.layout import Layout
 from ultrascale.plan.pipeline.pipeline_program import program_of
 from ultrascale.plan.pipeline.pipeline_steady import long_step_seconds
 from ultrascale.plan.pipeline.pipelined import stage_seconds, with_and_without_sends
@@ -30,10 +34,6 @@ from ultrascale.plan.pipeline.play import step_seconds
 from ultrascale.plan.search.search import SearchResult, search
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.stack_files import STACKS
 
 PEERS = (
     ("Calculon", "one layout of many", 13e-3, "quoted: 4,866 layouts in 71 s"),

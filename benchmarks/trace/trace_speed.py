@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.run import Batch, Data, Run
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Data, Run
 
 MOST_GIB = 8.0
 

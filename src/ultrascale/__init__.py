@@ -17,10 +17,11 @@ __version__ = "0.1.0"
 __all__ = ["SpecError", "__version__", "check", "compare", "plan", "report", "schedule", "search", "sweep", "trace"]
 
 _HOMES = {
-    "plan": "api.plan", "search": "api.plan", "compare": "api.plan", "trace": "api.trace", "check": "api.check",
-    "schedule": "api.schedule", "sweep": "api.sweep", "report": "api.report", "SpecError": "spec.problems",
-}  # fmt: skip
-"""Where each public name is."""
+    "SpecError": "description.problems",
+    **dict.fromkeys(("plan", "search", "compare"), "api.planning.plan"),
+    **{verb: f"api.{verb}" for verb in ("trace", "check", "schedule", "sweep", "report")},
+}
+"""Module of each public name."""
 _PACKAGES = ("check", "plan", "sweep", "trace")
 """Names of verbs that are packages too."""
 
@@ -33,14 +34,14 @@ class _CallablePackage(ModuleType):
 
     @property
     def __signature__(self) -> Any:
-        """What `help` and editors show."""
+        """Signature that `help` and editors show."""
         from inspect import signature
 
         return signature(_at_home(self.__name__.rpartition(".")[2]))
 
 
 class _Front(ModuleType):
-    """This package. The import system sets a package's name here when it is first imported."""
+    """Class of this package. The import system sets a package's name here when it is first imported."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _PACKAGES and isinstance(value, ModuleType):

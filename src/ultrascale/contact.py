@@ -1,4 +1,4 @@
-"""What gloo and NCCL mean when they lose another rank. Their words name ports and files of theirs."""
+"""Meaning of the errors of gloo and NCCL when they lose another rank. Their words name ports and files of theirs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_NAMED = 8
 
 
 def why(error: BaseException) -> str:
-    """What gloo or NCCL means by its words, in ours; theirs stand in the traceback (ULTRASCALE_TRACEBACK=1)."""
+    """Meaning of an error of gloo or NCCL, in our words; theirs stand in the traceback (ULTRASCALE_TRACEBACK=1)."""
     text = str(error)
     for words, meaning in _MEANINGS.items():
         if any(word in text for word in words):

@@ -43,7 +43,7 @@ _RING_AT = 2 * _SLOT_BYTES
 FILE_BYTES = _RING_AT + RING * _ENTRY_BYTES
 SUFFIX = ".beat"
 DONE = "done"
-"""What a rank does that has stopped giving signs."""
+"""Action of a rank that has stopped giving signs."""
 
 
 class Collective(NamedTuple):
@@ -51,27 +51,27 @@ class Collective(NamedTuple):
 
     group: str
     number: int
-    """In its group, from zero: all ranks of the group must come to the same one."""
+    """Number in its group, from zero: all ranks of the group must come to the same one."""
     what: str
     line: str = ""
-    """Of the source, where this rank came to it; not part of what all must agree on."""
+    """Line of the source, where this rank came to it; not part of what all must agree on."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank's file says."""
+    """Contents of a rank's file."""
 
     rank: int
     pid: int
     beats: int
     time: float
-    """Of the last beat."""
+    """Time of the last beat."""
     steps_done: int
     started_at: int
     """Steps done when this process had found its checkpoint; -1 before."""
     doing: str
     waiting: bool
-    """Whether it waits for other ranks."""
+    """True if it waits for other ranks."""
     allowance: float
     """Seconds after which the next beat is overdue."""
     collectives: tuple[Collective, ...]
@@ -96,8 +96,8 @@ def allocate(file: IO[bytes]) -> None:
 class Heart:
     """The writing end. Raises OSError if there is no room for its file."""
 
-    def __init__(self, folder: Path, rank: int, *, hang_seconds: float):
-        self.hang_seconds = hang_seconds
+    def __init__(self, folder: Path, rank: int, *, hang_seconds: float, among: str = ""):
+        self.hang_seconds, self.among = hang_seconds, among
         self.longest = 0.0
         """The longest gap between two beats of steps so far: slow machines and large models are no hangs."""
         self.steps_done, self.started_at = 0, -1
@@ -131,6 +131,7 @@ class Heart:
 
     def note_collective(self, group: str, what: str) -> None:
         """Remember a collective of the ranks `group` that this rank has come to."""
+        group = f"{self.among}{group}"
         text = f"{group}{_BAR}{self._numbers[group]}{_BAR}{_caller()}{_BAR}{what}".encode()[: _ENTRY_BYTES - _ENTRY.size]
         self._numbers[group] += 1
         at = _RING_AT + self._waits % RING * _ENTRY_BYTES
@@ -140,7 +141,7 @@ class Heart:
 
 
 START_SECONDS = 600.0
-"""What comes before the end of the first step may take so much longer: loading, planning, compilation."""
+"""Additional seconds before the end of the first step: loading, planning, compilation."""
 MOST_TIMES_LONGEST = 10
 """A part of a step may take so many times the longest one so far."""
 _heart: Heart | None = None
@@ -148,10 +149,11 @@ _waited = 0.0
 _depth = 0
 
 
-def start(folder: Path, rank: int, *, hang_seconds: float) -> None:
-    """From now on this process gives signs of life in `folder`, as rank `rank`. Raises OSError if there is no room for them."""
+def start(folder: Path, rank: int, *, hang_seconds: float, among: str = "") -> None:
+    """Starts signs of life of this process in `folder`, as rank `rank`. `among`: before the names of its groups, where others
+    of these names are watched too. Raises OSError if there is no room for them."""
     global _heart
-    _heart = Heart(folder, rank, hang_seconds=hang_seconds)
+    _heart = Heart(folder, rank, hang_seconds=hang_seconds, among=among)
 
 
 def stop() -> None:
@@ -213,12 +215,12 @@ def waits(what: str, *, collective: tuple[str, str] | None = None) -> Iterator[N
 
 
 def waited_seconds() -> float:
-    """How long this process has waited for others so far."""
+    """Seconds that this process has waited for others so far."""
     return _waited
 
 
 def read(folder: Path) -> list[Beat]:
-    """What the ranks' files in `folder` say now, in order of rank."""
+    """Beats from the ranks' files in `folder`, in order of rank."""
     found = [_read(path) for path in folder.glob(f"*{SUFFIX}")]
     return sorted((one for one in found if one is not None), key=lambda one: one.rank)
 
@@ -256,7 +258,7 @@ def _collectives(data: bytes, count: int) -> Iterator[Collective]:
 
 
 def _caller() -> str:
-    """The innermost line of ours that asked for the collective: `train/trainer.py:270 in _agree_on_targets`."""
+    """The innermost line of ours that asked for the collective: `train/step.py:190 in agree_on_targets`."""
     frame = sys._getframe(2)
     while frame is not None:
         if (file := _own_file(frame.f_code.co_filename)) is not None:

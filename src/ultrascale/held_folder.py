@@ -22,7 +22,7 @@ class HeldFolder:
         self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
     def fate(self) -> str:
-        """What became of the folder, as in `was removed` or `was moved to /elsewhere`; empty while its path leads to it."""
+        """Fate of the folder, as in `was removed` or `was moved to /elsewhere`; empty while its path leads to it."""
         try:
             if os.path.samestat(os.stat(self.path), os.fstat(self.fd)):
                 return ""
@@ -36,7 +36,7 @@ class HeldFolder:
         return (gone if place is None else f"was moved to {place}") + in_its_place
 
     def place(self) -> Path | None:
-        """Where the folder is now; None if it was removed, or where the system does not tell."""
+        """Path of the folder now; None if it was removed, or where the system does not tell."""
         try:
             place = Path(os.readlink(f"/proc/self/fd/{self.fd}"))
             return place if os.path.samestat(os.stat(place), os.fstat(self.fd)) else None

@@ -9,16 +9,16 @@ import numpy as np
 import torch
 
 from ultrascale.data.loader import Sequences
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Optimizer
 from ultrascale.measure.memory import LiveMemory
 from ultrascale.parallel.apply import build_share
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.share import Share
 from ultrascale.schedules.actions import Action, Kind
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.run import Optimizer
 from ultrascale.train.micro_batches import MicroBatch, micro_batch
-from ultrascale.train.optimizer import build_optimizer, create_state
+from ultrascale.train.optimizers.optimizer import build_optimizer, create_state
 from ultrascale.train.passes import Passes
 
 CPU = torch.device("cpu")

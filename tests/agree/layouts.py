@@ -8,7 +8,7 @@ from agree.axes import Case
 from agree.small_models import DEMO
 from hypothesis import strategies as st
 
-from ultrascale.spec.layout import Layout
+from ultrascale.description.layout import Layout
 
 MODEL = replace(
     DEMO, vocab_size=128, hidden_size=64, intermediate_size=128, num_key_value_heads=2, head_dim=16, max_position_embeddings=64,

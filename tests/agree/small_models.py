@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from models.families import EXPERT_FAMILIES
 
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Optimizer
 from ultrascale.measure.memory import LiveMemory
 from ultrascale.parallel.apply import build_share
-from ultrascale.parallel.data import prepare_action
+from ultrascale.parallel.data.data_parallel import prepare_action
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.schedules.accumulate import accumulate
 from ultrascale.schedules.actions import Kind
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.run import Optimizer
-from ultrascale.train.optimizer import build_optimizer, create_state
+from ultrascale.train.optimizers.optimizer import build_optimizer, create_state
 
 LLAMA = Model(
     vocab_size=512, hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

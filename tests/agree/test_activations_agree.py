@@ -19,9 +19,9 @@ from agree.test_trace_agrees import (
     compared,
 )  # fmt: skip
 
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.run import Batch, Data, Run
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Data, Run
 
 NEAR_PERCENT = 1.0
 """Well below what any of the causes made."""

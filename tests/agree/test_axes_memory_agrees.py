@@ -10,8 +10,8 @@ from agree.layouts import EXPERTS, MODEL, SCHEDULES, cases
 from hypothesis import given, settings
 from ranks import run_ranks
 
+from ultrascale.description.layout import Layout, PipelineRuntime
 from ultrascale.plan.memory.replay import plan_memory
-from ultrascale.spec.layout import Layout, PipelineRuntime
 
 LIMIT_PERCENT = 1.5
 """Seen: 1.1."""

@@ -15,10 +15,10 @@ from ranks import run_ranks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from ultrascale.parallel.data import sharded_modules
+from ultrascale.description.layout import Layout
+from ultrascale.parallel.data.data_parallel import sharded_modules
 from ultrascale.plan.memory.replay import rank_shape
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.work import block_work, work
+from ultrascale.work.work import block_work, work
 
 Sizes = Sequence[int]
 OPS = torch.ops.ultrascale

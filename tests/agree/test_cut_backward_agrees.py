@@ -12,6 +12,11 @@ from agree.test_trace_agrees import EXPERTS, LENGTH, MODEL, PREDICTS, TIED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.stacks.stack import Overheads
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
 from ultrascale.plan.constants import CONSTANTS
 from ultrascale.plan.cut_backward import cut_share, may_wait
 from ultrascale.plan.laws.collectives import collective_seconds
@@ -28,13 +33,8 @@ from ultrascale.plan.time.price import predict, price
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.build import build_schedule
-from ultrascale.schedules.custom import to_csv
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.places import Coordinates
-from ultrascale.spec.stack import Overheads
-from ultrascale.spec.stack_files import STACKS
+from ultrascale.schedules.kinds.custom import to_csv
+from ultrascale.work.sharding.places import Coordinates
 
 CLUSTER = parse_cluster("16xh100")
 STACK = replace(STACKS["ultrascale"], overheads=Overheads(op_seconds=0.0, collective_seconds=0.0))

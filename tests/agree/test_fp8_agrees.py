@@ -12,10 +12,10 @@ from agree.test_trace_agrees import EXPERTS, GPT_OSS, LENGTH, MODEL, PREDICTS, T
 from agree.test_traffic_agrees import sent_by
 from ranks import run_ranks
 
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Data, Run
 from ultrascale.plan.memory.tally import Traffic, Way
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.run import Batch, Data, Run
 from ultrascale.trace.planned import planned_rank
 
 SHORT = replace(MODEL, num_hidden_layers=4, vocab_size=2048)

@@ -8,9 +8,9 @@ import pytest
 from agree.small_models import DEMO, FAMILIES, WITH_EXPERTS, measured_peak
 from ranks import run_ranks
 
+from ultrascale.description.layout import Layout
 from ultrascale.measure.compare import compare_memory
 from ultrascale.plan.memory.replay import plan_memory
-from ultrascale.spec.layout import Layout
 
 LIMIT_PERCENT = 0.5
 """Seen: 0.01. On several ranks gloo's threads let go of buffers when they come to it, so some room is left."""
@@ -77,7 +77,7 @@ def test_the_planned_peak_of_hybrid_sharding_is_the_measured_one() -> None:
 def test_the_planned_peak_of_every_optimizer_is_the_measured_one(dp, optimizer) -> None:
     """Weights weigh more than activations, so that the update itself is the peak, or near it."""
     model = replace(
-        DEMO, vocab_size=1000, hidden_size=512, intermediate_size=2048, num_attention_heads=8, num_key_value_heads=8
+        DEMO, vocab_size=1000, hidden_size=256, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=8
     )
     layout = Layout(dp=dp, zero_stage=2 if dp > 1 else 0, precision="bf16")
     measured = run_ranks(dp, measured_peak, model, layout, 16, 1, False, optimizer)[0]

@@ -13,11 +13,11 @@ from agree.test_axes_memory_agrees import differences
 from agree.test_memory_agrees import difference_percent
 from agree.test_recompute_agrees import backward
 
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
 from ultrascale.plan.memory.replay import rank_shape
-from ultrascale.spec.kept import available_modules, computed_again, resolved
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.work import block_work
+from ultrascale.work.kept import available_modules, computed_again, resolved
+from ultrascale.work.work import block_work
 
 FAMILIES = {
     "llama": LLAMA,

@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 from agree.test_trace_agrees import EXPERTS, LENGTH, MODEL, Traced, compared, products_of
 
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import Weight, is_hidden_matrix, weights
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Data, Optimizer, Run
 from ultrascale.plan.memory.muon_update import muon_update_bytes
 from ultrascale.plan.memory.replay import muon_matrices, stage_parts
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.owners import exchanges, owned_shapes
-from ultrascale.spec.places import Coordinates
-from ultrascale.spec.run import Batch, Data, Optimizer, Run
-from ultrascale.spec.weights import Weight, is_hidden_matrix, weights
-from ultrascale.trace.compare import traffic_of
 from ultrascale.trace.planned import planned_rank
 from ultrascale.trace.rank import trace_rank
-from ultrascale.trace.record import RankTrace
+from ultrascale.trace.recording.record import RankTrace
+from ultrascale.trace.views.compare import traffic_of
+from ultrascale.work.sharding.owners import exchanges, owned_shapes
+from ultrascale.work.sharding.places import Coordinates
 
 SMALL = {"dense": replace(MODEL, num_hidden_layers=2, vocab_size=512), "experts": replace(EXPERTS, num_hidden_layers=2)}
 

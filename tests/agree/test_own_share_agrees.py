@@ -10,13 +10,13 @@ from agree.test_trace_agrees import EXPERTS, GPT_OSS, MODEL, Traced, compared, p
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.places import Coordinates
-from ultrascale.spec.run import Batch, Data, Run
-from ultrascale.spec.work import Shape
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Data, Run
 from ultrascale.trace.rank import trace_rank
+from ultrascale.work.sharding.places import Coordinates
+from ultrascale.work.work import Shape
 
 DRAWN = 12
 SMALL = replace(MODEL, num_hidden_layers=1)

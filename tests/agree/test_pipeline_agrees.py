@@ -12,7 +12,7 @@ import torch
 from parallel.pipelines import MODEL, Running, Step, build, layout_of
 from ranks import run_ranks
 
-from ultrascale.parallel.collectives import DirectAllGather, DirectReduceScatter
+from ultrascale.parallel.data.collectives import DirectAllGather, DirectReduceScatter
 from ultrascale.plan.pipeline.play import in_flight
 
 SCHEDULES = (

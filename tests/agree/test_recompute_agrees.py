@@ -15,14 +15,14 @@ from agree.test_axes_work_agrees import COUNTED
 from agree.test_memory_agrees import difference_percent
 from torch.utils.flop_counter import FlopCounterMode
 
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.recomputed import KINDS, mode_name
 from ultrascale.models.decoder import Decoder
-from ultrascale.parallel.recompute import apply_recompute
+from ultrascale.parallel.activations.recompute import apply_recompute
 from ultrascale.plan.memory.replay import rank_shape
-from ultrascale.spec.kept import computed_again
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.recomputed import KINDS, mode_name
-from ultrascale.spec.work import block_work, work
+from ultrascale.work.kept import computed_again
+from ultrascale.work.work import block_work, work
 
 FAMILIES = {
     "llama": LLAMA,

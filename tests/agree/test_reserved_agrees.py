@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import PRESETS
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.config.rules.trainable import expect_trainable
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
+from ultrascale.description.run import Batch, Checkpoint, Data, Run
 from ultrascale.plan.columns.footprint import Footprint
 from ultrascale.plan.report import workload_of
 from ultrascale.plan.time.price import predict
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.model_presets import PRESETS
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.run import Batch, Checkpoint, Data, Run
-from ultrascale.spec.stack_files import STACKS
-from ultrascale.spec.trainable import expect_trainable
 from ultrascale.trace.allocator import reserved_bytes
 from ultrascale.trace.rank import trace_rank
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from ultrascale.parallel.context_masks import NOTHING, Slots, context_mask
-from ultrascale.spec.context_order import ring_order, windowed_masks
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.ops import Shape
-from ultrascale.spec.work import block_work
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.parallel.context.context_masks import NOTHING, Slots, context_mask
+from ultrascale.work.ops import Shape
+from ultrascale.work.sharding.context_order import ring_order, windowed_masks
+from ultrascale.work.work import block_work
 
 LENGTH = 512
 

@@ -19,16 +19,16 @@ from agree.small_models import LLAMA, WITH_EXPERTS
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from ultrascale.config.rules.run_rules import run_problems
+from ultrascale.config.rules.trainable import expect_trainable
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
+from ultrascale.description.run import Batch, Checkpoint, Data, Run
 from ultrascale.plan.memory.tally import Way
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.rules import run_problems
-from ultrascale.spec.run import Batch, Checkpoint, Data, Run
-from ultrascale.spec.trainable import expect_trainable
-from ultrascale.trace.compare import traffic_of
 from ultrascale.trace.planned import Planned, planned_rank
 from ultrascale.trace.rank import trace_rank
-from ultrascale.trace.record import RankTrace
+from ultrascale.trace.recording.record import RankTrace
+from ultrascale.trace.views.compare import traffic_of
 
 LAYOUTS = int(os.environ.get("ULTRASCALE_TRACED_LAYOUTS", "20"))
 LIMIT_PERCENT = 3.0
@@ -59,6 +59,11 @@ GPT_OSS = replace(
 WHOLE_NORMS = replace(
     WITH_EXPERTS["olmoe"], vocab_size=32_000, hidden_size=1024, num_hidden_layers=4, num_attention_heads=16, head_dim=64,
     num_key_value_heads=8, moe_intermediate_size=1408, max_position_embeddings=LENGTH, name="norms over all heads",
+)  # fmt: skip
+GLM = replace(
+    WITH_EXPERTS["glm4-moe"], vocab_size=32_000, hidden_size=1024, num_hidden_layers=4, num_nextn_predict_layers=1,
+    num_attention_heads=16, num_key_value_heads=4, head_dim=64, moe_intermediate_size=704, shared_expert_intermediate_size=704,
+    max_position_embeddings=LENGTH, name="heads that turn by half",
 )  # fmt: skip
 MODELS = (MODEL, MODEL, EXPERTS, EXPERTS, CAPPED, PREDICTS, TIED, GPT_OSS, WHOLE_NORMS)
 LENGTHS, ODD_VOCABULARY = (LENGTH, LENGTH, 1023, 1021), 32_001
@@ -233,6 +238,20 @@ def products_of(trace: RankTrace) -> int:
     """FLOPs of matrix products of the second step."""
     attention = sum(flops for (step, op, _), flops in trace.flops.items() if step == 1 and "attention" in op)
     return trace.total_flops(1) - attention
+
+
+LAYOUTS_OF_FAMILIES: dict[str, Layout] = {
+    "one": Layout(), "tp": Layout(tp=2), "dp": Layout(dp=2, zero_stage=3, recompute="selective"),
+    "dp tp": Layout(dp=2, tp=2, zero_stage=1, recompute="norm+core_attn"), "pp": Layout(pp=2, recompute="full"),
+}  # fmt: skip
+"""For families that are not drawn."""
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS_OF_FAMILIES.values(), Layout(dp=2, tp=2, ep=4)], ids=[*LAYOUTS_OF_FAMILIES, "ep"])
+def test_glm_is_planned_as_it_is_traced(layout: Layout) -> None:
+    layout = replace(layout, precision="bf16", micro_batch_size=2)
+    run = Run(GLM, layout=layout, batch=Batch(LENGTH, 4 * layout.dp * layout.pp), data=Data(document_mask=False))
+    assert [compared(Traced(run, rank))[1] for rank in (0, layout.world_size - 1)] == [[], []]
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2, dp=2, zero_stage=3), Layout(tp=2, pp=2)], ids=["tp dp", "tp pp"])

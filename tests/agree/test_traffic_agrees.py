@@ -13,16 +13,16 @@ from agree.traffic import Key, watched
 from hypothesis import given, settings
 from ranks import run_ranks
 
+from ultrascale.description.architecture.weights import weights
+from ultrascale.description.layout import DTYPE_BYTES, Layout
 from ultrascale.plan.memory.replay import rank_shape, stage_parts
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.messages import messages
-from ultrascale.spec.fp8_slots import SLOT_BYTES, num_slots
-from ultrascale.spec.kept import resolved, sent_again
-from ultrascale.spec.layout import DTYPE_BYTES, Layout
-from ultrascale.spec.ops import Collective
-from ultrascale.spec.places import Coordinates, place
-from ultrascale.spec.weights import weights
-from ultrascale.spec.work import block_work, embedding_work, head_work, prediction_work
+from ultrascale.work.fp8_slots import SLOT_BYTES, num_slots
+from ultrascale.work.kept import resolved, sent_again
+from ultrascale.work.ops import Collective
+from ultrascale.work.sharding.places import Coordinates, place
+from ultrascale.work.work import block_work, embedding_work, head_work, prediction_work
 
 BLOCKWISE = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 OF_CONTEXT = {("all_gather", "cp"): "keys", ("reduce_scatter", "cp"): "gradients of keys", ("all_to_all", "cp"): "swap"}

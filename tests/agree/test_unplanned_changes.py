@@ -12,10 +12,10 @@ import torch.distributed as dist
 from agree.test_trace_agrees import LENGTH, LIMIT_PERCENT, MODEL, Traced, compared
 from torch import Tensor
 
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Data, Run
 from ultrascale.models.decoder import Block
 from ultrascale.parallel.share import Share
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.run import Batch, Data, Run
 from ultrascale.train.trainer import Trainer
 
 LAYOUT = Layout(dp=2, tp=2, zero_stage=2, precision="bf16", micro_batch_size=2)

@@ -1,4 +1,5 @@
-"""`spec.work` and `spec.weights` against the decoder itself: names, FLOPs, and every byte that autograd keeps."""
+"""`work.work` and `description.architecture.weights` against the decoder itself: names, FLOPs, and every byte that autograd
+keeps."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from agree.small_models import FAMILIES as DENSE
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import weights
+from ultrascale.description.layout import Layout, Precision
 from ultrascale.models.decoder import Decoder
-from ultrascale.parallel.recompute import apply_recompute
+from ultrascale.parallel.activations.recompute import apply_recompute
 from ultrascale.plan.flops import hardware_flops_per_token, model_flops_per_token
-from ultrascale.spec.layout import Layout, Precision
-from ultrascale.spec.model import Model
-from ultrascale.spec.weights import weights
-from ultrascale.spec.work import Shape, block_work, head_work, prediction_work, work
+from ultrascale.work.work import Shape, block_work, head_work, prediction_work, work
 
 FAMILIES = DENSE | WITH_EXPERTS | {"latent": LATENT}
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}

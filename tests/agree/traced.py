@@ -6,14 +6,14 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Data, Run
 from ultrascale.models import router
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.run import Batch, Data, Run
 from ultrascale.trace.rank import EmptySequences, documents_of, record_steps
-from ultrascale.trace.record import RankTrace
-from ultrascale.trace.recorder import Recorder
+from ultrascale.trace.recording.record import RankTrace
+from ultrascale.trace.recording.recorder import Recorder
 from ultrascale.train.trainer import Trainer
 
 

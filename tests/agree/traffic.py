@@ -1,7 +1,8 @@
 """What ranks send, as a rank's own calls tell it: kind, group, pass and bytes of every collective, or what stands for one.
 
-On the CPU many collectives are messages between all pairs (`parallel.collectives.Exchange`), whose tags tell what they mean.
-Numbers of bytes are those of `spec.ops.Collective`: of the whole buffer that is gathered or reduced, or of what one rank holds.
+On the CPU many collectives are messages between all pairs (`parallel.data.collectives.Exchange`), whose tags tell what they
+mean. Numbers of bytes are those of `work.ops.Collective`: of the whole buffer that is gathered or reduced, or of what one rank
+holds.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrascale.parallel import collectives
-from ultrascale.parallel.pipeline_messages import Mailbox
+from ultrascale.parallel.data import collectives
+from ultrascale.parallel.pipeline.pipeline_messages import Mailbox
 from ultrascale.parallel.tags import Tag
 
 KINDS = {

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from ultrascale.cli.show import command
-from ultrascale.cli.show_keys import markdown
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.reference import keys
-from ultrascale.spec.schema import leaves
+from ultrascale.cli.show.show_command import command
+from ultrascale.cli.show.show_keys import markdown
+from ultrascale.config.reference import keys
+from ultrascale.config.rules.run_rules import RULES, TRAINING_RULES
+from ultrascale.config.rules.trainable import LAYOUT_RULES
+from ultrascale.config.schema import leaves
+from ultrascale.description.problems import SpecError
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference.md"
 
@@ -44,8 +46,18 @@ def test_a_word_finds_keys_by_name_and_else_by_what_they_are(capsys):
     assert json.loads(capsys.readouterr().out)["keys"][0]["key"] == "faults.hang_seconds"
 
 
+def test_rules_are_printed_from_the_tables_that_check_them(capsys):
+    assert command(["rules", "mlp_chunks", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["rules"]
+    assert [one["of"] for one in told] == ["any run", "a run that trains"]
+    assert all("layout.mlp_chunks" in one["reads"] and one["says"].endswith(".") for one in told)
+    assert command(["rules"]) == 0
+    text = capsys.readouterr().out
+    assert all(rule.says and rule.says in text for rule in (*RULES, *TRAINING_RULES, *LAYOUT_RULES))
+
+
 NOT_THERE = [
-    (["keys", "qqq"], "has none with 'qqq'"), (["keys", "a", "b"], "by one word"),
+    (["keys", "qqq"], "has none with 'qqq'"), (["rules", "qqq"], "has none with 'qqq'"), (["keys", "a", "b"], "by one word"),
     (["schema", "plam"], "Did you mean plan"), (["schema", "a", "b"], "one at a time"),
 ]  # fmt: skip
 

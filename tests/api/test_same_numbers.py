@@ -12,7 +12,7 @@ import pytest
 from api.asked import CHECKS, PLANS, RUN, SCHEDULES, TRACES, Question, printed, without_clock
 
 import ultrascale as us
-from ultrascale.api.plan_result import Search
+from ultrascale.api.planning.plan_result import Search
 from ultrascale.cli.main import main, problem_list
 
 TINY: dict[str, Any] = {"model": "tiny-llama", "gpus": "8xh100"}

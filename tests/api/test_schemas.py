@@ -12,9 +12,9 @@ from api.asked import CHECKS, OTHERS, PLANS, SCHEDULES, TRACES, printed
 from api.validator import mistakes
 
 import ultrascale as us
-from ultrascale.api.documents import DOCUMENTS, OPEN
-from ultrascale.api.json_schema import FOLDER, file_of, names, schema_of, text_of
-from ultrascale.api.stamp import VERSIONS
+from ultrascale.api.schemas.documents import DOCUMENTS, OPEN
+from ultrascale.api.schemas.json_schema import FOLDER, file_of, names, schema_of, text_of
+from ultrascale.api.schemas.stamp import VERSIONS
 
 ROOT = Path(__file__).parents[2]
 NOT_DOCUMENTS = {"measure_network.py": 1, "show_schedule.py": 0, "train.py": 1}
@@ -35,7 +35,7 @@ def wrong(document: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", names())
 def test_a_schema_in_the_package_is_the_one_its_description_makes(name):
-    assert file_of(name).read_text() == text_of(name), "write it anew: python -m ultrascale.api.json_schema"
+    assert file_of(name).read_text() == text_of(name), "write it anew: python -m ultrascale.api.schemas.json_schema"
 
 
 def test_every_version_is_described_and_every_file_is_of_one():
@@ -116,7 +116,7 @@ def test_what_stands_for_other_keys_follows_the_schema_of_run_toml():
 
 def test_every_json_that_a_verb_prints_is_stamped():
     bare = {}
-    for path in sorted((ROOT / "src" / "ultrascale" / "cli").glob("*.py")):
+    for path in sorted((ROOT / "src" / "ultrascale" / "cli").rglob("*.py")):
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         dumped = [ast.unparse(node.args[0]) for node in calls if ast.unparse(node.func).endswith("dumps")]
         some = [text for text in dumped if "stamped(" not in text and ".to_dict()" not in text]

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ultrascale import checkpoint
-from ultrascale.checkpoint import checksum, files, loading
+from ultrascale.checkpoint import loading, manifest
+from ultrascale.checkpoint.disk import checksum, files
 
 
 def test_the_fast_checksum_is_zlibs_at_every_length_and_start():
@@ -29,7 +30,7 @@ def test_where_isal_is_not_installed_what_it_checksummed_still_verifies(tmp_path
     try:
         plain = importlib.reload(checksum)
         assert plain.crc32 is zlib.crc32
-        for module in (checkpoint.files, checkpoint.manifest):  # pyright: ignore[reportAttributeAccessIssue]
+        for module in (files, manifest):
             monkeypatch.setattr(module, "crc32", plain.crc32)
         checkpoint.verify(folder)
     finally:

@@ -15,8 +15,9 @@ from planted import fails
 from ranks import run_ranks
 
 from ultrascale import checkpoint
-from ultrascale.checkpoint import CheckpointError, files, loading, manifest
-from ultrascale.checkpoint.files import write_shard
+from ultrascale.checkpoint import CheckpointError, loading, manifest
+from ultrascale.checkpoint.disk import files
+from ultrascale.checkpoint.disk.files import write_shard
 from ultrascale.checkpoint.manifest import decode
 
 FLIPS = 200

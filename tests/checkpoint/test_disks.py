@@ -18,8 +18,9 @@ from ranks import run_ranks
 from tiny_disk import on_a_tiny_disk
 
 from ultrascale import checkpoint
-from ultrascale.checkpoint import CheckpointError, Saver, files, patience, saver
-from ultrascale.checkpoint.folders import make_folder
+from ultrascale.checkpoint import CheckpointError, Saver, saver
+from ultrascale.checkpoint.disk import files, patience
+from ultrascale.checkpoint.disk.folders import make_folder
 from ultrascale.failpoints import VARIABLE
 
 
@@ -344,7 +345,7 @@ def test_control_without_the_check_a_nan_takes_the_place_of_the_last_good_one(tm
 
 def test_a_folder_that_is_made_is_made_durable_with_all_above_it(tmp_path, monkeypatch):
     synced = []
-    monkeypatch.setattr("ultrascale.checkpoint.folders.sync_folder", synced.append)
+    monkeypatch.setattr("ultrascale.checkpoint.disk.folders.sync_folder", synced.append)
     make_folder(tmp_path / "a" / "b" / "c")
     make_folder(tmp_path / "a" / "b" / "c")
     assert synced == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]

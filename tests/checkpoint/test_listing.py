@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ultrascale import checkpoint
-from ultrascale.checkpoint import CheckpointError
-from ultrascale.cli.checkpoint import command
+from ultrascale.cli.weights.checkpoint import command
+from ultrascale.description.problems import SpecError
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_one_named_checkpoint_without_its_manifest_is_told_to_miss_it(run_folder
 
 
 def test_a_folder_without_checkpoints_is_told_what_to_give(tmp_path):
-    with pytest.raises(CheckpointError, match=r"no checkpoints here\. Give a run's folder"):
+    with pytest.raises(SpecError, match=r"has no checkpoints\. Give a run's folder"):
         command(["list", str(tmp_path)])
 
 

@@ -12,7 +12,8 @@ from checkpoint import disk_model
 from checkpoint.disk_model import build, recorded, states
 
 from ultrascale import checkpoint
-from ultrascale.checkpoint import Saver, files, folders, saving
+from ultrascale.checkpoint import Saver, saving
+from ultrascale.checkpoint.disk import files, folders
 
 
 def save_three_times(root: Path) -> list[tuple[dict, str]]:

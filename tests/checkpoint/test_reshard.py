@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from ultrascale import checkpoint
 from ultrascale.checkpoint import CheckpointError, loading
-from ultrascale.checkpoint.files import read_box
+from ultrascale.checkpoint.disk.files import read_box
 
 LAYOUTS = {
     "one": (1, None),

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from ultrascale import checkpoint
 from ultrascale.checkpoint import CheckpointError, loading, saving
-from ultrascale.checkpoint.dtypes import DTYPES
+from ultrascale.checkpoint.disk.dtypes import DTYPES
 
 METADATA = {"step": 3, "loss": 2.5, "words": ["a", None, True], "rng": {"cpu": "00ff"}}
 

@@ -10,7 +10,8 @@ from planted import fails
 from ranks import run_ranks
 
 from ultrascale import checkpoint
-from ultrascale.checkpoint import CheckpointError, Saver, UnknownVersionError, folders
+from ultrascale.checkpoint import CheckpointError, Saver, UnknownVersionError
+from ultrascale.checkpoint.disk import folders
 from ultrascale.checkpoint.listing import summarize
 from ultrascale.checkpoint.manifest import MANIFEST_NAME
 

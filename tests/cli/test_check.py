@@ -11,7 +11,7 @@ import pytest
 
 from ultrascale.check import matrix, prove
 from ultrascale.check.compare import Verdict
-from ultrascale.check.fault import FAULTS
+from ultrascale.check.faults.fault import FAULTS
 from ultrascale.check.prove import Case
 from ultrascale.cli.main import main
 
@@ -49,7 +49,8 @@ def test_every_stage_accumulation_and_tie_is_proven_and_told_in_one_table(run_fi
 
 def test_a_model_too_large_for_a_laptop_is_made_small_and_that_is_said(run_file, capsys):
     assert check(run_file, "--own-layout", "--model.preset", "llama-3-8b", "--batch.sequence-length", "8192") == 0
-    assert "llama-3-8b is proven on the same kind of model made small: 3 layers, hidden 48." in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "llama-3-8b is checked on a scaled-down model of the same architecture: 3 layers, hidden 48." in told
 
 
 def test_verdicts_of_the_runs_own_layout_are_json(run_file, capsys):
@@ -200,13 +201,13 @@ def test_a_schedule_file_that_cannot_be_executed_is_refused_by_rank_and_action(r
         (["{run}", "--processes", "0"], "must be from 1 to 64, is 0"),
         (["{run}", "--processes", "3", "--layout.dp=4"], "is given beside --layout.dp"),
         (["{run}", "--layout.dp", "3"], "must be a multiple of layout.dp x layout.micro_batch_size = 3, is 4"),
-        (["{run}", "--laoyut.dp", "2"], "Did you mean layout.dp?"),
+        (["{run}", "--laoyut.dp", "2"], "Did you mean --layout.dp?"),
         (["{run}", "--steps", "0"], "must be at least 1, is 0"),
         (["{run}", "--plant", "nothing"], "knows no fault 'nothing'"),
         (["{run}", "--plant", "tp-copies"], "tp-copies needs tp > 1"),
         (["{run}", "--matrix"], "proves runs of its own"),
         (["{run}", "--markdown", "page.md"], "Add --matrix."),
-        ([], "Name a run, or prove all combinations"),
+        ([], "Name a run, give --model and --gpus, or prove all"),
         (["{run}", "--layout.tp", "3"], "must divide model.num_attention_heads"),
         (["{run}", "--layout.ep", "2"], "cuts experts, but the model has none"),
         (["{run}", "--layout.ep", "3", "--model.preset", "tiny-mixtral"], "ep x expert_tp = 3 must divide tp x cp x dp = 2"),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ultrascale.cli.doctor import command
-from ultrascale.measure import doctor
+from ultrascale.cli.start.doctor import command
+from ultrascale.measure.machine import doctor
 
 
 @pytest.fixture

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from ultrascale.cli.main import main
+from ultrascale.config.rules import early
 from ultrascale.data.indexed import ShardWriter
 from ultrascale.data.tokenizer import train_tokenizer
+from ultrascale.description.architecture.model import Model
 from ultrascale.models.decoder import Decoder
-from ultrascale.models.huggingface import export_folder, import_folder
+from ultrascale.models.files.huggingface import export_folder, import_folder
 from ultrascale.models.initialise import initialise
-from ultrascale.spec.model import Model
 
 MODEL = Model(
     vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
@@ -127,7 +128,7 @@ def test_a_vocabulary_larger_than_the_tokenizers_is_told_and_used(exported, caps
 
 
 def test_all_mistakes_of_sampling_are_told_together_and_before_the_prompt(exported, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(early, "sees_gpu", lambda: False)
     words = [
         "--temperature",
         "nan",
@@ -152,7 +153,7 @@ def test_all_mistakes_of_sampling_are_told_together_and_before_the_prompt(export
         "top_k",
         "max_new_tokens",
         "seed",
-        "no CUDA device",
+        "asks for CUDA",
         "character 2 is not",
     ):
         assert key in err

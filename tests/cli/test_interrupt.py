@@ -18,8 +18,8 @@ import pytest
 from launch.families import ended_after
 from train.small_runs import make_corpus, small_run
 
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.resolve import to_toml
+from ultrascale.config.resolve import to_toml
+from ultrascale.description.layout import Layout
 
 FIRST = re.compile(rb"import time:.*\| *(signal|ultrascale\.__main__)\n")
 """What the front imports first. A Ctrl-C before ends Python's own start, in its own way."""
@@ -27,17 +27,17 @@ TORN = ("Traceback", "KeyboardInterrupt", "Exception ignored")
 STOPPED = ("ultrascale: error: stopped.\n", "Stopped. Finished shards are kept; the same command goes on.\n")
 MOST_SECONDS = 200.0
 STARTS = {
-    "plan": (["plan", "{run}"], 450),
+    "plan": (["plan", "{run}"], 330),
     "trace": (["trace", "{run}"], 900),
     "check": (["check", "{run}"], 1500),
     "show": (["show", "{run}"], 300),
     "doctor": (["doctor"], 900),
     "train": (["train", "{run}", "--layout.dp", "1"], 1500),
-    "sweep": (["sweep", "{run}", "--folder", "{folder}/sweep"], 450),
+    "sweep": (["sweep", "{run}", "--folder", "{folder}/sweep"], 330),
     "demo": (["demo", "--folder", "{folder}/demo"], 900),
     "soak": (["soak", "--folder", "{folder}/soak"], 900),
     "measure": (["measure", "network", "--processes", "2"], 900),
-    "data": (["data", "prepare", "{run}", "--output", "{folder}/data", "--train-tokenizer", "300"], 350),
+    "data": (["data", "prepare", "{run}", "--output", "{folder}/data", "--train-tokenizer", "300"], 300),
 }
 """Words of commands, and about how many modules each imports before it has something to do."""
 

@@ -10,7 +10,7 @@ import pytest
 
 from ultrascale import __version__
 from ultrascale.cli import main as front
-from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError
 
 
 @pytest.fixture

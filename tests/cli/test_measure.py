@@ -9,10 +9,10 @@ import pytest
 from train.small_runs import make_corpus, small_run
 
 from ultrascale.cli.main import main
-from ultrascale.cli.measure import parse_steps
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.resolve import to_toml
-from ultrascale.spec.run import Batch
+from ultrascale.cli.measure.measure_command import parse_steps
+from ultrascale.config.resolve import to_toml
+from ultrascale.description.problems import SpecError
+from ultrascale.description.run import Batch
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ultrascale.cli.main import main
-from ultrascale.cli.parse import set_aside
+from ultrascale.cli.terminal.parse import set_aside
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@ from itertools import chain
 
 import pytest
 
-from ultrascale.cli.show import command
+from ultrascale.cli.show.show_command import command
+from ultrascale.description.problems import SpecError
 from ultrascale.measure.executed import mean_seconds
 from ultrascale.plan.pipeline.play import StageSeconds, simulate
 from ultrascale.schedules.build import build_schedule
-from ultrascale.spec.problems import SpecError
 
 
 def test_the_actions_that_ran_are_those_of_the_plan_in_its_order_and_none_before_its_input(tmp_path, capsys):

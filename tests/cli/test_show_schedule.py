@@ -3,10 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from ultrascale.cli.show import command
-from ultrascale.schedules.build import NAMES, build_schedule
-from ultrascale.schedules.custom import to_csv
-from ultrascale.spec.problems import SpecError
+from ultrascale.cli.show.show_command import command
+from ultrascale.description.problems import SpecError
+from ultrascale.description.schedules import SCHEDULES
+from ultrascale.schedules.build import build_schedule
+from ultrascale.schedules.kinds.custom import to_csv
 
 
 @pytest.fixture(autouse=True)
@@ -30,11 +31,11 @@ def test_a_schedule_is_drawn_with_what_each_rank_waits_and_keeps(capsys):
 
 def test_all_schedules_are_compared_for_one_rank_s_work(capsys):
     out = shown("schedules --pp 8 --micro-batches 32", capsys)
-    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.split()[:1] and line.split()[0] in NAMES}
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.split()[:1] and line.split()[0] in SCHEDULES}
     assert rows["afab"] == ["1", "1x", "117", "17.9%", "32", "1.75"]
     assert rows["interleaved"] == ["2", "1x", "106.5", "9.9%", "11.5", "3.75"]
     assert rows["dualpipe"] == ["2", "2x", "102", "5.9%", "9", "1.75"]
-    assert set(rows) == set(NAMES)
+    assert set(rows) == set(SCHEDULES)
 
 
 def test_json_holds_every_action_with_its_times(capsys):
@@ -60,7 +61,7 @@ def test_a_file_says_itself_how_many_ranks_it_is_for(tmp_path, capsys):
         command(["schedule", str(path), "--pp", "4"])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_written_as_a_file_is_the_schedule(name, tmp_path, capsys):
     path = tmp_path / "mine.csv"
     out = shown(f"schedule {name} --pp 4 --micro-batches 6 --csv {path}", capsys)

@@ -16,11 +16,11 @@ from train.small_runs import STEPS, curve, make_corpus, small_run
 from ultrascale import checkpoint
 from ultrascale.cli import train as verb
 from ultrascale.cli.main import main
+from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.launch import local
 from ultrascale.launch.local import Ending
-from ultrascale.measure import machine
-from ultrascale.measure.machine import Peak
-from ultrascale.spec.resolve import resolve, to_toml
+from ultrascale.measure.machine import ceilings as machine
+from ultrascale.measure.machine.ceilings import Peak
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_what_restarts_have_cost_is_not_told_of_a_start_that_was_refused(run_fil
         (["{run}", "--processes", "3", "--layout.tp", "2"], "3 processes are not a multiple of tp = 2"),
         (["{run}", "--processes", "4", "--layout.dp", "4", "--layout.tp", "2"], "leave dp = 2 beside tp = 2, but"),
         (["{run}", "--processes", "3"], "must be a multiple of layout.dp x layout.micro_batch_size = 6, is 8"),
-        (["{run}", "--laoyut.dp", "2"], "Did you mean layout.dp?"),
+        (["{run}", "--laoyut.dp", "2"], "Did you mean --layout.dp?"),
         (["{run}", "--layout.pp", "2", "--layout.schedule", "{backward_first}"], "needs what 0F0 (rank 0, action 1) keeps"),
         (["{run}", "--max-restarts", "-1"], "must be at least 0, is -1"),
         (["{run}", "--log.sinks", "wandb"], "pip install wandb"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ultrascale.data.prepare import Recipe
+from ultrascale.data.preparing.prepare import Recipe
 
 
 def lines(count=400):

@@ -17,16 +17,16 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ultrascale.data import documents
-from ultrascale.data.documents import Document, PartReader
 from ultrascale.data.errors import DataError
-from ultrascale.data.inputs import Part, cut_shards, find_files
+from ultrascale.data.reading import documents
+from ultrascale.data.reading.documents import Document, PartReader
+from ultrascale.data.reading.inputs import Part, cut_shards, find_files
 from ultrascale.data.tokenizer import train_tokenizer
 
 PREPARE_AND_MEASURE = """
 import sys
 from pathlib import Path
-from ultrascale.data.prepare import Recipe, prepare
+from ultrascale.data.preparing.prepare import Recipe, prepare
 
 def kib(name):
     return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1])
@@ -253,7 +253,7 @@ def test_a_missing_package_says_what_to_install(tmp_path, package, monkeypatch):
     def refuse(name):
         raise ImportError(name)
 
-    monkeypatch.setattr("ultrascale.data.compressed.importlib.import_module", refuse)
+    monkeypatch.setattr("ultrascale.data.reading.compressed.importlib.import_module", refuse)
     path = write(tmp_path, "x.jsonl.zst" if package == "zstandard" else "x.parquet", b"")
     with pytest.raises(DataError, match=rf"{package}: .* pip install 'ultrascale\[data\]'"):
         read_all(path)
@@ -281,7 +281,7 @@ def test_a_long_string_cut_anywhere_decodes_the_same(piece, text, ascii_only):
     import io
     from unittest.mock import patch
 
-    from ultrascale.data import long_lines
+    from ultrascale.data.reading import long_lines
 
     line = json.dumps({"n": 1, "text": text}, ensure_ascii=ascii_only).encode()
     with patch.object(long_lines, "PIECE_BYTES", piece), patch.object(long_lines, "LONG_STRING", 4):
@@ -377,3 +377,13 @@ def test_files_come_in_order_of_name_without_what_is_excluded(tmp_path):
 def test_inputs_that_make_no_sense_are_refused(tmp_path, make, expected):
     with pytest.raises(DataError, match=expected):
         find_files(make(tmp_path))
+
+
+def test_a_row_of_a_csv_is_a_document_and_its_text_the_column_that_is_named(tmp_path):
+    (tmp_path / "x.csv").write_text('id,body\n1,"one, and ""more"""\n2,"two\nlines"\n')
+    (file,) = find_files([tmp_path / "x.csv"])
+    (parts,) = cut_shards([file])
+    found = list(PartReader(parts[0], field="body", spool=tmp_path))
+    assert [one.text for one in found if not isinstance(one, DataError)] == ['one, and "more"', "two\nlines"]
+    (error,) = PartReader(parts[0], field="text", spool=tmp_path)
+    assert "has no column 'text', only 'id', 'body'" in str(error)

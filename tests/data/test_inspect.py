@@ -8,8 +8,8 @@ from data.little_text import lines, recipe
 
 from ultrascale.data.corpus import Corpus
 from ultrascale.data.errors import DataError
-from ultrascale.data.inspect import document_sample, folder_facts, sequence_sample, verify_folder
-from ultrascale.data.prepare import prepare
+from ultrascale.data.preparing.inspect import document_sample, folder_facts, sequence_sample, verify_folder
+from ultrascale.data.preparing.prepare import prepare
 
 
 def test_inspection_tells_headers_documents_and_boundaries(tmp_path, source, tokenizer):

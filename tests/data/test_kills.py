@@ -20,12 +20,12 @@ from train.small_runs import curve, make_corpus, same, small_run, state, train_h
 
 from ultrascale import data
 from ultrascale.data import indexed
-from ultrascale.data import prepare as preparing
 from ultrascale.data.files import PARTIAL
 from ultrascale.data.indexed import ShardWriter
 from ultrascale.data.manifest import load_manifest
+from ultrascale.data.preparing import prepare as preparing
+from ultrascale.description.run import Checkpoint
 from ultrascale.failpoints import VARIABLE, failpoint
-from ultrascale.spec.run import Checkpoint
 
 PREPARING = [
     ("prepare.tokenizer", 1), ("prepare.requested", 1), ("file.written", 1), ("file.written", 2), ("file.written", 4),
@@ -109,7 +109,7 @@ def calm(tmp_path, source, tokenizer) -> dict[str, bytes]:
 
 
 def test_every_named_point_of_data_is_killed_at_here():
-    sources = Path(data.__file__).parent.glob("*.py")
+    sources = Path(data.__file__).parent.rglob("*.py")
     named = set(re.findall(r'failpoint\("([a-z.]+)"\)', "".join(path.read_text() for path in sources)))
     assert named == {point for point, _ in PREPARING + LOADING}
 

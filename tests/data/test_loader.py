@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ultrascale.data.corpus import Corpus
-from ultrascale.data.entropy import unigram_entropy
 from ultrascale.data.errors import DataError
 from ultrascale.data.indexed import ShardWriter
 from ultrascale.data.loader import IGNORED, Loader
 from ultrascale.data.manifest import Manifest, ShardRecord, TokenizerFacts, save_manifest
-from ultrascale.spec.run import Source
+from ultrascale.data.preparing.entropy import unigram_entropy
+from ultrascale.description.run import Source
 
 GOLDEN_ORDER = [58, 42, 53, 93, 61, 22, 5, 100]
 FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -20,11 +20,11 @@ from tokenizers import Tokenizer
 from ultrascale.data import files, indexed
 from ultrascale.data.corpus import Corpus
 from ultrascale.data.errors import DataError
-from ultrascale.data.inspect import verify_folder
-from ultrascale.data.prepare import Progress, Recipe, prepare
-from ultrascale.data.shards import is_held_out
+from ultrascale.data.preparing.inspect import verify_folder
+from ultrascale.data.preparing.prepare import Progress, Recipe, prepare
+from ultrascale.data.preparing.shards import is_held_out
+from ultrascale.data.preparing.workers import run_tasks
 from ultrascale.data.tokenizer import train_tokenizer
-from ultrascale.data.workers import run_tasks
 
 
 def contents(folder):
@@ -125,7 +125,7 @@ def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_no_half_shard(tm
 KILLED = """
 import sys
 from pathlib import Path
-from ultrascale.data.prepare import Recipe, prepare
+from ultrascale.data.preparing.prepare import Recipe, prepare
 if __name__ == "__main__":
     recipe = Recipe(tokenizer=Path(sys.argv[3]), shard_bytes=20_000, validation_fraction=0.2)
     prepare([sys.argv[1]], output=sys.argv[2], recipe=recipe, workers=2)
@@ -227,8 +227,8 @@ def test_after_a_failure_the_same_command_may_skip_and_a_strict_one_fails_again(
 
 
 def test_a_long_bad_document_is_taken_back(tmp_path, tokenizer, monkeypatch):
-    from ultrascale.data import documents
     from ultrascale.data import tokenizer as windows
+    from ultrascale.data.reading import documents
 
     monkeypatch.setattr(documents, "PIECE_BYTES", 500)
     monkeypatch.setattr(windows, "WINDOW", 200)

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ultrascale.cli.demo import command
 from ultrascale.cli.main import main
-from ultrascale.demo import exported, folder, interrupted, proof, recipe, story, text
+from ultrascale.cli.start.demo import command
+from ultrascale.demo import folder, recipe, story
 from ultrascale.demo.claims import Claim, DemoError, judged
 from ultrascale.demo.folder import demo_folder
-from ultrascale.demo.rehearsal import Rehearsal
 from ultrascale.demo.screen import Screen
+from ultrascale.demo.stages import exported, interrupted, proof, text
+from ultrascale.demo.stages.rehearsal import Rehearsal
 from ultrascale.demo.story import Demo, _loss
 
 WORKER_LINE = f"import time; time.sleep(60)  # {interrupted.WORKER}"

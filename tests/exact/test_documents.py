@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ultrascale.check.documents import PARTS, RandomDocuments
-from ultrascale.spec.places import even_part
+from ultrascale.check.oracle.documents import PARTS, RandomDocuments
+from ultrascale.work.sharding.places import even_part
 
 VOCABULARY, STEPS = 211, 3
 

@@ -9,13 +9,13 @@ import torch
 from agree.small_models import WITH_EXPERTS
 from models.families import FAMILIES
 
-from ultrascale.check.documents import RandomDocuments
+from ultrascale.check.oracle.documents import RandomDocuments
+from ultrascale.check.oracle.reference import Reference
 from ultrascale.check.prove import Case, made_small, prove_all
-from ultrascale.check.reference import Reference
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Log, Optimizer, Run
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.run import Batch, Log, Optimizer, Run
 from ultrascale.train.trainer import Trainer
 
 LIMIT = 1e-11

@@ -1,5 +1,5 @@
-"""ZeRO over ranks that do not divide a rank's experts, such as more of them: it cuts their rows (`spec.places.zero_shape`), and
-every number is that of one process, in float64, to 1e-11."""
+"""ZeRO over ranks that do not divide a rank's experts, such as more of them: it cuts their rows
+(`work.sharding.places.zero_shape`), and every number is that of one process, in float64, to 1e-11."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from exact.test_layouts import run_of
 
+from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.check.prove import Case, made_small, prove_all
-from ultrascale.spec.model import Model
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.places import zero_shape
-from ultrascale.spec.run import Run
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.run import Run
+from ultrascale.work.sharding.places import zero_shape
 
 LIMIT = 1e-11
 MIXTRAL, DEEPSEEK, GPT_OSS = (made_small(preset(name)) for name in ("tiny-mixtral", "tiny-deepseek-v3", "tiny-gpt-oss"))

@@ -8,9 +8,9 @@ from functools import cache
 import pytest
 
 from ultrascale.check.compare import Verdict
-from ultrascale.check.faults import CLASSIC, FAULTS, expect_fault, home_of, suitable
+from ultrascale.check.faults.all_faults import CLASSIC, FAULTS, expect_fault, home_of, suitable
 from ultrascale.check.prove import Case, prove_all
-from ultrascale.spec.problems import SpecError
+from ultrascale.description.problems import SpecError
 
 LIMIT = 1e-11
 SEEN_IN = {

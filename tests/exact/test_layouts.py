@@ -1,6 +1,7 @@
 """N processes compute what one does: loss, gradient norm, every gradient, weights and moments, in float64, to 1e-11.
 
-The oracle is plain PyTorch, one sequence at a time (`check.reference`). Models are odd in size, so that shards are uneven.
+The oracle is plain PyTorch, one sequence at a time (`check.oracle.reference`). Models are odd in size, so that shards are
+uneven.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import torch.distributed.fsdp
 from models.families import FAMILIES
 
 from ultrascale.check.compare import Verdict, differences
-from ultrascale.check.documents import RandomDocuments
+from ultrascale.check.oracle.documents import RandomDocuments
+from ultrascale.check.oracle.reference import Reference, StepFacts
 from ultrascale.check.prove import Case, cases, made_small, prove_all
-from ultrascale.check.reference import Reference, StepFacts
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.run import Batch, Data, Optimizer, Run
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Data, Optimizer, Run
 
 LLAMA = made_small(FAMILIES["llama"])
 LIMIT = 1e-11

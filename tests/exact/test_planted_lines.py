@@ -16,18 +16,23 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
+from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.check import prove
 from ultrascale.check.compare import Verdict
-from ultrascale.check.fault import FAULTS, Fault, Home
+from ultrascale.check.faults.fault import FAULTS, Fault, Home
 from ultrascale.check.prove import Case, cases, made_small, prove_all
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Run
 from ultrascale.models import router
 from ultrascale.models.router import choose
-from ultrascale.parallel import collectives, context_masks, context_ring, pipeline_messages, share, tensor_loss
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.model_presets import PRESETS
-from ultrascale.spec.run import Batch, Run
-from ultrascale.train import gradients, trainer
+from ultrascale.parallel import share
+from ultrascale.parallel.context import context_masks, context_ring
+from ultrascale.parallel.data import collectives
+from ultrascale.parallel.pipeline import pipeline_messages
+from ultrascale.parallel.tensor import tensor_loss
+from ultrascale.train import trainer
+from ultrascale.train.optimizers import gradients
 from ultrascale.train.trainer import Trainer
 
 

@@ -8,8 +8,8 @@ from layouts.every_layout import DENSE, run_of
 from ultrascale.check.compare import Difference, Verdict
 from ultrascale.check.pool import Pool
 from ultrascale.check.prove import Case
+from ultrascale.description.layout import Layout
 from ultrascale.parallel.mesh import Mesh, Ranks
-from ultrascale.spec.layout import Layout
 
 LAYOUT = Layout(dp=2, tp=2, precision="fp64")
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.check import compare
 from ultrascale.check.case import Case
 from ultrascale.check.compare import Verdict
 from ultrascale.check.prove import prove_all
 from ultrascale.check.small import made_small
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import PRESETS
-from ultrascale.spec.run import Batch, Log, Optimizer, Run
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Log, Optimizer, Run
 
 TOLERANCES = {
     "fp32": {"loss": 1e-6, "gradient norm": 1.5e-5, "gradient": 1e-4, "weight": 1e-4, "moment": 1e-4, "experts": 1e-6},

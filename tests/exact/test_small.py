@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.check.prove import cases
 from ultrascale.check.small import made_small, micro_batch_counts, provable, small_layouts
+from ultrascale.config.rules.cut_rules import cut_problems
+from ultrascale.description.architecture.families import TRAINED
+from ultrascale.description.architecture.weights import num_parameters
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Run
 from ultrascale.schedules.build import build_schedule
-from ultrascale.schedules.custom import to_csv
-from ultrascale.spec.cut_rules import cut_problems
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import PRESETS
-from ultrascale.spec.run import Batch, Run
-from ultrascale.spec.trainable import TRAINED_FAMILIES
-from ultrascale.spec.weights import num_parameters
+from ultrascale.schedules.kinds.custom import to_csv
 
 
 def axes(layout: Layout) -> dict[str, int]:
@@ -64,7 +64,7 @@ def test_asked_for_fewer_processes_it_keeps_as_many_axes_as_fit(processes, found
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp=2, tp=2, ep=2), Layout(dp=4, tp=2, ep=4, expert_tp=2), Layout(tp=3)])
 @pytest.mark.parametrize(
     "preset",
-    [p for p, m in PRESETS.items() if "nemotron" not in p and "megatron" not in p and m.model_type in TRAINED_FAMILIES],
+    [p for p, m in PRESETS.items() if "nemotron" not in p and "megatron" not in p and m.model_type in TRAINED],
 )
 def test_every_model_made_small_can_be_cut_and_keeps_its_kind(preset, layout):
     model = PRESETS[preset]

@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from ultrascale.check import reference
+from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.check.compare import Verdict
 from ultrascale.check.matrix import FAMILIES
+from ultrascale.check.oracle import reference
 from ultrascale.check.prove import cases, prove_all
 from ultrascale.cli.main import main
+from ultrascale.description.architecture.weights import Weight
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Optimizer, Run
 from ultrascale.models import norms
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import PRESETS
-from ultrascale.spec.run import Optimizer, Run
-from ultrascale.spec.weights import Weight
-from ultrascale.train import trainer
+from ultrascale.train import step
 
 pytest.importorskip("transformers")
-from ultrascale.check.transformers_loop import comparable, learning_rates, tolerance_of
+from ultrascale.check.oracle.transformers_loop import comparable, learning_rates, tolerance_of
 
 STEPS = 3
 FEW: dict[str, dict[str, Any]] = {"tiny-mistral": {"cp": 2}, "tiny-deepseek-v3": {"dp": 2, "ep": 2}}
@@ -55,9 +55,9 @@ def test_every_family_trains_as_in_a_plain_loop_of_transformers():
 
 
 def wrong_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (trainer, reference):
+    for module in (step, reference):
         rate = module.learning_rate
-        monkeypatch.setattr(module, "learning_rate", lambda optimizer, step, steps, rate=rate: rate(optimizer, step + 1, steps))
+        monkeypatch.setattr(module, "learning_rate", lambda optimizer, at, steps, rate=rate: rate(optimizer, at + 1, steps))
 
 
 def wrong_decay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +94,7 @@ def test_rates_of_all_steps_are_a_warm_up_and_each_schedule_down_to_its_floor():
     assert learning_rates(optimizer, 4) == pytest.approx([0.5, 1.0, half, 0.1])
     assert learning_rates(replace(optimizer, schedule="constant"), 4) == [0.5, 1.0, 1.0, 1.0]
     assert learning_rates(replace(optimizer, schedule="wsd", decay_steps=2), 5) == pytest.approx([0.5, 1.0, 1.0, 0.55, 0.1])
+    assert learning_rates(replace(optimizer, schedule="linear"), 6) == pytest.approx([0.5, 1.0, 0.775, 0.55, 0.325, 0.1])
 
 
 RUN = 'device = "cpu"\n[model]\npreset = "tiny-llama"\n[layout]\ndp = 2\n'

@@ -10,15 +10,15 @@ from fuzz.confined import JSON, changed, confined, damaged, examples, read_confi
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ultrascale.catalogue.models.model_presets import PRESETS
+from ultrascale.config.resolve import resolve
+from ultrascale.config.run_toml import to_toml
+from ultrascale.config.schema import leaves
+from ultrascale.description.architecture.huggingface import from_hf, to_hf
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.run import Run
 from ultrascale.schedules.build import build_schedule
-from ultrascale.schedules.custom import read_schedule, to_csv
-from ultrascale.spec.huggingface import from_hf, to_hf
-from ultrascale.spec.model import Model
-from ultrascale.spec.model_presets import PRESETS
-from ultrascale.spec.resolve import resolve
-from ultrascale.spec.run import Run
-from ultrascale.spec.run_toml import to_toml
-from ultrascale.spec.schema import leaves
+from ultrascale.schedules.kinds.custom import read_schedule, to_csv
 from ultrascale.validation.rows import read_rows
 
 RUNS = sorted((Path(__file__).parents[2] / "runs").glob("*.toml"))

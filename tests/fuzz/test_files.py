@@ -16,21 +16,21 @@ from fuzz.confined import HUGE, changed, confined, damaged, examples, read_confi
 from hypothesis import given
 from train.small_runs import MODEL, make_corpus
 
+from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.checkpoint import load_full
 from ultrascale.checkpoint import save as save_checkpoint
 from ultrascale.data.corpus import Corpus
-from ultrascale.data.documents import PartReader
 from ultrascale.data.errors import DataError
-from ultrascale.data.inputs import cut_shards, find_files
 from ultrascale.data.loader import Loader
-from ultrascale.data.prepare import Recipe, prepare
+from ultrascale.data.preparing.prepare import Recipe, prepare
+from ultrascale.data.reading.documents import PartReader
+from ultrascale.data.reading.inputs import cut_shards, find_files
 from ultrascale.data.tokenizer import load_tokenizer, tokenizer_facts, train_tokenizer
-from ultrascale.models.huggingface import export_folder, import_folder
+from ultrascale.description.architecture.weights import weights
+from ultrascale.description.run import Source
+from ultrascale.models.files.huggingface import export_folder, import_folder
+from ultrascale.models.files.tokenizer_files import special_tokens
 from ultrascale.models.initialise import initial_value
-from ultrascale.models.tokenizer_files import special_tokens
-from ultrascale.spec.model_presets import PRESETS
-from ultrascale.spec.run import Source
-from ultrascale.spec.weights import weights
 
 LINES = b"".join(json.dumps({"text": f"line {n} \u00e9\u2028", "id": n}).encode() + b"\n" for n in range(20))
 ODD_LINES = (

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from ranks import run_ranks
 
 from ultrascale.data.loader import Sequences
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Data, Log, LossScale, Optimizer, Run
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.run import Batch, Data, Log, LossScale, Optimizer, Run
 from ultrascale.train.trainer import Trainer
 
 HERE = Path(__file__).parent

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.config.resolve import resolve
+from ultrascale.description.problems import SpecError
 from ultrascale.plan.report import has_rates, workload_of
 from ultrascale.plan.search.replayed import with_replay
 from ultrascale.plan.search.search import distinct, search
 from ultrascale.plan.time.price import Prediction, predict
 from ultrascale.plan.view.search_view import layout_words
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.resolve import resolve
-from ultrascale.spec.stack_files import STACKS
 
 RECORD = Path(__file__).with_name("plans.json")
 COUNT = 500

@@ -8,18 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from ultrascale.check.documents import RandomDocuments
-from ultrascale.check.reference import Reference
-from ultrascale.kernels.attention import attention, attention_mask
-from ultrascale.kernels.cross_entropy import linear_cross_entropy
+from ultrascale.check.oracle.documents import RandomDocuments
+from ultrascale.check.oracle.reference import Reference
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout, Precision
+from ultrascale.description.run import Batch, Data, Log, Run
+from ultrascale.kernels.attention.attention_core import attention, attention_mask
+from ultrascale.kernels.loss.cross_entropy import linear_cross_entropy
 from ultrascale.parallel.mesh import process_group
-from ultrascale.parallel.precision import computing_copies
+from ultrascale.parallel.precision.mixed_precision import computing_copies
 from ultrascale.plan.memory.replay import plan_memory
-from ultrascale.spec.layout import Layout, Precision
-from ultrascale.spec.model import Model
-from ultrascale.spec.run import Batch, Data, Log, Run
-from ultrascale.train.deterministic import deterministic
-from ultrascale.train.trainer import StepResult, Trainer
+from ultrascale.train.start.deterministic import deterministic
+from ultrascale.train.step import StepResult
+from ultrascale.train.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
 

@@ -7,10 +7,10 @@ import torch
 from grads import grad_of
 from models.families import EXPERT_FAMILIES
 
+from ultrascale.description.architecture.model import Model
 from ultrascale.kernels.grouped_matmul import grouped_linear
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.initialise import initialise
-from ultrascale.spec.model import Model
 
 pytestmark = pytest.mark.gpu
 

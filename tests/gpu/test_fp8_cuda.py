@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ultrascale.kernels import fp8
-from ultrascale.kernels.fp8 import NATIVE
-from ultrascale.kernels.fp8_grouped import fp8_grouped_linear
-from ultrascale.kernels.fp8_linear import fp8_linear
+from ultrascale.kernels.fp8 import fp8_matrices as fp8
+from ultrascale.kernels.fp8.fp8_grouped import fp8_grouped_linear
+from ultrascale.kernels.fp8.fp8_linear import fp8_linear
+from ultrascale.kernels.fp8.fp8_matrices import NATIVE
 
 pytestmark = pytest.mark.gpu
 

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ultrascale.kernels.attention import attention, attention_mask
-from ultrascale.kernels.attention_contest import AttentionShape
-from ultrascale.kernels.attention_contest import contest as attention_contest
-from ultrascale.kernels.cross_entropy import linear_cross_entropy
-from ultrascale.kernels.flash_packages import MODULES, not_importable
-from ultrascale.kernels.fused_contest import contest as fused_contest
-from ultrascale.kernels.fused_contest import fused_shape
-from ultrascale.spec.attention_cores import Wanted
-from ultrascale.spec.layout import AttentionCore, Layout
-from ultrascale.spec.model_presets import preset
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.description.attention_cores import Wanted
+from ultrascale.description.layout import AttentionCore, Layout
+from ultrascale.kernels.attention.attention_contest import AttentionShape
+from ultrascale.kernels.attention.attention_contest import contest as attention_contest
+from ultrascale.kernels.attention.attention_core import attention, attention_mask
+from ultrascale.kernels.attention.flash_packages import MODULES, not_importable
+from ultrascale.kernels.choice.fused_contest import contest as fused_contest
+from ultrascale.kernels.choice.fused_contest import fused_shape
+from ultrascale.kernels.loss.cross_entropy import linear_cross_entropy
 
 pytestmark = pytest.mark.gpu
 LENGTH = 300

@@ -10,9 +10,9 @@ import pytest
 import torch
 from gpu.test_cuda import loader_of, run_with
 
+from ultrascale.description.layout import Precision
+from ultrascale.description.recomputed import KINDS, mode_name
 from ultrascale.parallel.mesh import process_group
-from ultrascale.spec.layout import Precision
-from ultrascale.spec.recomputed import KINDS, mode_name
 from ultrascale.train.trainer import Trainer
 
 pytestmark = pytest.mark.gpu

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from ultrascale.measure.profile_events import read_trace
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Data, Run, Source
+from ultrascale.measure.step.profile_events import read_trace
 from ultrascale.primer.tell import tell
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.run import Batch, Data, Run, Source
-from ultrascale.train.profile import profile_run
+from ultrascale.train.observers.profile import profile_run
 
 pytestmark = pytest.mark.gpu
 LLAMA = Model(

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from ultrascale.parallel.tensor_overlap import gathered_products, overlap_in, overlaps, scattered_product
+from ultrascale.parallel.tensor.tensor_overlap import gathered_products, overlap_in, overlaps, scattered_product
 
 pytestmark = pytest.mark.gpu
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from agree.traced import run_of
 
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Run
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.run import Run
 from ultrascale.trace.allocator import allocated_bytes, reserved_bytes
 from ultrascale.trace.rank import EmptySequences, trace_rank
 from ultrascale.train.trainer import Trainer

@@ -16,11 +16,11 @@ from jobs.slurm_here import wait_until
 from train.small_runs import curve, make_corpus, same, small_run, state, train_ranks
 
 from ultrascale.cli.main import main
+from ultrascale.config.resolve import resolve, to_toml
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Checkpoint, Run
 from ultrascale.jobs.job import job_of
 from ultrascale.jobs.kubernetes import node_script
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.resolve import resolve, to_toml
-from ultrascale.spec.run import Checkpoint, Run
 
 STEPS = 140
 

@@ -15,9 +15,9 @@ from jobs.slurm_here import PATH, NoSlurm, Slurm, slurm, start_node, wait_until
 from train.small_runs import curve, make_corpus, same, small_run, state, train_ranks
 
 from ultrascale.cli.main import main
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.resolve import to_toml
-from ultrascale.spec.run import Checkpoint, Run
+from ultrascale.config.resolve import to_toml
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Checkpoint, Run
 
 STEPS = 200
 

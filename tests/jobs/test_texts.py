@@ -15,10 +15,10 @@ import pytest
 from tidy.sources import ROOT
 
 from ultrascale.cli.main import main
+from ultrascale.config.resolve import resolve, to_toml
+from ultrascale.description.sections.launch import Kubernetes, Launch, SkyPilot, Slurm
+from ultrascale.description.units import UnitError, parse_seconds
 from ultrascale.jobs import alive, job, state
-from ultrascale.spec.launch import Kubernetes, Launch, SkyPilot, Slurm
-from ultrascale.spec.resolve import resolve, to_toml
-from ultrascale.spec.units import UnitError, parse_seconds
 
 RUN = """
 name = "big"

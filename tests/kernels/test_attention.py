@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ultrascale.kernels.attention import attention, attention_mask
+from ultrascale.kernels.attention.attention_core import attention, attention_mask
 
 CPU = torch.device("cpu")
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ultrascale.kernels.attention import attention, attention_mask
-from ultrascale.kernels.attention_flex import FlexMask, flex_mask, seen_blocks
-from ultrascale.kernels.attention_spans import ENDS_MULTIPLE, PackedIds, Spans, ends_of, packed_ids
-from ultrascale.kernels.device_kind import meta_stands_for
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.work import Shape, block_work, shared_work
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.kernels.attention.attention_core import attention, attention_mask
+from ultrascale.kernels.attention.attention_flex import FlexMask, flex_mask, seen_blocks
+from ultrascale.kernels.attention.attention_spans import ENDS_MULTIPLE, PackedIds, Spans, ends_of, packed_ids
+from ultrascale.kernels.choice.device_kind import meta_stands_for
+from ultrascale.work.work import Shape, block_work, shared_work
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([[0] * 4 + [1] * 7 + [2] * 2, [0] * 1 + [1] * 12, [0] * 13])

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ultrascale.kernels import attention_with_lse
-from ultrascale.kernels.attention_with_lse import additive_mask, attend, attend_backward, hidden_score, join
+from ultrascale.kernels.attention import attention_with_lse
+from ultrascale.kernels.attention.attention_with_lse import additive_mask, attend, attend_backward, hidden_score, join
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-5, torch.bfloat16: 3e-2}

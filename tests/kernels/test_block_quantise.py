@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ultrascale.kernels.block_quantise import BLOCK, dequantise, num_blocks, quantise, table
-from ultrascale.kernels.newton_schulz import orthogonalise
-from ultrascale.kernels.stochastic import NOISE_BITS, noise, positions, round_to_bf16, rounding_key
+from ultrascale.kernels.optimizers.block_quantise import BLOCK, dequantise, num_blocks, quantise, table
+from ultrascale.kernels.optimizers.newton_schulz import orthogonalise
+from ultrascale.kernels.optimizers.stochastic import NOISE_BITS, noise, positions, round_to_bf16, rounding_key
 
 
 def rows(shape, offsets=None, whole=None):

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ultrascale.kernels import attention_contest, contest
-from ultrascale.kernels.attention_contest import AttentionShape
-from ultrascale.kernels.contest import Outcomes, added, decide, measure
-from ultrascale.spec.attention_cores import CONTESTANTS, Wanted, why_not
+from ultrascale.description.attention_cores import CONTESTANTS, Wanted, why_not
+from ultrascale.kernels.attention import attention_contest
+from ultrascale.kernels.attention.attention_contest import AttentionShape
+from ultrascale.kernels.choice import contest
+from ultrascale.kernels.choice.contest import Outcomes, added, decide, measure
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(2, 48, 4, 2, 8, 8, torch.float32)

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ultrascale.kernels.cross_entropy import linear_cross_entropy
-from ultrascale.spec.work import chunk_rows
+from ultrascale.kernels.loss.cross_entropy import linear_cross_entropy
+from ultrascale.work.work import chunk_rows
 
 
 def inputs(dtype: torch.dtype, rows: int = 300, vocab: int = 37_000) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

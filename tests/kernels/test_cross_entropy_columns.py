@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ultrascale.kernels.cross_entropy import linear_cross_entropy
-from ultrascale.kernels.cross_entropy_columns import sweep_columns
-from ultrascale.kernels.device_kind import meta_stands_for
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.kernels.choice.device_kind import meta_stands_for
+from ultrascale.kernels.loss.cross_entropy import linear_cross_entropy
+from ultrascale.kernels.loss.cross_entropy_columns import sweep_columns
 from ultrascale.measure.memory import LiveMemory
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.ops import Shape
-from ultrascale.spec.work import chunk_rows, head_work, slab_columns
+from ultrascale.work.ops import Shape
+from ultrascale.work.work import chunk_rows, head_work, slab_columns
 
 VOCAB, TOKENS = 128_256, 8192
 """Llama 3's vocabulary, and the tokens of a micro-batch."""

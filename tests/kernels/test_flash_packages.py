@@ -9,13 +9,13 @@ from kernels.test_attention_spans import IDS, inputs, written_out
 from kernels.test_attention_with_lse import expected as softmax_written_out
 from kernels.test_attention_with_lse import made, visible
 
-from ultrascale.kernels import attention_contest, flash_packages
-from ultrascale.kernels.attention import attention, attention_mask, causal_piece
-from ultrascale.kernels.attention_contest import AttentionShape
-from ultrascale.kernels.attention_spans import Spans
-from ultrascale.kernels.attention_with_lse import attend, attend_backward, join
-from ultrascale.kernels.flash_packages import MODULES, flash_forward, not_importable
-from ultrascale.spec.attention_cores import Wanted
+from ultrascale.description.attention_cores import Wanted
+from ultrascale.kernels.attention import attention_contest, flash_packages
+from ultrascale.kernels.attention.attention_contest import AttentionShape
+from ultrascale.kernels.attention.attention_core import attention, attention_mask, causal_piece
+from ultrascale.kernels.attention.attention_spans import Spans
+from ultrascale.kernels.attention.attention_with_lse import attend, attend_backward, join
+from ultrascale.kernels.attention.flash_packages import MODULES, flash_forward, not_importable
 
 CPU = torch.device("cpu")
 

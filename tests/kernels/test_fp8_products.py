@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ultrascale.kernels import fp8
-from ultrascale.kernels.fp8 import FORWARD, GRADIENT, Narrow, product
-from ultrascale.kernels.fp8_grouped import scaled_groups, scaled_outer_groups
-from ultrascale.kernels.fp8_linear import fp8_linear
+from ultrascale.kernels.fp8 import fp8_matrices as fp8
+from ultrascale.kernels.fp8.fp8_grouped import scaled_groups, scaled_outer_groups
+from ultrascale.kernels.fp8.fp8_linear import fp8_linear
+from ultrascale.kernels.fp8.fp8_matrices import FORWARD, GRADIENT, Narrow, product
 
 SIZES = [(32, 64, 48), (1021, 64, 48), (1, 64, 48), (32, 61, 48), (32, 64, 47), (3, 5, 1), (1, 1, 1)]
 

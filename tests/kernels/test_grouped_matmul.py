@@ -3,10 +3,11 @@ import torch
 from grads import grad_of
 from torch.nn import functional as F
 
-from ultrascale.kernels import fused_contest, grouped_matmul, implementation
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.description.layout import Layout
+from ultrascale.kernels import grouped_matmul
+from ultrascale.kernels.choice import fused_contest, implementation
 from ultrascale.kernels.grouped_matmul import grouped_linear
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import preset
 
 
 def plain(rows, weight, counts, bias):

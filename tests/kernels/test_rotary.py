@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ultrascale.description.architecture.model import Model, RopeScaling
 from ultrascale.kernels.rotary import _traced_turn, attention_factor, inverse_frequencies, rotary_angles, rotate
-from ultrascale.spec.model import Model, RopeScaling
 
 MODEL = Model(
     vocab_size=10, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
@@ -52,7 +52,7 @@ def test_scaled_frequencies_equal_transformers_to_the_bit(scaling):
     rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
     from transformers import LlamaConfig
 
-    from ultrascale.spec.rope_config import write_rope
+    from ultrascale.description.architecture.rope_config import write_rope
 
     model = replace(MODEL, rope_scaling=scaling)
     config = LlamaConfig(hidden_size=64, num_attention_heads=1, head_dim=64, max_position_embeddings=8192, **write_rope(model))

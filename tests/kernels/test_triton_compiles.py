@@ -21,7 +21,9 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
-from ultrascale.kernels import narrow_moments, triton_adamw, triton_loss, triton_norm, triton_rotary, triton_swiglu
+from ultrascale.kernels import triton_norm, triton_rotary, triton_swiglu
+from ultrascale.kernels.loss import triton_loss
+from ultrascale.kernels.optimizers import narrow_moments, triton_adamw
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.uint8: "*u8"}
 DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

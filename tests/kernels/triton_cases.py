@@ -82,7 +82,7 @@ def rotary(dtype: torch.dtype, start: int, planes: int, neighbours: bool, batche
 
 
 def loss(dtype: torch.dtype, columns: int) -> None:
-    from ultrascale.kernels.triton_loss import loss_and_gradient_
+    from ultrascale.kernels.loss.triton_loss import loss_and_gradient_
 
     logits = random(6, columns, dtype=dtype, seed=0)
     targets = torch.randint(columns, (6,), generator=torch.Generator().manual_seed(1))
@@ -136,7 +136,7 @@ def norm_of_a_sum_where_one_result_is_read() -> None:
 
 def nothing_at_all() -> None:
     """No rows: results and gradients are empty, and the weight's gradient is zero."""
-    from ultrascale.kernels.triton_loss import loss_and_gradient_
+    from ultrascale.kernels.loss.triton_loss import loss_and_gradient_
     from ultrascale.kernels.triton_norm import add_rms_norm
     from ultrascale.kernels.triton_rotary import rotate
     from ultrascale.kernels.triton_swiglu import swiglu
@@ -198,7 +198,7 @@ def rotary_at_the_edges() -> None:
 
 def loss_at_the_edges() -> None:
     """A vocabulary of one; masked logits, of whole blocks too; logits whose exponentials overflow; targets with strides."""
-    from ultrascale.kernels.triton_loss import loss_and_gradient_
+    from ultrascale.kernels.loss.triton_loss import loss_and_gradient_
 
     masked, far = random(3, 9000, dtype=torch.float32, seed=0), random(3, 70, dtype=torch.float32, seed=0) * 1e4
     masked[:, 10:8500] = float("-inf")
@@ -219,8 +219,8 @@ def loss_at_the_edges() -> None:
 
 def narrow_adamw(name: Literal["adamw-bf16", "adamw-8bit"], rows: int, columns: int, offsets: tuple[int, int]) -> None:
     """Three updates of a part of a matrix: the codes of torch, which hash the same places; weights but for the last bit."""
-    from ultrascale.kernels import fused_contest, implementation
-    from ultrascale.kernels.narrow_moments import Box, Moments, Update, empty_moments, update_
+    from ultrascale.kernels.choice import fused_contest, implementation
+    from ultrascale.kernels.optimizers.narrow_moments import Box, Moments, Update, empty_moments, update_
 
     implementation.is_cuda = lambda x: True
     box = Box(offsets, (rows, columns), (1 << 17, 1 << 16))  # places need more than 32 bits
@@ -245,8 +245,9 @@ def narrow_adamw(name: Literal["adamw-bf16", "adamw-8bit"], rows: int, columns: 
 
 def narrow_adamw_at_the_edges() -> None:
     """What is no number stays none; nothing at all; and a part that is not laid out row after row is torch's."""
-    from ultrascale.kernels import fused_contest, implementation, triton_adamw
-    from ultrascale.kernels.narrow_moments import Box, Moments, Update, empty_moments, update_
+    from ultrascale.kernels.choice import fused_contest, implementation
+    from ultrascale.kernels.optimizers import triton_adamw
+    from ultrascale.kernels.optimizers.narrow_moments import Box, Moments, Update, empty_moments, update_
 
     implementation.is_cuda = lambda x: True
     update, kernel, ran = Update(1e-2, 0.1, 0.9, 0.999, 1e-8, 1, (1, 2)), triton_adamw.update_, []
@@ -270,10 +271,11 @@ def narrow_adamw_at_the_edges() -> None:
 
 def step_of_a_model() -> None:
     """Where a run asks for Triton: every kernel inside a model, in place of torch's; the sum after attention with its norm."""
-    from ultrascale.kernels import implementation, triton_norm
+    from ultrascale.description.architecture.model import Model
+    from ultrascale.kernels import triton_norm
+    from ultrascale.kernels.choice import implementation
     from ultrascale.models.decoder import Decoder
     from ultrascale.models.initialise import initialise
-    from ultrascale.spec.model import Model
 
     model = Model(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
@@ -299,9 +301,9 @@ def step_of_a_model() -> None:
 
 def contests() -> None:
     """All forms that are installed run, agree, and are timed."""
-    from ultrascale.kernels import fused_contest, implementation
-    from ultrascale.spec.layout import Layout
-    from ultrascale.spec.model_presets import preset
+    from ultrascale.catalogue.models.model_presets import preset
+    from ultrascale.description.layout import Layout
+    from ultrascale.kernels.choice import fused_contest, implementation
 
     implementation.is_cuda = lambda x: True
     model = preset("tiny-llama")

@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from ultrascale.demo.interrupted import worker_pids
-from ultrascale.spec.resolve import to_toml
-from ultrascale.spec.run import Run
+from ultrascale.config.resolve import to_toml
+from ultrascale.demo.stages.interrupted import worker_pids
+from ultrascale.description.run import Run
 
 PATIENCE = 400.0
 """Seconds for what takes ten where nobody else computes; what must come within a time is asserted where it is."""

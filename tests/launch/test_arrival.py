@@ -22,14 +22,15 @@ from planted import fails
 from torch._C._distributed_c10d import TCPStore
 from train.small_runs import BeforeStep, at_step, curve, make_corpus, same, small_run, state, train_here, train_ranks
 
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Run
 from ultrascale.launch.forked import run_forked
 from ultrascale.parallel import arrival
 from ultrascale.parallel.mesh import Mesh
-from ultrascale.parallel.torch_private import PrefixStore
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.run import Run
-from ultrascale.train import loop
-from ultrascale.train.trainer import Gradients, Trainer
+from ultrascale.torch_private import PrefixStore
+from ultrascale.train.session import joined
+from ultrascale.train.step import Step
+from ultrascale.train.trainer import Trainer
 
 COPIES = Layout(dp=2, zero_stage=2, micro_batch_size=2)
 
@@ -52,7 +53,7 @@ def outcome(train: Any) -> dict[str, Any]:
 
 def start_late(rendezvous: str, run: Run, patience: float, late_seconds: float | None) -> dict[str, Any]:
     """Rank 1 starts so much later than rank 0; None: when that has given up. Collectives of steps take what they take here."""
-    arrival.ARRIVAL_SECONDS = loop.START_SECONDS = patience  # a group's limit counts too, if it is more
+    arrival.ARRIVAL_SECONDS = joined.START_SECONDS = patience  # a group's limit counts too, if it is more
     Mesh.limit_waits = lambda *arguments: None  # pyright: ignore[reportAttributeAccessIssue]
     given_up = Path(run.folder) / "given-up"
     if os.environ["RANK"] == "1":
@@ -194,7 +195,7 @@ def test_control_ranks_that_first_meet_in_a_step_need_the_store_in_it(run, monke
     """As groups do that are made, or connected, at first use."""
     compute = Trainer.compute_gradients
 
-    def meet_again(trainer: Trainer) -> Gradients:
+    def meet_again(trainer: Trainer) -> Step:
         if trainer.steps_done == 2:
             dist.new_group(backend="gloo")
         return compute(trainer)

@@ -19,6 +19,7 @@ import pytest
 import torch
 from planted import fails
 
+from ultrascale.description.layout import Layout
 from ultrascale.heartbeat import Heart
 from ultrascale.launch import local, orphans
 from ultrascale.launch.forked import RankFailed, run_forked
@@ -26,7 +27,6 @@ from ultrascale.launch.local import Ending, launch_local
 from ultrascale.launch.orphans import end_with_launcher, end_with_starter, launcher_here
 from ultrascale.parallel import arrival
 from ultrascale.parallel.mesh import process_group
-from ultrascale.spec.layout import Layout
 
 # --- the next attempt --------------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 from train.small_runs import make_corpus, small_run
 
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.resolve import to_toml
+from ultrascale.config.resolve import to_toml
+from ultrascale.description.layout import Layout
 
 LISTENS = "0A"
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -27,6 +28,21 @@ def die_on_rank_0(rendezvous: str) -> None:
     signal.pause()
 
 
+class Threaded:
+    """What owns a thread of the process that made it, as a store of torch's does, and waits for it when it is collected."""
+
+    def __init__(self) -> None:
+        self.owner, self.itself = os.getpid(), self
+
+    def __del__(self) -> None:
+        if os.getpid() != self.owner:
+            os.abort()
+
+
+def collect(rendezvous: str) -> int:
+    return gc.collect()
+
+
 def test_results_come_in_order_of_rank():
     assert run_forked(3, place, "hello") == [["hello", str(rank), "3", "file"] for rank in range(3)]
 
@@ -42,3 +58,13 @@ def test_an_exception_is_raised_with_its_rank_and_traceback_and_the_others_are_e
 def test_a_killed_rank_is_told():
     with pytest.raises(RankFailed, match="rank 0: was ended by SIGKILL"):
         run_forked(2, die_on_rank_0)
+
+
+def test_a_rank_does_not_collect_its_parents_garbage():
+    gc.disable()
+    try:
+        Threaded()
+        run_forked(2, collect)
+    finally:
+        gc.enable()
+    assert gc.get_freeze_count() == 0

@@ -25,15 +25,15 @@ from train.small_runs import BeforeStep, at_step, make_corpus, small_run, train_
 
 from ultrascale import heartbeat
 from ultrascale.checkpoint import newest_valid
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Faults
 from ultrascale.heartbeat import Beat, Collective
 from ultrascale.launch.forked import RankFailed
 from ultrascale.launch.watchdog import STACK_SIGNAL, Hang, disagreement, judge, line_of, watch
 from ultrascale.parallel import lost
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.run import Faults
-from ultrascale.train.signs_of_life import FOLDER_VARIABLE
 from ultrascale.train.trainer import Trainer
+from ultrascale.train.watch.signs_of_life import FOLDER_VARIABLE
 
 ZERO_3 = Layout(dp=2, zero_stage=3, micro_batch_size=2)
 FIRST, SECOND = Collective("ranks 0 to 1 (2)", 4, "a sum"), Collective("ranks 0 to 1 (2)", 5, "the norm")
@@ -113,7 +113,7 @@ def until_the_other_waits(trainer: Trainer) -> int:
     while True:
         for other in heartbeat.read(Path(os.environ[FOLDER_VARIABLE])):
             at_sum = other.waiting and other.doing == "a sum over all ranks" and other.steps_done == trainer.steps_done
-            if other.rank == 0 and at_sum and other.collectives[-1].line.startswith("train/trainer.py:"):
+            if other.rank == 0 and at_sum and other.collectives[-1].line.startswith("train/step.py:"):
                 return other.pid
         time.sleep(0.01)
 
@@ -178,7 +178,7 @@ def test_a_stopped_rank_is_named_with_the_collective_that_the_other_waits_in(fol
     own, other = told.split("; ")
     assert why == "no sign of life in step 3: rank 1 is stopped by a signal (SIGSTOP, or a"
     assert own.startswith("rank 1 was at between steps (train/loop.py:")
-    assert other.startswith("rank 0 waited in a sum over all ranks (train/trainer.py:")
+    assert other.startswith("rank 0 waited in a sum over all ranks (train/step.py:")
     trace = json.loads((folder / "signs" / "0.trace.json").read_text())
     assert any(entry["profiling_name"] == "gloo:all_reduce" for entry in trace["entries"])
 
@@ -210,7 +210,7 @@ def test_a_rank_whose_interpreter_is_locked_is_named_although_none_of_its_thread
     assert found is not None
     assert found.culprits == (1,)
     assert "rank 1: was at between steps (train/loop.py:" in found.reason
-    assert "did not come to where rank 0 waited in a sum over all ranks (train/trainer.py:" in found.reason
+    assert "did not come to where rank 0 waited in a sum over all ranks (train/step.py:" in found.reason
 
 
 @pytest.mark.catalogue(19)
@@ -219,7 +219,7 @@ def test_control_a_stack_that_python_writes_is_not_written_where_the_interpreter
         signal.signal(number, lambda number, frame: traceback.print_stack(frame, file=file))
 
     in_python = SimpleNamespace(register=register, unregister=lambda number: None)
-    monkeypatch.setattr("ultrascale.train.signs_of_life.faulthandler", in_python)
+    monkeypatch.setattr("ultrascale.train.watch.signs_of_life.faulthandler", in_python)
     test = test_a_rank_whose_interpreter_is_locked_is_named_although_none_of_its_threads_runs
     fails(test, folder, told=r"train/loop\.py")
 
@@ -229,8 +229,8 @@ def test_a_rank_that_skips_a_collective_is_named_with_where_it_went_instead(fold
     found = hang(folder, at_step(3, skip_a_collective, rank=1))
     assert found is not None
     assert found.culprits == (1,)
-    assert "rank 1: waited in the gather of a bucket's parameters (parallel/collectives.py:" in found.reason
-    assert "did not come to where rank 0 waited in a sum over all ranks (train/trainer.py:" in found.reason
+    assert "rank 1: waited in the gather of a bucket's parameters (parallel/data/collectives.py:" in found.reason
+    assert "did not come to where rank 0 waited in a sum over all ranks (train/step.py:" in found.reason
 
 
 @pytest.mark.catalogue(18)
@@ -244,7 +244,7 @@ def test_a_collective_of_another_shape_is_told_although_gloo_aborts_the_process(
     found = disagreement(heartbeat.read(folder / "signs"))
     assert found is not None
     first, second = found[1].split(" differs: ")[1].split(", rank 1 came to ")
-    assert first.startswith("rank 0 came to a sum over all ranks of int64[2] (train/trainer.py:")
+    assert first.startswith("rank 0 came to a sum over all ranks of int64[2] (train/step.py:")
     assert second.startswith("a sum over all ranks of int64[3] (train/loop.py:")
 
 
@@ -317,9 +317,9 @@ def test_the_line_told_is_the_caller_of_what_waits():
     stack = (
         'Thread 0x1 (most recent call first):\n  File "/x/threading.py", line 3 in _bootstrap_inner\n\n'
         'Current thread 0x2 (most recent call first):\n  File "/t/distributed_c10d.py", line 9 in all_reduce\n'
-        '  File "/s/ultrascale/parallel/mesh.py", line 54 in sum\n  File "/s/ultrascale/train/trainer.py", line 8 in agree\n'
+        '  File "/s/ultrascale/parallel/mesh.py", line 54 in sum\n  File "/s/ultrascale/train/step.py", line 8 in agree\n'
     )
-    assert line_of(stack) == "train/trainer.py:8 in agree"
+    assert line_of(stack) == "train/step.py:8 in agree"
     assert line_of("") == ""
 
 
@@ -330,9 +330,9 @@ def test_a_checkout_that_is_called_as_the_package_is_does_not_make_tests_its_lin
 
 
 def test_of_a_rank_that_cannot_write_its_stack_the_last_collective_tells_the_line():
-    came = (Collective("all", 3, "a sum of int64[2]", "train/trainer.py:8 in agree"),)
+    came = (Collective("all", 3, "a sum of int64[2]", "train/step.py:8 in agree"),)
     found = judge([beat(0, waiting=False, doing="forward"), beat(1, collectives=came)], [0], {})
-    assert found.reason.endswith(": rank 0 was at forward; rank 1 waited in a sum (train/trainer.py:8 in agree)")
+    assert found.reason.endswith(": rank 0 was at forward; rank 1 waited in a sum (train/step.py:8 in agree)")
 
 
 def test_the_watchdog_kills_the_culprit_also_where_it_can_write_nothing_and_nobody_reads_what_it_says(tmp_path, monkeypatch):

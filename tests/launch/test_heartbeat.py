@@ -17,12 +17,12 @@ from tiny_disk import fill, on_a_tiny_disk
 from train.small_runs import make_corpus, small_run
 
 from ultrascale import heartbeat
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Checkpoint
 from ultrascale.heartbeat import FILE_BYTES, SUFFIX, Heart, read
 from ultrascale.launch.scratch import folder_with_room
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.run import Checkpoint
-from ultrascale.train.signs_of_life import FOLDER_VARIABLE, watched
+from ultrascale.train.watch.signs_of_life import FOLDER_VARIABLE, watched
 
 HANG_SECONDS = 50.0
 

@@ -23,13 +23,13 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from train.small_runs import curve, make_corpus, same, small_run, state, stop_at, train_ranks
 
 from ultrascale.checkpoint import newest_valid
+from ultrascale.config.resolve import resolve, to_toml
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Checkpoint, Faults, Run
 from ultrascale.launch import local, restarts, stopping
 from ultrascale.launch.local import Ending, launch_local
 from ultrascale.launch.restarts import account_of
 from ultrascale.launch.stopping import SAME_WISH_SECONDS, Wishes, stop_signals_raise
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.resolve import resolve, to_toml
-from ultrascale.spec.run import Checkpoint, Faults, Run
 
 FAILED = Ending("rank 1 failed with exit code 1")
 KILLED = Ending("rank 1 was ended by SIGKILL")

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from train.small_runs import curve, make_corpus, same, small_run, state, stop_at, train_ranks
 
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.resolve import to_toml
-from ultrascale.spec.run import Checkpoint, Faults, Run
+from ultrascale.config.resolve import to_toml
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Checkpoint, Faults, Run
 
 PORT = 29411
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

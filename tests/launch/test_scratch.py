@@ -20,7 +20,8 @@ from ultrascale.launch.scratch import OWNER, SEMAPHORES, scratch_folder, sweep
 
 FORK: Any = multiprocessing.get_context("fork")
 LAUNCHER = """
-import multiprocessing, time
+import multiprocessing, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background has it ignored
 from ultrascale.launch.scratch import launcher_scratch
 print(launcher_scratch(), flush=True)
 lock = multiprocessing.get_context("spawn").Lock()

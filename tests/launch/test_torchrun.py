@@ -20,15 +20,15 @@ import torch
 from launch.families import ended_after
 from train.small_runs import curve, make_corpus, same, small_run, state, stop_at, train_ranks
 
+from ultrascale.config.resolve import to_toml
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Checkpoint, Run
 from ultrascale.heartbeat import Heart
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.resolve import to_toml
-from ultrascale.spec.run import Checkpoint, Run
-from ultrascale.train.attempts import ATTEMPT_FILE, _before, _folders, _left_in, attempt, failure_of
-from ultrascale.train.run_folder import RunFolder
-from ultrascale.train.signs_of_life import Signs
+from ultrascale.train.folder.run_folder import RunFolder
+from ultrascale.train.start.attempts import ATTEMPT_FILE, _before, _folders, _left_in, attempt, failure_of
+from ultrascale.train.watch.signs_of_life import Signs
 
 MOST_SECONDS = 300.0
 """For what takes ten on a machine that has nothing else to do."""

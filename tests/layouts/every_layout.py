@@ -7,12 +7,13 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from ultrascale.spec.layout import SCHEDULES, Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.model_presets import PRESETS
-from ultrascale.spec.problems import Problem
-from ultrascale.spec.rules import run_problems
-from ultrascale.spec.run import Batch, Checkpoint, Data, Run, Source
+from ultrascale.catalogue.models.model_presets import PRESETS
+from ultrascale.config.rules.run_rules import run_problems
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import Problem
+from ultrascale.description.run import Batch, Checkpoint, Data, Run, Source
+from ultrascale.description.schedules import SCHEDULES
 
 MOST_RANKS = 8
 DENSE = replace(PRESETS["tiny-llama"], num_hidden_layers=6, hidden_size=32, intermediate_size=64, vocab_size=59, head_dim=8,

@@ -17,15 +17,15 @@ import torch.distributed as dist
 from layouts.every_layout import DENSE, SPARSE, accepted, every_layout, reasons, run_of
 from torch import Tensor
 
+from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.check.prove import Case, prove_all
-from ultrascale.parallel import tensor_ops
-from ultrascale.parallel.tensor_traffic import part_lengths
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Run
+from ultrascale.parallel.tensor import tensor_ops
+from ultrascale.parallel.tensor.tensor_traffic import part_lengths
 from ultrascale.plan.search.space import legal_layouts
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.run import Run
 
 MODELS = {"dense": DENSE, "experts": SPARSE}
 PARTS = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ultrascale.spec.model_presets import preset
+from ultrascale.catalogue.models.model_presets import preset
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 sys.path.insert(0, str(FOLDER))

@@ -12,10 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.cli.main import main
-from ultrascale.cli.measure_network import parse_groups, parse_size
+from ultrascale.cli.measure.measure_network import parse_groups, parse_size
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
 from ultrascale.launch.forked import run_forked
-from ultrascale.measure.network import (
+from ultrascale.measure.machine.network import (
     MessageTooLargeError,
     Timed,
     _call,
@@ -31,9 +34,6 @@ from ultrascale.measure.network import (
 from ultrascale.parallel.mesh import Ranks, process_group
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.laws.nccl import KINDS
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.problems import SpecError
 
 
 def _measured(rendezvous, groups, sizes, kinds, machine=None, spoil=""):

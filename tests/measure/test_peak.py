@@ -11,13 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from ultrascale.measure import machine
-from ultrascale.measure.machine import MatmulCeiling, is_here, measure_matmul_ceiling, peak_flops, stored_or_measured_peak
+from ultrascale.config.resolve import resolve
+from ultrascale.measure.machine import ceilings as machine
+from ultrascale.measure.machine.ceilings import (
+    MatmulCeiling,
+    is_here,
+    measure_matmul_ceiling,
+    peak_flops,
+    stored_or_measured_peak,
+)
 from ultrascale.plan.flops import hardware_flops_per_token, model_flops_per_token
-from ultrascale.spec.resolve import resolve
-from ultrascale.train.metrics import Metrics
-from ultrascale.train.performance import Performance
-from ultrascale.train.run_folder import RunFolder
+from ultrascale.train.folder.run_folder import RunFolder
+from ultrascale.train.observers.metrics import Metrics
+from ultrascale.train.observers.performance import Performance
 
 CPU = torch.device("cpu")
 NOW = MatmulCeiling(5e10, 0.1, "a processor", "fp32", 1024, 1)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.description.layout import Layout
 from ultrascale.measure.compare import compare_memory, comparison_table
-from ultrascale.measure.machine import measure_matmul_ceiling
+from ultrascale.measure.machine.ceilings import measure_matmul_ceiling
 from ultrascale.measure.plots import plot_run_folder, read_metrics
 from ultrascale.plan.memory.replay import plan_memory
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import preset
 
 PLAN = plan_memory(preset("tiny-llama"), Layout(), sequence_length=128, sequences_per_batch=1, device="cpu")
 PNG = b"\x89PNG"

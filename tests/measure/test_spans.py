@@ -7,7 +7,7 @@ from math import isclose
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultrascale.measure.spans import Piece, Range, Timeline, innermost, partition, sums
+from ultrascale.measure.step.spans import Piece, Range, Timeline, innermost, partition, sums
 
 
 def names(segments):

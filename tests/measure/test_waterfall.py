@@ -13,13 +13,13 @@ import pytest
 from rich.console import Console
 
 import ultrascale
-from ultrascale.measure.categories import AXIS_OF, CORE, EVERYBODY, PHASE, READING, RECOMPUTED, axis_of, axis_of_group
-from ultrascale.measure.profile_events import STEP, RankEvents, events_of
-from ultrascale.measure.spans import Piece
-from ultrascale.measure.step_report import RankSteps, StepReport, hidden_lines, waterfall_table, write_merged
-from ultrascale.measure.waterfall import Waterfall, top, waterfall
+from ultrascale.measure.step.categories import AXIS_OF, CORE, EVERYBODY, PHASE, READING, RECOMPUTED, axis_of, axis_of_group
+from ultrascale.measure.step.profile_events import STEP, RankEvents, events_of
+from ultrascale.measure.step.spans import Piece
+from ultrascale.measure.step.step_report import RankSteps, StepReport, hidden_lines, waterfall_table, write_merged
+from ultrascale.measure.step.waterfall import Waterfall, top, waterfall
 from ultrascale.parallel.lost import AWAITED
-from ultrascale.parallel.pipeline_messages import BETWEEN_STAGES
+from ultrascale.parallel.pipeline.pipeline_messages import BETWEEN_STAGES
 from ultrascale.parallel.tags import Tag
 
 MAIN, BACKWARD_THREAD = 7, 8
@@ -225,7 +225,7 @@ REPORT = StepReport(
 
 def full(report: StepReport) -> StepReport:
     """With zeros for categories that are left out."""
-    from ultrascale.measure.categories import CATEGORIES
+    from ultrascale.measure.step.categories import CATEGORIES
 
     ranks = [RankSteps(**{**vars(rank), "mean": dict.fromkeys(CATEGORIES, 0.0) | rank.mean}) for rank in report.ranks]
     return StepReport(**{**vars(report), "ranks": ranks})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ultrascale.spec.model import Model, RopeScaling
+from ultrascale.description.architecture.model import Model, RopeScaling
 
 LLAMA = Model(
     vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -62,6 +62,11 @@ DEEPSEEK_V3 = replace(
     shared_expert_intermediate_size=16, first_k_dense_replace=1, topk_method="noaux_tc", scoring_func="sigmoid", n_group=4,
     topk_group=2, routed_scaling_factor=2.5, rope_scaling=RopeScaling("yarn", 4.0, 16, mscale=1.0, mscale_all_dim=1.0), **_MLA,
 )  # fmt: skip
+GLM4_MOE = replace(
+    LLAMA, model_type="glm4_moe", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, qkv_bias=True, qk_norm=True,
+    partial_rotary_factor=0.5, shared_expert_intermediate_size=16, first_k_dense_replace=1, topk_method="noaux_tc",
+    scoring_func="sigmoid", routed_scaling_factor=2.5,
+)  # fmt: skip
 GPT_OSS = replace(
     LLAMA, model_type="gpt_oss", hidden_act="swigluoai", attention_sinks=True, qkv_bias=True, mlp_bias=True,
     attention_output_bias=True, sliding_window=7, sliding_window_interval=2, num_experts=4, num_experts_per_tok=2,
@@ -80,6 +85,8 @@ EXPERT_FAMILIES: dict[str, Model] = {
     ),
     "deepseek-v3": DEEPSEEK_V3,
     "deepseek-v3-plain-queries": replace(DEEPSEEK_V3, q_lora_rank=None, norm_topk_prob=False, rope_scaling=None),
+    "glm4-moe": GLM4_MOE,
+    "glm4-moe-air": replace(GLM4_MOE, qk_norm=False, n_group=4, topk_group=2, norm_topk_prob=False, rope_theta=1e6),
     "gpt-oss": GPT_OSS,
     "gpt-oss-no-window": replace(GPT_OSS, sliding_window=128, rope_scaling=None),
 }

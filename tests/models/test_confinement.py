@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from ultrascale.cli.main import main
-from ultrascale.models import unpickle
+from ultrascale.models.files import unpickle
 
 HOLE = Path(unpickle.__file__).read_text().replace('"cpu", weights_only=True', '"cpu", weights_only=False')
 WITHOUT = {

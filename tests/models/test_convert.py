@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.cli.main import main
-from ultrascale.models import unpickle
-from ultrascale.models.convert import convert
-from ultrascale.models.huggingface import export_folder, import_folder
+from ultrascale.description.architecture.huggingface import from_hf
+from ultrascale.description.architecture.weights import weights
+from ultrascale.description.problems import SpecError
+from ultrascale.models.files import unpickle
+from ultrascale.models.files.convert import convert
+from ultrascale.models.files.huggingface import export_folder, import_folder
 from ultrascale.models.initialise import initial_value
-from ultrascale.spec.huggingface import from_hf
-from ultrascale.spec.model_presets import PRESETS
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.weights import weights
 
 MODEL = PRESETS["tiny-llama"]
 

@@ -6,13 +6,13 @@ from models.families import EXPERT_FAMILIES, GPT2, LLAMA
 from models.families import FAMILIES as DENSE_FAMILIES
 from torch.nn import functional as F
 
+from ultrascale.catalogue.models.model_presets import PRESETS, preset
+from ultrascale.config.rules.trainable import untrainable_model
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import num_parameters, score_biases, weights
 from ultrascale.models import decoder as decoder_module
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.initialise import initialise
-from ultrascale.spec.model import Model
-from ultrascale.spec.model_presets import PRESETS, preset
-from ultrascale.spec.trainable import untrainable_model
-from ultrascale.spec.weights import num_parameters, score_biases, weights
 
 FAMILIES = DENSE_FAMILIES | EXPERT_FAMILIES
 

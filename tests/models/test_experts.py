@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ultrascale.description.architecture.model import Model
 from ultrascale.models.decoder import Decoder, PredictionBlock
 from ultrascale.models.experts import MoE, moe_layers, scale_auxiliary_losses, take_load, update_expert_bias
 from ultrascale.models.initialise import initialise
 from ultrascale.models.router import Router, choose, drop_over_capacity
-from ultrascale.spec.model import Model
 
 BALANCED = replace(MIXTRAL, router_aux_loss_coef=0.7, num_hidden_layers=2)
 

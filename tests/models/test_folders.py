@@ -11,11 +11,11 @@ import pytest
 import torch
 from models.families import LLAMA
 
-from ultrascale.models import folders
-from ultrascale.models.folders import FolderError
-from ultrascale.models.huggingface import export_folder
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.weights import weights
+from ultrascale.description.architecture.weights import weights
+from ultrascale.description.problems import SpecError
+from ultrascale.models.files import folders
+from ultrascale.models.files.folders import FolderError
+from ultrascale.models.files.huggingface import export_folder
 
 STATE = {weight.name: torch.zeros(weight.shape) for weight in weights(LLAMA)}
 

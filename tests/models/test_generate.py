@@ -5,11 +5,11 @@ import torch
 from models.families import DEEPSEEK_V3, EXPERT_FAMILIES, LLAMA
 from models.families import FAMILIES as DENSE_FAMILIES
 
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.problems import SpecError
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.generate import DecoderCache, Sampling, choose, generate
 from ultrascale.models.initialise import initialise
-from ultrascale.spec.model import Model
-from ultrascale.spec.problems import SpecError
 
 FAMILIES = DENSE_FAMILIES | EXPERT_FAMILIES
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

@@ -7,13 +7,13 @@ from models.families import DEEPSEEK_V3, EXPERT_FAMILIES, FAMILIES, LLAMA
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import num_parameters
+from ultrascale.description.problems import SpecError
 from ultrascale.models.decoder import Decoder
-from ultrascale.models.huggingface import export_folder, import_folder
+from ultrascale.models.files.huggingface import export_folder, import_folder
+from ultrascale.models.files.stored import Stored, stored_weights
 from ultrascale.models.initialise import initialise
-from ultrascale.models.stored import Stored, stored_weights
-from ultrascale.spec.model import Model
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.weights import num_parameters
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,17 +8,17 @@ import torch
 from models.families import EXPERT_FAMILIES
 from models.test_huggingface import random_decoder, reload_in_transformers, state_of
 
+from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.cli.main import main
+from ultrascale.config.resolve import resolve, run_from_toml, to_toml
+from ultrascale.config.rules.run_rules import run_notes
 from ultrascale.data.indexed import ShardWriter
+from ultrascale.description.run import Run
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.experts import moe_layers, scale_auxiliary_losses, take_load
-from ultrascale.models.huggingface import export_folder, import_folder
-from ultrascale.spec.model_presets import PRESETS
-from ultrascale.spec.resolve import resolve, run_from_toml, to_toml
-from ultrascale.spec.rules import run_notes
-from ultrascale.spec.run import Run
+from ultrascale.models.files.huggingface import export_folder, import_folder
 
-WITH_COEFFICIENT = [name for name in EXPERT_FAMILIES if not name.startswith("deepseek")]
+WITH_COEFFICIENT = [name for name in EXPERT_FAMILIES if not name.startswith(("deepseek", "glm"))]
 """Those whose loss transformers knows."""
 
 

@@ -6,11 +6,11 @@ import torch
 from models.families import FAMILIES, LLAMA
 from torch.distributed.tensor import DTensor
 
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import Weight, weights
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.initialise import TILE, initial_value, initialise, weight_seed
-from ultrascale.spec.model import Model
-from ultrascale.spec.places import Place
-from ultrascale.spec.weights import Weight, weights
+from ultrascale.work.sharding.places import Place
 
 
 def initialised(model: Model, dtype: torch.dtype, seed: int = 3) -> dict[str, torch.Tensor]:

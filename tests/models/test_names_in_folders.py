@@ -8,15 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.cli.main import main
 from ultrascale.data.tokenizer import train_tokenizer
-from ultrascale.models.convert import PICKLE_INDEX, convert
-from ultrascale.models.huggingface import INDEX_FILE, export_folder, import_folder
+from ultrascale.description.architecture.weights import weights
+from ultrascale.description.problems import SpecError
+from ultrascale.models.files.convert import PICKLE_INDEX, convert
+from ultrascale.models.files.huggingface import INDEX_FILE, export_folder, import_folder
 from ultrascale.models.initialise import initial_value
-from ultrascale.spec.model_presets import PRESETS
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.weights import weights
-from ultrascale.train.trained import open_trained
+from ultrascale.train.start.trained import open_trained
 
 MODEL = PRESETS["tiny-llama"]
 NAMES = ["../secret/{}", "./../secret/{}", "/{home}/secret/{}", "in/../../secret/{}", "in/{}", "..", ".", ""]

@@ -159,8 +159,8 @@ def _by_check(mutation: Mutation) -> str:
     """What is beyond the tolerance first, or what a rank raised; as `ultrascale check RUN.TOML --own-layout`."""
     from ultrascale.check import pool
     from ultrascale.check.prove import cases, prove_all
+    from ultrascale.config.resolve import resolve
     from ultrascale.launch.forked import RankFailed
-    from ultrascale.spec.resolve import resolve
 
     pool.TIMEOUT_SECONDS = PATIENCE_SECONDS
     preset, *settings = mutation.check.split()

@@ -5,8 +5,9 @@
     python tests/mutations/run.py --control     let all look at the source as it is, where nothing must be seen
     python tests/mutations/table.py             write the page anew from what is noted
 
-`faults.toml` has a text of the source, which occurs there once, and what stands in its place. `check.faults` plants faults in a
-trainer that is finished, for users and in every run of CI; these here change any line of the product, and take their time.
+`faults.toml` has a text of the source, which occurs there once, and what stands in its place. `check.faults.all_faults` plants
+faults in a trainer that is finished, for users and in every run of CI; these here change any line of the product, and take
+their time.
 """
 
 from __future__ import annotations

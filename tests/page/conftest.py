@@ -7,7 +7,7 @@ from threading import Thread
 
 import pytest
 
-from ultrascale.cli.page import question
+from ultrascale.cli.plan.page import question
 from ultrascale.page.server import PageServer
 
 
@@ -38,6 +38,7 @@ def tab(browser):
     """A fresh tab that fails the test on any error of the page's own."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     found = context.new_page()
+    found.set_default_timeout(120_000)  # a machine that runs other tests too
     errors: list[str] = []
     found.on("pageerror", lambda error: errors.append(str(error)))
     found.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -10,7 +11,7 @@ from page.dropped import LLAMA
 
 from ultrascale.cli.main import main
 
-PLANNED = "#status:has-text('Planned in')"
+PLANNED = "body[data-state=done] #status:has-text('Planned in')"
 
 
 def opened(tab, link):
@@ -117,6 +118,48 @@ def test_nonsense_gets_the_command_lines_sentence(tab, link, name, value, says, 
     tab.wait_for_selector("#error", state="hidden")
 
 
+def test_the_json_that_is_saved_is_what_the_command_line_prints(tab, link, capsys):
+    opened(tab, f"{link}?model=gpt2&count=8&tokens_per_batch=512k&seq_len=1024&tp=2")
+    tab.click("summary:has-text('plan.json')")
+    with tab.expect_download() as saved:
+        tab.click("button:has-text('Save plan.json')")
+    words = ["--model=gpt2", "--seq-len=1024", "--tokens-per-batch=512k", "--tp=2", "--gpus=8xh100-sxm", "--json"]
+    assert main(["plan", *words]) == 0
+    clock = re.compile(rb'"seconds": [0-9.e-]+,')
+    assert clock.sub(b"", saved.value.path().read_bytes(), 1) == clock.sub(b"", capsys.readouterr().out.encode(), 1)
+
+
+def test_the_step_is_drawn_with_messages_by_axis_and_a_roofline(tab, link):
+    opened(tab, f"{link}?model=gpt2&count=8&seq_len=1024&pp=2&tp=2&tokens_per_batch=64k&micro_batch_size=1")
+    assert tab.locator("#memory .bar b").all_inner_texts() == ["rank 0", "rank 1"]
+    assert {text.split(",")[0] for text in tab.locator("#sent .bar b").all_inner_texts()} >= {"tp", "pp", "dp"}
+    tab.locator("#roofline .operation").first.hover()
+    assert "TFLOP/s" in tab.inner_text("#roofline .told")
+    assert tab.locator("#roofline tbody tr").count() > 10
+
+
+def test_a_dropped_file_is_there_after_loading_again_and_going_back(tab, link):
+    opened(tab, f"{link}?count=8&seq_len=1024&model=gpt2")
+    tab.set_input_files("#file", {"name": "config.json", "mimeType": "application/json", "buffer": json.dumps(LLAMA).encode()})
+    tab.wait_for_selector("body[data-state=done] #status:has-text('from config.json')")
+    tab.reload()
+    tab.wait_for_selector("body[data-state=done] #status:has-text('from config.json')")
+    tab.go_back()
+    tab.wait_for_selector("#facts:has-text('gpt2')")
+    assert "config.json" not in tab.inner_text("#status")
+
+
+def test_what_is_open_and_where_the_focus_is_outlive_an_answer(tab, link):
+    opened(tab, f"{link}?model=gpt2&count=8&seq_len=1024")
+    tab.click("#memory summary")
+    tab.focus("#memory .bar button >> nth=3")
+    tab.keyboard.press("Enter")
+    tab.wait_for_url("**zero_stage=3**")
+    tab.wait_for_selector(PLANNED)
+    assert tab.locator("#memory details[open]").count() == 1
+    assert tab.evaluate("document.activeElement.textContent") == "ZeRO 3"
+
+
 def test_an_unknown_model_in_a_link_is_refused(tab, link):
     tab.goto(f"{link}?model=lama-3-8b")
     tab.wait_for_selector("#error:has-text('there is no model called')")
@@ -163,6 +206,6 @@ def test_a_plan_as_one_file_is_drawn_without_a_network(tab, tmp_path, capsys):
     tab.wait_for_selector("#scaling")
     assert requests == [path.as_uri()]
     assert tab.locator("section").evaluate_all("all => all.map((one) => one.id)") == [
-        "facts", "ranking", "memory", "time", "schedule", "front", "why", "scaling", "files",
+        "facts", "ranking", "memory", "time", "schedule", "sent", "roofline", "front", "why", "scaling", "files",
     ]  # fmt: skip
     assert (path.stat().st_size < 1_000_000, tab.locator("form").count()) == (True, 0)

@@ -9,9 +9,9 @@ from threading import Thread
 
 import pytest
 
-from ultrascale.cli.page import question
+from ultrascale.cli.plan.page import question
+from ultrascale.description.problems import SpecError
 from ultrascale.page.server import LARGEST_BODY, STATIC, PageServer
-from ultrascale.spec.problems import SpecError
 
 JSON = {"Content-Type": "application/json"}
 

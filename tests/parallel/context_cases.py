@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrascale.parallel import context
-from ultrascale.parallel.context import ContextParallel
-from ultrascale.spec.layout import Layout
+from ultrascale.description.layout import Layout
+from ultrascale.parallel.context import context_parallel as context
+from ultrascale.parallel.context.context_parallel import ContextParallel
 
 BATCH, HEADS, WIDTH = 2, 4, 6
 

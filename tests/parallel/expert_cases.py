@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ultrascale.parallel.expert_dispatch import Dispatch
-from ultrascale.spec.places import even_part
+from ultrascale.parallel.expert.expert_dispatch import Dispatch
+from ultrascale.work.sharding.places import even_part
 
 D, WIDTH, TOKENS = 6, 10, 7
 

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout, Precision
 from ultrascale.models.decoder import Decoder
-from ultrascale.parallel.data import apply_data_parallel
-from ultrascale.parallel.pipeline import Pipeline, build_pipeline
-from ultrascale.parallel.precision import TORCH_DTYPE, apply_mixed_precision
-from ultrascale.parallel.recompute import apply_recompute
+from ultrascale.parallel.activations.recompute import apply_recompute
+from ultrascale.parallel.data.data_parallel import apply_data_parallel
+from ultrascale.parallel.pipeline.pipeline_parallel import Pipeline, build_pipeline
+from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE, apply_mixed_precision
 from ultrascale.schedules.build import stages_of_ranks
-from ultrascale.spec.layout import Layout, Precision
-from ultrascale.spec.model import Model
 
 MODEL = Model(
     vocab_size=53, hidden_size=12, intermediate_size=20, num_hidden_layers=4, num_attention_heads=3, num_key_value_heads=1,

@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ultrascale.kernels.fp8 import Scaling
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import weights
+from ultrascale.description.layout import Layout
+from ultrascale.kernels.fp8.fp8_matrices import Scaling
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.initialise import initial_value
-from ultrascale.parallel.fp8 import apply_fp8
-from ultrascale.parallel.recompute import apply_recompute
-from ultrascale.parallel.tensor import apply_tensor_parallel
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.places import Coordinates, Place, place
-from ultrascale.spec.weights import weights
+from ultrascale.parallel.activations.recompute import apply_recompute
+from ultrascale.parallel.precision.fp8_products import apply_fp8
+from ultrascale.parallel.tensor.tensor_parallel import apply_tensor_parallel
+from ultrascale.work.sharding.places import Coordinates, Place, place
 
 BATCH = 2
 ROUNDING_SCALE = 1e-3

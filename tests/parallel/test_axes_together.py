@@ -15,16 +15,16 @@ from ranks import run_ranks
 from torch.distributed.fsdp import FSDPModule
 
 from ultrascale.check.prove import Case, prove_all
-from ultrascale.parallel import pipeline_data, pipeline_passes
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Optimizer, Run
 from ultrascale.parallel.apply import build_share
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.parallel.pipeline_weights import Waiting
+from ultrascale.parallel.pipeline import pipeline_data, pipeline_passes
+from ultrascale.parallel.pipeline.pipeline_weights import Waiting
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.build import build_schedule
-from ultrascale.schedules.custom import to_csv
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.run import Batch, Optimizer, Run
+from ultrascale.schedules.kinds.custom import to_csv
 from ultrascale.train.micro_batches import MicroBatch
 from ultrascale.train.passes import Passes
 

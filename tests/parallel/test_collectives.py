@@ -11,11 +11,11 @@ from models.families import FAMILIES
 from ranks import run_ranks
 
 from ultrascale.check.prove import made_small
+from ultrascale.description.layout import Layout
 from ultrascale.parallel.apply import build_share
-from ultrascale.parallel.collectives import DirectAllGather, DirectReduceScatter
-from ultrascale.parallel.data import sharded_modules
+from ultrascale.parallel.data.collectives import DirectAllGather, DirectReduceScatter
+from ultrascale.parallel.data.data_parallel import sharded_modules
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.spec.layout import Layout
 
 SIZE = 5
 

@@ -14,18 +14,19 @@ from models.families import EXPERT_FAMILIES, FAMILIES
 from ranks import run_ranks
 from torch._dynamo.utils import counters
 
-from ultrascale.check.documents import RandomDocuments
-from ultrascale.parallel import context_operation
+from ultrascale.check.oracle.documents import RandomDocuments
+from ultrascale.config.rules.run_rules import run_problems
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
+from ultrascale.description.run import Batch, Log, Optimizer, Run
+from ultrascale.description.schedules import SCHEDULES
 from ultrascale.parallel.apply import build_share
+from ultrascale.parallel.context import context_operation
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.schedules.actions import Kind
-from ultrascale.schedules.build import NAMES, build_schedule
-from ultrascale.schedules.custom import to_csv
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.rules import SPLITTING_SCHEDULES, run_problems
-from ultrascale.spec.run import Batch, Log, Optimizer, Run
+from ultrascale.schedules.build import build_schedule
+from ultrascale.schedules.kinds.custom import to_csv
 from ultrascale.train.trainer import Trainer
 
 LATENT = replace(EXPERT_FAMILIES["deepseek-v2"], first_k_dense_replace=2)
@@ -110,7 +111,7 @@ def test_compiled_blocks_whose_backward_passes_are_cut_are_refused(tmp_path):
 def test_the_schedules_refused_by_name_are_those_that_cut_backward_passes():
     found = {
         name
-        for name, named in NAMES.items()
+        for name, named in SCHEDULES.items()
         if any(
             part.kind is Kind.INPUT_GRADIENT
             for row in build_schedule(name, 2, 4, named.virtual_stages)
@@ -118,4 +119,4 @@ def test_the_schedules_refused_by_name_are_those_that_cut_backward_passes():
             for part in action.parts
         )
     }
-    assert found == set(SPLITTING_SCHEDULES)
+    assert found == {name for name, one in SCHEDULES.items() if one.splits_backward}

@@ -12,15 +12,15 @@ import torch
 import torch._dynamo
 from models.families import FAMILIES
 
-from ultrascale.kernels.attention import attention_mask
-from ultrascale.kernels.attention_spans import packed_ids
-from ultrascale.kernels.device_kind import meta_stands_for
+from ultrascale.description.layout import Fp8Scaling, Layout
+from ultrascale.kernels.attention.attention_core import attention_mask
+from ultrascale.kernels.attention.attention_spans import packed_ids
+from ultrascale.kernels.choice.device_kind import meta_stands_for
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel import apply
-from ultrascale.parallel.fp8 import apply_fp8
+from ultrascale.parallel.activations.recompute import apply_recompute
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.parallel.recompute import apply_recompute
-from ultrascale.spec.layout import Fp8Scaling, Layout
+from ultrascale.parallel.precision.fp8_products import apply_fp8
 
 SINKS = replace(FAMILIES["llama"], model_type="gpt_oss", attention_sinks=True, sliding_window=7)
 CHOSEN = [name for name, model in FAMILIES.items() if "-" not in name]

@@ -12,13 +12,14 @@ from parallel.context_cases import BATCH, HEADS, WIDTH, Case, errors_of, masks_a
 from ranks import run_ranks
 from torch.distributed.utils import _recursive_to
 
-from ultrascale.parallel import context, context_attention, context_gather, context_masks, context_ring, context_swap
-from ultrascale.parallel.context import ContextParallel
-from ultrascale.parallel.context_masks import ContextMask, Documents, context_mask, document_rows, whole_documents
-from ultrascale.parallel.context_ring import Messages, RingGradients
+from ultrascale.description.layout import Layout
+from ultrascale.parallel.context import context_attention, context_gather, context_masks, context_ring, context_swap
+from ultrascale.parallel.context import context_parallel as context
+from ultrascale.parallel.context.context_masks import ContextMask, Documents, context_mask, document_rows, whole_documents
+from ultrascale.parallel.context.context_parallel import ContextParallel
+from ultrascale.parallel.context.context_ring import Messages, RingGradients
 from ultrascale.parallel.tags import Tag
-from ultrascale.spec.context_order import ring_order, span, views
-from ultrascale.spec.layout import Layout
+from ultrascale.work.sharding.context_order import ring_order, span, views
 
 
 def worst(found: list[dict[str, dict[str, float]]]) -> dict[str, float]:

@@ -15,11 +15,11 @@ from ranks import run_ranks
 from torch import Tensor
 
 from ultrascale.check.prove import made_small
+from ultrascale.description.layout import Layout
 from ultrascale.models.decoder import Decoder, following
 from ultrascale.models.initialise import initialise
-from ultrascale.parallel.context import ContextParallel, LocalBatch, apply_context_parallel, cut_batch
-from ultrascale.parallel.recompute import apply_recompute
-from ultrascale.spec.layout import Layout
+from ultrascale.parallel.activations.recompute import apply_recompute
+from ultrascale.parallel.context.context_parallel import ContextParallel, LocalBatch, apply_context_parallel, cut_batch
 
 BATCH, LENGTH = 2, 24
 LLAMA = made_small(replace(FAMILIES["llama"], tie_word_embeddings=True))

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from ultrascale.spec.context_order import Pieces, num_slots, own_pieces, ring_order, views
-from ultrascale.spec.layout import Layout
+from ultrascale.description.layout import Layout
+from ultrascale.work.sharding.context_order import Pieces, num_slots, own_pieces, ring_order, views
 
 PROMISED = 0.02
 

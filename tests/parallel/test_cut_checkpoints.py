@@ -13,19 +13,19 @@ from agree.small_models import DEMO
 from agree.test_axes_memory_agrees import differences
 from ranks import run_ranks
 
-from ultrascale.parallel import cut_checkpoints
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import PRESETS
+from ultrascale.config.rules.trainable import expect_trainable
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
+from ultrascale.description.run import Batch, Data, Log, Run
+from ultrascale.parallel.activations import cut_checkpoints
 from ultrascale.parallel.share import local
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import PRESETS
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.run import Batch, Data, Log, Run
-from ultrascale.spec.trainable import expect_trainable
-from ultrascale.trace.compare import compare
 from ultrascale.trace.planned import planned_rank
 from ultrascale.trace.rank import trace_rank
+from ultrascale.trace.views.compare import compare
 
 WHOLE = Layout(tp=2, sequence_parallel=False, micro_batch_size=2)
 LAYOUTS = {

@@ -10,8 +10,9 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ultrascale.parallel import all_to_all, expert_dispatch
-from ultrascale.parallel.expert_dispatch import Dispatch
+from ultrascale.parallel import all_to_all
+from ultrascale.parallel.expert import expert_dispatch
+from ultrascale.parallel.expert.expert_dispatch import Dispatch
 
 EXACT = 1e-12
 

@@ -14,22 +14,23 @@ from parallel.tensor_cases import decoder_of, fill, grad_of, slice_of
 from ranks import run_ranks
 from torch import Tensor
 
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import weights
+from ultrascale.description.layout import Layout
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.experts import moe_layers, scale_auxiliary_losses, take_load, update_expert_bias
 from ultrascale.models.router import drop_over_capacity
-from ultrascale.parallel import all_to_all, expert_sequences
-from ultrascale.parallel.context import apply_context_parallel, cut_batch, own_positions
-from ultrascale.parallel.expert import apply_expert_parallel
+from ultrascale.parallel import all_to_all
+from ultrascale.parallel.activations.recompute import KEPT_OPS, apply_recompute
+from ultrascale.parallel.context.context_parallel import apply_context_parallel, cut_batch, own_positions
+from ultrascale.parallel.expert import expert_sequences
+from ultrascale.parallel.expert.expert_parallel import apply_expert_parallel
 from ultrascale.parallel.groups import AxisGroups
 from ultrascale.parallel.mesh import Mesh, Ranks
-from ultrascale.parallel.recompute import KEPT_OPS, apply_recompute
 from ultrascale.parallel.share import Share
-from ultrascale.parallel.tensor import apply_tensor_parallel
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.places import place
-from ultrascale.spec.weights import weights
-from ultrascale.train.expert_balance import balance_experts
+from ultrascale.parallel.tensor.tensor_parallel import apply_tensor_parallel
+from ultrascale.train.observers.expert_balance import balance_experts
+from ultrascale.work.sharding.places import place
 
 BATCH, LENGTH = 2, 13
 TARGETS = 7.0

@@ -20,13 +20,14 @@ from parallel.tensor_cases import Case, divisible, errors_of
 from ranks import run_ranks
 from torch import Tensor
 
-from ultrascale.check.gathered import gather, parts
-from ultrascale.kernels.fp8 import Scaling
-from ultrascale.kernels.fp8_grouped import fp8_grouped_linear
-from ultrascale.kernels.fp8_linear import fp8_linear
-from ultrascale.parallel import apply, fp8_wires
-from ultrascale.parallel.fp8 import apply_fp8
-from ultrascale.spec.layout import Layout
+from ultrascale.check.oracle.gathered import gather, parts
+from ultrascale.description.layout import Layout
+from ultrascale.kernels.fp8.fp8_grouped import fp8_grouped_linear
+from ultrascale.kernels.fp8.fp8_linear import fp8_linear
+from ultrascale.kernels.fp8.fp8_matrices import Scaling
+from ultrascale.parallel import apply
+from ultrascale.parallel.precision import fp8_wires
+from ultrascale.parallel.precision.fp8_products import apply_fp8
 
 LIMIT = 1e-12
 PLAIN = Layout(precision="fp64")

@@ -16,12 +16,12 @@ from agree.traffic import Key, watched
 from ranks import run_ranks
 from torch import Tensor
 
-from ultrascale.check.gathered import gather, parts
+from ultrascale.check.oracle.gathered import gather, parts
+from ultrascale.description.layout import Layout
 from ultrascale.parallel import apply
-from ultrascale.parallel.fp8 import apply_fp8
-from ultrascale.parallel.fp8_history import AmaxHistory
-from ultrascale.spec.fp8_slots import SLOT_BYTES, num_slots
-from ultrascale.spec.layout import Layout
+from ultrascale.parallel.precision.fp8_history import AmaxHistory
+from ultrascale.parallel.precision.fp8_products import apply_fp8
+from ultrascale.work.fp8_slots import SLOT_BYTES, num_slots
 
 LIMIT = 1e-12
 DELAYED = Layout(precision="fp8", fp8_scaling="delayed", fp8_amax_history_len=3)

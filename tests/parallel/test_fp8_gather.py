@@ -15,17 +15,17 @@ from agree.traffic import watched
 from ranks import run_ranks
 from torch import Tensor
 
-from ultrascale.check.gathered import gather, parts
+from ultrascale.check.oracle.gathered import gather, parts
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import weights
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Optimizer
 from ultrascale.parallel import apply
-from ultrascale.parallel.fp8 import apply_fp8
-from ultrascale.parallel.fp8_gather import gather_in_fp8
+from ultrascale.parallel.precision.fp8_gather import gather_in_fp8
+from ultrascale.parallel.precision.fp8_products import apply_fp8
 from ultrascale.parallel.share import Share, local
-from ultrascale.spec.fp8_slots import weights_gathered_in_fp8
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.run import Optimizer
-from ultrascale.spec.weights import weights
-from ultrascale.train.optimizer import build_optimizer, create_state
+from ultrascale.train.optimizers.optimizer import build_optimizer, create_state
+from ultrascale.work.fp8_slots import weights_gathered_in_fp8
 
 STEPS, LIMIT = 2, 1e-12
 SMALL = replace(MODEL, num_hidden_layers=3)

@@ -18,13 +18,13 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ultrascale.check.documents import RandomDocuments
+from ultrascale.check.oracle.documents import RandomDocuments
 from ultrascale.check.prove import Case, prove_all
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Optimizer, Run
 from ultrascale.parallel.groups import borders_of, copies_of, groups_of
 from ultrascale.parallel.mesh import Mesh, Ranks
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.run import Batch, Optimizer, Run
 from ultrascale.train.trainer import Trainer
 
 LENGTH = 12
@@ -161,7 +161,7 @@ def nccl_rules(rules: NcclRules) -> Iterator[None]:
             undo.append(partial(setattr, module, name, original))
 
     def single(*arguments: Any, group: Any = None, tag: int = 0, **peers: int) -> None:
-        """On CUDA the first four tags stand for collectives (`parallel.collectives`), but in a pipeline for messages."""
+        """On CUDA the first four tags stand for collectives (`parallel.data.collectives`), but in a pipeline for messages."""
         in_pipeline = group is not None and group.group_desc.startswith("pp")
         rules.use(group, None if tag in range(1, 5) and not in_pipeline else peers.get("group_dst", peers.get("group_src")))
 

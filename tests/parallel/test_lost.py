@@ -16,14 +16,14 @@ from planted import fails
 from ranks import RankError, run_ranks
 from torch import nn
 
-from ultrascale.check.documents import RandomDocuments
+from ultrascale.check.oracle.documents import RandomDocuments
 from ultrascale.contact import names
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Log, Optimizer, Run
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.lost import LostRankError
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.run import Batch, Log, Optimizer, Run
 from ultrascale.train.trainer import Trainer
 
 LENGTH = 12

@@ -13,21 +13,21 @@ from agree.test_memory_agrees import difference_percent
 from ranks import run_ranks
 from torch.utils.flop_counter import FlopCounterMode
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import PRESETS
+from ultrascale.config.rules.cut_rules import cut_problems
+from ultrascale.config.rules.trainable import expect_trainable
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
 from ultrascale.measure.memory import LiveMemory
 from ultrascale.models.decoder import Decoder
-from ultrascale.parallel.mlp_chunks import apply_mlp_chunks
+from ultrascale.parallel.activations.mlp_chunks import apply_mlp_chunks
 from ultrascale.parallel.share import local
 from ultrascale.plan.memory.replay import plan_memory
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.cut_rules import cut_problems
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.model_presets import PRESETS
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.trainable import expect_trainable
-from ultrascale.spec.work import Shape, work
+from ultrascale.work.work import Shape, work
 
 
 def backward(model: Model, chunks: int, dtype: torch.dtype = torch.float64) -> tuple[float, list[torch.Tensor], int]:

@@ -13,13 +13,13 @@ from agree.test_axes_memory_agrees import differences
 from agree.test_memory_agrees import difference_percent
 from ranks import run_ranks
 
+from ultrascale.config.rules.trainable import expect_trainable
+from ultrascale.description.layout import OFFLOAD_FROM_BYTES, Layout
+from ultrascale.description.problems import SpecError
 from ultrascale.measure.memory import LiveMemory
-from ultrascale.parallel import host_memory, offload
+from ultrascale.parallel.activations import host_memory, offload
 from ultrascale.parallel.share import local
 from ultrascale.plan.memory.replay import plan_memory
-from ultrascale.spec.layout import OFFLOAD_FROM_BYTES, Layout
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.trainable import expect_trainable
 
 SMALL = replace(MODEL, num_hidden_layers=5)
 LAYOUTS = {

@@ -13,11 +13,11 @@ import torch.distributed.fsdp  # noqa: F401
 from models.families import FAMILIES
 
 from ultrascale.check.case import Case
-from ultrascale.check.faults import FAULTS
+from ultrascale.check.faults.all_faults import FAULTS
 from ultrascale.check.prove import made_small, prove_all
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.run import Batch, Optimizer, Run
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Optimizer, Run
 
 TESTS = Path(__file__).parents[1]
 PAGE = TESTS.parent / "docs" / "composition.md"

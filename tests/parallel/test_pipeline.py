@@ -15,17 +15,17 @@ import torch.distributed as dist
 from parallel.pipelines import MODEL, Step, build, layout_of, one_process, rank_step, tied, whole_of, worst_difference
 from ranks import RankError, run_ranks
 
-from ultrascale.parallel.pipeline import Executed, build_evaluation, build_orders
-from ultrascale.parallel.pipeline_messages import Mailbox
-from ultrascale.parallel.tensor_ops import Factor
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
+from ultrascale.parallel.pipeline.pipeline_messages import Mailbox
+from ultrascale.parallel.pipeline.pipeline_parallel import Executed, build_evaluation, build_orders
+from ultrascale.parallel.tensor.tensor_ops import Factor
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.build import stages_of_ranks
-from ultrascale.schedules.custom import to_csv
 from ultrascale.schedules.executable import wire
-from ultrascale.schedules.one_f_one_b import one_f_one_b
-from ultrascale.schedules.zb_v import zb_v
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.problems import SpecError
+from ultrascale.schedules.kinds.custom import to_csv
+from ultrascale.schedules.kinds.one_f_one_b import one_f_one_b
+from ultrascale.schedules.kinds.zb_v import zb_v
 
 SCHEDULES = (
     ("afab", 1), ("1f1b", 1), ("interleaved", 2), ("breadth-first", 2), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2),
@@ -117,7 +117,7 @@ class Faults:
 
     @staticmethod
     def reduce_before_the_last_weight_gradient(running):
-        from ultrascale.parallel import pipeline
+        from ultrascale.parallel.pipeline import pipeline_parallel as pipeline
 
         def too_early(actions, zero_stage):
             told = list(original(actions, zero_stage))

@@ -16,10 +16,10 @@ import torch.distributed.pipelining  # a second, here once and not on every rank
 from parallel.pipelines import Step, build, layout_of, rank_step, tied, worst_difference
 from ranks import RankError, run_ranks
 
-from ultrascale.parallel.pipeline import build_orders
+from ultrascale.description.layout import Layout
+from ultrascale.parallel.pipeline.pipeline_parallel import build_orders
 from ultrascale.schedules.actions import Action
 from ultrascale.schedules.messages import lowered, receipts
-from ultrascale.spec.layout import Layout
 
 SCHEDULES = (
     ("afab", 1), ("1f1b", 1), ("interleaved", 2), ("breadth-first", 2), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2),

@@ -8,16 +8,16 @@ import torch.distributed as dist
 from models.families import FAMILIES
 from ranks import run_ranks
 
-from ultrascale.check.documents import RandomDocuments
+from ultrascale.check.oracle.documents import RandomDocuments
 from ultrascale.check.prove import made_small
+from ultrascale.description.layout import Layout, Precision
+from ultrascale.description.run import Batch, Optimizer, Run
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.apply import build_share
 from ultrascale.parallel.mesh import Ranks, process_group
-from ultrascale.parallel.precision import computing_copies
+from ultrascale.parallel.precision.mixed_precision import computing_copies
 from ultrascale.parallel.share import Share, local, local_gradient
-from ultrascale.spec.layout import Layout, Precision
-from ultrascale.spec.run import Batch, Optimizer, Run
-from ultrascale.train.optimizer import build_optimizer, create_state
+from ultrascale.train.optimizers.optimizer import build_optimizer, create_state
 from ultrascale.train.trainer import Trainer
 
 CPU = torch.device("cpu")

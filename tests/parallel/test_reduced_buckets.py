@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ultrascale.parallel.reduced_buckets import release_before_reducing
+from ultrascale.parallel.data.reduced_buckets import release_before_reducing
 
 
 class GroupOfTorch212:

@@ -16,15 +16,15 @@ from parallel.tensor_cases import Case, WholeWorld, divisible, errors_of, tensor
 from ranks import run_ranks
 from torch import Tensor
 
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
 from ultrascale.models.decoder import Decoder
-from ultrascale.parallel import tensor_loss, tensor_ops
-from ultrascale.parallel.pipeline_weights import WeightGradients, make_gradients
-from ultrascale.parallel.precision import apply_mixed_precision
-from ultrascale.parallel.tensor import apply_tensor_parallel, cut_parameters
-from ultrascale.parallel.tensor_ops import Cut
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.places import Coordinates, even_part
+from ultrascale.parallel.pipeline.pipeline_weights import WeightGradients, make_gradients
+from ultrascale.parallel.precision.mixed_precision import apply_mixed_precision
+from ultrascale.parallel.tensor import tensor_loss, tensor_ops
+from ultrascale.parallel.tensor.tensor_ops import Cut
+from ultrascale.parallel.tensor.tensor_parallel import apply_tensor_parallel, cut_parameters
+from ultrascale.work.sharding.places import Coordinates, even_part
 
 LIMIT = 1e-12
 

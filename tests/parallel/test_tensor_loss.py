@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from ultrascale.kernels.cross_entropy import linear_cross_entropy
-from ultrascale.parallel import tensor_loss
-from ultrascale.parallel.tensor_loss import vocabulary_cross_entropy
-from ultrascale.parallel.tensor_ops import Cut
-from ultrascale.spec.places import even_part
+from ultrascale.kernels.loss.cross_entropy import linear_cross_entropy
+from ultrascale.parallel.tensor import tensor_loss
+from ultrascale.parallel.tensor.tensor_loss import vocabulary_cross_entropy
+from ultrascale.parallel.tensor.tensor_ops import Cut
+from ultrascale.work.sharding.places import even_part
 
 ROWS, WIDTH, VOCAB_SIZE = 50, 6, 211
 

@@ -18,14 +18,14 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric
 
-from ultrascale.check.documents import RandomDocuments
-from ultrascale.check.reference import Reference
+from ultrascale.check.oracle.documents import RandomDocuments
+from ultrascale.check.oracle.reference import Reference
 from ultrascale.check.small import made_small
-from ultrascale.parallel import tensor_overlap
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
+from ultrascale.description.run import Batch, Log, Run
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.run import Batch, Log, Run
+from ultrascale.parallel.tensor import tensor_overlap
 from ultrascale.train.trainer import Trainer
 
 LLAMA, GPT2 = (made_small(FAMILIES[name], Layout(tp=4)) for name in ("llama", "gpt2"))

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from ultrascale.parallel import tensor_traffic
-from ultrascale.parallel.tensor_traffic import gather_parts, gather_rows, sum_parts
+from ultrascale.parallel.tensor import tensor_traffic
+from ultrascale.parallel.tensor.tensor_traffic import gather_parts, gather_rows, sum_parts
 
 
 def found(rank: int, batch: int, collectives: bool) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from ultrascale.spec.cluster import Cluster, Link, Node, Sourced, parse_cluster
+from ultrascale.catalogue.cluster import Cluster, Link, Node, Sourced, parse_cluster
 
 MIB, GIB = 2**20, 2**30
 

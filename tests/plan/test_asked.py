@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.catalogue.stacks.stack_files import STACKS, stack_called
 from ultrascale.cli.main import main
+from ultrascale.description.problems import SpecError
 from ultrascale.plan.search.search import search
 from ultrascale.plan.search.space import legal_layouts
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.stack_files import STACKS, stack_called
 
 SEARCH = ["plan", "--gpus", "64xh100", "--seq-len", "8192", "--top", "1"]
 

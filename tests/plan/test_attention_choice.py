@@ -6,22 +6,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ultrascale.kernels.attention_contest import left_out
-from ultrascale.kernels.contest import decide
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.catalogue.stacks.stack import KERNEL_OF_CORE, with_attention
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.description.attention_cores import CONTESTANTS, attention_wanted
+from ultrascale.description.layout import AttentionCore, Layout
+from ultrascale.description.run import Batch, Data, Run
+from ultrascale.kernels.attention.attention_contest import left_out
+from ultrascale.kernels.choice.contest import decide
 from ultrascale.plan.laws.compute import Kernel, attention_seconds
 from ultrascale.plan.report import workload_of
 from ultrascale.plan.time.attention_choice import attention_kernel, wanted_of
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.attention_cores import CONTESTANTS, attention_wanted
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import AttentionCore, Layout
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.ops import Shape
-from ultrascale.spec.run import Batch, Data, Run
-from ultrascale.spec.stack import KERNEL_OF_CORE, with_attention
-from ultrascale.spec.stack_files import STACKS
-from ultrascale.spec.work import block_work
+from ultrascale.work.ops import Shape
+from ultrascale.work.work import block_work
 
 KERNELS: dict[AttentionCore, Kernel] = {"sdpa": "flash-2", "varlen": "flash-2", **KERNEL_OF_CORE}
 """Of torch's flash attention where it does not take cuDNN's by itself."""

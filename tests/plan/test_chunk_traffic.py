@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.description.layout import Layout
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.time.data_traffic import _exposed, _num_buckets
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.time.stages import cut_stages
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.stack_files import STACKS
 
 
 @pytest.mark.parametrize(

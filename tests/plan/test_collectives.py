@@ -20,11 +20,11 @@ from plan.published_collectives import (
     with_network,
 )
 
+from ultrascale.catalogue.cluster import Cluster, Spine, parse_cluster
+from ultrascale.catalogue.machines import NODES
+from ultrascale.description.problems import SpecError
 from ultrascale.plan.laws.collectives import _lines, bus_bytes, collective_seconds, explain_collective, send_seconds
 from ultrascale.plan.laws.network import fabric_of, place
-from ultrascale.spec.cluster import Cluster, Spine, parse_cluster
-from ultrascale.spec.machines import NODES
-from ultrascale.spec.problems import SpecError
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 CLUSTERS = tuple(Cluster(f"64x{name}", node, 64 * node.num_accelerators) for name, node in NODES.items())

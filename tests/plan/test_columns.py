@@ -1,6 +1,6 @@
 """Columns of memory against the replay, over the whole space of layouts and every family; and what more of something costs.
 
-Columns choose what a search replays, and are all that is printed of other trainers. Of 200 drawn 89 in 100 are from 2 percent
+Columns choose what a search replays. Of 200 drawn 89 in 100 are from 2 percent
 below the replay to 5 above, the lowest 8 below, the highest 10 above; until what waits for W and every rank's own recomputed
 blocks were counted they were 62 in 100 and 62 percent below at worst. What is still further above or below:
 
@@ -20,17 +20,16 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.description.layout import Layout
 from ultrascale.plan.columns.footprint import stage_memory
 from ultrascale.plan.columns.rank_loads import PASSES, Pipeline, enough_micro_batches, loads_of, loads_of_actions
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.memory.replay import plan_fullest_rank
-from ultrascale.plan.search.replayed import is_ours
 from ultrascale.plan.search.space import legal_layouts
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.build import build_schedule
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import preset
 
 FAMILIES = (
     "llama-3-8b", "gpt2-xl", "qwen3-8b", "qwen2.5-7b", "mistral-7b", "smollm3-3b", "mixtral-8x7b", "olmoe-1b-7b",
@@ -61,9 +60,7 @@ def layouts(draw: st.DrawFn) -> tuple[Workload, Layout]:
     for name in WIDTH:
         column = getattr(table, name)
         left &= column == draw(st.sampled_from(np.unique(column[left]).tolist()))
-    layout = table.layout(int(draw(st.sampled_from(np.flatnonzero(left).tolist()))))
-    assume(is_ours(workload, layout))
-    return workload, layout
+    return workload, table.layout(int(draw(st.sampled_from(np.flatnonzero(left).tolist()))))
 
 
 def columns(workload: Workload, layout: Layout) -> float:
@@ -73,7 +70,7 @@ def columns(workload: Workload, layout: Layout) -> float:
 def replayed(workload: Workload, layout: Layout) -> int:
     return plan_fullest_rank(
         workload.model, layout, sequence_length=workload.sequence_length, sequences_per_batch=workload.sequences_per_batch,
-        documents=workload.documents,
+        documents=workload.documents, stack=workload.stack, optimizer=workload.stack.optimizer,
     ).peak.total  # fmt: skip
 
 
@@ -105,8 +102,7 @@ def test_most_layouts_are_within_five_percent() -> None:
             column = getattr(table, name)
             left &= column == draw.choice(np.unique(column[left]))
         layout = table.layout(int(draw.choice(np.flatnonzero(left))))
-        if is_ours(workload, layout):
-            found.append((columns(workload, layout) / replayed(workload, layout) - 1, str(workload.model.name), layout))
+        found.append((columns(workload, layout) / replayed(workload, layout) - 1, str(workload.model.name), layout))
     near = np.array([-0.02 <= off <= 0.05 for off, _, _ in found])
     assert near.mean() > 0.75, [round(one[0], 3) for one in sorted(found, key=lambda one: one[0])]
 
@@ -136,7 +132,7 @@ def test_few_micro_batches_hold_what_many_do(name: str, pp: int) -> None:
     """`enough_micro_batches`."""
     virtual = {"interleaved": 3, "zb-v": 2, "dualpipe-v": 2}.get(name, 1)
     told = virtual if name == "interleaved" else None
-    weights = np.array([[3.0], [7.0], [1.0], [2.0], [1.0], [1.0], [1.0], [0.1], [0.0]])
+    weights = np.array([[3.0], [7.0], [1.0], [2.0], [1.0], [1.0], [1.0], [0.1], [0.3], [9.0], [1.0], [0.0]])
     for many in (12 * pp, 12 * pp + 2):
         few = enough_micro_batches(name, pp, many)
         pipeline = Pipeline(name, pp, virtual, few, (2,) * (pp * virtual), (0,) * (2 * pp * virtual), 1)

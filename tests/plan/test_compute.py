@@ -10,13 +10,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from ultrascale.catalogue.cluster import Accelerator, Sourced
+from ultrascale.catalogue.machines import ACCELERATORS, this_machine
+from ultrascale.description.problems import SpecError
 from ultrascale.plan.flops import mean_context
 from ultrascale.plan.laws import curves
 from ultrascale.plan.laws.compute import attention_seconds, elementwise_seconds, matmul_seconds, optimizer_seconds
 from ultrascale.plan.laws.devices import matmul_curve, relative_of
-from ultrascale.spec.cluster import Accelerator, Sourced
-from ultrascale.spec.machines import ACCELERATORS, this_machine
-from ultrascale.spec.problems import SpecError
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "plan"
 H100, H200, A100, B200 = (ACCELERATORS[name] for name in ("h100-sxm", "h200", "a100-80", "b200"))

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.machines import ACCELERATORS, NODES
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.description.layout import Layout
 from ultrascale.plan.laws.compute import matmul_seconds
 from ultrascale.plan.laws.devices import MULTIPROCESSORS
 from ultrascale.plan.search.search import search
 from ultrascale.plan.time.price import Prediction, half_precision_peak, predict
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.machines import ACCELERATORS, NODES
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.stack_files import STACKS
 
 MODEL = replace(preset("llama-3.2-1b"), num_hidden_layers=8)
 SEQUENCES = 64

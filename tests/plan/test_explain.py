@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.description.layout import Layout
+from ultrascale.description.units import format_bytes, format_seconds
 from ultrascale.plan.search.explain import MORE_MEMORY_BYTES, binding, changes, marginals, rungs
 from ultrascale.plan.search.search import SearchResult, needed_bytes, search
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.view.cost import cost
 from ultrascale.plan.view.search_view import MAX_FRONT, batch_words, layout_words, show_explanation, show_ranking
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.stack_files import STACKS
-from ultrascale.spec.units import format_bytes, format_seconds
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_more_memory_is_worth_what_a_search_with_it_finds(result: SearchResult) 
     assert again.best is not None and result.best is not None
     gain = result.best.step_seconds / again.best.step_seconds - 1
     assert worth["10 GB more memory"] == pytest.approx(gain, abs=0.02)
-    assert worth["memory without end"] >= worth["10 GB more memory"] - 1e-9
+    assert worth["unlimited memory"] >= worth["10 GB more memory"] - 1e-9
     assert 0.05 < worth["matrix products 20% faster"] < 0.2
     assert all(gain >= -1e-9 for gain in worth.values())
 
@@ -83,7 +83,7 @@ def test_what_binds_is_said_with_its_share(result: SearchResult) -> None:
     assert best is not None
     share = best.waterfall["compute"] / best.step_seconds
     assert f"compute is {share:.0%} of the step" in binding(best, found)
-    endless = next(one for one in found if one.name == "memory without end")
+    endless = next(one for one in found if one.name == "unlimited memory")
     loose = [replace(one, gain=0.0) for one in found]
     assert binding(best, loose).startswith("Memory does not bind")
     assert binding(best, [replace(endless, gain=0.25)]).startswith("Memory binds: without its limit a step would be 25% faster")
@@ -125,4 +125,4 @@ def test_the_front_of_time_and_memory_is_told_from_end_to_end(result: SearchResu
 def test_a_ranking_says_how_far_its_times_may_be_off(result: SearchResult) -> None:
     console = Console(width=100, record=True, force_terminal=False)
     show_ranking(result, console, top=3)
-    assert "step: four runs in five take 0.88 to 1.21 of it." in console.export_text()
+    assert "step: 80% prediction interval, 0.88 to 1.21 of it." in console.export_text()

@@ -4,9 +4,9 @@ import pytest
 from rich.console import Console
 
 from ultrascale.cli.main import main
+from ultrascale.description.problems import SpecError
 from ultrascale.plan.view.far_apart import FarPlan, far_apart
 from ultrascale.plan.view.far_view import show
-from ultrascale.spec.problems import SpecError
 
 
 def coast_to_coast(**changes) -> FarPlan:

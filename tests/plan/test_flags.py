@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.catalogue.stacks.stack import with_optimizer
+from ultrascale.catalogue.stacks.stack_files import STACKS, stack_file
+from ultrascale.config.resolve import resolve
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
 from ultrascale.plan.flags.trainers import cannot_express, not_searched, trainer_flags
 from ultrascale.plan.search.space import legal_layouts
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.resolve import resolve
-from ultrascale.spec.stack import with_optimizer
-from ultrascale.spec.stack_files import STACKS, stack_file
 
 
 def workload(stack: str, model: str = "llama-3-8b") -> Workload:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.description.layout import Layout
 from ultrascale.plan.flops import hardware_flops_per_token, mean_context, model_flops_per_token
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import preset
 
 
 def test_the_playbooks_flops_per_token_of_a_llama_8b_come_out() -> None:

@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.catalogue.stacks.stack import Stack
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import layer_weights, num_parameters
+from ultrascale.description.layout import Layout
 from ultrascale.plan.columns.footprint import CATEGORIES, stage_memory
 from ultrascale.plan.columns.rank_state import rank_state
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.memory.replay import plan_memory
 from ultrascale.plan.time.stages import cut_stages
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.stack import Stack
-from ultrascale.spec.stack_files import STACKS
-from ultrascale.spec.weights import layer_weights, num_parameters
 
 GIB = 2**30
 LLAMA = preset("llama-3-8b")
@@ -137,7 +137,8 @@ def needed(model: Model, layout: Layout, axis: str, stack: str) -> float:
         return 2 * tokens * model.vocab_size * 4
     reduced = 3 * 4 * block if layout.dp == 1 and STACKS[stack].gathers == "buckets" else 0.0  # one process reduces nothing
     if axis == "cp" and layout.tp > 1 and STACKS[stack].kernels.cross_entropy == "chunked":
-        # The loss of few tokens is not made slab by slab of the vocabulary (`kernels.cross_entropy_columns`): gradients whole.
+        # The loss of few tokens is not made slab by slab of the vocabulary (`kernels.loss.cross_entropy_columns`): gradients
+        # whole.
         return reduced + 3 * 2 * model.vocab_size * model.hidden_size / layout.tp
     if axis in ("dp", "cp"):
         return reduced

@@ -7,16 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import PRESETS
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.description.layout import Layout
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.time.price import price_time
 from ultrascale.plan.time.stages import cut_stages
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.fp8_slots import SLOT_BYTES, num_slots
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import PRESETS
-from ultrascale.spec.stack_files import STACKS
+from ultrascale.work.fp8_slots import SLOT_BYTES, num_slots
 
 
 def test_delayed_scales_save_every_message_for_scales_but_one() -> None:

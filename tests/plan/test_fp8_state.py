@@ -8,6 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import num_parameters, weights
+from ultrascale.description.layout import Layout
 from ultrascale.plan.columns.footprint import Footprint, stage_memory
 from ultrascale.plan.constants import CONSTANTS
 from ultrascale.plan.laws.collectives import collective_seconds
@@ -17,12 +22,7 @@ from ultrascale.plan.time.price import predict, price_time
 from ultrascale.plan.time.stages import cut_stages
 from ultrascale.plan.time.step_parts import step_parts
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.fp8_slots import num_block_slots, num_slots, weights_gathered_in_fp8
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.weights import num_parameters, weights
+from ultrascale.work.fp8_slots import num_block_slots, num_slots, weights_gathered_in_fp8
 
 LLAMA = preset("llama-3-8b")
 SMALL = replace(LLAMA, num_hidden_layers=16)

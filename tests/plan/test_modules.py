@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import PRESETS
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.config.rules.cut_rules import cut_problems
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.recomputed import MODULES, modules_name, parse_mode
 from ultrascale.plan.columns.block_memory import block_memory
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.view.recomputation import recomputation_statement
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.cut_rules import cut_problems
-from ultrascale.spec.kept import available_modules, regions, selective_modules
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.model_presets import PRESETS
-from ultrascale.spec.ops import Shape
-from ultrascale.spec.recomputed import MODULES, modules_name, parse_mode
-from ultrascale.spec.stack_files import STACKS
-from ultrascale.spec.work import block_work
+from ultrascale.work.kept import available_modules, regions, selective_modules
+from ultrascale.work.ops import Shape
+from ultrascale.work.work import block_work
 
 NAMES = st.sampled_from(sorted(PRESETS))
 RUNS = ("llama-3-8b", "gpt2-xl", "qwen3-30b-a3b", "olmoe-1b-7b", "deepseek-v2-lite", "gpt-oss-20b", "mixtral-8x7b")

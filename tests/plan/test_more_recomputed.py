@@ -10,6 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
 from ultrascale.plan.columns.block_memory import block_columns, block_memory
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.memory.replay import plan_fullest_rank
@@ -18,12 +23,7 @@ from ultrascale.plan.search.space import legal_layouts
 from ultrascale.plan.time.blocks import distinct_shapes
 from ultrascale.plan.time.price import price
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.ops import Shape
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.stack_files import STACKS
+from ultrascale.work.ops import Shape
 
 DENSE = ("llama-3.2-1b", "qwen3-0.6b", "gpt2-xl", "gemma-2-9b")
 SCHEDULES = {"1f1b": 1, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2, "interleaved": 2}

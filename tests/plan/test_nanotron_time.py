@@ -9,6 +9,12 @@ import numpy as np
 import pytest
 from plan.published_collectives import MIB, PLAYBOOK_MEDIANS
 
+from ultrascale.catalogue.cluster import Cluster, parse_cluster
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.catalogue.network import network_kind
+from ultrascale.catalogue.stacks.stack import Stack
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.description.layout import Layout
 from ultrascale.plan.laws.collectives import bus_bytes, collective_seconds
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.time.data_traffic import LAUNCH_SECONDS, copy_seconds
@@ -16,12 +22,6 @@ from ultrascale.plan.time.price import predict
 from ultrascale.plan.time.stage_cut import layers_by_share
 from ultrascale.plan.time.stages import cut_stages
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import Cluster, parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.network import network_kind
-from ultrascale.spec.stack import Stack
-from ultrascale.spec.stack_files import STACKS
 from ultrascale.validation.predict import predict_rows
 from ultrascale.validation.rows import read_rows
 from ultrascale.validation.setups import setup_of

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.machines import ACCELERATORS
+from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.cli.main import main
+from ultrascale.config.resolve import resolve
+from ultrascale.config.rules.trainable import untrainable_layout
+from ultrascale.description.layout import NARROW, Layout, Precision
+from ultrascale.description.problems import SpecError
 from ultrascale.plan.flags.trainers import trainer_flags
 from ultrascale.plan.laws.compute import matmul_seconds
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.report import workload_of
 from ultrascale.plan.time.price import Prediction, predict
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import NARROW, Layout, Precision
-from ultrascale.spec.machines import ACCELERATORS
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.resolve import resolve
-from ultrascale.spec.stack_files import STACKS
-from ultrascale.spec.trainable import untrainable_layout
 
 
 def predicted(precision: str, *, gpus: str = "64xgb200", stack: str = "megatron", **layout: object) -> Prediction:

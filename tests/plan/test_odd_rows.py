@@ -8,7 +8,7 @@ import pytest
 from plan.test_validate import LLAMA, RESULTS, asked, write
 
 from ultrascale.cli.main import main
-from ultrascale.spec.problems import SpecError
+from ultrascale.description.problems import SpecError
 from ultrascale.validation import predict
 from ultrascale.validation.predict import predict_rows
 from ultrascale.validation.rows import read_rows

@@ -7,9 +7,9 @@ import itertools
 import pytest
 from plan.test_validate import asked
 
+from ultrascale.catalogue.stacks.stack_files import changed_settings, changed_stack, stack_names
+from ultrascale.description.run import Batch, Data, Run
 from ultrascale.plan.report import plan_run
-from ultrascale.spec.run import Batch, Data, Run
-from ultrascale.spec.stack_files import changed_settings, changed_stack, stack_names
 from ultrascale.validation.predict import predict_rows
 from ultrascale.validation.rows import Asked
 from ultrascale.validation.setups import setup_of

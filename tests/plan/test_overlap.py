@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.description.layout import Layout
 from ultrascale.plan.constants import CONSTANTS
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.time.blocks import price_blocks
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.stack_files import STACKS
 
 
 @pytest.mark.parametrize(("sequence_parallel", "share"), [(True, 2 / 3), (False, 1.0)])

@@ -5,13 +5,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ultrascale.plan.pipeline.pipeline_bounds import ENOUGH, STAGES_A_RANK, bubble_seconds
+from ultrascale.description.schedules import SCHEDULES
+from ultrascale.plan.pipeline.pipeline_bounds import ENOUGH, bubble_seconds
 from ultrascale.plan.pipeline.play import StageSeconds, play, program_of
-from ultrascale.schedules.build import NAMES
+from ultrascale.schedules.build import builder_of
 
 times = st.floats(0.05, 3.0)
 sizes = {
-    "name": st.sampled_from(sorted(NAMES)),
+    "name": st.sampled_from(sorted(SCHEDULES)),
     "pp": st.integers(1, 8),
     "count": st.integers(1, 40),
     "virtual": st.integers(1, 4),
@@ -20,16 +21,17 @@ sizes = {
 
 def sized(name, pp, virtual):
     """An even number of ranks where the schedule wants one; stages a rank where it takes any."""
-    return pp + (pp % 2 if name == "dualpipe" else 0), virtual if NAMES[name].virtual_stages is None else None
+    return pp + (pp % 2 if name == "dualpipe" else 0), virtual if SCHEDULES[name].virtual_stages is None else None
 
 
 def is_exact(name, pp, count):
-    return name not in ENOUGH or bool(ENOUGH[name](np.asarray(pp), np.asarray(count)))
+    enough = ENOUGH.get(builder_of(name))
+    return enough is None or bool(enough(np.asarray(pp), np.asarray(count)))
 
 
 def step_seconds(name, pp, virtual, count, forward, inputs, weights, *, send=0.0, pair_saving=0.0):
     """What a rank computes, and its bubble. `pair_saving`: what a forward and a backward at once (DualPipe) save."""
-    work = count * STAGES_A_RANK.get(name, virtual) * (forward + inputs + weights)
+    work = count * SCHEDULES[name].stages_a_rank(virtual) * (forward + inputs + weights)
     if name in ("dualpipe", "dualpipe-v"):
         depth, stream = (pp // 2, count // 2) if name == "dualpipe" else (pp, count)
         work -= max(2 * stream - depth - 2, 0) * pair_saving

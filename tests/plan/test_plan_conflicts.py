@@ -105,11 +105,11 @@ def test_several_stages_and_ways_to_recompute_are_searched(capsys) -> None:
 
 def test_a_batch_is_brought_to_what_the_ranks_of_dp_can_share_in_the_layout_that_was_asked_for(capsys) -> None:
     assert main([*ON_64, "--tokens-per-batch", "63M", "--seq-len", "8192", "--tp", "8", "--pp", "2"]) == 0
-    assert "nearest that divide are 7,692 sequences, 63,012,864 tokens" in capsys.readouterr().out
+    assert "7,692 sequences, 63,012,864 tokens" in capsys.readouterr().out
 
 
 def test_a_batch_that_was_brought_to_whole_sequences_is_noted(capsys) -> None:
     assert main([*ON_64, "--tokens-per-batch", "4M"]) == 0
-    assert "4M tokens a batch: nearest that divide are 512 sequences, 4,194,304 tokens" in capsys.readouterr().out
+    assert "global batch: 512 sequences, 4,194,304 tokens; 4M rounded" in capsys.readouterr().out
     assert main([*ON_64, "--tokens-per-batch", "4Mi"]) == 0
-    assert "nearest that divide" not in capsys.readouterr().out
+    assert "rounded" not in capsys.readouterr().out

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from ultrascale.plan.memory.replay import is_replayed, plan_memory
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.weights import num_parameters
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.description.architecture.weights import num_parameters
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
+from ultrascale.plan.memory.replay import plan_fullest_rank, plan_memory
 
 LLAMA = preset("llama-3-8b")
 
@@ -120,17 +120,12 @@ def test_at_the_end_nothing_but_parameters_moments_and_the_batch_is_left() -> No
             assert {name for name, num_bytes in left.items() if num_bytes} == {"parameters", "optimizer", "other"}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"pp": 2, "schedule": "dualpipe"}],
-    ids=lambda one: next(iter(one)),
-)
-def test_the_replay_says_what_it_does_not_know(changes: dict) -> None:
-    plain = Layout(dp=8, tp=2, cp=2, pp=2, zero_stage=2, precision="bf16")
-    assert is_replayed(LLAMA, plain)
-    assert not is_replayed(LLAMA, replace(plain, **changes))
-
-
-def test_the_replay_knows_experts_and_the_prediction_of_several_tokens() -> None:
-    assert is_replayed(preset("mixtral-8x7b"), Layout(dp=8, ep=8))
-    assert is_replayed(preset("deepseek-v3"), Layout(dp=8))
+def test_dualpipe_holds_each_end_s_blocks_and_their_state_twice() -> None:
+    """Rank r has stages r and pp - 1 - r, each of half of the micro-batches (DeepSeek-V3, section 3.2.1)."""
+    layout = Layout(pp=4, schedule="1f1b", precision="bf16")
+    one, both = (
+        plan_fullest_rank(LLAMA, one, sequence_length=512, sequences_per_batch=8).between_steps.by_category
+        for one in (layout, replace(layout, schedule="dualpipe"))
+    )
+    assert 1.5 < both["parameters"] / one["parameters"] < 2.5
+    assert both["optimizer"] == 2 * both["parameters"]

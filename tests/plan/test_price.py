@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ultrascale.catalogue.cluster import Cluster, Sourced, parse_cluster
+from ultrascale.catalogue.models.model_presets import PRESETS, preset
+from ultrascale.catalogue.stacks.stack import with_optimizer
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.description.architecture.weights import num_parameters
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.time.price import PARTS, predict, price
 from ultrascale.plan.time.stage_cut import stage_layers
 from ultrascale.plan.time.stages import cut_stages, split_layers
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.build import build_schedule
-from ultrascale.schedules.custom import to_csv
-from ultrascale.spec.cluster import Cluster, Sourced, parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import PRESETS, preset
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.stack import with_optimizer
-from ultrascale.spec.stack_files import STACKS
-from ultrascale.spec.weights import num_parameters
+from ultrascale.schedules.kinds.custom import to_csv
 
 
 def on(

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from plan.test_validate import asked
 
+from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.plan.columns.footprint import stage_memory
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.spec.stack_files import STACKS
+from ultrascale.validation.cells.programs import program_of_row
 from ultrascale.validation.predict import predict_rows
-from ultrascale.validation.programs import program_of_row
 from ultrascale.validation.setups import setup_of
 
 PIPELINE = {"pp": "8", "tp": "8", "dp": "8", "n_gpus": "512", "layers": "126", "micro_batch": "", "grad_accum": "", "vpp": ""}

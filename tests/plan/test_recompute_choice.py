@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import PRESETS
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
+from ultrascale.description.recomputed import blocks_text, modes_of
+from ultrascale.description.run import Batch, Run
 from ultrascale.plan.search.recompute_choice import Way, choose, frontier, ways_of_block, with_recomputation
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import PRESETS
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.recomputed import blocks_text, modes_of
-from ultrascale.spec.run import Batch, Run
-from ultrascale.spec.work import Shape
+from ultrascale.work.work import Shape
 
 LLAMA = Workload(PRESETS["llama-3-8b"], parse_cluster("8xh100"), 8192, 64)
 ASKED = Layout(dp=8, zero_stage=3, precision="bf16", micro_batch_size=2, recompute="auto")

@@ -1,4 +1,4 @@
-"""What `plan` prints of a layout that our trainer runs is the replay of its step, pipelines and experts included."""
+"""What `plan` prints of a layout is the replay of its step, pipelines, experts and other trainers included."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from dataclasses import replace
 
 import pytest
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.catalogue.stacks.stack import Stack
+from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.cli.main import main
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import num_parameters
+from ultrascale.description.layout import Layout
 from ultrascale.plan.memory.replay import plan_fullest_rank, plan_memory
 from ultrascale.plan.search.replayed import CATEGORIES, with_replay
 from ultrascale.plan.search.search import distinct, search
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.stack_files import STACKS
 
 GIB = 2**30
 # The layouts of an audit: columns say 13.3 and 40 GiB of live bytes, trace and replay 19.4 and 92.2.
@@ -83,7 +86,45 @@ def test_every_layout_that_a_search_lists_is_replayed_and_fits() -> None:
     assert all(one.replay is not None and one.memory.fits for one in listed)
 
 
-def test_other_trainers_keep_their_columns() -> None:
-    name, length, sequences, layout = EXPERTS
-    priced = predict(workload(name, length, sequences, layout, "megatron"), layout)
-    assert with_replay(priced) is priced
+@pytest.mark.parametrize("stack", ["megatron", "nanotron", "deepspeed", "torchtitan", "transformers", "automodel"])
+@pytest.mark.parametrize("asked", [SMALL, EXPERTS], ids=["zb-v", "experts"])
+def test_other_trainers_are_replayed_too_and_nothing_is_left_behind(stack: str, asked: tuple) -> None:
+    name, length, sequences, layout = asked
+    found = with_replay(predict(workload(name, length, sequences, layout, stack), layout)).replay
+    assert found is not None
+    labels = found.between_steps.by_label.items()
+    assert sum(num_bytes for (part, _), num_bytes in labels if part in ("activations", "temporary", "communication")) == 0
+    assert found.peak.total > found.between_steps.total
+
+
+def held(stack: Stack, layout: Layout, model: Model, sequences: int) -> dict[str, int]:
+    """Bytes by category before the update of a step."""
+    asked = {"sequence_length": 512, "sequences_per_batch": sequences, "stack": stack, "optimizer": stack.optimizer}
+    return plan_memory(model, layout, **asked).before_update.by_category
+
+
+def test_state_is_as_wide_as_each_trainer_says() -> None:
+    """Bytes a parameter: Megatron 2 + 4 whole, 12/dp; DeepSpeed gradients of 2, nanotron two; made in bf16 2, 2, 4."""
+    model, dp = replace(preset("llama-3.2-1b"), num_hidden_layers=2, tie_word_embeddings=False, vocab_size=1024), 4
+    layout = Layout(dp=dp, zero_stage=1, precision="bf16")
+    count = num_parameters(model)
+    for name, weights, gradients, optimizer in (
+        ("megatron", 2, 4, 12 / dp), ("deepspeed", 2, 2, 12 / dp), ("nanotron", 2, 4 + 2, 12 / dp),
+        ("automodel", 2 / dp, 2 / dp, 4 / dp),
+    ):  # fmt: skip
+        found = held(STACKS[name], layout, model, 8)
+        told = [found[part] / count for part in ("parameters", "gradients", "optimizer")]
+        assert told == pytest.approx([weights, gradients, optimizer], rel=0.01), name
+
+
+def test_gradients_stay_whole_while_a_trainer_accumulates_them() -> None:
+    """accelerate's set_requires_gradient_sync(False): no reduction before the last micro-batch, whatever the ZeRO stage."""
+    layout = Layout(dp=8, zero_stage=3, precision="bf16")
+    model = preset("llama-3.2-1b")
+    at_once, late = (
+        plan_memory(model, layout, sequence_length=512, sequences_per_batch=32,
+                    stack=replace(STACKS["transformers"], shards_gradients_from=stage))
+        for stage in (2, 4)
+    )  # fmt: skip
+    whole = 4 * num_parameters(model)
+    assert late.highest_by_step[0]["gradients"] - at_once.highest_by_step[0]["gradients"] > 0.7 * whole

@@ -9,6 +9,12 @@ from itertools import product
 import numpy as np
 import pytest
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.config.rules.cut_rules import cut_problems
+from ultrascale.description.layout import Layout, Precision
+from ultrascale.description.problems import SpecError
 from ultrascale.plan.layouts import COLUMNS, LayoutTable
 from ultrascale.plan.search.bounds import memory_floors, time_floor
 from ultrascale.plan.search.scaling import counts, most_that_pay, scaling, smallest_that_fits
@@ -17,12 +23,6 @@ from ultrascale.plan.search.space import MIN_TOKENS_PER_CP_RANK, divisors, legal
 from ultrascale.plan.time.price import price
 from ultrascale.plan.view.search_view import distinct
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.cut_rules import cut_problems
-from ultrascale.spec.layout import Layout, Precision
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.stack_files import STACKS
 
 SMALL = replace(preset("llama-3-8b"), num_hidden_layers=8, vocab_size=32_000)
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from ultrascale.description.architecture.model import Model
 from ultrascale.plan.time.stage_cut import cannot_run, layers_by_share, ranks_by_share
-from ultrascale.spec.model import Model
 from ultrascale.validation.predict import predict_rows
 from ultrascale.validation.rows import Asked
 

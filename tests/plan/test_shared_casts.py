@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.description.layout import Layout
 from ultrascale.plan.laws.compute import elementwise_seconds, matmul_seconds
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.time.blocks import CAST_BYTES, WIDE_BYTES, distinct_shapes, price_ops
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.ops import Op, Product
-from ultrascale.spec.stack_files import STACKS
+from ultrascale.work.ops import Op, Product
 
 M, N, K = 4096, 13312, 16384
 PRODUCT = Op("mlp.gate_up_proj", "matmul", (), (), product=Product(M, N, K, 1))

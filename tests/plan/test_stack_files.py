@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ultrascale.cli.main import main
-from ultrascale.plan.flags.trainers import WRITERS
-from ultrascale.plan.layouts import SCHEDULES
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.stack import Stack
-from ultrascale.spec.stack_files import (
+from ultrascale.catalogue.stacks.stack import Stack
+from ultrascale.catalogue.stacks.stack_files import (
     STACKS,
     changed_settings,
     changed_stack,
@@ -20,6 +16,10 @@ from ultrascale.spec.stack_files import (
     stack_names,
     with_settings,
 )
+from ultrascale.cli.main import main
+from ultrascale.description.problems import SpecError
+from ultrascale.description.schedules import SCHEDULES
+from ultrascale.plan.flags.trainers import WRITERS
 
 SEARCH = ["plan", "--model", "qwen3-30b-a3b", "--gpus", "32xh100", "--seq-len", "4096", "--sequences-per-batch", "256"]
 

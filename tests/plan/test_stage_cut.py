@@ -7,11 +7,11 @@ from itertools import combinations_with_replacement, pairwise
 
 import pytest
 
+from ultrascale.catalogue.models.model_presets import PRESETS
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
 from ultrascale.plan.time.stage_cut import _costs, balanced_layers, stage_layers
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.model_presets import PRESETS
-from ultrascale.spec.problems import SpecError
 
 
 def slowest(model: Model, counts: tuple[int, ...], length: int) -> float:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
 from ultrascale.plan.memory import replay as memory
 from ultrascale.plan.memory.replay import MemoryPlan, plan_fullest_rank, plan_memory
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import preset
 
 MODELS = ("tiny-llama", "tiny-qwen3", "tiny-mixtral", "tiny-deepseek-v3", "tiny-gpt2")
 SCHEDULES = {"afab": 1, "1f1b": 1, "interleaved": 2, "breadth-first": 2, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2}
@@ -47,6 +49,31 @@ def test_what_is_played_is_what_is_replayed(drawn: tuple[str, Layout, dict[str, 
             assert facts(with_player) == facts(plan())
         finally:
             memory.StagePlayer = player
+
+
+@st.composite
+def deep_models(draw) -> tuple[Model, Layout, dict[str, Any]]:
+    dp, pp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 1, 2]))
+    layout = Layout(
+        dp=dp, pp=pp, tp=draw(st.sampled_from([1, 2])), zero_stage=draw(st.sampled_from([0, 1, 2, 3])) if dp > 1 else 0,
+        dp_shard=draw(st.sampled_from([None, 2])) if dp > 2 else None, precision=draw(st.sampled_from(["bf16", "fp32"])),
+        recompute=draw(st.sampled_from(["none", "selective", "full", "every-k"])),
+    )  # fmt: skip
+    if layout.zero_stage == 0:
+        layout = replace(layout, dp_shard=None)
+    steps, device, stack = (draw(st.sampled_from(some)) for some in ([1, 2], ["cpu", "cuda"], ["ultrascale", "torchtitan"]))
+    asked = {"steps": steps, "device": device, "stack": STACKS[stack], "documents": draw(st.booleans())}
+    name = draw(st.sampled_from((*MODELS, "tiny-gpt-oss", "tiny-smollm3")))  # blocks in turns: windowed, without rotations
+    model = replace(preset(name), num_hidden_layers=draw(st.sampled_from([6, 9])) * pp)
+    return model, layout, {"sequence_length": 128, "sequences_per_batch": draw(st.sampled_from([1, 2, 4])) * pp * dp, **asked}
+
+
+@given(deep_models())
+@settings(max_examples=60, deadline=None)
+def test_blocks_that_are_booked_are_as_if_replayed(drawn: tuple[Model, Layout, dict[str, Any]]) -> None:
+    model, layout, asked = drawn
+    booked, one_by_one = (facts(plan_memory(model, layout, keeps_timeline=plain, **asked)) for plain in (False, True))
+    assert booked | {"timeline": []} == one_by_one | {"timeline": []}
 
 
 def facts(plan: MemoryPlan) -> dict[str, Any]:

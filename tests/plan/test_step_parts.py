@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Data, Run
 from ultrascale.plan.flops import hardware_flops_per_token
 from ultrascale.plan.report import plan_run
 from ultrascale.plan.time.step_parts import parts_at, step_parts
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.run import Batch, Data, Run
 
 LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("llama-3-8b", "8xh100", {"dp": 8, "zero_stage": 3}),

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from ultrascale.catalogue.machines import accelerator_in
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.catalogue.network import network_kind
 from ultrascale.cli.main import main
+from ultrascale.description.problems import SpecError
 from ultrascale.plan.laws.network import fabric_of
-from ultrascale.spec.machines import accelerator_in
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.network import network_kind
-from ultrascale.spec.problems import SpecError
-from ultrascale.validation.flops_conventions import flops_per_token
-from ultrascale.validation.machines import cluster_of
-from ultrascale.validation.models import UnrepresentableError
+from ultrascale.validation.cells.flops_conventions import flops_per_token
+from ultrascale.validation.cells.machines import cluster_of
+from ultrascale.validation.cells.models import UnrepresentableError
+from ultrascale.validation.cells.programs import Tuning, program_of_row
 from ultrascale.validation.predict import COLUMNS, RowPrediction, predict_rows
-from ultrascale.validation.programs import Tuning, program_of_row
 from ultrascale.validation.rows import Asked, Measured, MeasuredRow, misspelt_columns, read_rows
 from ultrascale.validation.scores import kendall_tau, score
 from ultrascale.validation.setups import setup_of
@@ -471,4 +471,4 @@ def test_the_report_names_rows_without_a_prediction(tmp_path: Path, capsys: pyte
 
 def test_without_a_file_the_command_says_what_it_needs(capsys: pytest.CaptureFixture[str]):
     assert main(["validate"]) == 2
-    assert "Name a CSV file" in capsys.readouterr().err
+    assert "FILES\n    is missing" in capsys.readouterr().err

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.catalogue.stacks.stack import Kernels
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import layer_weights
 from ultrascale.plan.columns.block_memory import block_memory
-from ultrascale.spec.model import Model
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.stack import Kernels
-from ultrascale.spec.stack_files import STACKS
-from ultrascale.spec.weights import layer_weights
-from ultrascale.spec.work import Shape, block_work, embedding_work, head_work
+from ultrascale.work.work import Shape, block_work, embedding_work, head_work
 
 GPT3 = Model(
     vocab_size=51200, hidden_size=12288, intermediate_size=4 * 12288, num_hidden_layers=96, num_attention_heads=96,

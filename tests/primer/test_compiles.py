@@ -13,7 +13,7 @@ import json
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from ultrascale.primer import access, attention, coarsening, divergence, softmax, tiles
+from ultrascale.primer.exercises import access, attention, coarsening, divergence, softmax, tiles
 
 FP32, BF16, INT = "*fp32", "*bf16", "i32"
 sides = {"x": FP32, "out": FP32, "count": INT, "up": "fp32", "more": "fp32", "down": "fp32", "less": "fp32"}

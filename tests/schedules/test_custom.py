@@ -2,9 +2,9 @@ import json
 
 import pytest
 
+from ultrascale.description.problems import SpecError
 from ultrascale.schedules.build import build_schedule
-from ultrascale.schedules.custom import parse_schedule, read_schedule, to_csv
-from ultrascale.spec.problems import SpecError
+from ultrascale.schedules.kinds.custom import parse_schedule, read_schedule, to_csv
 
 
 def problems(rows):

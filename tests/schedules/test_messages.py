@@ -6,14 +6,15 @@ from itertools import pairwise
 
 import pytest
 
+from ultrascale.description.schedules import SCHEDULES
 from ultrascale.schedules.accumulate import accumulate
 from ultrascale.schedules.actions import Kind, backward, forward
-from ultrascale.schedules.build import NAMES, build_schedule, stages_of_ranks
+from ultrascale.schedules.build import build_schedule, stages_of_ranks
 from ultrascale.schedules.executable import wire
 from ultrascale.schedules.messages import messages, only_forward
 from ultrascale.schedules.sharded import sharded
 
-CASES = [(name, pp, count) for name in NAMES for pp in (2, 4) for count in (1, 3, 8)]
+CASES = [(name, pp, count) for name in SCHEDULES for pp in (2, 4) for count in (1, 3, 8)]
 
 
 @pytest.mark.parametrize("name, pp, count", CASES)
@@ -44,13 +45,13 @@ def test_messages_are_sent_before_they_are_needed_and_leave_each_rank_in_order(n
     assert all(a.sent_by <= b.sent_by for a, b in pairwise(sent) if a.sender == b.sender)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_the_forward_passes_alone_can_be_executed_and_are_all_there(name):
     rows = only_forward(build_schedule(name, 4, 6))
     wire(rows)
     passes = [action for row in rows for action in row]
     assert {action.kind for action in passes} == {Kind.FORWARD} and all(action.beside is None for action in passes)
-    assert len(passes) == 6 * (8 if NAMES[name].virtual_stages != 1 else 4)
+    assert len(passes) == 6 * (8 if SCHEDULES[name].virtual_stages != 1 else 4)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
@@ -59,7 +60,7 @@ def test_of_one_stage_the_collectives_are_those_of_accumulation(zero_stage):
     assert sharded(bare, zero_stage) == accumulate(3, zero_stage)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_gradients_are_reduced_when_they_are_complete_as_often_as_the_planner_counts(name, zero_stage):
     for row in build_schedule(name, 4, 8):

@@ -2,11 +2,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from ultrascale.description.problems import SpecError
+from ultrascale.description.schedules import SCHEDULES
 from ultrascale.schedules.actions import Kind
-from ultrascale.schedules.build import NAMES, build_schedule
+from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.executable import check_executable, ranks_of_stages, shape_of
-from ultrascale.schedules.interleaved import rounds
-from ultrascale.spec.problems import SpecError
+from ultrascale.schedules.kinds.interleaved import rounds
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 6, 7) for m in (1, 2, 3, 5, 6, 8, 13, 14, 15, 24)]
 
@@ -15,15 +16,15 @@ def cells(schedule):
     return [" ".join(action.cell for action in row) for row in schedule]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_every_rank_can_execute_its_list_for_any_number_of_micro_batches(name):
     for pp, count in SIZES:
         if name == "dualpipe" and pp % 2:
             continue
-        for virtual in (1, 2, 3, 4) if NAMES[name].virtual_stages is None else (None,):
+        for virtual in (1, 2, 3, 4) if SCHEDULES[name].virtual_stages is None else (None,):
             schedule = build_schedule(name, pp, count, virtual)
             check_executable(schedule)
-            stages = pp * (virtual or NAMES[name].virtual_stages or 2)
+            stages = pp * (virtual or SCHEDULES[name].virtual_stages or 2)
             assert (len(schedule), shape_of(schedule)) == (pp, (stages, count)), (pp, count, virtual)
 
 

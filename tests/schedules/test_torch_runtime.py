@@ -5,12 +5,13 @@ import torch
 from ranks import run_ranks
 from torch import nn
 
-from ultrascale.schedules.build import NAMES, build_schedule, stages_of_ranks
-from ultrascale.schedules.custom import to_csv
+from ultrascale.description.schedules import SCHEDULES
+from ultrascale.schedules.build import build_schedule, stages_of_ranks
+from ultrascale.schedules.kinds.custom import to_csv
 
 PP, MICRO_BATCHES, ROWS, WIDTH = 2, 4, 3, 8
 # Copies of a stage on two ranks are what DualPipe is, and torch's runtime knows one rank of each stage.
-ONE_RANK_A_STAGE = [name for name in NAMES if name != "dualpipe"]
+ONE_RANK_A_STAGE = [name for name in SCHEDULES if name != "dualpipe"]
 
 
 def stage_modules(count: int) -> list[nn.Module]:

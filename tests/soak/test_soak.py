@@ -15,11 +15,11 @@ from train.small_runs import at_step, make_corpus, small_run, state, train_here
 from ultrascale.checkpoint import Slice, save
 from ultrascale.cli.main import main
 from ultrascale.cli.soak import table, to_json
+from ultrascale.description.run import Run
 from ultrascale.launch.restarts import Account
 from ultrascale.soak import story
 from ultrascale.soak.storm import KINDS, ON_RANK_0, Planted, draw, fire, fired
 from ultrascale.soak.story import Outcome, same_bits, same_state, soak, strikes_of
-from ultrascale.spec.run import Run
 from ultrascale.train.trainer import Trainer
 
 NO_HANG_SECONDS = 12.0
@@ -112,7 +112,7 @@ def test_control_a_restart_that_forgets_the_moments_is_told_from_the_calm(tmp_pa
         for moments in trainer.optimizer.state.values():
             moments["exp_avg"].zero_()
 
-    monkeypatch.setattr("ultrascale.train.resume._take_back", forget)
+    monkeypatch.setattr("ultrascale.train.folder.resume._take_back", forget)
     train_here(stormy)
     assert story._curve(stormy) != story._curve(calm) and not same_state(stormy, calm)
 

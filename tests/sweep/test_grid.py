@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from train.small_runs import make_corpus, small_run
 
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.resolve import to_toml
-from ultrascale.spec.run import Batch
+from ultrascale.config.resolve import to_toml
+from ultrascale.description.problems import SpecError
+from ultrascale.description.run import Batch
 from ultrascale.sweep.grid import Axis, cells, names_of, split_axes
 
 

@@ -16,8 +16,8 @@ import pytest
 from train.small_runs import make_corpus, small_run
 
 from ultrascale.cli.main import main
-from ultrascale.spec.resolve import resolve, to_toml
-from ultrascale.spec.run import Batch, Run
+from ultrascale.config.resolve import resolve, to_toml
+from ultrascale.description.run import Batch, Run
 from ultrascale.sweep import measured as at_work
 from ultrascale.sweep.cells import NEEDED, Failure, Place, place_of
 from ultrascale.sweep.grid import Axis, Cell

@@ -21,7 +21,10 @@ def locked() -> dict[str, str]:
 def test_every_dependency_is_locked_to_a_version_that_is_allowed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    asked = [*project["dependencies"], *(one for name in ("train", "data", "plot", "test", "lint") for one in extras[name])]
+    asked = [
+        *project["dependencies"],
+        *(one for name in ("train", "data", "plot", "store", "test", "lint") for one in extras[name]),
+    ]
     versions = locked()
     wrong = []
     for text in asked:

@@ -10,16 +10,18 @@ from pathlib import Path
 import pytest
 from tidy.sources import MODULES, PACKAGE, parsed, short
 
-READS_PICKLES = {PACKAGE / "models" / "unpickle.py": {"torch.load()", "torch.save()"}}
+READS_PICKLES = {PACKAGE / "models" / "files" / "unpickle.py": {"torch.load()", "torch.save()"}}
 """The confined process of `ultrascale convert`, and what it may call; see docs/security.md."""
 ALLOWED = READS_PICKLES | {
-    PACKAGE / "check" / "gathered.py": {"dist.gather_object()"},
-    PACKAGE / "check" / "transformers_loop.py": {".from_pretrained()"},
-    PACKAGE / "demo" / "exported.py": {".from_pretrained()"},
+    PACKAGE / "check" / "oracle" / "gathered.py": {"dist.gather_object()"},
+    PACKAGE / "check" / "oracle" / "transformers_loop.py": {".from_pretrained()"},
+    PACKAGE / "demo" / "stages" / "exported.py": {".from_pretrained()"},
+    PACKAGE / "models" / "hub.py": {"huggingface_hub"},
     PACKAGE / "page" / "server.py": {"http.server"},
 }
-"""Also: the page is served, to whoever has its token and on this machine alone (`tests/page/test_server.py`);
-forked ranks of a proof hand each other what they made; the demo and a proof let transformers read our own export."""
+"""Also: the Hub is only sent to, by `export --push-to-hub`; the page is served, to whoever has its token and on this machine
+alone (`tests/page/test_server.py`); forked ranks of a proof hand each other what they made; the demo and a proof let
+transformers read our own export."""
 UNSAFE_MODULES = {
     "pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "yaml", "ruamel", "jsonpickle",
     "code", "codeop", "runpy", "xmlrpc", "imp", "zipimport",
@@ -111,7 +113,7 @@ def test_the_process_that_reads_pickles_imports_nothing_of_ours_and_is_only_star
         ]
         assert ours == []
         users = [short(other) for other in MODULES if path.stem in {a.name for node in imports(other) for a in node.names}]
-        assert users == ["src/ultrascale/models/convert.py"]
+        assert users == ["src/ultrascale/models/files/convert.py"]
 
 
 def test_every_process_is_started_from_a_list_of_words():

@@ -9,9 +9,21 @@ from dataclasses import fields
 import pytest
 from tidy.sources import MODULES, PACKAGE, ROOT, parsed, short
 
-from ultrascale.spec.launch import Kubernetes, Launch, SkyPilot, Slurm
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.run import Batch, Checkpoint, Data, Evaluation, Faults, Log, LossScale, Optimizer, RampStage, Run, Source
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import (
+    Batch,
+    Checkpoint,
+    Data,
+    Evaluation,
+    Faults,
+    Log,
+    LossScale,
+    Optimizer,
+    RampStage,
+    Run,
+    Source,
+)
+from ultrascale.description.sections.launch import Kubernetes, Launch, SkyPilot, Slurm
 
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "manager", "base", "common", "misc"}
 
@@ -42,8 +54,8 @@ def test_every_public_function_and_class_says_what_it_is():
 
 def attributes_read() -> set[str]:
     """Names of all attributes that the package reads, outside the code that carries every setting around."""
-    carriers = {PACKAGE / "spec" / "run.py", PACKAGE / "cli" / "show.py"}
-    carriers |= {path for path in (PACKAGE / "spec").glob("*.py") if path.stem.startswith(("resolve", "schema", "rules"))}
+    carriers = {PACKAGE / "description" / "run.py", PACKAGE / "config" / "resolve.py", PACKAGE / "config" / "schema.py"}
+    carriers |= {*(PACKAGE / "cli" / "show").glob("*.py"), *(PACKAGE / "config" / "rules").glob("*_rules.py")}
     return {
         node.attr
         for path in MODULES

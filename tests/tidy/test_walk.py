@@ -13,10 +13,10 @@ from tidy.sources import PACKAGE, ROOT
 from train.small_runs import make_corpus, small_run
 
 from ultrascale.cli.main import main
-from ultrascale.measure import machine
-from ultrascale.measure.machine import Peak
-from ultrascale.spec.resolve import to_toml
-from ultrascale.spec.run import Checkpoint, Optimizer
+from ultrascale.config.resolve import to_toml
+from ultrascale.description.run import Checkpoint, Optimizer
+from ultrascale.measure.machine import ceilings as machine
+from ultrascale.measure.machine.ceilings import Peak
 
 STATION = re.compile(r"^\d+\. `([\w.]+)`", re.MULTILINE)
 
@@ -71,9 +71,30 @@ def test_a_step_calls_every_station_of_the_walk_in_its_order(calls: list[str]) -
 @pytest.mark.parametrize("change", ["order", "name"])
 def test_a_walk_that_is_not_so_is_seen(calls: list[str], change: str) -> None:
     walk = stations()
-    place = walk.index("train.trainer.Trainer.update")
+    place = walk.index("train.step.update")
     if change == "order":
         walk[place - 1], walk[place] = walk[place], walk[place - 1]
     else:
-        walk[place] = "train.trainer.Trainer.step"
+        walk[place] = "train.step.step"
     assert first_not_reached(walk, calls) in walk[place - 1 : place + 1]
+
+
+READ_FIRST = re.compile(r"^\| `(src/[\w/]+\.py)` \|", re.MULTILINE)
+
+
+def first_read() -> list[Path]:
+    """The files of the first read, in order."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    return [ROOT / name for name in READ_FIRST.findall(page.partition("## First read")[2].partition("\n## ")[0])]
+
+
+def test_the_first_read_is_an_evening():
+    files = first_read()
+    assert len(files) >= 12 and sum(len(file.read_text().splitlines()) for file in files) <= 1500
+
+
+def test_the_plain_forms_need_nothing_but_torch_and_what_is_read_before_them():
+    read = {".".join(file.relative_to(ROOT / "src").with_suffix("").parts) for file in first_read()}
+    for file in (PACKAGE / "parallel" / "plain").glob("*.py"):
+        used = set(re.findall(r"^from (ultrascale[\w.]+) import", file.read_text(), re.MULTILINE))
+        assert used <= read, file.name

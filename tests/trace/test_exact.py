@@ -10,10 +10,10 @@ from agree.layouts import EXPERTS, MODEL
 from agree.traced import changes_of, messages_of, really, run_of, taken
 from ranks import run_ranks
 
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.run import Run
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Run
 from ultrascale.trace.rank import trace_rank
-from ultrascale.trace.record import RankTrace
+from ultrascale.trace.recording.record import RankTrace
 
 STEPS = 2
 MOST_HELD = 2

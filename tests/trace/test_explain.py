@@ -8,12 +8,12 @@ import pytest
 from agree.layouts import MODEL
 from rich.console import Console
 
-from ultrascale.spec.cluster import Cluster, parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.run import Batch, Data, Run
-from ultrascale.trace import explain
-from ultrascale.trace.explain import Edit, edits
-from ultrascale.trace.view import show_parts
+from ultrascale.catalogue.cluster import Cluster, parse_cluster
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Data, Run
+from ultrascale.trace.views import explain
+from ultrascale.trace.views.explain import Edit, edits
+from ultrascale.trace.views.view import show_parts
 
 RUN = Run(MODEL, layout=Layout(dp=8, micro_batch_size=4), batch=Batch(64, 32), data=Data(document_mask=False))
 

@@ -12,18 +12,18 @@ import torch
 from agree.layouts import EXPERTS, MODEL
 from agree.traced import run_of
 
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
 from ultrascale.models import feed_forward
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.problems import SpecError
 from ultrascale.trace.allocator import LARGE_SEGMENT, SMALL_SEGMENT, Allocator, allocated_bytes, reserved_bytes
-from ultrascale.trace.compare import compare, traffic_of
-from ultrascale.trace.explain import biggest_parts
-from ultrascale.trace.files import perfetto, snapshot, write_file
 from ultrascale.trace.groups import crosses_nodes
 from ultrascale.trace.planned import planned_rank
 from ultrascale.trace.rank import trace_rank
-from ultrascale.trace.record import RankTrace
-from ultrascale.trace.recorder import TraceError
+from ultrascale.trace.recording.record import RankTrace
+from ultrascale.trace.recording.recorder import TraceError
+from ultrascale.trace.views.compare import compare, traffic_of
+from ultrascale.trace.views.explain import biggest_parts
+from ultrascale.trace.views.files import perfetto, snapshot, write_file
 
 RUN = run_of(MODEL, Layout(dp=2, tp=2, zero_stage=2, precision="bf16"))
 
@@ -59,7 +59,7 @@ def test_categories_sum_to_what_lives_at_every_moment(traced: RankTrace) -> None
 
 def test_messages_name_the_line_of_ours_that_sent_them(traced: RankTrace) -> None:
     of_tp = {sent.line.split(":")[0] for sent in traced.sent if sent.axis == "tp" and sent.kind == "reduce_scatter"}
-    assert of_tp == {"parallel/tensor_traffic.py"}
+    assert of_tp == {"parallel/tensor/tensor_traffic.py"}
     source = Path(feed_forward.__file__).parents[1]
     for sent in traced.sent:
         file, _, line = sent.line.rpartition(":")

@@ -38,7 +38,13 @@ def test_a_rank_is_told_in_tables(run: str, capsys: pytest.CaptureFixture[str]) 
     assert main(["trace", run, "--rank", "9"]) == 0
     told = capsys.readouterr().out
     assert "rank 9 of 16 as on cuda: step 1, 4 micro-batches" in told
-    for word in ("memory at the peak", "messages of a step", "issued by", "FLOPs of a step", "parallel/tensor_traffic.py:"):
+    for word in (
+        "memory at the peak",
+        "messages of a step",
+        "issued by",
+        "FLOPs of a step",
+        "parallel/tensor/tensor_traffic.py:",
+    ):
         assert word in told
     assert "actions  F0@1 B0@1 F1@1 B1@1" in told
 

@@ -5,8 +5,8 @@ import torch._dynamo  # FSDP2 and optimizers load it at first use: seconds, here
 import torch.distributed.fsdp  # noqa: F401
 from train.small_runs import make_corpus
 
-from ultrascale.measure import machine
-from ultrascale.measure.machine import Peak
+from ultrascale.measure.machine import ceilings as machine
+from ultrascale.measure.machine.ceilings import Peak
 
 
 @pytest.fixture

@@ -15,12 +15,13 @@ import torch
 
 from ultrascale.checkpoint import load_full, newest_valid
 from ultrascale.data.indexed import ShardWriter
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Checkpoint, Data, Log, Optimizer, RampStage, Run, Source
 from ultrascale.launch.forked import run_forked
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.run import Batch, Checkpoint, Data, Log, Optimizer, RampStage, Run, Source
 from ultrascale.train import loop
-from ultrascale.train.trainer import StepResult, Trainer
+from ultrascale.train.step import StepResult
+from ultrascale.train.trainer import Trainer
 
 MODEL = Model(
     vocab_size=61, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,

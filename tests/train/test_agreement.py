@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from ultrascale.catalogue.models.model_presets import PRESETS
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
+from ultrascale.description.run import Optimizer, Run
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import PRESETS
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.run import Optimizer, Run
-from ultrascale.train.agreement import expect_same_run
+from ultrascale.train.start.agreement import expect_same_run
 
 RUN = Run(PRESETS["tiny-llama"], layout=Layout(dp=3))
 

@@ -26,14 +26,15 @@ from train.small_runs import (
     train_ranks,
 )
 
-from ultrascale.check.documents import RandomDocuments
+from ultrascale.check.oracle.documents import RandomDocuments
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Checkpoint, Faults, Log, Optimizer, Run
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.share import local
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.run import Batch, Checkpoint, Faults, Log, Optimizer, Run
-from ultrascale.train.anomalies import FEWEST, MOST_IN_A_ROW, AnomalousStepError, Norms
-from ultrascale.train.digests import digest, judge
-from ultrascale.train.trainer import Gradients, StepResult, Trainer
+from ultrascale.train.observers.anomalies import FEWEST, MOST_IN_A_ROW, AnomalousStepError, Norms
+from ultrascale.train.observers.digests import digest, judge
+from ultrascale.train.step import Step, StepResult
+from ultrascale.train.trainer import Trainer
 
 ZERO_2 = Layout(dp=2, zero_stage=2, micro_batch_size=2)
 COPIES = Layout(dp=2, zero_stage=0, micro_batch_size=2)
@@ -118,7 +119,7 @@ def test_a_skipped_step_leaves_weights_moments_and_their_count_as_they_were_on_e
 def test_control_a_step_that_is_skipped_after_its_update_is_seen(home, monkeypatch):
     apply, update = Trainer.apply, Trainer.update
 
-    def update_first(trainer: Trainer, gradients: Gradients) -> StepResult:
+    def update_first(trainer: Trainer, gradients: Step) -> StepResult:
         if gradients.anomaly:
             update(trainer, 1.0)
             trainer.steps_done -= 1
@@ -278,7 +279,7 @@ def test_a_spike_is_measured_by_the_median_of_the_norms_before_it():
 
 @pytest.mark.catalogue(53)
 def test_control_a_mean_is_not_what_is_usual(monkeypatch):
-    monkeypatch.setattr("ultrascale.train.anomalies.statistics", SimpleNamespace(median=statistics.fmean))
+    monkeypatch.setattr("ultrascale.train.observers.anomalies.statistics", SimpleNamespace(median=statistics.fmean))
     fails(test_a_spike_is_measured_by_the_median_of_the_norms_before_it)
 
 
@@ -368,7 +369,7 @@ def test_control_a_digest_of_values_misses_bits(monkeypatch):
     ids=["values", "another rank"],
 )
 def test_control_copies_compared_by_value_and_a_rank_taken_for_another_are_seen(home, monkeypatch, name, bug):
-    monkeypatch.setattr(f"ultrascale.train.digests.{name}", bug)
+    monkeypatch.setattr(f"ultrascale.train.observers.digests.{name}", bug)
     fails(test_of_three_copies_the_two_that_agree_name_the_third, home)
 
 
@@ -414,5 +415,5 @@ def test_a_step_without_a_single_valid_target_updates_nothing_where_such_steps_a
 
 @pytest.mark.catalogue(50)
 def test_control_a_loss_of_zero_without_a_target_is_seen(home, monkeypatch):
-    monkeypatch.setattr("ultrascale.train.trainer.NO_TARGET", "")
+    monkeypatch.setattr("ultrascale.train.observers.refused_steps.NO_TARGET", "")
     fails(test_a_step_without_a_single_valid_target_ends_the_run_and_says_so, home, told="AnomalousStepError")

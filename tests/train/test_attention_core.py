@@ -10,14 +10,14 @@ import torch.distributed as dist
 from models.families import EXPERT_FAMILIES, FAMILIES
 from ranks import run_ranks
 
-from ultrascale.check.documents import RandomDocuments
-from ultrascale.kernels import attention_spans
+from ultrascale.check.oracle.documents import RandomDocuments
+from ultrascale.config.resolve import resolve
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import AttentionCore, Layout
+from ultrascale.description.problems import SpecError
+from ultrascale.description.run import Batch, Log, Run
+from ultrascale.kernels.attention import attention_spans
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.spec.layout import AttentionCore, Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.resolve import resolve
-from ultrascale.spec.run import Batch, Log, Run
 from ultrascale.train.trainer import Trainer
 
 MODELS = {**FAMILIES, **EXPERT_FAMILIES}

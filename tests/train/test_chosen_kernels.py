@@ -11,16 +11,16 @@ import pytest
 import torch
 from train.small_runs import same, small_run, state, stop_at, train_here, train_ranks
 
-from ultrascale.kernels import contest, implementation
-from ultrascale.kernels.contest import Verdict
-from ultrascale.kernels.implementation import choose
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.config.resolve import resolve
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
+from ultrascale.kernels.choice import contest, implementation
+from ultrascale.kernels.choice.contest import Verdict
+from ultrascale.kernels.choice.implementation import choose
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.spec.fp8_slots import products_line
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.resolve import resolve
-from ultrascale.train import chosen_kernels
+from ultrascale.train.start import chosen_kernels
+from ultrascale.work.fp8_slots import products_line
 
 FASTEST = Layout(micro_batch_size=2, attention="fastest")
 
@@ -62,7 +62,7 @@ def test_on_the_cpu_nothing_is_timed_unless_asked_for_and_the_line_says_so(home:
     assert log(home, "plain") == [
         'attention: sdpa, torch\'s flash attention for the CPU, under a mask (timed only with layout.attention = "fastest")'
     ]
-    kernels = "kernels: torch, ours and torch's operations, the only ones for the CPU"
+    kernels = "kernels: torch, PyTorch's operations, the only ones for the CPU"
     assert kernels in (home / "plain" / "log.txt").read_text().splitlines()
     assert not (home / "plain" / "chosen_kernels.json").exists()
 

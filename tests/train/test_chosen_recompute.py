@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from train.small_runs import MODEL, same, small_run, state, stop_at, train_here, train_ranks
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.config.resolve import resolve
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
 from ultrascale.plan.search.recompute_choice import ways_of_block
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.resolve import resolve
-from ultrascale.spec.work import Shape
-from ultrascale.train import chosen_recompute
+from ultrascale.train.start import chosen_recompute
+from ultrascale.work.work import Shape
 
 
 def budget() -> int:

@@ -8,8 +8,8 @@ import numpy as np
 from torch._dynamo.utils import counters
 from train.small_runs import at_step, curve, rows, same, small_run, state, stop_at, train_in_turn, train_ranks
 
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.run import Batch, Log, Optimizer
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Log, Optimizer
 from ultrascale.train.trainer import Trainer
 
 

@@ -11,8 +11,8 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from train.small_runs import make_corpus, rows, small_run, train_here
 
-from ultrascale.spec.run import Batch, Data, Optimizer, Run, Source
-from ultrascale.train.compiled import load_compiled, save_compiled
+from ultrascale.description.run import Batch, Data, Optimizer, Run, Source
+from ultrascale.train.start.compiled import load_compiled, save_compiled
 
 
 def start(run: Run, stop: int) -> dict[str, int]:

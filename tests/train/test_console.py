@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from train.small_runs import STEPS, make_corpus, rows, small_run, state
 
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.resolve import to_toml
-from ultrascale.spec.run import Checkpoint
+from ultrascale.config.resolve import to_toml
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Checkpoint
 
 REDIRECTIONS = {
     "full": ">/dev/full",

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from train.small_runs import MODEL, at_step, small_run, stop_at, train_here, train_ranks
 
-from ultrascale.data.prepare import Recipe, prepare
+from ultrascale.config.resolve import resolve
+from ultrascale.data.preparing.prepare import Recipe, prepare
 from ultrascale.data.tokenizer import train_tokenizer
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.resolve import resolve
-from ultrascale.spec.run import Data, Run, Source
-from ultrascale.train.trained import open_trained
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
+from ultrascale.description.run import Data, Run, Source
+from ultrascale.train.start.trained import open_trained
 
 TEXT = "the model says what the model says, and what it says is in the text that it saw\n" * 40
 

@@ -27,10 +27,10 @@ from ultrascale.data.errors import DataError
 from ultrascale.data.indexed import ShardWriter, Written
 from ultrascale.data.loader import Loader
 from ultrascale.data.manifest import Manifest, ShardRecord, TokenizerFacts, save_manifest
-from ultrascale.data.verify import sample_of
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.run import Data, Run, Source
-from ultrascale.train import data_check
+from ultrascale.data.preparing.verify import sample_of
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Data, Run, Source
+from ultrascale.train.start import data_check
 
 DP_2 = Layout(dp=2, zero_stage=2, micro_batch_size=2)
 TOKENS = 50_000

@@ -11,9 +11,9 @@ import pytest
 from train.small_runs import curve, make_corpus, same, small_run, state, train_here, train_ranks
 
 from ultrascale.cli.main import main
+from ultrascale.description.layout import Layout
 from ultrascale.launch.events import longest_seconds
-from ultrascale.spec.layout import Layout
-from ultrascale.train.deadline import LEAVING_SECONDS, Deadline
+from ultrascale.train.watch.deadline import LEAVING_SECONDS, Deadline
 
 
 def test_it_is_time_to_leave_when_two_steps_two_saves_and_leaving_would_take_what_is_left():
@@ -46,7 +46,7 @@ def test_all_ranks_leave_at_one_step_although_only_one_clock_says_so_and_the_run
 def test_the_command_passes_the_time_on_to_the_ranks_it_starts(tmp_path, monkeypatch):
     make_corpus(tmp_path / "tokens")
     monkeypatch.chdir(tmp_path)
-    from ultrascale.spec.resolve import to_toml
+    from ultrascale.config.resolve import to_toml
 
     run = small_run(tmp_path, name="here", steps=5000, layout=Layout(dp=2, micro_batch_size=2))
     Path("run.toml").write_text(to_toml(run))
@@ -58,7 +58,7 @@ def test_the_command_passes_the_time_on_to_the_ranks_it_starts(tmp_path, monkeyp
 @pytest.mark.parametrize("given", ["0", "inf", "-5"])
 def test_a_time_that_is_past_is_refused(given, tmp_path, capsys):
     make_corpus(tmp_path / "tokens")
-    from ultrascale.spec.resolve import to_toml
+    from ultrascale.config.resolve import to_toml
 
     file = tmp_path / "run.toml"
     file.write_text(to_toml(small_run(tmp_path)))

@@ -10,12 +10,12 @@ import pytest
 import torch
 from train.small_runs import same, small_run, state, train_here
 
-from ultrascale.kernels.attention_contest import left_out
-from ultrascale.spec.attention_cores import attention_wanted
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.resolve import resolve
-from ultrascale.train import deterministic as module
-from ultrascale.train.deterministic import WORKSPACE_VARIABLE, deterministic
+from ultrascale.config.resolve import resolve
+from ultrascale.description.attention_cores import attention_wanted
+from ultrascale.description.problems import SpecError
+from ultrascale.kernels.attention.attention_contest import left_out
+from ultrascale.train.start import deterministic as module
+from ultrascale.train.start.deterministic import WORKSPACE_VARIABLE, deterministic
 
 
 def test_two_runs_have_the_same_bits_those_of_a_run_without_it_and_a_line_says_so(home: Path) -> None:

@@ -15,13 +15,13 @@ from launch.families import ended_after
 from train.small_runs import STEPS, largest_error, rows, small_run, state, stop_at, train_here, train_ranks
 
 from ultrascale.cli.main import main
+from ultrascale.config.resolve import to_toml
+from ultrascale.config.rules.run_rules import run_notes
+from ultrascale.config.rules.trainable import expect_trainable
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
 from ultrascale.failpoints import VARIABLE
 from ultrascale.plan.search.elastic import elastic_layout
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.resolve import to_toml
-from ultrascale.spec.rules import run_notes
-from ultrascale.spec.trainable import expect_trainable
 
 PATIENCE = 280.0
 """Seconds for a command of ten where nobody else computes."""

@@ -13,11 +13,11 @@ from ranks import run_ranks
 from train.small_runs import MODEL, curve, make_corpus, same, small_run, state, stop_at, train_here, train_ranks
 
 from ultrascale.data.loader import Loader
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Evaluation, Run, Source
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.share import local
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.run import Evaluation, Run, Source
 from ultrascale.train.corpora import build_loader
 from ultrascale.train.evaluate import evaluate
 from ultrascale.train.trainer import Trainer

@@ -13,11 +13,11 @@ import pytest
 from train.small_runs import make_corpus, small_run, train_here, train_in_turn
 from train.test_resume_layouts import EXPERTS, TIED_MODEL
 
-from ultrascale.measure import machine
-from ultrascale.measure.machine import Peak
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.run import Batch, Evaluation, Optimizer, Run, Source
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Evaluation, Optimizer, Run, Source
+from ultrascale.measure.machine import ceilings as machine
+from ultrascale.measure.machine.ceilings import Peak
 
 LENGTH, SEQUENCES, STEPS = 11, 4, 4
 DENSE_LAYOUTS = {

@@ -15,14 +15,15 @@ from planted import fails
 from train.small_runs import BeforeStep, make_corpus, small_run, train_ranks
 
 from ultrascale.data.loader import Loader
+from ultrascale.description.layout import Layout
+from ultrascale.description.progress import StepSpan, step_span
+from ultrascale.description.run import Batch, RampStage, Source
 from ultrascale.launch.forked import RankFailed
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.places import Coordinates
-from ultrascale.spec.progress import StepSpan, step_span
-from ultrascale.spec.run import Batch, RampStage, Source
+from ultrascale.train import step as step_module
 from ultrascale.train import trainer as trainer_module
 from ultrascale.train.micro_batches import sequence_numbers
 from ultrascale.train.trainer import Trainer
+from ultrascale.work.sharding.places import Coordinates
 
 BATCH = Batch(sequence_length=11, sequences_per_batch=24, ramp=(RampStage(24 * 11, 12),))
 STRETCHES = [(4, 3, 3), (2, 3, 5), (3, 2, 7), (1, 4, 8), (6, 2, None)]
@@ -108,7 +109,7 @@ def restart_at_nothing() -> None:
         first.append(step)
         return step_span(batch, step - first[0])
 
-    trainer_module.step_span = span  # pyright: ignore[reportPrivateImportUsage]
+    step_module.step_span = span  # pyright: ignore[reportPrivateImportUsage]
 
 
 def forget_a_rank() -> None:
@@ -122,7 +123,7 @@ def forget_a_rank() -> None:
 
 def read_one_step_ahead() -> None:
     """The bug: what was read ahead of a stop is taken for trained."""
-    trainer_module.step_span = lambda batch, step: step_span(batch, step + (step > 3))  # pyright: ignore[reportPrivateImportUsage]
+    step_module.step_span = lambda batch, step: step_span(batch, step + (step > 3))  # pyright: ignore[reportPrivateImportUsage]
 
 
 @pytest.mark.catalogue(13, 42)

@@ -8,12 +8,12 @@ import pytest
 from fuzz.confined import sound
 from train.small_runs import at_step, rows, small_run, train_here, train_ranks
 
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.progress import tokens_after
-from ultrascale.spec.ranges import LONGEST_WAIT, MOST
-from ultrascale.spec.resolve import resolve, to_toml
-from ultrascale.spec.rules import MOST_MICRO_BATCHES
-from ultrascale.spec.run import Batch, Checkpoint, Faults, Log, LossScale, Optimizer, Run
+from ultrascale.config.ranges import LONGEST_WAIT, MOST
+from ultrascale.config.resolve import resolve, to_toml
+from ultrascale.config.rules.run_rules import MOST_MICRO_BATCHES
+from ultrascale.description.layout import Layout
+from ultrascale.description.progress import tokens_after
+from ultrascale.description.run import Batch, Checkpoint, Faults, Log, LossScale, Optimizer, Run
 from ultrascale.train.trainer import Trainer
 
 MOST_STEPS = MOST // (8 * 11)

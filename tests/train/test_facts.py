@@ -15,11 +15,11 @@ from train.small_runs import at_step, make_corpus, small_run, stop_at, train_her
 
 from ultrascale.checkpoint import CheckpointError, load_full
 from ultrascale.checkpoint.manifest import MANIFEST_NAME
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.run import Checkpoint, Log
-from ultrascale.train.resume import changes_since, restore
-from ultrascale.train.trained import open_trained
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
+from ultrascale.description.run import Checkpoint, Log
+from ultrascale.train.folder.resume import changes_since, restore
+from ultrascale.train.start.trained import open_trained
 from ultrascale.train.trainer import Trainer
 
 OTHERS: list[Any] = [None, True, -1, 1.5, "", "[", [], {}, ["x"], {"x": 1}]
@@ -33,6 +33,7 @@ OPTIONAL = {
     "loss_scale",
     "saved_at",
     "imported_dtype",
+    "islands",
 }
 
 

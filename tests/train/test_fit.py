@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
+from ultrascale.description.run import Batch, Data, Faults, Run
+from ultrascale.description.units import format_bytes
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.plan.report import HEADROOM_BYTES, HEADROOM_FRACTION
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.run import Batch, Data, Faults, Run
-from ultrascale.spec.units import format_bytes
 from ultrascale.trace.rank import trace_rank
-from ultrascale.train.fit import Trace, _stage_plans, expect_fits, smallest_bytes, traced_by_first
-from ultrascale.train.out_of_memory import Measured, out_of_memory
-from ultrascale.train.traced_rank import NoTraceError, traced_rank
+from ultrascale.train.start.fit import Trace, _stage_plans, expect_fits, smallest_bytes, traced_by_first
+from ultrascale.train.watch.out_of_memory import Measured, out_of_memory
+from ultrascale.train.watch.traced_rank import NoTraceError, traced_rank
 
 GIB, MIB = 2**30, 2**20
 RUN = Run(

@@ -13,18 +13,18 @@ from ranks import run_ranks
 from torch.nn import functional as F
 from train.small_runs import same, small_run, state, stop_at, train_in_turn
 
-from ultrascale.kernels import fp8
-from ultrascale.kernels import fp8_linear as fp8_linear_module
-from ultrascale.kernels.fp8 import GRADIENT, Scaling, narrow, product
-from ultrascale.kernels.fp8_linear import fp8_linear
+from ultrascale.config.resolve import resolve
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
+from ultrascale.kernels.fp8 import fp8_linear as fp8_linear_module
+from ultrascale.kernels.fp8 import fp8_matrices as fp8
+from ultrascale.kernels.fp8.fp8_linear import fp8_linear
+from ultrascale.kernels.fp8.fp8_matrices import GRADIENT, Scaling, narrow, product
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.apply import build_share
-from ultrascale.parallel.fp8 import apply_fp8
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.resolve import resolve
-from ultrascale.spec.work import Shape, block_work
+from ultrascale.parallel.precision.fp8_products import apply_fp8
+from ultrascale.work.work import Shape, block_work
 
 WIDE = replace(
     LLAMA, hidden_size=128, intermediate_size=320, num_attention_heads=4, num_key_value_heads=4, head_dim=32,

@@ -13,18 +13,18 @@ from torch import Tensor
 from train.small_runs import same, small_run, state, stop_at, train_in_turn
 
 from ultrascale.checkpoint import newest_valid
-from ultrascale.kernels.fp8 import FORWARD
-from ultrascale.kernels.fp8_delayed import noted, round_by
-from ultrascale.parallel.fp8_history import AmaxHistory
+from ultrascale.config.resolve import resolve
+from ultrascale.config.rules.run_rules import run_notes
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
+from ultrascale.description.run import Run
+from ultrascale.kernels.fp8.fp8_delayed import noted, round_by
+from ultrascale.kernels.fp8.fp8_matrices import FORWARD
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.spec.fp8_slots import block_slots, num_block_slots
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.resolve import resolve
-from ultrascale.spec.rules import run_notes
-from ultrascale.spec.run import Run
-from ultrascale.train.resume import restore
+from ultrascale.parallel.precision.fp8_history import AmaxHistory
+from ultrascale.train.folder.resume import restore
 from ultrascale.train.trainer import Trainer
+from ultrascale.work.fp8_slots import block_slots, num_block_slots
 
 GOLD = CURVES["fp8 delayed"].run
 ONE = Ranks(0, 1, torch.device("cpu"))

@@ -14,11 +14,11 @@ from agree.layouts import MODEL
 from ranks import run_ranks
 from train.small_runs import same, small_run, state, stop_at, train_in_turn
 
+from ultrascale.config.rules.run_rules import run_notes
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Optimizer, Run
 from ultrascale.parallel import apply
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.rules import run_notes
-from ultrascale.spec.run import Optimizer, Run
-from ultrascale.train.optimizer import build_optimizer, create_state
+from ultrascale.train.optimizers.optimizer import build_optimizer, create_state
 
 GATHERED = Layout(dp=2, zero_stage=3, precision="fp8", fp8_all_gather=True)
 

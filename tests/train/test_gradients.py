@@ -10,15 +10,15 @@ from models.families import FAMILIES as DENSE_FAMILIES
 from models.families import GPT_OSS
 from planted import fails
 
+from ultrascale.description.architecture.weights import weights
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Optimizer
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.apply import build_share
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.share import Share
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.run import Optimizer
-from ultrascale.spec.weights import weights
-from ultrascale.train.gradients import clip_gradients, watched_gradients
-from ultrascale.train.optimizer import build_optimizer
+from ultrascale.train.optimizers.gradients import clip_gradients, watched_gradients
+from ultrascale.train.optimizers.optimizer import build_optimizer
 
 FAMILIES = DENSE_FAMILIES | {"gpt-oss": GPT_OSS}
 

@@ -15,17 +15,17 @@ from agree.test_memory_agrees import difference_percent
 from ranks import run_ranks
 from train.small_runs import curve, same, small_run, state, stop_at, train_here, train_in_turn
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import PRESETS
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Optimizer
 from ultrascale.measure.memory import LiveMemory
-from ultrascale.parallel.host_memory import is_on_host
+from ultrascale.parallel.activations.host_memory import is_on_host
 from ultrascale.parallel.share import local
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import PRESETS
-from ultrascale.spec.run import Optimizer
-from ultrascale.train.host_optimizer import HostAdamW
-from ultrascale.train.optimizer import build_optimizer, create_state
+from ultrascale.train.optimizers.host_optimizer import HostAdamW
+from ultrascale.train.optimizers.optimizer import build_optimizer, create_state
 
 LAYOUTS = {
     "one process": Layout(micro_batch_size=2),

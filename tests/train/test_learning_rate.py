@@ -8,8 +8,8 @@ from math import cos, pi
 import pytest
 import torch
 
-from ultrascale.spec.run import Optimizer
-from ultrascale.train.learning_rate import learning_rate
+from ultrascale.description.run import Optimizer
+from ultrascale.train.optimizers.learning_rate import learning_rate
 
 PEAK = 3e-3
 

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ultrascale.description.layout import Layout
 from ultrascale.launch.forked import run_forked
 from ultrascale.parallel.mesh import process_group
-from ultrascale.spec.layout import Layout
-from ultrascale.train.local_adamw import LocalAdamW
+from ultrascale.train.optimizers.local_adamw import LocalAdamW
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1, "fused": True}
 

@@ -11,17 +11,17 @@ from torch.utils.hooks import RemovableHandle
 from train.small_runs import MODEL, at_step, rows, same, small_run, state, stop_at, train_here, train_in_turn, train_ranks
 from train.test_resume_layouts import EXPERTS
 
-from ultrascale.check.documents import RandomDocuments
+from ultrascale.check.oracle.documents import RandomDocuments
 from ultrascale.check.prove import Case, prove_all
 from ultrascale.check.small import provable
+from ultrascale.config.resolve import resolve
+from ultrascale.config.rules.run_rules import run_notes, run_problems
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
+from ultrascale.description.run import Batch, Log, LossScale, Optimizer, Run
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.share import Share, local, local_gradient
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.resolve import resolve
-from ultrascale.spec.rules import run_notes, run_problems
-from ultrascale.spec.run import Batch, Log, LossScale, Optimizer, Run
-from ultrascale.train.loss_scale import DynamicScale
+from ultrascale.train.optimizers.loss_scale import DynamicScale, LossScaling
 from ultrascale.train.trainer import Trainer
 
 FP16 = Layout(precision="fp16")
@@ -54,6 +54,7 @@ AXES = {
 def scaled(trainer: Trainer, post_init=Trainer.__post_init__) -> None:
     post_init(trainer)
     trainer.loss_scale = DynamicScale(LossScale(initial=1024.0, growth_steps=1))
+    trainer.observers.insert(0, LossScaling(trainer))
 
 
 def cases() -> list[Case]:

@@ -21,12 +21,12 @@ from train.small_runs import at_step, make_corpus, rows, same, small_run, state,
 from train.test_stop import make_loss_nan
 
 from ultrascale.cli.main import main
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.resolve import to_toml
-from ultrascale.spec.run import Checkpoint, Run
-from ultrascale.train import run_folder
-from ultrascale.train.gradients import NonFiniteError
-from ultrascale.train.run_folder import RANK_LOCK, RESCUED, RunFolder, RunFolderLostError
+from ultrascale.config.resolve import to_toml
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Checkpoint, Run
+from ultrascale.train.folder import run_folder
+from ultrascale.train.folder.run_folder import RANK_LOCK, RESCUED, RunFolder, RunFolderLostError
+from ultrascale.train.observers.anomalies import NonFiniteError
 from ultrascale.train.trainer import Trainer
 
 ZERO_2 = Layout(dp=2, zero_stage=2, micro_batch_size=2)
@@ -107,7 +107,7 @@ def test_a_run_whose_folder_is_lost_stops_and_saves_elsewhere_on_all_ranks_and_s
 def test_control_a_run_that_does_not_look_after_its_folder_trains_on(home, monkeypatch):
     monkeypatch.setattr(RunFolder, "lost", lambda folder: "")
     lost = replace(long_run(home), steps=50)
-    monkeypatch.setattr("train.test_lost_folder.long_run", lambda home: lost)
+    monkeypatch.setitem(globals(), "long_run", lambda home: lost)
     test = test_a_run_whose_folder_is_lost_stops_and_saves_elsewhere_on_all_ranks_and_says_where
     fails(test, home, remove, "was removed while")
 

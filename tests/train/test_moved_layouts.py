@@ -16,13 +16,13 @@ from train.small_runs import same, small_run, train_here
 from train.test_resume_layouts import EXPERTS, TIED_MODEL
 
 from ultrascale.checkpoint import load_full, newest_valid, save
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Optimizer, Run
 from ultrascale.launch.forked import run_forked
 from ultrascale.parallel.mesh import Ranks, process_group
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.run import Optimizer, Run
 from ultrascale.train.corpora import build_loader
-from ultrascale.train.resume import facts_of, restore, tensors_of
+from ultrascale.train.folder.resume import facts_of, restore, tensors_of
 from ultrascale.train.trainer import Trainer
 
 STEPS = 3

@@ -11,12 +11,12 @@ import pytest
 import torch
 from train.small_runs import MODEL, rows, small_run, train_here, train_ranks
 
-from ultrascale.check.documents import RandomDocuments
-from ultrascale.check.reference import Reference
+from ultrascale.check.oracle.documents import RandomDocuments
+from ultrascale.check.oracle.reference import Reference
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Log, Run
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.run import Batch, Log, Run
-from ultrascale.train.noise_scale import NoiseScale
+from ultrascale.train.observers.noise_scale import NoiseScale
 from ultrascale.train.trainer import Trainer
 
 

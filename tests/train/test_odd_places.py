@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 from train.small_runs import STEPS, curve, make_corpus, rows, small_run, train_here
 
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.resolve import to_toml
+from ultrascale.config.resolve import to_toml
+from ultrascale.description.layout import Layout
 
 PATHS = {
     "spaces": "a folder  with spaces", "unicode": "Größe ☃ 数据", "quote": "it's a \"folder\"", "dollar": "$HOME;`x`&&",

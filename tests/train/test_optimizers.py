@@ -11,21 +11,21 @@ from ranks import run_ranks
 from train.small_runs import MODEL, largest_error, same, small_run, state, stop_at, train_here, train_in_turn, train_ranks
 from train.test_resume_layouts import EXPERTS
 
+from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.check.prove import Case, prove_all
 from ultrascale.check.small import made_small, provable
+from ultrascale.config.resolve import resolve
+from ultrascale.config.rules.run_rules import run_notes
+from ultrascale.description.architecture.weights import is_hidden_matrix, weights
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
+from ultrascale.description.run import Batch, Optimizer, Run
 from ultrascale.parallel.apply import build_share
+from ultrascale.parallel.data.whole_matrices import WholeMatrices
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.share import local
-from ultrascale.parallel.whole_matrices import WholeMatrices
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import PRESETS
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.resolve import resolve
-from ultrascale.spec.rules import run_notes
-from ultrascale.spec.run import Batch, Optimizer, Run
-from ultrascale.spec.weights import is_hidden_matrix, weights
-from ultrascale.train.compact_adamw import CompactAdamW
-from ultrascale.train.optimizer import build_optimizer, create_state
+from ultrascale.train.optimizers.compact_adamw import CompactAdamW
+from ultrascale.train.optimizers.optimizer import build_optimizer, create_state
 
 LLAMA, MIXTRAL = PRESETS["tiny-llama"], PRESETS["tiny-mixtral"]
 Name = Literal["adamw", "adamw-bf16", "adamw-8bit", "muon"]
@@ -73,7 +73,7 @@ def test_matrices_that_are_orthogonalised_part_by_part_are_seen(monkeypatch):
 
 
 def test_rounding_by_the_place_in_a_part_instead_of_in_the_whole_is_seen(monkeypatch):
-    from ultrascale.kernels import narrow_moments
+    from ultrascale.kernels.optimizers import narrow_moments
 
     positions = narrow_moments.positions
     local_only = lambda shape, offsets, whole, device: positions(shape, tuple(0 for _ in shape), whole, device)  # noqa: E731

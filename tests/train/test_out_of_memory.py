@@ -14,14 +14,14 @@ import torch
 from planted import fails
 from train.small_runs import at_step, small_run, train_here
 
+from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Faults, Run
 from ultrascale.launch.forked import run_forked
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import preset
-from ultrascale.spec.run import Faults, Run
-from ultrascale.train import out_of_memory
-from ultrascale.train.loop import Session
-from ultrascale.train.out_of_memory import OutOfDeviceMemory
+from ultrascale.train.session import joined
 from ultrascale.train.trainer import Trainer
+from ultrascale.train.watch import out_of_memory
+from ultrascale.train.watch.out_of_memory import OutOfDeviceMemory
 from ultrascale.train.worker import train_or_explain
 
 SIZE = r"([\d.]+) MiB"
@@ -73,7 +73,7 @@ def test_control_memory_that_ran_out_without_an_explanation_is_seen(home, monkey
 def test_memory_that_is_gone_before_the_first_step_is_told_in_the_same_way(home, monkeypatch):
     """Weights are made and moved to the device then; nothing has been written yet, and a trace needs no file of the run."""
     monkeypatch.setattr(out_of_memory, "_traced", lambda run, rank: "7 GiB")
-    monkeypatch.setattr(Session, "start", lambda *given, **options: run_out())
+    monkeypatch.setattr(joined, "begin", lambda *given, **options: run_out())
     with pytest.raises(OutOfDeviceMemory, match=r"rank 0 ran out of memory(.|\n)*traced    7 GiB"):
         train_here(small_run(home))
 

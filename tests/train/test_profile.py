@@ -14,13 +14,13 @@ import torch
 from train.small_runs import make_corpus, small_run
 
 from ultrascale.data.loader import Loader
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Run
 from ultrascale.launch.forked import run_forked
-from ultrascale.measure.categories import AXES, CATEGORIES
-from ultrascale.measure.profile_events import read_trace
+from ultrascale.measure.step.categories import AXES, CATEGORIES
+from ultrascale.measure.step.profile_events import read_trace
 from ultrascale.models.decoder import Decoder
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.run import Batch, Run
-from ultrascale.train.profile import profile_run
+from ultrascale.train.observers.profile import profile_run
 
 FIRST, LAST = 4, 5
 SLEEP = {"reading": 0.1, "rank 1": 0.5}
@@ -133,7 +133,7 @@ def test_recomputation_is_chosen_as_training_chooses_it(corpus, tmp_path):
 
 
 def test_recomputed_blocks_are_told_apart_and_the_trainer_is_left_as_it_was(corpus, tmp_path, monkeypatch):
-    from ultrascale.train import aside
+    from ultrascale.train.start import aside
 
     kept = []
     trainer_of = aside.Trainer

@@ -9,10 +9,10 @@ import torch
 from train.small_runs import BeforeStep, at_step, curve, same, small_run, state, train_here, train_ranks
 from train.test_anomalies import events, run_of
 
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
 from ultrascale.parallel.share import local_gradient
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.problems import SpecError
-from ultrascale.train import repeat
+from ultrascale.train.observers import repeat
 from ultrascale.train.trainer import Trainer
 
 COPIES = Layout(dp=2, zero_stage=0, micro_batch_size=2)

@@ -26,11 +26,11 @@ from train.small_runs import (
 )
 
 from ultrascale.data.loader import Loader
+from ultrascale.description.layout import Layout
+from ultrascale.description.progress import StepSpan, sequences_after, step_span
+from ultrascale.description.run import Batch, Run
 from ultrascale.launch.forked import RankFailed
 from ultrascale.parallel.share import Share
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.progress import StepSpan, sequences_after, step_span
-from ultrascale.spec.run import Batch, Run
 from ultrascale.train.corpora import build_loader
 
 LAYOUTS = {
@@ -94,7 +94,7 @@ def test_control_data_that_begins_anew_with_every_start_is_seen(home, monkeypatc
         first.append(step)
         return step_span(batch, step - first[0])
 
-    monkeypatch.setattr("ultrascale.train.trainer.step_span", span)
+    monkeypatch.setattr("ultrascale.train.step.step_span", span)
     fails(test_a_run_stopped_three_times_goes_on_to_the_same_bits, home)
 
 
@@ -115,7 +115,7 @@ def test_control_moments_that_a_restart_forgets_are_seen(home, monkeypatch):
         for moments in trainer.optimizer.state.values():
             moments["exp_avg"].zero_()
 
-    monkeypatch.setattr("ultrascale.train.resume._take_back", forget)
+    monkeypatch.setattr("ultrascale.train.folder.resume._take_back", forget)
     fails(test_all_ranks_killed_at_once_and_started_again_by_hand_go_on_to_the_same_bits, home)
 
 

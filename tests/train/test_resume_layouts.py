@@ -25,15 +25,15 @@ from train.small_runs import (
 )
 
 from ultrascale.checkpoint import Slice
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import score_biases
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Optimizer, Run
+from ultrascale.models.files.huggingface import import_folder
 from ultrascale.models.generate import Sampling, generate
-from ultrascale.models.huggingface import import_folder
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.run import Optimizer, Run
-from ultrascale.spec.weights import score_biases
-from ultrascale.train import resume
 from ultrascale.train import trainer as trainer_module
-from ultrascale.train.trained import import_as_first_checkpoint, open_trained
+from ultrascale.train.folder import resume
+from ultrascale.train.start.trained import import_as_first_checkpoint, open_trained
 
 ONE = Layout(precision="fp64")
 TIED_MODEL = replace(MODEL, tie_word_embeddings=True)
@@ -116,7 +116,7 @@ def test_a_run_stopped_on_any_axis_goes_on_to_the_same_bits(home, case):
 @pytest.mark.catalogue(40)
 def test_control_updates_that_are_counted_anew_after_a_stop_are_seen(home, monkeypatch):
     """AdamW divides by what follows from their number."""
-    monkeypatch.setattr("ultrascale.train.resume.set_steps_done", lambda optimizer, steps: None)
+    monkeypatch.setattr("ultrascale.train.folder.resume.set_steps_done", lambda optimizer, steps: None)
     fails(test_a_run_stopped_on_any_axis_goes_on_to_the_same_bits, home, "tp")
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from train.small_runs import BeforeStep, curve, same, small_run, state, train_here, train_ranks
 
-from ultrascale.checkpoint import CheckpointError, SaveFailedError, files, newest_valid
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.run import Checkpoint, Run
+from ultrascale.checkpoint import CheckpointError, SaveFailedError, newest_valid
+from ultrascale.checkpoint.disk import files
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Checkpoint, Run
 from ultrascale.train.trainer import Trainer
 
 COPIES = Layout(dp=2, zero_stage=3, micro_batch_size=2)

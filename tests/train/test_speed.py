@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from train.small_runs import make_corpus, small_run
 
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Batch
 from ultrascale.launch.forked import run_forked
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.run import Batch
 from ultrascale.train import speed
 from ultrascale.train.speed import Speed, measure_speed
 

@@ -30,15 +30,14 @@ from train.small_runs import (
 from ultrascale.checkpoint import CheckpointError
 from ultrascale.contact import names
 from ultrascale.data.loader import Loader
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
 from ultrascale.models.decoder import Block
 from ultrascale.models.feed_forward import GatedMLP
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.problems import SpecError
-from ultrascale.train.anomalies import Norms
-from ultrascale.train.gradients import NonFiniteError
-from ultrascale.train.metrics import Metrics
-from ultrascale.train.run_folder import RunFolder
+from ultrascale.train.folder.run_folder import RunFolder
+from ultrascale.train.observers.anomalies import NonFiniteError, Norms
+from ultrascale.train.observers.metrics import Metrics
 from ultrascale.train.trainer import Trainer
 from ultrascale.train.worker import train_or_explain
 
@@ -86,14 +85,14 @@ def test_control_a_signal_that_only_the_first_rank_minds_is_seen(home, monkeypat
 
 @pytest.mark.catalogue(10)
 def test_control_a_rank_that_leaves_without_asking_the_others_is_seen(home, monkeypatch):
-    agree = Trainer._agree_on_targets
+    agree = Trainer.agree_on_targets
 
     def leave(trainer: Trainer, micro_batches: list) -> int:
         if trainer.stop_requested:
             os._exit(0)
         return agree(trainer, micro_batches)
 
-    monkeypatch.setattr(Trainer, "_agree_on_targets", leave)
+    monkeypatch.setattr(Trainer, "agree_on_targets", leave)
     fails(test_a_signal_to_some_rank_saves_on_all_at_the_same_step, home, 1, signal.SIGTERM)
 
 
@@ -106,7 +105,7 @@ def test_control_signals_that_are_not_taken_for_wishes_end_a_rank_without_a_save
 
 @pytest.mark.catalogue(12)
 def test_control_a_second_signal_that_is_taken_for_impatience_is_seen(home, monkeypatch):
-    monkeypatch.setattr("ultrascale.train.signals.SAME_WISH_SECONDS", -1.0)
+    monkeypatch.setattr("ultrascale.train.watch.signals.SAME_WISH_SECONDS", -1.0)
     fails(test_a_second_signal_within_seconds_is_the_same_wish, home, told="was ended by SIGHUP")
 
 
@@ -261,7 +260,7 @@ def test_the_batch_cannot_change_on_the_way_even_if_changes_are_allowed(home, ch
 
 @pytest.mark.catalogue(43)
 def test_control_settings_that_are_not_compared_are_seen(home, monkeypatch):
-    monkeypatch.setattr("ultrascale.train.resume._differences", lambda key, before, now: [])
+    monkeypatch.setattr("ultrascale.train.folder.resume._differences", lambda key, before, now: [])
     change = lambda run: replace(run, seed=4)  # noqa: E731
     fails(test_what_decides_a_run_cannot_change_on_the_way_unless_asked_for, home, change, "seed", told="DID NOT RAISE")
 

@@ -14,10 +14,10 @@ import pytest
 from planted import fails
 from train.small_runs import small_run, train_ranks
 
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.run import Faults
-from ultrascale.train import stragglers
-from ultrascale.train.stragglers import WINDOWS, Judge, Straggler, is_slow, log_excess
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Faults
+from ultrascale.train.observers import stragglers
+from ultrascale.train.observers.stragglers import WINDOWS, Judge, Straggler, is_slow, log_excess
 from ultrascale.train.trainer import Trainer
 
 WINDOW = 4

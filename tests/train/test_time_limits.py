@@ -11,9 +11,9 @@ import torch
 from train.small_runs import BeforeStep, at_step, make_corpus, rows, small_run, train_here, train_ranks
 
 from ultrascale import heartbeat
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.run import Checkpoint, Evaluation, Faults, Run
-from ultrascale.train import loop
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Checkpoint, Evaluation, Faults, Run
+from ultrascale.train.session import rewind
 from ultrascale.train.trainer import Trainer
 
 LIMIT, LONGER = 5.0, 8.0
@@ -57,7 +57,7 @@ def slow_forward(trainer: Trainer) -> None:
 
 def spoil_and_slow_the_way_back(trainer: Trainer) -> None:
     """A NaN on both ranks at step 3, which are as slow to read a checkpoint as `LONGER` on the first."""
-    restore = loop.restore_newest
+    restore = rewind.restore_newest
     forward = trainer.passes.forward
 
     def spoilt(*arguments, **options) -> torch.Tensor:
@@ -69,7 +69,7 @@ def spoil_and_slow_the_way_back(trainer: Trainer) -> None:
             time.sleep(LONGER)
         return restore(trainer, *arguments, **options)
 
-    trainer.passes.forward, loop.restore_newest = spoilt, slowly
+    trainer.passes.forward, rewind.restore_newest = spoilt, slowly
 
 
 def test_ranks_wait_for_the_slowest_on_the_way_back_to_a_checkpoint_and_not_as_long_in_the_step_after(run):

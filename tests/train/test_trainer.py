@@ -8,7 +8,7 @@ from train.small_runs import small_run
 
 from ultrascale.parallel import apply
 from ultrascale.parallel.mesh import process_group
-from ultrascale.train.loop import build_loader
+from ultrascale.train.corpora import build_loader
 from ultrascale.train.trainer import Trainer
 
 

@@ -6,19 +6,12 @@ with `to_dict()`, which is what `--json` prints, `to_frame()`, a `repr` of one l
 
 extras          packages that only some verbs need
 asked           keywords as options, and as the words of the command line that ask for the same
-plan_request    a question to the planner: options, settings of the run, words
-plan_conflicts  what cannot be asked together
-plan            its answer, for a run's file, a model on accelerators, or a machine nobody has measured
-plan_search     the search behind it
-plan_result     one plan; a search; two plans compared
+planning        a question to the planner, and its answer: one plan, a search, two plans compared
 schedule        a pipeline schedule played, or all of them
 trace           any rank of a job
 check           N processes against one
 sweep           many layouts measured
 report          a run's folder summed up
-run_of          the run, machines and circumstances of a question
 shown           tables for notebooks and pandas; pictures
-documents       what each result's `to_dict` holds, key by key
-json_schema     JSON Schemas of those, and of run.toml; `stamp` says which a JSON follows
-stub            what type checkers see
+schemas         what each result's `to_dict` holds, key by key; the JSON Schemas, and what type checkers see
 """

@@ -18,17 +18,17 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
-from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.schema import BAD, STAND_INS, At, convert, default_of, leaves, sections
+from ultrascale.config.schema import BAD, STAND_INS, At, convert, default_of, leaves, sections
+from ultrascale.description.problems import Problem, SpecError
 
 T = TypeVar("T")
-OF_THE_COMMAND_LINE = ("json",)
+OF_THE_COMMAND_LINE = ("json", "brief", "compare")
 """Flags that only say how to print."""
 
 
 @dataclass(frozen=True)
 class Asked(Generic[T]):
-    """What was asked of a verb."""
+    """A request to a verb."""
 
     options: T
     settings: tuple[str, ...] = ()
@@ -36,7 +36,7 @@ class Asked(Generic[T]):
     stack: tuple[tuple[str, str], ...] = ()
     """Changed settings of the stack."""
     words: tuple[str, ...] = ()
-    """What would be typed after the verb for the same."""
+    """Words that would be typed after the verb for the same request."""
 
 
 def read_keywords(kind: type[T], verb: str, given: Mapping[str, Any], *, positional: tuple[str, ...] = ()) -> Asked[T]:
@@ -53,7 +53,7 @@ def read_keywords(kind: type[T], verb: str, given: Mapping[str, Any], *, positio
         if key not in hints or is_table:
             settings += _settings(key, value)
         elif value is not None:
-            values[key] = _as_kind(value, hints[key], key if key in positional else f"--{key.replace('_', '-')}", problems)
+            values[key] = as_kind(value, hints[key], key if key in positional else f"--{key.replace('_', '-')}", problems)
     problems += [_unknown(key, hints, verb) for key, _ in settings if "." not in key and key not in leaves()]
     if problems:
         raise SpecError(problems)
@@ -64,7 +64,7 @@ def read_keywords(kind: type[T], verb: str, given: Mapping[str, Any], *, positio
     return Asked(options, tuple(rest), stack, (*_words(options, values, positional), *rest, *changed))
 
 
-def _as_kind(value: Any, kind: Any, key: str, problems: list[Problem]) -> Any:
+def as_kind(value: Any, kind: Any, key: str, problems: list[Problem]) -> Any:
     """`value` as the type of an option; what is written as text on the command line may come as what it stands for."""
     inner = [one for one in get_args(kind) if one is not NoneType]
     plain = inner[0] if len(inner) == 1 and NoneType in get_args(kind) else kind
@@ -73,7 +73,7 @@ def _as_kind(value: Any, kind: Any, key: str, problems: list[Problem]) -> Any:
         return _as_dataclass(value, plain, key, problems)
     if get_origin(plain) is tuple:
         many = value if isinstance(value, list | tuple) else (value,)
-        return tuple(_as_kind(one, get_args(plain)[0], key, problems) for one in many)
+        return tuple(as_kind(one, get_args(plain)[0], key, problems) for one in many)
     if plain is Path:
         return Path(value) if isinstance(value, str | PathLike) else at.wrong(f"must be a path, is {value!r}", "Give text.")
     if plain is str and not isinstance(value, str):
@@ -92,7 +92,7 @@ def _as_dataclass(value: Any, kind: Any, key: str, problems: list[Problem]) -> A
     for name in value.keys() - hints.keys():
         problems.append(Problem(f"{key}.{name}", "is not a key here", f"Known: {', '.join(hints)}."))
     known = {name: one for name, one in value.items() if name in hints}
-    return kind(**{name: _as_kind(one, hints[name], f"{key}.{name}", problems) for name, one in known.items()})
+    return kind(**{name: as_kind(one, hints[name], f"{key}.{name}", problems) for name, one in known.items()})
 
 
 def _settings(key: str, value: Any) -> Iterator[tuple[str, str]]:

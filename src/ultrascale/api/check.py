@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ultrascale.api.asked import Asked, read_keywords
 from ultrascale.api.extras import naming_extras
+from ultrascale.api.planned_run import Described, planned_run
+from ultrascale.api.schemas.stamp import stamped
 from ultrascale.api.shown import Facts, frame, html
-from ultrascale.api.stamp import stamped
-from ultrascale.spec.huggingface import to_hf
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.resolve import resolve
-from ultrascale.spec.run import Run
-from ultrascale.spec.trainable import expect_trainable
-from ultrascale.spec.units import count_of
+from ultrascale.config.resolve import resolve
+from ultrascale.config.rules.trainable import expect_trainable
+from ultrascale.description.architecture.huggingface import to_hf
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Run, one_island
+from ultrascale.description.units import count_of
 
 if TYPE_CHECKING:  # imports torch
     from ultrascale.check.case import Case
@@ -27,7 +30,8 @@ if TYPE_CHECKING:  # imports torch
     from ultrascale.check.matrix import Outcome
 
 Progress = Callable[[int, int], "Callable[[Verdict], None] | None"]
-"""Of the number of cases and the most processes of any: who is told each verdict, in the process of rank 0."""
+"""Function of the number of cases and the most processes of any: returns the function that takes each verdict, in the process
+of rank 0."""
 
 LARGEST_PROCESSES = 64
 """More on one machine is a slip of the finger."""
@@ -40,7 +44,7 @@ NOT_SEEN: dict[str | None, list[str]] = {
     "transformers": ["the initial values", "the names and shapes of export and import", "anything below float64 (bf16, fp8)",
                      "the reading of data", "dropout and losses that balance experts"],
 }  # fmt: skip
-"""By the reference (None: the program's own) what a proof is blind to by construction."""
+"""Blind spots of a proof by construction, by the reference (None: the program's own)."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class CheckOptions:
     For example:
 
         ultrascale check run.toml --processes 2
+        ultrascale check --model llama-3-8b --gpus 64xh100
         ultrascale check --matrix --processes 4
 
     The run's own axes (data, tensor, context, pipeline, experts) are proven at two ranks each, as many as fit into 8 processes;
@@ -60,6 +65,14 @@ class CheckOptions:
 
     run: str | None = None
     """The run's TOML file, or the folder of a run."""
+    model: str | None = None
+    """Model in place of a file, as `ultrascale plan` takes it: the best layout of this model..."""
+    gpus: str | None = None
+    """... on these machines, such as 64xh100."""
+    seq_len: int | None = None
+    """Tokens of a sequence, such as 8192 or 128k; with --model."""
+    tokens_per_batch: str | None = None
+    """Tokens of a step, such as 4M; with --model."""
     processes: int | None = None
     """Number of processes. Default: the run's own up to 8, else the least that has its axes. With --matrix: the most of any
     combination; default 8."""
@@ -71,7 +84,7 @@ class CheckOptions:
     matrix: bool = False
     """Prove the combinations of axes, schedules, methods, families and experts that `docs/support.md` lists."""
     markdown: str | None = None
-    """With --matrix: write the tables into this file."""
+    """File to write the tables into; with --matrix."""
     against: Literal["transformers"] | None = None
     """Compare with a plain training loop around transformers' model instead: loss, gradient norm and weights. It shares only
     the initial weights, so it sees what the program's own reference cannot: a wrong formula, decay or learning rate."""
@@ -87,20 +100,20 @@ class Check:
 
     verdicts: tuple[Verdict, ...]
     planted: bool
-    """Whether faults were planted: good is then what differs."""
+    """True if faults were planted: good is then what differs."""
     against: Literal["transformers"] | None
     of_a_run: bool
-    """None of the faults was planted in a run of its own."""
+    """True if no fault was planted in a run of its own."""
     notes: tuple[str, ...] = ()
-    """What was done otherwise than the run says."""
+    """Notes on what differs from the run's description."""
 
     @property
     def holds(self) -> bool:
-        """Whether everything is proven, or every planted fault was seen."""
+        """True if everything is proven, or every planted fault was seen."""
         return all(verdict.holds != self.planted for verdict in self.verdicts)
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """What `ultrascale check --json` prints: an object for each verdict."""
+        """The output of `ultrascale check --json`: an object for each verdict."""
         blind = {"not_seen": NOT_SEEN[self.against]} if self.of_a_run else {}
         return [stamped("check", verdict.to_json() | blind) for verdict in self.verdicts]
 
@@ -129,7 +142,7 @@ class Check:
 
 @dataclass(frozen=True, repr=False)
 class CheckMatrix:
-    """What became of every combination of axes, schedules, methods, families and experts."""
+    """Result of every combination of axes, schedules, methods, families and experts."""
 
     outcomes: tuple[Outcome, ...]
     steps: int
@@ -142,16 +155,16 @@ class CheckMatrix:
 
     @property
     def holds(self) -> bool:
-        """Whether none differs."""
+        """True if none differs."""
         return not self.wrong
 
     @property
     def states(self) -> list[tuple[str, int]]:
-        """How many are proven, refused, untried, or differ."""
+        """Number of combinations proven, refused, untried, or that differ."""
         return Counter(outcome.state for outcome in self.outcomes).most_common()
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """What `ultrascale check --matrix --json` prints: an object for each combination."""
+        """The output of `ultrascale check --matrix --json`: an object for each combination."""
         return [
             stamped("check-matrix", {"name": one.cell.name, "state": one.state, "reason": one.cell.refused,
                                      "verdict": one.verdict and one.verdict.to_json()}) for one in self.outcomes
@@ -191,18 +204,24 @@ def answer(
     """The proof that is asked for. `tell` is told beforehand what is done otherwise than the run says."""
     options, rest = asked.options, list(asked.settings)
     expect_numbers(options, rest)
+    if options.plant is not None:
+        expect_fault_named(options.plant)
     if options.matrix:
         return _matrix(options, progress)
-    if options.run is None or options.plant == "list":
+    asked_for = Described(options.model, options.gpus, options.seq_len, options.tokens_per_batch)
+    if (options.run is None and not asked_for.is_given) or options.plant == "list":
         return _at_home(options, progress)
-    described = resolve(options.run, rest).run
+    described = (
+        planned_run(asked_for, rest, run=options.run, verb="check") if asked_for.is_given else resolve(options.run, rest).run
+    )
     expect_trainable(described.model, described.layout)
-    from ultrascale.check.faults import with_faults
+    islands, described = described.islands.count, one_island(described)
+    from ultrascale.check.faults.all_faults import with_faults
     from ultrascale.check.prove import cases, prove_all
 
     changes, proven, tolerance = [], described, None
     if options.against is not None:
-        from ultrascale.check.transformers_loop import comparable, tolerance_of
+        from ultrascale.check.oracle.transformers_loop import comparable, tolerance_of
 
         proven, changes = comparable(described, options.steps)
         tolerance = tolerance_of(proven)
@@ -214,6 +233,8 @@ def answer(
     if options.plant is not None:
         todo, steps = with_faults(todo, options.plant), max(2, options.steps)  # some show only in what the first step left
     notes = _notes(described, [case.run.layout for case in todo], options.processes)
+    if islands > 1:
+        notes.append(f"One of {islands} islands is proven, with its share of the batch; outer steps are not part of a proof.")
     notes = [*notes, *changes, *_changed_model(todo[0].run, described)]
     for note in notes:
         tell(note)
@@ -243,7 +264,7 @@ def _matrix(options: CheckOptions, progress: Progress) -> CheckMatrix:
 
 def _at_home(options: CheckOptions, progress: Progress) -> Check:
     """A planted fault, or `all`, each in the least run in which it can be seen."""
-    from ultrascale.check.faults import FAULTS, expect_known, home_of
+    from ultrascale.check.faults.all_faults import FAULTS, expect_known, home_of
     from ultrascale.check.prove import Case, prove_all
 
     name = options.plant
@@ -253,6 +274,21 @@ def _at_home(options: CheckOptions, progress: Progress) -> Check:
     todo = [Case(one, home_of(one), one) for one in names]
     verdicts = prove_all(todo, steps=max(2, options.steps), go_on=True, on_verdict=progress(len(todo), 0))
     return Check(tuple(verdicts), True, None, of_a_run=False)
+
+
+def fault_names() -> list[str]:
+    """The faults that can be planted, read off the sources: importing them would import torch."""
+    sources = sorted(Path(__file__).parents[1].glob("check/faults/faults_*.py"))
+    return [name for source in sources for name in re.findall(r'^@fault\(\s*"([^"]+)"', source.read_text(), re.MULTILINE)]
+
+
+def expect_fault_named(name: str) -> None:
+    """Raise SpecError for a fault that nobody knows, with the nearest that there is."""
+    names = fault_names()
+    if name not in (*names, "all", "list"):
+        near = get_close_matches(name, names, n=3, cutoff=0.4)
+        remedy = f"Did you mean {' or '.join(near)}?" if near else "`ultrascale check --plant list` names them."
+        raise SpecError([Problem("--plant", f"knows no fault {name!r}", remedy)])
 
 
 def expect_numbers(options: CheckOptions, rest: list[str]) -> None:
@@ -266,16 +302,17 @@ def expect_numbers(options: CheckOptions, rest: list[str]) -> None:
         problems.append(Problem("--processes", rule, "Keep one of the two."))
     if options.steps < 1:
         problems.append(Problem("--steps", f"must be at least 1, is {options.steps}", "3 is enough to see moments at work."))
-    if options.run is None and not options.matrix and options.plant is None:
-        problems.append(Problem("RUN.TOML", "is missing", "Name a run, or prove all combinations: --matrix."))
-    if options.matrix and (options.run is not None or options.plant is not None or rest):
-        odd = options.run or ("--plant" if options.plant else rest[0])
+    described = options.run is not None or options.model is not None or options.gpus is not None
+    if not described and not options.matrix and options.plant is None:
+        problems.append(Problem("RUN.TOML", "is missing", "Name a run, give --model and --gpus, or prove all: --matrix."))
+    if options.matrix and (described or options.plant is not None or rest):
+        odd = options.run or options.model or options.gpus or ("--plant" if options.plant else rest[0])
         problems.append(Problem("--matrix", f"proves runs of its own, but {odd} is given", "Keep one of the two."))
-    elif options.run is None and rest:
+    elif not described and rest:
         problems.append(Problem(rest[0], "is a setting of a run, but no run is named", "Name one."))
-    if options.against is not None and (options.run is None or options.plant is not None):
-        odd = ", which is not named" if options.run is None else " without planted faults, but --plant is given"
-        remedy = "Name one." if options.run is None else "Keep one of the two."
+    if options.against is not None and (not described or options.plant is not None):
+        odd = " without planted faults, but --plant is given" if described else ", which is not named"
+        remedy = "Keep one of the two." if described else "Name one."
         problems.append(Problem("--against", f"compares a run{odd}", remedy))
     if options.markdown is not None and not options.matrix:
         problems.append(Problem("--markdown", "writes the tables of --matrix, which is not given", "Add --matrix."))
@@ -284,7 +321,7 @@ def expect_numbers(options: CheckOptions, rest: list[str]) -> None:
 
 
 def _notes(described: Run, layouts: list[Layout], processes: int | None) -> list[str]:
-    """What the proof does otherwise than the run, in a line each."""
+    """Lines with what the proof does otherwise than the run."""
     from ultrascale.check.small import left_out
 
     own, proven = described.layout, sorted({layout.world_size for layout in layouts})
@@ -305,12 +342,12 @@ def _notes(described: Run, layouts: list[Layout], processes: int | None) -> list
 
 
 def _changed_model(proven: Run, asked: Run) -> list[str]:
-    """What stands for the run's model, if that is too large or would leave something out."""
+    """Changes to the run's model, if that is too large or would leave something out."""
     name, length = asked.model.name or "the model", proven.batch.sequence_length
     notes = []
     if proven.model.hidden_size != asked.model.hidden_size or proven.model.vocab_size != asked.model.vocab_size:
         small = f"{proven.model.num_hidden_layers} layers, hidden {proven.model.hidden_size}"
-        notes.append(f"{name} is proven on the same kind of model made small: {small}.")
+        notes.append(f"{name} is checked on a scaled-down model of the same architecture: {small}.")
     if proven.model.sliding_window != asked.model.sliding_window:
         windows = f"{asked.model.sliding_window} tokens are proven as windows of {proven.model.sliding_window}"
         notes.append(f"Its windows of {windows}, which act in sequences of {length}.")

@@ -16,7 +16,7 @@ class NotInstalledError(ImportError):
 
 
 def sentence_of(error: ModuleNotFoundError, verb: str) -> str:
-    """What `verb` lacks, and how to get it; empty if the module is none of an extra's."""
+    """Names the extra that `verb` lacks, and how to get it; empty if the module is none of an extra's."""
     package = (error.name or "").split(".")[0]
     if package not in EXTRA_OF:
         return ""

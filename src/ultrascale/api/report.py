@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from ultrascale.api.asked import read_keywords
 from ultrascale.api.extras import naming_extras
+from ultrascale.api.schemas.stamp import stamped
 from ultrascale.api.shown import Facts, frame, html
-from ultrascale.api.stamp import stamped
-from ultrascale.spec.units import format_bytes, format_count
+from ultrascale.description.units import format_bytes, format_count
+from ultrascale.page.documents import run_document
+from ultrascale.page.one_file import expect_writable, write_document
 
 if TYPE_CHECKING:
     from ultrascale.measure.summary import Summary
@@ -30,6 +32,8 @@ class ReportOptions:
 
     folder: Path
     """A run's folder."""
+    html: Path | None = None
+    """Write what is found, drawn, into this one file, to look at in a browser or to mail."""
     json: bool = False
     """Print one JSON object."""
 
@@ -43,7 +47,7 @@ class Report:
     pictures: tuple[Path, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """What `ultrascale report --json` prints."""
+        """The output of `ultrascale report --json`."""
         numbers = asdict(self.summary) | {"memory_percent": self.summary.memory_percent}
         return stamped("report", numbers | {"pictures": list(map(str, self.pictures))})
 
@@ -100,8 +104,14 @@ def answer(options: ReportOptions) -> Report:
     from ultrascale.measure.plots import plot_run_folder
     from ultrascale.measure.summary import summarise
 
+    expect_writable(options.html)
     summary = summarise(options.folder)
-    return Report(options.folder, summary, tuple(plot_run_folder(options.folder)))
+    found = Report(options.folder, summary, tuple(plot_run_folder(options.folder)))
+    if options.html is not None:
+        write_document(
+            options.html, run_document(found.lines(), found.metrics(), str(options.folder)), ["report", str(options.folder)]
+        )
+    return found
 
 
 def _lines(summary: Summary) -> Iterator[tuple[str, str]]:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json as jsonlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ultrascale.api.asked import read_keywords
 from ultrascale.api.extras import naming_extras
+from ultrascale.api.planned_run import Described, planned_run
+from ultrascale.api.schemas.stamp import stamped
 from ultrascale.api.shown import Facts, bars, figure, frame, html
-from ultrascale.api.stamp import stamped
-from ultrascale.spec.layout import PipelineRuntime
-from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.units import count_of
+from ultrascale.description.layout import PipelineRuntime
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.schedules import SCHEDULE_ALIASES, SCHEDULES
+from ultrascale.description.units import count_of
+from ultrascale.plan.memory.replay import num_micro_batches
 
 if TYPE_CHECKING:
     from ultrascale.measure.executed import Both
     from ultrascale.plan.pipeline.play import Program, Timeline
 
 MOST_RANKS = 512
-"""As many as there are in any pipeline that was published, four times over."""
+"""Most ranks: four times as many as in any published pipeline."""
 MOST_COST = 1e12
 """More, and a step has no end that a number could hold."""
 MOST_PASSES = 100_000
@@ -29,9 +32,7 @@ MOST_PASSES = 100_000
 MOST_EXECUTED_RANKS, MOST_EXECUTED_PASSES = 16, 2_000
 """Processes that a machine is asked to start, and forward passes of a step, of which four are run: a minute on two cores."""
 COLOURS = {"F": "#3b6fb6", "W": "#4f9d69"}
-"""Of forward passes, and of gradients of weights alone; all others are backward passes."""
-COPIES = {"dualpipe": 2}
-"""Copies of the weights that a schedule needs, where it is not one."""
+"""Colours of forward passes, and of gradients of weights alone; all others are backward passes."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,13 @@ class Costs:
     """Seconds, or any unit of time, of one micro-batch through all the stages of a rank."""
 
     forward: float = 1.0
-    """Its forward pass."""
+    """Seconds of its forward pass."""
     input_gradient: float = 1.0
     """The gradients of its activations."""
     weight_gradient: float = 1.0
     """The gradients of its weights."""
     communication: float = 0.0
-    """Of each of forward and input_gradient: what an overlapped pair (dualpipe) can hide."""
+    """Communication in each of forward and input_gradient: what an overlapped pair (DualPipe) can hide."""
     send: float = 0.0
     """One message between ranks."""
 
@@ -66,13 +67,21 @@ class ScheduleOptions:
     """
 
     name: str = ""
-    """afab, 1f1b, interleaved, breadth-first, zb-h1, zb-v, dualpipe, dualpipe-v, or a CSV or JSON file of actions."""
+    """One of those that `ultrascale show schedules` compares, such as 1f1b or gpipe, or a CSV or JSON file of actions."""
     pp: int | None = None
     """Ranks of the pipeline. Default: 4, or what the file says."""
     micro_batches: int | None = None
     """Micro-batches of a step. Default: 8, or what the file says."""
     virtual_stages: int | None = None
-    """Stages a rank: for interleaved and breadth-first, 2 if not given."""
+    """Stages a rank, for schedules that take any number, such as interleaved; 2 if not given."""
+    model: str | None = None
+    """Model, as `ultrascale plan` takes it: the pipeline of the best layout of this model, --pp and NAME as given..."""
+    gpus: str | None = None
+    """... on these machines, such as 64xh100."""
+    seq_len: int | None = None
+    """Tokens of a sequence, such as 8192 or 128k; with --model."""
+    tokens_per_batch: str | None = None
+    """Tokens of a step, such as 4M; with --model."""
     cost: Costs = Costs()
     svg: Path | None = None
     """Also write a picture."""
@@ -83,7 +92,7 @@ class ScheduleOptions:
     executed: bool = False
     """Also run it on this machine's CPU, with a small model, and show that below what is planned."""
     pipeline_runtime: PipelineRuntime = "ultrascale"
-    """Whose loop --executed runs it with, as `layout.pipeline_runtime`."""
+    """Runtime whose loop --executed runs it with, as `layout.pipeline_runtime`."""
     json: bool = False
     """Print one JSON object."""
 
@@ -94,18 +103,18 @@ class Schedule:
 
     name: str
     program: Program
-    """What was played."""
+    """Program that was played."""
     timeline: Timeline
-    """When each action began and ended."""
+    """Start and end of each action."""
 
     @property
     def num_ranks(self) -> int:
-        """Of the pipeline."""
+        """Ranks of the pipeline."""
         return len(self.timeline.schedule)
 
     @property
     def num_micro_batches(self) -> int:
-        """Of a step."""
+        """Micro-batches of a step."""
         return self.program.num_micro_batches
 
     @property
@@ -114,7 +123,7 @@ class Schedule:
         return f"{self.name}, {count_of(self.num_ranks, 'rank')}, {count_of(self.num_micro_batches, 'micro-batch')}"
 
     def to_dict(self) -> dict[str, Any]:
-        """What `ultrascale show schedule --json` prints: every action with its start and end."""
+        """The output of `ultrascale show schedule --json`: every action with its start and end."""
         about = {"schedule": self.name, "pp": self.num_ranks, "micro_batches": self.num_micro_batches}
         return stamped("schedule", about | self.timeline.to_json())
 
@@ -163,7 +172,7 @@ class Schedules:
     num_micro_batches: int
 
     def to_dict(self) -> dict[str, Any]:
-        """What `ultrascale show schedules --json` prints: each by its name."""
+        """The output of `ultrascale show schedules --json`: each by its name."""
         return {one.name: stamped("schedules", one.timeline.to_json(actions=False)) for one in self.found}
 
     def rows(self) -> list[Facts]:
@@ -198,7 +207,7 @@ class ExecutedSchedule:
     both: Both
 
     def to_dict(self) -> dict[str, Any]:
-        """What `ultrascale show schedule --executed --json` prints."""
+        """The output of `ultrascale show schedule --executed --json`."""
         timelines = {key: timeline.to_json() for key, timeline in self.both._asdict().items()}
         return stamped("schedule-executed", {"schedule": self.name} | timelines)
 
@@ -242,10 +251,11 @@ def schedule(name: str | PathLike[str] | None = None, **settings: Any) -> Schedu
 
 def answer(options: ScheduleOptions) -> Schedule | ExecutedSchedule:
     """One schedule, with the files that were asked for written."""
-    if not options.name:
-        from ultrascale.schedules.build import NAMES
-
-        raise SpecError([Problem("name", "which schedule is missing", f"Take {', '.join(NAMES)}, or a .csv or .json file.")])
+    if not options.name and options.model is None:
+        remedy = f"Take {', '.join(SCHEDULES)}, or a .csv or .json file."
+        raise SpecError([Problem("name", "which schedule is missing", remedy)])
+    options = _of_a_plan(options)
+    options = replace(options, name=SCHEDULE_ALIASES.get(options.name.lower(), options.name))
     program = _program(options)
     if options.pipeline_runtime != "ultrascale" and not options.executed:
         rule = "is whose loop executes the schedule, and nothing is executed here"
@@ -255,10 +265,30 @@ def answer(options: ScheduleOptions) -> Schedule | ExecutedSchedule:
     return found
 
 
+def _of_a_plan(options: ScheduleOptions) -> ScheduleOptions:
+    """The schedule, ranks, stages and micro-batches of the best layout of the model and machines that are given, if they are;
+    costs stay those of `cost`."""
+    described = Described(options.model, options.gpus, options.seq_len, options.tokens_per_batch)
+    if not described.is_given:
+        return options
+    words = {"schedule": options.name or None, "pp": options.pp, "virtual_stages": options.virtual_stages}
+    flags = [word for key, value in words.items() if value for word in (f"--layout.{key}", str(value))]
+    run = planned_run(described, flags, run=None, verb="show schedule")
+    layout = run.layout
+    if layout.pp == 1:
+        rule = f"the best layout of {options.model} on {options.gpus} has no pipeline"
+        raise SpecError([Problem("pp", rule, "Ask for one: --pp 4.")])
+    count = num_micro_batches(layout, run.batch.sequences_per_batch)
+    known = layout.known_schedule
+    several = layout.virtual_stages if known and known.virtual_stages is None else None
+    return replace(
+        options, name=layout.schedule, pp=layout.pp, virtual_stages=several, micro_batches=options.micro_batches or count
+    )
+
+
 def play_all(options: ScheduleOptions) -> Schedules:
     """Every schedule that such a pipeline can have. Raises SpecError for a name, or a file to write."""
     from ultrascale.plan.pipeline.play import program_of
-    from ultrascale.schedules.build import NAMES
 
     if options.name:
         raise SpecError([Problem("name", f"`show schedules` takes no name, got {options.name}", "Say `show schedule`.")])
@@ -269,8 +299,8 @@ def play_all(options: ScheduleOptions) -> Schedules:
     pp, micro_batches = _size(options)
     _check_asked(options)
     found = []
-    for name, known in NAMES.items():
-        if name == "dualpipe" and pp % 2:
+    for name, known in SCHEDULES.items():
+        if known.even_ranks and pp % 2:
             continue
         program = program_of(name, pp, micro_batches, options.virtual_stages if known.virtual_stages is None else None)
         found.append(_played(options, name, program))
@@ -312,7 +342,7 @@ def _program(options: ScheduleOptions) -> Program:
     """The schedule asked for; a file says itself for how many ranks and micro-batches it is."""
     from ultrascale.plan.pipeline.play import compile_schedule, program_of
     from ultrascale.schedules.build import is_file
-    from ultrascale.schedules.custom import read_schedule
+    from ultrascale.schedules.kinds.custom import read_schedule
 
     if is_file(options.name):
         given = {"pp": options.pp, "micro_batches": options.micro_batches, "virtual_stages": options.virtual_stages}
@@ -348,11 +378,10 @@ def _check_size(ranks: int, passes: int, *, remedy: str) -> None:
 
 
 def _played(options: ScheduleOptions, name: str, program: Program) -> Schedule:
-    from ultrascale.plan.pipeline.pipeline_bounds import STAGES_A_RANK
     from ultrascale.plan.pipeline.play import StageSeconds, play
 
     _check_costs(options.cost)
-    cost, share = options.cost, 1 / STAGES_A_RANK.get(name, program.num_stages / len(program.schedule))
+    cost, share = options.cost, len(program.schedule) / program.num_stages
     passes = (cost.forward * share, cost.input_gradient * share, cost.weight_gradient * share)
     talk = cost.communication * share
     seconds = StageSeconds(*passes, cost.send, forward_communication=talk, backward_communication=talk)
@@ -377,7 +406,7 @@ def _check_costs(cost: Costs) -> None:
 
 
 def _compared(one: Schedule) -> Facts:
-    copies, timeline, program = COPIES.get(one.name, 1), one.timeline, one.program
+    copies, timeline, program = SCHEDULES[one.name].copies, one.timeline, one.program
     ranks, num_stages = one.num_ranks, program.num_stages
     sent = (program.borders < num_stages - 1).sum() / (ranks * program.num_micro_batches)
     kept = max(held.total for held in timeline.in_flight) * ranks / num_stages
@@ -398,6 +427,6 @@ def _write_files(options: ScheduleOptions, found: Schedule | ExecutedSchedule) -
 
         options.perfetto.write_text(jsonlib.dumps(trace_events(found.timeline, title=found.title)))
     if options.csv is not None:
-        from ultrascale.schedules.custom import to_csv
+        from ultrascale.schedules.kinds.custom import to_csv
 
         options.csv.write_text(to_csv(found.timeline.schedule))

@@ -1,5 +1,5 @@
-"""What a result shows of itself: a table in a notebook, a pandas DataFrame, a matplotlib figure. Neither package is needed
-until it is asked for."""
+"""Displays of a result: a table in a notebook, a pandas DataFrame, a matplotlib figure. Neither package is needed until it is
+asked for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ultrascale.api.extras import NotInstalledError
 Facts = dict[str, Any]
 """A row of a table: columns and values."""
 MOST_ROWS = 40
-"""Of a table in a notebook; `to_frame` and `to_dict` have all."""
+"""Most rows of a table in a notebook; `to_frame` and `to_dict` have all."""
 INK, FIRST, SECOND = "#22272e", "#3b6fb6", "#d1603d"
 
 

@@ -12,16 +12,23 @@ from typing import Any
 
 from ultrascale.api.asked import read_keywords
 from ultrascale.api.extras import naming_extras
+from ultrascale.api.schemas.stamp import stamped
 from ultrascale.api.shown import Facts, figure, frame, html
-from ultrascale.api.stamp import stamped
-from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.rank_environment import told_world
-from ultrascale.spec.units import format_bytes, format_seconds, format_share
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.rank_environment import told_world
+from ultrascale.description.units import format_bytes, format_seconds, format_share
+from ultrascale.page.documents import sweep_document
+from ultrascale.page.one_file import expect_writable, write_document
+from ultrascale.storage import Store, open_store
+from ultrascale.storage.location import url_problem
 from ultrascale.sweep.cells import TIMED, WARM, Place, place_of
 from ultrascale.sweep.grid import Axis, Cell, cells, split_axes
 from ultrascale.sweep.held import Held, Measured, fastest_first, hold
 from ultrascale.sweep.measured import measure_cells
 from ultrascale.sweep.rows import write_rows
+from ultrascale.sweep.shared import SharedCells
+
+STORE_PATIENCE_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -40,21 +47,25 @@ class SweepOptions:
     run: str
     """The run's TOML file."""
     steps: int = TIMED
-    """How many are timed in each cell."""
+    """Timed steps in each cell."""
     warm: int = WARM
-    """How many before them are not."""
+    """Warm-up steps before them."""
     processes: int | None = None
-    """Of each cell; what tp, cp and pp leave of them shares the batch (layout.dp)."""
+    """Processes of each cell; dp = processes / (tp x cp x pp) shares the batch (layout.dp)."""
     minutes: float = 10.0
     """A cell that takes longer is ended."""
     out: Path | None = None
     """Folder for cells, table and pictures. Default: `sweeps/NAME` in the folder of the runs."""
+    store: str | None = None
+    """Bucket or folder that also keeps each result, and has those of other machines, such as s3://BUCKET/sweeps/NAME."""
     list: bool = False
     """Measure nothing: write each cell's run, and say what is known so far."""
     again: bool = False
     """Measure cells that failed once more."""
     top: int = 20
     """Cells to list."""
+    html: Path | None = None
+    """Write what is found, drawn, into this one file, to look at in a browser or to mail."""
     json: bool = False
     """Print one JSON object; what is being measured goes to stderr."""
 
@@ -66,14 +77,14 @@ class Begun:
     folder: Path
     cells: tuple[Cell, ...]
     places: tuple[Place, ...]
-    """Of the cells that can run."""
+    """Places of the cells that can run."""
     same: int
     """Cells left out: the same run as another."""
 
 
 @dataclass(frozen=True, repr=False)
 class Sweep:
-    """What is measured of a sweep so far, and how far off the plan was."""
+    """Measurements of a sweep so far, and the error of the plan."""
 
     begun: Begun
     axes: tuple[Axis, ...]
@@ -89,7 +100,7 @@ class Sweep:
         return self.begun.folder / "results.csv"
 
     def to_dict(self) -> dict[str, Any]:
-        """What `ultrascale sweep --json` prints."""
+        """The output of `ultrascale sweep --json`."""
         places = self.begun.places
         failed = [(place, place.failure) for place in places if place.result is None and place.failure is not None]
         document = {
@@ -168,6 +179,7 @@ def answer(
 ) -> Sweep:
     """Measure what is not measured, and say what is known. `started` is told what is to be done, `done` of each cell."""
     _check(options)
+    expect_writable(options.html)
     if (world := told_world(os.environ)) > 1:
         rule = f"was started {world} times, by torchrun or the like, and each would measure every cell"
         raise SpecError([Problem("sweep", rule, "Start it once, with --processes; or --list, then a job for each cell.")])
@@ -175,15 +187,24 @@ def answer(
     folder = options.out or _default_folder(found)
     places = [place_of(folder, cell, axes, steps=options.steps, warm=options.warm) for cell in found if cell.run is not None]
     _prepare(folder, places, again=options.again)
+    shared = None if options.store is None else SharedCells(_store(options.store), again=options.again)
+    if shared is not None:
+        places = [*shared.brought(places)]
     begun = Begun(folder, tuple(found), tuple(places), same)
     started(begun)
     if not options.list:
-        measure_cells(places, steps=options.steps, warm=options.warm, limit_seconds=60 * options.minutes, done=done)
+        _measure(places, options, shared, done)
     measured = fastest_first(places)
     held = hold(measured)
     write_rows(folder / "results.csv", places)
     pictures = _draw(begun, axes, measured)
-    return Sweep(begun, tuple(axes), tuple(measured), held, tuple(pictures))
+    if shared is not None:
+        shared.send_files([folder / "results.csv", *pictures])
+    done_so_far = Sweep(begun, tuple(axes), tuple(measured), held, tuple(pictures))
+    if options.html is not None:
+        values = [word for axis in axes for word in (f"--{axis.key}", ",".join(axis.values))]
+        write_document(options.html, sweep_document(done_so_far.to_dict()), ["sweep", options.run, *values, *rest])
+    return done_so_far
 
 
 def _check(options: SweepOptions) -> None:
@@ -197,6 +218,24 @@ def _check(options: SweepOptions) -> None:
         wrong.append(Problem("--minutes", f"must be a positive number, is {options.minutes}", "Such as 10."))
     if wrong:
         raise SpecError(wrong)
+
+
+def _store(place: str) -> Store:
+    if problem := url_problem(place):
+        raise SpecError([Problem("--store", problem, "For example s3://BUCKET/sweeps/NAME, or a folder.")])
+    return open_store(place, patience_seconds=STORE_PATIENCE_SECONDS)
+
+
+def _measure(places: Sequence[Place], options: SweepOptions, shared: SharedCells | None, done: Callable[[Place], None]) -> None:
+    """Measure what is not measured here, nor by then in the store."""
+
+    def both(place: Place) -> None:
+        if shared is not None:
+            shared.send(place)
+        done(place)
+
+    todo = places if shared is None else shared.brought(places)
+    measure_cells(todo, steps=options.steps, warm=options.warm, limit_seconds=60 * options.minutes, done=both)
 
 
 def _default_folder(found: Sequence[Cell]) -> Path:

@@ -10,33 +10,36 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ultrascale.api.asked import Asked, read_keywords
 from ultrascale.api.extras import naming_extras
-from ultrascale.api.run_of import cluster_of
+from ultrascale.api.planned_run import Described, planned_run
+from ultrascale.api.planning.run_of import cluster_of
+from ultrascale.api.schemas.stamp import stamped
 from ultrascale.api.shown import Facts, bars, figure, frame, html
-from ultrascale.api.stamp import stamped
+from ultrascale.catalogue.cluster import Cluster
+from ultrascale.catalogue.machines import free_bytes, usable_cores
+from ultrascale.config.resolve import resolve
+from ultrascale.config.rules.trainable import expect_trainable
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Run
+from ultrascale.description.units import format_bytes
+from ultrascale.page.documents import stages_document, trace_document
+from ultrascale.page.one_file import expect_writable, write_document
 from ultrascale.plan.memory.replay import num_micro_batches
 from ultrascale.plan.report import device_of
 from ultrascale.plan.search.recompute_choice import with_recomputation
-from ultrascale.spec.cluster import Cluster
-from ultrascale.spec.machines import free_bytes, usable_cores
-from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.resolve import resolve
-from ultrascale.spec.run import Run
-from ultrascale.spec.trainable import expect_trainable
-from ultrascale.spec.units import format_bytes
 
 if TYPE_CHECKING:  # imports torch
-    from ultrascale.trace.compare import Comparison
-    from ultrascale.trace.explain import Edit, Part
-    from ultrascale.trace.record import RankTrace
+    from ultrascale.trace.recording.record import RankTrace
     from ultrascale.trace.stages import StagePeak
+    from ultrascale.trace.views.compare import Comparison
+    from ultrascale.trace.views.explain import Edit, Part
 
 ENDINGS = (".png", ".svg", ".json", ".pickle")
 STEPS = 2
 """The second is like all that follow."""
 BASE_BYTES = 0.5 * 2**30
-"""Of a process with torch loaded."""
+"""Bytes of a process with torch loaded."""
 BYTES_PER_PASS = 120_000
-"""Of one block's passes of one micro-batch: some 180 storages and as many changes (measured: 60 to 100 KB)."""
+"""Bytes of one block's passes of one micro-batch: some 180 storages and as many changes (measured: 60 to 100 KB)."""
 UNCOMPILED = "blocks are traced uncompiled; compiled ones keep less between products"
 
 
@@ -46,6 +49,7 @@ class TraceOptions:
 
         ultrascale trace run.toml --world 512 --rank 17
         ultrascale trace run.toml --cluster 64xh100 --layout.tp 8 --all-stages
+        ultrascale trace --model llama-3-8b --gpus 64xh100 --seq-len 8k
         ultrascale trace run.toml --out memory.png trace.json memory.pickle
 
     The trainer's own model, parallelism, optimizer and schedule run two steps, and make the choices that they would make on the
@@ -53,8 +57,16 @@ class TraceOptions:
     Any setting can follow as a dotted flag. Exit code 0: done; 1: with --explain-oom, the rank does not fit its device.
     """
 
-    run: str
-    """The run's TOML file, or the folder of a run."""
+    run: str | None = None
+    """The run's TOML file, or the folder of a run; or give a model and machines."""
+    model: str | None = None
+    """Model in place of a file, as `ultrascale plan` takes it: the best layout of this model..."""
+    gpus: str | None = None
+    """... on these machines, such as 64xh100."""
+    seq_len: int | None = None
+    """Tokens of a sequence, such as 8192 or 128k; with --model."""
+    tokens_per_batch: str | None = None
+    """Tokens of a step, such as 4M; with --model."""
     world: int | None = None
     """Ranks of the job. What tp, cp and pp leave of them shares the batch (layout.dp). Default: the run's own."""
     rank: int | None = None
@@ -64,12 +76,14 @@ class TraceOptions:
     steps: int = STEPS
     """Optimizer steps to run."""
     device: Literal["cpu", "cuda"] | None = None
-    """Whose choices are made. Default: those of the run's cluster, cuda for GPUs."""
+    """Device whose choices are made. Default: the run's cluster's, cuda for GPUs."""
     out: tuple[Path, ...] = ()
     """Files to write, by their ending: memory by category as .png or .svg, a trace for ui.perfetto.dev as .json, a snapshot for
     pytorch.org/memory_viz as .pickle."""
     explain_oom: bool = False
     """Say what takes most at the peak, and which changes of the layout would help."""
+    html: Path | None = None
+    """Write what is found, drawn, into this one file, to look at in a browser or to mail."""
     json: bool = False
     """Print one JSON object."""
 
@@ -83,11 +97,11 @@ class Trace:
     """Memory, messages and FLOPs, traced and planned."""
     cluster: Cluster
     reserved_bytes: int
-    """Of torch's allocator at its peak."""
+    """Bytes reserved by torch's allocator at its peak."""
     step: int
     """The one that is told of."""
     parts: tuple[Part, ...]
-    """What takes most at the peak."""
+    """Largest parts at the peak."""
     edits: tuple[Edit, ...]
     """Changes of the layout that would help, if they were asked for."""
     options: TraceOptions
@@ -99,12 +113,12 @@ class Trace:
 
     @property
     def fits(self) -> bool:
-        """Whether the device holds what the allocator reserves."""
+        """True if the device holds what the allocator reserves."""
         return self.reserved_bytes <= self.cluster.accelerator.memory_bytes.value
 
     @property
     def tiers(self) -> dict[str, str]:
-        """Of each group's size and stride, over what its messages go: `node` or `network`."""
+        """Tier of each group's size and stride, over which its messages go: `node` or `network`."""
         from ultrascale.trace.groups import crosses_nodes
 
         per_node, rank = self.cluster.node.num_accelerators, self.found.rank
@@ -114,8 +128,8 @@ class Trace:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """What `ultrascale trace --json` prints: everything but single storages, which are in the snapshot (x.pickle)."""
-        from ultrascale.trace.files import points
+        """The output of `ultrascale trace --json`: everything but single storages, which are in the snapshot (x.pickle)."""
+        from ultrascale.trace.views.files import points
 
         found, step, tier = self.found, self.step, self.tiers
         return stamped("trace", {
@@ -149,7 +163,7 @@ class Trace:
 
     def plot(self) -> Any:
         """Live bytes by category, operation after operation, as a matplotlib figure."""
-        from ultrascale.trace.files import points
+        from ultrascale.trace.views.files import points
 
         timeline = points(self.found)
         drawn = figure(repr(self), width=9)
@@ -185,7 +199,7 @@ class StageTraces:
     peaks: tuple[StagePeak, ...]
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """What `ultrascale trace --all-stages --json` prints: an object for each stage."""
+        """The output of `ultrascale trace --all-stages --json`: an object for each stage."""
         return [stamped("trace-stages", row) for row in self.rows()]
 
     def rows(self) -> list[Facts]:
@@ -207,7 +221,7 @@ class StageTraces:
         return html(repr(self), self.rows())
 
 
-def trace(run: str | PathLike[str], **settings: Any) -> Trace | StageTraces:
+def trace(run: str | PathLike[str] | None = None, **settings: Any) -> Trace | StageTraces:
     """Any rank of a run's job, run here with shapes in place of numbers: `trace("run.toml", world=512, rank=17)`.
 
     `settings` are the flags of `ultrascale trace`, and settings of the run, `layout={"tp": 8}`. Needs torch. Raises SpecError.
@@ -220,9 +234,10 @@ def trace(run: str | PathLike[str], **settings: Any) -> Trace | StageTraces:
 def answer(asked: Asked[TraceOptions], *, tell: Callable[[str], None] = lambda note: None) -> Trace | StageTraces:
     """The trace that is asked for, with the files that were asked for written. `tell` is told what to know beforehand."""
     options = asked.options
-    run = resolve(options.run, asked.settings, processes=options.world, processes_flag="--world").run
+    run = _described(options, asked.settings)
     _expect_possible(options, run)
     expect_trainable(run.model, run.layout)
+    expect_writable(options.html)
     cluster = cluster_of(run)
     if run.layout.recompute == "auto":
         run = with_recomputation(run, cluster)
@@ -233,19 +248,37 @@ def answer(asked: Asked[TraceOptions], *, tell: Callable[[str], None] = lambda n
         _expect_memory(run, STEPS, at_once=min(run.layout.pp, usable_cores()))
         from ultrascale.trace.stages import trace_stages
 
-        return StageTraces(tuple(trace_stages(run, device=device)))
+        stages = StageTraces(tuple(trace_stages(run, device=device)))
+        if options.html is not None:
+            write_document(options.html, stages_document(stages.to_dict()), ["trace", *asked.words])
+        return stages
     _expect_memory(run, options.steps)
     from ultrascale.trace.rank import trace_rank
 
-    return _one(options, run, cluster, trace_rank(run, options.rank or 0, device=device, steps=options.steps))
+    found = _one(options, run, cluster, trace_rank(run, options.rank or 0, device=device, steps=options.steps))
+    if options.html is not None:
+        write_document(options.html, trace_document(found.to_dict()), ["trace", *asked.words])
+    return found
+
+
+def _described(options: TraceOptions, settings: tuple[str, ...]) -> Run:
+    """The run of the file, or of the model and machines that are given."""
+    described = Described(options.model, options.gpus, options.seq_len, options.tokens_per_batch)
+    if not described.is_given:
+        if options.run is None:
+            raise SpecError([Problem("RUN.TOML", "is missing", "Name a run, or give --model llama-3-8b --gpus 64xh100.")])
+        return resolve(options.run, settings, processes=options.world, processes_flag="--world").run
+    if options.world is not None:
+        raise SpecError([Problem("--world", "is what --gpus says already", "Keep one of the two.")])
+    return planned_run(described, settings, run=options.run, verb="trace")
 
 
 def _one(options: TraceOptions, run: Run, cluster: Cluster, found: RankTrace) -> Trace:
     from ultrascale.trace.allocator import reserved_bytes
-    from ultrascale.trace.compare import compare
-    from ultrascale.trace.explain import biggest_parts, edits
-    from ultrascale.trace.files import write_file
     from ultrascale.trace.planned import planned_rank
+    from ultrascale.trace.views.compare import compare
+    from ultrascale.trace.views.explain import biggest_parts, edits
+    from ultrascale.trace.views.files import write_file
 
     step = options.steps - 1
     planned = planned_rank(run, found.rank, found.device) if options.steps > 1 else None  # type: ignore[arg-type]
@@ -290,7 +323,7 @@ def _expect_memory(run: Run, steps: int, *, at_once: int = 1) -> None:
 
 
 def needed_bytes(run: Run, steps: int) -> float:
-    """What the record of a trace takes here, roughly: it grows with the passes that are traced."""
+    """Bytes that the record of a trace takes here, roughly: it grows with the passes that are traced."""
     layout, count = run.layout, num_micro_batches(run.layout, run.batch.sequences_per_batch)
     passes = min(count, 3) if layout.pp == 1 else count
     return BASE_BYTES + BYTES_PER_PASS * steps * passes * -(-run.model.num_hidden_layers // layout.pp)

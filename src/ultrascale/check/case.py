@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ultrascale.spec.run import Run
+from ultrascale.description.run import Run
 
 
 @dataclass(frozen=True)

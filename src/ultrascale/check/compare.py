@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ultrascale.check.reference import StepFacts
-from ultrascale.train.optimizer import MOMENTS
+from ultrascale.check.oracle.reference import StepFacts
+from ultrascale.train.optimizers.optimizer import MOMENTS
 
 SMALLEST_SHARE = {"gradient": 1e-3, "moment": 1e-3, "weight": 0.1}
 """A tensor's error counts against its own norm, but at least this share of the norm of all tensors of its kind together. Some
@@ -20,7 +20,7 @@ multiplies it by up to 1 / eps on its way into the weights. A fault is seen if i
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one quantity is from the reference."""
+    """Relative error of one quantity at one step, against the reference; infinite for `copies` and `messages`."""
 
     step: int
     quantity: str
@@ -49,7 +49,7 @@ class Verdict:
     beyond: tuple[Difference, ...]
     """Every difference above the tolerance, in order of discovery."""
     failure: str = ""
-    """What a rank raised, if nothing could be compared."""
+    """Message of the error that a rank raised before anything could be compared; empty otherwise."""
 
     @property
     def holds(self) -> bool:
@@ -61,7 +61,7 @@ class Verdict:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Verdict:
-        """What `to_json` gave."""
+        """Verdict read back from the row that `to_json` made."""
         worst = {quantity: Difference(**difference) for quantity, difference in row["worst"].items()}
         beyond = tuple(Difference(**difference) for difference in row["beyond"])
         return cls(row["case"], row["tolerance"], worst, beyond, row.get("failure", ""))

@@ -12,18 +12,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.check.compare import Verdict
 from ultrascale.check.prove import Case, prove_all
 from ultrascale.check.small import made_small, provable
-from ultrascale.parallel.pipeline import build_orders
-from ultrascale.spec.cut_rules import cut_problems
-from ultrascale.spec.layout import SCHEDULES, Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.model_presets import PRESETS
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.recomputed import KINDS, mode_name
-from ultrascale.spec.run import Data, Optimizer, Run
-from ultrascale.spec.trainable import untrainable_layout, untrainable_model
+from ultrascale.config.rules.cut_rules import cut_problems
+from ultrascale.config.rules.trainable import untrainable
+from ultrascale.description.architecture.families import TRAINED
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
+from ultrascale.description.recomputed import KINDS, mode_name
+from ultrascale.description.run import Data, Optimizer, Run
+from ultrascale.description.schedules import SCHEDULES
+from ultrascale.parallel.pipeline.pipeline_parallel import build_orders
 
 LENGTH = 23
 """Tokens of a sequence: no number of ranks divides it."""
@@ -34,10 +36,7 @@ NAMED = (
     ("attention, gate and up", "core_attn+mlp", "core_attn+mla_up_proj+shared_experts"),
 )
 """Modules recomputed by name: how a cell is called, those of a dense model and of one with experts."""
-FAMILIES = (
-    "tiny-gpt2", "tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3", "tiny-smollm3", "tiny-mixtral", "tiny-qwen3-moe",
-    "tiny-olmoe", "tiny-deepseek-v2", "tiny-deepseek-v3", "tiny-gpt-oss",
-)  # fmt: skip
+FAMILIES = tuple(f"tiny-{kind.replace('_', '-')}" for kind in TRAINED)
 AXES: dict[str, dict[str, Any]] = {
     "dp": {"dp": 2}, "ZeRO 1": {"dp": 2, "zero_stage": 1}, "ZeRO 2": {"dp": 2, "zero_stage": 2},
     "ZeRO 3": {"dp": 2, "zero_stage": 3}, "tp": {"tp": 2}, "cp": {"cp": 2}, "pp": {"pp": 2},
@@ -79,7 +78,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a cell."""
+    """Result of one cell of the matrix: its verdict, or none if it was refused or not tried."""
 
     cell: Cell
     verdict: Verdict | None
@@ -142,11 +141,11 @@ def _room_for_experts(layout: dict[str, Any]) -> dict[str, Any]:
 def _schedules() -> Iterator[Cell]:
     beside = {f"ZeRO {stage}": {"dp": 2, "zero_stage": stage} for stage in range(4)}
     beside |= {"tp": {"tp": 2}, "cp": {"cp": 2}, "ep": {"dp": 2, "ep": 2}, "recompute": {"recompute": "full"}}
-    for schedule, stages in SCHEDULES.items():
-        pipeline = {"pp": 2, "schedule": schedule, "virtual_stages": stages or 2}
+    for schedule, known in SCHEDULES.items():
+        pipeline = {"pp": 2, "schedule": schedule, "virtual_stages": known.virtual_stages or 2}
         for column, other in beside.items():
             yield _cell("Schedules", schedule, column, SPARSE if column == "ep" else DENSE, pipeline | other)
-            if column in ("ZeRO 1", "ZeRO 3", "tp", "ep") and schedule != "dualpipe":
+            if column in ("ZeRO 1", "ZeRO 3", "tp", "ep") and known.copies == 1:
                 yield _cell("Schedules by torch's runtime", schedule, column, SPARSE if column == "ep" else DENSE,
                             pipeline | other | {"pipeline_runtime": "torch"})  # fmt: skip
     for schedule in ("1f1b", "zb-h1"):
@@ -274,7 +273,7 @@ def _cell(
 
 def _refusal(model: Model, layout: Layout, num_micro_batches: int) -> str:
     """Why the program does not run this, in its own words; empty if it does."""
-    problems = [*model.problems(), *layout.problems(), *untrainable_model(model), *untrainable_layout(layout)]
+    problems = [*model.problems(), *layout.problems(), *untrainable(model, layout)]
     problems += cut_problems(model, layout, sequence_length=LENGTH)
     if not problems and layout.pp > 1:
         try:

@@ -14,7 +14,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch._dynamo  # FSDP2 and optimizers load it at first use: seconds, here once and not on every forked rank
 import torch.distributed as dist
 import torch.distributed.fsdp
 
@@ -22,6 +21,7 @@ from ultrascale.check.compare import Verdict
 from ultrascale.launch.forked import RankFailed, run_forked
 from ultrascale.launch.scratch import scratch_folder
 from ultrascale.parallel.mesh import Ranks, process_group
+from ultrascale.torch_private import load_compiler
 
 TIMEOUT_SECONDS = 300
 """A collective of a proof that takes longer will never end."""
@@ -60,6 +60,7 @@ class Pool:
     def _start(self, todo: Sequence[Any]) -> tuple[list[Verdict], RankFailed | None]:
         """The verdicts on the first cases of `todo`, and what ended them early."""
         failure = None
+        load_compiler()
         with scratch_folder("proof") as folder:
             told = folder / "verdicts"
             try:

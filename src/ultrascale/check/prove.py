@@ -17,33 +17,34 @@ from torch import Tensor
 
 from ultrascale.check.case import Case
 from ultrascale.check.compare import Verdict, judge
-from ultrascale.check.documents import RandomDocuments
-from ultrascale.check.faults import planted
-from ultrascale.check.gathered import bias_parts, gather, moment_parts, parts
-from ultrascale.check.messages import Watch
+from ultrascale.check.faults.all_faults import planted
+from ultrascale.check.oracle.documents import RandomDocuments
+from ultrascale.check.oracle.gathered import bias_parts, gather, moment_parts, parts
+from ultrascale.check.oracle.messages import Watch
+from ultrascale.check.oracle.reference import Reference, StepFacts, rows_together
 from ultrascale.check.pool import Pool
-from ultrascale.check.reference import Reference, StepFacts, rows_together
 from ultrascale.check.small import made_small, micro_batch_counts, provable, small_layouts
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Run
 from ultrascale.models.initialise import own_boxes
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.places import Place
-from ultrascale.spec.run import Run
-from ultrascale.train.optimizer import MOMENTS, set_steps_done
+from ultrascale.train.optimizers.optimizer import MOMENTS, set_steps_done
 from ultrascale.train.trainer import Trainer
+from ultrascale.work.sharding.places import Place
 
 if TYPE_CHECKING:
-    from ultrascale.check.transformers_loop import TransformersLoop
+    from ultrascale.check.oracle.transformers_loop import TransformersLoop
 
 __all__ = ["TOLERANCE", "Case", "cases", "made_small", "prove", "prove_all"]
 
 TOLERANCE = 1e-11
 CLIP_SHARES = (0.8, 1.25)
-"""Of the norm of a step's gradient, in turn, where clipping begins: the first step is clipped and the second is not. A run's
-own limit may lie far above the norms of a small model, or far below."""
+"""Clipping thresholds as shares of the reference's gradient norm, step by step in turn: the first step is clipped, the second
+is not. A run's `clip_grad_norm` may lie far above or far below the norms of a small model."""
 
 STEP_SECONDS, SECONDS_A_RANK = 30.0, 4.0
-"""How long a rank waits for another one within a step of a small model: ranks that share few cores take turns."""
+"""Seconds that a rank waits for another within a step of a small model, a constant plus so many per rank: ranks that share few
+cores take turns."""
 
 
 def cases(run: Run, *, own_layout: bool = False, processes: int | None = None) -> Iterator[Case]:
@@ -80,7 +81,8 @@ def prove_all(
     """Prove cases, those of one number of processes together, so that these start once. Verdicts are in the order of `todo`.
 
     `on_verdict` is told each as it is known, in the process of rank 0. Raises RankFailed if a rank does, unless it shall
-    `go_on` with the next case; then the verdict tells. `against`: compare with `check.transformers_loop`, not the reference.
+    `go_on` with the next case; then the verdict tells. `against`: compare with `check.oracle.transformers_loop`, not the
+    reference.
     """
     found: dict[int, Verdict] = {}
     tolerance = TOLERANCE if tolerance is None else tolerance
@@ -93,7 +95,7 @@ def prove_all(
 
 @dataclass
 class _Proving:
-    """What each rank does with case after case. Rank 0 remembers what the reference computed."""
+    """The work of each rank on case after case. Rank 0 keeps the last facts that the reference computed."""
 
     steps: int
     tolerance: float
@@ -121,7 +123,7 @@ class _Proving:
         return judge(case.name, found, expected, self.tolerance) if ranks.is_first else None
 
     def _expected(self, run: Run, loader: RandomDocuments) -> list[StepFacts]:
-        """What the reference computes of `run`."""
+        """Facts of each step of `run` by the reference; kept for the next case if that has the same reference."""
         key = _decided_by(run, loader)
         if key not in self.expected:
             reference = self._reference(run, loader)
@@ -134,7 +136,7 @@ class _Proving:
             reference = Reference(run, loader)
             _tie_experts(reference.named_weights().items())
             return reference
-        from ultrascale.check.transformers_loop import TransformersLoop
+        from ultrascale.check.oracle.transformers_loop import TransformersLoop
 
         return TransformersLoop(run, loader)
 

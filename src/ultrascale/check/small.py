@@ -9,15 +9,15 @@ from math import lcm, prod
 from pathlib import Path
 from typing import Any
 
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import num_parameters
+from ultrascale.description.layout import Layout
+from ultrascale.description.recomputed import KINDS, blocks_text, mode_name, modes_of
+from ultrascale.description.run import Batch, Log, Run
 from ultrascale.schedules.build import is_file
-from ultrascale.schedules.custom import read_schedule
 from ultrascale.schedules.executable import shape_of
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.places import zero_shape
-from ultrascale.spec.recomputed import KINDS, blocks_text, mode_name, modes_of
-from ultrascale.spec.run import Batch, Log, Run
-from ultrascale.spec.weights import num_parameters
+from ultrascale.schedules.kinds.custom import read_schedule
+from ultrascale.work.sharding.places import zero_shape
 
 LARGEST_PARAMETERS = 3_000_000
 """Models above this are made small before they are proven."""
@@ -26,7 +26,7 @@ MOST_PROCESSES = 8
 LONGEST = 61
 """Tokens of a sequence in a proof: odd, and prime, so that no axis divides it."""
 HEAD_DIM, DATA_ONLY = 8, 4
-"""Of a small model; and the processes of a large run that has data parallelism alone: two groups of two."""
+"""Head dimension of a small model; and processes of a large run with data parallelism alone: two groups of two."""
 
 
 def small_layouts(own: Layout, processes: int | None = None) -> list[Layout]:
@@ -94,9 +94,9 @@ def micro_batch_counts(layout: Layout) -> tuple[int, ...]:
 
 
 def made_small(model: Model, layout: Layout | None = None, *, cuts_rows: bool | None = None) -> Model:
-    """The same kind of model (heads per group, norms, biases, positions, windows, experts, tying), with sizes that are odd but
-    for what `layout` must divide, so that shards are uneven. `cuts_rows`: whether ZeRO shall cut rows of experts, or whole
-    experts; None: either."""
+    """A small model of the same kind (heads per group, norms, biases, positions, windows, experts, tying), with odd sizes
+    except where `layout` must divide them, so that shards are uneven. `cuts_rows`: True: ZeRO shards rows of experts; False:
+    whole experts; None: either."""
     cut = layout or Layout()
     groups = 2 if model.num_key_value_heads > 1 else 1
     heads = groups * min(3, model.num_attention_heads // model.num_key_value_heads)
@@ -135,7 +135,7 @@ def _small_latent(model: Model) -> Model:
 
 
 def _cuts_rows(model: Model, layout: Layout) -> bool:
-    """Whether ZeRO does not leave experts whole."""
+    """True if ZeRO shards rows of experts, since its ranks do not divide the experts of an `ep` rank."""
     shape = (model.num_experts // layout.ep, 1, 1)
     return zero_shape(shape, layout.expert_shard_size) != shape
 
@@ -184,7 +184,7 @@ def _smaller(own: Layout, axes: dict[str, int]) -> Layout:
     cp_heads = 2 if own.cp_heads > 1 and sizes["cp"] > 1 else 1
     method = own.cp_method if sizes["cp"] > 1 else "ring"
     stages = own.virtual_stages if sizes["pp"] > 1 else 1
-    schedule = own.schedule if sizes["pp"] > 1 else "1f1b"
+    schedule = own.schedule if sizes["pp"] > 1 else Layout.schedule
     same_stages = own.num_stages == sizes["pp"] * stages
     plane = sizes["cp"] * sizes["tp"] * sizes["dp"]
     expert_tp = 2 if own.expert_tp > 1 and plane % 2 == 0 else 1

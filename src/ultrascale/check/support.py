@@ -12,7 +12,7 @@ MARKS = {"proven": "proven", "refused": "refused", "untried": "untried", "DIFFER
 
 
 def command(steps: int, processes: int) -> str:
-    """What writes the page: with fewer steps or processes it would say less."""
+    """The command that writes the page; with fewer steps or processes the page would prove less."""
     return f"ultrascale check --matrix --processes {processes} --steps {steps} --markdown {PAGE}"
 
 

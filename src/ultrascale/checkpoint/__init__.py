@@ -1,7 +1,7 @@
 """Training state to disk and back, any layout to any layout; see `saving`, `loading`, `files` and `folders` for how."""
 
+from ultrascale.checkpoint.disk.folders import check_writable
 from ultrascale.checkpoint.errors import CheckpointError, LostContactError, SaveFailedError, UnknownVersionError
-from ultrascale.checkpoint.folders import check_writable
 from ultrascale.checkpoint.loading import (
     Rejected,
     Search,

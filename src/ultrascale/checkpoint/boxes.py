@@ -1,4 +1,4 @@
-"""How the boxes of all ranks fit together: on rank 0, from what each rank says that it holds.
+"""Matching of the boxes of all ranks: rank 0 decides, from each rank's offers.
 
 The boxes of a tensor must cover it, each element once. Equal boxes are copies (replicas, heads of keys and values that several
 ranks hold, the tied embedding at both ends of a pipeline), of which one is written; other overlaps are mistakes. DCP's planner
@@ -12,9 +12,9 @@ from collections import defaultdict
 from math import prod
 from typing import Any, NamedTuple
 
-from ultrascale.checkpoint.dtypes import DTYPE_NAMES, DTYPES
+from ultrascale.checkpoint.disk.dtypes import DTYPE_NAMES, DTYPES
+from ultrascale.checkpoint.disk.files import Piece, view_bytes
 from ultrascale.checkpoint.errors import CheckpointError
-from ultrascale.checkpoint.files import Piece, view_bytes
 from ultrascale.checkpoint.manifest import overlapping_boxes
 
 DIGEST_BYTES = 16
@@ -26,11 +26,11 @@ class Offer(NamedTuple):
     name: str
     dtype: str
     shape: list[int]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offsets: list[int]
     sizes: list[int]
     digest: str | None
-    """Of its bits, where copies are to be compared."""
+    """Digest of the box's bits, where replicas are to be compared."""
 
 
 class Box(NamedTuple):
@@ -42,23 +42,23 @@ class Box(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """Who offers a box."""
+    """A rank that offers a box."""
 
     rank: int
     index: int
-    """Among the rank's offers."""
+    """Index among the rank's offers."""
 
 
 def offer_of(piece: Piece, *, with_digest: bool = False) -> Offer:
-    """What to tell rank 0 of a box."""
+    """The offer that describes a piece to rank 0."""
     digest = hashlib.blake2b(view_bytes(piece.tensor), digest_size=DIGEST_BYTES).hexdigest() if with_digest else None
     sizes = list(piece.tensor.shape)
     return Offer(piece.name, DTYPE_NAMES[piece.tensor.dtype], list(piece.shape), list(piece.offsets), sizes, digest)
 
 
 def fit_together(offers: list[list[Offer]]) -> dict[Box, list[Holder]]:
-    """Who holds each box, given every rank's offers. Raises CheckpointError unless those of each tensor cover it once, copies
-    apart, and copies have the same digest."""
+    """The holders of each box, given every rank's offers. Raises CheckpointError unless the boxes of each tensor cover it
+    exactly once, replicas apart, and replicas have equal digests."""
     heads: dict[str, tuple[str, list[int]]] = {}
     holders: dict[Box, list[Holder]] = defaultdict(list)
     for rank, offer in enumerate(offers):
@@ -75,7 +75,7 @@ def fit_together(offers: list[list[Offer]]) -> dict[Box, list[Holder]]:
 
 
 def share_out(offers: list[list[Offer]]) -> list[list[int]]:
-    """For every rank the indices of those of its boxes that it writes: each box once, as even by bytes as can be.
+    """For every rank the indices of the boxes that it writes: each box is written once, bytes balanced over the ranks.
 
     Raises as `fit_together` does.
     """

@@ -1,4 +1,4 @@
-"""What ranks tell each other while they save and load: JSON over gloo, and failures that become everybody's failure.
+"""Messages between ranks while they save and load: JSON over gloo; a failure of one rank becomes a failure of all.
 
 Values travel as JSON in byte tensors, not as pickled objects. `agree` is the heart: a step of work runs on every rank, and if
 it failed anywhere, every rank raises the same `CheckpointError`. A rank that has died shows as a broken collective, which
@@ -25,7 +25,7 @@ SLOW_DISK_TIMEOUT = timedelta(minutes=60)
 
 
 class Coordinator:
-    """This rank's way to the others. Without a group: the only rank there is."""
+    """A rank's connection to the other ranks. Without a group it is the only rank."""
 
     def __init__(self, group: dist.ProcessGroup | None):
         self.group = group

@@ -17,7 +17,7 @@ class UnknownVersionError(CheckpointError):
     one, nor removed."""
 
     WORDS = "another release wrote it"
-    """In every message: ranks tell each other of failures in words alone."""
+    """Phrase in every message: ranks report failures to each other in text alone."""
 
 
 class LostContactError(CheckpointError):

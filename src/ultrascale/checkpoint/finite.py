@@ -1,12 +1,12 @@
-"""No checkpoint of a state that is lost: one NaN in a weight makes every later step NaN, and each save would push a good
-checkpoint out of those that are kept. One pass over memory, two numbers a tensor."""
+"""Refusal to save a state that is lost: one NaN in a weight makes every later step NaN, and each save would push a good
+checkpoint out of those that are kept. One pass over memory, two numbers per tensor."""
 
 from __future__ import annotations
 
 import torch
 
+from ultrascale.checkpoint.disk.files import Piece
 from ultrascale.checkpoint.errors import CheckpointError
-from ultrascale.checkpoint.files import Piece
 
 MAX_SHOWN = 5
 

@@ -1,4 +1,4 @@
-"""What checkpoints a folder has, and which of them are whole; for people, and one process."""
+"""Listing of a folder's checkpoints, and of which are complete; for people, and one process."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ultrascale.checkpoint.disk.files import read_manifest, verify_size
+from ultrascale.checkpoint.disk.folders import Candidate, candidates
 from ultrascale.checkpoint.errors import CheckpointError
-from ultrascale.checkpoint.files import read_manifest, verify_size
-from ultrascale.checkpoint.folders import Candidate, candidates
 from ultrascale.checkpoint.loading import verify
 from ultrascale.checkpoint.manifest import MANIFEST_NAME, Manifest
 
@@ -23,7 +23,7 @@ class Summary:
     folder: Path
     step: int
     bytes: int | None
-    """Of all shards, as the manifest says; None if it cannot be read, as are the next three."""
+    """Bytes of all shards, from the manifest. This field and the next three are None if the manifest cannot be read."""
     shards: int | None
     tensors: int | None
     saved_at: float | None

@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from ultrascale.checkpoint.boxes import Offer, fit_together, offer_of
 from ultrascale.checkpoint.coordination import Coordinator, coordinating
-from ultrascale.checkpoint.dtypes import DTYPE_NAMES, DTYPES
+from ultrascale.checkpoint.disk.dtypes import DTYPE_NAMES, DTYPES
+from ultrascale.checkpoint.disk.files import Piece, opened, read_box, read_manifest, verify_shard
+from ultrascale.checkpoint.disk.folders import Candidate, candidates, step_folder
+from ultrascale.checkpoint.disk.patience import patiently
 from ultrascale.checkpoint.errors import CheckpointError, LostContactError, UnknownVersionError
-from ultrascale.checkpoint.files import Piece, opened, read_box, read_manifest, verify_shard
-from ultrascale.checkpoint.folders import Candidate, candidates, step_folder
 from ultrascale.checkpoint.manifest import Chunk, Entry, Manifest
-from ultrascale.checkpoint.patience import patiently
 from ultrascale.checkpoint.slices import Slice, Tensors, pieces_of, slices_of
 from ultrascale.failpoints import failpoint
 
@@ -82,7 +82,7 @@ def load_full(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
-    """What was given to `save` as metadata. Raises CheckpointError if the manifest is damaged; shards are not read."""
+    """The metadata that was given to `save`. Raises CheckpointError if the manifest is damaged; shards are not read."""
     return read_manifest(Path(folder)).metadata
 
 
@@ -168,7 +168,8 @@ def _names_of_all(slices: list[tuple[str, Slice]], ranks: Coordinator) -> set[st
 
 
 def _expect_all_asked_for(gathered: list[list[list[Any]]]) -> None:
-    """On rank 0: ranks that ask for one slice where each should have its own leave another unread."""
+    """On rank 0: raises if a slice is not read. Ranks that ask for one slice, where each should have its own, leave another
+    unread."""
     fit_together([[Offer(*one) for one in offer] for offer in gathered])
 
 
@@ -194,7 +195,7 @@ def _as_candidate(folder: Path) -> list[Candidate]:
 
 
 def _verify_shards(folder: Path, manifest: Manifest, ranks: Coordinator) -> None:
-    """This rank's share of the shards, all damage in one error."""
+    """Verifies this rank's share of the shards; all damage is reported in one error."""
     mine = list(manifest.shards.items())[ranks.rank :: ranks.world]
 
     def damage(item: tuple[str, Any]) -> str | None:

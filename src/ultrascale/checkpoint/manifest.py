@@ -20,8 +20,8 @@ from itertools import pairwise
 from math import prod
 from typing import Any, NoReturn
 
-from ultrascale.checkpoint.checksum import checksum_text, crc32
-from ultrascale.checkpoint.dtypes import DTYPES
+from ultrascale.checkpoint.disk.checksum import checksum_text, crc32
+from ultrascale.checkpoint.disk.dtypes import DTYPES
 from ultrascale.checkpoint.errors import CheckpointError, UnknownVersionError
 
 FORMAT, VERSION = "ultrascale-checkpoint", 1
@@ -32,7 +32,7 @@ _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,200}")
 _CHECKSUM = re.compile(r"crc32:[0-9a-f]{8}")
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 HEAD = re.compile(rb'\{"checksum":"crc32:[0-9a-f]{8}",\n"format":"%s","version":%d,' % (FORMAT.encode(), VERSION))
-"""How a manifest of this format begins, damaged further on or not."""
+"""First bytes of a manifest of this format, even of one that is damaged further on."""
 _FIRST_LINE = re.compile(rb'\{"checksum":"(crc32:[0-9a-f]{8})",')
 
 
@@ -228,7 +228,7 @@ class _Check:
         return Chunk(offsets, sizes, file, begin)
 
     def separate(self, files: dict[str, Shard], entries: dict[str, Entry]) -> None:
-        """No byte of a file belongs to two chunks."""
+        """Checks that no byte of a file belongs to two chunks."""
         ranges: dict[str, list[tuple[int, int, str]]] = {file: [] for file in files}
         for name, entry in entries.items():
             for chunk in entry.chunks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,9 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ultrascale.checkpoint.coordination import coordinating
+from ultrascale.checkpoint.coordination import Coordinator, coordinating
+from ultrascale.checkpoint.disk.folders import candidates, check_writable, discard, step_folder, sweep
 from ultrascale.checkpoint.errors import CheckpointError, LostContactError, SaveFailedError
-from ultrascale.checkpoint.folders import candidates, check_writable, discard, step_folder, sweep
 from ultrascale.checkpoint.loading import verify
 from ultrascale.checkpoint.saving import Plan, copy_to_host, expect_held, plan_save, write_and_publish
 from ultrascale.checkpoint.slices import Tensors
@@ -31,7 +32,10 @@ class Saver:
 
     With `asynchronous`, `save` returns once the numbers are copied to host memory (each rank copies only what it will write)
     and a thread does the rest through a gloo group of its own. One save is pending at most: the next one waits for it. What
-    went wrong in the background is raised on every rank by the next `save`, `wait` or `close`."""
+    went wrong in the background is raised on every rank by the next `save`, `wait` or `close`.
+
+    `published` is told of each checkpoint once it has its name, on every rank, in the thread that wrote it. Those that `spared`
+    names on rank 0 are not removed yet."""
 
     def __init__(
         self,
@@ -41,6 +45,8 @@ class Saver:
         keep_every_steps: int | None = None,
         asynchronous: bool = False,
         process_group: dist.ProcessGroup | None = None,
+        published: Callable[[Path, Coordinator], None] | None = None,
+        spared: Callable[[], Collection[str]] = tuple,
     ):
         if keep < 0 or (keep_every_steps is not None and keep_every_steps < 1):
             raise CheckpointError(
@@ -49,6 +55,7 @@ class Saver:
         self.root = Path(root)
         self.keep = keep
         self.keep_every_steps = keep_every_steps
+        self._published, self._spared = published, spared
         self._pending: Future[Path] | None = None
         self._verified: set[str] = set()
         self._resources = ExitStack()
@@ -70,7 +77,7 @@ class Saver:
         self._ranks.agree(f"opening {self.root}", self._hold)
 
     def fate(self) -> str:
-        """On rank 0: what became of `root`, as in `was removed`; empty while the path leads to the folder it did at first."""
+        """On rank 0: the fate of `root`, as in `was removed`; empty while the path still leads to the original folder."""
         return "" if self._held is None else self._held.fate()
 
     def _hold(self) -> None:
@@ -124,6 +131,8 @@ class Saver:
         try:
             folder = write_and_publish(plan, ranks=self._ranks)
             self._verified.discard(folder.name)  # another save of the same step
+            if self._published is not None:
+                self._published(folder, self._ranks)
             if self.keep:
                 self._prune(plan.step, folder)
         except LostContactError:
@@ -153,7 +162,8 @@ class Saver:
     def _discard(self, names: list[str]) -> None:
         for name in names:
             expect_held(self._held)
-            discard(self.root / name)
+            if name not in self._spared():
+                discard(self.root / name)
 
     def _listed(self, *, up_to: int) -> list[tuple[int, str]]:
         return [(one.step, one.path.name) for one in candidates(self.root) if one.step <= up_to]

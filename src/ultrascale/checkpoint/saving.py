@@ -19,11 +19,12 @@ import torch.distributed as dist
 
 from ultrascale.checkpoint.boxes import Offer, offer_of, share_out
 from ultrascale.checkpoint.coordination import Coordinator, coordinating
-from ultrascale.checkpoint.dtypes import DTYPE_NAMES
+from ultrascale.checkpoint.disk.dtypes import DTYPE_NAMES
+from ultrascale.checkpoint.disk.files import Piece, verify_size, write_file, write_shard
+from ultrascale.checkpoint.disk.folders import make_folder, publish, step_folder, temporary_folder
+from ultrascale.checkpoint.disk.patience import patiently
 from ultrascale.checkpoint.errors import CheckpointError
-from ultrascale.checkpoint.files import Piece, verify_size, write_file, write_shard
 from ultrascale.checkpoint.finite import expect_finite
-from ultrascale.checkpoint.folders import make_folder, publish, step_folder, temporary_folder
 from ultrascale.checkpoint.manifest import (
     MANIFEST_NAME,
     Chunk,
@@ -34,7 +35,6 @@ from ultrascale.checkpoint.manifest import (
     encode,
     metadata_text,
 )
-from ultrascale.checkpoint.patience import patiently
 from ultrascale.checkpoint.slices import Tensors, pieces_of, slices_of
 from ultrascale.failpoints import failpoint
 from ultrascale.held_folder import HeldFolder

@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor that several ranks cut between them.
+"""Slices: the part of a tensor that one of several ranks holds.
 
     tensor [12, 8]                tensor parallelism: columns 4 to 8       FSDP2 cuts that slice: rows 6 to 12
     Slice.shape (12, 8)           Slice.offsets (0, 4)                     Slice.tensor: a DTensor of shape [12, 4]
@@ -18,9 +18,9 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
-from ultrascale.checkpoint.dtypes import DTYPE_NAMES
+from ultrascale.checkpoint.disk.dtypes import DTYPE_NAMES
+from ultrascale.checkpoint.disk.files import Piece
 from ultrascale.checkpoint.errors import CheckpointError
-from ultrascale.checkpoint.files import Piece
 from ultrascale.checkpoint.manifest import check_name
 
 
@@ -31,15 +31,15 @@ class Slice:
     tensor: torch.Tensor
     """Plain, or a DTensor over the ranks that cut the slice once more."""
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole tensor."""
     offsets: tuple[int, ...]
-    """Of the slice's first element in the whole."""
+    """Offsets of the slice's first element in the whole tensor."""
 
 
 Held = torch.Tensor | Slice
 Tensors = Mapping[str, Held | Sequence[Held]]
-"""By global name what a rank holds of a tensor: all of it (a DTensor: as its ranks hold it together), a slice, or several, as
-where both ends of a pipeline are on one rank."""
+"""The tensors that a rank holds, by global name: a whole tensor (a DTensor: as its ranks hold it together), a slice, or several
+slices, as where both ends of a pipeline are on one rank."""
 
 
 def slices_of(tensors: Tensors) -> list[tuple[str, Slice]]:

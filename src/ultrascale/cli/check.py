@@ -12,21 +12,23 @@ from typing import TYPE_CHECKING
 
 from ultrascale.api.asked import Asked
 from ultrascale.api.check import NOT_SEEN, Check, CheckMatrix, CheckOptions, answer, expect_numbers
-from ultrascale.cli.parse import parse_with_overrides
-from ultrascale.spec.units import count_of, format_seconds
+from ultrascale.cli.terminal.parse import parse_with_overrides
+from ultrascale.cli.terminal.screen import console_for_people
+from ultrascale.cli.terminal.waiting import waiting
+from ultrascale.description.units import count_of, format_seconds
 
 if TYPE_CHECKING:  # imports torch
     from ultrascale.check.compare import Verdict
 
 QUANTITIES = ("loss", "gradient norm", "gradient", "weight", "moment", "experts")
 MANY_PROCESSES = 8
-"""Of more, a proof takes minutes on a small machine, and says how long."""
+"""Number of processes above which a proof takes minutes on a small machine, and says how long."""
 BAR_WIDTH = 30
 
 
 def command(arguments: list[str]) -> int:
     """Run the verb; 0 when everything is proven (or every planted fault was seen)."""
-    options, rest = parse_with_overrides(CheckOptions, "check", arguments, positional={"run": "RUN.TOML"})
+    options, rest = parse_with_overrides(CheckOptions, "check", arguments, positional={"run": "[RUN.TOML]"})
     if options.plant == "list" and not options.matrix:
         expect_numbers(options, rest)
         return list_faults()
@@ -34,7 +36,8 @@ def command(arguments: list[str]) -> int:
     def tell(note: str) -> None:
         print(note, file=sys.stderr if options.json else sys.stdout, flush=True)
 
-    found = answer(Asked(options, tuple(rest)), tell=tell, progress=progress)
+    with waiting("starting the proof") as doing:
+        found = answer(Asked(options, tuple(rest)), tell=tell, progress=lambda count, most: progress(count, most, doing))
     if options.json:
         print(json_module.dumps(found.to_dict(), indent=1))
     elif isinstance(found, CheckMatrix):
@@ -46,7 +49,7 @@ def command(arguments: list[str]) -> int:
 
 def list_faults() -> int:
     """Print every fault that can be planted."""
-    from ultrascale.check.faults import FAULTS
+    from ultrascale.check.faults.all_faults import FAULTS
 
     width = max(map(len, FAULTS))
     for fault in FAULTS.values():
@@ -65,10 +68,9 @@ def _show_matrix(found: CheckMatrix) -> None:
 
 def show_verdicts(found: Check) -> None:
     """The table of verdicts, what differs, the sum, and what such a proof does not see."""
-    from rich.console import Console
     from rich.table import Table
 
-    console, verdicts = Console(highlight=False, width=None if sys.stdout.isatty() else 160), found.verdicts
+    console, verdicts = console_for_people(), found.verdicts
     quantities = [q for q in QUANTITIES if any(q in verdict.worst for verdict in verdicts)]
     table = Table(title=f"float64, tolerance {verdicts[0].tolerance:.0e}", title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("case")
@@ -102,11 +104,14 @@ def _told(verdict: Verdict) -> list[str]:
     return [str(difference) for difference in first[:3]] + ([f"and {rest} more"] if rest > 0 else [])
 
 
-def progress(count: int, most_processes: int) -> Callable[[Verdict], None] | None:
-    """Told each verdict in the process of rank 0, says on stderr how far it is and how long the rest should take.
+def progress(
+    count: int, most_processes: int, doing: Callable[[str], None] = lambda words: None
+) -> Callable[[Verdict], None] | None:
+    """A function that takes each verdict in the process of rank 0, and prints progress and the remaining time on stderr.
 
     A bar on a terminal; elsewhere nothing, or, of many processes, which take seconds a case, a line for each verdict.
     """
+    doing(f"{count_of(count, 'case')} to prove, none so far")
     lines = most_processes > MANY_PROCESSES
     if lines:
         cores = count_of(os.cpu_count() or 1, "core")
@@ -116,7 +121,7 @@ def progress(count: int, most_processes: int) -> Callable[[Verdict], None] | Non
 
 
 class _Count:
-    """How many verdicts there are, in memory that processes started later share."""
+    """Count of verdicts, in memory that processes started later share."""
 
     def __init__(self, total: int):
         self.total, self.done, self.started = total, Value("i", 0), time.monotonic()

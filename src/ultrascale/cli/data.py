@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,12 +15,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ultrascale.api.stamp import stamped
-from ultrascale.cli.parse import parse
-from ultrascale.spec.units import count_of
+from ultrascale.api.schemas.stamp import stamped
+from ultrascale.cli.main import say
+from ultrascale.cli.terminal.parse import parse
+from ultrascale.cli.terminal.screen import console_for_people
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.units import count_of
 
 if TYPE_CHECKING:
-    from ultrascale.data.prepare import Prepared, Progress
+    from ultrascale.data.preparing.prepare import Prepared, Progress
 
 _VERBS = """ultrascale data: text to tokens.
 
@@ -37,15 +41,16 @@ def command(arguments: list[str]) -> int:
         print(_VERBS, end="")
         return 0 if arguments else 2
     if arguments[0] not in verbs:
-        print(f"ultrascale data: {arguments[0]!r} is not one of {', '.join(verbs)}\n\n{_VERBS}", end="", file=sys.stderr)
-        return 2
+        near = get_close_matches(arguments[0], verbs, n=1, cutoff=0.5)
+        remedy = f"Did you mean {near[0]}?" if near else f"Say one of {', '.join(verbs)}."
+        raise SpecError([Problem(arguments[0], "is no verb of data", remedy)])
     from ultrascale.data.errors import DataError
 
     verb = verbs[arguments[0]]
     try:
         return parse(verb, f"data {arguments[0]}", arguments[1:])
     except DataError as error:
-        print(f"ultrascale data {arguments[0]}: {error}", file=sys.stderr)
+        say(str(error))
         return 2 if error.where.startswith("--") else 1
     except KeyboardInterrupt:
         print("Stopped. Finished shards are kept; the same command goes on.", file=sys.stderr)
@@ -72,8 +77,8 @@ def prepare(
 ) -> int:
     """Turn text into Megatron-compatible token shards and a manifest.
 
-    A text file is one document; a line of .jsonl (also .gz, .zst) and a row of .parquet are one each. Killed runs go on with
-    the same command; the result does not depend on --workers.
+    A text file is one document; a line of .jsonl (also .gz, .zst) and a row of .parquet, .csv or .tsv are one each. Killed runs
+    go on with the same command; the result does not depend on --workers.
 
     Example: ultrascale data prepare src/ --glob '*.py' --train-tokenizer 8192 --on-bad skip --validation-fraction 0.01 --output
     prepared
@@ -84,7 +89,7 @@ def prepare(
         tokenizer: A tokenizer.json.
         train_tokenizer: Or: train a byte-level BPE with so many ids on the input.
         eod: The tokenizer's end-of-document token, if it is not one of the usual ones.
-        field: Where the text is, for JSONL and Parquet.
+        field: Where the text is, for JSONL, Parquet and CSV.
         glob: Which names are taken from folders.
         exclude: A name of files or folders left out of folders; may be given more than once.
         workers: Processes. All cores if left out.
@@ -94,7 +99,7 @@ def prepare(
         shard_bytes: Input of one shard. 2 MiB to 256 MiB, by size of all, if left out.
         json: Print the result as JSON.
     """
-    from ultrascale.data import prepare as preparation
+    from ultrascale.data.preparing import prepare as preparation
 
     recipe = preparation.Recipe(
         tokenizer=tokenizer, train_tokenizer=train_tokenizer, eod=eod, field=field, glob=glob, exclude=exclude, on_bad=on_bad,
@@ -130,7 +135,7 @@ def inspect(
         verify: Read everything: checksums, indexes, ids.
         json: Print as JSON.
     """
-    from ultrascale.data import inspect as inspection
+    from ultrascale.data.preparing import inspect as inspection
 
     facts = inspection.folder_facts(folder)
     if verify:
@@ -194,7 +199,7 @@ def _print_prepared(made: Prepared, output: Path, *, wanted_ids: int | None, as_
 
 
 def _print_facts(facts: dict[str, Any]) -> None:
-    console = Console(highlight=False)
+    console = console_for_people()
     table = Table(
         "shard", "dtype", "documents", "tokens", title=f"{count_of(facts['documents'], 'document')}, {facts['tokens']:,} tokens"
     )

@@ -11,17 +11,17 @@ from typing import Annotated, Literal
 
 import tyro
 
-from ultrascale.cli.measure_speed import TIMED, WARM
-from ultrascale.cli.parse import parse_with_overrides
+from ultrascale.cli.measure.measure_speed import TIMED, WARM
+from ultrascale.cli.terminal.parse import parse_with_overrides
+from ultrascale.config.resolve import Resolved, resolve
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.units import format_bytes, format_seconds
 from ultrascale.jobs.hosts import ssh_text, torchrun_text
 from ultrascale.jobs.job import Job, job_of, ranks_per_node
 from ultrascale.jobs.kubernetes import kubernetes_text
 from ultrascale.jobs.skypilot import skypilot_text
 from ultrascale.jobs.slurm import slurm_array_text, slurm_text
 from ultrascale.jobs.submit import COMMANDS, expect_launcher, submit
-from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.resolve import Resolved, resolve
-from ultrascale.spec.units import format_bytes, format_seconds
 
 TEXTS = {
     "slurm": (slurm_text, ".sbatch"), "kubernetes": (kubernetes_text, ".k8s.yaml"), "skypilot": (skypilot_text, ".sky.yaml"),
@@ -132,12 +132,12 @@ def _without_launch(rest: Sequence[str]) -> list[str]:
 
 
 def _planned(found: Resolved) -> list[str]:
-    """What the plan says of the run on the machines that it names. Raises SpecError if they have not enough memory."""
+    """Lines of the plan for the run on the machines that it names. Raises SpecError if they have not enough memory."""
     run, limit = found.run, found.launch.time_limit_seconds
     if run.cluster == "auto" or run.cluster.endswith("cpu"):
         return ["No plan: cluster does not name the machines."]
+    from ultrascale.catalogue.cluster import parse_cluster
     from ultrascale.plan.report import plan_run
-    from ultrascale.spec.cluster import parse_cluster
 
     cluster = parse_cluster(run.cluster)
     if cluster.num_accelerators != run.layout.world_size:

@@ -18,8 +18,9 @@ from importlib import import_module
 
 from ultrascale import __version__, console
 from ultrascale.api.extras import sentence_of
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.rank_environment import told_rank, told_world
+from ultrascale.cli.terminal.screen import console_for_people
+from ultrascale.description.problems import SpecError
+from ultrascale.description.rank_environment import told_rank, told_world
 
 
 @dataclass(frozen=True)
@@ -32,27 +33,29 @@ class Verb:
 
 
 VERBS = {
-    "demo": Verb("demo", "plan, prove, train, kill, resume, compare: five minutes", "Start here"),
-    "doctor": Verb("doctor", "what this machine has, and what would stop a run on it", "Start here"),
-    "primer": Verb("primer", "what a GPU does well and badly: small kernels, achieved against peak", "Start here"),
-    "plan": Verb("plan", "memory and time of a run, before it runs", "Before a run"),
-    "page": Verb("page", "the planner in a browser: memory, time, schedule, reasons", "Before a run"),
-    "show": Verb("show", "a run's settings and where each came from; presets, machines", "Before a run"),
-    "validate": Verb("validate", "how far predictions are from measured runs, row by row", "Before a run"),
+    "demo": Verb("start.demo", "plan, prove, train, kill, resume, compare: five minutes", "Start here"),
+    "doctor": Verb("start.doctor", "what this machine has, and what would stop a run on it", "Start here"),
+    "primer": Verb("start.primer", "what a GPU does well and badly: small kernels, achieved against peak", "Start here"),
+    "plan": Verb("plan.plan_command", "memory and time of a run, before it runs", "Before a run"),
+    "page": Verb("plan.page", "the planner in a browser: memory, time, schedule, reasons", "Before a run"),
+    "show": Verb("show.show_command", "a run's settings and where each came from; presets, machines", "Before a run"),
+    "validate": Verb("plan.validate", "how far predictions are from measured runs, row by row", "Before a run"),
     "trace": Verb("trace", "any rank of any cluster's job, here: memory and messages to the byte", "Before a run"),
     "check": Verb("check", "prove that N processes compute what one does", "Before a run"),
     "data": Verb("data", "turn text into token files, and look into them", "Before a run"),
     "train": Verb("train", "train, or go on where a run stopped", "A run and after"),
     "launch": Verb("launch", "a run as a job: text for Slurm, Kubernetes, SkyPilot, torchrun or ssh", "A run and after"),
-    "measure": Verb("measure", "where the time of a step goes, on every rank, beside the plan", "A run and after"),
-    "sweep": Verb("sweep", "many layouts of a run, each measured here, beside the plan", "A run and after"),
+    "measure": Verb(
+        "measure.measure_command", "where the time of a step goes, rank by rank, beside the plan", "A run and after"
+    ),
+    "sweep": Verb("measure.sweep", "many layouts of a run, each measured here, beside the plan", "A run and after"),
     "report": Verb("report", "pictures and a summary of a run's folder", "A run and after"),
-    "checkpoint": Verb("checkpoint", "list and verify checkpoints", "A run and after"),
+    "checkpoint": Verb("weights.checkpoint", "list and verify checkpoints", "A run and after"),
     "soak": Verb("soak", "a storm of faults over a small run, which must end like a calm one", "A run and after"),
-    "generate": Verb("generate", "sample text from a checkpoint or an exported folder", "A run and after"),
-    "export": Verb("export", "a checkpoint as a Hugging Face folder", "A run and after"),
-    "convert": Verb("convert", "a checkpoint in pickles as safetensors, read in a confined process", "A run and after"),
-    "import": Verb("import_", "a Hugging Face folder as a first checkpoint", "A run and after"),
+    "generate": Verb("weights.generate", "sample text from a checkpoint or an exported folder", "A run and after"),
+    "export": Verb("weights.export", "a checkpoint as a Hugging Face folder", "A run and after"),
+    "convert": Verb("weights.convert", "a checkpoint in pickles as safetensors, read in a confined process", "A run and after"),
+    "import": Verb("weights.import_", "a Hugging Face folder as a first checkpoint", "A run and after"),
 }
 
 EXAMPLES = (
@@ -62,7 +65,7 @@ EXAMPLES = (
 )
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Of a write. Where a file of ours is concerned, the error names it."""
+"""Errors of a write to disk. Where a file of ours is concerned, the error names it."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -103,32 +106,34 @@ def run_verb(word: str, arguments: list[str]) -> int:
 
 def explain(error: Exception, word: str) -> int:
     """Print what a person can act on and return the exit code; an error that is not meant for people is raised again."""
+    code, sentence = told(error, word)
+    say(sentence)
+    return code
+
+
+def told(error: Exception, word: str) -> tuple[int, str]:
+    """The exit code and what a person can act on; an error that is not meant for people is raised again."""
     if isinstance(error, SpecError):
-        say(problem_list(error))
-        return 2
+        return 2, problem_list(error)
     if isinstance(error, ModuleNotFoundError) and (lacking := sentence_of(error, word)):
-        say(lacking)
-        return 1
+        return 1, lacking
     if isinstance(error, OSError) and error.filename is not None:
-        say(f"{error.filename}: {error.strerror}.")
-        return 1
+        return 1, f"{error.filename}: {error.strerror}."
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:  # as of `ultrascale plan ... > file` on a full disk
         console.finish_stdout()
-        say(f"what was to be printed or kept could not be written: {error.strerror}.")
-        return 1
+        return 1, f"what was to be printed or kept could not be written: {error.strerror}."
     if isinstance(error, UnicodeEncodeError) and sys.getfilesystemencoding() != "utf-8":
-        say(f"this locale has no bytes for {error.object[error.start : error.end]!a} in a path or text. Set LC_ALL=C.UTF-8.")
-        return 1
+        lost = f"{error.object[error.start : error.end]!a}"
+        return 1, f"this locale has no bytes for {lost} in a path or text. Set LC_ALL=C.UTF-8."
     if type(error).__module__.split(".")[0] == "ultrascale":
-        say(str(error))
-        return 1
+        return 1, str(error)
     raise error
 
 
 def problem_list(error: SpecError) -> str:
     """Every mistake of a description: its key, where the value came from, the rule, and the remedy."""
     count = len(error.problems)
-    lines = [f"{count} mistakes in the description:" if count > 1 else "a mistake in the description:"]
+    lines = [f"invalid configuration, {count} mistakes:" if count > 1 else "invalid configuration:"]
     for problem in error.problems:
         origin = f"  ({problem.where})" if problem.where else ""
         lines += ["", f"  {problem.key}{origin}", f"    {problem.rule}", f"    -> {problem.remedy}"]
@@ -152,11 +157,10 @@ def say(message: str) -> None:
 
 
 def print_help() -> None:
-    """What `ultrascale` alone prints."""
-    from rich.console import Console
+    """Prints the output of `ultrascale` without arguments."""
     from rich.table import Table
 
-    screen = Console(highlight=False)
+    screen = console_for_people()
     screen.print(f"[bold]ultrascale[/bold] {__version__}  plan, prove, train, measure: pretraining of language models\n")
     for group in dict.fromkeys(verb.group for verb in VERBS.values()):
         table = Table.grid(padding=(0, 2))

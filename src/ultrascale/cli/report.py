@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 
 from ultrascale.api.report import ReportOptions, answer
-from ultrascale.cli.parse import parse
+from ultrascale.cli.terminal.parse import parse
 
 
 def command(arguments: list[str]) -> int:
@@ -15,6 +15,10 @@ def command(arguments: list[str]) -> int:
     if options.json:
         print(jsonlib.dumps(found.to_dict(), indent=2))
         return 0
-    for name, text in (*found.lines(), *(("picture", str(picture)) for picture in found.pictures)):
+    for name, text in (*found.lines(), *(("picture", str(picture)) for picture in found.pictures), *_drawn(options)):
         print(f"{name:<10}{text}")
     return 0
+
+
+def _drawn(options: ReportOptions) -> list[tuple[str, str]]:
+    return [] if options.html is None else [("page", str(options.html))]

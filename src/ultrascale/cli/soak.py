@@ -9,10 +9,10 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ultrascale.api.stamp import stamped
-from ultrascale.cli.parse import parse
+from ultrascale.api.schemas.stamp import stamped
+from ultrascale.cli.terminal.parse import parse
+from ultrascale.description.problems import Problem, SpecError
 from ultrascale.launch.restarts import told_goodput
-from ultrascale.spec.problems import Problem, SpecError
 
 if TYPE_CHECKING:
     from ultrascale.soak.story import Outcome, Strike
@@ -76,7 +76,7 @@ def command(arguments: list[str]) -> int:
 
 
 def table(outcome: Outcome) -> list[str]:
-    """What is printed: a line for each kind of fault, and the verdict."""
+    """The printed table: a line for each kind of fault, and the verdict."""
     head = ("fault", "struck", "survived", "found in s", "next step in s", "steps lost", "found by")
     rows = [head, *(_row(kind, some) for kind, some in sorted(_by_kind(outcome).items()))]
     widths = [max(len(row[place]) for row in rows) for place in range(len(head))]
@@ -93,7 +93,7 @@ def table(outcome: Outcome) -> list[str]:
 
 
 def to_json(outcome: Outcome) -> dict[str, Any]:
-    """The same for machines."""
+    """The table as JSON."""
     kinds = {
         kind: {
             "row": row, "struck": len(some), "survived": sum(one.is_survived for one in some),

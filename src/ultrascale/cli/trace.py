@@ -7,19 +7,22 @@ import sys
 
 from ultrascale.api.asked import Asked
 from ultrascale.api.trace import StageTraces, Trace, TraceOptions, answer
-from ultrascale.cli.parse import parse_with_overrides
-from ultrascale.cli.plan import console_for_people
-from ultrascale.spec.units import format_bytes
+from ultrascale.cli.terminal.parse import parse_with_overrides
+from ultrascale.cli.terminal.screen import console_for_people
+from ultrascale.cli.terminal.waiting import waiting
+from ultrascale.description.units import format_bytes
 
 
 def command(arguments: list[str]) -> int:
     """Run the verb: 0, or 1 if the rank does not fit its device and why was asked."""
-    options, rest = parse_with_overrides(TraceOptions, "trace", arguments, positional={"run": "RUN.TOML"})
-    found = answer(Asked(options, tuple(rest)), tell=lambda note: print(f"ultrascale: {note}", file=sys.stderr))
+    options, rest = parse_with_overrides(TraceOptions, "trace", arguments, positional={"run": "[RUN.TOML]"})
+    asked = Asked(options, tuple(rest), words=tuple(arguments))
+    with waiting("tracing"):
+        found = answer(asked, tell=lambda note: print(f"ultrascale: {note}", file=sys.stderr))
     if options.json:
         print(json_module.dumps(found.to_dict(), indent=1))
     elif isinstance(found, StageTraces):
-        from ultrascale.trace.view import show_stages
+        from ultrascale.trace.views.view import show_stages
 
         show_stages(list(found.peaks), console_for_people())
     else:
@@ -28,13 +31,13 @@ def command(arguments: list[str]) -> int:
 
 
 def _show(found: Trace) -> None:
-    from ultrascale.trace.view import show_parts, show_trace
+    from ultrascale.trace.views.view import show_parts, show_trace
 
     console = console_for_people()
     show_trace(found.found, found.comparison, found.reserved_bytes, console, step=found.step, tier=found.tiers)
     if found.options.explain_oom:
         show_parts(list(found.parts), list(found.edits), found.peak_bytes, console)
-    for path in found.options.out:
+    for path in (*found.options.out, *filter(None, [found.options.html])):
         console.print(f"written: {path}")
 
 

@@ -7,23 +7,30 @@ import os
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from ultrascale import console
-from ultrascale.api.stamp import stamped
-from ultrascale.cli.parse import parse_with_overrides
+from ultrascale.api.schemas.stamp import stamped
+from ultrascale.cli.terminal.parse import parse_with_overrides
+from ultrascale.config.resolve import resolve, to_toml
+from ultrascale.config.rules.early import expect_ready
+from ultrascale.config.rules.time_limits import grace_seconds
+from ultrascale.config.usual import usual
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.rank_environment import expect_rank_environment, told_rank, told_world
+from ultrascale.description.run import Run
+from ultrascale.launch.apart import launch_islands
 from ultrascale.plan.memory.replay import num_micro_batches
 from ultrascale.schedules.for_layout import schedule_of
-from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.rank_environment import expect_rank_environment, told_rank, told_world
-from ultrascale.spec.resolve import resolve, to_toml
-from ultrascale.spec.run import Run
-from ultrascale.spec.time_limits import grace_seconds
-from ultrascale.train.metrics import expect_trackers
-from ultrascale.train.run_folder import RunFolder
+from ultrascale.storage import url_of
+from ultrascale.train.folder.own_island import of_own_island, where_they_meet
+from ultrascale.train.folder.run_folder import RunFolder
+from ultrascale.train.folder.store_check import expect_store
+from ultrascale.train.observers.metrics import expect_trackers
 
 
 def train(
@@ -35,8 +42,9 @@ def train(
     allow_changes: bool = False,
     ignore_memory: bool = False,
     leave_by: float | None = None,
+    island: int | None = None,
     json: bool = False,
-) -> tuple[str, int | None, bool, int, bool, bool, float | None, bool]:
+) -> tuple[str, int | None, bool, int, bool, bool, float | None, int | None, bool]:
     """Train a run, or go on where it stopped. The same command does both.
 
     Any setting can follow as a dotted flag:
@@ -46,16 +54,17 @@ def train(
     Under torchrun this is one rank: torchrun --nproc-per-node 8 -m ultrascale train run.toml --layout.dp 8
 
     Args:
-        run: The run's TOML file, or the folder of a run.
+        run: The run's TOML file, or the folder of a run, or where a run is kept, as in s3://BUCKET/PREFIX/NAME.
         processes: Start this many processes here. What tp, cp and pp leave of them shares the batch (layout.dp).
         elastic: Let the planner choose the layout if there are other processes than it is for. The batch stays.
         max_restarts: Start the processes again this often without a new checkpoint in between when one of them dies.
         allow_changes: Go on from a checkpoint although model, data or seed have changed.
         ignore_memory: Start on GPUs although the plan says that a rank needs more memory than they have.
         leave_by: Save and leave before this second of the wall clock (`date +%s`), as a job with a time limit must.
+        island: Start this island alone, by its number, as others are elsewhere (islands.quorum). None: all of them, here.
         json: At the end print one JSON object; all else goes to stderr.
     """
-    return run, processes, elastic, max_restarts, allow_changes, ignore_memory, leave_by, json
+    return run, processes, elastic, max_restarts, allow_changes, ignore_memory, leave_by, island, json
 
 
 def command(arguments: list[str]) -> int:
@@ -76,35 +85,64 @@ def _trained(
     allow_changes: bool,
     ignore_memory: bool,
     leave_by: float | None,
+    island: int | None,
     rest: list[str],
 ) -> tuple[Run, int]:
-    """What was trained, and the exit code."""
+    """The run that was trained, and the exit code."""
     if max_restarts < 0:
         raise SpecError([Problem("--max-restarts", f"must be at least 0, is {max_restarts}", "0 never starts again.")])
     if leave_by is not None and not time.time() < leave_by < float("inf"):
         rule = f"must be a second of the wall clock that is to come, is {leave_by:.0f}"
         raise SpecError([Problem("--leave-by", rule, "For an hour from now: $(( $(date +%s) + 3600 )).")])
     expect_rank_environment(os.environ)
+    path, rest = _brought_here(path, rest)
     overrides = [*_own_place(path, rest), *rest]
-    resolved = resolve(path, overrides, require_data=True, processes=None if elastic else processes).run
+    if island is not None and processes is not None:
+        rule = "does not go with --island: an island has the processes of [layout]"
+        raise SpecError([Problem("--processes", rule, "Leave one of the two out.")])
+    found = resolve(path, overrides, require_data=True, processes=None if elastic else processes)
+    resolved, choices = usual(found)
     if elastic:
+        if resolved.islands.count > 1:
+            rule = "does not go with islands.count > 1: islands keep their layouts"
+            raise SpecError([Problem("--elastic", rule, "Leave one of the two out.")])
         here = told_world(os.environ) if "WORLD_SIZE" in os.environ else resolved.layout.world_size
         resolved = _elastic(resolved, here if processes is None else processes)
+    expect_ready(resolved)
+    if told_rank(os.environ) == 0:
+        for line in choices:
+            console.put(line)
     expect_trackers(resolved)
+    if told_rank(os.environ) == 0:
+        expect_store(resolved)
     if resolved.layout.pp > 1:
         schedule_of(resolved.layout, num_micro_batches(resolved.layout, resolved.batch.sequences_per_batch))
-    if "WORLD_SIZE" in os.environ or resolved.layout.world_size == 1:
+    flags = _flags(allow_changes, ignore_memory, leave_by)
+    if "WORLD_SIZE" in os.environ or (resolved.num_processes == 1 and island is None):
         from ultrascale.train.worker import train_or_explain
 
-        code = train_or_explain(resolved, allow_changes=allow_changes, ignore_memory=ignore_memory, leave_by=leave_by)
+        code = train_or_explain(
+            resolved, allow_changes=allow_changes, ignore_memory=ignore_memory, leave_by=leave_by, island=island
+        )
+    elif resolved.islands.quorum and resolved.islands.count > 1 and island is None:
+        code = launch_islands(to_toml(resolved), resolved, (*flags, "--max-restarts", str(max_restarts)))
     else:
-        code = _launch(resolved, max_restarts, allow_changes, ignore_memory, leave_by)
+        code = _launch(resolved, max_restarts, flags, island)
     return resolved, code
+
+
+def _flags(allow_changes: bool, ignore_memory: bool, leave_by: float | None) -> tuple[str, ...]:
+    """Flags that are passed on to the processes started here."""
+    return (
+        *("--allow-changes",) * allow_changes,
+        *("--ignore-memory",) * ignore_memory,
+        *(() if leave_by is None else ("--leave-by", str(leave_by))),
+    )
 
 
 def _elastic(run: Run, world: int) -> Run:
     """`run` with a layout for `world` processes, which is printed if it is another."""
-    from ultrascale.measure.machine import this_gpu
+    from ultrascale.measure.machine.ceilings import this_gpu
     from ultrascale.parallel.mesh import choose_device
     from ultrascale.plan.search.elastic import elastic_layout
 
@@ -119,6 +157,18 @@ def _elastic(run: Run, world: int) -> Run:
     return replace(run, layout=layout)
 
 
+def _brought_here(path: str, rest: list[str]) -> tuple[str, list[str]]:
+    """A run named by the place where it is kept: a folder on this machine to go on in, and flags with where it is kept."""
+    url = url_of(path)
+    if url is None:
+        return path, rest
+    from ultrascale.train.folder.run_store import fetch_run
+
+    given = dict(pairwise([*rest, ""])) | dict(word.split("=", 1) for word in rest if "=" in word)
+    folder = fetch_run(url, Path(given.get("--folder", "out")))
+    return str(folder), rest if "--checkpoint.store" in given else [*rest, "--checkpoint.store", url.rpartition("/")[0]]
+
+
 def _own_place(path: str, rest: list[str]) -> list[str]:
     """Flags that keep a run in the folder it is named by, also if that was moved or renamed since."""
     folder = Path(path)
@@ -130,20 +180,22 @@ def _own_place(path: str, rest: list[str]) -> list[str]:
     return [word for flag, value in own if flag not in given for word in (flag, value)]
 
 
-def _launch(run: Run, max_restarts: int, allow_changes: bool, ignore_memory: bool, leave_by: float | None) -> int:
-    from ultrascale.cli.main import say
+def _launch(run: Run, max_restarts: int, flags: tuple[str, ...], island: int | None) -> int:
+    """All processes of a run, or of one of its islands."""
+    from ultrascale.cli.main import say as say_plainly
     from ultrascale.launch.local import launch_local
     from ultrascale.launch.restarts import read_account, summary
 
-    with RunFolder.of(run).commanded() as folder:
+    where_they_meet(run, island)
+
+    def say(text: str) -> None:
+        say_plainly(text if island is None else f"island {island}: {text}")
+
+    with RunFolder.of(of_own_island(run, island)).commanded() as folder:
         ending = launch_local(
             to_toml(run),
-            run.layout.world_size,
-            worker_arguments=(
-                *("--allow-changes",) * allow_changes,
-                *("--ignore-memory",) * ignore_memory,
-                *(() if leave_by is None else ("--leave-by", str(leave_by))),
-            ),
+            run.num_processes if island is None else run.layout.world_size,
+            worker_arguments=flags if island is None else (*flags, "--island", str(island)),
             max_restarts=max_restarts,
             say=say,
             progress=folder.progress,

@@ -14,7 +14,9 @@ import numpy.typing as npt
 from ultrascale.data.errors import DataError
 from ultrascale.data.indexed import Header, Shard, prefix_paths, read_header
 from ultrascale.data.manifest import Manifest, TokenizerFacts, load_manifest
-from ultrascale.data.verify import sample_of
+from ultrascale.data.preparing.verify import sample_of
+from ultrascale.data.streamed import StoredPath, StreamedFolder, StreamedTokens
+from ultrascale.storage import url_of
 
 OPEN_SHARDS = 128  # each holds two file descriptors, and 1,024 is a usual limit
 FOREIGN_BLOCKS = 256
@@ -24,14 +26,22 @@ _ENDS = 1 << 20
 class Corpus:
     """The stream of one source.
 
-    `path` is a folder made by `ultrascale data prepare`, or a Megatron prefix (`x` for `x.bin` and `x.idx`).
+    `path` is a folder made by `ultrascale data prepare`, also in a store (`s3://...`), or a Megatron prefix (`x` for `x.bin`
+    and `x.idx`).
     Raises DataError, naming the file, if it is neither, is not complete, or a shard is missing or has another size.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.manifest: Manifest | None = None
-        if self.path.is_dir():
+        self.streamed: StreamedFolder | None = None
+        url = url_of(path)
+        if url is not None:
+            self.path, self.streamed = StoredPath(url), StreamedFolder(url)
+            self.manifest = self.streamed.manifest
+            self.prefixes = [self.path / shard.name for shard in self.manifest.shards]
+            counts = [shard.tokens for shard in self.manifest.shards]
+        elif self.path.is_dir():
             self.manifest = load_manifest(self.path)
             self.prefixes = [self.path / shard.name for shard in self.manifest.shards]
             counts = [shard.tokens for shard in self.manifest.shards]
@@ -40,7 +50,8 @@ class Corpus:
         else:
             self.prefixes, counts = [_foreign_prefix(self.path)], []
         # Not a method, which would tie the cache to the corpus in a circle and keep files open until the next collection.
-        self.shard = lru_cache(maxsize=OPEN_SHARDS)(partial(_open_shard, tuple(self.prefixes), tuple(counts)))
+        opened = partial(_open_shard, tuple(self.prefixes), tuple(counts)) if self.streamed is None else self.streamed.shard
+        self.shard = lru_cache(maxsize=OPEN_SHARDS)(opened)
         if self.manifest is None:
             self.shard(0).verify_index()
             counts = [self.shard(0).num_tokens]
@@ -65,13 +76,14 @@ class Corpus:
 
     @property
     def tokenizer(self) -> TokenizerFacts | None:
-        """None for a foreign prefix, which does not say."""
+        """Facts of the tokenizer; None for a foreign prefix, which does not record them."""
         return self.manifest.tokenizer if self.manifest else None
 
     @property
     def tokenizer_path(self) -> Path | None:
         """`tokenizer.json` beside the shards, if there."""
-        path = (self.path if self.manifest else self.path.parent) / "tokenizer.json"
+        here = self.path if self.streamed is None else self.streamed.folder
+        path = (here if self.manifest else self.path.parent) / "tokenizer.json"
         return path if path.is_file() else None
 
     def pieces(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
@@ -94,6 +106,13 @@ class Corpus:
             starts[shard.document_starts(first, last) + (at - first)] = True
             at += last - first
 
+    def expect(self, start: int, count: int) -> None:
+        """Begin to fetch tokens start..start+count-1, if they are in a store."""
+        for index, first, last in self.pieces(start, count) if self.streamed is not None else ():
+            tokens = self.shard(index).tokens
+            if isinstance(tokens, StreamedTokens):
+                tokens.expect(first, last)
+
     def document(self, number: int) -> npt.NDArray[Any]:
         """The ids of one document, counted over all shards. Raises IndexError if there is no such document."""
         first = 0
@@ -105,7 +124,8 @@ class Corpus:
         raise IndexError(f"{self.path} has documents 0 to {first - 1}, not {number}")
 
     def fingerprint(self) -> str:
-        """What ids and document boundaries are said to be; the same wherever the files lie. Whether they are: `data.verify`.
+        """Fingerprint of the recorded ids and document boundaries, independent of where the files are. `data.preparing.verify`
+        checks it against the content.
 
         A prepared folder has checksums of all it holds. Of a foreign prefix the sizes, the first and last MiB and, after a plus
         sign, which older releases did not write, 256 blocks of 4 KiB of both files are taken, as they were when it was opened.

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale.data.errors import DataError
+from ultrascale.description.parsing import parse_json
 from ultrascale.failpoints import failpoint
-from ultrascale.spec.parsing import parse_json
 
 PARTIAL = ".partial"
 BLOCK_BYTES = 1 << 20

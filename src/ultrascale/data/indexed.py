@@ -49,7 +49,7 @@ def best_dtype(vocab_size: int) -> str:
 
 @dataclass(frozen=True)
 class Header:
-    """What an `.idx` says about itself."""
+    """The facts that an `.idx` records about itself."""
 
     dtype: str
     num_sequences: int
@@ -102,7 +102,7 @@ class Shard:
         self.header = read_header(self.idx_path)
         self.dtype = np.dtype(self.header.dtype).newbyteorder("<")
         size = self._bin_size()
-        self._bin, self._idx = _map(self.bin_path, size), _map(self.idx_path, self.header.index_bytes)
+        self._bin, self._idx = self._map_ids(size), _map(self.idx_path, self.header.index_bytes)
         self.tokens: npt.NDArray[Any] = np.frombuffer(self._bin, self.dtype)
         raw = memoryview(self._idx)
         self._lengths_at = HEADER.size
@@ -196,6 +196,9 @@ class Shard:
             raise DataError(str(self.bin_path), f"is {size} bytes, which is no number of {self.header.dtype} ids", _AGAIN)
         return size
 
+    def _map_ids(self, size: int) -> mmap.mmap | bytes:
+        return _map(self.bin_path, size)
+
     def _check_ends(self, size: int) -> None:
         n, promised = self.header.num_sequences, 0
         if n:
@@ -217,7 +220,7 @@ def _map(path: Path, size: int) -> mmap.mmap | bytes:
 
 @dataclass(frozen=True)
 class Written:
-    """What a writer made."""
+    """The result of a writer."""
 
     documents: int
     tokens: int

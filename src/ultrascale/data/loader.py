@@ -3,7 +3,7 @@
 A source is one stream, its documents in stored order, cut every S tokens; each sequence reads one token more than it predicts
 from, so every token but the stream's first is predicted once an epoch. At most S tokens at the stream's end are left over.
 Which sequence has which number is in `order`. Any split of a step's numbers over ranks and micro-batches therefore gives the
-same global batch, and a run resumes at any step by asking for that step's numbers (`spec.progress.step_span`).
+same global batch, and a run resumes at any step by asking for that step's numbers (`description.progress.step_span`).
 
 With `document_mask`, documents packed into one sequence are kept apart: `document_ids` tells attention, `positions` restart,
 and the last token of a document predicts nothing.
@@ -21,8 +21,8 @@ import numpy.typing as npt
 from ultrascale.data.corpus import Corpus
 from ultrascale.data.errors import DataError
 from ultrascale.data.order import Blend, shuffled, source_key
+from ultrascale.description.run import Source
 from ultrascale.failpoints import failpoint
-from ultrascale.spec.run import Source
 
 BLOCK_TOKENS = 1 << 20
 IGNORED = -100
@@ -99,6 +99,7 @@ class Loader:
         """
         numbers = np.fromiter(numbers, np.int64)
         source, inside = self.locate(numbers)
+        self.expect(numbers)
         s = self.sequence_length
         tokens = np.empty((len(source), s + 1), np.int64)
         starts = np.zeros(tokens.shape, np.bool_)
@@ -108,8 +109,17 @@ class Loader:
         failpoint("data.read")
         return _sequences(tokens, starts, numbers, self.document_mask)
 
+    def expect(self, numbers: Iterable[int]) -> None:
+        """Begin to fetch the sequences with these global numbers, where they are in a store; they are to be read soon."""
+        if all(corpus.streamed is None for corpus in self.corpora):
+            return
+        source, inside = self.locate(numbers)
+        for place, sequence in zip(source.tolist(), inside.tolist(), strict=True):
+            self.corpora[place].expect(sequence * self.sequence_length, self.sequence_length + 1)
+
     def fingerprint(self) -> str:
-        """Of the sources' content and weights, so that a resumed run on other data can be refused. Paths do not enter.
+        """Fingerprint of the sources' content and weights, so that a resumed run on other data can be refused. Paths do not
+        enter.
 
         With foreign prefixes a second digest follows after a plus sign, of samples; older releases wrote the first alone.
         """

@@ -29,20 +29,20 @@ class ShardRecord:
     bin_sha256: str
     idx_sha256: str
     sample_sha256: str = ""
-    """Of some blocks of both files (`data.verify`); empty if an older release prepared it."""
+    """Digest of some blocks of both files (`data.preparing.verify`); empty if an older release prepared it."""
     sources: tuple[Mapping[str, Any], ...] = ()
     """The files it was made from, with the range of bytes (row groups for Parquet), size and modification time."""
     skipped: Mapping[str, int] = field(default_factory=dict)
     """Documents left out, by reason."""
     skipped_first: Mapping[str, str] = field(default_factory=dict)
-    """For each reason, where it was met first."""
+    """First place at which each reason for a skip was met."""
     inexact_cuts: int = 0
     """Cuts of very long documents where ids may differ from those of the document tokenized whole."""
 
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What ids mean."""
+    """The tokenizer that gives ids their meaning."""
 
     fingerprint: str
     """sha256 of `tokenizer.json`."""
@@ -60,7 +60,7 @@ class Manifest:
     tokenizer: TokenizerFacts
     shards: tuple[ShardRecord, ...]
     request: Mapping[str, Any]
-    """What was asked for; the same command may come again, another one is refused."""
+    """The request that prepared the folder; the same command may come again, another one is refused."""
 
     @property
     def documents(self) -> int:
@@ -103,6 +103,9 @@ def load_manifest(folder: Path) -> Manifest:
     """Reads `manifest.json`. Raises DataError if it is missing, damaged, or of another format."""
     path = folder / NAME
     if not path.exists():
+        if not any(any(folder.glob(left)) for left in ("*.bin", "*.idx", "tokenizer.json")):
+            remedy = "Make one: ultrascale data prepare TEXT --output FOLDER."
+            raise DataError(str(folder), "is not a folder of prepared text", remedy)
         remedy = "Run `ultrascale data prepare` (again: it goes on where it stopped)."
         raise DataError(str(folder), f"holds no {NAME}, so it was not prepared to the end", remedy)
     value = read_json(path)

@@ -1,4 +1,5 @@
-"""Which sequence of which source has global number n: pure functions of (seed, n), so that nothing needs to be saved.
+"""Order of the data: which sequence of which source has global number n. Pure functions of (seed, n), so that nothing needs to
+be saved.
 
 Blend. Numbers come in blocks of 10,000. A table gives each number of a block its source: quotas by largest remainder (a share
 is within one sequence of exact in every block, and exact for weights of up to four decimals), spread evenly over the block. So
@@ -76,7 +77,7 @@ def shuffled(counts: Numbers, *, size: int, key: int) -> Numbers:
 
 
 def permuted(places: Numbers, epochs: npt.NDArray[np.uint64], *, size: int, key: int) -> Numbers:
-    """Where the permutation of each epoch [N] sends each place [N] of 0..size-1."""
+    """The place [N] to which the permutation of each epoch [N] sends each place [N] of 0..size-1."""
     rows = isqrt(size - 1) + 1
     columns = -(-size // rows)
     keys = _mix(np.uint64(key) ^ _mix(epochs * _GOLDEN + _GOLDEN))  # [N]

@@ -20,7 +20,7 @@ from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, pr
 
 from ultrascale.data.errors import DataError
 from ultrascale.data.manifest import TokenizerFacts
-from ultrascale.spec.special_tokens import END_OF_DOCUMENT, ENDS
+from ultrascale.description.architecture.special_tokens import END_OF_DOCUMENT, ENDS
 
 WINDOW, CONTEXT = 1 << 18, 1 << 12
 SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 257, 1_000_000

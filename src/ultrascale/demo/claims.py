@@ -1,4 +1,4 @@
-"""What the demo claims, the number that was measured, and whether the claim holds."""
+"""Claims of the demo, each with the measured number and whether it holds."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Verdict = Literal["holds", "fails", "skipped", "noted"]
+Verdict = Literal["holds", "fails", "missed", "skipped"]
 MARKS: dict[Verdict, str] = {
-    "holds": "[green]holds[/]", "fails": "[bold red]FAILS[/]", "skipped": "[yellow]skipped[/]", "noted": "[dim]noted[/]",
+    "holds": "[green]holds[/]", "fails": "[bold red]FAILS[/]", "missed": "[yellow]missed[/]", "skipped": "[yellow]skipped[/]",
 }  # fmt: skip
 
 
@@ -22,7 +22,7 @@ class Claim:
 
     text: str
     number: str
-    """What was measured; for `skipped`, what is missing."""
+    """Measured value; for `skipped`, what is missing."""
     verdict: Verdict
     facts: Mapping[str, Any] = field(default_factory=dict)
     """The numbers themselves, JSON-able: bytes, seconds, nats."""

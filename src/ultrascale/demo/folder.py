@@ -12,7 +12,7 @@ from ultrascale.demo.claims import DemoError
 
 MARK = ".ultrascale-demo"
 MADE_AFRESH = ("run", "plots", "exported", "run.toml", "training.log", "summary.json")
-"""What an earlier demo left and this one makes again; the prepared text is kept."""
+"""Files of an earlier demo that this one makes again; the prepared text is kept."""
 
 
 @contextmanager

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ultrascale.demo.text import VOCABULARY
-from ultrascale.spec.layout import Precision
-from ultrascale.spec.resolve import resolve
-from ultrascale.spec.run import Run
+from ultrascale.config.resolve import resolve
+from ultrascale.demo.stages.text import VOCABULARY
+from ultrascale.description.layout import Precision
+from ultrascale.description.run import Run
 
 PROCESSES = 2
 TRAINING_SECONDS = 90
-"""By the rehearsed rate. What that leaves out (half as much again) and restarting after the kill come on top, and a busy
-machine takes up to three times as long: the whole is to stay below five minutes."""
+"""Seconds of training at the rehearsed rate. What that leaves out (half as much again) and restarting after the kill come on
+top, and a busy machine takes up to three times as long: the whole is to stay below five minutes."""
 STEPS = (240, 640)
 """Fewest and most: below, the loss does not get far; above, the story gets long."""
 SAVES = 5

@@ -1,4 +1,4 @@
-"""What the demo shows on a terminal: numbered headings, the command a reader would give, a bar, a table of claims."""
+"""Output of the demo on a terminal: numbered headings, the command a reader would give, a bar, a table of claims."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ultrascale.demo.claims import MARKS, Claim
 WIDEST = 100
 INDENT = 3
 Advance = Callable[[float, str], None]
-"""Told how far a stage is, and a note to print beside the bar."""
+"""Function that takes a stage's progress, and a note to print beside the bar."""
 
 
 def cpu_seconds() -> float:
@@ -32,7 +32,7 @@ def cpu_seconds() -> float:
 
 @dataclass(frozen=True)
 class Spent:
-    """What a stage took."""
+    """Cost of a stage."""
 
     seconds: float
     cpu_seconds: float
@@ -44,7 +44,7 @@ class Screen:
 
     console: Console
     spent: dict[str, Spent] = field(default_factory=dict)
-    """By title of the stage."""
+    """Cost by title of the stage."""
 
     @classmethod
     def on(cls, *, stderr: bool) -> Screen:
@@ -80,7 +80,7 @@ class Screen:
         self.console.print(Padding(item, (0, 0, 0, INDENT), expand=False))
 
     def draw(self, draw_on: Callable[[Console], None]) -> None:
-        """What a function prints on a console, under the heading."""
+        """Prints on a console, under the heading, what a function draws."""
         narrow = Console(
             file=io.StringIO(), width=self.console.width - INDENT, highlight=False, force_terminal=self.console.is_terminal,
             color_system=self.console.color_system,  # pyright: ignore[reportArgumentType] (a str is what it takes)

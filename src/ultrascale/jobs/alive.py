@@ -1,4 +1,4 @@
-"""Whether the ranks on this machine get on, for a liveness probe: `python -m ultrascale.jobs.alive`, exit code 0 or 1.
+"""Liveness probe for the ranks on this machine: `python -m ultrascale.jobs.alive`, exit code 0 or 1.
 
 Reads the signs of life that ranks leave for their watchdog (`ultrascale.heartbeat`), which names and kills a rank that hangs.
 This is for when the watchdog is gone or cannot: a rank whose next beat is overdue by `SLACK_SECONDS` more. Without any signs

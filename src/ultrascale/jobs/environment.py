@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ultrascale.config.rules.time_limits import TORCHRUN_GRACE
 from ultrascale.jobs.job import Job
-from ultrascale.spec.time_limits import TORCHRUN_GRACE
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Variable:
 
 
 def variables(job: Job) -> list[Variable]:
-    """In the order of the text; a name only once."""
+    """Variables in the order of the text; a name only once."""
     found = {one.name: one for one in (*_ours(job), *_given(job))}
     return list(found.values())
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ultrascale.description.problems import Problem, SpecError
 from ultrascale.jobs.job import Job
 from ultrascale.jobs.text import exports, fill, head, quoted, setup, train_words
-from ultrascale.spec.problems import Problem, SpecError
 
 
 def torchrun_text(job: Job, file: Path) -> str:

@@ -12,16 +12,16 @@ from functools import cached_property
 from math import ceil, prod
 from pathlib import Path
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.config.rules.time_limits import grace_seconds
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Run
+from ultrascale.description.sections.launch import Launch
+from ultrascale.description.units import count_of, format_seconds
 from ultrascale.launch.events import longest_seconds
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.launch import Launch
-from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.run import Run
-from ultrascale.spec.time_limits import grace_seconds
-from ultrascale.spec.units import count_of, format_seconds
 
 SAFETY = 2.0
-"""What a step and a save have taken at most, times this, is what they may take."""
+"""Factor over the longest step and save so far, for the time that they may take."""
 FIRST_PORT, PORTS = 20_000, 10_000
 """Below the system's own range for outgoing connections (from 32,768)."""
 
@@ -39,9 +39,9 @@ class Job:
     nodes: int
     ranks_per_node: int
     command: str
-    """What was typed, for the text's head."""
+    """Command that was typed, for the text's head."""
     notes: tuple[str, ...] = ()
-    """What the plan says, for the text's head."""
+    """Lines of the plan, for the text's head."""
 
     @property
     def on_gpus(self) -> bool:
@@ -54,7 +54,7 @@ class Job:
 
     @property
     def port(self) -> int:
-        """Where nodes meet, where no batch system numbers its jobs."""
+        """Port at which nodes meet, where no batch system numbers its jobs."""
         return self.launch.port or FIRST_PORT + zlib.crc32(str(self.folder).encode()) % PORTS
 
     @cached_property
@@ -72,7 +72,7 @@ class Job:
 
     @property
     def grace_reason(self) -> str:
-        """Where that number comes from."""
+        """Source of that number."""
         if self.step_and_save_seconds is None:
             return f"{self.grace} s until a first save is measured; make this text again then"
         return f"{self.grace} s: a step and a save of this run took up to {format_seconds(self.step_and_save_seconds)}"

@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 import re
 
+from ultrascale.description.problems import Problem, SpecError
 from ultrascale.jobs.environment import variables
 from ultrascale.jobs.job import Job
 from ultrascale.jobs.text import block, fill, head, no_time_limit, quoted, setup, train_words
-from ultrascale.spec.problems import Problem, SpecError
 
 LEAVING_SECONDS = 60
-"""For torchrun and the shell to end when the ranks have."""
+"""Seconds for torchrun and the shell to end when the ranks have."""
 MAX_RESTARTS = 20
-"""Of all pods for other reasons than that the cluster wanted a node."""
+"""Restarts of all pods for other reasons than that the cluster wanted a node."""
 LONGEST_NAME = 40
-"""Of a label's 63 letters some are for what JobSet adds."""
+"""Longest name: of a label's 63 letters some are for what JobSet adds."""
 
 
 def kubernetes_text(job: Job, file: object) -> str:

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.description.problems import Problem, SpecError
 from ultrascale.jobs.environment import variables
 from ultrascale.jobs.job import Job
 from ultrascale.jobs.kubernetes import node_script, object_name
 from ultrascale.jobs.text import block, fill, head, no_time_limit, setup
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.problems import Problem, SpecError
 
 MOUNT = "/mnt/run"
 RESTARTS_ON_ERRORS = 5
-"""Of the whole job, when its own commands fail; those that a cloud takes away are not counted."""
+"""Restarts of the whole job when its own commands fail; those that a cloud takes away are not counted."""
 NAMES = {
     "h100-sxm": "H100", "a100-40": "A100", "a100-80": "A100-80GB", "v100-16": "V100", "v100-32": "V100-32GB",
     "a6000": "RTXA6000", "rtx-6000-ada": "RTX6000-Ada",

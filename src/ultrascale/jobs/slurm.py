@@ -12,7 +12,7 @@ from ultrascale.jobs.job import FIRST_PORT, PORTS, Job
 from ultrascale.jobs.text import comment, exports, fill, head, quoted, setup, train_words
 
 LEAVING_SECONDS = 60
-"""For torchrun and srun to end when the ranks have."""
+"""Seconds for torchrun and srun to end when the ranks have."""
 
 
 def slurm_text(job: Job, file: Path) -> str:
@@ -97,5 +97,5 @@ def _container(job: Job) -> str:
 
 
 def _on_one_node(job: Job) -> str:
-    """What stands before a command that needs ultrascale outside the ranks: it may be in the container alone."""
+    """Prefix of a command that needs ultrascale outside the ranks: it may be in the container alone."""
     return "" if job.launch.container is None else f"srun --nodes=1 --ntasks=1{_container(job)} "

@@ -1,4 +1,4 @@
-"""What became of a run, as a word that a job's script can ask for: `python -m ultrascale.jobs.state out/first`.
+"""State of a run, as a word that a job's script can ask for: `python -m ultrascale.jobs.state out/first`.
 
     complete  0     its last step is done and saved
     stopped   75    saved and left in order; the same command goes on
@@ -12,9 +12,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from ultrascale.config.resolve import resolve
+from ultrascale.description.problems import SpecError
 from ultrascale.launch.events import Event, event_of, read_rows
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.resolve import resolve
 
 EXIT_CODES = {"complete": 0, "stopped": 75, "failed": 1}
 """75 is sysexits' "try again"."""
@@ -34,7 +34,7 @@ def state_of(folder: Path) -> str:
 
 
 def _has_all(start: Event, folder: Path) -> bool:
-    """Whether all steps were done when it last started."""
+    """True if all steps were done when it last started."""
     try:
         return start.step is not None and start.step >= resolve(folder).run.steps
     except SpecError:

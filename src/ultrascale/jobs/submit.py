@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError
 
 COMMANDS = {
     "slurm": ["sbatch"], "kubernetes": ["kubectl", "apply", "-f"], "skypilot": ["sky", "jobs", "launch", "--yes"],

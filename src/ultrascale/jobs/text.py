@@ -9,9 +9,9 @@ from pathlib import Path
 from string import Template
 from textwrap import indent, wrap
 
+from ultrascale.description.units import count_of
 from ultrascale.jobs.environment import variables
 from ultrascale.jobs.job import Job
-from ultrascale.spec.units import count_of
 
 TEMPLATES = Path(__file__).parent / "templates"
 WIDTH = 124
@@ -43,7 +43,7 @@ def exports(job: Job) -> str:
 
 
 def head(job: Job) -> str:
-    """What is trained, on what, and what the plan says of it, as a comment."""
+    """Head of the text: what is trained, on what, and what the plan says of it, as a comment."""
     ranks = count_of(job.ranks_per_node, "GPU" if job.on_gpus else "process")
     first = f"{job.run.name}: {count_of(job.run.steps, 'step')} on {count_of(job.nodes, 'node')} of {ranks}"
     return comment([first, f"Made by: {job.command}", "Edit it as you like: nothing reads it but the launcher.", *job.notes])

@@ -45,7 +45,7 @@ def dropout(x: Tensor, rate: float, keys: Tensor, site: int) -> Tensor:
 
 
 def dropped(keys: Tensor, site: int, width: int, rate: float) -> Tensor:
-    """Which elements of [B, S, width] are dropped, bool."""
+    """Mask of the dropped elements of [B, S, width], bool."""
     row = ((keys + site) * _ODD_64).bitwise_right_shift(32).to(torch.int32)  # [B, S]
     column = torch.arange(width, device=keys.device, dtype=torch.int32) * (_GOLDEN >> 33)
     bits = row.unsqueeze(-1) + column

@@ -60,7 +60,7 @@ class _WeightedSum(torch.autograd.Function):
 
 
 def _row_of_pair(pairs: Tensor, num_tokens: int, choices: int) -> Tensor:
-    """Where each token's choices are among R rows, [N, k]; R where one was dropped."""
+    """Index of each token's choices among R rows, [N, k]; R where one was dropped."""
     rows = pairs.new_full((num_tokens * choices,), len(pairs))
     rows[pairs] = torch.arange(len(pairs), device=pairs.device)
     return rows.view(num_tokens, choices)

@@ -8,9 +8,9 @@ where an expert has no rows. Saves for the backward pass: rows and weight.
 
 torch's `grouped_mm` (2.10 and later) does all groups in one call: on CPU the same bits as a loop of products and 1.1 (16
 experts of 256 x 128) to 2 times (64 of 128 x 64) as fast, on CUDA without asking the host for the counts. It knows no fp64, and
-rows must be multiples of 16 bytes; a loop does the rest, and all of it on CUDA where it was faster (`kernels.fused_contest`):
-few large experts keep the device busy while the host waits for the counts. The alternative, padding every expert to the same
-number of rows for one batched product, multiplies as many zeros as experts are uneven.
+rows must be multiples of 16 bytes; a loop does the rest, and all of it on CUDA where it was faster
+(`kernels.choice.fused_contest`): few large experts keep the device busy while the host waits for the counts. The alternative,
+padding every expert to the same number of rows for one batched product, multiplies as many zeros as experts are uneven.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ultrascale.kernels.implementation import form_of
+from ultrascale.kernels.choice.implementation import form_of
 
 GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT_BYTES = 16
-"""Of `grouped_mm`: where matrices start, and how far apart their rows are."""
+"""Alignment that `grouped_mm` needs of the starts of matrices and the strides of their rows, in bytes."""
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:

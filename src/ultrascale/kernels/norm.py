@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ultrascale.kernels.device_kind import is_cuda
-from ultrascale.kernels.implementation import form_of
+from ultrascale.kernels.choice.device_kind import is_cuda
+from ultrascale.kernels.choice.implementation import form_of
 
 LARGEST_ROW = 2**14
 """Elements that a program of the Triton kernel holds in registers: of more, some would spill into memory (`triton_launch`)."""
@@ -36,7 +36,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def fuses_sums(x: Tensor) -> bool:
-    """Whether one kernel of this run adds to x and takes the norm of the sum (`add_rms_norm`)."""
+    """True if one kernel of this run adds to x and takes the norm of the sum (`add_rms_norm`)."""
     return not torch.compiler.is_compiling() and form_of("norm_of_sum", x) != "torch" and x.shape[-1] <= LARGEST_ROW
 
 

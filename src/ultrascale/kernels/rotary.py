@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ultrascale.kernels.implementation import form_of
-from ultrascale.spec.model import Model, RopeScaling
+from ultrascale.description.architecture.model import Model, RopeScaling
+from ultrascale.kernels.choice.implementation import form_of
 
 Angles = tuple[Tensor, Tensor]
 """cos and sin, each [1 or B, S, 1, E/2]."""
@@ -96,7 +96,7 @@ def inverse_frequencies(model: Model, device: torch.device | str = "cpu") -> Ten
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:
-    """What cos and sin are multiplied by: YaRN's temperature (Peng et al. 2023, section 3.4), otherwise 1."""
+    """Factor of cos and sin: YaRN's temperature (Peng et al. 2023, section 3.4), otherwise 1."""
     if scaling is None or scaling.rope_type != "yarn":
         return 1.0
     if scaling.attention_factor is not None:
@@ -107,7 +107,7 @@ def attention_factor(scaling: RopeScaling | None) -> float:
 
 
 def score_factor(scaling: RopeScaling | None) -> float:
-    """What scores are multiplied by beside 1/sqrt(E): the square of DeepSeek's temperature for all dimensions, otherwise 1."""
+    """Factor of scores beside 1/sqrt(E): the square of DeepSeek's temperature for all dimensions, otherwise 1."""
     if scaling is None or scaling.mscale_all_dim is None:
         return 1.0
     return _temperature(scaling.factor, scaling.mscale_all_dim) ** 2

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ultrascale.kernels.implementation import form_of
+from ultrascale.kernels.choice.implementation import form_of
 
 CLAMPED_SLOPE, CLAMPED_LIMIT = 1.702, 7.0
 """GPT-OSS's `swiglu_alpha` (with it x sigmoid(alpha x) is close to GELU) and `swiglu_limit`."""

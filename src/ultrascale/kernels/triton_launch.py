@@ -1,4 +1,4 @@
-"""How many threads a Triton program gets: Triton takes 128 unless it is told, however much the program holds."""
+"""Number of threads of a Triton program: Triton takes 128 unless it is given another, however much the program holds."""
 
 from __future__ import annotations
 

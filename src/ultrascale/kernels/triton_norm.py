@@ -25,7 +25,7 @@ from ultrascale.kernels.norm import LARGEST_ROW
 from ultrascale.kernels.triton_launch import warps_for
 
 _PROGRAMS = 512
-"""Of the backward pass, at most: a few for each multiprocessor of an H100 (132) or B200 (148)."""
+"""Most programs of the backward pass: a few for each multiprocessor of an H100 (132) or B200 (148)."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -23,7 +23,8 @@ from ultrascale.kernels.triton_launch import warps_for
 
 
 def rotate(x: Tensor, angles: Angles, *, start: int = 0, neighbours: bool = False) -> Tensor:
-    """As `kernels.rotary.rotate`: heads x [B, S, H, E] turned by `angles`, [1 or B, S, 1, planes] each; 16 bits or fp32."""
+    """Triton form of `kernels.rotary.rotate`: heads x [B, S, H, E] turned by `angles`, [1 or B, S, 1, planes] each; 16 bits or
+    fp32."""
     return _Rotate.apply(x, *angles, start, neighbours)  # pyright: ignore[reportReturnType]
 
 

@@ -25,7 +25,7 @@ NEEDED = {
 }
 """Kinds that the account of restarts reads, and the numbers of steps each must have. Others are for people."""
 MOST_STEPS, MOST_SECONDS = 2**53, 1e12
-"""What a number may be at most; the second is some 30,000 years."""
+"""Upper bounds of numbers: steps, and seconds (some 30,000 years)."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class Event:
     monotonic: float | None = None
     """Seconds of the machine's own clock since it was started."""
     boot: str = ""
-    """Which start that was; empty if not known."""
+    """Identifier of the machine's boot; empty if not known."""
     step: int | None = None
     to: int | None = None
-    """Of a rewind: the step it went back to."""
+    """For a rewind: the step it went back to."""
     cause: str = ""
     rank: int | None = None
     node: str = ""
     again: bool = True
-    """Of a failure: whether the launcher started the ranks again."""
+    """For a failure: True if the launcher started the ranks again."""
 
 
 def stamp() -> dict[str, Any]:
@@ -55,7 +55,7 @@ def stamp() -> dict[str, Any]:
 
 
 def seconds_between(earlier: Event, later: Event) -> float | None:
-    """None if it cannot be known, because the clock was set back in between."""
+    """Seconds between two events; None if unknown, because the clock was set back in between."""
     if earlier.boot and earlier.boot == later.boot and earlier.monotonic is not None and later.monotonic is not None:
         seconds = later.monotonic - earlier.monotonic
     else:
@@ -81,7 +81,7 @@ def longest_seconds(metrics: Path, key: str) -> float:
 
 
 def is_event(row: object) -> bool:
-    """Whether this is a row of some kind, also of one that does not matter here."""
+    """True if this is a row of any kind, including those that do not matter here."""
     return (
         isinstance(row, dict)
         and isinstance(row.get("event"), str)

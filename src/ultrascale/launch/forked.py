@@ -6,6 +6,7 @@ For short jobs on the CPU, such as a proof. torchrun starts each rank from nothi
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import multiprocessing
 import os
@@ -36,8 +37,12 @@ def run_forked(world: int, function: Callable[..., Any], *arguments: Any) -> lis
             context.Process(target=_rank_main, args=(folder, rank, world, function, arguments), daemon=True)
             for rank in range(world)
         ]
-        for process in processes:
-            process.start()
+        gc.freeze()  # the caller's garbage is not a rank's to collect: stores of torch's join threads, which are not forked
+        try:
+            for process in processes:
+                process.start()
+        finally:
+            gc.unfreeze()
         try:
             waiting = {process.sentinel: rank for rank, process in enumerate(processes)}
             while waiting:
@@ -61,7 +66,7 @@ def _expect_success(folder: Path, rank: int, process: Any) -> None:
 
 
 def _ending(exit_code: int) -> str:
-    """What became of a process that said nothing itself."""
+    """Description of the end of a process that reported nothing itself."""
     return f"was ended by {signal.Signals(-exit_code).name}\n" if exit_code < 0 else f"ended with exit status {exit_code}\n"
 
 

@@ -24,6 +24,8 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from ultrascale.config.rules.time_limits import GRACE_SECONDS, TORCHRUN_GRACE
+from ultrascale.description.units import count_of
 from ultrascale.heartbeat import Beat, read
 from ultrascale.launch.events import stamp
 from ultrascale.launch.orphans import launcher_here
@@ -39,8 +41,6 @@ from ultrascale.launch.warm import (
     prepare,
 )
 from ultrascale.launch.watchdog import HANG_FILE, disagreement, keep_hang, meanwhile
-from ultrascale.spec.time_limits import GRACE_SECONDS, TORCHRUN_GRACE
-from ultrascale.spec.units import count_of
 
 WORKER = "ultrascale.train.worker"
 QUIET = ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api", "torch.multiprocessing.spawn")
@@ -52,14 +52,14 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Ending:
-    """How the processes ended."""
+    """The end of all processes."""
 
     reason: str
     """Empty when all of them ended well."""
     exit_code: int = 1
-    """For the command: 1 failed, 2 the description is wrong, 130 stopped by Ctrl-C before it could save."""
+    """Exit code of the command: 1 failed, 2 invalid configuration, 130 stopped by Ctrl-C before it could save."""
     stopped: bool = False
-    """This process was asked to stop, and passed that on."""
+    """True if this process was asked to stop, and passed that on."""
     saved: bool = False
     """Stopped in order: the ranks have said that everything is saved."""
     explained: bool = False
@@ -102,7 +102,7 @@ def launch_local(
 
 @dataclass(frozen=True)
 class Attempt:
-    """What `launch_local` starts, each time anew."""
+    """The processes that `launch_local` starts, new for each attempt."""
 
     run_toml: str
     num_processes: int
@@ -226,7 +226,7 @@ def _stopped(number: signal.Signals, failure: Path, saved: Path) -> Ending:
 
 
 def _steps_done(beats: Iterable[Beat]) -> int | None:
-    """By the rank that is furthest; None if none has begun a step."""
+    """Steps done by the rank that is furthest; None if none has begun a step."""
     return max((beat.steps_done for beat in beats if beat.started_at >= 0), default=None)
 
 

@@ -27,7 +27,7 @@ from ultrascale import console
 
 LOCK_FILE, RANKS_FILE = "launcher.lock", "ranks.lock"
 LOOK_SECONDS = 1.0
-"""Between two looks at a process that is no child, whose end the system lets nobody wait for."""
+"""Seconds between two looks at a process that is no child, whose end the system lets nobody wait for."""
 GRACE_SECONDS = 6.0
 """Time to stop in order, saving included. What a save leaves unfinished is swept away at the next start."""
 TORCHRUN = "TORCHELASTIC_RUN_ID"
@@ -53,7 +53,7 @@ def launcher_here(folder: Path) -> Iterator[None]:
 
 
 def end_with_launcher(folder: Path) -> None:
-    """From now on, stop as at SIGTERM once nobody is the launcher of `folder` any more, and soon after at any price."""
+    """Stops this process, first as at SIGTERM and soon after unconditionally, once the launcher of `folder` is gone."""
     with suppress(OSError):  # the launcher has taken its folder away
         _held.append(open(folder / RANKS_FILE, "w"))  # noqa: SIM115  (as long as the process lives)
         fcntl.flock(_held[-1], fcntl.LOCK_SH)
@@ -61,7 +61,7 @@ def end_with_launcher(folder: Path) -> None:
 
 
 def end_with_starter() -> None:
-    """The same for a rank that something else has started, which the environment calls one of several.
+    """Stops as above a rank that something else has started, which the environment calls one of several.
 
     A rank that torchrun has not started may outlive its parent if it is meant to: under `nohup`, or in a session of its own.
     Where there are agents of torchrun on other nodes this node ends like one that dies, without a stop in order, which agents
@@ -126,7 +126,7 @@ def _starter() -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """Of a process in /proc: its state, its parent, and so on; empty if it has ended, or without /proc."""
+    """Fields of a process in /proc: its state, its parent, and so on; empty if it has ended, or without /proc."""
     with suppress(OSError):
         found = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return found if found[0] not in ("Z", "X") else []

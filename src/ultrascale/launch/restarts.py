@@ -1,4 +1,4 @@
-"""How often a run is started again, and what it cost: a budget, and the account kept in the run's `events.jsonl`.
+"""Restarts of a run and their cost: a budget, and the account kept in the run's `events.jsonl`.
 
     failure     the launcher saw ranks end: cause, rank, node, step; whether it started them again
     start       rank 0 has found the newest checkpoint and goes on from its step
@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+from ultrascale.description.units import count_of
 from ultrascale.launch.events import Event, event_of, is_event, read_rows, seconds_between
-from ultrascale.spec.units import count_of
 
 MOST_AT_A_STEP = 3
 """Failures in a row at the same step before it is given up."""
@@ -24,11 +24,11 @@ MOST_AT_A_STEP = 3
 
 @dataclass
 class Budget:
-    """What is left of the patience of a launcher."""
+    """The restarts that a launcher has left."""
 
     max_restarts: int
     used: int = 0
-    """Since the last new checkpoint."""
+    """Restarts since the last new checkpoint."""
     _progress: str | None = None
     _step: int | None = None
     _at_step: int = 0
@@ -67,7 +67,7 @@ class Restart:
     resumed_step: int | None
     """Steps done in the checkpoint that it went on from; None if it did not."""
     seconds: float | None
-    """From the failure to the end of the next step; None if that is not known, or somebody gave the command again."""
+    """Seconds from the failure to the end of the next step; None if unknown, or if somebody gave the command again."""
 
     @property
     def steps_lost(self) -> int:
@@ -76,13 +76,13 @@ class Restart:
 
 @dataclass(frozen=True)
 class Account:
-    """What restarts have cost a run so far."""
+    """The cost of restarts so far."""
 
     restarts: tuple[Restart, ...] = ()
     useful_seconds: float = 0.0
-    """Of the steps that count, each once, at the run's own mean pace."""
+    """Seconds of the steps that count, each once, at the run's own mean pace."""
     wall_seconds: float = 0.0
-    """In the run's commands, from starts to ends; the time between two commands is left out."""
+    """Seconds in the run's commands, from starts to ends; the time between two commands is left out."""
     unknown_spans: int = 0
     """Stretches of time that are not in these, because the clock was set back."""
     unreadable: int = 0
@@ -90,7 +90,7 @@ class Account:
 
     @property
     def goodput(self) -> float | None:
-        """Between 0 and 1; None if it cannot be known."""
+        """Goodput between 0 and 1; None if it cannot be known."""
         if self.unknown_spans or self.wall_seconds <= 0:
             return None
         return min(1.0, self.useful_seconds / self.wall_seconds)
@@ -102,7 +102,7 @@ class Account:
 
 @dataclass
 class _Stretch:
-    """From a start to a failure, a stop or the end."""
+    """A stretch from a start to a failure, a stop or the end."""
 
     start: Event
     stepped: Event | None = None
@@ -189,7 +189,7 @@ def _told(restart: Restart) -> str:
 
 
 def told_goodput(account: Account) -> str:
-    """In words, and of how long."""
+    """Goodput in words, with the time it covers."""
     if account.goodput is not None:
         return f"{account.goodput:.1%} of {account.wall_seconds:.0f} s"
     if account.unknown_spans:

@@ -36,7 +36,7 @@ SEMAPHORES = MEMORY
 MOST_SOCKET_PATH = 100
 """Characters, of the 108 and 104 that Linux and macOS allow."""
 SPARE_BYTES = 1 << 16
-"""For the run's description, stores and what ranks die of; stacks of a hang may need more."""
+"""Spare bytes for the run's description, stores and error reports of ranks; stacks of a hang may need more."""
 
 
 def scratch_places(*others: Path | None) -> Iterator[Path]:
@@ -145,7 +145,8 @@ def _sweep(entry: os.DirEntry[str]) -> None:
 
 
 def _is_left(signs: Path, changed: float) -> bool:
-    """Whether signs of life are of ranks that are gone, long ago, and hold nothing that somebody may want to read: a stack."""
+    """True if the signs of life belong to ranks that are long gone, and hold nothing that somebody may want to read, such as a
+    stack."""
     if time.time() - changed < SIGNS_KEPT_SECONDS or any(
         path.suffix != SUFFIX and path.stat().st_size for path in signs.iterdir()
     ):

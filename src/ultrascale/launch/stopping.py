@@ -22,11 +22,12 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SAME_WISH_SECONDS = 10.0
 """Counted from handler to handler: where a machine is busy, or a rank writes to its disk, one runs seconds after its signal."""
 STARTING, PUT_OFF_SECONDS = "_start_workers", 0.1
-"""What torch's agents call the function in which they start ranks; how much later a signal that comes meanwhile comes again."""
+"""Name of the function in which torch's agents start ranks, and the delay after which a signal that comes meanwhile is sent
+again."""
 
 
 def is_ignored(number: signal.Signals) -> bool:
-    """Whether whoever started this process wants it to outlive this signal, as `nohup` does of SIGHUP. (A shell ignores SIGINT
+    """True if whoever started this process wants it to outlive this signal, as `nohup` does of SIGHUP. (A shell ignores SIGINT
     for what runs in its background, where one comes only on purpose.)"""
     return number is not signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN
 
@@ -63,19 +64,20 @@ def _is_starting_ranks(frame: FrameType | None) -> bool:
 
 @dataclass
 class Wishes:
-    """To stop, that came while no ranks were there to be asked."""
+    """Requests to stop that came while there were no ranks to ask."""
 
     first: signal.Signals | None = None
     are_kept: bool = False
-    """Until then a signal does what it did before: nothing has been trained that could be lost."""
+    """True once requests are kept. Until then a signal keeps its earlier effect: nothing has been trained that could be
+    lost."""
     heard_at: float | None = None
-    """When the ranks were last asked, or the first was kept, by `time.monotonic`."""
+    """Time at which the ranks were last asked, or the first request was kept, by `time.monotonic`."""
     passed_on: signal.Signals | None = None
-    """What the ranks were last asked by."""
+    """Signal that was last passed on to the ranks."""
 
     @property
     def heard_just_now(self) -> bool:
-        """Whether another signal is the same wish."""
+        """True if another signal counts as the same request."""
         return self.heard_at is not None and time.monotonic() - self.heard_at <= SAME_WISH_SECONDS
 
 

@@ -30,11 +30,11 @@ from ultrascale.launch.stopping import STOP_SIGNALS
 
 LEAVING_SECONDS = 0.5
 FOLDER_VARIABLE = "ULTRASCALE_SIGNS_OF_LIFE"
-"""Where a rank finds the folder that its launcher has made for the attempt."""
+"""Environment variable with the folder that the launcher has made for the attempt."""
 LOST_EXIT_CODE = 255
-"""What multiprocessing tells of a process whose fork server is gone."""
+"""Exit code that multiprocessing reports for a process whose fork server is gone."""
 LOST_SECONDS = 5.0
-"""Between the end of a process's pipes and that of the process, on a busy machine."""
+"""Most seconds between the end of a process's pipes and that of the process, on a busy machine."""
 
 
 class LostForkServer(RuntimeError):
@@ -71,7 +71,7 @@ def fork_server_watched() -> Iterator[None]:
 
 
 def fork_server_ending() -> str:
-    """How the fork server ended, a moment ago perhaps, in words; empty if it lives or was never started."""
+    """The end of the fork server, perhaps a moment ago, in words; empty if it lives or was never started."""
     if (pid := _fork_server()) == 0 or not hasattr(os, "waitid"):
         return ""
     until = time.monotonic() + LOST_SECONDS
@@ -86,12 +86,12 @@ def fork_server_ending() -> str:
 
 
 def _fork_server() -> int:
-    """Its process, of which multiprocessing tells nobody; 0 if there is none."""
+    """Process id of the fork server, which multiprocessing keeps private; 0 if there is none."""
     return getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None) or 0
 
 
 def entry(worker: str, arguments: tuple[str, ...], folder: Path, *, warm: bool) -> tuple:
-    """What torchrun's agent is to start, and with what arguments. `folder`: the attempt's."""
+    """The function that torchrun's agent is to start, and its arguments. `folder`: the attempt's."""
     if warm:
         return run_worker, (worker, arguments, str(folder))
     os.environ[FOLDER_VARIABLE] = str(folder)

@@ -29,30 +29,32 @@ from ultrascale.heartbeat import PASSED_OVER, Beat, read
 
 LOOK_SECONDS = 0.25
 DUMP_SECONDS = 1.5
-"""For a rank that does not wait for others to write its flight recorder; it cannot, where the interpreter's lock is held."""
+"""Seconds for a rank that does not wait for others to write its flight recorder; it cannot, where the interpreter's lock is
+held."""
 MOST_DUMP_SECONDS = 10.0
-"""For all stacks, and the flight recorders of ranks that wait: they can, but a busy machine may take so long."""
+"""Most seconds for all stacks, and the flight recorders of ranks that wait: they can, but a busy machine may take so long."""
 MOST_WOKEN_SECONDS = 60.0
-"""For a stopped rank to write its stack while the others stand still, where the machine or its disk is very busy."""
+"""Most seconds for a stopped rank to write its stack while the others stand still, where the machine or its disk is very
+busy."""
 STACK_SIGNAL = signal.SIGUSR2
 MOST_TOLD, MOST_WAITING = 8, 2
 HANG_FILE, DUMP_MARK, RECORDED = "hang.json", "dump", "recorded"
 _MASKS = ("SigPnd", "ShdPnd", "SigBlk")
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
 _SIZE = re.compile(r"\((\d+)\)$")
-"""Of a group of ranks, at the end of its name."""
+"""Size of a group of ranks, at the end of its name."""
 
 
 @dataclass(frozen=True)
 class Hang:
-    """What was found when a rank was overdue."""
+    """The findings about an overdue rank."""
 
     culprits: tuple[int, ...]
     """Ranks that the others waited for; all, if that cannot be told."""
     reason: str
     """One line."""
     ranks: dict[int, str]
-    """What each rank was doing, and where."""
+    """State of each rank, and the source line it was at."""
     steps_done: int
 
 
@@ -98,7 +100,7 @@ def _declare(folder: Path) -> Hang:
 
 
 def _wait_for_dumps(folder: Path, beats: list[Beat], before: dict[int, set[str]]) -> None:
-    """Until every rank has written its stack and its flight recorder, or has had time enough for it."""
+    """Waits until every rank has written its stack and its flight recorder, or has had time enough for it."""
     began = time.monotonic()
     while (waited := time.monotonic() - began) < MOST_DUMP_SECONDS:
         stacks = all(_has_written(folder, beat, before[beat.pid]) for beat in beats if _state(beat.pid))
@@ -137,7 +139,7 @@ def _standing_still(beats: list[Beat]) -> Iterator[None]:
 
 
 def _has_written(folder: Path, beat: Beat, before: set[str]) -> bool:
-    """Whether a rank's stack is there, and whole: faulthandler writes it line by line, in the handler of the signal."""
+    """True if a rank's stack is there and complete: faulthandler writes it line by line, in the handler of the signal."""
     return bool(_stack(folder, beat.rank)) and not _writing_stacks(beat.pid) - before
 
 
@@ -154,7 +156,7 @@ def _writing_stacks(pid: int) -> set[str]:
 
 
 def judge(beats: list[Beat], stopped: list[int], lines: dict[int, str]) -> Hang:
-    """Who is to blame. `stopped`: ranks whose processes are; `lines`: where in the source each rank is."""
+    """The ranks to blame for a hang. `stopped`: ranks whose processes are stopped; `lines`: the source line of each rank."""
     told = {beat.rank: _doing(beat, lines.get(beat.rank, "")) for beat in beats}
     steps = min((beat.steps_done for beat in beats), default=0)
     at = f"no sign of life in step {steps}"
@@ -195,8 +197,8 @@ def _first_waiting(beats: list[Beat], stopped: list[int]) -> list[int]:
 
 
 def meanwhile(beats: list[Beat], rank: int, missed: list[str]) -> str:
-    """To follow the news that `rank` died: where it was, and who waited for what. `missed`: what ranks said of that before they
-    were ended; of those that could not say it, their signs of life do."""
+    """Continuation of the news that `rank` died: where it was, and who waited for what. `missed`: what ranks reported of that
+    before they were ended; of those that could not report it, their signs of life do."""
     where = [f" (its last sign of life: {beat.doing})" for beat in beats if beat.rank == rank]
     waited = [f"rank {beat.rank} {_doing(beat, '')}" for beat in beats if beat.rank != rank and beat.waiting]
     return "".join(where) + "".join(f"; {text}" for text in [*missed, *waited][:MOST_WAITING])

@@ -1,8 +1,8 @@
-"""What really happens on this machine, and the plan held against it.
+"""Measurements on this machine, and comparison of the plan with them.
 
 memory             live bytes of tensors by category, operation by operation
-waterfall          where the time of a step went (from profile_events, spans and categories; told by step_report)
-machine, doctor    what this machine can reach; what it has, and what would stop a run
+step               where the time of a step went
+machine            what this machine can reach; what it has, and what would stop a run
 compare, summary   planned beside measured; a run in a few numbers
 plots              pictures of a run
 """

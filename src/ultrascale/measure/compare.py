@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from ultrascale.description.units import format_bytes
 from ultrascale.measure.memory import LiveMemory
 from ultrascale.plan.memory.ledger import CATEGORIES
 from ultrascale.plan.memory.replay import MemoryPlan
-from ultrascale.spec.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,7 +22,7 @@ class Difference:
     name: str
     planned_bytes: int
     measured_bytes: int | None
-    """None where the device tells only the sum."""
+    """Measured bytes; None where the device reports only the sum."""
     percent: float | None
     """(planned - measured) / measured, in percent *of the measured sum*, so that small categories do not shout."""
 
@@ -41,7 +41,7 @@ def compare_memory(plan: MemoryPlan, measured: Mapping[str, int], *, measured_to
 
 
 def compare_run(plan: MemoryPlan, memory: LiveMemory) -> dict[str, Any]:
-    """What a run writes down: the comparison and both timelines' peaks, JSON-able."""
+    """The record of a run's memory: the comparison and both timelines' peaks, JSON-able."""
     rows = compare_memory(plan, memory.peak.by_category)
     return {
         "difference_percent": rows[-1].percent,

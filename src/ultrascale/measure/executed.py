@@ -1,8 +1,9 @@
 """A pipeline schedule executed on this machine, beside the same list played with the seconds that its passes took.
 
-Ranks are forked, hold one small block a stage, and run on the CPU, a thread each, through `parallel.pipeline`, as the trainer
-does. The planner plays the list with the mean of every stage's passes, so that what differs is what a plan leaves out:
-messages, Python between passes, passes of unequal length. Where there are more ranks than cores they wait for those as well.
+Ranks are forked, hold one small block a stage, and run on the CPU, a thread each, through
+`parallel.pipeline.pipeline_parallel`, as the trainer does. The planner plays the list with the mean of every stage's passes,
+so that what differs is what a plan leaves out: messages, Python between passes, passes of unequal length. Where there are more
+ranks than cores they wait for those as well.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from collections import defaultdict
 from typing import NamedTuple
 
 import torch
-import torch._dynamo  # FSDP2 and optimizers load it at first use: seconds, here once and not on every forked rank
 
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout, PipelineRuntime
 from ultrascale.launch.forked import run_forked
 from ultrascale.parallel.apply import build_share
 from ultrascale.parallel.mesh import Ranks, process_group
-from ultrascale.parallel.pipeline import Pipeline, build_orders, build_pipeline
+from ultrascale.parallel.pipeline.pipeline_parallel import Pipeline, build_orders, build_pipeline
 from ultrascale.plan.pipeline.play import Program, StageSeconds, Timeline, play
 from ultrascale.schedules.actions import Action, Kind
-from ultrascale.spec.layout import Layout, PipelineRuntime
-from ultrascale.spec.model import Model
+from ultrascale.torch_private import load_compiler
 
 WIDTH, LENGTH = 256, 128
 """Hidden size and tokens: a pass takes some milliseconds, ten times what Python and a message do."""
@@ -28,7 +29,7 @@ STEPS = 4
 """The first warms up; of the others the fastest is shown, as other work on the machine only makes one slower."""
 TIMEOUT_SECONDS = 120.0
 Row = list[tuple[str, int, int, float, float]]
-"""Of one rank: kind, micro-batch, stage, start and end of each pass."""
+"""Row of one rank: kind, micro-batch, stage, start and end of each pass."""
 
 
 class Both(NamedTuple):
@@ -49,13 +50,14 @@ def execute_schedule(name: str, program: Program, runtime: PipelineRuntime = "ul
         pp=ranks, schedule=name, virtual_stages=stages, layers_per_stage=(1,) * program.num_stages, pipeline_runtime=runtime
     )
     build_orders(whole, program.num_micro_batches)
+    load_compiler()
     found = run_forked(ranks, _steps_of_rank, whole, program.num_micro_batches)
     executed = min((_timeline(rows) for rows in zip(*found, strict=True)), key=lambda timeline: timeline.step_seconds)
     return Both(play(program, mean_seconds(executed, program.num_stages)), executed)
 
 
 def mean_seconds(timeline: Timeline, num_stages: int) -> StageSeconds:
-    """What each stage's passes took in the mean. A whole backward pass counts as input gradient where none is cut in two."""
+    """Mean seconds of each stage's passes. A whole backward pass counts as input gradient where none is split."""
     taken: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for row, starts, ends in zip(timeline.schedule, timeline.start, timeline.end, strict=True):
         for action, start, end in zip(row, starts, ends, strict=True):

@@ -22,7 +22,7 @@ their storage to nothing, so `resize_` is watched too. Which category a storage 
 
 Scratch inside a kernel is not a tensor and is not seen. Costs about 20 microseconds an operation, only inside the `with`.
 On CUDA the allocator knows better (`torch.cuda.max_memory_allocated`). The alternative on CPU, torch's MemTracker, has no
-category for gathered copies and was 1.4 percent off on the same runs.
+category for gathered weights and was 1.4 percent off on the same runs.
 """
 
 from __future__ import annotations
@@ -35,22 +35,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from ultrascale.parallel import pipeline_passes
-from ultrascale.parallel.host_memory import is_on_host
-from ultrascale.parallel.offload import Travel
-from ultrascale.parallel.precision import computing_copies
+from ultrascale.parallel.activations.host_memory import is_on_host
+from ultrascale.parallel.activations.offload import Travel
+from ultrascale.parallel.pipeline import pipeline_passes
+from ultrascale.parallel.precision.mixed_precision import computing_copies
 from ultrascale.parallel.share import Share
+from ultrascale.torch_private import FakeTensor, FSDPParamGroup, TorchDispatchMode, in_backward_pass, tree_leaves
 
 CATEGORIES = (
     "parameters", "gathered", "gradients", "optimizer", "activations", "temporary", "communication", "other",
 )  # fmt: skip
 HOST = "host"
-"""Beside them, and in no sum: what waits in the host's memory (`parallel.host_memory`)."""
+"""Category for what waits in host memory (`parallel.activations.host_memory`), in no sum."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Sample:
 
     step: int
     phase: str
-    """What the trainer marked last: `forward`, `backward`, `optimizer`, ..."""
+    """Phase that the trainer marked last: `forward`, `backward`, `optimizer`, ..."""
     by_category: dict[str, int]
 
     @property
@@ -144,7 +142,7 @@ class LiveMemory(TorchDispatchMode):
     def _category(self) -> str:
         if self._region is not None:
             return self._region
-        return "temporary" if torch._C._current_graph_task_id() != -1 else "activations"
+        return "temporary" if in_backward_pass() else "activations"
 
     def _count(self, tensor: torch.Tensor, category: str) -> None:
         if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
@@ -233,8 +231,6 @@ class LiveMemory(TorchDispatchMode):
         ]
 
     def _watch_fsdp(self) -> None:
-        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
         self._patch(FSDPParamGroup, "unshard", region="communication")
         self._patch(FSDPParamGroup, "wait_for_unshard", self._after_gather, region="gathered")
         self._patch(FSDPParamGroup, "post_backward", self._after_reduce, region="communication")

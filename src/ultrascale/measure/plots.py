@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ultrascale.description.parsing import parse_json
+from ultrascale.description.problems import Problem, SpecError
 from ultrascale.launch.events import event_of, read_rows
-from ultrascale.spec.parsing import parse_json
-from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.measure.run_marks import Mark, marks_of
 
 INK, GRID = "#22272e", "#e3e6ea"
 LINE, SECOND = "#3b6fb6", "#d1603d"
@@ -27,19 +28,20 @@ def plot_run(
     planned_peak_bytes: int | None = None,
     reference_loss: tuple[str, float] | None = None,
     timed_since: int = 0,
+    marks: Sequence[Mark] = (),
 ) -> list[Path]:
     """Write `loss`, `tokens_per_second`, `noise_scale` and `memory_by_category.png` into `folder`; those there is data for.
 
     `metrics` are rows of metrics.jsonl, `memory_timeline` is `LiveMemory.timeline()`; `reference_loss` draws a named line; the
-    median speed is of the steps from `timed_since` on.
+    median speed is of the steps from `timed_since` on; `marks` say where the run was killed, went on, or changed its ranks.
     Raises ModuleNotFoundError without matplotlib (extra `plot`).
     """
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     if any("train/loss" in row for row in metrics):
-        written.append(plot_loss(metrics, folder / "loss.png", reference=reference_loss))
+        written.append(plot_loss(metrics, folder / "loss.png", reference=reference_loss, marks=marks))
     if any(row.get("perf/tokens_per_s") for row in metrics):
-        written.append(plot_tokens_per_second(metrics, folder / "tokens_per_second.png", since=timed_since))
+        written.append(plot_tokens_per_second(metrics, folder / "tokens_per_second.png", since=timed_since, marks=marks))
     if any(row.get("train/noise_scale_tokens") for row in metrics):
         written.append(plot_noise_scale(metrics, folder / "noise_scale.png"))
     if memory_timeline:
@@ -57,6 +59,7 @@ def plot_run_folder(folder: Path, *, reference_loss: tuple[str, float] | None = 
         memory_timeline=memory.get("measured_timeline", ()),
         planned_peak_bytes=memory.get("planned_peak_bytes"),
         reference_loss=reference_loss,
+        marks=marks_of(folder),
     )
 
 
@@ -78,7 +81,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_memory(folder: Path) -> dict[str, Any]:
-    """What memory.json in the folder of a run holds; nothing if it is not there. Raises SpecError if it cannot be read."""
+    """Contents of memory.json in the folder of a run; nothing if it is not there. Raises SpecError if it cannot be read."""
     path = folder / "memory.json"
     try:
         memory = parse_json(path.read_bytes()) if path.exists() else {}
@@ -106,20 +109,44 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-def plot_loss(rows: Sequence[Mapping[str, Any]], path: Path, *, reference: tuple[str, float] | None = None) -> Path:
-    """Training loss by step, validation losses as points, `reference` as a dashed line with its name."""
+def plot_loss(
+    rows: Sequence[Mapping[str, Any]], path: Path, *, reference: tuple[str, float] | None = None, marks: Sequence[Mark] = ()
+) -> Path:
+    """Training loss by step, faint, and smoothed over it; validation losses as points, `reference` as a dashed line."""
     figure, axes = new_figure("Loss", "step", "nats per token")
     steps, losses = _series(rows, "train/loss")
-    axes.plot(steps, losses, color=LINE, linewidth=1.6, label="training")
+    axes.plot(steps, losses, color=LINE, linewidth=0.8, alpha=0.35)
+    axes.plot(steps, smoothed(losses), color=LINE, linewidth=1.8, label="training, smoothed")
     for key in sorted({key for row in rows for key in row if key.startswith("val/") and key.endswith("loss")}):
         axes.plot(*_series(rows, key), color=SECOND, marker="o", markersize=4, linewidth=1.2, label=_validation_name(key))
     if reference is not None:
         axes.axhline(reference[1], color=INK, linewidth=1, linestyle=(0, (4, 3)), label=f"{reference[0]}, {reference[1]:.2f}")
+    _draw_marks(axes, marks, steps[-1])
     axes.legend(frameon=False)
     return save_figure(figure, path)
 
 
-def plot_tokens_per_second(rows: Sequence[Mapping[str, Any]], path: Path, *, since: int = 0) -> Path:
+def smoothed(values: Sequence[float], share: float = 0.02) -> list[float]:
+    """The mean of each value and its neighbours, `share` of all on either side: of fewer than 50 one on each side."""
+    reach = max(1, round(share * len(values)))
+    windows = (values[max(0, at - reach) : at + reach + 1] for at in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
+
+
+def _draw_marks(axes: Any, marks: Sequence[Mark], last: int) -> None:
+    """A dotted line and words where something happened to the run."""
+    for mark in marks:
+        if 0 < mark.step < last:
+            axes.axvline(mark.step, color=INK, linewidth=0.9, linestyle=":")
+            axes.annotate(
+                mark.text, (mark.step, 1.0), xycoords=("data", "axes fraction"), xytext=(3, -4), textcoords="offset points",
+                rotation=90, va="top", fontsize=7, color=INK,
+            )  # fmt: skip
+
+
+def plot_tokens_per_second(
+    rows: Sequence[Mapping[str, Any]], path: Path, *, since: int = 0, marks: Sequence[Mark] = ()
+) -> Path:
     """Tokens per second by step, and their median after `since` steps: before it the run may have had another layout."""
     from statistics import median
 
@@ -131,6 +158,7 @@ def plot_tokens_per_second(rows: Sequence[Mapping[str, Any]], path: Path, *, sin
     axes.plot([max(since + 1, steps[0]), steps[-1]], [middle, middle], color=SECOND, linewidth=1.2, label=label)
     axes.set_ylim(0, max(rates) * 1.15)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    _draw_marks(axes, marks, steps[-1])
     axes.legend(frameon=False, loc="lower right")
     return save_figure(figure, path)
 

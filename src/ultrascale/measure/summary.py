@@ -1,4 +1,4 @@
-"""What became of a run, in a few numbers, from what its folder holds: metrics.jsonl, memory.json."""
+"""Summary of a run in a few numbers, from its folder: metrics.jsonl, memory.json."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ultrascale.description.problems import Problem, SpecError
 from ultrascale.measure.plots import last_timed_start, read_memory, read_metrics
-from ultrascale.spec.problems import Problem, SpecError
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Summary:
     steps: int
     tokens: int | None
     first_loss: float | None
-    """Of the first row, in nats per token."""
+    """Loss of the first row, in nats per token."""
     last_loss: float | None
     validation_loss: dict[str, float] = field(default_factory=dict)
     """The last of each `val/loss...` metric."""
@@ -31,11 +31,11 @@ class Summary:
     """Steps done at the last start that has timed steps: one before it may have had another layout, or other machines."""
     planned_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
-    """Of rank 0 over the first steps of the run, whatever its layout was then."""
+    """Measured peak of rank 0 over the first steps of the run, whatever its layout was then."""
     noise_scale_tokens: float | None = None
     """The last estimate of the critical batch size."""
     tokens_per_batch: int | None = None
-    """Of the last step."""
+    """Tokens per batch at the last step."""
 
     @property
     def memory_percent(self) -> float | None:
@@ -56,7 +56,7 @@ def summarise(folder: Path) -> Summary:
 
 
 def summary_of(rows: Sequence[Mapping[str, Any]], memory: Mapping[str, Any], timed_since: int = 0) -> Summary:
-    """The same of rows of metrics.jsonl, at least one, and of memory.json."""
+    """Summary of rows of metrics.jsonl, at least one, and of memory.json."""
     timed = [row for row in rows if row["step"] >= timed_since]
     losses = _values(rows, "train/loss")
     validation = sorted({key for row in rows for key in row if key.startswith("val/loss")})

@@ -7,14 +7,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ultrascale.kernels.attention import attention
+from ultrascale.description.architecture.model import Model
+from ultrascale.kernels.attention.attention_core import attention
 from ultrascale.kernels.rotary import Angles, rotate, score_factor
 from ultrascale.models.feed_forward import fan_in, fan_out
 from ultrascale.models.norms import RMSNorm
-from ultrascale.spec.model import Model
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms inside latent attention, whatever the model's other norms have: transformers' and DeepSeek's own code."""
+"""Epsilon of the norms inside latent attention, whatever the model's other norms have: transformers' and DeepSeek's own
+code."""
 
 
 class KeyValues(Protocol):

@@ -1,8 +1,9 @@
-"""One decoder for the families of `spec.families`: pre-norm blocks of causal attention and a feed-forward layer.
+"""One decoder for the families of `description.architecture.families`: pre-norm blocks of causal attention and a feed-forward
+layer.
 
-Parameter names and shapes are those of `spec.weights`. A decoder may be one stage of the model: some of its blocks, with the
-embedding if it is the first and the head if it is the last. The model is plain and knows nothing of ranks; what others replace
-are attributes that hold functions:
+Parameter names and shapes are those of `description.architecture.weights`. A decoder may be one stage of the model: some of
+its blocks, with the embedding if it is the first and the head if it is the last. The model is plain and knows nothing of
+ranks; what others replace are attributes that hold functions:
 
     where        attribute   what it does here
     attention    fan_out     several projections of one input         fan_in   the projection back to the residual stream
@@ -29,17 +30,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ultrascale.kernels.attention import attention_mask
-from ultrascale.kernels.attention_spans import PackedIds
-from ultrascale.kernels.cross_entropy import IGNORED, linear_cross_entropy
+from ultrascale.config.rules.trainable import expect_trainable
+from ultrascale.description.architecture.model import Model
+from ultrascale.kernels.attention.attention_core import attention_mask
+from ultrascale.kernels.attention.attention_spans import PackedIds
 from ultrascale.kernels.dropout import dropout
+from ultrascale.kernels.loss.cross_entropy import IGNORED, linear_cross_entropy
 from ultrascale.kernels.rotary import Angles, rotary_angles
 from ultrascale.models.attention import Attention, KeyValues, LatentAttention
 from ultrascale.models.experts import MoE
 from ultrascale.models.feed_forward import build_mlp
 from ultrascale.models.norms import RMSNorm, build_norm, norm_of_sum
-from ultrascale.spec.model import Model
-from ultrascale.spec.trainable import expect_trainable
 
 
 class Cache(Protocol):
@@ -66,7 +67,7 @@ def following(targets: Tensor) -> Tensor:
 
 
 class Drops(NamedTuple):
-    """What is dropped in training."""
+    """Dropout in training."""
 
     rate: float
     keys: Tensor
@@ -75,7 +76,7 @@ class Drops(NamedTuple):
     """The first of a block's two sites, or the embedding's."""
 
     def of(self, layer: int) -> Drops:
-        """Of a block."""
+        """The dropout of one block."""
         return self._replace(site=1 + 2 * layer)
 
 
@@ -138,7 +139,7 @@ class PredictionBlock(Block):
 
 
 class View(NamedTuple):
-    """What the blocks of a model see of a micro-batch's positions and documents."""
+    """A micro-batch's positions and documents, as the blocks of a model see them."""
 
     spec: Model
     angles: Angles | None
@@ -150,7 +151,7 @@ class View(NamedTuple):
         return self.angles if self.spec.uses_rotary(layer) else None, self.masks[self.spec.window(layer)]
 
     def drops_of(self, layer: int) -> Drops | None:
-        """What is dropped in a block."""
+        """The dropout of a block."""
         return None if self.drops is None else self.drops.of(layer)
 
 

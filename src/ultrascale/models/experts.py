@@ -22,15 +22,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ultrascale.description.architecture.model import Model
 from ultrascale.kernels.expert_rows import spread, weighted_sum
 from ultrascale.kernels.grouped_matmul import grouped_linear
 from ultrascale.models.feed_forward import activate, build_mlp
 from ultrascale.models.router import Router, Routing, count_choices
-from ultrascale.spec.model import Model
 
 
 def num_kept(counts: Tensor, pairs: Tensor) -> int:
-    """How many of `pairs` were not dropped, which the host asks of `counts`. A trace, without values, knows better."""
+    """Number of `pairs` that were not dropped, which the host asks of `counts`. A trace, without values, takes it from the
+    shape."""
     return int(counts.sum())
 
 
@@ -53,9 +54,9 @@ class Here:
     rows: list[Tensor]
     """[R, D], for whom takes it out alone: nothing else names the rows while their results are summed."""
     pairs: Tensor
-    """Which (token, choice) each is, [R] int64."""
+    """Index of each row's (token, choice), [R] int64."""
     counts: Tensor
-    """How many each expert has, [X] int64."""
+    """Number of rows of each expert, [X] int64."""
     weights: Tensor
     """[N, k]."""
 
@@ -66,7 +67,7 @@ class LocalDispatch:
 
     num_experts: int
     drops: bool = False
-    """Whether a choice may have been dropped; then the host asks how many are left."""
+    """True if a choice may have been dropped; then the host asks how many are left."""
     spread: Callable[[Tensor, Tensor, int], Tensor] = spread
 
     def start(self, tokens: Tensor, routing: Routing) -> Here:
@@ -93,7 +94,7 @@ class GroupedLinear(nn.Module):
         """F, where `weight` is all experts' rows, [X F, D]: whoever cuts it may want it so."""
         self.bias = nn.Parameter(torch.empty(num_experts, rows)) if bias else None
         self.adds_bias = True
-        """Whether this rank does, where several make parts of one sum."""
+        """True if this rank adds the bias, where several ranks make parts of one sum."""
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """[M, D] in the order of experts to [M, F]; counts [X] int64."""
@@ -112,7 +113,7 @@ class GroupedLinear(nn.Module):
 
     @property
     def own_bias(self) -> Tensor | None:
-        """What is added here: zeros, with zeros for a gradient, if another rank does it."""
+        """The bias that this rank adds: zeros, with a zero gradient, if another rank adds it."""
         return self.bias if self.bias is None or self.adds_bias else self.bias * 0.0
 
 
@@ -175,7 +176,7 @@ class MoE(nn.Module):
 
 
 class Seen:
-    """What the backward passes of a layer have seen since it was taken last."""
+    """Statistics of a layer's backward passes since they were last taken."""
 
     def __init__(self) -> None:
         self.counts: Tensor | None = None
@@ -224,8 +225,8 @@ def scale_auxiliary_losses(decoder: nn.Module, scale: float) -> None:
 
 
 def take_load(decoder: nn.Module) -> tuple[dict[int, Tensor], Tensor]:
-    """What this rank's backward passes have seen since the last call: by block, how often each expert was chosen, [X] int64;
-    and the sum over tokens and layers of weighted auxiliary losses, 0-d. Blocks without a backward pass have zeros."""
+    """Load that this rank's backward passes have seen since the last call: by block, how often each expert was chosen, [X]
+    int64; and the sum over tokens and layers of weighted auxiliary losses, 0-d. Blocks without a backward pass have zeros."""
     load: dict[int, Tensor] = {}
     total = torch.zeros((), dtype=torch.float64)
     for number, layer in moe_layers(decoder):

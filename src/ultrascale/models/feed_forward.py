@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ultrascale.description.architecture.model import Model
 from ultrascale.kernels.swiglu import clamped_swiglu, swiglu
-from ultrascale.spec.model import Model
 
 _GATED = {"silu": swiglu, "swigluoai": clamped_swiglu}
 
@@ -42,7 +42,7 @@ class GatedMLP(nn.Module):
 
     @property
     def projections(self) -> tuple[nn.Linear, ...]:
-        """Those that read the input."""
+        """The projections that read the input."""
         return self.gate_proj, self.up_proj
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class MLP(nn.Module):
 
     @property
     def projections(self) -> tuple[nn.Linear, ...]:
-        """Those that read the input."""
+        """The projections that read the input."""
         return (self.up_proj,)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ultrascale.spec.model import Model
-from ultrascale.spec.places import Place, boxes
-from ultrascale.spec.weights import Weight, weights
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import Weight, weights
+from ultrascale.work.sharding.places import Place, boxes
 
 TILE, TILE_COLUMNS = 1 << 16, 1024
 """Elements, and the most columns: a quarter MB, beside whose drawing its seed costs little, and small beside a rank's part."""
@@ -82,11 +82,11 @@ def _all_of(weight: Weight) -> Place:
 
 
 def own_boxes(parameter: Tensor, part: Place, values: Tensor | None = None) -> list[tuple[tuple[int, ...], Tensor]]:
-    """What this rank holds, after data parallelism, of `part` of a weight: boxes, each with its offsets in the whole weight.
+    """The boxes of `part` of a weight that this rank holds under data parallelism, each with its offsets in the whole weight.
 
-    `parameter`: of the shape of `part`, or of the one in which that is cut (`spec.places.zero_shape`). `values`: as long as
-    this rank's part of it, such as a moment; None: the parameter's own. Boxes are views of them. Raises ValueError for a
-    parameter of another shape.
+    `parameter`: of the shape of `part`, or of the one in which that is cut (`work.sharding.places.zero_shape`). `values`: as
+    long as this rank's part of it, such as a moment; None: the parameter's own. Boxes are views of them. Raises ValueError for
+    a parameter of another shape.
     """
     own, first = _own_rows(parameter)
     values = own if values is None else values
@@ -97,7 +97,7 @@ def own_boxes(parameter: Tensor, part: Place, values: Tensor | None = None) -> l
 
 
 def _own_rows(parameter: Tensor) -> tuple[Tensor, int]:
-    """This rank's part of a parameter that data parallelism has cut along dim 0 or not at all, and its first row."""
+    """This rank's part of a parameter that data parallelism has sharded along dim 0 or not at all, and its first row."""
     if not isinstance(parameter, DTensor):
         return parameter, 0
     first, count = 0, len(parameter)
@@ -152,9 +152,9 @@ class _Tile(NamedTuple):
     number: int
     length: int
     here: slice
-    """In the tile."""
+    """The rows or columns in the tile."""
     there: slice
-    """In the part."""
+    """The rows or columns in the part."""
 
 
 def _tiles(whole: int, size: int, first: int, count: int) -> Iterator[_Tile]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ultrascale.description.architecture.model import Model
 from ultrascale.kernels.norm import add_rms_norm, fuses_sums, rms_norm
-from ultrascale.spec.model import Model
 
 
 class RMSNorm(nn.Module):
@@ -31,7 +31,7 @@ def norm_of_sum(norm: nn.Module, x: Tensor, added: Tensor) -> tuple[Tensor, Tens
 
 
 def build_norm(model: Model) -> nn.Module:
-    """Over the hidden size."""
+    """The model's norm over the hidden size."""
     if model.norm == "rmsnorm":
         return RMSNorm(model.hidden_size, model.norm_eps)
     return nn.LayerNorm(model.hidden_size, model.norm_eps)

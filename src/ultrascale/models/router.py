@@ -1,4 +1,4 @@
-"""Which experts each token visits, and what keeps their load even.
+"""The router: which experts each token visits, and how their load is kept even.
 
     logits = hidden W^T (+ b), in fp32        scores = softmax or sigmoid of them
     chosen = the k best by score              greedy
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ultrascale.spec.model import Model
+from ultrascale.description.architecture.model import Model
 
 EQUAL = 2.0**-15
 TINY = 1e-20
@@ -38,7 +38,7 @@ TINY = 1e-20
 
 
 class Routing(NamedTuple):
-    """Where tokens go."""
+    """The experts that tokens are routed to."""
 
     experts: Tensor
     """[N, k] int64; X, one past the last expert, where a choice was dropped."""
@@ -52,8 +52,8 @@ def same_counts(counts: Tensor) -> Tensor:
 
 
 def drop_over_capacity(chosen: Tensor, weights: Tensor, num_experts: int, factor: float) -> Tensor:
-    """Which choices [B, S, k] are kept: of each sequence an expert takes its `factor` even shares, those of highest weight
-    first and of equal ones the earlier. Needs whole sequences.
+    """The choices [B, S, k] that are kept under a capacity limit: of each sequence an expert takes its `factor` even shares,
+    those of highest weight first and of equal ones the earlier. Needs whole sequences.
 
     Weights are compared in multiples of `EQUAL`: those of equal tokens differ by rounding, which depends on where in a matrix
     a token stands, and so on layout and processor.
@@ -89,8 +89,8 @@ class Router(nn.Module):
         self.keep = drop_over_capacity
 
     def forward(self, hidden: Tensor) -> tuple[Routing, Tensor, Tensor | None]:
-        """Of [B, S, D]: where tokens go; how many chose each expert, [X] int64, dropped ones included; and the sum over tokens
-        of weighted auxiliary losses, 0-d; None without gradients."""
+        """Routes [B, S, D]: returns the routing; how many chose each expert, [X] int64, dropped ones included; and the sum over
+        tokens of weighted auxiliary losses, 0-d; None without gradients."""
         spec, logits = self.spec, _RouterLogits.apply(hidden, self.weight, self.bias)  # [B, S, X]
         scores = logits.sigmoid() if spec.scoring_func == "sigmoid" else logits.softmax(-1)
         chosen = choose(scores.detach(), spec, self.e_score_correction_bias)  # [B, S, k]
@@ -140,7 +140,7 @@ def choose(scores: Tensor, model: Model, bias: Tensor | None) -> Tensor:
 
 
 def count_choices(chosen: Tensor, num_experts: int) -> Tensor:
-    """How often each expert was chosen in each sequence: of [B, S, k], [B, X] int64."""
+    """Count of the choices of each expert in each sequence: of [B, S, k], [B, X] int64."""
     rows = chosen.flatten(1)
     counts = torch.zeros(len(rows), num_experts, dtype=torch.int64, device=chosen.device)
     return counts.scatter_add_(1, rows, torch.ones_like(rows))

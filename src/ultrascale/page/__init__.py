@@ -8,8 +8,11 @@ shown        a plan as what is drawn: numbers with their text
 ranked       the same of a search: ranking, front, scaling, reasons
 server       the page on 127.0.0.1, to whoever has the token
 folder       the page as a folder of files, planning in the browser
-one_file     one plan as one HTML file
+step         what happens inside the step: memory of each pipeline rank, messages by axis, the roofline
+documents    what other verbs found, as sections
+one_file     a plan, or such a document, as one HTML file
+pictures     a plan's charts as PNGs
 static       HTML, CSS and JavaScript, as they are served
 
-What plans is handed in by `cli.page`, above.
+What plans is handed in by `cli.plan.page`, above.
 """

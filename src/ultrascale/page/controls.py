@@ -1,4 +1,4 @@
-"""What can be asked on the page, and the same question in the words of `ultrascale plan`.
+"""Controls of the page, and the same question in the words of `ultrascale plan`.
 
 A question is a dictionary: names of controls to what stands in them, and a dropped file as {"name": ..., "text": ...}. Nothing
 in it may name a file of the machine that answers: what a browser asks must not read anything.
@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ultrascale.spec.cluster import MOST
-from ultrascale.spec.layout import RANGES, SCHEDULES
-from ultrascale.spec.machines import USUAL_NODE
-from ultrascale.spec.model_presets import PRESETS
-from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.stack_files import stack_names
+from ultrascale.catalogue.cluster import MOST
+from ultrascale.catalogue.machines import USUAL_NODE
+from ultrascale.catalogue.models.model_presets import PRESETS
+from ultrascale.catalogue.stacks.stack_files import stack_names
+from ultrascale.description.layout import RANGES
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.schedules import SCHEDULES
 
 LARGEST_FILE = 1_000_000
 """Bytes of a dropped file: config.json of the largest models has 5 thousand."""
@@ -30,17 +31,17 @@ class Control:
     """A field of the page's form."""
 
     name: str
-    """In the question, and in the link."""
+    """Name in the question, and in the link."""
     label: str
     unit: str
     range: str
-    """What may stand in it, in words; the planner checks it."""
+    """Accepted values, in words; the planner checks them."""
     default: str = ""
     """Empty: searched, or what the planner takes by itself."""
     choices: tuple[str, ...] = ()
     """All that may stand in it; of `suggests`, some."""
     slider: tuple[int, int] | None = None
-    """Of powers of two: the lowest and the highest exponent."""
+    """Lowest and highest exponent of a slider over powers of two."""
     group: str = "Question"
 
 
@@ -67,8 +68,9 @@ CONTROLS = (
     Control("tokens", "Train on", "tokens", "such as 15T; empty: 20 a parameter", group="Trainer"),
 )  # fmt: skip
 BY_NAME = {one.name: one for one in CONTROLS}
-BESIDE = ("file", "why")
-"""Of a question, and no controls: a dropped file; with reasons, other numbers of devices and other machines."""
+BESIDE = ("file", "why", "part")
+"""Parts of a question that are no controls: a dropped file; with reasons, other numbers of devices and other machines; one part
+of the answer alone (`page.shown.PARTS`)."""
 
 
 def controls_json() -> list[dict[str, Any]]:
@@ -106,7 +108,7 @@ def _unreadable(name: str, value: str) -> list[Problem]:
     if len(value) > LONGEST_VALUE:
         return [Problem(name, f"has {len(value):,} letters, and at most {LONGEST_VALUE} are read", "Drop a file instead.")]
     if name == "model" and value not in PRESETS:
-        from ultrascale.spec.resolve import resolve
+        from ultrascale.config.resolve import resolve
 
         resolve(None, ["--model.preset", value])  # says what is wrong, and which preset may have been meant
     text = re.sub(r"/\d+$", "", value) if name == "machine" else value  # gb200-nvl72/64: so many of each rack

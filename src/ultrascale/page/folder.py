@@ -11,12 +11,12 @@ import json
 import shutil
 from pathlib import Path
 
+from ultrascale.description.problems import Problem, SpecError
 from ultrascale.page.controls import controls_json
 from ultrascale.page.server import static_text
-from ultrascale.spec.problems import Problem, SpecError
 
 RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
-"""Of npm's pyodide, version 314 and later."""
+"""Files of npm's pyodide, version 314 and later."""
 NUMPY = "numpy-*wasm32.whl"
 WHEELS = (
     "ultrascale", "tyro", "rich", "docstring_parser", "typeguard", "typing_extensions", "markdown_it_py", "mdurl", "pygments",

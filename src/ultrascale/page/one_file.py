@@ -1,12 +1,15 @@
-"""One plan as one HTML file: the page's own drawing with the answer inside, no planner, no network, under 1 MB."""
+"""A verb's result as one HTML file: the page's own drawing with the answer inside, no planner, no network, under 1 MB."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from html import escape
+from pathlib import Path
 from typing import Any
 
-from ultrascale.page.server import static_text
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.page.documents import Document
 
 _SHELL = """<!doctype html>
 <html lang="en">
@@ -19,14 +22,14 @@ _SHELL = """<!doctype html>
 <style>{style}</style>
 </head>
 <body>
-<header><h1>ultrascale <span>plan</span></h1><p>{command}</p></header>
+<header><h1>ultrascale <span>{verb}</span></h1><p>{command}</p></header>
 <div class="columns alone"><main id="view"></main></div>
-<script type="application/json" id="plan">{answer}</script>
-<script>{charts}
-const plan = JSON.parse(document.getElementById("plan").textContent), view = document.getElementById("view");
-draw(view, plan);
+<script type="application/json" id="found">{found}</script>
+<script>{scripts}
+const found = JSON.parse(document.getElementById("found").textContent), view = document.getElementById("view");
+{draw}(view, found);
 let before = innerWidth;
-addEventListener("resize", () => {{ if (innerWidth !== before) {{ before = innerWidth; draw(view, plan); }} }});
+addEventListener("resize", () => {{ if (innerWidth !== before) {{ before = innerWidth; {draw}(view, found); }} }});
 </script>
 </body>
 </html>
@@ -36,8 +39,35 @@ addEventListener("resize", () => {{ if (innerWidth !== before) {{ before = inner
 def one_file(answer: dict[str, Any]) -> str:
     """An answer of `page.shown`, drawn wherever it is opened."""
     title = f"{answer['title']['model']}: {answer['title']['layout']}"
-    inside = json.dumps(answer).replace("<", "\\u003c")  # no name in a plan ends the script
+    return _filled(answer, title=title, verb="plan", command=answer["command"], scripts=("charts.js",), draw="draw")
+
+
+def document_file(document: Document, command: str) -> str:
+    """A document of `page.documents`, drawn wherever it is opened. `command`: the line that made it."""
+    verb, scripts = document["verb"], ("charts.js", "document.js")
+    return _filled(document, title=document["title"], verb=verb, command=command, scripts=scripts, draw="drawDocument")
+
+
+def expect_writable(path: str | Path | None) -> None:
+    """Raises SpecError if a file of this name cannot be written, before hours are spent on what is to be in it."""
+    if path is None:
+        return
+    if Path(path).is_dir():
+        raise SpecError([Problem("--html", f"{path} is a folder", f"Name a file, such as {Path(path) / 'found.html'}.")])
+    if not Path(path).parent.is_dir():
+        raise SpecError([Problem("--html", f"there is no folder {Path(path).parent}", "Make it, or name another.")])
+
+
+def write_document(path: Path, document: Document, words: list[str]) -> None:
+    """Write `document_file`, of the command line `ultrascale` and `words`."""
+    path.write_text(document_file(document, shlex.join(["ultrascale", *words])), encoding="utf-8")
+
+
+def _filled(found: dict[str, Any], *, title: str, verb: str, command: str, scripts: tuple[str, ...], draw: str) -> str:
+    from ultrascale.page.server import static_text  # here: a verb that draws nothing starts without a server
+
+    inside = json.dumps(found).replace("<", "\\u003c")  # no name in a plan ends the script
     return _SHELL.format(
-        title=escape(title), command=escape(answer["command"]), style=static_text("page.css"), charts=static_text("charts.js"),
-        answer=inside,
+        title=escape(title), verb=escape(verb), command=escape(command), style=static_text("page.css"), found=inside,
+        scripts="\n".join(map(static_text, scripts)), draw=draw,
     )  # fmt: skip

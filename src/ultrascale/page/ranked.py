@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from ultrascale.config.rules.trainable import untrainable
+from ultrascale.description.units import count_of, format_bytes, format_seconds
 from ultrascale.plan.report import step_interval
 from ultrascale.plan.search.explain import binding, marginals
 from ultrascale.plan.search.search import TIE, SearchResult, distinct, needed_bytes
 from ultrascale.plan.time.price import Prediction
 from ultrascale.plan.view.search_view import batch_words, layout_words, no_layout_fits
-from ultrascale.spec.trainable import untrainable_layout, untrainable_model
-from ultrascale.spec.units import count_of, format_bytes, format_seconds
 
 TOP = 10
 """Layouts that are listed."""
@@ -28,7 +28,18 @@ def ranking(result: SearchResult) -> dict[str, Any]:
         told += f" {tied} are within {TIE:.0%} of the first: only a measurement can tell them apart."
     if not result.ranked:
         told = no_layout_fits(result)
-    return {"rows": rows, "note": told, "front": [_row(one, result, ours=ours) for one in result.front]}
+    return {"rows": rows, "note": told, "front": [_row(one, result, ours=ours) for one in _front(result)]}
+
+
+def _front(result: SearchResult) -> list[Prediction]:
+    """The front, with what is known better of the ranked: those are played action by action, and their memory is replayed."""
+    known = {one.layout: one for one in (*result.front, *result.ranked)}.values()
+    front, least = [], float("inf")
+    for one in sorted(known, key=lambda one: (one.step_seconds, float(needed_bytes(one.memory)))):
+        need = float(needed_bytes(one.memory))
+        if need < least:
+            front, least = [*front, one], need
+    return front
 
 
 def _row(one: Prediction, result: SearchResult, *, ours: bool) -> dict[str, Any]:
@@ -36,7 +47,7 @@ def _row(one: Prediction, result: SearchResult, *, ours: bool) -> dict[str, Any]
     low, high = step_interval(one)
     spare = float(memory.usable + memory.outside) - need
     layout = one.layout
-    runs = ours and not (untrainable_layout(layout) or untrainable_model(one.workload.model))
+    runs = ours and not untrainable(one.workload.model, layout)
     return {
         "layout": layout_words(layout, one.num_micro_batches),
         "settings": settings_of(one),
@@ -51,7 +62,7 @@ def _row(one: Prediction, result: SearchResult, *, ours: bool) -> dict[str, Any]
 
 
 def settings_of(one: Prediction) -> dict[str, str]:
-    """What the controls say to get this layout."""
+    """Settings of the controls that yield this layout."""
     known = {name: str(getattr(one.layout, name)) for name in SETTINGS}
     if one.layout.pp == 1:
         del known["schedule"]

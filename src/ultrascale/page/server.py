@@ -21,8 +21,8 @@ from importlib.resources import files
 from threading import Lock
 from typing import Any
 
+from ultrascale.description.problems import Problem, SpecError
 from ultrascale.page.controls import LARGEST_FILE, controls_json
-from ultrascale.spec.problems import Problem, SpecError
 
 Question = Callable[[dict[str, Any]], dict[str, Any]]
 STATIC = {
@@ -39,7 +39,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""No script, picture or answer of elsewhere; and the token in no Referer."""
+"""Headers that forbid scripts, pictures and answers from elsewhere, and keep the token out of every Referer."""
 
 
 def static_text(name: str) -> str:
@@ -56,12 +56,17 @@ class PageServer(ThreadingHTTPServer):
         self.question, self.token, self.lock = question, secrets.token_urlsafe(24), Lock()
         super().__init__(("127.0.0.1", port), _Handler)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that has gone while it was answered is no error."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/{self.token}/"
 
     def hosts(self) -> tuple[str, str]:
-        """What Host may say."""
+        """Accepted values of the Host header."""
         return f"127.0.0.1:{self.server_address[1]}", f"localhost:{self.server_address[1]}"
 
 
@@ -103,7 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, "application/json", json.dumps(told))
 
     def _allowed_path(self) -> str | None:
-        """What is behind the token; None where the request is refused, which it is then."""
+        """Path after the token; None where the request is refused, in which case the refusal has been sent."""
         if self.headers.get("Host") not in self.server.hosts():
             return self._refuse(403, "this Host is not served")
         token, slash, path = self.path.partition("?")[0].removeprefix("/").partition("/")

@@ -1,17 +1,29 @@
 """One plan as what is drawn: numbers in bytes and seconds, each with its text, so that the page formats nothing by itself.
 
-`answer` is the whole of what a browser gets. Its `json` is what `ultrascale plan --json` prints of the same question.
+`answer` is the whole of what a browser gets. Its `json` is the text that `ultrascale plan --json` prints of the same question.
+What takes longer than a slider may is a part of its own, `REST`: a browser asks for it when the first is drawn.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ultrascale.catalogue.stacks.stack_files import STACKS, stack_file
+from ultrascale.config.resolve import to_toml
+from ultrascale.description.architecture.weights import num_parameters
+from ultrascale.description.problems import SpecError
+from ultrascale.description.schedules import SCHEDULES
+from ultrascale.description.units import count_of, format_bytes, format_count, format_seconds
 from ultrascale.page.ranked import ranking, reasons, scaling_rows, settings_of
+from ultrascale.page.step.ranks import rank_memories
+from ultrascale.page.step.roofline import peak_flops, step_work
+from ultrascale.page.step.sent import sent_per_step
 from ultrascale.plan.columns.footprint import Footprint
+from ultrascale.plan.costs.budget import usual_tokens
 from ultrascale.plan.flags.trainers import WRITERS, trainer_flags
 from ultrascale.plan.report import RunPlan, not_trainable, plan_run, step_interval, workload_of
 from ultrascale.plan.search.search import SearchResult
@@ -20,12 +32,6 @@ from ultrascale.plan.view.cost import cost
 from ultrascale.plan.view.plan_view import FOOTPRINT, TIMES
 from ultrascale.plan.view.search_view import layout_words
 from ultrascale.plan.view.step_timeline import step_timeline
-from ultrascale.spec.layout import SCHEDULES
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.resolve import to_toml
-from ultrascale.spec.stack_files import STACKS, stack_file
-from ultrascale.spec.units import count_of, format_bytes, format_count, format_seconds
-from ultrascale.spec.weights import num_parameters
 
 TIGHT_BYTES = 2 * 2**30
 """Headroom below this is warned of: fragments and other libraries take as much."""
@@ -33,7 +39,10 @@ DRAWN_TURNS = 4
 """Micro-batches drawn for each rank of a pipeline: fill, steady state and drain are all in them, and numbers can be read."""
 MOST_DRAWN_RANKS = 64
 """Ranks of a pipeline that are drawn."""
-RANK_SORTS = ("first stage", "middle stages", "last stage")
+FIRST, REST = PARTS = ("first", "rest")
+"""Parts of an answer."""
+MOST_OPERATIONS = 24
+"""Most operations of the roofline: the longest."""
 AXES = {
     "tensor_parallel": "tp",
     "context_parallel": "cp",
@@ -45,35 +54,40 @@ AXES = {
 
 @dataclass(frozen=True)
 class Planned:
-    """What the planner found for a question."""
+    """The planner's answer to a question."""
 
     chosen: RunPlan
     json: dict[str, Any]
-    """As the command line prints it."""
+    """JSON as the command line prints it."""
     result: SearchResult | None = None
-    """None for a run's file, which has one layout."""
+    """Result of the search; None for a run's file, which has one layout."""
     conditions: dict[str, Any] = field(default_factory=dict)
     tokens: int | None = None
-    """To train on; None: 20 a parameter."""
+    """Tokens to train on; None: 20 per parameter."""
     explanation: Callable[[], dict[str, Any]] | None = None
-    """What --explain adds to a search's JSON; it takes seconds, and is worked out when it is asked for."""
+    """Function that computes what --explain adds to a search's JSON; it takes seconds, and runs only when asked for."""
 
 
-def answer(found: Planned, words: list[str]) -> dict[str, Any]:
+def answer(found: Planned, words: list[str], *, parts: Collection[str] = PARTS) -> dict[str, Any]:
     """Everything that is drawn of a plan, JSON-able. `words`: those of the command line that asks the same."""
+    told: dict[str, Any] = {"schema": "ultrascale/page/1", "command": " ".join(["ultrascale plan", shlex.join(words)])}
+    if FIRST in parts:
+        told |= _first(found)
+    if REST in parts:
+        told |= _rest(found)
+    return told
+
+
+def _first(found: Planned) -> dict[str, Any]:
     chosen = found.chosen
     told: dict[str, Any] = {
-        "schema": "ultrascale/page/1",
-        "command": " ".join(["ultrascale plan", shlex.join(words)]),
         "title": _title(chosen),
         "verdict": _verdict(chosen),
         "facts": _facts(found),
-        "memory": _memory(found),
         "waterfall": [],
         "schedule": None,
-        "flags": _flags(chosen),
         "run_toml": to_toml(chosen.run),
-        "json": found.json,
+        "json": json.dumps(found.json, indent=2),
     }
     if chosen.prediction is not None:
         told |= {"waterfall": _waterfall(chosen.prediction), "schedule": _schedule(chosen.prediction)}
@@ -81,6 +95,14 @@ def answer(found: Planned, words: list[str]) -> dict[str, Any]:
     if found.result is not None:
         told |= {"ranking": ranking(found.result), "why": reasons(found.result, found.json)}
         told |= {"scaling": scaling_rows(found.json)}
+    return told
+
+
+def _rest(found: Planned) -> dict[str, Any]:
+    chosen = found.chosen
+    told: dict[str, Any] = {"memory": _memory(found), "flags": _flags(chosen)}
+    if chosen.prediction is not None:
+        told |= {"roofline": _roofline(chosen.prediction), "sent": _sent(chosen)}
     return told
 
 
@@ -99,7 +121,7 @@ def _title(chosen: RunPlan) -> dict[str, str]:
 
 
 def _verdict(chosen: RunPlan) -> dict[str, Any]:
-    """Whether it fits, in a sentence, and how it is to be read: good, tight or bad."""
+    """The verdict: whether the layout fits, in a sentence, and its rating: good, tight or bad."""
     spare = chosen.usable_bytes - chosen.needed_bytes
     need, have = format_bytes(chosen.needed_bytes), format_bytes(chosen.capacity_bytes)
     if not chosen.fits:
@@ -130,15 +152,16 @@ def _facts(found: Planned) -> list[dict[str, str]]:
             *rows,
         ]
         if chosen.fits:
-            goal = found.tokens or 20 * num_parameters(chosen.run.model)
+            usual, rule = usual_tokens(chosen.run.model)
+            goal = found.tokens or usual
             taken = cost(chosen.cluster, goal / one.tokens_per_second, num_gpus=chosen.run.layout.world_size)
-            why = "" if found.tokens else ", 20 a parameter"
+            why = "" if found.tokens else f", {rule}"
             rows.append(
                 ("Training", format_seconds(taken.seconds), f"on {format_count(goal)} tokens{why}, without interruptions")
             )
             rows.append(("GPU hours", f"{taken.gpu_hours:,.0f}", taken.words.removeprefix(", ")))
     spare = format_bytes(abs(chosen.usable_bytes - chosen.needed_bytes))
-    margin = f"{format_bytes(chosen.headroom_bytes)} more stay free for the allocator"
+    margin = f"{format_bytes(chosen.headroom_bytes)} more is kept free for the allocator"
     rows.insert(1, ("Headroom" if chosen.fits else "Too much", spare, margin))
     runs = not not_trainable(chosen.run) and chosen.stack.name == "ultrascale"
     rows.append(
@@ -148,7 +171,8 @@ def _facts(found: Planned) -> list[dict[str, str]]:
 
 
 def _memory(found: Planned) -> dict[str, Any]:
-    """By category at the peak, the layout as it is and with each ZeRO stage, against the device; and per pipeline stage."""
+    """Memory by category at the peak, for the layout as it is and with each ZeRO stage, against the device; and per pipeline
+    stage."""
     chosen = found.chosen
     bars = []
     for stage, plan in _stages_of_zero(found).items():
@@ -158,10 +182,10 @@ def _memory(found: Planned) -> dict[str, Any]:
         bars.append({"label": f"ZeRO {stage}", "chosen": is_own, "fits": plan.fits, "parts": parts}
                     | _number(plan.needed_bytes, format_bytes(plan.needed_bytes))
                     | {"step": format_seconds(plan.prediction.step_seconds), "zero_stage": stage})  # fmt: skip
-    own, ranks = chosen.prediction, []
-    if own is not None and own.layout.pp > 1:
-        known = zip(RANK_SORTS, own.memory.by_rank.tolist(), strict=True)
-        ranks = [{"label": name, **_number(value, format_bytes(value))} for name, value in known if value]
+    ranks = []
+    for name, categories in rank_memories(chosen.prediction) if chosen.prediction is not None else ():
+        total = sum(categories.values())
+        ranks.append({"label": name, "parts": _known_parts(categories)} | _number(total, format_bytes(total)))
     capacity, usable = chosen.capacity_bytes, chosen.usable_bytes
     return {
         "bars": bars, "ranks": ranks, "capacity": _number(capacity, format_bytes(capacity)),
@@ -196,7 +220,10 @@ def _planned(found: Planned, run: Any) -> RunPlan:
 def _parts(memory: Footprint, needed: int) -> list[dict[str, Any]]:
     known = {name: float(value) for name, value in memory.categories.items()}
     outside = float(memory.outside)
-    known |= {"reserve": max(0.0, needed - outside - sum(known.values())), "outside": outside}
+    return _known_parts(known | {"reserve": max(0.0, needed - outside - sum(known.values())), "outside": outside})
+
+
+def _known_parts(known: dict[str, float]) -> list[dict[str, Any]]:
     return [
         {"name": name, "label": FOOTPRINT[name][0], **_number(value, format_bytes(value))}
         for name, value in known.items()
@@ -205,12 +232,56 @@ def _parts(memory: Footprint, needed: int) -> list[dict[str, Any]]:
 
 
 def _waterfall(one: Prediction) -> list[dict[str, Any]]:
-    """Where the step's time goes, in the planner's order; `axis`: whose traffic it is."""
+    """Waterfall of the step's time, in the planner's order; `axis`: whose communication it is."""
     return [
         {"name": name, "label": TIMES[name][0], "share": f"{seconds / one.step_seconds:.1%}", "axis": AXES.get(name, ""),
          **_number(seconds, format_seconds(seconds))}
         for name, seconds in one.waterfall.items() if seconds > 0
     ]  # fmt: skip
+
+
+def _roofline(one: Prediction) -> dict[str, Any] | None:
+    """Operations of the step, the longest first, and the device's two bounds; None where its bandwidth is unknown."""
+    accelerator, work = one.workload.cluster.accelerator, step_work(one)
+    if accelerator.memory_bytes_per_second is None or not work:
+        return None
+    peak, bandwidth = peak_flops(one), accelerator.memory_bytes_per_second.value
+    whole, rows = sum(each.seconds for each in work), []
+    for each in work[:MOST_OPERATIONS]:
+        rate, traffic = each.flops / each.seconds, each.num_bytes / each.seconds
+        bound = min(peak, each.intensity * bandwidth)
+        reached = rate / bound if each.flops else traffic / bandwidth
+        rows.append({
+            "name": each.name, "kind": each.kind, "seconds": each.seconds, "text": format_seconds(each.seconds),
+            "share": f"{each.seconds / whole:.1%}", "times": f"{each.count:,.0f}", "intensity": each.intensity, "rate": rate,
+            "rate_text": f"{rate / 1e12:,.0f} TFLOP/s" if each.flops else f"{traffic / 1e12:.2f} TB/s",
+            "intensity_text": f"{each.intensity:,.0f} FLOP/B" if each.flops else "",
+            "bound": "compute" if each.flops and bound == peak else "memory", "reached": f"{reached:.0%}",
+        })  # fmt: skip
+    return {
+        "rows": rows, "peak": _number(peak, f"{peak / 1e12:,.0f} TFLOP/s"),
+        "bandwidth": _number(bandwidth, f"{bandwidth / 1e12:.2f} TB/s"), "device": accelerator.title,
+        "ridge": f"{peak / bandwidth:,.0f} FLOP/B",
+    }  # fmt: skip
+
+
+def _sent(chosen: RunPlan) -> dict[str, Any]:
+    """Bytes that a rank sends in a step, by axis and kind of message; no rows where our trainer does not run the layout."""
+    assert chosen.prediction is not None
+    rank, rows = sent_per_step(chosen.run, chosen.prediction)
+    told = f"Rank {rank} of {chosen.run.layout.world_size:,}, as our trainer sends it: what leaves the rank, hidden or not."
+    if chosen.run.layout.world_size == 1:
+        told = "One rank sends nothing."
+    elif not rows:
+        told = "Counted message by message for layouts that ultrascale trains; time of a step above has every trainer's."
+    return {
+        "note": told, "rank": rank,
+        "rows": [
+            {"axis": one.axis, "kind": one.kind, "group": f"{one.group:,}", "over": one.over, "count": f"{one.count:,}",
+             **_number(one.num_bytes, format_bytes(one.num_bytes))}
+            for one in rows
+        ],
+    }  # fmt: skip
 
 
 def _schedule(one: Prediction) -> dict[str, Any] | None:

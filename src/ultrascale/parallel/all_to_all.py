@@ -33,9 +33,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
-from ultrascale.kernels.device_kind import is_cuda
+from ultrascale.kernels.choice.device_kind import is_cuda
 from ultrascale.parallel.lost import waiting
-from ultrascale.parallel.torch_private import group_named
+from ultrascale.torch_private import group_named
 
 WORK = "work_that_fills_it"
 
@@ -51,7 +51,7 @@ def sum_scatter(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) 
 
 
 def cut(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """This rank's [own, D] of [sum(lengths), D], the same on all ranks; so is the gradient."""
+    """This rank's shard [own, D] of rows [sum(lengths), D] that are equal on all ranks; so is the gradient."""
     return _Cut.apply(rows, lengths, group)  # pyright: ignore[reportReturnType]
 
 
@@ -86,7 +86,7 @@ class TokenExchange:
         return filling
 
     def wait(self) -> Tensor:
-        """What `begin` gave, full (on CUDA: when the current stream comes to it)."""
+        """The result of `begin`, complete (on CUDA: when the current stream comes to it)."""
         assert self._under_way is not None, "nothing is under way"
         (work, _, filling), self._under_way = self._under_way, None
         if work is not None:
@@ -109,7 +109,7 @@ def begin_exchange(rows: Tensor, sent: list[int], received: list[int], group: st
 
 @custom_op("ultrascale::sum_rows", mutates_args=())
 def sum_rows(rows: Tensor, lengths: list[int], group: str) -> Tensor:
-    """This rank's part of the sum over ranks. Narrow dtypes are added up in fp32 and rounded once."""
+    """This rank's shard of the sum over ranks. Narrow dtypes are added up in fp32 and rounded once."""
     ranks = group_named(group)
     own = lengths[ranks.rank()]
     parts = rows.new_empty(ranks.size(), own, *rows.shape[1:])

@@ -8,34 +8,35 @@ from pathlib import Path
 
 import torch
 
-from ultrascale.kernels.attention import attention_mask
+from ultrascale.config.rules.run_rules import compiled_halves
+from ultrascale.config.rules.trainable import expect_trainable
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import weights
+from ultrascale.description.attention_cores import FLASH_HEAD_DIM
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
+from ultrascale.kernels.attention.attention_core import attention_mask
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.initialise import initialise
-from ultrascale.parallel.context import apply_context_parallel
-from ultrascale.parallel.data import apply_data_parallel
-from ultrascale.parallel.expert import apply_expert_parallel
-from ultrascale.parallel.fp8 import apply_fp8
-from ultrascale.parallel.fp8_gather import gather_in_fp8
-from ultrascale.parallel.fp8_history import history_of
+from ultrascale.parallel.activations.mlp_chunks import apply_mlp_chunks
+from ultrascale.parallel.activations.offload import apply_activation_offload
+from ultrascale.parallel.activations.recompute import apply_recompute
+from ultrascale.parallel.context.context_parallel import apply_context_parallel
+from ultrascale.parallel.data.data_parallel import apply_data_parallel
+from ultrascale.parallel.expert.expert_parallel import apply_expert_parallel
 from ultrascale.parallel.mesh import Mesh, Ranks
-from ultrascale.parallel.mlp_chunks import apply_mlp_chunks
-from ultrascale.parallel.offload import apply_activation_offload
-from ultrascale.parallel.precision import TORCH_DTYPE, apply_mixed_precision
-from ultrascale.parallel.recompute import apply_recompute
+from ultrascale.parallel.precision.fp8_gather import gather_in_fp8
+from ultrascale.parallel.precision.fp8_history import history_of
+from ultrascale.parallel.precision.fp8_products import apply_fp8
+from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE, apply_mixed_precision
 from ultrascale.parallel.share import TIED, Held, Share
-from ultrascale.parallel.tensor import apply_tensor_parallel
+from ultrascale.parallel.tensor.tensor_parallel import apply_tensor_parallel
 from ultrascale.plan.time.stage_cut import stage_layers
 from ultrascale.schedules.actions import Kind
 from ultrascale.schedules.build import build_schedule, is_file, stages_of_ranks
-from ultrascale.schedules.custom import read_schedule
-from ultrascale.spec.attention_cores import FLASH_HEAD_DIM
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.places import Place, place
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.rules import compiled_halves
-from ultrascale.spec.trainable import expect_trainable
-from ultrascale.spec.weights import weights
+from ultrascale.schedules.kinds.custom import read_schedule
+from ultrascale.torch_private import expect_parts
+from ultrascale.work.sharding.places import Place, place
 
 
 def build_share(
@@ -48,12 +49,13 @@ def build_share(
     compile_blocks: bool = False,
     draw_on_device: bool = False,
 ) -> Share:
-    """What this rank holds of `model`, cut as `layout` says, on its device, with the initial weights of `seed`.
+    """This rank's share of `model`, sharded as `layout` says, on its device, with the initial weights of `seed`.
 
     `sequence_length` decides where a pipeline is cut, unless the layout does. Weights are the same bits for every layout. A
     process group of `layout.world_size` ranks must be up unless that is one. Raises SpecError for what can be planned but not
     run, and for compiled blocks whose backward passes a schedule, be it of a file, cuts in two.
     """
+    expect_parts()
     expect_trainable(model, layout)
     if compile_blocks and layout.pp > 1 and _cuts_backward_passes(layout):
         raise SpecError([compiled_halves(layout.schedule)])
@@ -105,7 +107,7 @@ def build_stage(stage: Decoder, mesh: Mesh, *, compile_blocks: bool) -> Decoder:
 def apply_attention(stage: Decoder, layout: Layout) -> None:
     """Have masks made in the form that `layout.attention` takes, in place. Heads too wide for flash attention take a tensor.
 
-    What is still to be measured (`train.chosen_kernels`) goes by the rule of `kernels.attention`.
+    What is still to be measured (`train.start.chosen_kernels`) goes by the rule of `kernels.attention.attention_core`.
     """
     core = layout.attention
     if core in ("auto", "fastest", "varlen") and stage.spec.head_dim > FLASH_HEAD_DIM:
@@ -115,7 +117,7 @@ def apply_attention(stage: Decoder, layout: Layout) -> None:
 
 
 def _cuts_backward_passes(layout: Layout) -> bool:
-    """Whether some backward pass of the pipeline is an I and a W."""
+    """True if some backward pass of the pipeline is split into an input-gradient (I) and a weight-gradient pass (W)."""
     name = layout.schedule
     schedule = read_schedule(Path(name)) if is_file(name) else build_schedule(name, layout.pp, 2, layout.virtual_stages)
     return any(part.kind is Kind.INPUT_GRADIENT for row in schedule for action in row for part in action.parts)

@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous as rendezvous_at
 
 from ultrascale.contact import names
 from ultrascale.parallel.lost import LostRankError
-from ultrascale.parallel.torch_private import PrefixStore, Store
+from ultrascale.torch_private import PrefixStore, Store
 
 ARRIVAL_SECONDS = 600.0
 """Ten minutes, as torchrun's rendezvous waits for nodes; more where collectives may take more."""

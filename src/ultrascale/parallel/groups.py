@@ -1,4 +1,4 @@
-"""Which ranks of a run talk to which: every process group of a model and a layout, made and warmed up in one order.
+"""Process groups: every group of a model and a layout, made and warmed up in one order.
 
     queue         groups                                          who starts what they do
     up, down      pp, twice: messages to higher ranks, to lower   the pipeline, beside the computation
@@ -34,14 +34,14 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import weights
+from ultrascale.description.layout import Layout
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.tags import Tag
 from ultrascale.parallel.time_limits import wait_for
 from ultrascale.schedules.ends import ranks_of_stages, shares_embedding
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.places import Coordinates, place
-from ultrascale.spec.weights import weights
+from ultrascale.work.sharding.places import Coordinates, place
 
 Queue = Literal["up", "down", "blocks", "experts", "parameters"]
 Border = tuple[int, int]
@@ -49,7 +49,7 @@ Border = tuple[int, int]
 
 
 class Groups(Protocol):
-    """What those who cut a model ask of `parallel.mesh.Mesh`."""
+    """The part of `parallel.mesh.Mesh` that shards a model."""
 
     @property
     def at(self) -> Coordinates: ...
@@ -109,7 +109,7 @@ def data_groups(model: Model, layout: Layout) -> Iterator[AxisGroups]:
 
 
 def experts_differ(model: Model, layout: Layout) -> bool:
-    """Whether experts are held by other ranks than the weights around them."""
+    """True if experts are held by other ranks than the weights around them."""
     return model.num_experts > 0 and layout.tp * layout.ep * layout.expert_tp > 1
 
 
@@ -125,8 +125,8 @@ def copies_axis(count: int) -> str:
 
 
 def borders_of(layout: Layout) -> tuple[Border, ...]:
-    """Between which ranks of a pipeline messages go. Those of even ranks to higher ones come first: each rank's neighbours then
-    need not wait for a chain of all ranks before them."""
+    """Pairs of ranks of a pipeline that exchange messages. Those of even ranks to higher ones come first: each rank's
+    neighbours then need not wait for a chain of all ranks before them."""
     ranks = ranks_of_stages(layout)
     pairs = {(min(pair), max(pair)) for pair in pairwise(ranks) if pair[0] != pair[1]}
     return tuple(sorted(pairs, key=lambda pair: (pair[0] % 2, pair)))
@@ -155,7 +155,7 @@ def _first_collective(token: torch.Tensor, name: str, group: dist.ProcessGroup |
 
 
 def _first_message(token: torch.Tensor, name: str, group: dist.ProcessGroup, lower: int, higher: int) -> None:
-    """From the lower to the higher: their communicator serves both ways."""
+    """Sends the first message from the lower to the higher rank: their communicator serves both ways."""
     sends = group.rank() == lower
     peer = higher if sends else lower
     with waiting(f"the first message of {name}", group, [peer]):

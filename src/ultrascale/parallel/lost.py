@@ -1,4 +1,5 @@
-"""When a rank is gone: who waited for whom, and for what. gloo itself names a port. A profiler is told the same."""
+"""Errors when a rank is gone: which rank waited for which, and for what. gloo itself names a port. A profiler gets the same
+words."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from ultrascale import heartbeat
 from ultrascale.contact import names, why
-from ultrascale.parallel.torch_private import profiler_looks_on
+from ultrascale.torch_private import profiler_looks_on
 
 AWAITED = "ultrascale: wait: "
 """Ranges in a profiler's trace in which a rank starts messages or waits for them; what they are follows."""

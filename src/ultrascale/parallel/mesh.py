@@ -17,24 +17,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ultrascale.kernels.device_kind import kind_of
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.rank_environment import expect_rank_environment, told_rank, told_world
+from ultrascale.description.units import count_of
+from ultrascale.kernels.choice.device_kind import kind_of
 from ultrascale.parallel.arrival import meet
 from ultrascale.parallel.groups import copies_axis, groups_of, warm_up
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.time_limits import START_SECONDS, limit_waits
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.places import Coordinates
-from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.rank_environment import expect_rank_environment, told_rank, told_world
-from ultrascale.spec.units import count_of
+from ultrascale.torch_private import PrefixStore, Store
+from ultrascale.work.sharding.places import Coordinates
 
 MeshAxis = Literal["tp", "cp", "dp", "pp", "ep", "expert_tp"]
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among the processes of the run."""
+    """This process's rank among the processes of the run."""
 
     rank: int
     world: int
@@ -42,7 +43,18 @@ class Ranks:
     host_group: dist.ProcessGroup | None = None
     """All ranks over gloo, for what the CPUs agree on; None when alone."""
     timeout: timedelta | None = None
-    """Of collectives until the first step is done (`Mesh.limit_waits`); None: torch's own."""
+    """Timeout of collectives until the first step is done (`Mesh.limit_waits`); None: torch's own."""
+    island: int = 0
+    """Island of the run that these ranks belong to. Ranks are counted within it, and torch knows of no others."""
+    store: Store | None = None
+    """Store of all islands that were started together: through it ranks of different ones find each other."""
+    meeting: str | None = None
+    """URL of the store through which islands agree that were started apart."""
+
+    @property
+    def process(self) -> int:
+        """Rank of this process among those that were started together."""
+        return self.rank if self.meeting else self.island * self.world + self.rank
 
     @property
     def is_first(self) -> bool:
@@ -94,31 +106,46 @@ def choose_device(device: str) -> torch.device:
 
 @contextmanager
 def process_group(
-    layout: Layout, *, device: str = "auto", timeout_seconds: float = START_SECONDS, rendezvous: str = "env://"
+    layout: Layout,
+    *,
+    islands: int = 1,
+    apart: tuple[int, str] | None = None,
+    device: str = "auto",
+    timeout_seconds: float = START_SECONDS,
+    rendezvous: str = "env://",
 ) -> Iterator[Ranks]:
     """Join the processes of the run and leave them again. They meet where `rendezvous` says, a URL torch understands.
 
+    Of several islands those of this one: the process group is of its ranks alone. `apart`: the island, if each was started by
+    itself, and where they meet.
+
     Raises SpecError if the number of processes is not the layout's.
     """
-    world = _world_size(rendezvous)
-    if world != layout.world_size:
-        rule = (
-            f"the layout is for {count_of(layout.world_size, 'process')}, but {world} {'was' if world == 1 else 'were'} started"
-        )
-        dp, rest = divmod(world * layout.dp, layout.world_size)
+    together = islands if apart is None else 1
+    world, wanted = _world_size(rendezvous), layout.world_size * together
+    if world != wanted:
+        whose = "the layout is" if together == 1 else f"{together} islands of the layout are"
+        rule = f"{whose} for {count_of(wanted, 'process')}, but {world} {'was' if world == 1 else 'were'} started"
+        dp, rest = divmod(world * layout.dp, wanted)
         other = f"`--layout.dp {dp}`" if dp and not rest else "a layout for so many"
-        remedy = f"Start {layout.world_size} (`--processes {layout.world_size}`), or give {other}."
-        raise SpecError([Problem("layout.dp", rule, remedy)])
+        raise SpecError([Problem("layout.dp", rule, f"Start {wanted} (`--processes {wanted}`), or give {other}.")])
     here = choose_device(device)
     if here.type == "cuda":
         torch.cuda.set_device(here)
+    own, meeting = (0, None) if apart is None else apart
     if world == 1:
-        yield Ranks(0, 1, here)
+        yield Ranks(0, 1, here, island=own, meeting=meeting)
         return
     timeout = timedelta(seconds=timeout_seconds)
-    _join(here, timeout, rendezvous)
+    store, process, _ = meet(rendezvous, told_rank(os.environ), told_world(os.environ), timeout)
+    island, rank = (own, process) if apart is not None else divmod(process, layout.world_size)
+    shared = store if together > 1 else None
+    if layout.world_size == 1:
+        yield Ranks(0, 1, here, None, timeout, island, shared)
+        return
+    _join(here, timeout, store if shared is None else PrefixStore(f"island {island}", store), rank, layout.world_size)
     try:
-        yield Ranks(dist.get_rank(), world, here, _host_group(timeout), timeout)
+        yield Ranks(rank, layout.world_size, here, _host_group(timeout), timeout, island, shared, meeting)
     finally:
         dist.destroy_process_group()
 
@@ -130,7 +157,8 @@ def _world_size(rendezvous: str) -> int:
 
 
 class Mesh:
-    """This rank's place in the grid of ranks, and its groups along the axes (`parallel.groups`). All ranks make theirs at once.
+    """This rank's coordinates in the grid of ranks, and its groups along the axes (`parallel.groups`). All ranks build theirs
+    at once.
 
     `data` and `expert_data`: (dp_replicate, dp_shard) grids of the ranks over which FSDP2 repeats and cuts ordinary weights,
     and experts. None where there is nothing to repeat or cut; of experts also where they go with the others.
@@ -165,7 +193,7 @@ class Mesh:
         return self._groups[copies_axis(count)]
 
     def limit_waits(self, ranks: Ranks, seconds: float) -> None:
-        """From now on wait so long for another rank (`parallel.time_limits`). All ranks call it at the same place."""
+        """Limits every later wait for another rank (`parallel.time_limits`). All ranks call it at the same place."""
         found = {group.group_name: group for group in (dist.group.WORLD, ranks.host_group, *self._groups.values()) if group}
         limit_waits(found.values(), seconds)
 
@@ -204,9 +232,8 @@ class Mesh:
         return DeviceMesh.from_group(groups, self.device.type, mesh=own, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
-def _join(device: torch.device, timeout: timedelta, rendezvous: str) -> None:
+def _join(device: torch.device, timeout: timedelta, store: Store, rank: int, world: int) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"  # the CPUs have a group of their own, `Ranks.host_group`
-    store, rank, world = meet(rendezvous, told_rank(os.environ), told_world(os.environ), timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 

@@ -1,8 +1,9 @@
-"""What one rank holds of a model, and what the ranks that hold the same must still do together after a backward pass.
+"""Share of a model: the part that one rank holds, and what ranks that hold the same must still do together after a backward
+pass.
 
 A rank holds the stages that the pipeline gives it; of each weight of theirs the part that tensor and expert parallelism leave
-it (`spec.places`); of that, between steps, the part that ZeRO leaves it (FSDP2's DTensors). Data parallelism sums gradients as
-the backward pass goes (`parallel.data`). Two sums are left for the end of a step, small ones:
+it (`work.sharding.places`); of that, between steps, the part that ZeRO leaves it (FSDP2's DTensors). Data parallelism sums
+gradients as the backward pass goes (`parallel.data.data_parallel`). Two sums are left for the end of a step, small ones:
 
     copies along tp     norms under sequence parallelism, heads of keys and values that several ranks hold: each rank computed a
                         share of the gradient
@@ -23,19 +24,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import Weight
+from ultrascale.description.layout import Layout
 from ultrascale.models.decoder import Decoder
-from ultrascale.parallel.fp8_gather import GatheredWeights
-from ultrascale.parallel.fp8_history import AmaxHistory
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.mesh import Mesh
+from ultrascale.parallel.precision.fp8_gather import GatheredWeights
+from ultrascale.parallel.precision.fp8_history import AmaxHistory
 from ultrascale.parallel.tags import Tag
 from ultrascale.parallel.time_limits import wait_for
-from ultrascale.parallel.torch_private import norms_of
 from ultrascale.schedules.ends import ends_of, shares_embedding
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.places import Place
-from ultrascale.spec.weights import Weight
+from ultrascale.torch_private import norms_of
+from ultrascale.work.sharding.places import Place
 
 TIED = "embed_tokens.weight"
 NORM_PIECE = 1 << 16
@@ -51,7 +52,7 @@ class Held(NamedTuple):
     weight: Weight
     place: Place
     is_second: bool = False
-    """Whether it is the head's copy of a tied embedding, which the first stage holds too."""
+    """True if it is the head's copy of a tied embedding, which the first stage holds too."""
 
 
 @dataclass
@@ -62,12 +63,12 @@ class Share:
     layout: Layout
     mesh: Mesh
     stages: dict[int, Decoder]
-    """By number in the whole pipeline."""
+    """Stages by number in the whole pipeline."""
     held: list[Held] = field(default_factory=list)
     amax_history: AmaxHistory | None = None
-    """Of fp8 with delayed scaling."""
+    """History of fp8 with delayed scaling."""
     gathered_weights: GatheredWeights | None = None
-    """Of fp8, if weights are gathered in it."""
+    """Weights that are all-gathered in fp8, if any are."""
 
     @property
     def decoder(self) -> Decoder:
@@ -117,7 +118,7 @@ class Share:
         return squares.sqrt()
 
     def _counts(self, one: Held) -> bool:
-        """Whether this rank adds `one` to the norm: of the ranks that hold the same elements, only the first does."""
+        """True if this rank adds `one` to the norm: of the ranks that hold the same elements, only the first does."""
         if one.is_second or one.place.copy:
             return False
         mesh = one.parameter.device_mesh if isinstance(one.parameter, DTensor) else None

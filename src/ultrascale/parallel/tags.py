@@ -1,4 +1,4 @@
-"""What messages between two ranks are, in one table: gloo groups are shared between axes, and two messages that are under way
+"""Tags of messages between two ranks, in one table: gloo groups are shared between axes, and two messages that are under way
 between the same ranks must not be taken for one another. (NCCL knows no tags: there the order of calls tells.)
 
 A pipeline's messages have the numbers of `schedules.messages`: no other axis has the same ranks, and a step's messages are all
@@ -27,7 +27,7 @@ class Tag(IntEnum):
 
     @property
     def what(self) -> str:
-        """In words, for errors."""
+        """Name in words, for errors."""
         return _WORDS[self]
 
 

@@ -1,4 +1,4 @@
-"""How long a rank waits for another one before it gives up, which depends on what the other may be doing.
+"""Time limits: how long a rank waits for another one before it gives up, which depends on what the other may be doing.
 
     start          START_SECONDS, or more if a step may take more: loading, planning, compiling, the first step
     a slow part    SLOW_SECONDS: going back to a checkpoint, the first evaluation of a compiled model
@@ -17,22 +17,22 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ultrascale.parallel.torch_private import set_group_timeout
+from ultrascale.torch_private import set_group_timeout
 
 START_SECONDS = 600.0
-"""As torchrun's rendezvous waits for nodes."""
+"""Seconds that torchrun's rendezvous waits for nodes."""
 SLOW_SECONDS = 3600.0
-"""As `checkpoint.coordination` waits for the slowest disk."""
+"""Seconds that `checkpoint.coordination` waits for the slowest disk."""
 
 
 def limit_waits(groups: Iterable[dist.ProcessGroup], seconds: float) -> None:
-    """From now on wait so long in each of `groups`. Every rank of a group must say the same, at the same place."""
+    """Limits every later wait in each of `groups`. Every rank of a group must give the same seconds, at the same place."""
     for group in groups:
         set_group_timeout(timedelta(seconds=seconds), group)
 
 
 def wait_for(work: dist.Work | None, group: dist.ProcessGroup | None) -> None:
-    """Until a single message of `group` (None: all ranks) has arrived or left. Raises RuntimeError if it takes too long.
+    """Waits until a single message of `group` (None: all ranks) has arrived or left. Raises RuntimeError if it takes too long.
 
     NCCL's own are not given a limit here: the host would then wait for the device. Their watchdog knows the group's.
     """
@@ -46,7 +46,7 @@ def wait_for(work: dist.Work | None, group: dist.ProcessGroup | None) -> None:
 
 
 def _gloo_limit(group: dist.ProcessGroup | None) -> timedelta | None:
-    """None for messages of another backend, or where a test has put something in a group's place."""
+    """Timeout of gloo; None for messages of another backend, or where a test has put something in a group's place."""
     if not isinstance(group, dist.ProcessGroup) or torch.device("cpu") not in group._device_types:
         return None
     backend = group._get_backend(torch.device("cpu"))

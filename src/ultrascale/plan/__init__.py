@@ -1,4 +1,4 @@
-"""Memory and time of a run, predicted from `spec` and `schedules`. Python and NumPy: no torch.
+"""Memory and time of a run, predicted from `description`, `work` and `schedules`. Python and NumPy: no torch.
 
 Where to begin, by question. Every file opens with what it is for; `docs/planner-internals.md` has the whole.
 
@@ -12,5 +12,6 @@ laws        seconds of products, attention and messages
 view        all of it drawn
 flags       a plan as the settings of another trainer
 workload    what is asked, with `layouts`: tables of them
-constants, intervals, stops, flops, storage, cut_backward  what several rooms need
+costs       failures, checkpoints, budgets
+constants, intervals, flops, cut_backward  what several rooms need
 """

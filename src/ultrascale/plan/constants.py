@@ -20,14 +20,14 @@ differ."""
 
 @dataclass(frozen=True)
 class Constants:
-    """How parts make a step."""
+    """Constants of the time model: factors by which a step differs from the sum of its parts."""
 
     compute_derate: float = 1.145
     """Time of a product in training over its time alone in a hot loop: cold caches, clocks lowered by power."""
     device_derates: Mapping[str, float] = field(default_factory=lambda: DEVICE_DERATES)
-    """The same for one kind of accelerator, on top; 1 for those not named."""
+    """Further factor on a product's time by name of accelerator; 1 for those not named."""
     compiled_host_fraction: float = 0.5
-    """Of the time Python needs to launch a block's operations, when it is compiled."""
+    """Share of Python's time to launch a block's operations that is left when the block is compiled."""
     tensor_parallel_hidden: float = 0.17
     """Share of tensor-parallel traffic hidden where the stack overlaps it (Megatron's user buffers), beyond what travels beside
     the two products of a column-parallel layer's backward pass (`plan.time.blocks.PartSeconds.tp_beside`)."""

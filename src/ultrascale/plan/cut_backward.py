@@ -1,4 +1,5 @@
-"""What tp sends in each half of a backward pass that is cut in two (`parallel.pipeline_weights`), and how often passes are cut.
+"""Communication of tensor parallelism in each half of a backward pass that is split into I, gradients of inputs, and W,
+gradients of weights (`parallel.pipeline.pipeline_weights`); and the share of passes that are split.
 
                      in one (B)                 cut: I                    cut: W
     column product   x gathered beside dx       sum of dx                 x gathered
@@ -21,23 +22,23 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.plan.layouts import SCHEDULES, LayoutTable
+from ultrascale.description.layout import NARROW
+from ultrascale.plan.layouts import LayoutTable, by_schedule
 from ultrascale.schedules.actions import Action, Kind
-from ultrascale.spec.layout import NARROW
-from ultrascale.spec.op_builders import is_fp8, narrow_bytes
-from ultrascale.spec.ops import Collective, Op, Shape
+from ultrascale.work.op_builders import is_fp8, narrow_bytes
+from ultrascale.work.ops import Collective, Op, Shape
 
 Half = Literal["input", "weight"]
 HALVES: tuple[Half, Half] = ("input", "weight")
-CUTTING = ("zb-h1", "zb-v", "dualpipe", "dualpipe-v")
-"""Schedules that cut backward passes in two, the first two all."""
+_CUTS_ALL, _CUTS_ENDS = (by_schedule(lambda one, how=how: one.splits_backward == how) for how in ("all", "ends"))
+_STAGES, _COPIES = by_schedule(lambda one: one.virtual_stages or 0), by_schedule(lambda one: one.copies)
 
-NEVER_WAIT = ("mlp.experts.", "mlp.router")
+NEVER_WAIT = ("mlp.experts.", "mlp.router", "lm_head", "embed_tokens")
 """Products that are no linear layers: their weights' gradients are made in I."""
 
 
 def may_wait(op: Op) -> bool:
-    """Whether W makes the gradient of its weight."""
+    """True if W makes the gradient of the operation's weight: a linear layer's, not of the head, a router or experts."""
     return op.kind == "matmul" and not op.name.startswith(NEVER_WAIT)
 
 
@@ -60,17 +61,17 @@ def sent_in_half(op: Op, half: Half, shape: Shape) -> Op:
 
 
 def is_row_sum(op: Op) -> bool:
-    """Whether it sums the parts of a row product, whose gradient then is gathered from this rank's positions."""
+    """True if the operation sums the partial results of a row product: its gradient is gathered from all ranks' positions."""
     return op.name.endswith(".scatter") and any(one.axis == "tp" for one in op.collectives)
 
 
 def reads_gathered(op: Op) -> bool:
-    """Whether it is a column product that reads a sequence gathered over tp."""
+    """True for a column product that reads a sequence all-gathered over tp."""
     return op.kind == "matmul" and op.reads[0].endswith("_whole")
 
 
 def gathered_input_bytes(op: Op, shape: Shape) -> int:
-    """Of a column product's input, which W gathers once for all products of it; 0 of others."""
+    """Bytes of a column product's input, which W all-gathers once for all products that read it; 0 for other operations."""
     if op.product is None or not (shape.kernels.gathers_again and shape.cuts_sequence and reads_gathered(op)):
         return 0
     elements = op.product.m * op.product.k
@@ -78,19 +79,19 @@ def gathered_input_bytes(op: Op, shape: Shape) -> int:
 
 
 def cut_share(table: LayoutTable, num_micro_batches: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Of the backward passes of the first, a middle and the last rank those that a known schedule cuts, [3, layouts]. The first
-    stage's never are."""
-    name, m, p = np.array(SCHEDULES)[table.schedule], num_micro_batches, table.pp
-    shares = np.zeros((3, len(table)))
-    shares[:, name == "zb-h1"], shares[:, name == "zb-v"] = [[0.0], [1.0], [1.0]], [[0.5], [1.0], [1.0]]
-    # `schedules.dualpipe_v.two_streams`: as many, however many micro-batches there are.
-    of_v, of_two = (p - 1) / (2 * m), np.maximum(p // 2 - 1, 0) / m
-    shares += np.where(name == "dualpipe-v", of_v, np.where(name == "dualpipe", of_two, 0.0))
+    """Share of backward passes that a known schedule splits into I and W, on the first, a middle and the last rank, [3,
+    layouts]. The first stage's are never split."""
+    m, p, stages = num_micro_batches, table.pp, _STAGES[table.schedule]
+    shares = np.zeros((3, len(table))) + _CUTS_ALL[table.schedule]
+    shares[0] -= _CUTS_ALL[table.schedule] / np.maximum(np.where(stages, stages, table.virtual_stages), 1)
+    # `schedules.kinds.dualpipe_v.two_streams`: as many, however many micro-batches there are.
+    depth = p // _COPIES[table.schedule]
+    shares += np.where(_CUTS_ENDS[table.schedule], np.maximum(depth - 1, 0) / (np.maximum(stages, 1) * m), 0.0)
     return np.where(p > 1, np.minimum(shares, 1.0), 0.0)
 
 
 def cut_share_of(schedule: Sequence[Sequence[Action]]) -> float:
-    """Of all backward passes of a schedule those that are told as I and W."""
+    """Share of a schedule's backward passes that are split into I and W."""
     kinds = [part.kind for row in schedule for action in row for part in action.parts]
     cut = kinds.count(Kind.INPUT_GRADIENT)
     return cut / max(1, cut + kinds.count(Kind.BACKWARD))

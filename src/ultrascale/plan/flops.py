@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ultrascale.spec.kept import computed_again, resolved
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.work import Op, Shape, block_work, first_alike, head_work, mask_elements, prediction_work
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.work.kept import computed_again, resolved
+from ultrascale.work.work import Op, Shape, block_work, first_alike, head_work, mask_elements, prediction_work
 
 CONVENTION = "6N + attention, causal; hardware FLOPs with the full square under a mask; peak is dense, without sparsity"
 
@@ -45,7 +45,7 @@ def hardware_flops_per_token(
 def hardware_flops(
     model: Model, layout: Layout, sequence_length: int, *, documents: bool = False, masks: bool = True
 ) -> dict[str, float]:
-    """The same by kind: matrix products, attention, and the recomputation of both."""
+    """Hardware FLOPs per token by kind: matrix products, attention, and the recomputation of both."""
     shape, more = Shape(1, sequence_length, documents=documents, mlp_chunks=layout.mlp_chunks), model.num_nextn_predict_layers
     products = float(sum(op.flops for op in head_work(model, shape))) * (1 + more)
     products += 3.0 * more * sum(op.flops for op in prediction_work(model, shape))

@@ -1,4 +1,4 @@
-"""How far a prediction may be off: the risk of running out of memory, and intervals of a step time.
+"""Uncertainty of a prediction: the risk of running out of memory, and prediction intervals of a step time.
 
 Intervals come from the errors on sources that took no part in the fit.
 
@@ -14,8 +14,8 @@ from __future__ import annotations
 from math import erfc, log, sqrt
 from typing import Literal
 
+from ultrascale.description.layout import NARROW, Layout
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.layout import NARROW, Layout
 
 COVERAGE = 0.8
 """Share of runs that an interval is meant to hold."""
@@ -31,11 +31,11 @@ FACTORS: dict[Kind, tuple[float, float]] = {
 
 
 EAGER_OP_SECONDS = 5e-5
-"""From here on a program is eager: it launches several kernels for an operation."""
+"""Seconds per operation above which a program counts as eager: it launches several kernels for an operation."""
 
 
 MANY_NODES = 4
-"""From here on programs whose collectives wait for Python also wait for each other."""
+"""Nodes from which programs whose collectives wait for Python also wait for each other."""
 
 
 def kind_of(workload: Workload, layout: Layout) -> Kind:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.spec.layout import NARROW, Layout, Precision
-from ultrascale.spec.recomputed import blocks_text, modes_of
+from ultrascale.description.layout import NARROW, Layout, Precision
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.recomputed import blocks_text, modes_of
+from ultrascale.description.schedules import SCHEDULES, USUAL, KnownSchedule
 
 Column = NDArray[np.int64]
 RECOMPUTE = ("none", "selective", "full", "every-k", "blocks")
@@ -19,12 +21,12 @@ PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16", "fp16", *NARROW)
 _IS_NARROW = np.array([name in NARROW for name in PRECISIONS])
 _NARROW_BYTES = np.array([NARROW.get(name, 0.0) for name in PRECISIONS])
 FP8_SCALINGS = ("row", "tensor", "delayed")
-SCHEDULES = ("1f1b", "afab", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v", "breadth-first")
+SCHEDULE_NAMES = tuple(SCHEDULES)
 
 
 @dataclass(frozen=True)
 class LayoutTable:
-    """Columns of equal length. Choices are numbers: indices into `RECOMPUTE`, `CP_METHODS`, `PRECISIONS` and the like."""
+    """Columns of equal length. Choices are numbers: indices into `RECOMPUTE`, `CP_METHODS`, `SCHEDULE_NAMES` and the like."""
 
     dp: Column
     zero_stage: Column
@@ -58,8 +60,8 @@ class LayoutTable:
     offload_activations: Column
     offload_optimizer: Column
     modes: tuple[str, ...] = ()
-    """Of a table of one layout with recompute = "blocks": each block's way (`spec.recomputed`). Of one whose layouts all name
-    the same modules: the one way of all."""
+    """Recomputation of each block (`description.recomputed`), for a table of one layout with recompute = "blocks". For a
+    table whose layouts all name the same modules: their common way, once."""
 
     def __len__(self) -> int:
         return len(self.dp)
@@ -85,7 +87,7 @@ class LayoutTable:
 
     @property
     def gathers_fp8(self) -> NDArray[np.bool_]:
-        """Whether weights of products in fp8 are gathered in fp8: `spec.fp8_slots.gathers_fp8`."""
+        """True where weights of fp8 products are all-gathered in fp8: `work.fp8_slots.gathers_fp8`."""
         in_fp8 = _IS_NARROW[self.precision] & (self.fp8_all_gather > 0)
         return in_fp8 & (self.zero_stage > 0) & (self.dp_shard * self.cp > 1)
 
@@ -96,23 +98,26 @@ class LayoutTable:
 
     @property
     def narrow_bytes(self) -> NDArray[np.float64]:
-        """Of an element of narrow products' factors, with its share of their scales."""
+        """Bytes of an element of a narrow product's factors, with its share of their scales."""
         return _NARROW_BYTES[self.precision]
 
     @property
     def scales_by_tensor(self) -> NDArray[np.bool_]:
-        """Whether narrow weights have scales of tensors or rows, beside those of blocks that `narrow_bytes` counts."""
+        """True where narrow weights have scales per tensor or row, beside those per block that `narrow_bytes` counts."""
         return self.precision != PRECISIONS.index("mxfp8")
 
     @property
     def delays_fp8(self) -> NDArray[np.bool_]:
-        """Whether scales of fp8 follow from a history."""
+        """True where fp8 uses delayed scaling: scales follow from a history."""
         in_fp8 = self.precision == PRECISIONS.index("fp8")
         return in_fp8 & (self.fp8_scaling == FP8_SCALINGS.index("delayed"))
 
     @classmethod
     def of(cls, layouts: Iterable[Layout]) -> LayoutTable:
-        """The table of these layouts, in their order. `layers_per_stage` and schedules from files are not in it."""
+        """The table of these layouts, in their order. `layers_per_stage` is not in it.
+
+        Raises SpecError for a pipeline whose schedule is none of `SCHEDULES`.
+        """
         layouts = list(layouts)
         rows = [_row(layout) for layout in layouts]
         columns = np.array(rows, dtype=np.int64).reshape(len(rows), len(COLUMNS)).T
@@ -138,7 +143,7 @@ class LayoutTable:
             "fp8_scaling": FP8_SCALINGS[row["fp8_scaling"]],
             "fp8_all_gather": bool(row["fp8_all_gather"]),
             "cp_method": CP_METHODS[row["cp_method"]],
-            "schedule": SCHEDULES[row["schedule"]],
+            "schedule": SCHEDULE_NAMES[row["schedule"]],
             "sequence_parallel": bool(row["sequence_parallel"]),
             "tp_overlap": bool(row["tp_overlap"]),
             "partition_checkpoints": bool(row["partition_checkpoints"]),
@@ -150,9 +155,14 @@ class LayoutTable:
         return Layout(**row, reduce_dtype="bf16") if narrow else layout
 
 
+def by_schedule(fact: Callable[[KnownSchedule], Any]) -> NDArray[Any]:
+    """A fact of every schedule, to be indexed by the column `schedule`."""
+    return np.array([fact(one) for one in SCHEDULES.values()])
+
+
 def distinct(column: Column) -> Column:
-    """The values that occur; of one layout without sorting."""
-    return column if len(column) < 2 else np.unique(column)
+    """The values that occur, none below 0; of one layout as they are. (`np.unique` would import masked arrays.)"""
+    return column if len(column) < 2 else np.flatnonzero(np.bincount(column))
 
 
 COLUMNS = tuple(field.name for field in fields(LayoutTable) if field.name != "modes")
@@ -164,7 +174,10 @@ def _told(layout: Layout) -> tuple[str, ...]:
 
 
 def _row(layout: Layout) -> list[int]:
-    schedule = SCHEDULES.index(layout.schedule) if layout.schedule in SCHEDULES else 0
+    schedule = layout.schedule if layout.pp > 1 or layout.schedule in SCHEDULES else USUAL  # without a pipeline nobody reads it
+    if schedule not in SCHEDULES:
+        rule = f"is {schedule!r}, and a table of layouts has schedules known by name alone"
+        raise SpecError([Problem("layout.schedule", rule, f"Take {', '.join(SCHEDULES)}.")])
     return [
         layout.dp, layout.zero_stage, layout.shard_size, layout.micro_batch_size,
         RECOMPUTE.index(layout.recompute if layout.recompute in RECOMPUTE else "blocks"),
@@ -173,6 +186,6 @@ def _row(layout: Layout) -> list[int]:
         {"fp64": 8, "fp32": 4}.get(layout.gradient_reduce_dtype, 2),
         layout.layers_per_bucket, layout.tp, int(layout.sequence_parallel),
         int(layout.tp_overlap and layout.tp > 1), layout.cp, CP_METHODS.index(layout.cp_method), layout.cp_heads, layout.pp,
-        layout.virtual_stages, schedule, layout.ep, layout.expert_tp,
+        layout.virtual_stages, SCHEDULE_NAMES.index(schedule), layout.ep, layout.expert_tp,
         int(layout.partition_checkpoints), layout.mlp_chunks, int(layout.offload_activations), int(layout.offload_optimizer),
     ]  # fmt: skip

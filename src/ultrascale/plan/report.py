@@ -1,8 +1,8 @@
 """Everything `ultrascale plan` says about one run, as data: memory, time, whether it fits, and the ways to make it fit.
 
-Memory of a layout that our trainer runs is an exact replay of its step (`plan.search.replayed`), with the allocator's share on
-devices whose rates are in the catalogue; of any other it is put together from parts (`plan.columns.footprint`). A search says
-the same of every layout it lists, so that one layout has one number. Time is `plan.time.price`'s.
+Memory is a replay of the layout's step by the trainer's rules (`plan.search.replayed`), with the allocator's share on devices
+whose rates are in the catalogue. A search says the same of every layout it lists, so that one layout has one number. Time is
+`plan.time.price`'s.
 """
 
 from __future__ import annotations
@@ -10,29 +10,31 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from ultrascale.catalogue.cluster import Accelerator, Cluster
+from ultrascale.catalogue.machines import lacks
+from ultrascale.catalogue.stacks.stack import Stack, with_attention, with_optimizer
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.config.rules.trainable import untrainable, untrainable_layout
+from ultrascale.description.architecture.weights import num_parameters
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Run, one_island
 from ultrascale.plan.flops import CONVENTION, model_flops_per_token
-from ultrascale.plan.memory.replay import MemoryPlan, is_replayed, num_micro_batches, plan_fullest_rank
+from ultrascale.plan.islands import IslandsPlan, plan_islands
+from ultrascale.plan.memory.replay import MemoryPlan, num_micro_batches, plan_fullest_rank
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import Accelerator, Cluster
-from ultrascale.spec.machines import lacks
-from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.run import Run
-from ultrascale.spec.stack import Stack, with_attention, with_optimizer
-from ultrascale.spec.stack_files import STACKS
-from ultrascale.spec.trainable import untrainable_layout, untrainable_model
-from ultrascale.spec.weights import num_parameters
 
 if TYPE_CHECKING:
     from ultrascale.plan.columns.footprint import Footprint
-    from ultrascale.plan.storage import Storage
+    from ultrascale.plan.costs.storage import Storage
     from ultrascale.plan.time.price import Prediction
 
 HEADROOM_FRACTION = {"cuda": 0.06, "cpu": 0.0}
-"""Of the device's memory: what the allocator reserves and does not use. SimuMax takes 6 percent, others 10."""
+"""Headroom by type of device, as a share of its memory: what the allocator reserves and does not use. SimuMax takes 6
+percent, others 10."""
 HEADROOM_BYTES = {"cuda": 3 * 2**30, "cpu": 2**29}
 """CUDA's context and kernels 0.5 to 0.9 GiB, NCCL 1 to 2 GiB; on a CPU the interpreter and torch, about 0.4 GiB a process."""
 DEFAULT_OPTIMIZER = "adamw"
-"""That need not be said."""
+"""Optimizer that reports and command lines leave unnamed."""
 RECOMPUTE_FROM_CHEAP = ("none", "selective", "full")
 Device = Literal["cpu", "cuda"]
 
@@ -44,14 +46,16 @@ class RunPlan:
     run: Run
     cluster: Cluster
     stack: Stack
-    memory: MemoryPlan | None
-    """The replay; None where our trainer does not run the layout."""
+    memory: MemoryPlan
+    """The replay."""
     prediction: Prediction | None
-    """Time, and memory from parts; None where the device's rates are measured at run time."""
+    """Time, and what lies outside the replay; None where the device's rates are measured at run time."""
     capacity_bytes: int
     """The device's memory."""
     headroom_bytes: int
-    """What is kept free: a part of the device, and without a prediction what the replay does not count."""
+    """Bytes kept free: a share of the device, and without a prediction what the replay does not count."""
+    islands: IslandsPlan | None = None
+    """Traffic between islands, where there are several: `run` is then one of them, with its share of the batch."""
 
     @property
     def usable_bytes(self) -> int:
@@ -60,14 +64,12 @@ class RunPlan:
     @property
     def peak_bytes(self) -> int:
         """Live bytes at the peak."""
-        if self.memory is not None:
-            return self.memory.peak.total
-        assert self.prediction is not None
-        return round(float(self.prediction.memory.allocated))
+        return self.memory.peak.total
 
     @property
     def needed_bytes(self) -> int:
-        """Of the device: with what the allocator keeps and what lies outside torch, where a prediction counts them."""
+        """Bytes of device memory in use: with what the allocator caches and what lies outside torch, where a prediction
+        counts them."""
         if self.prediction is None:
             return self.peak_bytes
         return round(float(self.prediction.memory.reserved + self.prediction.memory.outside))
@@ -86,28 +88,33 @@ class RunPlan:
     def to_json(self) -> dict[str, Any]:
         """A JSON-able dictionary: bytes, seconds, FLOPs, tokens."""
         run = self.run
-        return {
-            "model": run.model.name,
-            "num_parameters": num_parameters(run.model),
-            "cluster": self.cluster.name,
-            "nodes": self.cluster.num_nodes,
-            "accelerators_per_node": self.cluster.node.num_accelerators,
-            "stack": self.stack.name,
-            "layout": {name: getattr(run.layout, name) for name in run.layout.__dataclass_fields__},
-            "sequence_length": run.batch.sequence_length,
-            "sequences_per_batch": run.batch.sequences_per_batch,
-            "num_micro_batches": self.num_micro_batches,
-            "document_mask": run.data.document_mask,
-            "optimizer": self.stack.optimizer,
-            "trainable": not not_trainable(run),
-            "fits": self.fits,
-            "memory": self._memory_json(),
-            "time": self._time_json(),
-            "time_convention": CONVENTION,
-        } | self._recomputation_json()
+        return (
+            {
+                "model": run.model.name,
+                "num_parameters": num_parameters(run.model),
+                "cluster": self.cluster.name,
+                "nodes": self.cluster.num_nodes,
+                "accelerators_per_node": self.cluster.node.num_accelerators,
+                "stack": self.stack.name,
+                "layout": {name: getattr(run.layout, name) for name in run.layout.__dataclass_fields__},
+                "sequence_length": run.batch.sequence_length,
+                "sequences_per_batch": run.batch.sequences_per_batch,
+                "num_micro_batches": self.num_micro_batches,
+                "document_mask": run.data.document_mask,
+                "optimizer": self.stack.optimizer,
+                "trainable": not not_trainable(run),
+                "fits": self.fits,
+                "memory": self._memory_json(),
+                "time": self._time_json(),
+                "failures": self._failures_json(),
+                "time_convention": CONVENTION,
+            }
+            | self._recomputation_json()
+            | ({} if self.islands is None else {"islands": self.islands.to_json()})
+        )
 
     def _recomputation_json(self) -> dict[str, Any]:
-        """What recomputation saves and costs here, of models with experts: none is published for them."""
+        """Memory that recomputation saves and time that it adds, for models with experts: no figures are published for them."""
         if self.prediction is None or not self.run.model.num_experts:
             return {}
         from ultrascale.plan.view.recomputation import ways_to_recompute  # here: a CPU is planned without NumPy
@@ -127,9 +134,6 @@ class RunPlan:
             "headroom_bytes": self.headroom_bytes,
         }
         memory = self.memory
-        if memory is None:
-            assert self.prediction is not None
-            return {"peak_bytes": self.peak_bytes, **_footprint_json(self.prediction.memory), **limits}
         return {
             "peak_bytes": memory.peak.total,
             "peak_phase": memory.peak.phase,
@@ -140,8 +144,22 @@ class RunPlan:
             **limits,
         }
 
+    def _failures_json(self) -> dict[str, Any] | None:
+        return None if self.prediction is None else _of_failures(self.prediction.workload)
+
     def _time_json(self) -> dict[str, Any] | None:
         return None if self.prediction is None else prediction_json(self.prediction)["time"]
+
+
+def _of_failures(workload: Workload) -> dict[str, Any]:
+    from ultrascale.plan.costs.stops import stops
+
+    found = stops(workload)
+    return {
+        "between_seconds": found.between_seconds, "per_day": found.per_day, "save_seconds": found.save_seconds,
+        "save_is_measured": workload.save_seconds is not None, "save_every_seconds": found.save_every_seconds,
+        "restart_seconds": found.restart_seconds, "spare_nodes": found.spare_nodes, "goodput": found.goodput,
+    }  # fmt: skip
 
 
 def prediction_json(prediction: Prediction) -> dict[str, Any]:
@@ -193,15 +211,22 @@ def _footprint_json(memory: Footprint) -> dict[str, Any]:
 
 
 def workload_of(
-    run: Run, cluster: Cluster, stack: Stack, *, expert_imbalance: float = 1.0, storage: Storage | None = None
+    run: Run,
+    cluster: Cluster,
+    stack: Stack,
+    *,
+    expert_imbalance: float = 1.0,
+    storage: Storage | None = None,
+    save_seconds: float | None = None,
 ) -> Workload:
-    """What `run` asks for, without its layout. Raises SpecError if our trainer is to run products that it has not."""
+    """Workload of `run`: all of it but the layout. Raises SpecError for precisions of products that our trainer does not
+    have."""
     if stack.name == "ultrascale" and run.layout.precision in ("mxfp8", "nvfp4"):
         raise SpecError([one for one in untrainable_layout(run.layout) if one.key == "layout.precision"])
     batch = run.batch
     length, sequences, documents = batch.sequence_length, batch.sequences_per_batch, run.data.document_mask
     stack = with_attention(stack, run.layout.attention, deterministic=run.deterministic)
-    return Workload(run.model, cluster, length, sequences, stack, documents, expert_imbalance, storage)
+    return Workload(run.model, cluster, length, sequences, stack, documents, expert_imbalance, storage, save_seconds)
 
 
 _NO_RATES = (
@@ -210,8 +235,8 @@ _NO_RATES = (
 
 
 def not_trainable(run: Run) -> list[str]:
-    """What of `run` our trainer does not run yet, as dotted keys."""
-    return [problem.key for problem in (*untrainable_model(run.model), *untrainable_layout(run.layout))]
+    """Dotted keys of `run` that our trainer does not support yet."""
+    return [problem.key for problem in untrainable(run.model, run.layout)]
 
 
 def plan_run(
@@ -221,9 +246,13 @@ def plan_run(
     *,
     expert_imbalance: float = 1.0,
     storage: Storage | None = None,
+    save_seconds: float | None = None,
 ) -> RunPlan:
-    """Memory and time of `run` on `cluster`, with the run's own optimizer. Raises SpecError if the batch or the device does not
-    suit the layout."""
+    """Memory and time of `run` on `cluster`, with the run's own optimizer; of islands, of one of them on a cluster of its own.
+    Raises SpecError if the batch or the device does not suit the layout."""
+    if run.islands.count > 1:
+        alone = plan_run(one_island(run), cluster, stack, expert_imbalance=expert_imbalance, storage=storage)
+        return replace(alone, islands=plan_islands(run))
     if run.optimizer.name != DEFAULT_OPTIMIZER:
         stack = with_optimizer(stack, run.optimizer.name)
     if run.layout.recompute == "auto":
@@ -231,15 +260,18 @@ def plan_run(
 
         run = with_recomputation(run, cluster, stack)
     device, knows_rates = device_of(cluster.accelerator), has_rates(cluster.accelerator, run.layout.precision)
-    memory = prediction = None
+    prediction = None
     if knows_rates:
         from ultrascale.plan.search.replayed import with_replay
         from ultrascale.plan.time.price import predict  # here, so that a CPU is planned without NumPy
 
-        workload = workload_of(run, cluster, stack, expert_imbalance=expert_imbalance, storage=storage)
+        workload = workload_of(
+            run, cluster, stack, expert_imbalance=expert_imbalance, storage=storage, save_seconds=save_seconds
+        )
         prediction = with_replay(predict(workload, run.layout))
         memory = prediction.replay
-    elif stack.name == "ultrascale" and is_replayed(run.model, run.layout) and not not_trainable(run):
+        assert memory is not None
+    elif stack.name == "ultrascale" and not not_trainable(run):
         memory = plan_fullest_rank(
             run.model,
             run.layout,
@@ -250,7 +282,7 @@ def plan_run(
             optimizer=run.optimizer.name,
         )
     else:
-        found = [*untrainable_model(run.model), *untrainable_layout(run.layout)]
+        found = untrainable(run.model, run.layout)
         if not found and not cluster.accelerator.measured_at_run_time:
             found = [lacks(cluster.accelerator, run.layout.precision)]
         raise SpecError(found or [Problem("cluster", *_NO_RATES)])
@@ -262,7 +294,7 @@ def plan_run(
 
 
 def alternatives(run: Run, cluster: Cluster, *, any_stage: bool = True, any_way: bool = True) -> list[RunPlan]:
-    """The same run for each ZeRO stage and way to recompute, from the least work and traffic to the least memory.
+    """Plans of `run` for each ZeRO stage and way to recompute, from the least work and traffic to the least memory.
 
     `any_stage` or `any_way` False keeps the run's own.
     """
@@ -280,10 +312,10 @@ def first_that_fits(plans: list[RunPlan]) -> RunPlan | None:
 
 
 def device_of(accelerator: Accelerator) -> Device:
-    """Where torch would run: `cpu` or `cuda` (ROCm counts as CUDA, as in torch)."""
+    """Torch device type: `cpu` or `cuda` (ROCm counts as CUDA, as in torch)."""
     return "cpu" if accelerator.name == "cpu" else "cuda"
 
 
 def has_rates(accelerator: Accelerator, precision: str) -> bool:
-    """Whether the catalogue knows how fast the device is, and in this precision."""
+    """True if the catalogue gives the device's peak rate in this precision, so that it is not measured at run time."""
     return precision in ("fp16", *accelerator.peak_flops) and not accelerator.measured_at_run_time

@@ -1,4 +1,4 @@
-"""What is to be trained, on what, with which program: everything a plan needs but the layout."""
+"""Workload of a plan: model, batch, machines and program; everything but the layout."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.plan.storage import Storage
-from ultrascale.spec.cluster import Cluster
-from ultrascale.spec.model import Model
-from ultrascale.spec.ops import Shape
-from ultrascale.spec.stack import Overheads, Stack, program_overheads
-from ultrascale.spec.stack_files import STACKS
+from ultrascale.catalogue.cluster import Cluster
+from ultrascale.catalogue.stacks.stack import Overheads, Stack, program_overheads
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.description.architecture.model import Model
+from ultrascale.plan.costs.storage import Storage
+from ultrascale.work.ops import Shape
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,14 @@ class Workload:
     """Tokens of the busiest rank's experts over the mean."""
     storage: Storage | None = None
     """None: what reading and writing cost is left out."""
+    save_seconds: float | None = None
+    """Seconds that a save blocks training, as measured; None: planned."""
     priced_shapes: dict[Shape, NDArray[np.float64]] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """What `plan.time.blocks.price_blocks` worked out so far."""
+    """Prices of shapes that `plan.time.blocks.price_blocks` has worked out so far."""
 
     @cached_property
     def overheads(self) -> Overheads:
-        """What the program adds to the time of this model."""
+        """Overheads that the program adds to the time of this model."""
         return program_overheads(self.stack, self.model.num_experts)
 
     @property

@@ -1,4 +1,4 @@
-"""What an exercise of the primer is: variants of one computation, checked against torch, timed where there is a GPU."""
+"""An exercise of the primer: variants of one computation, checked against torch, timed where there is a GPU."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Variant:
     name: str
     run: Callable[[], Tensor]
     expected: Callable[[], Tensor]
-    """The same by torch, in fp64."""
+    """Result by torch, in fp64."""
     num_bytes: int = 0
-    """That must move: each input read once, each result written once. What a variant moves beyond is its loss."""
+    """Bytes that must move: each input read once, each result written once. Whatever a variant moves beyond is its loss."""
     flops: int = 0
     note: str = ""
-    """Of what it takes beside time."""
+    """Note on costs other than time."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Exercise:
     """A word, for the command line."""
     title: str
     meaning: str
-    """What the numbers say, in two lines."""
+    """Meaning of the numbers, in two lines."""
     variants: tuple[Variant, ...]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a variant did."""
+    """Result of a variant."""
 
     name: str
     error: float
@@ -52,12 +52,13 @@ class Outcome:
     unit: str
     """`B/s` or `FLOP/s`."""
     share: float | None
-    """Of the device's peak."""
+    """Fraction of the device's peak."""
     note: str
 
 
 TOLERANCE = 2e-2
-"""Of bf16: 8 bits of mantissa, and sums of some thousand products. fp32 is right to 1e-5; one limit catches a wrong kernel."""
+"""Tolerance for bf16: 8 bits of mantissa, and sums of some thousand products. fp32 is right to 1e-5; one limit catches a wrong
+kernel."""
 
 
 def outcome(variant: Variant, *, device: torch.device, peak_bytes: float | None, peak_flops: float | None) -> Outcome:
@@ -91,7 +92,7 @@ def random(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32
 
 
 def narrow(device: torch.device) -> torch.dtype:
-    """What tensor cores take; the interpreter computes with NumPy, which has no bf16."""
+    """The dtype that tensor cores take; the interpreter computes with NumPy, which has no bf16."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 

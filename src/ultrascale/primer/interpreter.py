@@ -1,4 +1,5 @@
-"""Where the primer runs. Apart, since Triton decides when it is imported, and half of torch imports it."""
+"""Choice of GPU or interpreter for the primer. A module apart, since Triton decides when it is imported, and half of torch
+imports it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from importlib.util import find_spec
 
 import torch
 
-from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError
 
 
 def choose_device() -> torch.device:

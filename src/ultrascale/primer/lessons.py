@@ -8,7 +8,7 @@ from importlib import import_module
 
 import torch
 
-from ultrascale.measure.machine import device_name, measure_matmul_ceiling, this_gpu
+from ultrascale.measure.machine.ceilings import device_name, measure_matmul_ceiling, this_gpu
 from ultrascale.primer.exercise import Exercise, Outcome, outcome
 
 LESSONS = ("access", "tiles", "coarsening", "divergence", "softmax", "attention")
@@ -19,22 +19,23 @@ COPIED = 2**30
 
 @dataclass(frozen=True)
 class Place:
-    """Where the lessons run, and what it can reach. Peaks are per second, of the datasheet where the device is catalogued."""
+    """The device on which the lessons run, and its ceilings. Peaks are per second, of the datasheet where the device is
+    catalogued."""
 
     device: torch.device
     name: str
     peak_bytes: float | None
     peak_flops: float | None
     origin: str
-    """Of the peaks."""
+    """Source of the peaks."""
     copy_bytes: float | None = None
-    """What a copy by torch reaches, read and written."""
+    """Rate that a copy by torch reaches, bytes read and written."""
     product_flops: float | None = None
-    """What a large bf16 product by torch reaches."""
+    """Rate that a large bf16 GEMM by torch reaches."""
 
 
 def place(device: torch.device) -> Place:
-    """What `device` can reach."""
+    """Ceilings of `device`."""
     if device.type != "cuda":
         return Place(device, device_name(device), None, None, "")
     gpu, rate, product = this_gpu(device), _copy_rate(device), measure_matmul_ceiling("bf16", device).flops_per_second
@@ -48,7 +49,7 @@ def lessons(device: torch.device, only: tuple[str, ...] = ()) -> Iterator[Exerci
     """The exercises, each made when it is its turn: their tensors are large."""
     for name in LESSONS:
         if not only or name in only:
-            yield import_module(f"ultrascale.primer.{name}").exercise(device)
+            yield import_module(f"ultrascale.primer.exercises.{name}").exercise(device)
 
 
 def outcomes(exercise: Exercise, where: Place) -> list[Outcome]:

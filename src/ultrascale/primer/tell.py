@@ -1,4 +1,4 @@
-"""What the primer says: each lesson's variants, checked and, on a GPU, held to the peak, and what the numbers mean."""
+"""Output of the primer: each lesson's variants, checked and, on a GPU, compared with the peak, and what the numbers mean."""
 
 from __future__ import annotations
 

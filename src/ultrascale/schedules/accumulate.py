@@ -15,8 +15,8 @@ from __future__ import annotations
 from ultrascale.schedules.actions import Action, Kind
 
 
-def accumulate(num_micro_batches: int, zero_stage: int) -> list[Action]:
-    """The actions of one training step of one rank.
+def accumulate(num_micro_batches: int, zero_stage: int, reduces_from: int = 2) -> list[Action]:
+    """The actions of one training step of one rank. `reduces_from`: lowest stage that reduces after every micro-batch.
 
     Raises ValueError if there is nothing to do or the stage is not 0, 1, 2 or 3.
     """
@@ -32,7 +32,7 @@ def accumulate(num_micro_batches: int, zero_stage: int) -> list[Action]:
         backward = Action(
             Kind.BACKWARD,
             index,
-            reduce_gradients=last or zero_stage >= 2,
+            reduce_gradients=last or zero_stage >= reduces_from,
             sum_replicas=last,
             keep_parameters=keep and not last,
         )

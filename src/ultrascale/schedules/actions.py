@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """What one action does on its rank."""
+    """Pass of an action: forward (F), backward (B), or half of a backward pass: input gradient (I) or weight gradient (W)."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -26,7 +26,7 @@ class Action(NamedTuple):
     kind: Kind
     micro_batch: int
     stage: int = 0
-    """Of the whole pipeline, in the order of the forward pass."""
+    """Stage of the whole pipeline, numbered along the forward pass."""
     beside: Action | None = None
     """FORWARD: the BACKWARD of another micro-batch that runs at the same time, so that one hides the other's communication."""
     reduce_gradients: bool = False
@@ -78,10 +78,10 @@ def weight_gradient(stage: int, micro_batch: int) -> Action:
 
 def together(ahead: Action, back: Action) -> Action:
     """A FORWARD and a BACKWARD that run at the same time."""
-    return ahead._replace(beside=back)
+    return Action(*ahead[:3], back, *ahead[4:])
 
 
 def only_micro_batches(actions: list[Action], count: int) -> list[Action]:
     """`actions` without the micro-batches from `count` on. What can be executed stays so: they do not wait for one another."""
-    kept = ([part._replace(beside=None) for part in action.parts if part.micro_batch < count] for action in actions)
-    return [parts[0] if len(parts) == 1 else together(*parts) for parts in kept if parts]
+    kept = [(action, [part for part in action.parts if part.micro_batch < count]) for action in actions]
+    return [action if action.parts == tuple(some) else some[0]._replace(beside=None) for action, some in kept if some]

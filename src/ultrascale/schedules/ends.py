@@ -1,16 +1,16 @@
-"""Which ranks of a pipeline hold its stages: the ends, and whether both of them hold the embedding."""
+"""Pipeline ranks of the stages: of the first and the last, and whether both of these hold the embedding."""
 
 from __future__ import annotations
 
 from functools import cache
 
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
 from ultrascale.schedules.build import stages_of_ranks
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
 
 
 def shares_embedding(model: Model, layout: Layout) -> bool:
-    """Whether two ranks of a pipeline hold the embedding, and must sum its gradient."""
+    """True if two pipeline ranks hold the embedding, and must sum its gradient."""
     first, last = ends_of(layout)
     return first != last and bool(model.tie_word_embeddings or model.num_nextn_predict_layers)
 

@@ -1,4 +1,4 @@
-"""Whether lists of actions can be executed, and an order in which they can: what simulator and executor both start from.
+"""Dependencies between actions: a check that lists can be executed, and an order. Simulator and executor start here.
 
 What waits for what: on a rank, every action for the one before it. Across ranks, F of a stage for F of the stage before, B or I
 of a stage for B or I of the stage after, the same micro-batch. Nothing waits for W.
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from ultrascale.description.problems import Problem, SpecError
 from ultrascale.schedules.actions import Action, Kind
-from ultrascale.spec.problems import Problem, SpecError
 
 Schedule = Sequence[Sequence[Action]]
 
 
 class Wiring(NamedTuple):
-    """What waits for what. Actions are numbered through, rank by rank."""
+    """Dependencies of a schedule's actions, which are numbered consecutively, rank by rank."""
 
     ranks: list[int]
     sources: list[int]
@@ -42,7 +42,7 @@ def check_executable(schedule: Schedule) -> None:
 
 
 def wire(schedule: Schedule) -> Wiring:
-    """What every action waits for, and an order. Raises SpecError naming each rank's first action that can never start."""
+    """Dependencies and an execution order. Raises SpecError naming each rank's first action that can never start."""
     num_stages, count = shape_of(schedule)
     needs, others, gives = _slots(schedule, num_stages, count)
     actions = len(needs)

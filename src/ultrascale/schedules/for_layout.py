@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.schedules import SCHEDULES
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.executable import Schedule, check_executable, ranks_of_stages, shape_of
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.problems import Problem, SpecError
 
 
 def schedule_of(layout: Layout, num_micro_batches: int) -> Schedule:
@@ -22,7 +23,8 @@ def schedule_of(layout: Layout, num_micro_batches: int) -> Schedule:
         problems.append(Problem("layout.virtual_stages", rule, f"Set it to {num_stages // layout.pp}."))
     if any(len(ranks) > 1 for ranks in ranks_of_stages(schedule)):
         rule = f"{layout.schedule} keeps two copies of every stage: twice the memory of the state, and a sum of gradients more"
-        remedy = 'Use schedule = "dualpipe-v": the same order of passes with one copy.'
+        single = next(one.inferior_to for one in SCHEDULES.values() if one.copies > 1)
+        remedy = f'Use schedule = "{single}": the same order of passes with one copy.'
         problems.append(Problem("layout.schedule", rule, remedy))
     if problems:
         raise SpecError(problems)

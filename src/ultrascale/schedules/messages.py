@@ -1,4 +1,4 @@
-"""What ranks send one another in a schedule, in which order: activations to the next stage, gradients to the one before.
+"""Messages between the ranks of a schedule, in order: activations to the next stage, gradients to the one before.
 
     rank 0   0F0 --a0--> .   0F1 --a1--> .    0B0          a: activation, g: gradient, of that micro-batch
     rank 1         1F0 1B0 --g0--> 1F1 1B1 --g1-->
@@ -24,7 +24,7 @@ class Message(NamedTuple):
     """In the whole step: senders in order, and what each sends in order."""
     is_gradient: bool
     stage: int
-    """That reads it."""
+    """Stage that reads the tensor."""
     micro_batch: int
     sender: int
     receiver: int
@@ -35,7 +35,7 @@ class Message(NamedTuple):
 
     @property
     def key(self) -> tuple[bool, int, int]:
-        """Which result it is: (is_gradient, stage that reads it, micro-batch)."""
+        """Identity of the tensor: (is_gradient, stage that reads it, micro-batch)."""
         return self.is_gradient, self.stage, self.micro_batch
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Where ZeRO puts its collectives in the list of a pipeline rank: what `accumulate` says of one stage, for any order of passes.
+"""ZeRO's collectives in the list of a pipeline rank: `accumulate`'s rules for one stage, applied to any order of passes.
 
     stage 0, 1   gradients of a stage are summed here, and reduced in its last B or W of the step; parameters gathered once
     stage 2      gradients cut in every B or W (less memory, more traffic); parameters gathered once
@@ -20,8 +20,8 @@ FINISHES = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
 """After these a micro-batch's gradients of a stage are complete."""
 
 
-def sharded(actions: Sequence[Action], zero_stage: int) -> list[Action]:
-    """The actions of one rank, told what to do with gradients and gathered parameters."""
+def sharded(actions: Sequence[Action], zero_stage: int, reduces_from: int = 2) -> list[Action]:
+    """The actions of one rank, told what to do with gradients and gathered parameters; `reduces_from` as in `accumulate`."""
     left = Counter(part.stage for action in actions for part in action.parts if part.kind in FINISHES)
 
     def told(part: Action) -> Action:
@@ -30,7 +30,7 @@ def sharded(actions: Sequence[Action], zero_stage: int) -> list[Action]:
         is_last = finishes and not left[part.stage]
         return part._replace(
             beside=None,
-            reduce_gradients=is_last or (finishes and zero_stage >= 2),
+            reduce_gradients=is_last or (finishes and zero_stage >= reduces_from),
             sum_replicas=is_last,
             keep_parameters=zero_stage < 3 and not is_last,
         )

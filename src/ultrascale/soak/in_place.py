@@ -17,13 +17,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from ultrascale.checkpoint import Saver, files
+from ultrascale.checkpoint import Saver
+from ultrascale.checkpoint.disk import files
 from ultrascale.soak.storm import Planted, heal
 
 STALL, SLOW_DISK = 0.375, 1.5
-"""Of the seconds that are a hang: a rank stands still for less, and a save takes longer."""
+"""Fractions of the seconds that count as a hang: a rank stands still for less, and a save takes longer."""
 MOST_FILE_BYTES = 4096
-"""That the full disk has room for: the beginning of a shard."""
+"""Bytes that fit on the full disk: the beginning of a shard."""
 
 
 def next_save(folder: Path, fault: Planted, hang_seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What `ultrascale train` does, with ranks that a storm strikes and a budget that does not end."""
+"""Launcher like that of `ultrascale train`, with ranks that a storm strikes and a budget that does not end."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 import sys
 from pathlib import Path
 
+from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.launch.local import launch_local
-from ultrascale.spec.resolve import resolve, to_toml
-from ultrascale.train.run_folder import RunFolder
+from ultrascale.train.folder.run_folder import RunFolder
 
 WITHOUT_END = 1_000_000
 

@@ -14,14 +14,14 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 
-from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError
 
 MOMENTS = ("reading data", "forward", "backward", "optimizer")
 SAVE_POINTS = ("save.start", "save.folder", "save.block", "save.shard", "save.shards", "save.manifest", "publish.renamed")
 ON_RANK_0 = ("save.start", "save.folder", "save.shards", "save.manifest", "publish.renamed")
 
 SLOW_STEPS = 24
-"""Of a slow rank, which must be named within 20."""
+"""Steps of a slow rank, which must be named within 20."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Kind:
     """A kind of fault."""
 
     row: int
-    """Of the catalogue (docs/faults.md)."""
+    """Row of the catalogue (docs/faults.md)."""
     what: str
     strikes_save: bool = False
     """Meets the next save."""
     steps: int = 0
-    """That it takes; the next fault does not come sooner."""
+    """Steps that it takes; the next fault does not come sooner."""
     met_by: str = ""
-    """Of a fault that a run goes over without a restart and need not notice: how."""
+    """Handling of a fault that a run survives without a restart and need not notice."""
     meets_launcher: bool = False
     """Strikes the process that started the ranks."""
 
@@ -76,7 +76,7 @@ class Planted:
     """Steps done when it strikes."""
     rank: int
     moment: str
-    """Of the step, or the point of saving."""
+    """Moment of the step, or the point of saving."""
 
 
 def draw(seed: int, kinds: Sequence[str], *, world: int, mean_gap: float, interval: int) -> Iterator[Planted]:
@@ -116,7 +116,7 @@ def read(path: Path) -> tuple[list[Planted], int | None]:
 
 
 def fire(folder: Path, fault: Planted) -> bool:
-    """Whether `fault` may strike now: it has not before."""
+    """True if `fault` may strike now: it has not before."""
     try:
         with open(folder / f"{fault.number}.fired", "x") as file:
             file.write(json.dumps({"time": time.time()}))
@@ -131,12 +131,12 @@ def heal(folder: Path, fault: Planted) -> None:
 
 
 def healed(folder: Path, faults: Sequence[Planted]) -> dict[int, float]:
-    """When each of `faults` was over, by number."""
+    """Time at which each of `faults` was over, by number."""
     return _times(folder, faults, "healed")
 
 
 def fired(folder: Path, faults: Sequence[Planted]) -> dict[int, float]:
-    """When each of `faults` has struck, by number."""
+    """Time at which each of `faults` has struck, by number."""
     return _times(folder, faults, "fired")
 
 

@@ -18,18 +18,18 @@ import numpy as np
 import torch
 
 from ultrascale.checkpoint import load_full, newest_valid
+from ultrascale.config.resolve import to_toml
+from ultrascale.config.rules.time_limits import GRACE_SECONDS, TORCHRUN_GRACE
 from ultrascale.data.indexed import ShardWriter
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Batch, Checkpoint, Data, Faults, Log, Optimizer, Run, Source
 from ultrascale.launch.orphans import terminate_with_parent
 from ultrascale.launch.restarts import Account, read_account
 from ultrascale.soak.launcher import WITHOUT_END
 from ultrascale.soak.storm import KINDS, Planted, draw, fired, healed, write
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.resolve import to_toml
-from ultrascale.spec.run import Batch, Checkpoint, Data, Faults, Log, Optimizer, Run, Source
-from ultrascale.spec.time_limits import GRACE_SECONDS, TORCHRUN_GRACE
-from ultrascale.train.run_folder import RunFolder
+from ultrascale.train.folder.run_folder import RunFolder
 
 MODEL = Model(
     vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
@@ -45,7 +45,7 @@ HANG_SECONDS = 4.0
 DIGEST_STEPS = 5
 STOP_SECONDS = 180.0
 IDLE_SECONDS = 180.0
-"""After which a last fault that the run has not noticed had no effect."""
+"""Seconds after which a last fault that the run has not noticed counts as without effect."""
 MARK = ".soak"
 WITHOUT_EFFECT = "nobody: without effect"
 
@@ -63,14 +63,14 @@ class Strike:
     detected_by: str
     detect_seconds: float | None
     recover_seconds: float | None
-    """To the end of the next step."""
+    """Seconds to the end of the next step."""
     steps_lost: int
     had_effect: bool = True
     """False: the run went on to the next fault as if nothing had been, and there was nothing to survive."""
 
     @property
     def is_survived(self) -> bool:
-        """Whether it did something, and the run came back from it."""
+        """True if it had an effect, and the run recovered from it."""
         return self.had_effect and self.recover_seconds is not None
 
 
@@ -87,7 +87,7 @@ class Outcome:
 
     @property
     def holds(self) -> bool:
-        """Whether every fault that had an effect was survived, and nothing differs."""
+        """True if every fault that had an effect was survived, and nothing differs."""
         return self.equal_losses and self.equal_state and all(one.is_survived or not one.had_effect for one in self.strikes)
 
 
@@ -195,7 +195,7 @@ class _Storm:
         return False
 
     def _is_over(self, struck: dict[int, float]) -> bool:
-        """Whether the run has come back from the last fault, or never noticed it."""
+        """True if the run has recovered from the last fault, or never noticed it."""
         last = max(struck.values(), default=0.0)
         over = healed(self.folder / "storm", self.faults)
         is_healed = bool(struck) and max(struck, key=lambda number: struck[number]) in over
@@ -260,7 +260,8 @@ def _wait(process: subprocess.Popen) -> None:
 def strikes_of(
     struck: list[tuple[Planted, float]], events: list[dict[str, Any]], over: Mapping[int, float] | None = None
 ) -> list[Strike]:
-    """What the events of a run say of each fault that struck it. `over`: when those were that a run goes over, by number."""
+    """Effects of each fault that struck, from the events of a run. `over`: when those were that a run survives without a
+    restart, by number."""
     struck = sorted(struck, key=lambda one: one[1])
     ends = [when for _, when in struck[1:]] + [float("inf")] * bool(struck)
     found = []
@@ -323,7 +324,7 @@ def _curve(run: Run) -> list[tuple[Any, ...]]:
 
 
 def same_state(one: Run, other: Run) -> bool:
-    """Whether the newest checkpoints of two runs hold the same bits: weights and moments."""
+    """True if the newest checkpoints of two runs hold the same bits: weights and moments."""
     found = [newest_valid(RunFolder.of(run).checkpoints) for run in (one, other)]
     assert found[0] is not None and found[1] is not None
     left, right = (load_full(folder)[0] for folder in found if folder is not None)
@@ -331,7 +332,7 @@ def same_state(one: Run, other: Run) -> bool:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bits. To `torch.equal` -0.0 is 0.0, and no NaN is itself."""
+    """True if two tensors have the same dtype, shape and bits. To `torch.equal` -0.0 is 0.0, and no NaN is itself."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     left, right = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, other))
@@ -350,7 +351,7 @@ def _last_event(run: Run) -> str:
 
 
 def _is_back(run: Run, since: float) -> bool:
-    """Whether a step has been done since, after a start."""
+    """True if a step has been done since, after a start."""
     last = next((event for event in reversed(_events(run)) if event["event"] in ("stepped", "start", "failure")), None)
     if last is None or last["event"] != "stepped":
         return False

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ultrascale import heartbeat
-from ultrascale.checkpoint.folders import candidates
+from ultrascale.checkpoint.disk.folders import candidates
 from ultrascale.failpoints import VARIABLE
 from ultrascale.launch.warm import FOLDER_VARIABLE
 from ultrascale.parallel.mesh import Ranks
@@ -26,14 +26,15 @@ from ultrascale.parallel.share import local
 from ultrascale.soak.in_place import next_save, stand_still
 from ultrascale.soak.storm import KINDS, Planted, fire, heal, read
 from ultrascale.train import worker
-from ultrascale.train.run_folder import RunFolder
-from ultrascale.train.trainer import StepResult, Trainer
+from ultrascale.train.folder.run_folder import RunFolder
+from ultrascale.train.step import StepResult
+from ultrascale.train.trainer import Trainer
 
 STORM_VARIABLE = "ULTRASCALE_STORM"
-"""Where the storm is."""
+"""Environment variable with the storm's folder."""
 FOR_EVER_SECONDS = 3600
 SLOW_SECONDS = 0.3
-"""In each forward pass of a slow rank; the others' take some hundredths."""
+"""Seconds added to each forward pass of a slow rank; the others' take some hundredths."""
 
 
 @dataclass
@@ -42,7 +43,7 @@ class Storm:
 
     folder: Path
     faults: dict[int, Planted]
-    """By step."""
+    """Fault by step."""
     stop_at: int | None
     due: Planted | None = field(init=False, default=None)
     """Strikes in this step."""
@@ -138,7 +139,7 @@ def _leave(trainer: Trainer, fault: Planted) -> None:
 
 
 def _drop(trainer: Trainer, fault: Planted) -> None:
-    """As a switch that forgets its connections: whoever reads or writes next is told."""
+    """Cuts all connections, as a switch that forgets them: whoever reads or writes next is told."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
             if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
@@ -178,7 +179,7 @@ def _skip(trainer: Trainer, fault: Planted) -> None:
 
 
 class _SkipsOnce(Ranks):
-    """Does not come to the next sum over all ranks."""
+    """Ranks of which this one misses the next sum over all."""
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         object.__setattr__(self, "__class__", Ranks)
@@ -190,7 +191,7 @@ def _other_shape(trainer: Trainer, fault: Planted) -> None:
 
 
 def _spoil_loss(trainer: Trainer, fault: Planted) -> None:
-    """Of the next micro-batch, and with it the gradient."""
+    """Spoils the loss of the next micro-batch, and with it the gradient."""
     forward = trainer.passes.forward
 
     def spoilt(*arguments: Any, **at: Any) -> torch.Tensor:
@@ -227,7 +228,7 @@ def _cut_short(trainer: Trainer, fault: Planted) -> None:
 
 
 def _shard_of_newest(trainer: Trainer) -> Path | None:
-    """None where there is no other checkpoint to go back to."""
+    """A shard of the newest checkpoint; None where there is no other to go back to."""
     found = sorted(candidates(RunFolder.of(trainer.run).checkpoints), key=lambda one: one.step)
     return next(iter(sorted(found[-1].path.glob("*.safetensors")))) if len(found) > 1 else None
 
@@ -237,7 +238,7 @@ _AT_ONCE: dict[str, Strike] = {
     "kill-in-save": _die_in_save, "skip": _skip, "shape": _other_shape, "flip-file": _flip_bit, "cut-file": _cut_short,
     "nan": _spoil_loss, "flip-bit": _flip_weight, "full-disk": _disk, "flaky-disk": _disk, "slow-disk": _disk,
 }  # fmt: skip
-"""Before the step."""
+"""Faults that strike before the step."""
 _AT_A_MOMENT: dict[str, Strike] = {
     "kill": _die, "power-cut": _cut_power, "terminate": _terminate_launcher, "raise": _raise, "segfault": _segfault,
     "leave": _leave, "stop": _stop, "lock": _lock, "drop": _drop, "stall": _stall, "slow": _slow_down,

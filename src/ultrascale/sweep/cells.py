@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ultrascale.spec.machine_file import machine_text
-from ultrascale.spec.parsing import parse_json
-from ultrascale.spec.resolve import to_toml
-from ultrascale.spec.run import Run
+from ultrascale.catalogue.machine_file import machine_text
+from ultrascale.config.resolve import to_toml
+from ultrascale.description.parsing import parse_json
+from ultrascale.description.run import Run
 from ultrascale.sweep.grid import Axis, Cell
 
 WARM, TIMED = 4, 8
@@ -33,8 +33,8 @@ OUTCOMES = ("out of memory", "too slow", "killed", "failed")
 COUNTED = ("tokens_per_step", "ranks", "mfu", "planned_peak_bytes")
 MAYBE_COUNTED = ("planned_step_seconds", "measured_peak_bytes", "planned_reserved_bytes", "measured_reserved_bytes")
 NEEDED = ("step_seconds", *COUNTED, *MAYBE_COUNTED, "device", "environment")
-"""Of `train.speed.Speed`: a result without one of them, or with something else in its place, is another version's, or damaged,
-and none."""
+"""Keys of `train.speed.Speed`: a result without one of them, or with something else in its place, is another version's, or
+damaged, and counts as none."""
 MOST_COUNTED = 1e30
 
 
@@ -45,13 +45,13 @@ class Failure:
     outcome: str
     """One of `OUTCOMES`."""
     text: str
-    """What it said, in a line."""
+    """Message of the failure, in a line."""
     exit_code: int | None = None
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a cell that can run is kept."""
+    """Folder of a cell that can run."""
 
     cell: Cell
     run: Run
@@ -72,7 +72,7 @@ class Place:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """What was measured, as `train.speed.Speed` wrote it; None also of a file that does not hold it whole."""
+        """Result of the cell, as `train.speed.Speed` wrote it; None also of a file that does not hold it whole."""
         told = _read(self.result_file)
         return told if all(key in told for key in NEEDED) and _is_result(told) else None
 
@@ -88,12 +88,16 @@ class Place:
         self.path.mkdir(parents=True, exist_ok=True)
         if self.result is None and self.result_file.exists():
             self.result_file.replace(self.result_file.with_suffix(".not-understood.json"))
-        _replace(self.run_file, to_toml(self.run))
+        _replace(self.run_file, to_toml(self.run).encode())
         (self.path / "failed.json").unlink(missing_ok=True)
 
     def fail(self, failure: Failure) -> None:
         """Keep how it failed."""
-        _replace(self.path / "failed.json", json.dumps(asdict(failure)) + "\n")
+        self.keep("failed.json", (json.dumps(asdict(failure)) + "\n").encode())
+
+    def keep(self, name: str, data: bytes) -> None:
+        """Write a file of the cell, in one piece."""
+        _replace(self.path / name, data)
 
 
 def place_of(folder: Path, cell: Cell, axes: Sequence[Axis], *, steps: int, warm: int) -> Place:
@@ -119,10 +123,10 @@ def _is_result(told: Mapping[str, Any]) -> bool:
     return all(type(one) in (int, float) and 1 / MOST_COUNTED < one < MOST_COUNTED for one in numbers)
 
 
-def _replace(path: Path, text: str) -> None:
-    """In one piece: another command may be reading it."""
+def _replace(path: Path, data: bytes) -> None:
+    """Replaces a file atomically: another command may be reading it."""
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(text)
+    partial.write_bytes(data)
     partial.replace(path)
 
 

@@ -1,4 +1,4 @@
-"""From settings with several values, `--layout.dp 1,2 --layout.zero-stage 0,3`, to the runs that they make."""
+"""Grid of runs that settings with several values make, such as `--layout.dp 1,2 --layout.zero-stage 0,3`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from itertools import product
 from math import prod
 from typing import get_origin
 
+from ultrascale.config.resolve import resolve, to_toml
+from ultrascale.config.schema import STAND_INS, leaves
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Run
 from ultrascale.plan.memory.replay import num_micro_batches
 from ultrascale.schedules.for_layout import schedule_of
-from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.resolve import resolve, to_toml
-from ultrascale.spec.run import Run
-from ultrascale.spec.schema import STAND_INS, leaves
 
 MOST_CELLS = 5_000
 """More of them would be listed, and resolved, for minutes before the first is measured."""
 MOST_REASONS = 5
-"""Told where every cell is refused."""
+"""Most reasons reported where every cell is refused."""
 NOT_SWEPT = ("name", "folder")
-"""Where a run is kept: every cell has a place of its own."""
+"""Settings for the place of a run: every cell has a place of its own."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Axis:
 
     @property
     def short(self) -> str:
-        """Its name in tables."""
+        """Name of the cell in tables."""
         return self.key.rpartition(".")[2]
 
 
@@ -43,7 +43,7 @@ class Cell:
     values: dict[str, str]
     """Key -> value, as it was written."""
     run: Run | None
-    """None: it is refused."""
+    """Run of the cell; None if it is refused."""
     problems: tuple[Problem, ...] = ()
 
 
@@ -93,7 +93,7 @@ def cells(
 
 
 def names_of(axes: Sequence[Axis]) -> list[str]:
-    """Of each setting its last word, or all of its key where several end in the same."""
+    """Last word of each setting, or all of its key where several end in the same."""
     ends = [axis.short for axis in axes]
     return [axis.short if ends.count(axis.short) == 1 else axis.key for axis in axes]
 

@@ -1,4 +1,4 @@
-"""What was measured in a sweep, fastest first, and how far off the plan was."""
+"""Measurements of a sweep, fastest first, and the error of the plan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Measured:
 
     @classmethod
     def of(cls, place: Place) -> Measured | None:
-        """None if the cell was not measured."""
+        """Measurement of a cell; None if it was not measured."""
         told = place.result
         if told is None:
             return None
@@ -58,19 +58,19 @@ class Held:
     tau: float | None
     """Kendall's tau of planned and measured tokens per second of a rank: 1 for the same order."""
     regret: float | None
-    """Of the cell that the plan says is fastest: its measured time for a token over the best one's, less one."""
+    """Regret of the cell that the plan says is fastest: its measured time for a token over the best one's, less one."""
     machines: tuple[str, ...]
     """Devices and versions that results are from: more than one, and they compare machines, not layouts."""
 
 
 def fastest_first(places: Sequence[Place]) -> list[Measured]:
-    """Those that were measured, by tokens per second and rank."""
+    """Measured cells, by tokens per second and rank."""
     found = [one for place in places if (one := Measured.of(place)) is not None]
     return sorted(found, key=lambda one: -one.tokens_per_second_per_rank)
 
 
 def hold(measured: Sequence[Measured]) -> Held:
-    """How far off the plan was over `measured`."""
+    """Error of the plan over `measured`."""
     timed = [one for one in measured if one.planned_step_seconds is not None]
     planned = [_planned_rate(one) for one in timed]
     rates = [one.tokens_per_second_per_rank for one in timed]

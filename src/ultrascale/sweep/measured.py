@@ -62,7 +62,7 @@ def measure_cell(place: Place, *, steps: int, warm: int, limit_seconds: float) -
 
 
 def _claim(log: BufferedWriter) -> bool:
-    """Whether the cell of this log is ours now. The process that measures inherits the claim, and keeps it if we are killed."""
+    """True if the cell of this log is ours now. The process that measures inherits the claim, and keeps it if we are killed."""
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -73,13 +73,14 @@ def _claim(log: BufferedWriter) -> bool:
 
 
 def command_of(place: Place, *, steps: int, warm: int) -> list[str]:
-    """What measures a cell. On a cluster the same words run under its launcher: `torchrun ... -m ultrascale measure speed`."""
+    """Command that measures a cell. On a cluster the same words run under its launcher: `torchrun ... -m ultrascale measure
+    speed`."""
     words = [sys.executable, "-m", "ultrascale", "measure", "speed", str(place.run_file), "--out", str(place.result_file)]
     return [*words, "--steps", str(steps), "--warm", str(warm)]
 
 
 def failure_of(exit_code: int, printed: str) -> Failure:
-    """How a process failed that `printed` this and ended with `exit_code` (minus the number of a signal)."""
+    """Failure of a process that `printed` this and ended with `exit_code` (minus the number of a signal)."""
     said = re.findall(r"ultrascale: error(?: on rank \d+)?: (.*)", printed)
     lines = [line for line in printed.splitlines() if line.strip()]
     text = (said or lines[-1:] or ["it said nothing"])[0].strip()

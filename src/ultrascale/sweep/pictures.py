@@ -41,7 +41,7 @@ def draw(
 def best_by(
     rows: Axis, columns: Axis, cells: Sequence[Cell], places: Sequence[Place], measured: Sequence[Measured]
 ) -> list[list[float | str]]:
-    """For each value of `rows` and of `columns` the best tokens per second of a rank, or why there is none, in a word."""
+    """Best tokens per second of a rank for each value of `rows` and of `columns`, or why there is none, in a word."""
     rates = {id(one.place.cell): one.tokens_per_second_per_rank for one in measured}
     failures = {id(place.cell): place.failure for place in places}
 
@@ -85,7 +85,7 @@ def _draw_grid(
 
 
 def _shortened(value: str) -> str:
-    """Its end says the most: of paths the file, of models the size."""
+    """End of a value, which says the most: of paths the file, of models the size."""
     return value if len(value) <= LONGEST_VALUE else f"…{value[1 - LONGEST_VALUE :]}"
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.description.run import Run
 from ultrascale.plan.memory.replay import num_micro_batches
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.run import Run
 from ultrascale.sweep.cells import Failure, Place
 from ultrascale.sweep.held import Measured
 

@@ -17,7 +17,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from dataclasses import dataclass
 
-from ultrascale.trace.record import RankTrace
+from ultrascale.trace.recording.record import RankTrace
 
 ROUND = 512
 SMALL = 2**20
@@ -28,7 +28,7 @@ LARGE_ROUND = 2 * 2**20
 
 Pool = tuple[str, bool]
 Key = tuple[int, int]
-"""Of a free block: size, address."""
+"""Key of a free block: size, address."""
 
 
 @dataclass(slots=True)
@@ -119,7 +119,7 @@ def _joined(chunk: Chunk, other: Chunk) -> Chunk:
 
 
 def reserved_bytes(trace: RankTrace) -> int:
-    """What torch would have reserved at most while the trace ran: `torch.cuda.max_memory_reserved`."""
+    """Most bytes that torch would have reserved while the trace ran: `torch.cuda.max_memory_reserved`."""
     return placed(trace)[0].peak_reserved
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ultrascale.spec.layout import Layout
+from ultrascale.description.layout import Layout
 
 AXES = ("tp", "cp", "dp", "dp x cp", "shard", "replicate", "ep", "expert_tp", "expert_dp", "pp", "all")
 
@@ -48,6 +48,6 @@ def extent(layout: Layout, axis: str) -> tuple[int, int]:
 
 
 def crosses_nodes(rank: int, size: int, stride: int, per_node: int) -> bool:
-    """Whether the group of `rank` has ranks on several nodes, which ranks fill in order, `per_node` each."""
+    """True if the group of `rank` spans several nodes, which ranks fill in order, `per_node` each."""
     first = rank - rank // stride % size * stride
     return first // per_node != (first + (size - 1) * stride) // per_node

@@ -1,4 +1,4 @@
-"""What the planner says of a rank, in the words of a trace: memory at the peak, messages of a step, FLOPs of a step.
+"""The planner's figures of a rank, in the words of a trace: memory at the peak, messages of a step, FLOPs of a step.
 
 All of it comes from the replay of memory, which counts what it does (`plan.memory.tally`), and what is sent once a step.
 """
@@ -9,12 +9,16 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING
 
-from ultrascale.kernels.device_kind import Kind
+from ultrascale.catalogue.stacks.stack import SCALED_TOGETHER, UPDATED_TOGETHER
+from ultrascale.description.architecture.weights import Weight, weights
+from ultrascale.description.layout import DTYPE_BYTES, Layout
+from ultrascale.description.run import Run, one_island
+from ultrascale.plan.islands import host_bytes, outside, sent_by_rank
 from ultrascale.plan.memory.ledger import Moment
 from ultrascale.plan.memory.replay import (
     MemoryPlan,
-    is_replayed,
     muon_matrices,
     num_micro_batches,
     plan_memory,
@@ -23,19 +27,17 @@ from ultrascale.plan.memory.replay import (
 )
 from ultrascale.plan.memory.sharding import scale_messages, scale_tables
 from ultrascale.plan.memory.tally import Traffic, Way, per_step
-from ultrascale.spec.fp8_slots import SLOT_BYTES, num_slots
-from ultrascale.spec.layout import DTYPE_BYTES, Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.owners import exchanges, members, orthogonalising_flops, owned_shapes, part_shape, slice_spans
-from ultrascale.spec.places import Coordinates, place
-from ultrascale.spec.run import Run
-from ultrascale.spec.stack import SCALED_TOGETHER, UPDATED_TOGETHER
-from ultrascale.spec.weights import Weight, weights
+from ultrascale.work.fp8_slots import SLOT_BYTES, num_slots
+from ultrascale.work.sharding.owners import exchanges, members, orthogonalising_flops, owned_shapes, part_shape, slice_spans
+from ultrascale.work.sharding.places import Coordinates, place
+
+if TYPE_CHECKING:  # imports torch, which a plan does without
+    from ultrascale.kernels.choice.device_kind import Kind
 
 NORM_BYTES = 8
 """A sum of squares in fp64."""
 SCALE_BYTES, MOMENTS = 4, 2
-"""Of a scale of moments in 8 bits, fp32; and how many there are of a weight."""
+"""Bytes of a scale of moments in 8 bits, fp32; and the number of moments per weight."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +48,22 @@ class Planned:
     highest: dict[str, int]
     """The most of each category of memory, whenever that is."""
     before_update: Moment
-    """When all gradients are there."""
+    """Moment at which all gradients are complete."""
     traffic: dict[Way, Traffic]
     flops: int
-    """Of matrix products, recomputed ones included; attention apart."""
+    """FLOPs of GEMMs, recomputed ones included; attention apart."""
     attention_flops: int
     """The full square of scores."""
+    outer: tuple[int, int] | None = None
+    """Bytes that islands send to others in one round, and keep in host memory."""
 
 
-def planned_rank(run: Run, rank: int, device: Kind) -> Planned | None:
-    """None where the planner replays no steps of the layout (`plan.memory.replay.is_replayed`)."""
+def planned_rank(run: Run, rank: int, device: Kind) -> Planned:
+    """The second of two steps."""
     layout = run.layout
-    if not is_replayed(run.model, layout):
-        return None
+    if run.islands.count > 1:
+        outer = sum(sent_by_rank(run, rank).values()), host_bytes(run, rank)
+        return replace(planned_rank(one_island(run), rank, device), outer=outer)
     count = num_micro_batches(layout, run.batch.sequences_per_batch)
     plan = _plan(run, rank, device, count)
     tally = plan.tally
@@ -80,7 +85,7 @@ def planned_rank(run: Run, rank: int, device: Kind) -> Planned | None:
 
 
 def _matrices(run: Run, rank: int) -> list[Weight]:
-    """What Muon works on, of the rank's stages."""
+    """Matrices that Muon updates, of the rank's stages."""
     if run.optimizer.name != "muon":
         return []
     parts = stage_parts(run.model, run.layout, run.batch.sequence_length, Coordinates.of(run.layout, rank))
@@ -88,12 +93,12 @@ def _matrices(run: Run, rank: int) -> list[Weight]:
 
 
 def _iterated_itemsize(layout: Layout) -> int:
-    """Of an element of a matrix as Muon sends it and works on it."""
+    """Bytes of an element of a matrix as Muon sends it and works on it."""
     return DTYPE_BYTES["fp64" if layout.master_dtype == "fp64" else "bf16"]
 
 
 def _plan(run: Run, rank: int, device: Kind, count: int) -> MemoryPlan:
-    """Of two steps of so many micro-batches."""
+    """Memory plan of two steps of so many micro-batches."""
     layout = run.layout
     return plan_memory(
         run.model, layout, sequence_length=run.batch.sequence_length,
@@ -103,7 +108,8 @@ def _plan(run: Run, rank: int, device: Kind, count: int) -> MemoryPlan:
 
 
 def _scales(run: Run, rank: int, device: Kind) -> Iterator[tuple[tuple[str, tuple[int, int]], int]]:
-    """What ranks of tp send for scales of moments in 8 bits, where they cut blocks of a row (`train.compact_adamw`)."""
+    """Messages of tp ranks for the scales of moments in 8 bits, where the ranks split a block of a row between them
+    (`train.optimizers.compact_adamw`)."""
     layout = run.layout
     for weight in _held(run, rank) if run.optimizer.name == "adamw-8bit" else ():
         axis, whole = "expert_tp" if weight.is_expert else "tp", weight.shape[-1]
@@ -121,13 +127,14 @@ def _held(run: Run, rank: int) -> Iterator[Weight]:
     """The weights of a rank's stages."""
     parts = stage_parts(run.model, run.layout, run.batch.sequence_length, Coordinates.of(run.layout, rank)).values()
     layers = {layer for part in parts for layer in part.blocks}
-    ends = {name for part in parts for name in _outside(run.model, part.is_first, part.is_last)}
+    ends = {name for part in parts for name in outside(run.model, part.is_first, part.is_last)}
     return (weight for weight in weights(run.model) if weight.layer in layers or weight.name in ends)
 
 
 def _once(run: Run, rank: int) -> Iterator[tuple[tuple[str, tuple[int, int]], int]]:
-    """What `parallel.share` sends at the end of a step: shares of gradients that tp leaves, a tied embedding's, the norm,
-    what delayed scales of fp8 follow from; and before the next what scales of weights gathered in fp8 do."""
+    """Messages that `parallel.share` sends once per step, at its end: shares of gradients that tp leaves, a tied embedding's,
+    the norm, maxima from which delayed fp8 scales follow; and before the next step those for the scales of weights gathered in
+    fp8."""
     model, layout = run.model, run.layout
     itemsize, at = DTYPE_BYTES[layout.master_dtype], Coordinates.of(layout, rank)
     shares: Counter[int] = Counter()
@@ -144,13 +151,3 @@ def _once(run: Run, rank: int) -> Iterator[tuple[tuple[str, tuple[int, int]], in
         yield ("all_reduce", group), num_bytes
     if shared := tied_bytes(model, layout, rank, at):
         yield ("send", (layout.pp, layout.group("pp")[1])), shared
-
-
-def _outside(model: Model, is_first: bool, is_last: bool) -> set[str]:
-    """Names of weights outside the blocks that such a stage holds."""
-    read = {"embed_tokens.weight", "embed_positions.weight"}
-    held = set(read) if is_first else set()
-    if is_last:
-        held |= {weight.name for weight in weights(model) if weight.layer is None} - read
-        held |= {"embed_tokens.weight"} if model.tie_word_embeddings or model.num_nextn_predict_layers else set()
-    return held

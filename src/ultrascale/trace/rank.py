@@ -16,20 +16,21 @@ from dataclasses import replace
 import numpy as np
 from torch import nn
 
+from ultrascale.config.rules.trainable import expect_trainable
 from ultrascale.data.loader import Sequences
-from ultrascale.kernels.device_kind import Kind
-from ultrascale.parallel.data import sharded_modules
-from ultrascale.parallel.torch_private import pad_shards
+from ultrascale.description.run import Run, one_island
+from ultrascale.islands.outer_state import OuterState
+from ultrascale.kernels.choice.device_kind import Kind
+from ultrascale.parallel.data.data_parallel import sharded_modules
 from ultrascale.plan.memory.replay import num_micro_batches
 from ultrascale.schedules.actions import Action
 from ultrascale.schedules.actions import Kind as ActionKind
-from ultrascale.spec.run import Run
-from ultrascale.spec.trainable import expect_trainable
-from ultrascale.trace.lines import is_code, line_of_error
-from ultrascale.trace.pretend import pretended_rank
-from ultrascale.trace.record import RankTrace
-from ultrascale.trace.recorder import Recorder, TraceError
-from ultrascale.trace.routing import balanced_routing
+from ultrascale.torch_private import pad_shards
+from ultrascale.trace.recording.pretend import pretended_rank
+from ultrascale.trace.recording.record import RankTrace
+from ultrascale.trace.recording.recorder import Recorder, TraceError
+from ultrascale.trace.recording.routing import balanced_routing
+from ultrascale.trace.views.lines import is_code, line_of_error
 from ultrascale.train.trainer import Trainer
 
 MOST_ALIKE = 3
@@ -47,7 +48,7 @@ class EmptySequences:
         self.length, self.documents = sequence_length, documents
 
     def read(self, numbers: range) -> Sequences:
-        """As many sequences as there are numbers."""
+        """Returns as many sequences as there are numbers."""
         shape = (len(numbers), self.length)
         each, places = max(1, self.length // self.documents), np.arange(self.length)
         numbers_in = np.minimum(places // each, self.documents - 1)
@@ -62,8 +63,8 @@ class EmptySequences:
 
 
 def documents_of(cp: int) -> int:
-    """In each sequence, if documents are told apart: two; where cp cuts sequences one, which is the most that attention can
-    have to do and to send, and what a plan takes."""
+    """Documents in each sequence, if documents are masked: two; one where cp shards sequences, which is the most work and
+    communication that attention can have, and what a plan takes."""
     return 1 if cp > 1 else 2
 
 
@@ -85,6 +86,7 @@ def trace_rank(
     Raises SpecError for what the trainer refuses, in its words, and TraceError for an operation that needs values.
     """
     expect_trainable(run.model, run.layout)
+    islands, run = run.islands, one_island(run)
     count = num_micro_batches(run.layout, run.batch.sequences_per_batch)
     traced = count if run.layout.pp > 1 or plays_all else min(count, MOST_ALIKE)
     run = replace(run, compile=False, log=replace(run.log, gradient_noise_scale=False))
@@ -98,6 +100,10 @@ def trace_rank(
         with recorder, named_errors():
             trainer = Trainer(run, ranks, EmptySequences(run.batch.sequence_length, documents=documents))  # pyright: ignore[reportArgumentType]
             record_steps(trainer, recorder, steps)
+        if islands.count > 1:
+            outer = OuterState(islands, trainer.share)
+            kept = sum(tensor.nbytes for part in outer.parts() for _, tensor in part.kept())
+            trace.outer = outer.sent_bytes(), kept
     return trace
 
 
@@ -140,9 +146,9 @@ def record_steps(trainer: Trainer, recorder: Recorder, steps: int) -> None:
     if traced < count:
         setattr(trainer.passes, "train", lambda batches, num_targets: train(batches[:traced], num_targets))  # noqa: B010
 
-    agree = trainer._agree_on_targets
+    agree = trainer.agree_on_targets
     # What other ranks would add to the count is not here, and a step without a target does not update.
-    setattr(trainer, "_agree_on_targets", lambda batches: max(1, agree(batches)))  # noqa: B010
+    setattr(trainer, "agree_on_targets", lambda batches: max(1, agree(batches)))  # noqa: B010
 
     def tell(action: Action) -> None:
         phase = "forward" if action.kind is ActionKind.FORWARD else "backward"

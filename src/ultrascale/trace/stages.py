@@ -8,14 +8,14 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
-from ultrascale.data.workers import end_with_parent
-from ultrascale.kernels.device_kind import Kind
-from ultrascale.plan.memory.replay import is_replayed, plan_memory
-from ultrascale.spec.machines import usable_cores
-from ultrascale.spec.places import Coordinates
-from ultrascale.spec.run import Run
+from ultrascale.catalogue.machines import usable_cores
+from ultrascale.data.preparing.workers import end_with_parent
+from ultrascale.description.run import Run, one_island
+from ultrascale.kernels.choice.device_kind import Kind
+from ultrascale.plan.memory.replay import plan_memory
 from ultrascale.trace.allocator import reserved_bytes
 from ultrascale.trace.rank import trace_rank
+from ultrascale.work.sharding.places import Coordinates
 
 
 class StagePeak(NamedTuple):
@@ -35,7 +35,7 @@ class StagePeak(NamedTuple):
 
 def trace_stages(run: Run, *, device: Kind) -> list[StagePeak]:
     """Each stage in a process of its own, as many at once as there are cores."""
-    in_stage = run.layout.world_size // run.layout.pp
+    run, in_stage = one_island(run), run.layout.world_size // run.layout.pp
     todo = range(0, run.layout.world_size, in_stage)
     workers = min(len(todo), usable_cores())
     trace_one = partial(peak_of, run, device=device)
@@ -53,11 +53,9 @@ def _begin() -> None:
 def peak_of(run: Run, rank: int, *, device: Kind) -> StagePeak:
     """Trace one rank, and keep its peak alone."""
     trace = trace_rank(run, rank, device=device)
-    planned = None
-    if is_replayed(run.model, run.layout):
-        planned = plan_memory(
-            run.model, run.layout, sequence_length=run.batch.sequence_length, sequences_per_batch=run.batch.sequences_per_batch,
-            documents=run.data.document_mask, device=device, rank=rank, steps=2,
-            optimizer=run.optimizer.name,
-        ).peak_by_step[1].total  # fmt: skip
+    planned = plan_memory(
+        run.model, run.layout, sequence_length=run.batch.sequence_length, sequences_per_batch=run.batch.sequences_per_batch,
+        documents=run.data.document_mask, device=device, rank=rank, steps=2,
+        optimizer=run.optimizer.name,
+    ).peak_by_step[1].total  # fmt: skip
     return StagePeak(Coordinates.of(run.layout, rank).pp, rank, trace.peak_bytes(1), planned, reserved_bytes(trace))

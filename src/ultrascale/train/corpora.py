@@ -8,16 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from ultrascale.data.loader import Loader
-from ultrascale.models.tokenizer_files import find_tokenizer
-from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.run import Run, Source
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Run, Source
+from ultrascale.models.files.tokenizer_files import find_tokenizer
+from ultrascale.storage import url_of
 
 
 def with_absolute_paths(run: Run) -> Run:
     """`run` with the same data and tokenizer, named so that they are found from any folder."""
 
     def absolute(sources: tuple[Source, ...]) -> tuple[Source, ...]:
-        return tuple(replace(source, path=os.path.abspath(source.path)) for source in sources)
+        return tuple(replace(source, path=url_of(source.path) or os.path.abspath(source.path)) for source in sources)
 
     data, tokenizer = run.data, run.data.tokenizer
     return replace(

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import nullcontext
+
 import torch
 
 from ultrascale import heartbeat
 from ultrascale.data.loader import Loader
-from ultrascale.parallel.data import release_parameters
-from ultrascale.spec.progress import StepSpan
+from ultrascale.description.progress import StepSpan
+from ultrascale.parallel.data.data_parallel import release_parameters
 from ultrascale.train.micro_batches import MicroBatch, sequence_numbers
+from ultrascale.train.session.moments import LoopObserver, Session, StepDone
 from ultrascale.train.trainer import Trainer
+from ultrascale.train.watch.slow_parts import slow_part
+
+
+class HeldOut(LoopObserver):
+    """Evaluates every `evaluation.every_steps`, and at the end."""
+
+    def __init__(self, validation: dict[str, Loader]):
+        self.validation = validation
+        """Held-out data, by the name of its metric."""
+        self.has_evaluated = False
+
+    def after_step(self, session: Session, done: StepDone) -> None:
+        """Evaluate, if it is due. Collective."""
+        every, started = session.run.evaluation.every_steps, time.perf_counter()
+        if not (session.is_due(every) or (every and session.is_complete)):
+            return
+        trainer, sequences = session.trainer, session.run.evaluation.sequences
+        compiles, self.has_evaluated = session.run.compile and not self.has_evaluated, True
+        with slow_part(trainer, "evaluating", session.run.collective_timeout_seconds) if compiles else nullcontext():
+            done.values |= {name: evaluate(trainer, loader, sequences) for name, loader in self.validation.items()}
+        done.values["perf/eval_s"] = time.perf_counter() - started
+        done.is_told = True
 
 
 def evaluate(trainer: Trainer, loader: Loader, num_sequences: int) -> float | None:

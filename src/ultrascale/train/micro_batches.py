@@ -10,30 +10,30 @@ import numpy as np
 import torch
 
 from ultrascale.data.loader import Sequences
-from ultrascale.kernels.attention_spans import PackedIds, packed_ids
+from ultrascale.description.layout import Layout
+from ultrascale.description.progress import StepSpan
+from ultrascale.kernels.attention.attention_spans import PackedIds, packed_ids
 from ultrascale.kernels.dropout import token_keys
-from ultrascale.parallel.context import cut_batch
-from ultrascale.parallel.context_masks import Documents
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.places import Coordinates, even_part
-from ultrascale.spec.progress import StepSpan
+from ultrascale.parallel.context.context_masks import Documents
+from ultrascale.parallel.context.context_parallel import cut_batch
+from ultrascale.work.sharding.places import Coordinates, even_part
 
 
 class ReadsSequences(Protocol):
-    """What a trainer needs of a loader (`data.loader.Loader`)."""
+    """Interface of a loader for the trainer (`data.loader.Loader`)."""
 
     def read(self, numbers: Iterable[int]) -> Sequences:
         """The sequences with these global numbers."""
         ...
 
     def fingerprint(self) -> str:
-        """What decides the sequences."""
+        """Text of everything that the sequences depend on."""
         ...
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What the forward passes of one rank see, on the device, int64; S is this rank's share of the sequence under cp."""
+    """Inputs of one rank's forward passes, on the device, int64; S is this rank's share of the sequence under cp."""
 
     tokens: torch.Tensor
     """[B, S]"""
@@ -67,7 +67,7 @@ def micro_batch(
     device: torch.device,
     dropout_seed: int | None = None,
 ) -> MicroBatch:
-    """What the rank at `at` sees of `sequences`, on `device`; without documents when they are one stream (not `packed`).
+    """Micro-batch of `sequences` for the rank at `at`, on `device`; without documents if they are one stream (not `packed`).
 
     `dropout_seed`: with it and a token's place in the data it is decided what is dropped; None: nothing is.
     """

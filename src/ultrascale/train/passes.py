@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ultrascale import heartbeat
 from ultrascale.models.experts import scale_auxiliary_losses
-from ultrascale.parallel.data import prepare_action
-from ultrascale.parallel.pipeline import Pipeline, build_pipeline
-from ultrascale.parallel.precision import TORCH_DTYPE
+from ultrascale.parallel.data.data_parallel import prepare_action
+from ultrascale.parallel.pipeline.pipeline_parallel import Pipeline, build_pipeline
+from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE
 from ultrascale.parallel.share import Share
 from ultrascale.schedules.accumulate import accumulate
 from ultrascale.schedules.actions import Action, Kind
@@ -28,11 +28,11 @@ class Passes:
 
     share: Share
     on_action: Callable[[Action], None] = lambda action: None
-    """Told each action before it begins."""
+    """Called with each action before it begins."""
     after_backward: Callable[[int], None] = lambda micro_batch: None
-    """Told the micro-batch whose backward pass is done; not told in a pipeline."""
+    """Called with the micro-batch whose backward pass is done; not called in a pipeline."""
     loss_scale: float = 1.0
-    """What losses are multiplied by before their backward passes, for fp16; gradients are left as much larger by `train`."""
+    """Factor on the losses before their backward passes, for fp16; gradients that `train` leaves are larger by it."""
     pipeline: Pipeline | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -77,8 +77,8 @@ class Passes:
         return losses
 
     def forward(self, batch: MicroBatch, *, stage: int = 0, given: Tensor | None = None) -> Tensor:
-        """Of the last stage the loss summed over the valid targets of `batch`, 0-d; of others what they hand on. `given`: what
-        the stage before handed on."""
+        """Output of a stage: of the last, the loss summed over the valid targets of `batch`, 0-d; of others, activations for
+        the next stage. `given`: activations of the stage before."""
         if not torch.is_grad_enabled():
             heartbeat.beat("evaluating")
         decoder, inputs = self.share.stages[stage], batch.tokens if given is None else given

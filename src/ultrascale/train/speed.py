@@ -1,4 +1,4 @@
-"""How fast a run is here and what memory it takes, beside what was planned: its first steps, with no profiler.
+"""Speed and memory of a run on this machine, compared with its plan: its first steps, with no profiler.
 
     steps 1 to 2            live memory: on a CPU tensor by tensor, on CUDA by the allocator
     up to `warm`            nothing watches
@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from ultrascale.measure.machine import device_name, is_here, peak_flops
+from ultrascale.description.problems import SpecError
+from ultrascale.description.progress import step_span
+from ultrascale.description.run import Run
+from ultrascale.measure.machine.ceilings import device_name, is_here, peak_flops
 from ultrascale.plan.flops import model_flops_per_token
 from ultrascale.plan.report import plan_run
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.progress import step_span
-from ultrascale.spec.run import Run
-from ultrascale.train.aside import begun_aside, counted_steps, planned_memory, timed_steps
-from ultrascale.train.loop import cluster_of
-from ultrascale.train.run_folder import environment
+from ultrascale.train.folder.run_folder import environment
+from ultrascale.train.start.aside import begun_aside, counted_steps, planned_memory, timed_steps
+from ultrascale.train.start.fit import cluster_of
 from ultrascale.train.trainer import Trainer
 
 MEMORY_STEPS = 2
@@ -35,10 +35,10 @@ MEMORY_STEPS = 2
 
 @dataclass(frozen=True)
 class Speed:
-    """What some steps took. None: not planned for this device, or not counted (compiled blocks on a CPU)."""
+    """Measured and planned time and memory. None: not planned for this device, or not counted (compiled blocks on a CPU)."""
 
     step_seconds: list[float]
-    """Of rank 0; all ranks end a step together."""
+    """Seconds of each timed step on rank 0; all ranks end a step together."""
     tokens_per_step: int
     ranks: int
     mfu: float
@@ -60,7 +60,7 @@ class Speed:
 
     @property
     def median_seconds(self) -> float:
-        """Of a step."""
+        """Median seconds of a step."""
         return median(self.step_seconds)
 
     @property
@@ -70,7 +70,7 @@ class Speed:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Speed:
-        """What `asdict` made."""
+        """Speed read back from the dict that `asdict` made."""
         return cls(**value)
 
 
@@ -99,7 +99,7 @@ def measure_speed(run: Run, steps: int, out: Path, *, warm: int, rendezvous: str
 
 @dataclass(frozen=True)
 class _Memory:
-    """Of one rank, bytes."""
+    """Peak memory of one rank, bytes."""
 
     planned: int
     measured: int | None

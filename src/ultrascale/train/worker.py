@@ -1,4 +1,4 @@
-"""What the launcher starts: one rank of a run, described by one resolved file. Imports nothing a bare GPU machine may lack."""
+"""One rank of a run, as the launcher starts it from one resolved file. Imports nothing that a bare GPU machine may lack."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch import distributed as dist
 
 from ultrascale import console
 from ultrascale.checkpoint import LostContactError
+from ultrascale.config.resolve import resolve
 from ultrascale.contact import why
+from ultrascale.description.problems import SpecError
+from ultrascale.description.rank_environment import told_rank
+from ultrascale.description.run import Run
 from ultrascale.launch.orphans import end_with_starter
 from ultrascale.parallel.lost import LostRankError
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.rank_environment import told_rank
-from ultrascale.spec.resolve import resolve
-from ultrascale.spec.run import Run
 from ultrascale.train.loop import train
-from ultrascale.train.signs_of_life import has_launcher, signs_folder
+from ultrascale.train.watch.signs_of_life import has_launcher, signs_folder
 
 YIELD_SECONDS = 0.5
 """Whoever lost contact leaves so much later than whoever died: the agent, which looks ten times a second, tells of one."""
@@ -40,6 +40,7 @@ def main() -> int:
     parser.add_argument("--allow-changes", action="store_true")
     parser.add_argument("--ignore-memory", action="store_true")
     parser.add_argument("--leave-by", type=float)
+    parser.add_argument("--island", type=int)
     parser.add_argument("--profile", type=Path, help="profile --profile-steps FIRST LAST into this folder, and leave")
     parser.add_argument("--profile-steps", type=int, nargs=2)
     parser.add_argument("--speed", type=Path, help="time --speed-steps WARM TIMED into this file, and leave")
@@ -56,7 +57,7 @@ def main() -> int:
         return speed_or_explain(run, warm, steps, asked.speed, rendezvous=asked.rendezvous, failure=asked.failure)
     code = train_or_explain(
         run, allow_changes=asked.allow_changes, rendezvous=asked.rendezvous, failure=asked.failure,
-        ignore_memory=asked.ignore_memory, leave_by=asked.leave_by,
+        ignore_memory=asked.ignore_memory, leave_by=asked.leave_by, island=asked.island,
     )  # fmt: skip
     if code == 0 and asked.saved is not None and told_rank(os.environ) == 0:
         asked.saved.touch()
@@ -71,22 +72,26 @@ def train_or_explain(
     failure: Path | None = None,
     ignore_memory: bool = False,
     leave_by: float | None = None,
+    island: int | None = None,
 ) -> int:
     """Train, and return the exit code: 0 complete or stopped in order, 1 failed, 2 the description is wrong.
 
     An error meant for people is printed with its rank, and written to `failure`: it would repeat itself.
     """
     return _or_explain(
-        lambda: train(run, allow_changes=allow_changes, rendezvous=rendezvous, ignore_memory=ignore_memory, leave_by=leave_by),
+        lambda: train(
+            run, allow_changes=allow_changes, rendezvous=rendezvous, ignore_memory=ignore_memory, leave_by=leave_by,
+            island=island,
+        ),
         failure,
-    )
+    )  # fmt: skip
 
 
 def profile_or_explain(
     run: Run, first: int, last: int, folder: Path, *, rendezvous: str = "env://", failure: Path | None = None
 ) -> int:
     """Profile steps `first` to `last` into `folder`, in the same way."""
-    from ultrascale.train.profile import profile_run
+    from ultrascale.train.observers.profile import profile_run
 
     return _or_explain(lambda: profile_run(run, first, last, folder, rendezvous=rendezvous), failure)
 
@@ -123,7 +128,7 @@ def _or_explain(work: Callable[[], object], failure: Path | None) -> int:
 
 
 def _has_lost_contact(error: Exception) -> bool:
-    """Whether a collective broke because another rank is gone; gloo says so in words only."""
+    """True if a collective failed because another rank is gone; gloo says so in words only."""
     return isinstance(error, dist.DistError | LostRankError | LostContactError) or (
         isinstance(error, RuntimeError) and "gloo" in str(error)
     )

@@ -16,18 +16,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ultrascale.catalogue.stacks.stack_files import settings_of
+from ultrascale.description.layout import NARROW, Layout
+from ultrascale.description.problems import SpecError
+from ultrascale.description.recomputed import is_modules
+from ultrascale.plan.columns.footprint import Footprint
 from ultrascale.plan.constants import Constants
 from ultrascale.plan.intervals import interval, kind_of
 from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.search.replayed import with_replay
 from ultrascale.plan.time.price import half_precision_peak, predict, price
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.layout import NARROW, Layout
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.recomputed import is_modules
-from ultrascale.spec.stack_files import settings_of
-from ultrascale.validation.flops_conventions import CONVENTIONS, flops_per_token
-from ultrascale.validation.models import UnrepresentableError, UnrunnableError
-from ultrascale.validation.programs import TUNING, Tuning
+from ultrascale.validation.cells.flops_conventions import CONVENTIONS, flops_per_token
+from ultrascale.validation.cells.models import UnrepresentableError, UnrunnableError
+from ultrascale.validation.cells.programs import TUNING, Tuning
 from ultrascale.validation.rows import Asked, MeasuredRow
 from ultrascale.validation.setups import Setup, setup_of
 
@@ -35,23 +37,24 @@ COLUMNS = (
     "id", "predicted_step_time_s", "predicted_tokens_per_s_per_gpu", "predicted_mfu", "predicted_peak_allocated_gib",
     "predicted_peak_reserved_gib", "fits", "low", "high", "reason",
 )  # fmt: skip
-"""Of the file of predictions. low and high: the interval of the step time, seconds, that holds `intervals.COVERAGE` of runs."""
+"""Columns of the file of predictions. low and high: the prediction interval of the step time, seconds, that holds
+`intervals.COVERAGE` of runs."""
 _BROKEN = (SpecError, ValueError, ArithmeticError, LookupError)
 """Rows come from anywhere: one that breaks the arithmetic is told with its reason and takes no other with it."""
 
 
 @dataclass(frozen=True)
 class RowPrediction:
-    """What a row is predicted to do. None where it cannot be described, or cannot run: `reason` says why."""
+    """Prediction for a row. None where it cannot be described, or cannot run: `reason` says why."""
 
     step_seconds: float | None
     low: float | None
     high: float | None
     tokens_per_second_per_gpu: float | None
     flops_per_second_per_gpu: float | None
-    """By the row's convention of counting them."""
+    """FLOP/s per GPU by the row's convention of counting them."""
     mfu: float | None
-    """That over the accelerator's dense peak in the row's precision."""
+    """MFU: that over the accelerator's dense peak in the row's precision."""
     allocated_bytes: float | None
     reserved_bytes: float | None
     fits: bool | None
@@ -114,7 +117,8 @@ class _Prices(NamedTuple):
 
     step_seconds: np.ndarray
     fits: np.ndarray
-    allocated: np.ndarray
+    runs: np.ndarray
+    """True where all that is reserved is below the device's memory, without headroom: a row was run."""
     reserved: np.ndarray
 
 
@@ -125,49 +129,55 @@ def _priced(workload: Workload, layouts: Sequence[Layout], constants: Constants)
     for index in (np.flatnonzero(~alone), *np.flatnonzero(alone)[:, None]):
         if len(index):
             found = price(workload, LayoutTable.of(layouts[int(row)] for row in index), constants)
-            memory = np.asarray(found.memory.allocated), np.asarray(found.memory.reserved)
-            columns[:, index] = found.step_seconds, found.fits, *memory
-    return _Prices(columns[0], columns[1] > 0, columns[2], columns[3])
+            memory = found.memory
+            runs = memory.reserved + memory.outside <= memory.capacity
+            columns[:, index] = found.step_seconds, found.fits, runs, memory.reserved
+    return _Prices(columns[0], columns[1] > 0, columns[2] > 0, columns[3])
 
 
 def _choose(setup: Setup, prices: Sequence[_Prices], rows: np.ndarray, constants: Constants) -> RowPrediction:
-    """Of what a row may mean, programs and layouts, the fastest that fits, or else what needs least memory."""
+    """The fastest that fits of all programs and layouts that a row may mean, or else that runs, or else the one that needs
+    least memory."""
     seconds = np.array([one.step_seconds[rows] for one in prices])
     fits = np.array([one.fits[rows] for one in prices])
+    runs = np.array([one.runs[rows] for one in prices])
     reserved = np.array([one.reserved[rows] for one in prices])
-    candidates = np.flatnonzero(fits if fits.any() else reserved == reserved.min())
-    which, best = divmod(int(candidates[seconds.flat[candidates].argmin()]), len(rows))
-    step = float(seconds[which, best])
-    if not 0 < step < math.inf:
-        raise ArithmeticError(f"its step would take {step:g} seconds")
-    workload, layout = setup.workloads[which], setup.layouts[best]
-    seconds = seconds * (_played(workload, layout, step, constants) / step)
-    step, kind = float(seconds[which, best]), kind_of(workload, layout)
+    while True:
+        candidates = np.flatnonzero(fits if fits.any() else runs if runs.any() else reserved == reserved.min())
+        which, best = divmod(int(candidates[seconds.flat[candidates].argmin()]), len(rows))
+        step = float(seconds[which, best])
+        if not 0 < step < math.inf:
+            raise ArithmeticError(f"its step would take {step:g} seconds")
+        workload, layout = setup.workloads[which], setup.layouts[best]
+        played, memory = _played(workload, layout, step, constants)
+        if memory.fits or not fits.any():
+            break
+        fits[which, best], reserved[which, best] = False, memory.reserved  # its column said otherwise: the next
+    seconds = seconds * (played / step)
+    step, kind = played, kind_of(workload, layout)
     spread = seconds.flat[candidates]
     low, high = interval(step, kind, fastest=float(spread.min()), slowest=float(spread.max()))
     rate = workload.tokens_per_step / step / layout.world_size
     convention = setup.asked.flops_def if setup.asked.flops_def in CONVENTIONS else setup.flops
     flops = rate * flops_per_token(workload.model, workload.sequence_length, convention)
-    allocated = float(prices[which].allocated[rows[best]])
     return RowPrediction(
-        step, low, high, rate, flops, flops / _peak(workload, layout), allocated, float(reserved[which, best]),
-        bool(fits[which, best]), kind, _reason(setup, workload, layout),
+        step, low, high, rate, flops, flops / _peak(workload, layout), float(memory.allocated), float(memory.reserved),
+        bool(memory.fits), kind, _reason(setup, workload, layout),
     )  # fmt: skip
 
 
-def _played(workload: Workload, layout: Layout, step: float, constants: Constants) -> float:
-    """The step of a pipeline, its actions played with every stage's own price: a table takes stages for even. `step`: the
-    table's, which stands where a schedule cannot be built for these numbers of stages and micro-batches."""
-    if layout.pp == 1:
-        return step
+def _played(workload: Workload, layout: Layout, step: float, constants: Constants) -> tuple[float, Footprint]:
+    """The step and the memory of a layout, its actions played with every stage's own price: a table takes stages for even.
+    `step`: the table's, which stands where a schedule cannot be built for these numbers of stages and micro-batches."""
     try:
-        return predict(workload, layout, constants).step_seconds
+        found = with_replay(predict(workload, layout, constants))
     except SpecError:
-        return step
+        return step, price(workload, LayoutTable.of([layout]), constants).row(0).memory
+    return step if layout.pp == 1 else found.step_seconds, found.memory
 
 
 def _reason(setup: Setup, workload: Workload, layout: Layout) -> str:
-    """What was assumed, and what was chosen where the row leaves it open."""
+    """The assumptions, and the choices where the row leaves a setting open."""
     chosen = {"micro_batch": layout.micro_batch_size, "recompute": layout.recompute, "vpp": layout.virtual_stages}
     chosen |= settings_of(workload.stack)
     parts = [f"{name} is open: {chosen[name]} is the fastest that fits" for name in setup.open_cells]

@@ -18,19 +18,20 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ultrascale.spec.parsing import read_bounded
-from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.stack_files import setting_types
+from ultrascale.catalogue.stacks.stack_files import setting_types
+from ultrascale.description.parsing import read_bounded
+from ultrascale.description.problems import Problem, SpecError
 
 BLANK = frozenset(("", "nan", "na", "n/a", "null", "-", "?"))
-"""What people and their tools write for an empty cell, in lower case; `none` too where it is no answer (recompute)."""
+"""Words that people and their tools write for an empty cell, in lower case; `none` too where it is no answer (recompute)."""
 MOST_TEXT, MOST_COLUMNS, MOST_ROWS = 64 << 20, 1000, 20_000
-"""Of one file: letters, columns, and runs, each of which is predicted. Published tables have thousands of runs."""
+"""Most letters, columns, and runs of one file; each run is predicted. Published tables have thousands of runs."""
 MOST_PROBLEMS = 20
 """Wrong cells told at once; a file of another kind has thousands."""
 LONGEST_SHOWN = 40
 NEARLY = 0.85
-"""How alike two names of columns are, of 1, where one is probably the other misspelt: `seqlen` is 0.92 of `seq_len`."""
+"""Similarity of two names of columns, at most 1, from which on one is probably the other misspelt: `seqlen` is 0.92 of
+`seq_len`."""
 PLAYBOOK_NAMES = {
     "nodes": "nodes", "mbs": "micro_batch", "ga": "grad_accum", "gbs": "global_batch", "zero": "zero_stage",
     "tok_s_gpu": "tokens_per_s_per_gpu", "mfu_pct": "mfu_percent", "mem_gb": "peak_mem_gib", "status": "outcome",
@@ -38,13 +39,13 @@ PLAYBOOK_NAMES = {
 PLAYBOOK_FIXED = {
     "gpu": "H100-80GB-SXM", "gpu_family": "H100, playbook", "gpus_per_node": "8", "framework": "nanotron", "precision": "bf16",
 }  # fmt: skip
-"""What the playbook says of all its runs."""
+"""Cells that hold for all runs of the playbook."""
 Columns = TypeVar("Columns", "Asked", "Measured")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What was run: everything a prediction may look at. Names are the file's columns."""
+    """The run that was asked for: everything a prediction may look at. Names are the file's columns."""
 
     model: str = ""
     source: str = ""
@@ -55,9 +56,9 @@ class Asked:
     gpu_family: str = ""
     interconnect: str = ""
     machine: str = ""
-    """A node of the catalogue (`spec.machines.NODES`), such as aws-p5."""
+    """A node of the catalogue (`catalogue.machines.NODES`), such as aws-p5."""
     network: str = ""
-    """A kind of networks (`spec.network.KINDS`), such as EFA v2 under load: what its wires give."""
+    """A kind of networks (`catalogue.network.KINDS`), such as EFA v2 under load: what its wires give."""
     n_gpus: int | None = None
     nodes: int | None = None
     gpus_per_node: int | None = None
@@ -97,17 +98,17 @@ class Asked:
     compile: bool | None = None
     flash_attention: bool | None = None
     flops_def: str = ""
-    """How the source counts FLOPs: decides what its MFU would be, not how fast it is."""
+    """Convention by which the source counts FLOPs: decides what its MFU would be, not how fast it is."""
     stack: str = ""
     """A stack by its name; blank: what `framework` says."""
     settings: tuple[tuple[str, Any], ...] = ()
-    """Of the stack, from columns called `stack.KEY`."""
+    """Settings of the stack, from columns called `stack.KEY`."""
     is_playbook: bool = False
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What came out, and how it was measured: for scores only."""
+    """Measured results, and how they were measured: for scores only."""
 
     tokens_per_s_per_gpu: float | None = None
     step_time_s: float | None = None
@@ -129,9 +130,9 @@ class MeasuredRow:
     """One run."""
 
     identity: str
-    """Its `id`, or the number of its row counted from one."""
+    """Identity of the row: its `id`, or its number counted from one."""
     line: int
-    """Of the file, counted from one."""
+    """Line of the file, counted from one."""
     asked: Asked
     measured: Measured
 
@@ -204,7 +205,7 @@ def _expect_settings(file: Path, header: list[str]) -> None:
 
 
 def _is_playbook(file: Path, header: list[str]) -> bool:
-    """Which of the two forms a header is. Raises SpecError when it is neither."""
+    """True if a header is of the playbook's form. Raises SpecError when it is of neither."""
     if {"model", "nodes", "mbs", "tp"} <= set(header):
         return True
     if {"n_gpus", "dp", "tp", "pp"} & set(header):

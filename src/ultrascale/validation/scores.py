@@ -1,4 +1,4 @@
-"""How good predictions are: errors, rankings and verdicts, against what was measured and only as it was reported.
+"""Scores of predictions: errors, rankings and verdicts, against measured values and only as they were reported.
 
     time      rows whose source printed a step time or tokens per second; tiers A and B, tier C apart
     rate      rows that print only TFLOP/s or an MFU: FLOPs per second by their own convention of counting them
@@ -18,9 +18,9 @@ from statistics import fmean, median
 
 import numpy as np
 
+from ultrascale.validation.cells.stated import SCAN, source_of
 from ultrascale.validation.predict import RowPrediction
 from ultrascale.validation.rows import MeasuredRow
-from ultrascale.validation.stated import SCAN, source_of
 
 SMALLEST_CELL = 3
 """Runs of a cell below which an order says nothing."""
@@ -40,7 +40,7 @@ class Case:
 
     @property
     def counts(self) -> bool:
-        """Whether it counts in the main tables: tier C is noisy or incomplete."""
+        """True if it counts in the main tables: tier C is noisy or incomplete."""
         return self.row.measured.tier.upper() != "C"
 
     @property
@@ -83,14 +83,14 @@ class Picks:
     rows: int
     median_tau: float
     median_regret: float
-    """Of the layout predicted to be fastest: its measured time over the best measured time, less one."""
+    """Median regret of the layout predicted to be fastest: its measured time over the best measured time, less one."""
     mean_regret: float
     p90_regret: float
 
 
 @dataclass(frozen=True)
 class Verdicts:
-    """Whether runs fit, as predicted and as it was."""
+    """Verdicts on whether runs fit, predicted and actual."""
 
     group: str
     ran_and_fits: int
@@ -100,13 +100,13 @@ class Verdicts:
 
     @property
     def recall(self) -> float | None:
-        """Of runs that failed, those called too large."""
+        """Fraction of the failed runs that were called too large."""
         failed = self.failed_and_called_too_large + self.failed_but_fits
         return self.failed_and_called_too_large / failed if failed else None
 
     @property
     def false_alarms(self) -> float | None:
-        """Of runs that ran, those called too large."""
+        """Fraction of the successful runs that were called too large."""
         ran = self.ran_and_fits + self.ran_but_called_too_large
         return self.ran_but_called_too_large / ran if ran else None
 
@@ -117,7 +117,7 @@ class Report:
 
     rows: int
     time: dict[str, list[Errors]]
-    """By grouping: all, source, accelerator, kind, tier C."""
+    """Errors by grouping: all, source, accelerator, kind, tier C."""
     rate: list[Errors]
     memory: list[Errors]
     picks: list[Picks]
@@ -168,7 +168,7 @@ def kendall_tau(left: Sequence[float], right: Sequence[float]) -> float:
 
 
 def _reports(row: MeasuredRow, *quantities: str) -> bool:
-    """Whether the source printed one of these; a row that does not say is taken at its word."""
+    """True if the source printed one of these; a row that does not say is taken at its word."""
     said = row.measured.reported
     return not said or any(quantity in said for quantity in quantities)
 
@@ -226,7 +226,7 @@ def _is_covered(case: Case) -> bool:
 
 
 def _per_source_mean(cases: Sequence[Case]) -> list[Errors]:
-    """The same numbers with every source weighing the same: means of the sources' own."""
+    """Errors with every source weighing the same: means of the sources' own."""
     sources = _group(cases, lambda case: case.source, _time_error)
     if len(sources) < 2:
         return []
@@ -284,7 +284,7 @@ def _verdicts(cases: Sequence[Case]) -> list[Verdicts]:
 
 
 def _ran(row: MeasuredRow) -> bool | None:
-    """Whether a run ran: what its outcome says, else whether it measured anything; None if the row does not tell."""
+    """True if a run ran: from its outcome, else from whether it measured anything; None if the row does not tell."""
     measured = row.measured
     if measured.outcome:
         return "oom" not in measured.outcome.lower() and "crash" not in measured.outcome.lower()

@@ -6,7 +6,7 @@ runs were tuned, and widens the interval to the others. What is taken by a rule 
 
     blank             taken instead
     dp                n_gpus / (tp pp cp)
-    zero_stage, sp    what runs of its program do (`spec.stack_files.Usual`)
+    zero_stage, sp    what runs of its program do (`catalogue.stacks.stack_files.Usual`)
     grad_accum        global_batch / (dp micro_batch); without both, one micro-batch per pipeline stage
     global_batch      dp micro_batch grad_accum
     precision         bf16, fp16 on devices without
@@ -22,21 +22,23 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
+from ultrascale.catalogue.cluster import Accelerator
+from ultrascale.catalogue.stacks.stack import Stack
+from ultrascale.catalogue.stacks.stack_files import Usual, abilities
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import NARROW, Layout, Precision
+from ultrascale.description.recomputed import SPELLINGS, modules_name
+from ultrascale.description.schedules import SCHEDULES, USUAL, schedule_for
 from ultrascale.plan.time.stage_cut import cannot_run
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import Accelerator
-from ultrascale.spec.kept import available_modules
-from ultrascale.spec.layout import NARROW, Layout, Precision
-from ultrascale.spec.model import Model
-from ultrascale.spec.recomputed import SPELLINGS, modules_name
-from ultrascale.spec.stack import Stack
-from ultrascale.spec.stack_files import Usual, abilities
-from ultrascale.validation.machines import cluster_of
-from ultrascale.validation.models import UnrepresentableError, UnrunnableError, fill_playbook, model_of
-from ultrascale.validation.programs import TUNING, Program, Tuning, program_of_row
+from ultrascale.schedules.build import DEFAULT_VIRTUAL_STAGES
+from ultrascale.validation.cells.machines import cluster_of
+from ultrascale.validation.cells.models import UnrepresentableError, UnrunnableError, fill_playbook, model_of
+from ultrascale.validation.cells.programs import TUNING, Program, Tuning, program_of_row
+from ultrascale.validation.cells.stated import with_stated
+from ultrascale.validation.cells.words import RECOMPUTE_WORDS, out_of_range, read_otherwise, zero_stage_of
 from ultrascale.validation.rows import Asked
-from ultrascale.validation.stated import with_stated
-from ultrascale.validation.words import RECOMPUTE_WORDS, out_of_range, read_otherwise, zero_stage_of
+from ultrascale.work.kept import available_modules
 
 ZeroStage = Literal[0, 1, 2, 3]
 MOST_CANDIDATES = 96
@@ -52,18 +54,15 @@ _PRECISIONS: dict[str, Precision] = {
 """Words of a precision, and what it is priced as."""
 _VAGUE = re.compile("mixed|amp|16")
 """Words of 16 bits that do not say which: bf16, as most since 2022."""
-_SCHEDULES = (
-    ("dualpipe-?v", "dualpipe-v"), ("dualpipe", "dualpipe"), ("zb-?v|zbv", "zb-v"), ("zb|zero.?bubble", "zb-h1"),
-    (r"gpipe|\bafab", "afab"),
-)  # fmt: skip
 _ENDS = 2
 """Embedding and head, which may be pipeline chunks of their own (Megatron: 128 chunks for 126 layers)."""
-_TWO_CHUNKS = ("dualpipe-v", "zb-v")
+_PLAIN = (schedule_for(1), schedule_for(2))
+"""Schedules that rows name without saying how many stages a rank has."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a row asks to be predicted."""
+    """The setups that a row asks to be predicted."""
 
     workloads: tuple[Workload, ...]
     """One; several, equal but for their stacks, where settings of the program are open."""
@@ -73,9 +72,9 @@ class Setup:
     """Columns that are blank and could not be inferred."""
     assumed: tuple[str, ...]
     flops: str
-    """How its program counts FLOPs."""
+    """Convention by which its program counts FLOPs."""
     asked: Asked
-    """With what was filled in before anything else: what its source states, the playbook's dimensions."""
+    """The row, with what was filled in before anything else: what its source states, the playbook's dimensions."""
 
     @property
     def workload(self) -> Workload:
@@ -120,7 +119,7 @@ _COLUMN_OF = {"micro_batch_size": "micro_batch", "pipeline": "vpp"}
 
 
 def _cut(asked: Asked, model: Model, program: Program, assumed: list[str]) -> Layout:
-    """What is cut how: everything about the layout that a row never leaves open."""
+    """The layout, with everything about it that a row never leaves open."""
     gpus = asked.n_gpus or (asked.nodes * (asked.gpus_per_node or 8) if asked.nodes else None)
     tp, cp, pp = _blank_cuts(asked, gpus, assumed)
     dp = _data_parallel(asked, gpus, tp * cp * pp, assumed)
@@ -233,7 +232,7 @@ def _precision(asked: Asked, accelerator: Accelerator, assumed: list[str]) -> Pr
 
 
 def _choices(asked: Asked, model: Model, program: Program, cut: Layout, assumed: list[str]) -> dict[str, tuple]:
-    """What a row may leave open, each with its possible values."""
+    """Settings that a row may leave open, each with its possible values."""
     schedules = _pipeline(asked, model, program.usual, cut.pp, assumed)
     return {
         "micro_batch_size": _micro_batches(asked, program.usual, cut, assumed),
@@ -246,24 +245,24 @@ def _pipeline(asked: Asked, model: Model, usual: Usual, pp: int, assumed: list[s
     """The schedules that a row may mean, each with its stages a rank."""
     layers = model.num_hidden_layers + model.num_nextn_predict_layers
     if pp == 1:
-        return (("1f1b", 1),)
+        return ((USUAL, 1),)
     if pp > layers + _ENDS:
         raise UnrunnableError(f"pp = {pp} is more than the {layers} layers, embedding and head")
     text = asked.pp_schedule.lower()
-    for pattern, schedule in _SCHEDULES:
-        if re.search(pattern, text):
-            return ((schedule, 2 if schedule in _TWO_CHUNKS else 1),)
+    for one in reversed(SCHEDULES.values()):
+        if one.words and one.name not in _PLAIN and re.search(one.words, text):
+            return ((one.name, one.virtual_stages or DEFAULT_VIRTUAL_STAGES),)
     most = (layers + _ENDS) // pp
     if asked.vpp is not None:
         if asked.vpp > most:
             assumed.append(f"{most} chunks a rank: there are {layers} layers for {asked.vpp} x {pp}")
         chunks = max(1, min(asked.vpp, most))
-        return (("interleaved" if chunks > 1 else "1f1b", chunks),)
+        return ((schedule_for(chunks), chunks),)
     many = _interleaved(layers, most, pp, usual)
-    if re.fullmatch("interleaved[-_ ]*(1f1b)?", text):
-        return many or (("1f1b", 1),)
+    if re.fullmatch(f"{_PLAIN[1]}[-_ ]*({_PLAIN[0]})?", text):
+        return many or ((USUAL, 1),)
     # Nobody says how many stages a rank has: people write "1f1b" of either.
-    return (("1f1b", 1), *many) if usual.virtual_stages == "any" else (("1f1b", 1),)
+    return ((USUAL, 1), *many) if usual.virtual_stages == "any" else ((USUAL, 1),)
 
 
 def _interleaved(layers: int, most: int, pp: int, usual: Usual) -> tuple[tuple[str, int], ...]:
@@ -273,7 +272,7 @@ def _interleaved(layers: int, most: int, pp: int, usual: Usual) -> tuple[tuple[s
         counts = [n for n in range(2, most + 1) if layers % (pp * n) == 0 or (layers + _ENDS) % (pp * n) == 0]
     else:
         counts = [n for n in usual.virtual_stages if n <= most]
-    return tuple(("interleaved", n) for n in counts)
+    return tuple((schedule_for(n), n) for n in counts)
 
 
 def _micro_batches(asked: Asked, usual: Usual, cut: Layout, assumed: list[str]) -> tuple[int, ...]:

@@ -12,14 +12,8 @@ worker.onmessage = ({ data }) => {
 
 const source = {
   controls: () => fetch("controls.json").then((reply) => reply.json()),
-  ask: (question, signal) => new Promise((resolve, reject) => {
-    const own = ++number;
-    waiting.set(own, resolve);
-    signal.addEventListener("abort", () => {
-      waiting.delete(own);
-      worker.postMessage({ forget: own });
-      reject(new DOMException("another question", "AbortError"));
-    });
-    worker.postMessage({ number: own, question: JSON.stringify(question) });
+  ask: (question) => new Promise((resolve) => {
+    waiting.set(++number, resolve);
+    worker.postMessage({ number, question: JSON.stringify(question) });
   }),
 };

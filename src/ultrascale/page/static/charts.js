@@ -38,37 +38,40 @@ function place(node, left, width) {  // in percent; set here, since the page all
   return node;
 }
 
-// Memory at the peak by category, a bar for each ZeRO stage, against the device.
+// A bar of parts one after another; `limits` are lines across it.
+function stackedBar(parts, most, limits = []) {
+  let done = 0;
+  const share = (value) => (100 * value) / most, track = make("div", { class: "track" });
+  for (const part of parts) {
+    track.append(place(make("span", { class: `part ${part.name}`, title: `${part.label}: ${part.text}` }), share(done), share(part.value)));
+    done += part.value;
+  }
+  for (const [kind, words, limit] of limits) track.append(place(make("span", { class: `limit ${kind}`, title: `${words}: ${limit.text}` }), share(limit.value), 0));
+  return track;
+}
+
+// Memory at the peak by category, a bar for each ZeRO stage and one for each rank of the pipeline, against the device.
 function drawMemory(memory, choose) {
   const most = Math.max(memory.capacity.value, ...memory.bars.map((bar) => bar.value));
-  const share = (bytes) => (100 * bytes) / most;
-  const used = new Set(memory.bars.flatMap((bar) => bar.parts.map((part) => part.name)));
+  const limits = [["", "a device", memory.capacity], ["usable", "to be used", memory.usable]];
+  const used = new Set([...memory.bars, ...memory.ranks].flatMap((bar) => bar.parts.map((part) => part.name)));
   const rows = memory.bars.map((bar) => {
-    let done = 0;
-    const track = make("div", { class: "track" });
-    for (const part of bar.parts) {
-      const tip = `${part.label}: ${part.text}`;
-      track.append(place(make("span", { class: `part ${part.name}`, title: tip }), share(done), share(part.value)));
-      done += part.value;
-    }
-    track.append(place(make("span", { class: "limit", title: `a device: ${memory.capacity.text}` }), share(memory.capacity.value), 0));
-    track.append(place(make("span", { class: "limit usable", title: `to be used: ${memory.usable.text}` }), share(memory.usable.value), 0));
     const words = `${bar.text}, ${bar.fits ? "fits" : "does not fit"}, step ${bar.step}`;
     const label = choose
       ? make("button", { type: "button", "aria-pressed": String(bar.chosen), title: `Plan with ${bar.label}`, onclick: () => choose(bar.zero_stage) }, bar.label)
       : make("b", {}, bar.label);
-    return make("div", { class: `bar ${bar.fits ? "" : "unfit"}` }, label, track, make("span", { class: "value" }, words));
+    return make("div", { class: `bar ${bar.fits ? "" : "unfit"}` }, label, stackedBar(bar.parts, most, limits), make("span", { class: "value" }, words));
   });
+  const names = memory.legend.filter((one) => used.has(one.name));
   const legend = make("ul", { class: "legend" },
-    memory.legend.filter((one) => used.has(one.name)).map((one) => make("li", { title: one.note }, make("i", { class: `part ${one.name}` }), one.label)),
+    names.map((one) => make("li", { title: one.note }, make("i", { class: `part ${one.name}` }), one.label)),
     make("li", {}, make("i", { class: "mark" }), `a device, ${memory.capacity.text}`),
     make("li", {}, make("i", { class: "mark usable" }), `to be used, ${memory.usable.text}`));
-  const names = memory.legend.filter((one) => used.has(one.name));
-  const numbers = asTable("Memory by category", ["", ...names.map((one) => one.label), "total"], memory.bars.map((bar) =>
+  const numbers = asTable("Memory by category", ["", ...names.map((one) => one.label), "total"], [...memory.bars, ...memory.ranks].map((bar) =>
     [bar.label, ...names.map((one) => (bar.parts.find((part) => part.name === one.name) || { text: "0" }).text), bar.text]));
-  const ranks = memory.ranks.length
-    ? [make("h3", {}, "Pipeline ranks"), make("p", { class: "about" }, "Live tensors at the peak, of the first, a middle and the last stage."), plainBars(memory.ranks, "activations")] : [];
-  return section("memory", "Memory at the peak", "Of the rank that needs most, by category, with each ZeRO stage.", rows, legend, numbers, ...ranks);
+  const ranks = memory.ranks.map((rank) => make("div", { class: "bar" }, make("b", {}, rank.label), stackedBar(rank.parts, most, limits), make("span", { class: "value" }, rank.text)));
+  return section("memory", "Memory at the peak", "The rank that needs most, by category, with each ZeRO stage.", rows,
+    ...(ranks.length ? [make("h3", {}, "Pipeline ranks"), make("p", { class: "about" }, "Live tensors at each rank's own peak, without what the allocator reserves beside them."), ...ranks] : []), legend, numbers);
 }
 
 function plainBars(rows, kind) {
@@ -92,6 +95,56 @@ function drawWaterfall(parts) {
   const sent = parts.filter((part) => part.axis).map((part) => `${part.axis} ${part.text}`).join(", ");
   return section("time", "Time of a step", "In the order of the planner's account; each part begins where the one before ends.", rows,
     make("p", { class: "about" }, sent ? `Exposed communication, which no computing hides: ${sent}.` : "No communication is exposed."));
+}
+
+// Operations under the device's two bounds; a circle's area is its share of the computing, its number is that of the table.
+function drawRoofline(roofline, width) {
+  if (!roofline) return null;
+  const shown = roofline.rows.map((row, index) => ({ ...row, number: index + 1 })).filter((row) => row.rate > 0);
+  const height = 320, left = 92, bottom = 42, top = 14, ridge = roofline.peak.value / roofline.bandwidth.value, told = make("output", { class: "told" }, "Point at an operation.");
+  const fromX = Math.log(Math.min(ridge, ...shown.map((row) => row.intensity)) / 3), toX = Math.log(Math.max(ridge, ...shown.map((row) => row.intensity)) * 2);
+  const fromY = Math.log(Math.min(roofline.bandwidth.value * Math.exp(fromX), ...shown.map((row) => row.rate)) / 1.5), toY = Math.log(roofline.peak.value * 1.25);
+  const x = (value) => left + ((Math.log(value) - fromX) / (toX - fromX)) * (width - left - 16);
+  const y = (value) => top + (1 - (Math.log(value) - fromY) / (toY - fromY)) * (height - bottom - top);
+  const spots = new Map();  // operations of one shape lie on one another
+  for (const row of shown) {
+    const key = `${x(row.intensity).toFixed(0)} ${y(row.rate).toFixed(0)}`;
+    spots.set(key, [...(spots.get(key) || []), row]);
+  }
+  const dots = [...spots.values()].map((rows) => {
+    const words = rows.map((row) => `${row.number} ${row.name}: ${row.rate_text}, ${row.reached} of the bound, ${row.share} of computing`).join("; ");
+    const radius = 4 + 22 * Math.sqrt(rows.reduce((sum, row) => sum + parseFloat(row.share) / 100, 0)), [cx, cy] = [x(rows[0].intensity), y(rows[0].rate)];
+    return make("g", { class: "operation", "data-told": words }, make("circle", { class: `dot ${rows[0].kind === "attention" ? "attention" : "product"}`, cx, cy, r: radius, "data-told": words }),
+      radius > (rows.length > 1 ? 9 : 7) ? make("text", { class: "number", x: cx, y: cy + 4 }, rows.length > 1 ? `${rows[0].number}+` : String(rows[0].number)) : null);
+  });
+  const mark = (value, text) => [make("line", { class: "axis", x1: x(value), x2: x(value), y1: height - bottom, y2: height - bottom + 4 }), make("text", { class: "middle", x: x(value), y: height - bottom + 17 }, text)];
+  const steps = [-1, 0, 1, 2, 3, 4, 5].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
+  const tens = steps.filter((value) => Math.log(value) > fromX && Math.log(value) < toX && (width > 500 || String(value)[0] === "1"));
+  const rates = steps.filter((value) => Math.log(value * 1e12) > fromY && Math.log(value * 1e12) < toY);
+  const picture = make("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": `Roofline of a ${roofline.device}: ${roofline.peak.text}, ${roofline.bandwidth.text}, ridge at ${roofline.ridge}` },
+    make("line", { class: "axis", x1: left, x2: width - 12, y1: height - bottom, y2: height - bottom }), make("line", { class: "axis", x1: left, x2: left, y1: 8, y2: height - bottom }),
+    tens.flatMap((value) => mark(value, value.toLocaleString("en"))), rates.map((value) => make("text", { class: "end", x: left - 6, y: y(value * 1e12) + 4 }, `${value.toLocaleString("en")} TFLOP/s`)),
+    make("path", { class: "roof", d: `M${x(Math.exp(fromX))} ${y(roofline.bandwidth.value * Math.exp(fromX))}L${x(ridge)} ${y(roofline.peak.value)}H${width - 12}` }), dots,
+    make("text", { class: "end", x: width - 14, y: y(roofline.peak.value) - 5 }, `${roofline.peak.text} dense`),
+    make("text", { x: x(Math.exp((fromX + Math.log(ridge)) / 2)) + 10, y: y(roofline.bandwidth.value * Math.exp((fromX + Math.log(ridge)) / 2)) + 16 }, `${roofline.bandwidth.text} of memory`),
+    make("text", { class: "end", x: width - 14, y: height - 6 }, width > 500 ? "FLOPs per byte of memory traffic (both axes logarithmic)" : "FLOPs per byte (logarithmic)"));
+  const tell = (event) => { const of = event.target.closest("[data-told]"); if (of) told.textContent = of.dataset.told; };
+  picture.addEventListener("pointerover", tell);
+  picture.addEventListener("pointerdown", tell);
+  return section("roofline", "Roofline of the step's operations", "Forward and backward of the slowest rank, at the speed the planner prices them. Element-wise work has no products: its bound is memory.", picture, told,
+    make("ul", { class: "legend" }, make("li", {}, make("i", { class: "dot product" }), "matrix products"), make("li", {}, make("i", { class: "dot attention" }), "attention")),
+    table(["", "operation", "time", "share", "reaches", "of its bound", "bound by", "intensity", "times a step"], roofline.rows.map((row, index) =>
+      [index + 1, row.name, row.text, row.share, row.rate_text, row.reached, row.bound, row.intensity_text, row.times]), { caption: "Operations of the step" }));
+}
+
+const AXIS_PART = { tp: "tensor_parallel", cp: "context_parallel", ep: "expert_parallel", expert_tp: "expert_parallel", pp: "pipeline_sends" };
+
+// What a rank sends in a step, by axis.
+function drawSent(sent) {
+  if (!sent) return null;
+  const rows = sent.rows.map((row) => ({ label: `${row.axis}, ${row.kind}`, value: row.value, kind: `time-${AXIS_PART[row.axis] || "data_parallel"}`, text: row.text,
+    note: `${row.count} ${row.count === "1" ? "message" : "messages"} ${row.kind === "send" ? "to single ranks" : `of ${row.group} ranks`}, ${row.over === "node" ? "in the node" : "network"}` }));
+  return section("sent", "Sent in a step, by axis", sent.note, rows.length ? plainBars(rows) : null);
 }
 
 const KINDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient" };
@@ -195,7 +248,7 @@ function download(name, text) {
 }
 
 function drawFiles(answer) {
-  const files = [["run.toml", { text: answer.run_toml }], ...Object.entries(answer.flags), ["plan.json", { text: JSON.stringify(answer.json, null, 2) }]];
+  const files = [["run.toml", { text: answer.run_toml }], ...Object.entries(answer.flags || {}), ["plan.json", { text: `${answer.json}\n` }]];
   const shown = files.map(([name, file]) => make("details", {}, make("summary", {}, name, file.lacks ? make("small", {}, " cannot run it") : null),
     file.lacks ? make("pre", {}, file.lacks) : make("div", {}, make("button", { type: "button", onclick: () => download(name.includes(".") ? name : `${name}.txt`, file.text) }, `Save ${name}`),
       make("pre", { tabindex: "0" }, file.text.length > 20000 ? `${file.text.slice(0, 20000)}\n...` : file.text))));
@@ -207,7 +260,7 @@ function drawFiles(answer) {
 function drawCompared(one, other) {
   const rows = (answer) => new Map([["Model", answer.title.model], ["Machine", answer.title.machine], ["Layout", answer.title.layout], ["Verdict", answer.verdict.text],
     ...answer.facts.map((fact) => [fact.name, fact.text]), ...answer.waterfall.map((part) => [`Time: ${part.label}`, part.text]),
-    ...(answer.memory.bars.find((bar) => bar.chosen) || { parts: [] }).parts.map((part) => [`Memory: ${part.label}`, part.text])]);
+    ...((answer.memory || { bars: [] }).bars.find((bar) => bar.chosen) || { parts: [] }).parts.map((part) => [`Memory: ${part.label}`, part.text])]);
   const [here, there] = [rows(one), rows(other)];
   const lines = [...new Set([...here.keys(), ...there.keys()])].map((name) => [name, here.get(name) || "", there.get(name) || ""]);
   const differs = (line) => line[1] !== line[2];
@@ -216,12 +269,34 @@ function drawCompared(one, other) {
     table(["", "this plan", "kept plan"], sorted, { caption: "Two plans", pressed: (index) => (differs(sorted[index]) ? "tied" : "same") }));
 }
 
+// What a person has opened, and where the focus is, found again after drawing anew.
+function remember(view) {
+  const of = (node) => `${(node.closest("section") || { id: "" }).id} ${node.textContent}`;
+  const opened = new Set([...view.querySelectorAll("details[open] > summary")].map(of));
+  const inside = "button, summary, [tabindex]", focused = view.contains(document.activeElement) ? document.activeElement : null;
+  const place = focused && [focused.closest("section").id, [...focused.closest("section").querySelectorAll(inside)].indexOf(focused)];
+  return () => {
+    for (const summary of view.querySelectorAll("details > summary")) if (opened.has(of(summary))) summary.parentElement.open = true;
+    const home = place && document.getElementById(place[0]), found = home && home.querySelectorAll(inside)[place[1]];
+    if (found) found.focus({ preventScroll: true });
+  };
+}
+
+// Sections whose part of the answer is still to come stay as they were, dimmed.
 function draw(view, answer, { kept, choose, askWhy } = {}) {
-  const width = Math.max(280, Math.min(view.clientWidth || 800, 2000) - 34);
+  const width = Math.max(280, Math.min(view.clientWidth || 800, 2000) - 34), restore = remember(view);
   const chooseZero = choose && ((stage) => choose({ ...(answer.own || {}), zero_stage: String(stage) }));
+  const later = (id, drawn) => {
+    if (answer.flags) return drawn();
+    const before = view.querySelector(`#${id}`);
+    if (before) before.classList.add("stale");
+    return before;
+  };
   view.replaceChildren(...[
     drawFacts(answer), kept ? drawCompared(answer, kept) : null, answer.ranking ? drawRanking(answer.ranking, choose) : null,
-    answer.memory.bars.length ? drawMemory(answer.memory, chooseZero) : null, drawWaterfall(answer.waterfall), drawSchedule(answer.schedule, width),
+    later("memory", () => (answer.memory.bars.length ? drawMemory(answer.memory, chooseZero) : null)), drawWaterfall(answer.waterfall), drawSchedule(answer.schedule, width),
+    later("sent", () => drawSent(answer.sent)), later("roofline", () => drawRoofline(answer.roofline, width)),
     answer.ranking ? drawFront(answer.ranking, width, choose) : null, drawWhy(answer, askWhy), drawScaling(answer.scaling), drawFiles(answer),
   ].filter(Boolean));
+  restore();
 }

@@ -5,9 +5,11 @@ const form = document.getElementById("form");
 const view = document.getElementById("view");
 const status = document.getElementById("status");
 const failure = document.getElementById("error");
-const WAIT = 200; // milliseconds without a change before it is asked
+const WAIT = 250; // milliseconds without a letter before it is asked; a slider asks at once
 const LARGEST_FILE = 1000000;
-let controls = [], dropped = null, shown = null, asking = null, timer = null;
+let controls = [], dropped = null, shown = null, timer = null, slid = null;
+let asking = false, again = false; // one question at a time: what changes meanwhile is asked when it is answered
+const keptAnswers = new Map();
 
 function field(control) {
   const id = `control-${control.name}`;
@@ -64,10 +66,16 @@ function changed(event) {
   if (event.target.type === "file") return;
   const of = event.target.dataset.of, name = of || event.target.name, control = controls.find((one) => one.name === name);
   if (of) fieldOf(of).value = String(2 ** Number(event.target.value));
-  if (name === "model") dropped = null;
+  if (name === "model") {
+    dropped = null;
+    document.getElementById("file").value = "";
+  }
   if (control) setSlider(control);
   clearTimeout(timer);
-  timer = setTimeout(() => go({}), WAIT);
+  performance.mark("changed");
+  if (of) go({}, { replace: slid === of });
+  else timer = setTimeout(() => go({}), event.target.tagName === "SELECT" ? 0 : WAIT);
+  slid = of || null;
 }
 
 // The form as a link, what is the default left out.
@@ -86,9 +94,9 @@ function linkOf(changes = {}) {
   return link.toString();
 }
 
-function go(changes) {
-  const search = linkOf(changes);
-  if (search !== location.search.slice(1)) history.pushState(null, "", search ? `?${search}` : location.pathname);
+function go(changes, { replace = false } = {}) {
+  const search = linkOf(changes), url = search ? `?${search}` : location.pathname;
+  if (search !== location.search.slice(1)) history[replace ? "replaceState" : "pushState"]({ dropped }, "", url);
   fillForm();
   plan();
 }
@@ -100,32 +108,48 @@ function questionOf(search) {
 }
 
 async function plan() {
-  if (asking) asking.abort();
-  const own = (asking = new AbortController()), link = new URLSearchParams(location.search), started = performance.now();
-  const question = questionOf(location.search);
+  again = asking;
+  if (asking) return;
+  asking = true;
+  do {
+    again = false;
+    await planOnce();
+  } while (again);
+  asking = false;
+}
+
+// The quick part of an answer is drawn at once, then the rest.
+async function planOnce() {
+  const link = new URLSearchParams(location.search), started = performance.now(), question = questionOf(location.search);
   if (dropped) question.file = dropped;
   if (link.has("why")) question.why = 1;
   status.textContent = link.has("why") ? "Planning, and looking for reasons ..." : "Planning ...";
-  document.body.classList.add("busy");
-  try {
-    const answer = await source.ask(question, own.signal);
-    const kept = link.has("vs") && !answer.error ? await source.ask(questionOf(link.get("vs")), own.signal) : null;
-    if (own.signal.aborted) return;
-    const problem = answer.error || (kept && kept.error);
-    failure.hidden = !problem;
-    failure.textContent = problem || "";
-    if (!answer.error) {
-      shown = answer;
-      render(kept && !kept.error ? kept : null);
-      document.title = `${answer.title.model}: ${answer.title.layout}`;
-    }
-    view.classList.toggle("stale", Boolean(answer.error));
-    status.textContent = answer.error ? "No plan: the planner says why." : `Planned in ${((performance.now() - started) / 1000).toFixed(2)} s${dropped ? `, from ${dropped.name}` : ""}.`;
-  } catch (error) {
-    if (error.name !== "AbortError") throw error;
-    return;
+  document.body.dataset.state = "first";
+  const answer = await source.ask({ ...question, part: "first" });
+  if (again) return;
+  const kept = link.has("vs") && !answer.error ? await keptPlan(link.get("vs")) : null;
+  const problem = answer.error || (kept && kept.error);
+  failure.hidden = !problem;
+  failure.textContent = problem || "";
+  view.classList.toggle("stale", Boolean(answer.error));
+  status.textContent = answer.error ? "No plan: the planner says why." : `Planned in ${((performance.now() - started) / 1000).toFixed(2)} s${dropped ? `, from ${dropped.name}` : ""}.`;
+  if (!answer.error) {
+    shown = answer;
+    render(kept && !kept.error ? kept : null);
+    document.title = `${answer.title.model}: ${answer.title.layout}`;
+    document.body.dataset.state = "rest";
+    performance.mark("drawn");
+    const rest = await source.ask({ ...question, part: "rest" });
+    if (again || rest.error) return;
+    Object.assign(shown, rest);
+    render();
   }
-  if (own === asking) document.body.classList.remove("busy");
+  document.body.dataset.state = "done";
+}
+
+async function keptPlan(search) {
+  if (!keptAnswers.has(search)) keptAnswers.set(search, await source.ask(questionOf(search)));
+  return keptAnswers.get(search);
 }
 
 let lastKept = null;
@@ -153,7 +177,7 @@ async function copyLink() {
 function reset() {
   dropped = null;
   document.getElementById("file").value = "";
-  history.pushState(null, "", location.pathname);
+  history.pushState({ dropped }, "", location.pathname);
   fillForm();
   plan();
 }
@@ -166,6 +190,7 @@ async function take(file) {
     return;
   }
   dropped = { name: file.name, text: await file.text() };
+  history.pushState({ dropped }, "", location.href);
   plan();
 }
 
@@ -176,8 +201,9 @@ document.addEventListener("drop", (event) => {
   document.body.classList.remove("dropping");
   take(event.dataTransfer.files[0]);
 });
-addEventListener("popstate", () => { fillForm(); plan(); });
+addEventListener("popstate", (event) => { dropped = (event.state && event.state.dropped) || null; fillForm(); plan(); });
 let widthBefore = innerWidth;
 addEventListener("resize", () => { if (shown && innerWidth !== widthBefore) { widthBefore = innerWidth; render(); } });
 
+dropped = (history.state && history.state.dropped) || null; // loaded again
 source.controls().then((known) => { controls = known; buildForm(); fillForm(); plan(); });

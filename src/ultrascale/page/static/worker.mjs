@@ -1,7 +1,6 @@
 // Python in the browser: the package's own planner, asked by the same function as the server's.
 import { loadPyodide } from "./pyodide/pyodide.mjs";
 
-const forgotten = new Set();
 const ready = (async () => {
   const pyodide = await loadPyodide({ indexURL: new URL("./pyodide/", self.location.href).href });
   const wheels = await (await fetch("wheels.json")).json();
@@ -10,16 +9,9 @@ const ready = (async () => {
 })();
 
 self.onmessage = async ({ data }) => {
-  if (data.forget) {
-    forgotten.add(data.forget);
-    return;
-  }
   let answer;
   try {
-    const ask = await ready;
-    await new Promise((resolve) => setTimeout(resolve)); // what was forgotten meanwhile is known first
-    if (forgotten.delete(data.number)) return;
-    answer = ask(data.question);
+    answer = (await ready)(data.question);
   } catch (error) {
     answer = JSON.stringify({ error: `Python could not be started here: ${error.message}` });
   }

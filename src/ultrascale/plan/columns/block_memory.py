@@ -4,10 +4,10 @@
     backward    last operation first: take the gradients of what it read and of its weights, let go of what it saved
     recomputed  a part that keeps little runs forward again before, or in the middle of, its backward pass
 
-The same moves as `plan.memory.replay`, which replays a whole step of our own trainer; here for any shape and any stack, once
-per distinct shape: `plan.columns.footprint` builds whole ranks out of it. A part owns what it reads (`hidden`), not what it
-hands on. Shapes whose blocks do the same operations and differ in sizes alone are played together, a column of bytes for each
-number (`block_columns`).
+The same moves as `plan.memory.replay`, which replays a whole step; here for any shape, once per distinct one:
+`plan.columns.footprint` builds whole ranks out of it. A part owns what it reads (`hidden`), not what it hands on. Shapes whose
+blocks do the same operations and differ in sizes alone are played together, a column of bytes for each number
+(`block_columns`).
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ultrascale.catalogue.stacks.stack import Selective, Stack
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import layer_weights, weights_outside_layers
+from ultrascale.description.recomputed import Again
 from ultrascale.plan.cut_backward import is_row_sum, may_wait
-from ultrascale.spec.kept import Region, block_again, kept_results, regions
-from ultrascale.spec.model import Model
-from ultrascale.spec.op_builders import is_fp8
-from ultrascale.spec.recomputed import Again
-from ultrascale.spec.stack import Selective, Stack
-from ultrascale.spec.weights import layer_weights, weights_outside_layers
-from ultrascale.spec.work import Op, Shape, block_work, embedding_work, head_work, shared_work
+from ultrascale.work.kept import Region, block_again, kept_results, regions
+from ultrascale.work.op_builders import is_fp8
+from ultrascale.work.work import Op, Shape, block_work, embedding_work, head_work
 
 Recompute = str
-"""One block's, as `spec.recomputed` has the words."""
+"""One block's, as `description.recomputed` has the words."""
 WeightGradients = Literal["held", "momentary", "in place"]
-"""What becomes of the gradient of a weight: it stays until the block is done (FSDP), is added to the one that is there and
-goes, or the product adds to that one itself (Megatron's gradient accumulation fusion)."""
+"""Fate of a weight's gradient. Held: it stays until the block is done (FSDP). Momentary: it is added to the accumulated one
+and freed. In place: the product adds to the accumulated one itself (Megatron's gradient accumulation fusion)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +41,16 @@ class BlockMemory:
     """Bytes. Peaks include what the part itself saves, and nothing that was there before but its input."""
 
     saved_bytes: int
-    """From its forward to its backward pass."""
+    """Bytes saved from the forward to the backward pass."""
     saved_by_kind: dict[str, int]
-    """The same by kind of operation that made it; `residual` is the residual stream."""
+    """`saved_bytes` by kind of operation that made them; `residual` is the residual stream."""
     forward_peak_bytes: int
     backward_peak_bytes: int
-    """With the gradient of its result and, if they are held, those of its weights."""
+    """Peak of the backward pass, with the gradient of the result and, if they are held, those of the weights."""
     weight_gradient_bytes: int
-    """Of all its weights, as autograd makes them."""
+    """Gradients of all weights, in the dtype in which autograd makes them."""
     waiting_bytes: int = 0
-    """Of a backward pass that is cut in two: what I leaves for W."""
+    """Bytes that I leaves for W, where the backward pass is split in two."""
 
 
 @lru_cache(maxsize=1 << 12)
@@ -136,17 +136,16 @@ def head_memory(model: Model, shape: Shape, *, stack: Stack) -> BlockMemory:
 
 @lru_cache(maxsize=1 << 14)
 def embedding_memory(model: Model, shape: Shape, *, stack: Stack) -> BlockMemory:
-    """The embedding, and what all blocks share: angles and masks."""
+    """The embedding."""
     hidden = shape.outer_tokens * model.hidden_size * shape.itemsize
-    shared = sum(made.num_bytes for op in shared_work(model, shape) for made in op.makes)
     sizes = _outside_weights(model, shape.tp)
     ops = embedding_work(model, shape)
-    part = _Part(ops, {"shared": shared}, "hidden", hidden, sizes, shape.itemsize, weight_gradients(stack), is_outside=True)
+    part = _Part(ops, {}, "hidden", hidden, sizes, shape.itemsize, weight_gradients(stack), is_outside=True)
     return part.measure(None, stack.selective)
 
 
 def weight_gradients(stack: Stack) -> WeightGradients:
-    """What `stack` does with the gradient of a weight."""
+    """Fate of a weight's gradient in `stack`."""
     if stack.gathers == "buckets":
         return "held"
     return "in place" if stack.fuses_gradient_accumulation else "momentary"
@@ -209,7 +208,7 @@ class _Books:
 
 
 class _BooksOfMany(_Books):
-    """The same with columns of bytes."""
+    """Books of many shapes at once: columns of bytes."""
 
     __slots__ = ()
 

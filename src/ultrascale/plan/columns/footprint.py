@@ -6,8 +6,8 @@
     moments      where in a step the sum is highest: `plan.columns.rank_moments`
     allocator    what is reserved for it, and what lies outside: `plan.columns.footprint`
 
-Whole columns in NumPy; a single layout takes about a millisecond. For our own trainer without pipeline or tensor parallelism
-`plan.memory.replay` is the exact replay; tests hold this to it.
+Whole columns in NumPy; a single layout takes about a millisecond. They filter a search; what is printed is the replay of
+`plan.memory.replay`, to which tests hold this.
 
 What the device holds beyond the bytes that tensors need: the allocator's rounding and cache, and what lies outside torch.
 
@@ -40,12 +40,12 @@ from ultrascale.schedules.executable import Schedule
 Floats = NDArray[np.float64]
 CATEGORIES = ("weights", "gathered", "gradients", "optimizer", "activations", "buffers")
 INDEX_BYTES = 8
-"""Of a token or a target: int64."""
+"""Bytes of a token or a target: int64."""
 FEW = 64
 """Layouts whose columns of bytes are worth keeping: for many, memory is dearer than time."""
 MARGIN = 0.10
-"""Of the device's memory, kept free: above it the allocator gives back and takes again what it caches. See docs/memory-model.md
-for how many published runs this judges rightly."""
+"""Headroom as a share of the device's memory: with less the allocator frees and allocates its cache again and again. See
+docs/memory-model.md for how many published runs this judges rightly."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ class Footprint:
     by_rank: Floats
     """Allocated by the first, a middle and the last rank of the pipeline, [3, layouts]; a sort that does not exist has 0."""
     worst_rank: NDArray[np.int64]
-    """Which of the three needs most."""
+    """Rank of the pipeline that needs most: 0 the first, 1 a middle, 2 the last."""
     moment: NDArray[np.int64]
     """When, an index into `plan.columns.rank_moments.MOMENTS`."""
 
     @property
     def usable(self) -> Floats:
-        """What torch's allocator may reserve."""
+        """Bytes that torch's allocator may reserve."""
         return self.capacity * (1 - MARGIN) - self.outside
 
     @property
@@ -98,14 +98,16 @@ class Footprint:
 
 
 def stage_memory(
-    workload: Workload, table: LayoutTable, stages: Stages | None = None, schedule: Schedule | None = None
-) -> Footprint:
+    workload: Workload, table: LayoutTable, stages: Stages | None = None, schedule: Schedule | None = None, *,
+    sort: int | None = None,
+) -> Footprint:  # fmt: skip
     """The footprint of every layout of `table`. `stages`: if the caller has cut them already; `schedule`: one from a file,
-    for a table of its one layout."""
+    for a table of its one layout; `sort`: categories are those of this sort of rank, not of the one that needs most."""
     stages = stages or cut_stages(workload, table)
     micro_batches = np.maximum(workload.sequences_per_batch // (table.dp * table.micro_batch_size), 1)
     state = rank_state(workload, table, stages, micro_batches)
-    parts = rank_activations(workload, table, stages, micro_batches, schedule)
+    sums = np.where(state.gathers, np.stack([state.gradients, state.late_gradients], axis=1), 0.0)
+    parts = rank_activations(workload, table, stages, micro_batches, schedule, sums)
     moments = rank_moments(workload, table, state, parts, micro_batches)
 
     exists = stages.exists > 0
@@ -130,7 +132,7 @@ def stage_memory(
     sums = np.where(exists, live + always, 0.0)
     moment = sums.argmax(axis=0)
     by_rank = sums.max(axis=0)
-    every, worst = np.arange(len(table)), by_rank.argmax(axis=0)
+    every, worst = np.arange(len(table)), by_rank.argmax(axis=0) if sort is None else np.full(len(table), sort)
     when = moment[worst, every]
 
     def at(name: str) -> Floats:
@@ -173,7 +175,8 @@ def _batch_bytes(workload: Workload, table: LayoutTable) -> Floats:
 
 
 CACHED_FRACTION = 0.03
-"""Of the peak: reserved and not allocated. 0.01 to 0.03 in nanotron's logs (2024), 0.03 to 0.06 in SimuMax's on B200 (2026)."""
+"""Share of the peak reserved and not allocated. 0.01 to 0.03 in nanotron's logs (2024), 0.03 to 0.06 in SimuMax's on B200
+(2026)."""
 CACHED_BYTES = 0.5 * 2**30
 LEFT_BYTES = 0.1 * 2**30
 """In its place, where the buffers for which segments have no room are counted one by one: what is below 20 MiB."""
@@ -182,16 +185,16 @@ CONTEXT_BYTES = 0.6 * 2**30
 WORLD_BYTES = 0.4 * 2**30
 """NCCL's buffers of the communicator of all ranks: 0.33 GiB on 2 GPUs, 0.38 on 4 to 8 (aiconfigurator)."""
 COMMUNICATOR_BYTES = 0.35 * 2**30
-"""Of each further communicator: 1.0 GiB for three, measured on H100 (pith-train)."""
+"""Bytes of each further communicator: 1.0 GiB for three, measured on H100 (pith-train)."""
 
 
 def reserved_bytes(allocated: Floats, *, joins_segments: bool) -> Floats:
-    """What torch's caching allocator takes for a peak of `allocated`; `joins_segments` as in `Stack`."""
+    """Bytes that torch's caching allocator reserves for a peak of `allocated`; `joins_segments` as in `Stack`."""
     return allocated * (1 + CACHED_FRACTION) + (CACHED_BYTES if joins_segments else LEFT_BYTES)
 
 
 def outside_bytes(table: LayoutTable) -> Floats:
-    """What lies outside torch's allocator, [layouts]."""
+    """Bytes outside torch's allocator, [layouts]: the CUDA context and NCCL's communicators."""
     world = table.tp * table.cp * table.dp * table.pp
     of_data = (table.dp * table.cp > 1) & (table.tp * table.pp > 1)
     communicators = 1 * (table.tp > 1) + (table.pp > 1) + (table.cp > 1) + of_data + (table.ep > 1)

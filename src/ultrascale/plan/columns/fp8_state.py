@@ -1,4 +1,4 @@
-"""What fp8 adds to the state of a rank, for whole tables of layouts: histories of delayed scaling, weights that are gathered in
+"""State that fp8 adds to a rank, for whole tables of layouts: histories of delayed scaling, weights that are all-gathered in
 8 bits, and their scales. One layout's are counted to the byte in `plan.memory.replay`; sorts of ranks are those of
 `plan.time.stages`.
 """
@@ -12,36 +12,36 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import layer_weights
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.layouts import FP8_SCALINGS, PRECISIONS, LayoutTable
 from ultrascale.plan.time.blocks import layer_kinds
 from ultrascale.plan.time.stages import Stages
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.fp8_slots import SLOT_BYTES, block_slots, num_block_slots
-from ultrascale.spec.model import Model
-from ultrascale.spec.weights import layer_weights
+from ultrascale.work.fp8_slots import SLOT_BYTES, block_slots, num_block_slots
 
 Floats = NDArray[np.float64]
 
 
 class BlockCounts(NamedTuple):
-    """Of a block in fp8: of one rank of tp, and of all experts."""
+    """Counts of a block in fp8: dense weights of one rank of tp, and weights of all experts."""
 
     dense: float
     """Parameters of products in fp8."""
     expert: float
     dense_scales: float
-    """Of these weights, if a row has one."""
+    """Scales of these weights, where every row has a scale."""
     expert_scales: float
     matrices: float
     experts_matrices: float
     slots: float
-    """Of delayed scaling, of the whole block."""
+    """Slots of delayed scaling in the whole block."""
 
 
 @lru_cache(maxsize=4096)
 def block_counts(model: Model, layer: int, tp: int) -> BlockCounts:
-    """Of block `layer`, and all of its kind."""
+    """Counts of block `layer`, and so of every block of its kind."""
     names = {f"layers.{layer}.{name}.weight" for name in block_slots(model, layer)}
     found = [weight for weight in layer_weights(model, layer) if weight.name in names]
     dense, experts = ([weight for weight in found if weight.is_expert is is_expert] for is_expert in (False, True))
@@ -58,7 +58,7 @@ def block_counts(model: Model, layer: int, tp: int) -> BlockCounts:
 
 
 def counts_of_ranks(workload: Workload, table: LayoutTable, stages: Stages) -> BlockCounts:
-    """The same of all blocks of a rank that are in fp8, each [3, layouts]; of experts those that it has."""
+    """Counts over all blocks of a rank that are in fp8, each [3, layouts]; experts' are those of the rank."""
     kinds, ways = layer_kinds(workload)[0], table.tp
     tps, which = np.unique(ways, return_inverse=True)
     by_kind = np.array([[block_counts(workload.model, layer, int(tp)) for tp in tps] for layer in kinds])[:, which]
@@ -110,7 +110,7 @@ def agreed_scales_seconds(workload: Workload, table: LayoutTable, stages: Stages
 
 
 def _scales(table: LayoutTable, counts: BlockCounts) -> Floats:
-    """Of dense and expert weights that are gathered in fp8, [2, 3, layouts]."""
+    """Number of scales of dense and of expert weights that are all-gathered in fp8, [2, 3, layouts]."""
     by_row = (table.fp8_scaling == FP8_SCALINGS.index("row")) & (table.precision == PRECISIONS.index("fp8"))
     dense = np.where(by_row, counts.dense_scales, counts.matrices)
     experts = np.where(by_row, counts.expert_scales, counts.experts_matrices)

@@ -16,6 +16,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from ultrascale.catalogue.stacks.stack import Stack
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import OFFLOAD_LEFT, Layout
+from ultrascale.description.schedules import SCHEDULES
 from ultrascale.plan.columns.block_memory import (
     BlockMemory,
     Recompute,
@@ -27,7 +31,6 @@ from ultrascale.plan.columns.block_memory import (
 from ultrascale.plan.columns.rank_loads import (
     APART,
     BY_TYPE,
-    FORWARD_FIRST,
     PASSES,
     WHEN,
     Loads,
@@ -36,24 +39,19 @@ from ultrascale.plan.columns.rank_loads import (
     loads_of,
     loads_of_actions,
 )
-from ultrascale.plan.cut_backward import CUTTING
-from ultrascale.plan.layouts import RECOMPUTE, SCHEDULES, LayoutTable, distinct
+from ultrascale.plan.layouts import RECOMPUTE, SCHEDULE_NAMES, LayoutTable, by_schedule, distinct
 from ultrascale.plan.time.blocks import distinct_shapes, layer_kinds
-from ultrascale.plan.time.stages import Stages, chunk_layers_of, stages_of_ranks
+from ultrascale.plan.time.stages import Stages, chunk_layers_of
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.executable import Schedule
-from ultrascale.spec.layout import OFFLOAD_LEFT, Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.op_builders import without_fp8
-from ultrascale.spec.stack import Stack
-from ultrascale.spec.work import Shape, block_work
+from ultrascale.work.op_builders import without_fp8
+from ultrascale.work.work import Shape, block_work, shared_work
 
 Floats = NDArray[np.float64]
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
-CUTS = [SCHEDULES.index(name) for name in CUTTING]
+CUTS = by_schedule(lambda one: bool(one.splits_backward))
 EVERY = RECOMPUTE.index("every-k")
-ALL_FORWARD = np.array([name in FORWARD_FIRST for name in SCHEDULES])
-"""By number: schedules in which all losses are there before the first backward pass."""
+ALL_FORWARD = by_schedule(lambda one: one.forward_first)
 
 
 @dataclass(frozen=True)
@@ -61,26 +59,26 @@ class RankActivations:
     """Bytes, [3, layouts] or what broadcasts to it: the first, a middle and the last rank of the pipeline."""
 
     at_first: dict[str, Floats]
-    """At each of `plan.columns.rank_loads.PASSES`; minus infinity where a rank has no such moment. Of the three times of
-    `WHEN`."""
+    """Bytes at each of `plan.columns.rank_loads.PASSES`, by the three times of `WHEN`; minus infinity where a rank has no such
+    moment."""
     at_between: dict[str, Floats]
     at_last: dict[str, Floats]
     pending: dict[str, Floats]
     """Shares of the rank's stages whose gradients of I wait for W then."""
     bare_head: NDArray[np.bool_]
-    """Whether the last stage is the head alone, [layouts]."""
+    """True where the last stage is the head alone, [layouts]."""
     saved: Floats
-    """Of the block that saves most."""
+    """Bytes saved by the rank's block that saves most."""
     embedding_backward: Floats
-    """With the gradient of its table, which FSDP has among its own."""
+    """Backward peak of the embedding, with the gradient of its table; FSDP counts that among its own gradients."""
     has_embedding: NDArray[np.bool_]
     has_head: NDArray[np.bool_]
     of_blocks: Floats
-    """What all blocks of a rank save of one micro-batch, wherever it is kept."""
+    """Bytes that all blocks of a rank save of one micro-batch, on the device or off it."""
     dummies: Floats
     """Gradients that nobody reads, kept for good; see `Stack.keeps_dummy_gradients`."""
     largest_tensor: Floats
-    """Of all that a block makes."""
+    """Largest tensor that a block makes."""
 
 
 @dataclass(frozen=True)
@@ -96,24 +94,30 @@ class _Blocks:
 
 
 def rank_activations(
-    workload: Workload, table: LayoutTable, stages: Stages, micro_batches: NDArray[np.int64], schedule: Schedule | None = None
-) -> RankActivations:
-    """The activations of every layout of `table`; `schedule` for a table of one layout whose own is from a file."""
+    workload: Workload, table: LayoutTable, stages: Stages, micro_batches: NDArray[np.int64],
+    schedule: Schedule | None = None, sums: Floats | None = None,
+) -> RankActivations:  # fmt: skip
+    """The activations of every layout of `table`; `schedule` for a table of one layout whose own is from a file. `sums`:
+    gradients of ranks in the middle of a step, and in the end, [3, 2, layouts]; what is not there of the first is taken off."""
+    sums = np.zeros((3, 2, len(table))) if sums is None else sums
     model, stack = workload.model, workload.stack
     shapes, shape_of = distinct_shapes(workload, table)
     head = _parts([head_memory(model, shape, stack=stack) for shape in shapes])[:, shape_of]
     embedding = _parts([embedding_memory(model, shape, stack=stack) for shape in shapes])[:, shape_of]
     hidden = np.array([s.outer_tokens * model.hidden_size * s.itemsize for s in shapes], dtype=float)[shape_of]
     heads = model.num_nextn_predict_layers
-    cuts = (table.pp > 1) & (np.isin(table.schedule, CUTS) | (schedule is not None))
+    cuts = (table.pp > 1) & (CUTS[table.schedule] | (schedule is not None))
     blocks = _blocks(workload, table, shapes, shape_of, any_kept=bool(stages.kept_layers.any()), cuts=cuts)
     offloads = table.offload_activations > 0
     kept = np.where(offloads, 0.0, 1.0)
 
+    made = [[one.num_bytes for op in shared_work(model, shape) for one in op.makes] for shape in shapes]
+    shared = np.array(list(map(sum, made)))[shape_of]
     # Multi-token prediction goes through the same head, and its loss comes first: what it saves is there beside the other's.
     columns = np.concatenate([
         kept * blocks.saved, blocks.waits, blocks.forward_peak - blocks.saved, blocks.backward_peak - blocks.saved,
-        blocks.input_peak - blocks.saved, [kept * embedding[0], kept * (1 + heads) * head[0], hidden, 0.0 * hidden],
+        blocks.input_peak - blocks.saved, [kept * embedding[0], kept * (1 + heads) * head[0], hidden, shared],
+        np.zeros((3, len(table))),
     ])  # fmt: skip
     assert len(columns) == len(BY_TYPE) * len(blocks.saved) + len(APART)
     num_types = len(blocks.saved)
@@ -129,10 +133,11 @@ def rank_activations(
         of_types = [part * num_types + kind for part in range(len(BY_TYPE)) for kind in used]
         own = columns[np.array([*of_types, *range(len(BY_TYPE) * num_types, len(columns))])[:, None], rows]
         saved = blocks.saved[np.array(used)[:, None], rows]
-        if pipeline.schedule in FORWARD_FIRST and pipeline.pp > 1:
+        if SCHEDULES[pipeline.schedule].forward_first and pipeline.pp > 1:
             most[..., rows] = _all_forward(loads, own, micro_batches[rows], len(saved))
+            most[:, 0, :, rows] -= sums[:, 0, rows].T[:, :, None]
         else:
-            most[..., rows] = loads.most(own)
+            most[..., rows] = loads.most(own, sums[..., rows]) - sums[:, 0][:, None, None, rows]
         of_rank, there = _blocks_of_ranks(pipeline)
         of_blocks[:, rows] = of_rank @ saved
         pending[:, :, rows] = loads.pending[:, :, None]
@@ -177,7 +182,7 @@ def least_of_blocks(workload: Workload, table: LayoutTable, stages: Stages) -> t
     blocks = _blocks(
         workload, table, shapes, shape_of, any_kept=bool(stages.kept_layers.any()), cuts=np.zeros(len(table), bool)
     )
-    num_kinds, splits = stages.layers.shape[1], (table.pp > 1) & np.isin(table.schedule, CUTS)
+    num_kinds, splits = stages.layers.shape[1], (table.pp > 1) & CUTS[table.schedule]
     forward, backward = blocks.forward_peak - blocks.saved, blocks.backward_peak - blocks.saved
     beside = np.where(splits, forward, np.maximum(forward, backward))
     by_way = [one.reshape(-1, 2, num_kinds, len(table)) for one in (blocks.saved, beside)]
@@ -196,17 +201,19 @@ def least_of_blocks(workload: Workload, table: LayoutTable, stages: Stages) -> t
 
 
 def _all_forward(loads: Loads, columns: Floats, micro_batches: NDArray[np.int64], num_types: int) -> Floats:
-    """Where all micro-batches go forward first: of one as it is counted, and of all others what each saves besides."""
+    """Bytes of schedules that run all forward passes first, [3, WHEN, PASSES, layouts]: one micro-batch in full, and what
+    each of the others saves."""
     found = loads.most(columns)
     whole = np.zeros_like(columns)
-    held = [*range(num_types), len(BY_TYPE) * num_types, len(BY_TYPE) * num_types + 1]
+    apart = len(BY_TYPE) * num_types
+    held = [*range(num_types), *(apart + APART.index(name) for name in ("embedding", "head", "shared"))]
     whole[held] = columns[held]
     rest = Loads(np.maximum(loads.rows, 0.0), loads.begins, loads.never).most(whole)
     forward = [PASSES.index("forward"), PASSES.index("head forward"), PASSES.index("head backward")]
     every = np.where(np.isfinite(rest), rest, 0.0)
     every[:] = every[:, :, forward].max(axis=(1, 2))[:, None, None]
     found[:, 0] = np.maximum(found[:, 0], found[:, 2]) + (micro_batches - 1) * every[:, 0]
-    found[:, 1] = np.where(micro_batches > 1, found[:, 0], -np.inf)
+    found[:, 1] = np.where(micro_batches > 1, found[:, 0] - every[:, 0], -np.inf)
     return found
 
 
@@ -237,7 +244,7 @@ def _pipeline(
 ) -> tuple[Pipeline, tuple[int, ...]]:
     """The pipeline of a column of numbers, in the order of `_pipelines`, and the types that its own are the places of."""
     every, kept, count, virtual, pp, number = map(int, key)
-    name = SCHEDULES[number]
+    name = SCHEDULE_NAMES[number]
     chunks = tuple(chunk_layers_of(workload, pp * virtual, stages.layers_per_stage))
     types = _types(workload, table.modes, every, kept)
     used = tuple(sorted(set(types)))
@@ -246,7 +253,7 @@ def _pipeline(
 
 
 def _types(workload: Workload, modes: tuple[str, ...], every: int, kept: int) -> tuple[int, ...]:
-    """Of each block: its kind, whether it stays in bf16 beside fp8, and its way of recomputing."""
+    """Type of each block: its kind, whether it stays in bf16 beside fp8, and its way of recomputing, as one number."""
     kinds, kind_of_layer = layer_kinds(workload)
     last = workload.model.num_hidden_layers - kept
     layout = Layout(recompute="every-k", recompute_every=every) if every else None
@@ -261,15 +268,15 @@ def _types(workload: Workload, modes: tuple[str, ...], every: int, kept: int) ->
 
 def _blocks_of_ranks(pipeline: Pipeline) -> tuple[Floats, NDArray[np.bool_]]:
     """Blocks by type of the first, the fullest between and the last rank, of one micro-batch, and which types there are."""
-    ends = np.cumsum(pipeline.chunks)
+    ends, known = np.cumsum(pipeline.chunks), SCHEDULES[pipeline.schedule]
     rows = np.zeros((pipeline.pp, pipeline.num_types))
-    for rank, stages in enumerate(stages_of_ranks(len(pipeline.chunks), pipeline.pp, pipeline.schedule)):
+    for rank, stages in enumerate(known.stages_of_ranks(pipeline.pp, len(pipeline.chunks))):
         for stage in stages:
             for kind in pipeline.types[ends[stage] - pipeline.chunks[stage] : ends[stage]]:
                 rows[rank, kind] += 1
     there = rows > 0
-    if pipeline.schedule == "dualpipe" and pipeline.pp > 1:
-        rows /= 2
+    if pipeline.pp > 1:
+        rows /= known.copies
     between = rows[1:-1][rows[1:-1].sum(axis=1).argmax()] if pipeline.pp > 2 else np.zeros(pipeline.num_types)
     return np.array([rows[0], between, rows[-1]]), np.array([there[0], there[1:-1].any(axis=0), there[-1]])
 
@@ -317,7 +324,8 @@ def _blocks(
 
 
 def _of_shapes(workload: Workload, shapes: Sequence[Shape], mode: str, *, cuts: bool = False) -> list[Floats]:
-    """Of each shape [kinds, 3]: what blocks save and their peaks; or of I [kinds, 2]: its peak and what waits."""
+    """Bytes of blocks of each shape, [kinds, 3]: saved, forward peak, backward peak; or with `cuts` [kinds, 2]: peak of I,
+    and what waits for W."""
     model, stack, known = workload.model, workload.stack, _known_blocks(workload.model, workload.stack)[mode, cuts]
     if new := [shape for shape in dict.fromkeys(shapes) if shape not in known]:
         kinds = layer_kinds(workload)[0]
@@ -335,7 +343,7 @@ def know_blocks(workload: Workload, table: LayoutTable) -> None:
 
 @lru_cache(maxsize=8)
 def _known_blocks(model: Model, stack: Stack) -> defaultdict[tuple[str, bool], dict[Shape, Floats]]:
-    """What `_of_shapes` worked out so far, by way of recomputing and whether backward passes are cut."""
+    """Cache of `_of_shapes`, by way of recomputing and whether backward passes are split."""
     return defaultdict(dict)
 
 

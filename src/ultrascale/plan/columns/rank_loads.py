@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds at the moments of its passes, counted from its own list of actions: blocks, not bytes.
+"""Blocks whose activations a rank of a pipeline holds at the moments of its passes, counted from its list of actions.
 
 A row of counts is a moment of one pass; bytes of a layout's blocks times it are what the rank holds then. Rows that another
 has more of everything than are left out, so that few are left, and they are the same for all layouts with one pipeline:
@@ -16,28 +16,30 @@ A type is a kind of block in one way of recomputing it, so that "every second bl
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from operator import le
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.plan.cut_backward import CUTTING
-from ultrascale.plan.time.stages import stages_of_ranks
+from ultrascale.description.schedules import SCHEDULES
 from ultrascale.schedules.accumulate import accumulate
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.build import lists_of_ranks
-from ultrascale.schedules.sharded import FINISHES
+from ultrascale.schedules.kinds.interleaved import rounds
 
 Floats = NDArray[np.float64]
 BY_TYPE = ("whole", "waits", "forward", "backward", "input")
 """Columns of each type of block: how often it is held, held for W, at work in F, in B, in I (what it needs beyond `whole`)."""
-APART = ("embedding", "head", "hidden", "pending")
-"""Columns after those; the last is the share of the rank's stages whose gradients of I wait for W to reduce them."""
+APART = ("embedding", "head", "hidden", "shared", "summing", "summed", "pending")
+"""Columns after those. Shared: what the blocks of a stage read in common, once a stage and micro-batch. Summing, summed: shares
+of the rank's stages with gradients of some micro-batches, and of all. The last is the
+share of those whose gradients of I wait for W to reduce them."""
+SUMS = slice(-3, -1)
+"""Columns of gradients."""
 PASSES = (
     "forward", "head forward", "head backward", "backward last", "backward next", "reduction", "backward first", "outside",
     "input last", "input first", "weights",
@@ -46,11 +48,9 @@ PASSES = (
 WHEN = ("first", "between", "last")
 """Before the first backward pass of a step has ended on the rank, when there are no summed gradients yet; after it; and in the
 last backward pass of a stage, when those of ZeRO 0 and 1 are reduced."""
-FORWARD_FIRST = ("afab", "breadth-first")
 
-
-Found = dict[tuple[str, str], set[tuple[float, ...]]]
-"""Counts by `WHEN` and by moment."""
+FORWARD, BACKWARD, INPUT, WEIGHT = (ord(kind.value) for kind in Kind)
+"""Kinds of passes in an array."""
 
 
 class Pipeline(NamedTuple):
@@ -63,7 +63,7 @@ class Pipeline(NamedTuple):
     chunks: tuple[int, ...]
     """Blocks of each stage."""
     types: tuple[int, ...]
-    """Of every block."""
+    """Type of every block."""
     num_types: int
 
 
@@ -82,9 +82,16 @@ class Loads(NamedTuple):
         """[3, PASSES]: the most of that share."""
         return np.maximum.reduceat(self.rows[:, -1], self.begins).reshape(3, len(WHEN), len(PASSES)).max(axis=1)
 
-    def most(self, num_bytes: Floats) -> Floats:
-        """[3, WHEN, PASSES, layouts] of the bytes of each column, [columns, layouts]; minus infinity where that never is."""
-        found = np.maximum.reduceat(self.rows @ num_bytes, self.begins, axis=0)
+    def most(self, num_bytes: Floats, sums: Floats | None = None) -> Floats:
+        """[3, WHEN, PASSES, layouts] of the bytes of each column, [columns, layouts]; minus infinity where that never is.
+        `sums`: of each rank's stages that are summing and summed, [3, 2, layouts], beside those columns."""
+        live = self.rows @ num_bytes
+        if sums is not None:
+            first, second = self.begins[len(self.begins) // 3 :: len(self.begins) // 3]
+            parts = slice(0, first), slice(first, second), slice(second, None)
+            for part, some in zip(parts, sums, strict=True):
+                live[part] += self.rows[part, SUMS] @ some
+        found = np.maximum.reduceat(live, self.begins, axis=0)
         found[self.never] = -np.inf
         return found.reshape(3, len(WHEN), len(PASSES), -1)
 
@@ -93,27 +100,27 @@ def enough_micro_batches(schedule: str, pp: int, num_micro_batches: int) -> int:
     """So few that hold as much: from there on a schedule repeats itself. Where all go forward first one stands for all."""
     if pp == 1:
         return min(num_micro_batches, 2)
-    if schedule in FORWARD_FIRST:
+    known = SCHEDULES[schedule]
+    if known.forward_first:
         return 1
-    if schedule == "interleaved":
-        rounds = max(1, num_micro_batches // pp)
-        size, larger = divmod(num_micro_batches, rounds)  # as `schedules.interleaved.rounds`
-        return num_micro_batches if rounds < 4 else 3 * size + min(larger, 3)
-    few = {"1f1b": pp + 1, "zb-h1": 2 * pp + 1, "zb-v": 2 * pp + 2, "dualpipe": 4 * pp}.get(schedule, 3 * pp + 1)
-    return num_micro_batches if num_micro_batches <= few else few + num_micro_batches % 2 * (schedule == "dualpipe")
+    if known.in_rounds:
+        count = rounds(pp, num_micro_batches)
+        return num_micro_batches if len(count) < 4 else count[2].stop
+    few = (known.warm_up + known.copies - 1) * pp + 2
+    return num_micro_batches if num_micro_batches <= few else few + (num_micro_batches - few) % known.copies
 
 
 @lru_cache(maxsize=4096)
 def loads_of(pipeline: Pipeline) -> Loads:
-    """What the ranks of a known schedule hold; `num_micro_batches` of `enough_micro_batches`."""
+    """Loads of the ranks of a known schedule; `num_micro_batches` of `enough_micro_batches`."""
     name, pp = pipeline.schedule, pipeline.pp
     if pp == 1:
         return loads_of_actions([accumulate(pipeline.num_micro_batches, 0)], pipeline)
-    virtual = pipeline.virtual_stages if name in ("interleaved", "breadth-first") else None
-    held = stages_of_ranks(len(pipeline.chunks), pp, name)
-    sorts = _sorts(held, _types_of_stages(pipeline), cuts=name in CUTTING)
+    known = SCHEDULES[name]
+    held = known.stages_of_ranks(pp, len(pipeline.chunks))
+    sorts = _sorts(held, _types_of_stages(pipeline), cuts=bool(known.splits_backward))
     some = tuple(sorted({rank for ranks in sorts for rank in ranks}))
-    return _loads(sorts, _lists(name, pp, pipeline.num_micro_batches, virtual, some), pipeline)
+    return _loads(sorts, _lists(name, pp, pipeline.num_micro_batches, pipeline.virtual_stages, some), pipeline)
 
 
 @lru_cache(maxsize=2)
@@ -124,7 +131,7 @@ def _lists(
 
 
 def loads_of_actions(schedule: Sequence[Sequence[Action]], pipeline: Pipeline) -> Loads:
-    """The same of lists of actions."""
+    """Loads of a schedule given as lists of actions."""
     held = [sorted({part.stage for action in row for part in action.parts}) for row in schedule]
     cuts = any(part.kind is Kind.INPUT_GRADIENT for action in schedule[-1] for part in action.parts)
     return _loads(_sorts(held, _types_of_stages(pipeline), cuts=cuts), schedule, pipeline)
@@ -133,22 +140,17 @@ def loads_of_actions(schedule: Sequence[Sequence[Action]], pipeline: Pipeline) -
 def _loads(
     sorts: Sequence[Sequence[int]], actions: Mapping[int, Sequence[Action]] | Sequence[Sequence[Action]], pipeline: Pipeline
 ) -> Loads:
-    """Of the lists of the ranks of three sorts."""
-    stages = _types_of_stages(pipeline)
-    columns = len(BY_TYPE) * pipeline.num_types + len(APART)
-    rows, begins, never, total = [], [], [], 0
-    for ranks in sorts:
-        found: Found = {(when, name): set() for when in WHEN for name in PASSES}
-        for rank in ranks:
-            for key, some in _Rank(stages, pipeline.num_types).play(actions[rank]).items():
-                found[key] |= some
-        for some in found.values():
-            best = _highest(some, columns)
-            begins.append(total)
-            never.append(not some)
-            rows.append(best)
-            total += len(best)
-    return Loads(np.concatenate(rows), np.array(begins, dtype=np.intp), np.array(never))
+    """Loads of the first, the middle and the last ranks (`sorts`), from their lists of actions."""
+    lists = [[part for action in actions[rank] for part in action.parts] for ranks in sorts for rank in ranks]
+    of_rank = np.repeat(np.arange(len(sorts)), [len(ranks) for ranks in sorts])
+    rows, rank, moment = _moments(_passes(lists, _types_of_stages(pipeline)), pipeline.num_types)
+    moments = len(WHEN) * len(PASSES)
+    groups, every = of_rank[rank] * moments + moment, np.arange(len(sorts) * moments)
+    never = np.bincount(groups, minlength=len(every)) == 0
+    rows, groups = np.concatenate([rows, np.zeros((never.sum(), rows.shape[1]))]), np.concatenate([groups, every[never]])
+    order = np.lexsort((*-rows.T[::-1], groups))
+    best = order[~_is_below(rows[order], groups[order])]
+    return Loads(rows[best], np.searchsorted(groups[best], every), never)
 
 
 def _types_of_stages(pipeline: Pipeline) -> list[tuple[int, ...]]:
@@ -166,151 +168,172 @@ def _sorts(held: Sequence[Sequence[int]], stages: Sequence[tuple[int, ...]], *, 
     return [[0], between, [len(held) - 1] if len(held) > 1 else []]
 
 
-def _highest(rows: Iterable[tuple[float, ...]], columns: int) -> Floats:
-    """Those that no other has at least as much of everything as; a row of zeros if there are none."""
-    table = np.array(sorted(rows, reverse=True)).reshape(-1, columns)
-    if len(table) < 2:
-        return table if len(table) else np.zeros((1, columns))
-    below = np.logical_and.reduce(table[:, None] <= table[None], axis=2)
-    return table[np.count_nonzero(below, axis=1) == 1]  # below itself alone
+def _is_below(rows: Floats, groups: NDArray[np.intp]) -> NDArray[np.bool_]:
+    """Rows that an earlier one of their group equals or exceeds in every column; groups are in order. [rows]."""
+    starts = np.searchsorted(groups, groups)
+    earlier = np.arange(len(rows)) - starts
+    one = np.repeat(np.arange(len(rows)), earlier)
+    other = np.arange(len(one)) + np.repeat(starts - earlier.cumsum() + earlier, earlier)
+    for column in rows.T:
+        as_much = column[one] <= column[other]
+        one, other = one[as_much], other[as_much]
+    return np.bincount(one, minlength=len(rows)) > 0
 
 
-class _Rank:
-    """A rank's actions played: blocks held, by stage, stages with the same blocks together."""
+class _Passes(NamedTuple):
+    """Passes of some ranks before which nothing else was held of more, [passes]."""
 
-    def __init__(self, stages: Sequence[tuple[int, ...]], num_types: int):
-        self.stages, self.num_types, self.last = stages, num_types, len(stages) - 1
-        self.whole: dict[int, int] = {}
-        self.waits: dict[int, int] = {}
-        self.alike: dict[int, int] = {}
-        """By stage, the first that holds the same and is neither end."""
-        self.counts: list[int] = []
-        """For each of those, micro-batches held whole, then those that wait; last the stages of which some wait."""
-        self.when = WHEN[0]
-        self.found: Found = {(when, name): set() for when in WHEN for name in PASSES}
-        self._noted: defaultdict[tuple[str, int, str], list[tuple[int, ...]]] = defaultdict(list)
+    does: NDArray[np.intp]
+    """Kind, one of `FORWARD`, `BACKWARD`, `INPUT` and `WEIGHT`."""
+    rank: NDArray[np.intp]
+    """Its place in the list of ranks."""
+    sort: NDArray[np.intp]
+    """Place of its stage in the order of `alike`."""
+    when: NDArray[np.intp]
+    """Number of `WHEN`."""
+    alone: NDArray[np.bool_]
+    """No other micro-batch of the stage waits for W."""
+    counts: Floats
+    """[passes, 2 x sorts + 3]: micro-batches held whole of stages of each sort, then those that wait; stages of which some
+    wait; stages with gradients of some micro-batches, and of all."""
+    alike: Mapping[tuple[tuple[int, ...], bool, bool], int]
+    """Sorts of stages: blocks, and whether it is the first or the last."""
+    stages: NDArray[np.intp]
+    """Number of stages that each rank holds, [ranks]."""
+    has_first: NDArray[np.bool_]
+    """True for ranks that hold the first stage, [ranks]."""
 
-    def play(self, actions: Sequence[Action]) -> Found:
-        """By moment the counts of all different ones."""
-        parts = [part for action in actions for part in action.parts]
-        held = sorted({part.stage for part in parts})
-        known: dict[object, int] = {}
-        self.alike = {
-            stage: known.setdefault((self.stages[stage], stage == 0, stage == self.last), len(known)) for stage in held
-        }
-        self.whole, self.waits, self.counts = dict.fromkeys(held, 0), dict.fromkeys(held, 0), [0] * (2 * len(known) + 1)
-        left, later = Counter(part.stage for part in parts if part.kind in FINISHES), WHEN[0]
-        for number, part in enumerate(parts):
-            finishes = part.kind in FINISHES
-            left[part.stage] -= finishes
-            self.when = WHEN[2] if finishes and not left[part.stage] else later
-            ahead = parts[number + 1].kind if number + 1 < len(parts) else None
-            DO[part.kind](self, part.stage, ahead)
-            later = WHEN[1] if finishes else later
-        return self.found
 
-    def _hold(self, stage: int, whole: int, waits: int) -> None:
-        """More micro-batches, or fewer."""
-        self.whole[stage] += whole
-        self.counts[2 * self.alike[stage]] += whole
-        if waits:
-            self.waits[stage] += waits
-            self.counts[2 * self.alike[stage] + 1] += waits
-            self.counts[-1] = sum(count > 0 for count in self.waits.values())
+def _passes(lists: Sequence[Sequence[Action]], stages: Sequence[tuple[int, ...]]) -> _Passes:
+    """Plays the lists of some ranks, one after the other: each ends with nothing held, so that all is a running sum."""
+    lengths, last = [len(passes) for passes in lists], len(stages) - 1
+    kind = np.frombuffer("".join([one.kind._value_ for passes in lists for one in passes]).encode(), dtype=np.uint8)
+    stage, rank = np.array([one.stage for passes in lists for one in passes]), np.repeat(np.arange(len(lists)), lengths)
+    starts, every = np.searchsorted(rank, rank), np.arange(len(kind))
+    held, cell = np.unique(rank * len(stages) + stage, return_inverse=True)
+    alike: dict[tuple[tuple[int, ...], bool, bool], int] = {}
+    sorts = [alike.setdefault((stages[one], one == 0, one == last), len(alike)) for one in (held % len(stages)).tolist()]
+    sort = np.array(sorts)[cell]
 
-    def _forward(self, stage: int, ahead: Kind | None) -> None:
-        self._hold(stage, 1, 0)
-        if (ahead is Kind.FORWARD and stage < self.last) or self._is_known("F", stage):
-            return
-        blocks = self.stages[stage]
-        for kind, place in {kind: place for place, kind in enumerate(blocks)}.items():
-            self._note("forward", forward=kind, gone=blocks[place + 1 :])
-        if stage == self.last:
-            self._note("head forward", head=-1)
+    # Nobody waits for the first stage's I: W does all, and the gradient that came is held until then.
+    begins, cuts, postponed = kind == FORWARD, (kind == INPUT) & (stage > 0), (kind == WEIGHT) & (stage == 0)
+    whole = 1 * begins - ((kind == BACKWARD) | cuts | postponed)
+    waits = 1 * (kind == INPUT) - (kind == WEIGHT)
+    order, own = np.argsort(cell, kind="stable"), np.empty_like(waits)
+    own[order] = waits[order].cumsum()
+    waiting = 1 * ((waits > 0) & (own == 1)) - ((waits < 0) & (own == 0))
+    finishes = np.flatnonzero((kind == BACKWARD) | (kind == WEIGHT))
+    first, final = np.zeros((2, len(kind)), dtype=np.int64)
+    first[finishes[np.unique(cell[finishes], return_index=True)[1]]] = 1
+    final[finishes[::-1][np.unique(cell[finishes[::-1]], return_index=True)[1]]] = 1
+    before = np.stack([first, final]).cumsum(axis=1) - [first, final]
+    begun, done = before - before[:, starts]
 
-    def _backward(self, stage: int, ahead: Kind | None) -> None:
-        if not self._is_known("B", stage):
-            self._back(stage, "backward")
-        self._hold(stage, -1, 0)
+    # What is held after F, and before the others.
+    counts = np.zeros((len(kind), 2 * len(alike) + 3))
+    counts[every, sort], counts[every, len(alike) + sort], counts[:, -3] = whole, waits, waiting
+    counts = counts.cumsum(axis=0)
+    counts[every, sort] -= np.where(begins, 0, whole)
+    counts[every, len(alike) + sort] -= np.where(postponed, 0, waits)
+    counts[:, -3] -= np.where(postponed, 0, waiting)
+    counts[:, -2:] = np.stack([begun - done, done], axis=1)
 
-    def _input_gradient(self, stage: int, ahead: Kind | None) -> None:
-        if stage == 0:  # nobody waits for it: W does all, and the gradient that came is held until then
-            self._hold(stage, 0, 1)
-            return
-        if not self._is_known("I", stage):
-            self._back(stage, "input")
-        self._hold(stage, -1, 1)
+    # Of forward passes in a row the last; and no pass before which there was as much of everything.
+    again = np.append((kind[1:] == FORWARD) & (rank[1:] == rank[:-1]), False) & begins & (stage < last)
+    some = np.flatnonzero(~again & (cuts | (kind != INPUT)))
+    does, when = np.where(postponed, BACKWARD, kind), np.where(final > 0, 2, begun > 0)
+    keys = ((rank * len(alike) + sort) * 128 + does) * len(WHEN) + when
+    some = some[np.argsort(keys[some], kind="stable")]
+    table = np.column_stack([keys, counts])[some]
+    known = {line: place for place, line in reversed([*enumerate(table.view(f"V{table.strides[0]}").ravel().tolist())])}
+    some = some[sorted(known.values())]
+    some = some[~_is_below(counts[some], keys[some])]
+    has_first = np.bincount(rank[stage == 0], minlength=len(lists)) > 0
+    return _Passes(
+        does[some], rank[some], sort[some], when[some], own[some] == 1, counts[some], alike, np.bincount(held // len(stages)),
+        has_first,
+    )  # fmt: skip
 
-    def _weight_gradient(self, stage: int, ahead: Kind | None) -> None:
-        if stage > 0 and not self._is_known("W", stage):
-            self._note("weights")
-        self._hold(stage, 0, -1)
-        if stage == 0:
-            self._backward(stage, ahead)
 
-    def _back(self, stage: int, work: str) -> None:
-        """The moments of a B or an I."""
-        blocks, of_head = list(self.stages[stage]), -1 if stage == self.last else 0
-        if of_head:
-            self._note("head backward", head=of_head)
-        if work == "backward" and (stage == 0 or 0 not in self.whole):
-            self._note("outside", head=of_head, gone=blocks)
-        if not blocks:
-            return
-        last, beside = blocks[-1], work == "input"
-        if beside:
-            self._note("input last", head=of_head, input=last)
-        else:
-            self._note("backward last", head=of_head, backward=last)
-            if len(blocks) > 1:
-                self._note("backward next", head=of_head, gone=(last,), backward=blocks[-2])
-            self._note("reduction", head=of_head, gone=(last,))
-        if beside:
-            waits = blocks[1:]  # what the first leaves is in its own excess
-            self._note("input first", head=of_head, gone=waits, left=waits, input=blocks[0], own=stage)
-        else:
-            self._note("backward first", head=of_head, gone=blocks[1:], backward=blocks[0])
+def _moments(passes: _Passes, num_types: int) -> tuple[Floats, NDArray[np.intp], NDArray[np.intp]]:
+    """Rows of counts, [rows, columns], of the moments of passes; of each the rank's place in the list, and a number of `WHEN`
+    times `PASSES`."""
+    alike, apart = [*passes.alike], len(BY_TYPE) * num_types
+    keys = [*zip(passes.does.tolist(), passes.sort.tolist(), passes.has_first[passes.rank].tolist(), strict=True)]
+    changes, where = list[tuple[int, tuple[int, ...]]](), dict[tuple[int, int, bool], range]()
+    for key in dict.fromkeys(keys):
+        more = _changes(chr(key[0]), *alike[key[1]], has_first=key[2], num_types=num_types)
+        where[key] = range(len(changes), len(changes) + len(more))
+        changes += more
+    at = np.repeat(np.arange(len(keys)), [len(where[key]) for key in keys])
+    which = np.array([number for key in keys for number in where[key]])
+    name, change = (np.array(part)[which] for part in zip(*changes, strict=True))
+    held = np.zeros((2 * len(alike) + 3, apart + len(APART)))
+    for number, (blocks, is_first, is_last) in enumerate(alike):
+        for block in blocks:
+            held[number, block] += 1
+            held[len(alike) + number, num_types + block] += not is_first
+        held[number, apart : apart + 4] = is_first, is_last, 0, bool(blocks)
+        held[len(alike) + number, apart + 2] = is_first
+    held[[-3, -2, -1], [-1, -3, -2]] = 1
+    rows, rank = passes.counts[at] @ held, passes.rank[at]
+    rows[:, -1] += (name == PASSES.index("input first")) & passes.alone[at]
+    rows[:, -1] -= rows[:, apart + 2] > 0
+    rows += change
+    rows[:, -3:] /= passes.stages[rank, None]
+    return rows, rank, passes.when[at] * len(PASSES) + name
 
-    def _is_known(self, kind: str, stage: int) -> bool:
-        """Whether there was such a pass with at least as much of everything."""
-        noted, now = self._noted[kind, self.alike[stage], self.when], tuple(self.counts)
-        if any(all(map(le, now, other)) for other in reversed(noted)):
-            return True
-        noted.append(now)
-        return False
 
-    def _note(
-        self, name: str, *, forward: int | None = None, backward: int | None = None, input: int | None = None, head: int = 0,
-        gone: Sequence[int] = (), left: Sequence[int] = (), own: int = 0,
+@lru_cache(maxsize=4096)
+def _changes(
+    does: str, blocks: tuple[int, ...], is_first: bool, is_last: bool, *, has_first: bool, num_types: int
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Moments of a pass of a stage with these blocks, and what each has beside or without what is held; `has_first`: the rank
+    has the first stage too."""
+    found: list[tuple[int, tuple[int, ...]]] = []
+    apart, of_head, numbers = len(BY_TYPE) * num_types, -1 if is_last else 0, Counter(blocks).items
+
+    def note(
+        name: str, *, head: int = 0, gone: Iterable[tuple[int, int]] = (), left: Iterable[tuple[int, int]] = (),
+        emptied: bool = False, **at_work: int,
     ) -> None:  # fmt: skip
-        """A moment: all that is held, without blocks that are `gone`, with those `left` for W (of stage `own`) and a block at
-        work."""
-        kinds = self.num_types
-        row = [0.0] * (len(BY_TYPE) * kinds + len(APART))
-        for stage, count in self.whole.items():
-            waits = self.waits[stage] if stage else 0
-            if count or waits:
-                for kind in self.stages[stage]:
-                    row[kind] += count
-                    row[kinds + kind] += waits
-        for kind in gone:
-            row[kind] -= 1
-        for kind in left:
-            row[kinds + kind] += 1
-        for number, kind in enumerate((forward, backward, input)):
-            if kind is not None:
-                row[(2 + number) * kinds + kind] += 1
-        apart = len(BY_TYPE) * kinds
-        row[apart] = self.whole.get(0, 0)
-        row[apart + 1] = self.whole.get(self.last, 0) + head
-        messages = 0 if self.last == 0 else 1 + (name not in ("forward", "head forward", "weights") and not head)
-        row[apart + 2] = self.waits.get(0, 0) + messages
-        pending = {stage for stage, count in self.waits.items() if count and stage} | ({own} if own else set())
-        row[apart + 3] = len(pending) / len(self.waits)
-        self.found[self.when, name].add(tuple(row))
+        """Without blocks that are `gone` (`emptied`: a stage's every one), with those `left` for W, and one at work."""
+        row = [0] * (apart + len(APART))
+        for block, number in gone:
+            row[block] -= number
+        for block, number in left:
+            row[num_types + block] += number
+        for work, block in at_work.items():
+            row[BY_TYPE.index(work) * num_types + block] += 1
+        row[apart + 1], row[apart + 3] = head, -emptied
+        if not (is_first and is_last):
+            row[apart + 2] = 1 + (name not in ("forward", "head forward", "weights") and not head)
+        found.append((PASSES.index(name), tuple(row)))
 
-
-DO = {
-    Kind.FORWARD: _Rank._forward, Kind.BACKWARD: _Rank._backward, Kind.INPUT_GRADIENT: _Rank._input_gradient,
-    Kind.WEIGHT_GRADIENT: _Rank._weight_gradient,
-}  # fmt: skip
+    if does == "F":
+        for block, place in {block: place for place, block in enumerate(blocks)}.items():
+            note("forward", forward=block, gone=Counter(blocks[place + 1 :]).items())
+        if is_last:
+            note("head forward", head=-1)
+        return found
+    if does == "W":
+        note("weights")
+        return found
+    if is_last:
+        note("head backward", head=of_head)
+    if does == "B" and (is_first or not has_first):
+        note("outside", head=of_head, gone=numbers(), emptied=bool(blocks))
+    if not blocks:
+        return found
+    first, end, others = blocks[0], blocks[-1], Counter(blocks[1:]).items()
+    if does == "I":
+        note("input last", head=of_head, input=end)
+        # What the first leaves is in its own excess.
+        note("input first", head=of_head, gone=others, left=others, input=first)
+        return found
+    note("backward last", head=of_head, backward=end)
+    if len(blocks) > 1:
+        note("backward next", head=of_head, gone=((end, 1),), backward=blocks[-2])
+    note("reduction", head=of_head, gone=((end, 1),), emptied=len(blocks) == 1)
+    note("backward first", head=of_head, gone=others, backward=first)
+    return found

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from ultrascale.plan.columns.rank_activations import RankActivations
 from ultrascale.plan.columns.rank_loads import PASSES
-from ultrascale.plan.columns.rank_state import RankState
+from ultrascale.plan.columns.rank_state import MASTERS, RankState
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.workload import Workload
 
@@ -36,7 +36,7 @@ Floats = NDArray[np.float64]
 MOMENTS = (*PASSES, "optimizer")
 NOTHING = np.zeros((3, 1))
 MASTER_BYTES = 4
-"""Of a parameter of one process in mixed precision, and of its gradient."""
+"""Bytes of a master parameter, or of its gradient, of one process in mixed precision."""
 
 
 class Moment(NamedTuple):
@@ -49,9 +49,9 @@ class Moment(NamedTuple):
     buffers: Floats
     """Flat buffers of gathers and reductions, copies that the optimizer makes."""
     aside: Floats
-    """Of gradients and buffers, what other streams than the one that computes took from the allocator."""
+    """Part of gradients and buffers that streams other than the computing stream took from the allocator."""
     late: Floats = NOTHING
-    """Of all these, what no segment holds that was taken for activations: `late_bytes`."""
+    """Part of all these that fits no segment taken for activations: `late_bytes`."""
 
 
 def rank_moments(
@@ -98,15 +98,15 @@ class _Fsdp(NamedTuple):
     flat: Floats
     """An all-gather's output that is not unpacked yet."""
     flat_beside: Floats
-    """The same beside a reduction: where experts are a bucket of their own, of the smaller of a block's two."""
+    """`flat` beside a reduction: where experts are a bucket of their own, of the smaller of a block's two buckets."""
     narrow_bucket: Floats
     """Gradients of a bucket as autograd makes them."""
     narrow_root: Floats
-    """Of what is outside the blocks: they wait until all of them are there."""
+    """Gradients of parameters outside the blocks, as autograd makes them: they wait until all of them are there."""
     narrow_head: Floats
-    """Of these, the ones that are there before the first block's."""
+    """Part of these gradients that is there before the first block's."""
     narrow_largest: Floats
-    """Of these, one weight's, which outlives its reduction by a moment."""
+    """Gradient of one weight outside the blocks, which outlives its reduction by a moment."""
     narrow_embedding: Floats
     """The embedding's, wherever it is summed."""
     reduce_bucket: Floats
@@ -116,31 +116,32 @@ class _Fsdp(NamedTuple):
     """torch divides through a copy where nothing is scattered."""
     copy_root: Floats
     cut_bucket: Floats
-    """Summed gradients that a bucket of this micro-batch adds."""
+    """Summed gradients that a bucket of this micro-batch adds, and the buffer of its reduction where that stays."""
     cut_root: Floats
     cut_others: Floats
-    """Of all blocks but those of one bucket."""
+    """`cut_bucket` of all blocks but those of one bucket."""
     summed: Floats
     """Gradients of earlier micro-batches."""
     summed_at_first: Floats
-    """What is left of these at the first block of the last micro-batch."""
+    """Rest of `summed` at the first block of the last micro-batch."""
     held: Floats
     """Gradients of a bucket's other blocks."""
     narrow_stage: Floats
-    """Of all blocks of a stage but their experts': W makes them one after the other, and reduces them in the end."""
+    """Gradients of all blocks of a stage without experts': W makes them one after the other, and reduces them in the end."""
     pending: Floats
     """Gradients of experts, which I makes and W reduces: until then in the dtype of the reduction."""
     blocks_between: Floats
     """Blocks of a bucket but one."""
     at_end: NDArray[np.bool_]
-    """Whether gradients are reduced in the last pass alone."""
+    """True where gradients are reduced in the last backward pass alone."""
     keeps: NDArray[np.bool_]
     stays: NDArray[np.bool_]
     """Whole parameters outlive the backward pass of their bucket."""
     first_of_two: NDArray[np.bool_]
-    """Of two micro-batches of ZeRO 2 the first keeps parameters on its way back, and the second has gradients of the first."""
+    """True for ZeRO 2 with two micro-batches: the first keeps parameters in its backward pass, and the second has its
+    gradients."""
     forward_flat: Floats
-    """What a flat buffer adds to the highest forward pass: where parameters stay, only the first pass has one."""
+    """Bytes that a flat buffer adds to the highest forward pass: where parameters stay, only the first pass has one."""
 
 
 def _fsdp(
@@ -162,18 +163,22 @@ def _fsdp(
     copies = np.where(alone & (c >= MASTER_BYTES), 0.0, c)  # one process in one dtype computes with the parameters themselves
     cuts, scatters = n > 1, ~alone
     repeated = micro_batches > 1
-    whole_sums = repeated & ((table.zero_stage < 2) | alone)
+    reduces_from = workload.stack.reduces_from
+    whole_sums = repeated & ((table.zero_stage < reduces_from) | alone)
     adds = np.where(whole_sums, 0.0, 1.0)  # whether gradients of this micro-batch need memory of their own once summed
     fresh = np.where(whole_sums & (c >= wide), 0.0, c)  # and before: if they are not narrower, autograd adds in place
     both_ends = parts.has_head & parts.has_embedding
     half = np.where(both_ends & ((table.pp > 1) | (not workload.model.tie_word_embeddings)), 0.5, 1.0)
     ends = np.where(both_ends & (table.pp > 1), 0.5, 1.0) * root  # of one stage, which are reduced together
-    waits = (table.pp > 1) & (workload.stack.gathers == "buckets")
+    waits = table.pp > 1
     to_cut = others_dense * (1 - 1 / n) + others_experts * (1 - 1 / expert_shard)
-    left = state.gradients - np.where(whole_sums & cuts, wide * to_cut, 0.0)
+    summed_in = np.minimum(MASTERS[table.precision], workload.stack.gradient_bytes)
+    kept = np.where(scatters & workload.stack.keeps_reduced & (r != summed_in), r, 0.0)
+    scattered = np.where(state.lone_experts > 0, 0.0, 1.0)
+    left = state.gradients - np.where(whole_sums & cuts, wide * to_cut / table.virtual_stages, 0.0)
     return _Fsdp(
-        all_parameters=np.where(copies > 0, state.gathered_itemsize, 0.0) * blocks + copies * root,
-        bucket_parameters=np.where(copies > 0, state.bucket_itemsize, 0.0) * bucket,
+        all_parameters=np.where(copies > 0, state.gathered_itemsize, 0.0) * (blocks - state.lone_experts) + copies * root,
+        bucket_parameters=np.where(copies > 0, state.bucket_itemsize, 0.0) * np.where(state.lone_experts > 0, dense, bucket),
         root_parameters=copies * root,
         flat=np.where(blocks > 0, flat * larger, flat * root),
         flat_beside=flat * smaller,
@@ -192,16 +197,17 @@ def _fsdp(
             scatters & ~cuts, r * bucket * (2 - adds), np.where(apart & cuts & (expert_shard == 1), r * experts, 0.0)
         ),
         copy_root=np.where(scatters & ~cuts, r * ends * (2 - adds), 0.0),
-        cut_bucket=adds * wide * (dense / n + experts / expert_shard),
+        cut_bucket=adds * wide * (dense / n + experts / expert_shard) + kept * (dense / n + scattered * experts / expert_shard),
         cut_root=adds * wide * ends / n,
         cut_others=adds
         * wide
         * (others_dense / n + others_experts / expert_shard)
-        * np.where(repeated & (table.zero_stage >= 2) & scatters, 0.0, 1.0),
+        * np.where(repeated & (table.zero_stage >= reduces_from) & scatters, 0.0, 1.0)
+        + kept / table.virtual_stages * (others_dense / n + scattered * others_experts / expert_shard),
         summed=state.gradients,
         summed_at_first=left,
         held=(per_bucket - 1) * fresh * state.block,
-        narrow_stage=np.where(whole_sums | (alone & (c >= wide)), 0.0, c * (blocks - state.experts) / table.virtual_stages),
+        narrow_stage=np.where((whole_sums | alone) & (c >= wide), 0.0, c * (blocks - state.experts) / table.virtual_stages),
         pending=np.where(waits & ~whole_sums, r * (state.experts + np.where(parts.has_head, root * half, 0.0)), 0.0),
         blocks_between=(per_bucket - 1.0) * (blocks > bucket),
         at_end=whole_sums & ~alone,
@@ -292,14 +298,14 @@ def _as_if_alike(f: _Fsdp, parts: RankActivations) -> dict[str, Floats]:
     found = {}
     for name in PASSES:
         once = np.where(f.at_end, reduced.get(name, 0.0), 0.0)
-        highest = np.maximum(parts.at_between[name], parts.at_first[name] - f.summed) - once
+        highest = np.maximum(parts.at_between[name], parts.at_first[name]) - once
         found[name] = np.maximum(parts.at_last[name], highest)
     return found
 
 
 def _late(fsdp: _Fsdp, state: RankState, parts: RankActivations) -> tuple[Floats, Floats]:
-    """Of the buffer in which a bucket is reduced, and of what the end of a backward pass makes (the embedding's gradient, the
-    buffers in which what is outside the blocks is reduced): what is larger than any tensor of a block."""
+    """Bytes larger than any tensor of a block: in the buffer in which a bucket is reduced, and at the end of a backward pass
+    (the embedding's gradient, the buffers in which parameters outside the blocks are reduced)."""
 
     def apart(num_bytes: Floats) -> Floats:
         return np.where(~state.alone & (num_bytes > parts.largest_tensor), num_bytes, 0.0)
@@ -309,12 +315,12 @@ def _late(fsdp: _Fsdp, state: RankState, parts: RankActivations) -> tuple[Floats
 
 
 def late_bytes(moments: list[Moment]) -> Floats:
-    """What is asked of CUDA beside the segments of activations, though those are free by then: a segment is never joined with
-    another (c10/cuda/CUDACachingAllocator.cpp), so that none has room for what is larger than all of them."""
+    """Bytes that the allocator asks of CUDA beside the segments of activations, which are free by then: segments are never
+    joined (c10/cuda/CUDACachingAllocator.cpp), so that none has room for what is larger than all of them."""
     return moments[MOMENTS.index("reduction")].late + moments[MOMENTS.index("outside")].late
 
 
 def aside_bytes(state: RankState) -> Floats:
-    """What other streams than the one that computes keep for themselves in the end: cut gradients, outputs of gathers."""
+    """Bytes that streams other than the computing stream keep in the end: sharded gradients, outputs of all-gathers."""
     gathered = np.maximum(state.compute_itemsize * state.root, 2 * state.bucket_itemsize * state.block)
     return np.where(state.gathers & (state.shard > 1), state.late_gradients + gathered, 0.0)

@@ -1,4 +1,4 @@
-"""What a rank holds between passes, for whole tables of layouts: weights, gradients, optimizer state.
+"""Training state of a rank, for whole tables of layouts: weights, gradients, optimizer state.
 
 Columns are [3, layouts]: the first, a middle and the last rank of the pipeline. P are a rank's parameters, n the ranks that
 hold one copy of the training state together (dense weights: dp_shard x cp; experts: their own, smaller group).
@@ -18,18 +18,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ultrascale.description.layout import DTYPE_BYTES
 from ultrascale.plan.columns.fp8_state import gathered_in_fp8
-from ultrascale.plan.layouts import PRECISIONS, SCHEDULES, LayoutTable
+from ultrascale.plan.layouts import PRECISIONS, LayoutTable, by_schedule
 from ultrascale.plan.time.stages import FIRST, Stages, block_parameters, parameters_by_kind
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.layout import DTYPE_BYTES
 
 Floats = NDArray[np.float64]
 MASTER_BYTES = {"fp64": 8}
-"""Of one master parameter by precision; 4 for all others."""
+"""Bytes of a master parameter by precision; 4 for all others."""
 MASTERS = np.array([MASTER_BYTES.get(name, 4) for name in PRECISIONS], dtype=float)
 COMPUTE_BYTES = np.array([DTYPE_BYTES[name] for name in PRECISIONS], dtype=float)
 """Both by number of the precision."""
+COPIES = by_schedule(lambda one: one.copies)
 
 
 @dataclass(frozen=True)
@@ -46,17 +47,19 @@ class RankState:
     """Moments, and masters where weights are kept beside them."""
     compute_itemsize: Floats
     gathered_itemsize: Floats
-    """Of a parameter of the blocks while it is whole: less than `compute_itemsize` where some travel in fp8."""
+    """Mean bytes of an all-gathered parameter of the blocks: less than `compute_itemsize` where some travel in fp8."""
     bucket_itemsize: Floats
-    """The same of the largest bucket."""
+    """Bytes of an all-gathered parameter of the largest bucket."""
     block: Floats
     """Parameters that are gathered, and whose gradients are reduced, together: of one bucket."""
     block_experts: Floats
-    """Of these, routed experts'."""
+    """Part of `block` in routed experts."""
     blocks: Floats
     """Parameters of all blocks of a rank."""
     experts: Floats
-    """Of these, routed experts'."""
+    """Part of `blocks` in routed experts."""
+    lone_experts: Floats
+    """Part of `experts` that FSDP leaves out, because no other rank has a replica: they are not all-gathered."""
     stage_blocks: Floats
     """Blocks of the largest stage of a rank."""
     root: Floats
@@ -64,11 +67,11 @@ class RankState:
     shard: Floats
     """n, of dense parameters."""
     expert_shard: Floats
-    """The same of experts'."""
+    """n, of expert parameters."""
     gathers: NDArray[np.bool_]
-    """Whether parameters are gathered bucket by bucket, [layouts]."""
+    """True where parameters are all-gathered bucket by bucket, [layouts]."""
     keeps: NDArray[np.bool_]
-    """Whether gathered parameters stay whole over a step."""
+    """True where all-gathered parameters stay unsharded over a step (ZeRO 0 to 2)."""
     alone: NDArray[np.bool_]
     """One process, no collectives of data parallelism."""
     reduce_itemsize: Floats
@@ -80,9 +83,9 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
     compute, master = COMPUTE_BYTES[table.precision], MASTERS[table.precision]
     wide = compute >= master
     dense, expert, shard, expert_shard = shards(table, stages)
-    # DualPipe runs two pipelines towards each other: a rank holds a stage of either.
-    both_ways = np.where(table.schedule == SCHEDULES.index("dualpipe"), 2.0, 1.0)
-    dense, expert, root = dense * both_ways, expert * both_ways, stages.root_parameters * both_ways
+    # Two pipelines that run towards each other: a rank holds a stage of either.
+    copies = np.where(table.pp > 1, COPIES[table.schedule], 1)
+    dense, expert, root = dense * copies, expert * copies, stages.root_parameters * copies
     if workload.model.num_nextn_predict_layers:
         joins, embedding = _prediction_parameters(workload, table, stages)
         dense, root = dense + joins + embedding, root + embedding
@@ -94,13 +97,18 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
     if stack.optimizer == "muon":  # embedding and head are AdamW's, with two moments
         moments = moments + master * root / shard
 
-    grows = table.zero_stage < 2
-    accumulated = np.where((micro_batches > 1) & grows, total, np.where(micro_batches > 1, cut, 0.0))
+    grows = table.zero_stage < stack.reduces_from
     cut_gradients = np.where(grows & ~gathers, total, cut)
     whole_gradients = np.where(table.zero_stage >= stack.shards_gradients_from, cut, total)
     summed = np.where(wide, compute, stack.gradient_bytes)
     kept = np.minimum(master, stack.master_bytes)  # a model made in bf16 has no wider copy
     cut_itemsize = np.minimum(master, stack.gradient_bytes) if in_buckets else summed
+    reduced = np.where(wide, compute, np.minimum(table.reduce_itemsize, stack.reduce_bytes)).astype(float)
+    lone = np.where((expert_shard > 1) | stack.shards_lone_experts | ~gathers, 0.0, expert)
+    whole_sums = np.where(table.dp * table.cp > 1, reduced, cut_itemsize) * (total - lone)  # as wide as they will be reduced
+    whole_sums = whole_sums + cut_itemsize * lone
+    partial = np.where(table.dp * table.cp > 1, reduced, cut_itemsize) if stack.keeps_reduced else cut_itemsize
+    accumulated = np.where(micro_batches > 1, np.where(grows, whole_sums, partial * cut), 0.0)
     autograd = np.where(wide, 0.0, stack.autograd_gradient_bytes) * total
     weights = np.where(
         gathers,
@@ -116,7 +124,7 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
     optimizer = np.where(in_host, 0.0, moments + np.where(gathers & in_buckets, 0.0, masters))
     return RankState(
         weights=np.where(leaves, 0.0, weights),
-        gradients=np.where(gathers, cut_itemsize * accumulated, summed * whole_gradients + autograd),
+        gradients=np.where(gathers, accumulated, summed * whole_gradients + autograd),
         late_gradients=np.where(gathers, cut_itemsize * cut_gradients, summed * whole_gradients + autograd),
         optimizer=optimizer,
         compute_itemsize=compute,
@@ -126,6 +134,7 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
         block_experts=block_experts * np.ones((3, 1)),
         blocks=total - root,
         experts=expert,
+        lone_experts=lone,
         stage_blocks=stages.chunk_layers,
         root=root,
         shard=shard,
@@ -133,13 +142,13 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
         gathers=gathers,
         keeps=table.zero_stage < 3,
         alone=alone,
-        reduce_itemsize=np.where(wide, compute, np.minimum(table.reduce_itemsize, stack.reduce_bytes)).astype(float),
+        reduce_itemsize=reduced,
     )
 
 
 def _prediction_parameters(workload: Workload, table: LayoutTable, stages: Stages) -> tuple[Floats, Floats]:
-    """Of multi-token prediction, on the rank with the head: what its blocks have beyond others, and a copy of the embedding if
-    that is in another stage (Megatron's mtp_process; DeepSeek-V3, section 2.2)."""
+    """Parameters that multi-token prediction adds to the rank with the head: what its blocks have beyond others, and a copy
+    of the embedding if that is in another stage (Megatron's mtp_process; DeepSeek-V3, section 2.2)."""
     model, last = workload.model, workload.model.num_hidden_layers
     ways, which = np.unique(table.tp, return_inverse=True)
     more = [block_parameters(model, last, int(tp))[0] - block_parameters(model, last - 1, int(tp))[0] for tp in ways]

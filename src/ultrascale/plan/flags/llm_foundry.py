@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ultrascale.description.architecture.model import Model
 from ultrascale.plan.flags.written import LEARNING_RATE, STEPS, Plan, Yours, yaml
-from ultrascale.spec.model import Model
 
 RELEASE = "llm-foundry 0.22.0"
 COMPOSER_STRATEGIES = {0: "NO_SHARD", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ultrascale.description.layout import NARROW, Layout
+from ultrascale.description.recomputed import is_modules, megatron_modules
 from ultrascale.plan.flags.written import LEARNING_RATE, LEAST_RATE, STEPS, YOURS, Plan, shell_array
 from ultrascale.plan.time.stages import chunk_layers_of
-from ultrascale.spec.fp8_slots import is_delayed
-from ultrascale.spec.layout import NARROW, Layout
-from ultrascale.spec.recomputed import is_modules, megatron_modules
+from ultrascale.work.fp8_slots import is_delayed
 
 RELEASE = "Megatron-LM, core_r0.16.0 (pretrain_gpt.py)"
 MEGATRON_CP = {"ring": "p2p", "all-gather": "all_gather", "all-to-all": "a2a", "ring+all-to-all": "a2a+p2p"}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.schedules import USUAL
 from ultrascale.plan.flags.written import LEARNING_RATE, LEAST_RATE, STEPS, TORCH_DTYPE, Plan, Yours, yaml
-from ultrascale.spec.model import Model
 
 RELEASE = "nanotron's main of 2025 (0.5)"
 
@@ -28,7 +29,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
         },
         "parallelism": {
             "dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "expert_parallel_size": layout.ep,
-            "pp_engine": layout.schedule if layout.pp > 1 else "1f1b",
+            "pp_engine": layout.schedule if layout.pp > 1 else USUAL,
             "tp_mode": "REDUCE_SCATTER" if layout.sequence_parallel else "ALL_REDUCE",
             "tp_linear_async_communication": layout.sequence_parallel,
             "recompute_layer": layout.recompute == "full",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from ultrascale.description.layout import Layout
 from ultrascale.plan.flags.written import Plan, toml
-from ultrascale.spec.layout import Layout
 
 
 def write(plan: Plan) -> str:

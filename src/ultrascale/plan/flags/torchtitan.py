@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.schedules import SCHEDULES
 from ultrascale.plan.flags.written import LEARNING_RATE, STEPS, TORCH_DTYPE, YOURS, Plan, Yours, plain, toml
-from ultrascale.spec.model import Model
 
 RELEASE, PYTHON_RELEASE = "torchtitan 0.2.2", "torchtitan 0.3.0, which has no TOML any more"
 TORCHTITAN_CP = {"ring": "alltoall", "all-gather": "allgather"}
-TORCHTITAN_SCHEDULES = {
-    "1f1b": "1F1B", "afab": "GPipe", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble", "dualpipe-v": "DualPipeV",
-}  # fmt: skip
 FLAVORS = {
     "llama3": {(2048, 16): "1B", (3072, 28): "3B", (4096, 32): "8B", (8192, 80): "70B", (16384, 126): "405B"},
     "qwen3": {
@@ -126,7 +124,8 @@ def _sections(plan: Plan, family: str, flavor: str) -> dict[str, dict[str, Any]]
     if layout.cp > 1:
         parallelism["context_parallel_rotate_method"] = TORCHTITAN_CP[layout.cp_method]
     if piped:
-        parallelism["pipeline_parallel_schedule"] = TORCHTITAN_SCHEDULES[layout.schedule]
+        assert SCHEDULES[layout.schedule].torch, f"torchtitan has no {layout.schedule}"
+        parallelism["pipeline_parallel_schedule"] = SCHEDULES[layout.schedule].torch
         parallelism["pipeline_parallel_microbatch_size"] = layout.micro_batch_size
         parallelism["pipeline_parallel_layers_per_stage"] = -(-plan.workload.model.num_hidden_layers // layout.num_stages)
         parallelism["pipeline_parallel_first_stage_less_layers"] = 0

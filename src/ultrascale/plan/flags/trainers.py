@@ -1,17 +1,17 @@
-"""Which trainer a plan is written for, and what that trainer has no setting for."""
+"""Trainers that plans are written for, and the choices for which they have no setting."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from ultrascale.catalogue.stacks.stack import Stack
+from ultrascale.catalogue.stacks.stack_files import abilities, stack_file, stack_names
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.recomputed import is_modules, modules_named
 from ultrascale.plan.flags import deepspeed, llm_foundry, megatron, nanotron, ours, torchtitan
 from ultrascale.plan.flags.written import Plan
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.recomputed import is_modules, modules_named
-from ultrascale.spec.stack import Stack
-from ultrascale.spec.stack_files import abilities, stack_file, stack_names
 
 WRITERS: dict[str, Callable[[Plan], str]] = {
     "ultrascale": ours.write, "megatron": megatron.write, "torchtitan": torchtitan.write,
@@ -34,7 +34,7 @@ def trainer_flags(workload: Workload, layout: Layout) -> str:
 
 
 def cannot_express(workload: Workload, layout: Layout) -> list[Problem]:
-    """What of `layout` the workload's trainer has no setting for."""
+    """Problems of `layout`: one for each choice that the workload's trainer has no setting for."""
     can, name = abilities(workload.stack), workload.stack.name
     stages = can.zero_stages_with_pipeline if layout.pp > 1 else can.zero_stages
     checks = [
@@ -65,7 +65,7 @@ def cannot_express(workload: Workload, layout: Layout) -> list[Problem]:
 
 
 def not_searched(stack: Stack, layout: Layout) -> list[Problem]:
-    """What `stack` has no setting for, of what a search takes as it is given: dtype, optimizer, offload."""
+    """Problems of choices that a search takes as given (dtype, optimizer, offload) and `stack` has no setting for."""
     can, name, found = abilities(stack), stack.name, []
     if layout.precision not in can.precisions:
         rule = f"{name} trains in {', '.join(can.precisions)}, the plan wants {layout.precision}"

@@ -1,4 +1,4 @@
-"""What a plan writes for a trainer, and the TOML, YAML and shell that it is written in."""
+"""Plans written for a trainer, and the TOML, YAML and shell that they are written in."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ultrascale.description.layout import Layout
 from ultrascale.plan.memory.replay import num_micro_batches
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.layout import Layout
 
 TORCH_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 YOURS = "yours: not the plan's"
-"""Beside each value that a plan does not decide."""
+"""Comment beside values that a plan does not decide."""
 STEPS = 1000
 LEARNING_RATE, LEAST_RATE = 3e-4, 3e-5
 
@@ -27,7 +27,7 @@ class Yours(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What is written out."""
+    """Plan to write out: a workload and its layout."""
 
     workload: Workload
     layout: Layout

@@ -1,4 +1,4 @@
-"""What communication costs: seconds of a collective of any group of ranks on a real network.
+"""Cost of communication: seconds of a collective of any group of ranks on a real network.
 
     inside a node       measured: a + w/B + c sqrt(w) by GPU, kind and ranks (`plan.laws.nvlink_fits`)
     across nodes        the cheapest of the algorithms and protocols that NCCL has (`plan.laws.nccl`), each limited by NVLink
@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ultrascale.catalogue.cluster import Cluster
 from ultrascale.plan.laws.nccl import KINDS, Line, across_lines, inside_line
 from ultrascale.plan.laws.network import Fabric, fabric_of, place
-from ultrascale.spec.cluster import Cluster
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.intp]
@@ -81,7 +81,8 @@ def send_seconds(cluster: Cluster, num_bytes: ArrayLike, *, stride: ArrayLike, s
 
 
 def explain_collective(cluster: Cluster, kind: str, num_bytes: float, *, size: int, stride: int) -> dict[str, Any]:
-    """How one collective is priced, for printing: algorithm, protocol, tier, bandwidths in bytes per second, alternatives."""
+    """Price of a collective in detail, for printing: algorithm, protocol, tier, bandwidths in bytes per second,
+    alternatives."""
     seconds, line = _one(cluster, kind, num_bytes, size, stride)
     if size <= 1:
         return {"seconds": 0.0, "tier": "one rank", "algorithm": "none", "protocol": "none"}
@@ -135,7 +136,7 @@ def _one(cluster: Cluster, kind: str, num_bytes: float, size: int, stride: int) 
 def _lines(
     fabric: Fabric, kind: str, size: int, stride: int
 ) -> tuple[tuple[Line, ...], Line]:  # fmt: skip
-    """What NCCL can choose among, and the line below which no group of so many ranks falls."""
+    """Lines of the algorithms that NCCL chooses from, and the line below which no group of so many ranks falls."""
     if size <= 1:
         return (_FREE,), _FREE
     where = place(fabric, size, stride)

@@ -1,4 +1,4 @@
-"""What one device's work costs: seconds of matrix products, attention and element-wise kernels.
+"""Cost of work on a device: seconds of matrix products, attention and element-wise kernels.
 
 The laws are in `plan.laws.curves`, their constants fitted to measurements (`plan.laws.fitted_curves`), errors in
 docs/compute-model.md. They are times of kernels alone in a hot loop; training is slower (cold caches, shared power): callers
@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
 
+from ultrascale.catalogue.cluster import Accelerator
 from ultrascale.plan.laws import devices
 from ultrascale.plan.laws.curves import (
     BACKWARD_WORK,
@@ -25,7 +26,6 @@ from ultrascale.plan.laws.curves import (
     kernel_head_dim,
     matmul_law,
 )
-from ultrascale.spec.cluster import Accelerator
 
 Kind = Literal["forward", "input-gradient", "weight-gradient"]
 Kernel = Literal["flash", "cudnn", "flash-2"]

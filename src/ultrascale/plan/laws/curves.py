@@ -41,9 +41,10 @@ STREAM_EFFICIENCY = 0.85
 BACKWARD_WORK = 2.5
 """FLOPs of the backward pass over the forward pass: five products instead of two (FlashAttention-2, section 4.1)."""
 ALIGNED_BYTES = 16
-"""What a thread loads at once, and Hopper's copy engine asks of a row's length: rows of multiples of it run at full speed."""
+"""Bytes that a thread loads at once, and whose multiples Hopper's copy engine asks for: such rows run at full speed."""
 HEAD_DIMS = (64.0, 128.0, 160.0, 256.0)
-"""Where `AttentionCurve.efficiency` is given: mean of query and value head dim (DeepSeek: 160); log-linear between."""
+"""Head dims at which `AttentionCurve.efficiency` is given: mean of query and value head dim (DeepSeek: 160); log-linear
+between."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -101,8 +102,8 @@ class AttentionCurve:
 
 
 def alignment_work(curve: MatmulCurve, n: Any, k: Any) -> Any:
-    """What the lengths of rows multiply a product's work by. Rows are n or k long in the forward product and both gradients; m,
-    the tokens, is the length of none."""
+    """Factor on a product's work for the lengths of its rows: 1 where they are multiples of `ALIGNED_BYTES`. Rows are n or k
+    long in the forward product and both gradients; m, the tokens, is the length of none."""
     multiple = ALIGNED_BYTES // curve.operand_bytes
     return 1 + (curve.unaligned - 1) * ((n % multiple != 0) | (k % multiple != 0))
 

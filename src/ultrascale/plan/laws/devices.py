@@ -1,4 +1,4 @@
-"""Which fitted curve a device takes, and how its own peaks, bandwidth and processors stand in it.
+"""Fitted curve of each device, scaled by the device's own peaks, bandwidth and processors.
 
 Five devices have measured tables of products, three families tables of attention. Every other one borrows the law of a
 relative: its own peaks, memory bandwidth and number of processors, the relative's shares of them. Where
@@ -14,11 +14,11 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
+from ultrascale.catalogue.cluster import Accelerator
+from ultrascale.catalogue.machines import ACCELERATORS
+from ultrascale.description.problems import Problem, SpecError
 from ultrascale.plan.laws.curves import AttentionCurve, MatmulCurve
 from ultrascale.plan.laws.fitted_curves import ATTENTION, MATMUL
-from ultrascale.spec.cluster import Accelerator
-from ultrascale.spec.machines import ACCELERATORS
-from ultrascale.spec.problems import Problem, SpecError
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp8-block": 1, "mxfp8": 1, "nvfp4": 0.5}
 FAMILIES = {"a100-80": "a100", "h100-sxm": "hopper", "h200": "hopper", "b200": "blackwell", "gb200": "blackwell"}
@@ -34,7 +34,8 @@ RELATIVES = {
         ("l40s", "l4", "a10g", "a6000", "rtx-6000-ada", "rtx-3090", "rtx-4090", "rtx-5090", "mi250x", "a100-pcie"), "a100-80"
     ),
 }  # fmt: skip
-"""Whose law a device without a table takes. Not in here: the fitted device whose bf16 peak is nearest."""
+"""Fitted relative whose law a device without a table takes. For devices not listed: the fitted device of the nearest bf16
+peak."""
 FP8_ATTENTION = {"a100": (1.0, 1.0), "hopper": (1.5, 1.0), "blackwell": (1.4, 1.4)}
 """Speed of fp8 attention over bf16, forward and backward. cudnn-frontend's benchmark 2026-09, 4k to 32k, medians: H200
 forward 1.5, backward slower than bf16 (taken as 1: nobody would use it); GB200 1.36 and 1.33 at head dim 128, 1.5 and 1.7 at
@@ -48,9 +49,9 @@ NVFP4_OVER_FP8 = 0.6
 """Time of products in NVFP4 over FP8, as Megatron-Bridge's tables have both for one layout (GB200, GB300; 2026). MXFP8's is
 FP8's, whose tensor cores it has."""
 HEAD_DIM_STEP = 32
-"""Of flash kernels: FlashAttention-2 rounds head dims up to it (`head_size_rounded` in its flash_api.cpp)."""
+"""Multiple to which flash kernels round head dims (FlashAttention-2: `head_size_rounded` in its flash_api.cpp)."""
 MEASURED_EFFICIENCY = 0.95
-"""Of a device whose peak is itself a measured product, as the CPU's: other shapes come close to it."""
+"""Efficiency on a device whose peak is itself a measured product, as the CPU's: other shapes come close to it."""
 CPU_LAUNCH_SECONDS = 2e-5
 """PyTorch's dispatch and thread wake-up for a small operation on a CPU; assumed."""
 
@@ -146,7 +147,7 @@ def attention_curve(accelerator: Accelerator, dtype: str, kernel: str, direction
 
 
 def stream(accelerator: Accelerator) -> Stream:
-    """How fast a device does element-wise work."""
+    """Law of element-wise work on a device: launch seconds and bytes per second."""
     if accelerator.name == "cpu":
         return Stream(CPU_LAUNCH_SECONDS, _bandwidth(accelerator))
     relative = relative_of(accelerator)

@@ -38,11 +38,12 @@ NVLS_TREE_MANY_NODES = {"h100_sxm": 0.72, "h200_sxm": 0.72, "b200_sxm": 0.46}
 MIN_IN_SWITCH = 5
 """Ranks of a node from which its all-reduce is reduced in the switch (ml-engineering: 5 on H200, 6 on B200)."""
 PIPELINE_SHARE = 1 / 3
-"""Of a hop between nodes, what a chunk costs that is filled while others are on the way; from 2 x p5 and SimAI's ratios."""
+"""Share of a hop's latency between nodes that filling a chunk costs while others are on the way; from 2 x p5 and SimAI's
+ratios."""
 # autoparallel's NCCL model: the start of an all-to-all of 16, 32, 64, 128 and 256 ranks takes 37, 42, 60, 98 and 290 us.
 DIRECT_FIXED, DIRECT_PER_RANK = 27.0, 0.6
 DIRECT_LOSS = 0.44
-"""Of the cards' bandwidth, lost in an all-to-all, over the number of nodes (same source)."""
+"""Share of the cards' bandwidth that an all-to-all loses, divided by the number of nodes (same source)."""
 SEND_FIXED = 8.4
 BASE = 6.6
 MEASURED_RANKS = 8
@@ -220,7 +221,7 @@ def _by_nodes(two: float, many: float, nodes: int) -> float:
 
 
 def _root(fabric: Fabric, kind: str | None, per_byte: float) -> float:
-    """What filling the pipeline of chunks costs: 2 sqrt(latency of a chunk x seconds per byte).
+    """Coefficient of sqrt(w) for filling the pipeline of chunks: 2 sqrt(latency of a chunk x seconds per byte).
 
     The latency is a share of a hop between nodes, and what a whole node's `kind` shows, if the chunks pass through nodes.
     """

@@ -1,4 +1,4 @@
-"""What collectives need to know of a cluster, and where the ranks of a group sit in it.
+"""Network of a cluster as collectives see it, and the placement of a group's ranks on its nodes.
 
     stride 1, size 8    all eight ranks of a node: NVLink only
     stride 8, size 4    one rank on each of four nodes; eight such groups share each node's cards: an eighth of them each
@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ultrascale.spec.cluster import Cluster, Link
-from ultrascale.spec.network import NetworkKind, network_kind
-from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.catalogue.cluster import Cluster, Link
+from ultrascale.catalogue.network import NetworkKind, network_kind
+from ultrascale.description.problems import Problem, SpecError
 
 GIGA = 1e9
 
 
 class Domain(NamedTuple):
-    """How one sort of link inside a node is priced: by whose measurements, and how they scale."""
+    """Price of a link inside a node: the measurements it takes, and their scale."""
 
     word: str
     """In the name of the link."""
@@ -31,7 +31,7 @@ class Domain(NamedTuple):
     factor: float
     """Achieved share of the nominal rate over that of the row."""
     in_switch: bool
-    """Whether an all-reduce can be reduced in the switch (NVLS, SHARP of NVLink 4 and 5)."""
+    """True if the switch can reduce an all-reduce (NVLS, SHARP of NVLink 4 and 5)."""
 
 
 DOMAINS = (
@@ -56,10 +56,10 @@ class Fabric(NamedTuple):
     """Bandwidth inside a node over that of `fits`."""
     in_switch: bool
     node_bytes_per_second: float
-    """What the cards of a node reach together, one direction; 0 if it stands alone."""
+    """Bytes per second that the cards of a node reach together, one direction; 0 for a node without a network."""
     num_cards: int
     hop_seconds: float
-    """Of the network, above InfiniBand."""
+    """Seconds of a hop of the network beyond InfiniBand's."""
     network: str
     nodes_per_leaf: int
     """0: no spine."""
@@ -67,7 +67,7 @@ class Fabric(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where a group sits."""
+    """Placement of a group's ranks on nodes."""
 
     size: int
     ranks_per_node: int
@@ -75,11 +75,11 @@ class Placement(NamedTuple):
     bytes_per_second: float
     """The group's share of the cards of each of its nodes; 0 inside one node."""
     card_bytes_per_second: float
-    """Of one card: what a single rank can use at once."""
+    """Bytes per second of one card, the most that a single rank can use."""
     crossing: float
-    """How many times slower a ring is for the spine."""
+    """Factor by which the spine slows down a ring; 1: not at all."""
     remote_crossing: float
-    """The same for traffic of every node with every other."""
+    """Factor by which the spine slows down traffic of every node with every other."""
 
 
 def fabric_of(cluster: Cluster) -> Fabric:
@@ -125,7 +125,7 @@ def place(fabric: Fabric, size: int, stride: int) -> Placement:
 
 
 def _crossing(fabric: Fabric, nodes: int, stride: int) -> tuple[float, float]:
-    """How much slower the spine makes a ring, and traffic of all with all.
+    """Factors by which the spine slows down a ring, and traffic of all nodes with all.
 
     A ring leaves a leaf once for all the nodes it visits there; of traffic with all others, only that to other leaves crosses.
     """

@@ -12,12 +12,12 @@ from typing import NamedTuple
 from ultrascale.plan.memory.ledger import Held, Ledger
 from ultrascale.plan.memory.sharding import Shards
 from ultrascale.plan.memory.stage_work import StageWork
-from ultrascale.spec.op_builders import is_fp8, native_room
-from ultrascale.spec.ops import Op, Shape
+from ultrascale.work.op_builders import is_fp8, native_room
+from ultrascale.work.ops import Op, Shape
 
 
 class WeightGradients:
-    """Those of a stage that are not with FSDP2 yet. `itemsize`: bytes of an element as autograd makes it."""
+    """Gradients of a stage's weights before FSDP2 takes them. `itemsize`: bytes of an element as autograd makes it."""
 
     def __init__(self, ledger: Ledger, work: StageWork, shards: Shards, itemsize: int):
         self.ledger, self.work, self.shards, self.itemsize = ledger, work, shards, itemsize
@@ -29,7 +29,7 @@ class WeightGradients:
         return tuple(sorted(self._arrived.items()))
 
     def make(self, name: str) -> Held:
-        """One use's."""
+        """A new gradient of one use of a weight."""
         _, weight = self.work.by_name[name]
         return self.ledger.take("temporary", "gradients of weights", weight.numel * self.itemsize)
 
@@ -55,11 +55,11 @@ class Waits(NamedTuple):
     name: str
     held: tuple[Held, ...]
     source: Held
-    """Of the two sides the one that tp cuts, which several products may have in common."""
+    """Input or gradient of the product, whichever tp cuts; several products may share it."""
     gathered_bytes: int
-    """Of all ranks' positions of that side, which W gathers over tp; 0 where it is whole here."""
+    """Bytes of that side at all ranks' positions, which W all-gathers over tp; 0 where it is whole here."""
     room_bytes: int
-    """What else the product needs in W."""
+    """Bytes of temporary memory that the product needs besides in W."""
 
 
 def waiting_gradient(ledger: Ledger, op: Op, shape: Shape, share: Held | None, arriving: Held) -> Held:
@@ -73,12 +73,13 @@ def waiting_gradient(ledger: Ledger, op: Op, shape: Shape, share: Held | None, a
 
 
 def waiting_bytes(op: Op, shape: Shape, gradient: Held) -> int:
-    """Of a gradient as it waits for the weight's of `op`."""
+    """Bytes of `gradient` while it waits for the weight gradient of `op`: an element takes one byte in fp8."""
     return gradient.num_bytes // (shape.itemsize if is_fp8(op) else 1)
 
 
 def waiting_room(op: Op, shape: Shape) -> int:
-    """Of a product in fp8 that W makes: on CUDA both factors turned and filled up, on the CPU both and the result in fp32."""
+    """Temporary bytes of a product in fp8 that W makes: on CUDA both factors transposed and padded, on the CPU both and the
+    result in fp32. 0 for other products."""
     if op.product is None or not is_fp8(op):
         return 0
     m, n, k, _ = op.product

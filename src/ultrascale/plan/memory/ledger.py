@@ -12,7 +12,7 @@ CATEGORIES = (
 """As in `measure.memory`, which defines them on real tensors."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Held:
     """Bytes that live until the last of their holders lets go."""
 
@@ -39,7 +39,7 @@ class Moment:
     total: int
     by_category: dict[str, int]
     by_label: dict[tuple[str, str], int]
-    """The same by (category, what it is)."""
+    """Live bytes by (category, label)."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,14 @@ class Recorder:
         if self.ledger.total > self.peak_total:
             self.peak_total, self.peak_alive = self.ledger.total, dict(self.ledger._alive)
 
+    def join(self, total: int, alive: dict[tuple[str, str], int], highest: dict[str, int]) -> None:
+        """Somebody else looked: at the highest moment of a while."""
+        if total > self.peak_total:
+            self.peak_total, self.peak_alive = total, alive
+        self.highest = {name: max(most, highest[name]) for name, most in self.highest.items()}
+
     def effect(self) -> Effect:
-        """From the beginning until now."""
+        """Effect of all changes since the recording began."""
         ledger, start, held = self.ledger, self.start.total, self.start.by_category
 
         def since(alive: dict[tuple[str, str], int]) -> dict[tuple[str, str], int]:
@@ -103,7 +109,7 @@ class Ledger:
     _alive: dict[tuple[str, str], int] = field(default_factory=dict)
     _held: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
     _highest: dict[str, int] = field(default_factory=dict)
-    """Of this step."""
+    """Entry of `highest` for the current step."""
     _recorder: Recorder | None = None
     _is_off: bool = False
 
@@ -159,10 +165,12 @@ class Ledger:
     def touch(self, category: str, label: str, num_bytes: int) -> None:
         """Bytes that exist for a moment."""
         if num_bytes:
-            self.drop(self.take(category, label, num_bytes))
+            self._change(category, label, num_bytes)
+            self._note()
+            self._change(category, label, -num_bytes)
 
     def move(self, held: Held, category: str, label: str) -> Held:
-        """The same bytes under another name."""
+        """Move bytes to another category and label."""
         self._change(held.category, held.label, -held.num_bytes)
         held.category, held.label = category, label
         self._change(category, label, held.num_bytes)
@@ -170,19 +178,22 @@ class Ledger:
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
-        """Write down what happens inside, which can be applied again. Not nested, and not with offloading to the host."""
-        alive = dict(self._alive)
+        """Write down what happens inside, which can be applied again. Not with offloading to the host."""
+        outer, alive = self._recorder, dict(self._alive)
         recorder = self._recorder = Recorder(self, self.now(), alive, self.total, alive, dict(self._held))
         try:
             yield recorder
             recorder.look()
         finally:
-            self._recorder = None
+            self._recorder = outer
+        if outer is not None:
+            outer.join(recorder.peak_total, recorder.peak_alive, recorder.highest)
 
     def apply(self, effect: Effect) -> None:
-        """The same again."""
-        best = self.peaks.get(self.step)
-        if best is None or self.total + effect.peak_total > best.total:
+        """Book a recorded effect once more: the same changes, peaks and bytes."""
+        best, recorder, top = self.peaks.get(self.step), self._recorder, self.total + effect.peak_total
+        highest = {category: self._held[category] + more for category, more in effect.highest.items()}
+        if best is None or top > best.total or (recorder is not None and top > recorder.peak_total):
             alive = {
                 key: self._alive.get(key, 0) + effect.peak_alive.get(key, 0) for key in {**self._alive, **effect.peak_alive}
             }
@@ -190,9 +201,14 @@ class Ledger:
             for (category, _), num_bytes in alive.items():
                 held[category] += num_bytes
             alive = {key: num_bytes for key, num_bytes in alive.items() if num_bytes}
-            self.peaks[self.step] = Moment(self.step, self.phase, self.total + effect.peak_total, held, alive)
-        for category, more in effect.highest.items():
-            self._highest[category] = max(self._highest[category], self._held[category] + more)
+            if recorder is not None:
+                recorder.join(top, alive, highest)
+            if best is None or top > best.total:
+                self.peaks[self.step] = Moment(self.step, self.phase, top, held, alive)
+        elif recorder is not None:
+            recorder.join(0, {}, highest)
+        for category, most in highest.items():
+            self._highest[category] = max(self._highest[category], most)
         for key, more in effect.alive.items():
             self._alive[key] = self._alive.get(key, 0) + more
         for category, more in effect.held.items():
@@ -201,7 +217,7 @@ class Ledger:
 
     @contextmanager
     def off_the_books(self) -> Iterator[None]:
-        """What happens inside leaves totals and peaks as they are: the bytes are in them already."""
+        """Leave totals and peaks as they are, whatever happens inside: the bytes are in them already."""
         total, alive, held = self.total, dict(self._alive), dict(self._held)
         self._is_off = True
         try:
@@ -217,9 +233,13 @@ class Ledger:
     def _change(self, category: str, label: str, num_bytes: int) -> None:
         key = (category, label)
         self._alive[key] = self._alive.get(key, 0) + num_bytes
+        if not num_bytes:
+            return
         self.total += num_bytes
         held = self._held[category] = self._held[category] + num_bytes
-        if held > self._highest[category] and not self._is_off:
+        if self._is_off:
+            return
+        if held > self._highest[category]:
             self._highest[category] = held
         if self._recorder is not None and held > self._recorder.highest[category]:
             self._recorder.highest[category] = held

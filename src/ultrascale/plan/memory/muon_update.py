@@ -1,4 +1,5 @@
-"""What an update of Muon makes and drops: `train.muon` replayed with the matrices that a rank holds and those that it owns.
+"""Temporary memory of an update of Muon: `train.optimizers.muon` replayed with the matrices that a rank holds and those that
+it owns.
 
     before    of each matrix the rank's part in fp32, then in bf16, which stays to the end
     there     one buffer to the owners and one from them, of which whole matrices are put together
@@ -6,7 +7,7 @@
     back      results cut along other dimensions than rows are copied first; then the two buffers, of which parts are views
     after     one part in fp32 at a time
 
-`spec.owners` says who owns what; few large matrices over many ranks are not shared out evenly.
+`work.sharding.owners` says who owns what; few large matrices over many ranks are not shared out evenly.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from ultrascale.description.architecture.weights import Weight
+from ultrascale.description.layout import DTYPE_BYTES, Layout
 from ultrascale.plan.memory.ledger import Held, Ledger
-from ultrascale.spec.layout import DTYPE_BYTES, Layout
-from ultrascale.spec.owners import Cut, Exchange, exchanges, part_shape
-from ultrascale.spec.weights import Weight
+from ultrascale.work.sharding.owners import Cut, Exchange, exchanges, part_shape
 
 
 @dataclass
@@ -46,7 +47,7 @@ class _Update:
         self.itemsize = DTYPE_BYTES["fp64" if layout.master_dtype == "fp64" else "bf16"]
 
     def play(self, shapes: Sequence[tuple[int, ...]], stages: Sequence[Exchange]) -> int:
-        """From the gradients of parts of these shapes to the last parameter."""
+        """Peak bytes of the update, from the gradients of parts of these shapes to the last parameter."""
         parts = self._parts(shapes)
         here = dict(enumerate(parts))
         self._hold(here)
@@ -60,7 +61,7 @@ class _Update:
         return self.ledger.peaks[0].total
 
     def _parts(self, shapes: Sequence[tuple[int, ...]]) -> list[_Tensor]:
-        """Of G + momentum B; the last one's wide form is a variable that stays."""
+        """Parts of the updates G + momentum B; a variable keeps the last wide one."""
         parts, last = [], None
         for shape in shapes:
             momentum = self._take(prod(shape), self.master_bytes)
@@ -95,7 +96,8 @@ class _Update:
         return dict(sorted(parts.items()))
 
     def _exchange(self, stage: Exchange, *, there: bool, copied: int = 0) -> Held:
-        """What has come, once what was sent is gone. `copied`: elements that do not lie in one piece, before they are sent."""
+        """Buffer received, after the sent buffer is freed. `copied`: elements that are not contiguous and are copied before
+        the send."""
         first, second = stage.sent_elements if there else stage.sent_elements[::-1]
         copies = self._take(copied)
         sent = self._take(first)
@@ -105,7 +107,8 @@ class _Update:
         return received
 
     def _worked_on(self, one: _Tensor) -> _Tensor:
-        """As `kernels.newton_schulz.orthogonalise`, whose result is turned like a matrix with more rows than columns."""
+        """As `kernels.optimizers.newton_schulz.orthogonalise`, whose result is turned like a matrix with more rows than
+        columns."""
         if not prod(one.shape):
             return _Tensor(one.held.hold(), one.shape)
         *several, rows, columns = one.shape

@@ -1,19 +1,19 @@
-"""What autograd remembers of a block, and how it travels to the host and back: `parallel.offload` replayed."""
+"""Tensors that autograd saves of a block, and their way to the host and back: `parallel.activations.offload` replayed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ultrascale.description.layout import OFFLOAD_FROM_BYTES, OFFLOAD_LEFT, Layout
 from ultrascale.plan.memory.ledger import Held, Ledger
-from ultrascale.spec.kept import Region
-from ultrascale.spec.layout import OFFLOAD_FROM_BYTES, OFFLOAD_LEFT, Layout
-from ultrascale.spec.ops import Op
+from ultrascale.work.kept import Region
+from ultrascale.work.ops import Op
 
 
 @dataclass
 class Waiting:
-    """A region that is to be made again (`spec.kept`): what it keeps for that, by name."""
+    """A region that is to be made again (`work.kept`): what it keeps for that, by name."""
 
     region: Region
     reads: dict[str, Held] = field(default_factory=dict)
@@ -21,13 +21,13 @@ class Waiting:
 
 @dataclass
 class Tape:
-    """What autograd remembers of operations of one pass: each with the bytes it saved."""
+    """Operations of one pass as autograd remembers them, each with the bytes it saved."""
 
     entries: list[tuple[Op, list[Held]]] = field(default_factory=list)
     remade: dict[str, Waiting] = field(default_factory=dict)
     """By name, what is saved and not there."""
     trip: list[Held] = field(default_factory=list)
-    """What goes to the host (`parallel.offload`)."""
+    """Tensors offloaded to the host (`parallel.activations.offload`)."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Checkpoint:
 
     reads: dict[str, Held]
     shared: list[Held]
-    """What it reads that all blocks do."""
+    """Inputs that all blocks read."""
     kept: dict[str, Held]
     trip: list[Held] = field(default_factory=list)
 
@@ -52,7 +52,7 @@ class OffloadReplay:
     leaving: list[list[Held]] = field(default_factory=list)
 
     def send_down(self, layer: int, tape: Tape | Checkpoint, block_input: Held, shared: Iterable[Held]) -> None:
-        """What a block saved begins to leave; what the block before it saved has left. `shared` stays: all blocks read it."""
+        """Start to offload what a block saved, and free what the block before it saved. `shared` stays: all blocks read it."""
         if not self.layout.offload_activations or (self.layout.pp == 1 and layer == self.layers[-1]):
             return
         is_again = isinstance(tape, Checkpoint)
@@ -69,7 +69,7 @@ class OffloadReplay:
                 self.ledger.leave_device(held)
 
     def bring_up(self, *tapes: Tape | Checkpoint) -> None:
-        """What a block saved is there, and what the block before it saved is on its way."""
+        """Bring back what blocks saved; they no longer count as leaving."""
         for tape in tapes:
             for held in tape.trip:
                 self.ledger.bring_back(held)

@@ -1,26 +1,33 @@
-"""What one rank holds, moment by moment: the actions of a step replayed over the table of work.
+"""Replay of a rank's memory, moment by moment: the actions of a step over the table of work.
 
     F     every operation takes its result; what autograd saves stays, the rest goes after its last reader
     B     backwards: take the gradients of what an operation read and of its weights, let go of what it saved
     step  the optimizer updates in place; gradients are forgotten
 
 A formula that adds up parts misses what decides: at the peak some activations are already gone and some gradients not yet
-there. The replay follows `models.decoder`, autograd's order of release, `parallel.recompute` and FSDP2
-(`plan.memory.sharding`), and costs a millisecond a layer at most. Not in it: what kernels take for themselves, fragmentation,
-the CUDA context and NCCL; `plan.fit` leaves room for those.
+there. The replay follows `models.decoder`, autograd's order of release, `parallel.activations.recompute` and FSDP2
+(`plan.memory.sharding`), other trainers by what their files say (`catalogue.stacks.stack`), and costs a millisecond a layer at
+most. Not in it: what kernels take for themselves, fragmentation, the CUDA context and NCCL; `plan.fit` leaves room for those.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any, Literal, NamedTuple
 
+from ultrascale.catalogue.stacks.stack import Stack, StageCut, with_attention
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import Weight, is_hidden_matrix, weights
+from ultrascale.description.layout import DTYPE_BYTES, Layout
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.plan.columns.block_memory import dummy_gradient_bytes
 from ultrascale.plan.memory.ledger import Ledger, Moment
 from ultrascale.plan.memory.muon_update import muon_update_bytes
-from ultrascale.plan.memory.sharding import Shards, scale_bytes, scale_tables
+from ultrascale.plan.memory.sharding import Shards, scale_bytes, scale_tables, stays_whole
 from ultrascale.plan.memory.stage_player import Entries, MailReplay, RankReplay, StagePlayer, alike
 from ultrascale.plan.memory.stage_replay import StageReplay
 from ultrascale.plan.memory.stage_work import Part
@@ -33,27 +40,21 @@ from ultrascale.schedules.build import build_schedule, is_file, stages_of_ranks
 from ultrascale.schedules.ends import ends_of, shares_embedding
 from ultrascale.schedules.messages import Message, messages
 from ultrascale.schedules.sharded import sharded
-from ultrascale.spec.fp8_slots import SLOT_BYTES, fp8_layers, gathers_fp8, is_delayed, num_block_slots
-from ultrascale.spec.kept import kept_bytes_by_kind, resolved
-from ultrascale.spec.layout import DTYPE_BYTES, Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.owners import part_shape
-from ultrascale.spec.places import Coordinates
-from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.stack import with_attention
-from ultrascale.spec.stack_files import STACKS
-from ultrascale.spec.weights import Weight, is_hidden_matrix, weights
-from ultrascale.spec.work import Shape, block_work
+from ultrascale.work.fp8_slots import SLOT_BYTES, fp8_layers, gathers_fp8, is_delayed, num_block_slots
+from ultrascale.work.kept import again_in, kept_bytes_by_kind
+from ultrascale.work.sharding.owners import part_shape
+from ultrascale.work.sharding.places import Coordinates
+from ultrascale.work.work import Shape, block_work
 
+OURS = STACKS["ultrascale"]
 MAX_REPLAYED = 3
 """Micro-batches replayed: the first, one of those between (they are equal), and the last."""
 MAX_IN_FLIGHT = 4
 """In a pipeline, for each of its stages: more of them repeat what was there. Where all go forward first, all are replayed."""
 WAITING_WEIGHTS = (0.0, 0.5, 1.0, 4.0)
-FORWARD_FIRST = ("afab", "breadth-first")
 TIED = "embed_tokens.weight"
 INDEX_BYTES = 8
-"""Of a token, a target, a position or a document's number: int64."""
+"""Bytes of a token, a target, a position or a document's number: int64."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class MemoryPlan:
     model: Model
     timeline: list[tuple[int, str, dict[str, int]]]
     num_micro_batches: int
+    stack: Stack
     host_bytes: int = 0
     """In the host's memory at most: offloaded activations, and of an offloaded optimizer masters, moments and gradients."""
 
@@ -87,15 +89,9 @@ class MemoryPlan:
 
     @property
     def saved_by_layer(self) -> list[dict[str, int]]:
-        """What each block keeps for the backward pass of one micro-batch, by kind of operation."""
+        """Bytes that each block saves for the backward pass of one micro-batch, by kind of operation."""
         layers = range(self.model.num_hidden_layers)
-        return [_saved_by_kind(self.model, self.tally.layout, self.tally.shape, layer) for layer in layers]
-
-
-def is_replayed(model: Model, layout: Layout) -> bool:
-    """Whether `plan_memory` knows all that `layout` does to `model`: what our trainer runs. `plan.columns.footprint` knows the
-    rest."""
-    return not (layout.pp > 1 and layout.schedule == "dualpipe")
+        return [_saved_by_kind(self.model, self.tally.layout, self.tally.shape, layer, self.stack) for layer in layers]
 
 
 def plan_memory(
@@ -109,34 +105,47 @@ def plan_memory(
     rank: int = 0,
     optimizer: str = "adamw",
     optimizer_state_exists: bool = True,
+    stack: Stack = OURS,
+    expert_imbalance: float = 1.0,
     steps: int = 1,
     keeps_timeline: bool = False,
     passes: dict[Hashable, Entries] | None = None,
 ) -> MemoryPlan:
     """Replay `steps` training steps of one rank: of the first, which holds the largest parts, or another.
 
-    `documents`: packed documents with masks. `optimizer`: one of `spec.stack.OPTIMIZERS`. `optimizer_state_exists`: moments
-    are there before the first step (as our trainer makes them), not made by the first update. `passes`: what other ranks of the
-    same layout, asked in the same words, have written down of theirs.
+    `documents`: packed documents with masks. `optimizer`: one of `catalogue.stacks.stack.OPTIMIZERS`.
+    `optimizer_state_exists`: moments are there before the first step (as our trainer makes them), not made by the first
+    update. `stack`: the trainer. `expert_imbalance`: rows of the busiest rank's experts over the mean. `passes`: what other
+    ranks of the same layout, asked in the same words, have written down of theirs.
     Raises SpecError if the batch cannot be cut into micro-batches, or the pipeline's schedule does not suit.
     """
     passes = {} if passes is None else passes
     count = num_micro_batches(layout, sequences_per_batch)
     ledger, at = Ledger(keeps_timeline=keeps_timeline), Coordinates.of(layout, rank)
-    shape = rank_shape(layout, sequence_length, documents=documents, device=device, at=at)
-    tally, orders = Tally(layout, shape, at.cp), _orders(layout, count)
-    parts = stage_parts(model, layout, sequence_length, at)
-    stages = {number: StageReplay(ledger, tally, model, part, at, splits=orders.splits) for number, part in parts.items()}
+    shape = rank_shape(layout, sequence_length, documents=documents, device=device, at=at, stack=stack)
+    shape = replace(shape, expert_imbalance=expert_imbalance)
+    model = padded(model, stack, layout.tp)
+    tally, orders = Tally(layout, shape, at.cp), _orders(layout, count, stack)
+    parts = stage_parts(model, layout, sequence_length, at, stack.stage_cut)
+    stages = {
+        number: StageReplay(ledger, tally, model, part, at, splits=orders.splits, stack=stack) for number, part in parts.items()
+    }
     ledger.take("other", "batch", count * _batch_bytes(model, layout, shape, documents=documents))
-    ledger.take(
-        "other", "history of fp8", fp8_history_bytes(model, layout, [n for part in parts.values() for n in part.layers])
-    )
+    if stack.kernels.own_fp8:
+        blocks = [n for part in parts.values() for n in part.layers]
+        ledger.take("other", "history of fp8", fp8_history_bytes(model, layout, blocks))
     shards = [stage.shards for stage in stages.values()]
     held = [weight for one in shards for bucket in one.buckets for weight in bucket.weights]
     ledger.take("other", "scales of weights in fp8", scale_bytes(scale_tables(model, layout, held), layout))
-    elements = sum(one.shard_elements(b) * one.master_itemsize for one in shards for b in one.buckets)
-    moments = sum(one.moment_bytes(bucket, optimizer) for one in shards for bucket in one.buckets)
-    moments = 0 if layout.offload_optimizer else moments
+    kinds = {model.is_moe(layer): layer for part in parts.values() for layer in part.layers}
+    unread = dummy_gradient_bytes(model, tuple(kinds.values()), shape, stack=stack)
+    ledger.take("other", "gradients that nobody reads", unread)
+    outputs = _output_bytes(model, shape, parts, stack)
+    ledger.take("activations", "outputs", outputs * max(0, count - orders.num_micro_batches))
+    on_host, moments = 0, sum(one.optimizer_bytes(bucket, optimizer) for one in shards for bucket in one.buckets)
+    if layout.offload_optimizer:
+        whole = {one: one.master_itemsize + one.apart_itemsize for one in shards}
+        on_host, moments = 4 * sum(one.shard_elements(bucket) * whole[one] for one in shards for bucket in one.buckets), 0
     wide = _update_bytes(model, layout, parts, shards, optimizer, device, rank)
     tied = tied_bytes(model, layout, rank, at)
     between = before_update = ledger.now()
@@ -144,7 +153,7 @@ def plan_memory(
         if step == 0 and optimizer_state_exists:
             ledger.take("optimizer", "moments", moments)
         tally.clear()
-        _play_step(ledger, tally, stages, orders, step, at, passes)
+        _play_step(ledger, tally, stages, orders, step, at, passes, outputs)
         ledger.touch("communication", "embedding's gradient", tied)
         ledger.mark("optimizer", step)
         before_update = ledger.now()
@@ -167,26 +176,35 @@ def plan_memory(
         model=model,
         timeline=ledger.timeline,
         num_micro_batches=count,
-        host_bytes=ledger.peak_on_host + (4 * elements if layout.offload_optimizer else 0),
+        stack=stack,
+        host_bytes=ledger.peak_on_host + on_host,
     )
 
 
 def plan_fullest_rank(model: Model, layout: Layout, **options: Any) -> MemoryPlan:
-    """`plan_memory` of the rank of the pipeline that needs most; `options` are its own."""
+    """`plan_memory` of the rank of the pipeline that needs most; `options` are its own. The last few are kept: a search asks
+    for its best layouts, and the plan of the one that is chosen for it again."""
+    plan = _plan_fullest_rank.__wrapped__ if is_file(layout.schedule) else _plan_fullest_rank  # a file may change
+    return plan(model, layout, **options)
+
+
+@lru_cache(maxsize=16)
+def _plan_fullest_rank(model: Model, layout: Layout, **options: Any) -> MemoryPlan:
     in_stage = layout.world_size // layout.pp
-    ranks = _full_ranks(model, layout, options["sequence_length"], options["sequences_per_batch"])
+    cut = options.get("stack", OURS).stage_cut
+    ranks = _full_ranks(model, layout, options["sequence_length"], options["sequences_per_batch"], cut)
     passes: dict[Hashable, Entries] = {}
     plans = [plan_memory(model, layout, rank=rank * in_stage, passes=passes, **options) for rank in ranks]
     return max(plans, key=lambda plan: plan.peak.total)
 
 
-def _full_ranks(model: Model, layout: Layout, sequence_length: int, sequences_per_batch: int) -> list[int]:
+def _full_ranks(model: Model, layout: Layout, sequence_length: int, sequences_per_batch: int, way: StageCut) -> list[int]:
     """Ranks of a pipeline of which one needs most, or within 1 percent of it: of those with the same kinds of layers the ones
     whose actions keep most, by any of the measures of `_most_kept`."""
     if layout.pp == 1:
         return [0]
-    orders = _orders(layout, num_micro_batches(layout, sequences_per_batch))
-    cut, last = stage_layers(model, layout, sequence_length), layout.num_stages - 1
+    orders = _orders(layout, num_micro_batches(layout, sequences_per_batch), OURS)
+    cut, last = stage_layers(model, layout, sequence_length, way), layout.num_stages - 1
     in_fp8 = fp8_layers(model, layout)
     kinds = [
         tuple((model.is_moe(layer), model.window(layer), layout.again(layer), layer in in_fp8) for layer in layers)
@@ -211,25 +229,27 @@ def _most_kept(
     """Layers whose activations live at once, at most: of all stages of a rank, of each kind of them, and whatever a micro-batch
     between I and W weighs against one between F and I: less where nothing is recomputed, more where all is."""
     some = [own] if len(own) == 1 else [own, *({kind} for kind in sorted(own, key=kinds.index))]
-    sizes = [[len(kind) * (kind in those) for kind in kinds] for those in some]
-    return [peak_activation_bytes(actions, one, [weight * size for size in one]) for one in sizes for weight in weights]
+    return peak_activation_bytes(actions, [[len(kind) * (kind in those) for kind in kinds] for those in some], weights)
 
 
 def rank_shape(
-    layout: Layout, sequence_length: int, *, documents: bool, device: Literal["cpu", "cuda"], at: Coordinates | None = None
-) -> Shape:
-    """One micro-batch of our trainer on one rank: on that at `at`, or as `Shape.at` says without.
+    layout: Layout, sequence_length: int, *, documents: bool, device: Literal["cpu", "cuda"], at: Coordinates | None = None,
+    stack: Stack = OURS,
+) -> Shape:  # fmt: skip
+    """One micro-batch on one rank: on that at `at`, or as `Shape.at` says without.
 
-    Over cp a sequence is taken for one document, whatever `documents`: the most that attention can have to do and to send.
+    Over cp ours takes a sequence for one document, whatever `documents`: the most that attention can have to do and to send.
     """
+    kernels = with_attention(stack, layout.attention).kernels
+    documents = documents and not (kernels.own_fp8 and layout.cp > 1)
     if at is not None:  # what else it stands for changes no shape
         at = at._replace(pp=0, dp=0, expert_dp=0)
     return Shape(
-        layout.micro_batch_size, sequence_length, layout.precision, documents and layout.cp == 1, device, tp=layout.tp,
+        layout.micro_batch_size, sequence_length, layout.precision, documents, device, tp=layout.tp,
         sequence_parallel=layout.sequence_parallel, cp=layout.cp, cp_method=layout.cp_method, cp_heads=layout.cp_heads,
         ep=layout.ep, expert_tp=layout.expert_tp, mlp_chunks=layout.mlp_chunks,
         partition_checkpoints=layout.partition_checkpoints, at=at, fp8_scaling=layout.fp8_scaling,
-        fp8_gathered=gathers_fp8(layout), kernels=with_attention(STACKS["ultrascale"], layout.attention).kernels,
+        fp8_gathered=gathers_fp8(layout), kernels=kernels,
     )  # fmt: skip
 
 
@@ -250,21 +270,23 @@ def num_micro_batches(layout: Layout, sequences_per_batch: int) -> int:
 
 
 def fp8_history_bytes(model: Model, layout: Layout, layers: Sequence[int]) -> int:
-    """Of delayed scaling: the history of the blocks in fp8 among `layers`, and a scale, what this step has seen and the largest
-    number of the format of each slot."""
+    """Bytes of delayed scaling for the blocks in fp8 among `layers`: each slot's history, scale, largest magnitude of this step
+    and largest number of its format."""
     if not is_delayed(layout):
         return 0
     slots = sum(num_block_slots(model, layer) for layer in layers if layer in fp8_layers(model, layout))
     return SLOT_BYTES * slots * (layout.fp8_amax_history_len + 3)
 
 
-def stage_parts(model: Model, layout: Layout, sequence_length: int, at: Coordinates) -> dict[int, Part]:
+def stage_parts(
+    model: Model, layout: Layout, sequence_length: int, at: Coordinates, way: StageCut = "balanced"
+) -> dict[int, Part]:
     """The stages of the rank at `at`, by number."""
     layers = model.num_hidden_layers
     predictions = range(layers, layers + model.num_nextn_predict_layers)
     if layout.pp == 1:
         return {0: Part(range(layers), predictions=predictions)}
-    cut, last = stage_layers(model, layout, sequence_length), layout.num_stages - 1
+    cut, last = stage_layers(model, layout, sequence_length, way), layout.num_stages - 1
     held = stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)[at.pp]
     return {
         number: Part(cut[number], number == 0, number == last, predictions if number == last else range(0)) for number in held
@@ -274,29 +296,44 @@ def stage_parts(model: Model, layout: Layout, sequence_length: int, at: Coordina
 def _update_bytes(
     model: Model, layout: Layout, parts: Mapping[int, Part], shards: list[Shards], optimizer: str, device: str, rank: int
 ) -> int:
-    """What an update makes and drops, at most at once."""
+    """Peak of temporary bytes in an optimizer's update."""
     if optimizer == "muon":
         return muon_update_bytes(muon_matrices(model, parts), layout, rank)
     return max((one.update_bytes(optimizer, device) for one in shards), default=0)
 
 
 def tied_bytes(model: Model, layout: Layout, rank: int, at: Coordinates) -> int:
-    """What the other end of a pipeline has of the gradient of an embedding that both hold, and sends."""
+    """Bytes of a tied embedding's gradient, which the two ends of a pipeline exchange; 0 on other ranks."""
     if not shares_embedding(model, layout) or at.pp not in ends_of(layout):
         return 0
     (held,) = (weight for weight in weights(model) if weight.name == TIED)
     return prod(part_shape(held, layout, rank)) * DTYPE_BYTES[layout.master_dtype]
 
 
+def padded(model: Model, stack: Stack, tp: int) -> Model:
+    """`model` with the vocabulary padded as the trainer pads it."""
+    multiple = stack.pads_vocab_to * tp
+    if stack.pads_vocab_to == 1:
+        return model
+    return replace(model, vocab_size=-(-model.vocab_size // multiple) * multiple)
+
+
+def _output_bytes(model: Model, shape: Shape, parts: Mapping[int, Part], stack: Stack) -> int:
+    """Logits of a micro-batch that a pipeline keeps for its caller."""
+    if not stack.keeps_outputs or not any(part.is_last and not part.is_first for part in parts.values()):
+        return 0
+    return shape.num_tokens * shape.tp_part(model.vocab_size) * shape.itemsize
+
+
 def muon_matrices(model: Model, parts: Mapping[int, Part]) -> list[Weight]:
-    """What Muon works on, of a rank's stages."""
+    """Matrices of a rank's stages that Muon updates; AdamW updates all other weights."""
     layers = {layer for part in parts.values() for layer in part.blocks}
     return [weight for weight in weights(model) if weight.layer in layers and is_hidden_matrix(weight)]
 
 
 def _batch_bytes(model: Model, layout: Layout, shape: Shape, *, documents: bool) -> int:
-    """Of one micro-batch: tokens, targets, positions wherever the trainer gives them, documents of the whole sequences, keys of
-    dropout."""
+    """Bytes of one micro-batch: tokens, targets, positions wherever the trainer gives them, documents of the whole
+    sequences, keys of dropout."""
     token = shape.micro_batch_size * INDEX_BYTES
     local, whole = token * shape.local_length, token * shape.sequence_length
     given = documents or layout.cp > 1
@@ -311,15 +348,15 @@ class _Orders(NamedTuple):
     num_micro_batches: int
     messages: list[Message]
     splits: bool
-    """Whether any backward pass is cut in two."""
+    """True if any backward pass is split into I and W."""
 
 
-def _orders(layout: Layout, count: int) -> _Orders:
-    """Of many micro-batches that come and go alike only some."""
+def _orders(layout: Layout, count: int, stack: Stack) -> _Orders:
+    """Orders of a step on all ranks, with only some of many micro-batches that come and go alike."""
     if layout.pp == 1:
-        count = min(count, MAX_REPLAYED)
+        count = min(count, 1 if stays_whole(stack, layout) else MAX_REPLAYED)
         return _Orders([accumulate(count, layout.zero_stage)], count, [], False)
-    if layout.schedule not in FORWARD_FIRST and not is_file(layout.schedule):
+    if (known := layout.known_schedule) and not known.forward_first:
         count = min(count, MAX_IN_FLIGHT * layout.num_stages)
     build = _pipeline_orders.__wrapped__ if is_file(layout.schedule) else _pipeline_orders  # a file may change
     return build(layout.schedule, layout.pp, count, layout.virtual_stages)
@@ -327,7 +364,7 @@ def _orders(layout: Layout, count: int) -> _Orders:
 
 @lru_cache(maxsize=4)
 def _pipeline_orders(name: str, pp: int, count: int, virtual_stages: int) -> _Orders:
-    """The same for every rank."""
+    """Orders of a pipeline's step, kept: every rank has the same."""
     schedule = build_schedule(name, pp, count, virtual_stages)
     splits = any(part.kind is Kind.INPUT_GRADIENT for row in schedule for action in row for part in action.parts)
     return _Orders(schedule, count, messages(schedule), splits)
@@ -335,12 +372,13 @@ def _pipeline_orders(name: str, pp: int, count: int, virtual_stages: int) -> _Or
 
 def _play_step(
     ledger: Ledger, tally: Tally, stages: Mapping[int, StageReplay], orders: _Orders, step: int, at: Coordinates,
-    passes: dict[Hashable, Entries],
+    passes: dict[Hashable, Entries], outputs: int,
 ) -> None:  # fmt: skip
     """The passes of a step."""
     layout = tally.layout
+    reduces_from = next(iter(stages.values())).stack.reduces_from
     if layout.pp == 1:
-        for action in orders.schedule[0]:
+        for action in accumulate(orders.num_micro_batches, layout.zero_stage, reduces_from):
             ledger.mark("forward" if action.kind is Kind.FORWARD else "backward", step)
             if action.kind is Kind.FORWARD:
                 stages[0].forward(action.micro_batch)
@@ -352,11 +390,14 @@ def _play_step(
     plain = ledger.keeps_timeline or layout.offload_activations
     players = {number: StagePlayer(one, passes.setdefault(alike(one), {})) for number, one in stages.items()}
     played = stages if plain else players
-    replay = RankReplay(ledger, played, mail, layout.num_stages - 1)
-    replay.play(sharded(orders.schedule[at.pp], layout.zero_stage), step)
+    replay = RankReplay(ledger, played, mail, layout.num_stages - 1, outputs)
+    replay.play(sharded(orders.schedule[at.pp], layout.zero_stage, reduces_from), step)
 
 
-def _saved_by_kind(model: Model, layout: Layout, shape: Shape, layer: int) -> dict[str, int]:
+def _saved_by_kind(model: Model, layout: Layout, shape: Shape, layer: int, stack: Stack) -> dict[str, int]:
     """Bytes a block holds between its forward and its backward pass, by the kind of operation that made them."""
-    again = resolved(layout.again(layer), model, layer, layout)
-    return kept_bytes_by_kind(block_work(model, layer, shape), again, shape.outer_tokens * model.hidden_size * shape.itemsize)
+    again, hidden = (
+        again_in(stack, layout.again(layer), model, layer, layout),
+        shape.outer_tokens * model.hidden_size * shape.itemsize,
+    )
+    return kept_bytes_by_kind(block_work(model, layer, shape), again, hidden, stack.selective)

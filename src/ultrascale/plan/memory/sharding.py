@@ -1,4 +1,4 @@
-"""What FSDP2 holds besides the shards: the same moves as torch's, on a ledger.
+"""Memory of FSDP2 besides the shards: the same moves as torch's, on a ledger.
 
 For one bucket of U elements (its parameters, each padded to a multiple of n rows, of `places.zero_shape`) on n ranks that share
 a copy:
@@ -12,29 +12,31 @@ a copy:
 
 The bucket outside the blocks (embedding, final norm, head) is gathered first and let go last, and reduced last. Weights that
 travel in fp8 are bytes of it (`layout.fp8_all_gather`); their gradients are as wide as others'.
-One process has no FSDP2. In mixed precision (`parallel.precision`) it keeps copies U that compute, and casts the gradients of a
-block one by one when the block's backward pass is done, last weight first.
+One process has no FSDP2. In mixed precision (`parallel.precision.mixed_precision`) it keeps copies U that compute, and casts
+the gradients of a block one by one when the block's backward pass is done, last weight first.
 Read in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py, torch 2.11 to 2.13.
 
-Scales of weights that are gathered in fp8 (`parallel.fp8_gather`): what ranks agree on once an update, and keep.
+Scales of weights that are gathered in fp8 (`parallel.precision.fp8_gather`): what ranks agree on once an update, and keep.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Iterator
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import mul
 from typing import Any, NamedTuple
 
+from ultrascale.catalogue.stacks.stack import SCALED_TOGETHER, UPDATED_TOGETHER, WIDENED_BYTES, Stack
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import Weight, is_hidden_matrix
+from ultrascale.description.layout import DTYPE_BYTES, NARROW, Layout
 from ultrascale.plan.memory.ledger import Held, Ledger
 from ultrascale.plan.memory.tally import Tally
 from ultrascale.schedules.actions import Action
-from ultrascale.spec.fp8_slots import SLOT_BYTES, is_delayed, num_weight_scales, weights_gathered_in_fp8
-from ultrascale.spec.layout import DTYPE_BYTES, NARROW, Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.owners import chunk
-from ultrascale.spec.places import Coordinates, zero_shape
-from ultrascale.spec.stack import SCALED_TOGETHER, UPDATED_TOGETHER, WIDENED_BYTES
-from ultrascale.spec.weights import Weight, is_hidden_matrix
+from ultrascale.work.fp8_slots import SLOT_BYTES, is_delayed, num_weight_scales, weights_gathered_in_fp8
+from ultrascale.work.sharding.owners import chunk
+from ultrascale.work.sharding.places import Coordinates, zero_shape
 
 
 @dataclass(eq=False)
@@ -42,12 +44,12 @@ class Bucket:
     """Parameters that are gathered, and whose gradients are reduced, together. One is only ever itself, however like others."""
 
     weights: list[Weight]
-    """Of the shapes that a rank has before data parallelism cuts them."""
+    """Weights, in the shapes that a rank has before data parallelism cuts them."""
     label: str
     ranks: int | None = None
-    """That cut it between them; None: as many as cut a copy of the state."""
+    """Ranks that shard the bucket; None: those that shard a copy of the state."""
     in_fp8: Container[str] = ()
-    """Names of weights that are gathered in 8 bits (`parallel.fp8_gather`)."""
+    """Names of weights that are gathered in 8 bits (`parallel.precision.fp8_gather`)."""
     parameters: Held | None = None
     """Whole copies, while gathered."""
     flat: Held | None = None
@@ -60,21 +62,21 @@ class Bucket:
     cast: set[str] = field(default_factory=set)
     """Weights whose gradients are in the dtype of sums, where autograd makes them in another, as wide or not."""
     narrow_gradients: dict[str, Held] = field(default_factory=dict)
-    """Of one process: those that wait for their cast."""
+    """Gradients that wait for their cast, of one process."""
     cut_gradient: Held | None = None
 
 
 SINGLE = ("parameters", "flat", "partial", "replica_buffer", "cut_gradient")
-"""Of a bucket: what is there or not."""
+"""Fields of a bucket that hold one tensor or None."""
 Told = tuple[str, str, int] | None
 """Category, label and bytes of what somebody holds."""
 
 
 class BucketsLeft(NamedTuple):
-    """What is there of buckets after a pass, weights by their places."""
+    """State of the buckets after a pass, weights by their places."""
 
     buckets: tuple[tuple[Any, ...], ...]
-    """Of each `SINGLE`, gradients whole and narrow, and the places of those that are cast."""
+    """For each bucket: the fields of `SINGLE`, gradients whole and narrow, and the places of those that are cast."""
     buffers: tuple[Told, ...]
 
 
@@ -98,34 +100,51 @@ class Shards:
         *,
         over_gloo: bool = False,
         has_experts: bool = False,
+        stack: Stack = STACKS["ultrascale"],
     ):
         """`buckets` in the order in which they end in a forward pass, the one outside the blocks first.
 
-        `over_gloo`: collectives are those of `parallel.collectives`. `has_experts`: FSDP2 is wherever they have copies.
+        `over_gloo`: collectives are those of `parallel.data.collectives`. `has_experts`: FSDP2 is wherever they have copies.
+        `stack`: the trainer, with its dtypes.
         """
-        self.over_gloo = over_gloo
+        self.over_gloo, self.stack = over_gloo, stack
         layout = tally.layout
         self.ledger, self.tally, self.layout, self.buckets = ledger, tally, layout, buckets
         experts_differ = has_experts and layout.tp * layout.ep * layout.expert_tp > 1
         self.sharded = layout.dp * layout.cp > 1 or (experts_differ and layout.expert_dp > 1)
         self.ranks, self.at = layout.group("shard")[0], at
-        self.casts_alone = not self.sharded and layout.precision != layout.master_dtype
-        self.compute_itemsize = DTYPE_BYTES[layout.precision]
-        self.master_itemsize = DTYPE_BYTES[layout.master_dtype]
+        compute, master = DTYPE_BYTES[layout.precision], DTYPE_BYTES[layout.master_dtype]
+        self.compute_itemsize = compute
+        self.is_wide, masters_are_gathered = compute >= master, stack.gathers == "buckets"
+        self.master_itemsize = min(master, stack.master_bytes) if masters_are_gathered or self.is_wide else stack.weight_bytes
+        self.apart_itemsize = 0 if masters_are_gathered or self.is_wide else stack.master_bytes
+        own = compute if self.is_wide else stack.gradient_bytes
+        self.sum_itemsize = min(master, stack.gradient_bytes) if masters_are_gathered else own
+        self.casts_alone = not self.sharded and compute != self.master_itemsize
         self.narrow_itemsize = int(NARROW.get(layout.precision, 0))
-        self.reduce_itemsize = DTYPE_BYTES[layout.gradient_reduce_dtype]
+        reduced = DTYPE_BYTES[layout.gradient_reduce_dtype]
+        self.reduce_itemsize = compute if self.is_wide else min(reduced, stack.reduce_bytes)
         made = "bf16" if layout.precision in NARROW else layout.precision
-        self.casts_sums = layout.gradient_reduce_dtype != made
+        narrower = self.reduce_itemsize < reduced
+        self.casts_sums = self.reduce_itemsize != compute if narrower else layout.gradient_reduce_dtype != made
         self.last_flat: Held | None = None
         self.reduce_input: Held | None = None
-        for bucket in buckets:
-            shard = self.padded_elements(bucket) // self.ranks_of(bucket)
-            ledger.take("parameters", bucket.label, shard * self.master_itemsize)
+        self.sizes = {bucket: self._sizes_of(bucket) for bucket in buckets}
+        """Padded elements of each bucket, and their bytes as they are gathered."""
+        self._take_state()
+
+    def _take_state(self) -> None:
+        """Take the parameters that stay between steps; the optimizer's state is taken elsewhere."""
+        leaves = self.layout.offload_optimizer and self.stack.offloads_parameters
+        for bucket in self.buckets:
+            shard = 0 if leaves else self.padded_elements(bucket) // self.ranks_of(bucket)
+            self.ledger.take("parameters", bucket.label, shard * self.master_itemsize)
             if self.casts_alone:
                 self._finish_gather(bucket)
 
-    def state(self) -> Hashable:
-        """What is there of every bucket: of its weights by their places, so that stages with the same blocks have the same."""
+    def state(self, some: Sequence[Bucket] | None = None) -> Hashable:
+        """Parts of every bucket, or of some, that are held: weights by their places, so that stages with the same blocks have
+        the same."""
         buckets = tuple(
             (
                 bucket.parameters is None, bucket.flat is None, bucket.partial is None, bucket.replica_buffer is None,
@@ -135,16 +154,16 @@ class Shards:
                     for some in (bucket.whole_gradients, bucket.cast, bucket.narrow_gradients)
                 ),
             )
-            for bucket in self.buckets
+            for bucket in (self.buckets if some is None else some)
         )  # fmt: skip
         sizes = tuple(held and held.num_bytes for held in (self.last_flat, self.reduce_input))
         return buckets, sizes
 
-    def left(self) -> BucketsLeft | None:
-        """What is there of every bucket, so that it can be put into others with the same weights; None if somebody else holds
-        some of it too."""
+    def left(self, some: Sequence[Bucket] | None = None) -> BucketsLeft | None:
+        """Parts of every bucket, or of some, that are held, to be put into others with the same weights; None if somebody
+        else holds some of it too."""
         found = []
-        for bucket in self.buckets:
+        for bucket in self.buckets if some is None else some:
             names = [weight.name for weight in bucket.weights]
             single = [getattr(bucket, name) for name in SINGLE]
             several = [[some.get(name) for name in names] for some in (bucket.whole_gradients, bucket.narrow_gradients)]
@@ -160,9 +179,10 @@ class Shards:
         told = [(*(tuple(map(_told, some)) for some in parts[:-1]), parts[-1]) for parts in found]
         return BucketsLeft(tuple(told), tuple(map(_told, sizes)))
 
-    def put_back(self, left: BucketsLeft) -> None:
+    def put_back(self, left: BucketsLeft, some: Sequence[Bucket] | None = None) -> None:
         """Have what was `left`; the books have it already."""
-        for bucket, (single, whole, narrow, cast) in zip(self.buckets, left.buckets, strict=True):
+        buckets = self.buckets if some is None else some
+        for bucket, (single, whole, narrow, cast) in zip(buckets, left.buckets, strict=True):
             names = [weight.name for weight in bucket.weights]
             for name, one in zip(SINGLE, single, strict=True):
                 setattr(bucket, name, _held(one))
@@ -176,18 +196,28 @@ class Shards:
         """The bucket outside the blocks."""
         return self.buckets[0]
 
+    def is_cut(self, bucket: Bucket) -> bool:
+        """True if FSDP shards the bucket. Some trainers leave out experts without a replica, which are plain parameters
+        then."""
+        return self.sharded and not (bucket.ranks == 1 and not self.stack.shards_lone_experts)
+
     def ranks_of(self, bucket: Bucket) -> int:
         """Ranks that cut a bucket between them."""
         return self.ranks if bucket.ranks is None else bucket.ranks
 
     def padded_elements(self, bucket: Bucket) -> int:
         """Elements of a bucket once every weight's rows are padded to a multiple of the ranks."""
-        return sum(_padded(weight, self.ranks_of(bucket)) for weight in bucket.weights)
+        return self.sizes[bucket][0]
 
     def gathered_bytes(self, bucket: Bucket) -> int:
-        """Of a bucket's whole parameters as they are gathered."""
-        ranks, whole = self.ranks_of(bucket), self.compute_itemsize
-        return sum(_padded(w, ranks) * (self.narrow_itemsize if w.name in bucket.in_fp8 else whole) for w in bucket.weights)
+        """Bytes of a bucket's whole parameters as they are gathered."""
+        return self.sizes[bucket][1]
+
+    def _sizes_of(self, bucket: Bucket) -> tuple[int, int]:
+        each = [_padded(weight, self.ranks_of(bucket)) for weight in bucket.weights]
+        narrow, whole = self.narrow_itemsize, self.compute_itemsize
+        sizes = [narrow if weight.name in bucket.in_fp8 else whole for weight in bucket.weights]
+        return sum(each), sum(map(mul, each, sizes))
 
     def own_elements(self, bucket: Bucket, weight: Weight) -> int:
         """Elements of this rank's shard of a weight without padding: the last ranks may have fewer, or none."""
@@ -200,26 +230,35 @@ class Shards:
         """Elements of this rank's shard without padding."""
         return sum(self.own_elements(bucket, weight) for weight in bucket.weights)
 
-    def moment_bytes(self, bucket: Bucket, optimizer: str) -> int:
-        """Of the optimizer's state of this rank's shard."""
-        return sum(
-            moment_bytes(weight, self.own_elements(bucket, weight), optimizer, self.master_itemsize)
-            for weight in bucket.weights
+    def optimizer_bytes(self, bucket: Bucket, optimizer: str) -> int:
+        """Bytes of optimizer state in this rank's shard: moments, and masters where other copies are all-gathered."""
+        masters = self.shard_elements(bucket) * self.apart_itemsize
+        told, wide = self.stack.moment_bytes, DTYPE_BYTES[self.layout.master_dtype]
+        if self.stack.name != "ultrascale" and optimizer != "muon":
+            return masters + round(self.shard_elements(bucket) * told * wide / 4)
+        return masters + sum(
+            moment_bytes(weight, self.own_elements(bucket, weight), optimizer, wide) for weight in bucket.weights
         )
 
     def update_bytes(self, optimizer: str, device: str) -> int:
-        """What an update makes and drops, at most at once; of Muon's `plan.memory.muon_update` tells."""
+        """Peak of temporary bytes in an update; Muon's are in `plan.memory.muon_update`."""
+        if self.stack.name != "ultrascale":
+            return self.stack.optimizer_temporary_bytes * sum(map(self.shard_elements, self.buckets))
         matrices = [(bucket, weight) for bucket in self.buckets for weight in bucket.weights if len(weight.shape) > 1]
         largest = max((self.own_elements(*one) for one in matrices), default=0)
         return WIDENED_BYTES.get(optimizer, 0) * min(largest, UPDATED_TOGETHER[device])
 
+    def fuses(self, bucket: Bucket) -> bool:
+        """True if products add to summed gradients themselves, whatever dtype those have."""
+        return False
+
     def adds_in_place(self, bucket: Bucket, weight: Weight) -> bool:
-        """Whether a product can add to the gradient that is there, of the dtype in which autograd makes it."""
+        """True if a product can add to the gradient that is there, in the dtype in which autograd makes it."""
         return weight.name in bucket.whole_gradients and not self._is_cast(bucket, weight) and not self.casts_alone
 
     def before_forward(self, bucket: Bucket) -> None:
         """Gather, unless it is still whole."""
-        if self.sharded and bucket.parameters is None:
+        if self.is_cut(bucket) and bucket.parameters is None:
             self._start_gather(bucket)
             self._finish_gather(bucket)
             self._drop_last_flat()  # a local name in FSDP2's wait_for_unshard holds it until the copy is done
@@ -229,7 +268,7 @@ class Shards:
 
     def after_forward(self, bucket: Bucket) -> None:
         """Stage 3 lets go, except outside the blocks."""
-        if self.sharded and self.layout.zero_stage == 3 and bucket is not self.buckets[0]:
+        if self.is_cut(bucket) and self.layout.zero_stage == 3 and bucket is not self.buckets[0]:
             self._reshard(bucket)
 
     def end_forward(self) -> None:
@@ -239,7 +278,7 @@ class Shards:
         """Be whole, and start gathering the bucket that comes next on the way back."""
         if not self.sharded:
             return
-        if bucket.parameters is None:
+        if bucket.parameters is None and self.is_cut(bucket):
             self._start_gather(bucket)
             self._finish_gather(bucket)
             if bucket.flat is not None:
@@ -247,7 +286,7 @@ class Shards:
                 bucket.flat = None
         index = self.buckets.index(bucket)
         ahead = self.buckets[index - 1]  # of the one outside the blocks, whose backward pass is first: the last
-        if index != 1 and ahead.parameters is None:
+        if index != 1 and ahead.parameters is None and self.is_cut(ahead):
             self._start_gather(ahead)
 
     def add_gradient(self, bucket: Bucket, weight: Weight, gradient: Held) -> None:
@@ -266,7 +305,7 @@ class Shards:
         """Reduce and cut the gradients, or keep them whole for the next micro-batch; let go of the parameters."""
         if self.casts_alone:
             self._cast_gradients(bucket)
-        if not self.sharded:
+        if not self.is_cut(bucket):
             return
         for name in [name for name in bucket.whole_gradients if name.endswith(" new")]:
             self.ledger.drop(bucket.whole_gradients.pop(name))
@@ -278,17 +317,17 @@ class Shards:
             self._cast_to_sums(bucket)
 
     def complete_gradients(self, bucket: Bucket) -> None:
-        """A gradient of every weight in the dtype of sums, zeros where there was none (`parallel.pipeline_data`): reductions
-        want all of a bucket in one dtype."""
-        for weight in bucket.weights if self.sharded else ():
+        """A gradient of every weight in the dtype of sums, zeros where there was none (`parallel.pipeline.pipeline_data`):
+        reductions want all of a bucket in one dtype."""
+        for weight in bucket.weights if self.is_cut(bucket) else ():
             if weight.name not in bucket.whole_gradients:
                 size = weight.numel * self.compute_itemsize
                 bucket.whole_gradients[weight.name] = self.ledger.take("gradients", bucket.label, size)
             self._cast_one(bucket, weight)
 
     def complete_some(self) -> None:
-        """The same before a backward pass that reduces, of buckets that have gradients in that dtype already."""
-        for bucket in self.buckets if self.sharded else ():
+        """Complete the gradients of buckets that have any in the dtype of sums, before a backward pass that reduces."""
+        for bucket in filter(self.is_cut, self.buckets):
             if any(self._is_cast(bucket, weight) for weight in bucket.weights):
                 self.complete_gradients(bucket)
 
@@ -321,7 +360,7 @@ class Shards:
         self.ledger.drop(own)
 
     def _groups(self, bucket: Bucket) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of the ranks that cut a bucket, and of those that repeat it."""
+        """Groups (size, stride) of the ranks that shard a bucket, and of those that replicate it."""
         if bucket.ranks is None:
             return self.layout.group("shard"), self.layout.group("replicate")
         size, stride = bucket.ranks, self.layout.group("expert_dp")[1]
@@ -339,7 +378,7 @@ class Shards:
     def _cast_gradients(self, bucket: Bucket) -> None:
         for weight in reversed([w for w in bucket.weights if w.name in bucket.narrow_gradients]):
             narrow = bucket.narrow_gradients.pop(weight.name)
-            wide = self.ledger.take("temporary", "gradients of weights", weight.numel * self.master_itemsize)
+            wide = self.ledger.take("temporary", "gradients of weights", weight.numel * self.sum_itemsize)
             self.ledger.drop(narrow)
             if weight.name in bucket.whole_gradients:  # autograd adds to the one that is there
                 self.ledger.drop(wide)
@@ -360,7 +399,7 @@ class Shards:
             bucket.cast.add(weight.name)
 
     def _is_cast(self, bucket: Bucket, weight: Weight) -> bool:
-        """Whether there is a gradient in the dtype of sums over micro-batches, which autograd did not make."""
+        """True if the weight has a gradient in the dtype of sums over micro-batches, which autograd did not make."""
         return weight.name in bucket.cast
 
     def _reduce(self, bucket: Bucket, action: Action) -> None:
@@ -380,7 +419,7 @@ class Shards:
         bucket.cast.clear()
         for held in gradients:
             self.ledger.drop(held)
-        if ranks == 1:  # the result is the input (`parallel.data.NothingToScatter`)
+        if ranks == 1:  # the result is the input (`parallel.data.data_parallel.NothingToScatter`)
             cut, self.reduce_input = self.reduce_input, None
         else:
             cut = self.ledger.take("communication", "reduce-scatter output", elements // ranks * self.reduce_itemsize)
@@ -395,17 +434,23 @@ class Shards:
 
     def _keep_cut(self, bucket: Bucket, cut: Held, action: Action) -> None:
         """The cut gradient, once it is summed over copies; until then partial."""
+        if not self.stack.keeps_reduced:
+            size = cut.num_bytes // self.reduce_itemsize * self.sum_itemsize
+            wide = self.ledger.take("gradients", bucket.label, 0 if bucket.cut_gradient else size)
+            bucket.cut_gradient = bucket.cut_gradient or wide
+            self.ledger.drop(cut)
+            return
         if not action.sum_replicas:
             if bucket.partial is None:
                 bucket.partial = cut
             else:
                 self.ledger.drop(cut)
             return
-        if self.reduce_itemsize == self.master_itemsize:
+        if self.reduce_itemsize == self.sum_itemsize:
             bucket.cut_gradient = self.ledger.move(cut, "gradients", bucket.label)
         else:
             bucket.replica_buffer = cut  # the sum over copies ran in it, and FSDP2 keeps it until the end
-            size = cut.num_bytes // self.reduce_itemsize * self.master_itemsize
+            size = cut.num_bytes // self.reduce_itemsize * self.sum_itemsize
             bucket.cut_gradient = self.ledger.take("gradients", bucket.label, size)
         if bucket.partial is not None:
             self.ledger.drop(bucket.partial)
@@ -422,8 +467,42 @@ class Shards:
             self.reduce_input = None
 
 
+class WholeState(Shards):
+    """Parameters and summed gradients that have their place from the start and stay whole through all passes: Megatron,
+    nanotron, DeepSpeed's first stages, plain DDP. The optimizer's state alone is cut, and what `shards_gradients_from` says."""
+
+    def _take_state(self) -> None:
+        self.sharded = self.casts_alone = False
+        stack, compute = self.stack, self.compute_itemsize
+        cuts = self.layout.zero_stage >= stack.shards_gradients_from
+        for bucket in self.buckets:
+            whole, own = sum(weight.numel for weight in bucket.weights), self.shard_elements(bucket)
+            self.ledger.take("parameters", bucket.label, whole * (compute if self.is_wide else stack.weight_bytes))
+            beside = 0 if self.is_wide else stack.autograd_gradient_bytes * whole
+            self.ledger.take("gradients", bucket.label, self.sum_itemsize * (own if cuts else whole) + beside)
+
+    def own_elements(self, bucket: Bucket, weight: Weight) -> int:
+        """Elements of a weight in this rank's shard: the flat buffer of all weights is cut evenly."""
+        return -(-weight.numel // self.ranks_of(bucket))
+
+    def fuses(self, bucket: Bucket) -> bool:
+        return self.stack.fuses_gradient_accumulation and bucket is not self.root
+
+    def adds_in_place(self, bucket: Bucket, weight: Weight) -> bool:
+        return self.fuses(bucket)
+
+    def add_gradient(self, bucket: Bucket, weight: Weight, gradient: Held) -> None:
+        """It is added to the sum that is there."""
+        self.ledger.drop(gradient)
+
+
+def stays_whole(stack: Stack, layout: Layout) -> bool:
+    """True if this trainer keeps parameters and gradients unsharded throughout: `WholeState`."""
+    return stack.gathers == "whole" and not (layout.zero_stage == 3 and layout.group("shard")[0] > 1)
+
+
 def moment_bytes(weight: Weight, elements: int, optimizer: str, master_itemsize: int) -> int:
-    """Of the optimizer's state of so many elements, whole rows, of a weight: what our trainer keeps."""
+    """Bytes of optimizer state for so many elements, whole rows, of a weight, as our trainer keeps it."""
     if optimizer == "muon" and is_hidden_matrix(weight):
         return elements * master_itemsize
     if len(weight.shape) == 1 or optimizer in ("adamw", "muon"):
@@ -440,14 +519,14 @@ def _padded(weight: Weight, ranks: int) -> int:
 
 
 class ScaleTable(NamedTuple):
-    """Of the weights of a rank that are cut over one group. Groups are (size, stride)."""
+    """Scales of a rank's weights that are sharded over one group. Groups are (size, stride)."""
 
     shards: tuple[int, int]
     sharing: tuple[int, int]
     """Ranks of tp, or expert_tp, that hold other parts of what has one scale."""
     num_bytes: int
     shared_bytes: int
-    """Of the scales of which `sharing` hold parts."""
+    """Bytes of the scales of which ranks of `sharing` hold parts."""
 
 
 def scale_tables(model: Model, layout: Layout, held: Iterable[Weight]) -> Iterator[ScaleTable]:

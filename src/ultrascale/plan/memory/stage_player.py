@@ -9,7 +9,8 @@ down, those of other ranks of a layout too. `tests/plan/test_stage_player.py` ho
 A rank of a pipeline replayed: its list of actions on its stages, and the messages that come and go beside them.
 
 input     of a stage: memory of the message that brought it, until its backward pass is done
-result    handed to the mailbox; over gloo it lives until an answer shows that it has arrived (`parallel.pipeline_messages`)
+result    handed to the mailbox; over gloo it lives until an answer shows that it has arrived
+          (`parallel.pipeline.pipeline_messages`)
 gradient  of a result: a message, until its backward pass is done
 """
 
@@ -25,6 +26,7 @@ from ultrascale.plan.memory.stage_replay import StageReplay
 from ultrascale.plan.memory.tally import Counts, Tally
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.messages import Message, made_by, read_by, receipts
+from ultrascale.schedules.sharded import FINISHES
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ Entries = dict[Hashable, Entry | None]
 
 
 def alike(stage: StageReplay) -> Hashable:
-    """The same for stages whose passes change the books alike: their own blocks, or a number where they hold an end."""
+    """Key of stages whose passes change the books alike: work and recomputation of each block; for a stage at an end of the
+    model, its part."""
     part, layout = stage.part, stage.layout
     if part.is_first or part.is_last:
         return part
@@ -140,7 +143,7 @@ class StagePlayer:
         return result
 
     def _make(self, micro_batch: int) -> None:
-        """What played passes of a micro-batch would have left. The books have it already."""
+        """Make the tensors that the played passes of a micro-batch would have left. The books count them already."""
         one = self._played.pop(micro_batch, None)
         if one is None:
             return
@@ -189,7 +192,7 @@ class MailReplay:
             self._arriving[self._expected.popleft()[1].key] = self.ledger.take("activations", "messages", self.num_bytes)
 
     def take(self, message: Message) -> Held:
-        """What has arrived; what its sender has read by then is let go."""
+        """Take a message that has arrived, and free what was sent to its sender and has been read by then."""
         leaving = self._leaving[message.sender]
         while leaving and leaving[0][0].needed_by <= message.sent_by:
             self.ledger.drop(leaving.popleft()[1])
@@ -214,8 +217,13 @@ class MailReplay:
 class RankReplay:
     """The micro-batches in flight on a rank of a pipeline, in one step."""
 
-    def __init__(self, ledger: Ledger, stages: Mapping[int, StageReplay | StagePlayer], mail: MailReplay, last_stage: int):
+    def __init__(
+        self, ledger: Ledger, stages: Mapping[int, StageReplay | StagePlayer], mail: MailReplay, last_stage: int,
+        output_bytes: int = 0,
+    ):  # fmt: skip
+        """`output_bytes`: logits of a micro-batch, which stay to the end of the step."""
         self.ledger, self.stages, self.mail, self.last_stage = ledger, stages, mail, last_stage
+        self.output_bytes, self._outputs = output_bytes, list[Held]()
         self._inputs: dict[tuple[int, int], Held] = {}
         self._postponed: dict[tuple[int, int], Held] = {}
         self._handed: dict[tuple[bool, int, int], Held] = {}
@@ -228,6 +236,12 @@ class RankReplay:
                 given = self._take(part)
                 self.ledger.mark("forward" if part.kind is Kind.FORWARD else "backward", step)
                 self._do(part, given)
+                if (
+                    self.output_bytes and part.stage == self.last_stage and part.kind in FINISHES
+                ):  # until then the loss has them
+                    self._outputs.append(self.ledger.take("activations", "outputs", self.output_bytes))
+        self.ledger.drop_all(self._outputs)
+        self._outputs.clear()
         self.mail.close()
 
     def _take(self, part: Action) -> Held | None:

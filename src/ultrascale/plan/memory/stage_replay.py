@@ -15,40 +15,58 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+from ultrascale.catalogue.stacks.stack import Stack
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import DTYPE_BYTES
+from ultrascale.description.recomputed import Again
 from ultrascale.plan.cut_backward import gathered_input_bytes, is_row_sum, may_wait, reads_gathered, sent_in_half
 from ultrascale.plan.memory.gradients import Waits, WeightGradients, waiting_bytes, waiting_gradient, waiting_room
-from ultrascale.plan.memory.ledger import Held, Ledger
+from ultrascale.plan.memory.ledger import Effect, Held, Ledger
 from ultrascale.plan.memory.offload_replay import Checkpoint, OffloadReplay, Tape, Waiting
-from ultrascale.plan.memory.sharding import Shards
+from ultrascale.plan.memory.sharding import BucketsLeft, Shards, WholeState, stays_whole
 from ultrascale.plan.memory.stage_work import Part, StageWork
-from ultrascale.plan.memory.tally import Tally
+from ultrascale.plan.memory.tally import Counts, Tally
 from ultrascale.schedules.actions import Action, Kind
-from ultrascale.spec.kept import (
+from ultrascale.work.kept import (
     Region,
     adds_bias_apart,
+    again_in,
     computed_again,
     kept_results,
     regions,
-    resolved,
     sent_again,
     stops_behind,
 )
-from ultrascale.spec.layout import DTYPE_BYTES
-from ultrascale.spec.model import Model
-from ultrascale.spec.op_builders import gathered_room, is_fp8
-from ultrascale.spec.places import Coordinates, even_part
-from ultrascale.spec.recomputed import Again
-from ultrascale.spec.work import Op, coming_work, input_gather, prediction_head_work, shared_work
+from ultrascale.work.op_builders import gathered_room, is_fp8
+from ultrascale.work.sharding.places import Coordinates, even_part
+from ultrascale.work.work import Op, coming_work, input_gather, prediction_head_work, shared_work
 
 
 @dataclass
 class Under:
-    """What a micro-batch leaves between its forward and its backward pass."""
+    """State of a micro-batch between its forward and its backward pass."""
 
-    tapes: list[Tape | Checkpoint] = field(default_factory=list)
+    tapes: list[Tape | Checkpoint | Booked] = field(default_factory=list)
     shared: dict[str, Held] = field(default_factory=dict)
+
+
+class Booked(NamedTuple):
+    """A block whose forward pass is only in the books: category, label and bytes of what it read."""
+
+    given: tuple[str, str, int]
+    trip: tuple[Held, ...] = ()
+
+
+class BlockEntry(NamedTuple):
+    """One pass of a block: its effect on the ledger and the tally, what it makes, and what its buckets have after it."""
+
+    effect: Effect
+    counts: Counts
+    result: tuple[str, str, int]
+    leaves: BucketsLeft
 
 
 class Untouched:
@@ -64,14 +82,19 @@ class Untouched:
 class StageReplay:
     """The state of a stage between operations."""
 
-    def __init__(self, ledger: Ledger, tally: Tally, model: Model, part: Part, at: Coordinates, *, splits: bool = False):
-        """`splits`: whether the schedule cuts backward passes in two, which makes products operations of their own."""
-        layout, shape = tally.layout, tally.shape
+    def __init__(
+        self, ledger: Ledger, tally: Tally, model: Model, part: Part, at: Coordinates, *, splits: bool = False,
+        stack: Stack = STACKS["ultrascale"],
+    ):  # fmt: skip
+        """`splits`: whether the schedule cuts backward passes in two, which makes products operations of their own. `stack`:
+        the trainer."""
+        layout, shape, self.stack = tally.layout, tally.shape, stack
         self.ledger, self.tally, self.model, self.layout, self.shape, self.part = ledger, tally, model, layout, shape, part
         self.splits = splits
         work = self.work = StageWork(model, layout, shape, part, at)
-        self.shards = Shards(
-            ledger, tally, work.buckets, at, over_gloo=shape.device == "cpu", has_experts=model.num_experts > 0
+        self.is_ours = stack.name == "ultrascale"
+        self.shards = (WholeState if stays_whole(stack, layout) else Shards)(
+            ledger, tally, work.buckets, at, over_gloo=shape.device == "cpu", has_experts=model.num_experts > 0, stack=stack
         )
         self.gradients = WeightGradients(ledger, work, self.shards, DTYPE_BYTES[layout.precision])
         self.under_way: dict[int, Under] = {}
@@ -84,9 +107,13 @@ class StageReplay:
         self._halves: dict[int, tuple[Op, Op]] = {}
         self._readers: dict[tuple[int, int], tuple[Any, dict[str, int]]] = {}
         self._offload = OffloadReplay(ledger, layout, part.blocks, part.is_first)
+        plain = splits or ledger.keeps_timeline or layout.offload_activations or work.per_bucket > 1
+        first = {(id(work.block(layer)), layout.again(layer)): layer for layer in reversed(part.layers)}
+        self._inner = frozenset[int]() if plain else frozenset(part.layers[:-1]) - {*first.values()}
+        self._entries: dict[Hashable, BlockEntry] = {}
 
     def state(self) -> tuple[Hashable, ...]:
-        """Of which the bytes of the next pass depend: buckets as they are, and gradients under way to them."""
+        """State that the bytes of the next pass depend on: buckets as they are, and gradients under way to them."""
         return self.shards.state(), self.gradients.state(), len(self._shares), len(self._together)
 
     @contextmanager
@@ -111,7 +138,7 @@ class StageReplay:
         ops = shared_work(model, shape, tuple(self.part.blocks))  # held by whoever reads it on the way back
         self._run(ops, now.shared, "activations", {result.name for op in ops for result in op.makes})
         for layer in self.part.layers:
-            hidden = self._forward_block(layer, hidden)
+            hidden = self._pass_block(layer, hidden, None, None)
         if self.part.is_last:
             self._forward_end(hidden)
         self.ledger.drop_all(now.shared.values())
@@ -135,7 +162,7 @@ class StageReplay:
             assert gradient is not None
             hidden = gradient.hold()
         for layer in reversed(self.part.layers):
-            hidden = self._backward_block(layer, hidden, action, waits).pop("hidden")
+            hidden = self._pass_block(layer, hidden, action, waits)
         gradients = {"hidden": hidden}
         self._unwind(self._pop_tape(), gradients, None, waits)
         shards.after_backward(shards.root, action)
@@ -166,6 +193,50 @@ class StageReplay:
         """Over tp, for W."""
         self.tally.send("all_gather", self.layout.group("tp"), waits.gathered_bytes)
         return self.ledger.take("temporary", "gathered for gradients of weights", waits.gathered_bytes)
+
+    def _pass_block(self, layer: int, given: Held, action: Action | None, waits: list[Waits] | None) -> Held:
+        """Forward, or with an `action` backward. Between the first block of a kind, which holds what all of it share, and the
+        last, passes are replayed once in each state, then booked."""
+
+        def replay() -> Held:
+            if action is None:
+                return self._forward_block(layer, given)
+            return self._backward_block(layer, given, action, waits).pop("hidden")
+
+        if layer not in self._inner or self.shards.root is None:
+            return replay()
+        ledger, tally, shards, tapes, near = self.ledger, self.tally, self.shards, self._now.tapes, self.work.around(layer)
+        told = given.category, given.label, given.num_bytes
+        key = (
+            action and action._replace(stage=0, micro_batch=0, beside=None), id(self.work.block(layer)),
+            self.layout.again(layer), told, given.holders, shards.state(near), tuple(shards.sizes[one] for one in near),
+            self.gradients.state(), len(self._shares), len(self._together),
+        )  # fmt: skip
+        entry, tape = self._entries.get(key), None if action is None else tapes[-1]
+        if entry is None or isinstance(tape, Tape | Checkpoint):  # which may hold some of what all share
+            if isinstance(tape, Booked):
+                tapes[-1] = self._make_tape(layer, tape)
+            counted = tally.counted()
+            with ledger.recording() as recorded:
+                result = replay()
+            if result.holders == 1 and (left := shards.left(near)) is not None:
+                made = result.category, result.label, result.num_bytes
+                self._entries[key] = BlockEntry(recorded.effect(), tally.since(counted), made, left)
+            return result
+        ledger.apply(entry.effect)
+        tally.add(entry.counts)
+        shards.put_back(entry.leaves, near)
+        if action is None:
+            tapes.append(Booked(told))
+        else:
+            tapes.pop()
+        return Held(*entry.result)
+
+    def _make_tape(self, layer: int, booked: Booked) -> Tape | Checkpoint | Booked:
+        """Leave what a booked forward pass would have left; the ledger has its bytes already."""
+        with self.ledger.off_the_books(), self.tally.off_the_books(), self.buckets_left_alone():
+            self.ledger.drop(self._forward_block(layer, Held(*booked.given)))
+        return self._now.tapes.pop()
 
     # Forward
 
@@ -223,14 +294,17 @@ class StageReplay:
                 reads["hidden"] = self.ledger.take("activations", "residual", self._own_part_bytes)
             checkpoint = Checkpoint(reads, [self._now.shared[name].hold() for name in sorted(shared)], {})
             keep = None if again.whole else checkpoint.kept
-            kept_names = kept_results(ops, again)
+            kept_names = kept_results(ops, again, self.stack.selective)
             self._run(ops, made, "activations", leaves, layer=layer, saves=False, keep=keep, kept_names=kept_names)
             self._now.tapes.append(checkpoint)
         else:
-            some = () if again is None else regions(ops, again.modules)
+            attended = self.stack.selective != "modules"
+            some = () if again is None else regions(ops, again.modules, keeps_attended=attended)
             self._now.tapes.append(self._run(ops, made, "activations", leaves, layer=layer, some=some))
         self.ledger.drop(block_input)
-        self._offload.send_down(layer, self._now.tapes[-1], block_input, self._now.shared.values())
+        tape = self._now.tapes[-1]
+        assert not isinstance(tape, Booked)
+        self._offload.send_down(layer, tape, block_input, self._now.shared.values())
         if self.work.is_last(layer):
             self.shards.after_forward(bucket)
         return made.pop("hidden_out")
@@ -266,7 +340,8 @@ class StageReplay:
                 self.tally.forward(op)
             if experts is not None and index == first:
                 self.shards.before_forward(experts)
-            apart, keeps = adds_bias_apart(op), keep if keep is not None and op.makes[0].name in kept_names else None
+            keeps = keep if keep is not None and op.makes[0].name in kept_names else None
+            apart = (kept is not None or keeps is not None) and adds_bias_apart(op)
             for result in op.makes:
                 if kept is not None and result.name in kept and not apart:
                     made[result.name] = kept.pop(result.name)
@@ -300,8 +375,8 @@ class StageReplay:
         return tape
 
     def _again(self, layer: int) -> Again | None:
-        """What block `layer` computes again."""
-        return resolved(self.layout.again(layer), self.model, layer, self.layout)
+        """Operations that block `layer` recomputes."""
+        return again_in(self.stack, self.layout.again(layer), self.model, layer, self.layout)
 
     def _last_readers(self, ops: tuple[Op, ...], some: Sequence[Region] = ()) -> dict[str, int]:
         """By name of what is read the last operation that does."""
@@ -317,7 +392,9 @@ class StageReplay:
         return known[1]
 
     def _save(self, op: Op, made: dict[str, Held], remade: Collection[str] = ()) -> list[Held]:
-        return [(made if name in made else self._now.shared)[name].hold() for name in op.saves if name not in remade]
+        shared = self._now.shared  # a mask that a block's last operation makes is not there, where that is not run again
+        there = (made.get(name) or shared.get(name) for name in op.saves if name not in remade)
+        return [held.hold() for held in there if held is not None]
 
     def _pop_tape(self) -> Tape:
         tape = self._now.tapes.pop()
@@ -330,7 +407,8 @@ class StageReplay:
         if self.work.is_last(layer):
             self.shards.before_backward(bucket)
         tape = self._now.tapes.pop()
-        self._offload.bring_up(tape, *self._now.tapes[-1:])
+        assert not isinstance(tape, Booked)
+        self._offload.bring_up(tape, *(one for one in self._now.tapes[-1:] if not isinstance(one, Booked)))
         gradients = {"hidden_out": gradient}
         if isinstance(tape, Checkpoint):
             again = self._recompute(layer, tape)
@@ -372,17 +450,18 @@ class StageReplay:
         ops = tuple(op for op, _ in tape.entries)
         experts, first, last = self.work.experts(layer, ops)
         for index, (op, saved) in reversed(list(enumerate(tape.entries))):
-            if tape.remade and layer is not None and op.makes[0].name in gradients:
+            if tape.remade and layer is not None and any(one.name in gradients for one in op.makes):
                 for name in op.saves:
                     if name in tape.remade:
                         self._make_again(tape, index, tape.remade[name], layer)
             if experts is not None and index == last:
                 self.shards.before_backward(experts)
-            arriving = gradients.pop(op.makes[0].name, None)
-            if arriving is None:
+            arrived = [gradients.pop(one.name) for one in op.makes if one.name in gradients]
+            if not arrived:
                 self.ledger.drop_all(saved)
                 continue
-            self._one_backward(op, saved, arriving, gradients, sizes, layer, waits)
+            self._one_backward(op, saved, arrived[0], gradients, sizes, layer, waits)
+            self.ledger.drop_all(arrived[1:])
             if experts is not None and index == first:
                 assert action is not None
                 self.shards.after_backward(experts, action)
@@ -418,7 +497,7 @@ class StageReplay:
         waits: list[Waits] | None,
     ) -> None:
         ledger, names = self.ledger, self.work.names(op.weights, layer)
-        joined = reads_gathered(op) and not is_fp8(op)  # with the others of its input one operation
+        joined = self.is_ours and reads_gathered(op) and not is_fp8(op)  # with the others of its input one operation
         if op.hands_on_saved:
             leaving = {op.reads[0]: saved[0].hold()}
         elif op.passes_gradient:
@@ -431,15 +510,20 @@ class StageReplay:
         if waits is not None and is_row_sum(op):
             self._shares[op.reads[0]] = arriving.hold()
         share = self._shares.pop(op.makes[0].name, None)
-        if waits is not None and may_wait(op):
-            given, grad = saved[0].hold(), waiting_gradient(ledger, op, self.shape, share, arriving)
+        if waits is not None and may_wait(op) and op.weights:
+            given = saved[0].hold() if saved else ledger.take("temporary", "made again", 0)
+            grad = waiting_gradient(ledger, op, self.shape, share, arriving)
             of_input, of_gradient = gathered_input_bytes(op, self.shape), waiting_bytes(op, self.shape, arriving)
             gathered_bytes, source = (of_input, given) if share is None else (of_gradient, grad)
             item = Waits(names[0], (grad, given), source, gathered_bytes, waiting_room(op, self.shape))
             alike = [number for number, other in enumerate(waits) if other.source is source] if gathered_bytes else []
             waits.insert(alike[0] if alike else len(waits), item)  # products of one input wait in their order
             names, share, scratch = names[1:], None, 0  # of its bias
-        new = [(names[0], saved[1].hold())] if op.hands_on_saved else [(name, self.gradients.make(name)) for name in names]
+        if op.hands_on_saved:
+            new = [(name, saved[1].hold()) for name in names[:1]]
+        else:
+            names = [name for name in names if not self.shards.fuses(self.work.by_name[name][0])]
+            new = [(name, self.gradients.make(name)) for name in names]
         if joined:  # holds all that arrived until its sum is there
             self._together.append(arriving.hold())
             scratch += gathered_room(self.shape, scratch) + self.work.hidden_bytes
@@ -454,7 +538,7 @@ class StageReplay:
             gradients[name] = self._added(gradients[name], gradient) if name in gradients else gradient
 
     def _count_again(self, layer: int, ops: tuple[Op, ...]) -> None:
-        """What recomputation of a block does."""
+        """Count the FLOPs and messages of a block's recomputation."""
         again, behind = self._again(layer), stops_behind(ops, tp=self.layout.tp, splits=self.splits)
         for op in computed_again(again, ops, stops_behind=behind):
             self.tally.compute_again(op)
@@ -462,7 +546,7 @@ class StageReplay:
             self.tally.send_again(op)
 
     def _of_input(self, op: Op) -> Op:
-        """With what I sends of it."""
+        """`op` with the messages that I sends of it."""
         if not op.collectives:
             return op
         if id(op) not in self._halves:

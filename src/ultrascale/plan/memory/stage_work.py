@@ -1,4 +1,4 @@
-"""What a stage of the model is on one rank: its operations, its weights, and the buckets in which FSDP2 handles them."""
+"""Work of a stage on one rank: its operations, its weights, and the buckets in which FSDP2 handles them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import Weight, layer_weights, weights_outside_layers
+from ultrascale.description.layout import Layout
 from ultrascale.plan.memory.sharding import Bucket
-from ultrascale.spec.fp8_slots import weights_gathered_in_fp8
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.op_builders import without_fp8
-from ultrascale.spec.places import Coordinates, Place, place
-from ultrascale.spec.weights import Weight, layer_weights, weights_outside_layers
-from ultrascale.spec.work import (
+from ultrascale.work.fp8_slots import weights_gathered_in_fp8
+from ultrascale.work.op_builders import without_fp8
+from ultrascale.work.sharding.places import Coordinates, Place, place
+from ultrascale.work.work import (
     Op,
     Shape,
     block_work,
@@ -30,7 +30,7 @@ PREDICTION_NORM = "shared_head.norm"
 
 
 class Part(NamedTuple):
-    """Which of the model a stage holds."""
+    """Part of the model that a stage holds."""
 
     layers: range
     is_first: bool = True
@@ -53,14 +53,14 @@ class StageWork:
         blocks = part.blocks
         self._first_block, self._last_block = (blocks[0], blocks[-1]) if blocks else (None, None)
         self.hidden_bytes = shape.outer_tokens * model.hidden_size * shape.itemsize
-        """Of the residual stream."""
+        """Bytes of the residual stream of one micro-batch."""
         self._local = {w.name: _part(w, place(w, layout, at)) for w in self._weights()}
         self.buckets = self._buckets()
         self.by_name = {weight.name: (bucket, weight) for bucket in self.buckets for weight in bucket.weights}
         self.uses = Counter(name for ops in self.outside() for op in ops for name in op.weights)
 
     def _weights(self) -> list[Weight]:
-        """Of the whole model's, those of this stage."""
+        """Weights of the whole model that this stage holds."""
         part = self.part
         named = {name for ops in self.outside() for op in ops for name in op.weights}
         outside = [w for w in weights_outside_layers(self.model) if w.name in named]
@@ -97,7 +97,7 @@ class StageWork:
         return head_work(self.model, self.shape) if self.part.is_last else ()
 
     def outside(self) -> list[tuple[Op, ...]]:
-        """What is done outside the blocks in a forward pass."""
+        """Operations outside the blocks in a forward pass."""
         predicting = [coming_work(self.model, self.shape), prediction_head_work(self.model, self.shape)]
         return [self.before(), self.after(), *predicting * len(self.part.predictions)]
 
@@ -110,6 +110,11 @@ class StageWork:
 
     def bucket(self, layer: int) -> Bucket:
         return self.by_name[f"layers.{layer}.input_layernorm.weight"][0]
+
+    def around(self, layer: int) -> list[Bucket]:
+        """The buckets of a block, where each has its own, and the one before them, which comes next on the way back."""
+        index = self.buckets.index(self.bucket(layer))
+        return self.buckets[index - 1 - (self.buckets[index - 1].label == "experts") : index + 1]
 
     def norm_bucket(self, layer: int) -> Bucket:
         return self.by_name[f"layers.{layer}.{PREDICTION_NORM}.weight"][0]
@@ -132,15 +137,15 @@ class StageWork:
         return (layer + 1 - self.part.layers.start) % self.per_bucket == 0 or layer == self._last_block
 
     def cuts_input(self, layer: int) -> bool:
-        """Whether a rank of tp keeps its positions alone of a block's input (`parallel.cut_checkpoints`)."""
+        """True if a rank of tp keeps only its positions of a block's input (`parallel.activations.cut_checkpoints`)."""
         held_anyway = layer == self._first_block and not self.part.is_first
         return self.layout.partition_checkpoints and not held_anyway
 
     def names(self, weights: Sequence[str], layer: int | None) -> list[str]:
-        """Of the whole model; a prediction's head is the model's own."""
+        """Names of weights in the whole model; a prediction's head is the model's own."""
         return [name if layer is None or name in self.by_name else f"layers.{layer}.{name}" for name in weights]
 
 
 def _part(weight: Weight, held: Place) -> Weight:
-    """What a rank has of `weight`."""
+    """`weight` with the shape that a rank holds."""
     return replace(weight, shape=held.shape, first_column=held.offsets[-1])

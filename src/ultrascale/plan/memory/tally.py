@@ -1,4 +1,4 @@
-"""What a rank does in a replayed step, counted where it happens: messages by kind and group, and FLOPs.
+"""Counts of a rank's replayed step, taken where it happens: messages by kind and group, and FLOPs.
 
 Who replays tells it of every operation and its backward pass (`plan.memory.stage_replay`), of gathers and reductions of buckets
 (`plan.memory.sharding`) and of a pipeline's messages (`plan.memory.stage_player`). So traffic follows the moves that memory
@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ultrascale.spec.context_order import gathered_traffic, pairs_worked_on, ring_traffic, rows_made
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.ops import Collective, Op, Shape, When
+from ultrascale.description.layout import Layout
+from ultrascale.work.ops import Collective, Op, Shape, When
+from ultrascale.work.sharding.context_order import gathered_traffic, pairs_worked_on, ring_traffic, rows_made
 
 
 class Way(NamedTuple):
@@ -27,14 +27,14 @@ class Way(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """How many, and their bytes."""
+    """Number of messages, and their bytes."""
 
     count: int
     num_bytes: int
 
 
 class Message(NamedTuple):
-    """What one operation sends in one way."""
+    """Messages of one operation in one way, and their bytes."""
 
     way: Way
     count: int
@@ -42,7 +42,7 @@ class Message(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What one pass of an operation counts for."""
+    """Counts of one pass of an operation."""
 
     op: Op
     """Kept, so that its identity stays its own."""
@@ -92,7 +92,7 @@ class Tally:
         return Counts(self.products, self.attention, dict(self.counts), dict(self.sizes))
 
     def since(self, before: Counts) -> Counts:
-        """What was counted since `before`."""
+        """Counts since `before`."""
         counts, sizes = (
             {way: now - then.get(way, 0) for way, now in these.items() if now != then.get(way, 0)}
             for these, then in ((self.counts, before.counts), (self.sizes, before.sizes))
@@ -100,7 +100,7 @@ class Tally:
         return Counts(self.products - before.products, self.attention - before.attention, counts, sizes)
 
     def add(self, more: Counts) -> None:
-        """The same once more."""
+        """Add counts of a pass once more."""
         self.products += more.products
         self.attention += more.attention
         self.counts.update(more.counts)
@@ -148,7 +148,7 @@ class Tally:
             self.send_all(known)
 
     def send_all(self, known: Pass) -> None:
-        """What a pass sends."""
+        """Count the messages of a pass."""
         for way, count, num_bytes in known.messages:
             self.counts[way] += count
             self.sizes[way] += num_bytes
@@ -182,7 +182,7 @@ class Tally:
     def hop_parts(self, op: Op) -> int:
         """Bytes of an attention's results of single hops, as wide as kernels make them, beyond those of the merged one; 0 where
         there is one hop."""
-        if op.kind != "attention" or self.layout.cp_grid[0] == 1 or self.shape.documents:
+        if op.kind != "attention" or not op.collectives or self.layout.cp_grid[0] == 1 or self.shape.documents:
             return 0
         (places, heads), shape = self.layout.cp_grid, self.shape
         made = rows_made(shape.sequence_length, places, self.cp_rank // heads, op.collectives[0].window)

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ultrascale.plan.pipeline.pipeline_program import program_of
 from ultrascale.schedules.actions import Action, Kind
+
+HOLDS = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}
+"""By kind of pass: micro-batches more that are held whole, and that wait for W."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +21,7 @@ class InFlight:
     total: int
     """The most, over all the rank's stages."""
     waiting: int
-    """Of `total`, those past I at that moment: only what W needs of them is left."""
+    """Part of `total` past I at that moment: only what W needs of them is left."""
     by_stage: dict[int, int]
     """The most of each stage; they need not be at one moment."""
 
@@ -27,7 +32,7 @@ def in_flight(name: str, pp: int, virtual_stages: int | None, num_micro_batches:
 
 
 def rank_in_flight(actions: Sequence[Action]) -> InFlight:
-    """The same for one rank's list."""
+    """Activations that live at once on one rank, from its list of actions."""
     peak = (0, 0)
     whole: dict[int, int] = {}
     waiting: dict[int, int] = {}
@@ -49,18 +54,12 @@ def rank_in_flight(actions: Sequence[Action]) -> InFlight:
     return InFlight(peak[0], -peak[1], most)
 
 
-def peak_activation_bytes(actions: Sequence[Action], whole: Sequence[float], waiting: Sequence[float]) -> float:
-    """The most bytes of activations on one rank: `whole[stage]` a micro-batch up to I or B, `waiting[stage]` from I to W."""
-    peak = now = 0.0
-    for action in actions:
-        for part in action.parts:
-            if part.kind is Kind.FORWARD:
-                now += whole[part.stage]
-            elif part.kind is Kind.BACKWARD:
-                now -= whole[part.stage]
-            elif part.kind is Kind.INPUT_GRADIENT:
-                now += waiting[part.stage] - whole[part.stage]
-            else:
-                now -= waiting[part.stage]
-            peak = max(peak, now)
-    return peak
+def peak_activation_bytes(
+    actions: Sequence[Action], sizes: Sequence[Sequence[float]], weights: Sequence[float]
+) -> list[float]:  # fmt: skip
+    """The most bytes of activations on one rank, of each row of `sizes` [rows, stages], of a micro-batch up to I or B, and each
+    of `weights`, the part of it that is left from I to W."""
+    parts = [part for action in actions for part in action.parts]
+    holds = np.array([HOLDS[part.kind.value] for part in parts]).T[:, None]
+    whole, waiting = (holds * np.array(sizes)[:, [part.stage for part in parts]]).cumsum(axis=2)
+    return (whole[:, None] + np.array(weights)[:, None] * waiting[:, None]).max(axis=2, initial=0.0).ravel().tolist()

@@ -27,7 +27,7 @@ class _Move(NamedTuple):
     arrived: Floats
     """Room for when what is needed has come, [sources of an action, wave, ...]."""
     first: Floats
-    """Of that, what comes from the first source."""
+    """Part of `arrived` for the first source."""
     other: Floats | None
     previous: NDArray[np.intp] | None
     """None where they are a row of numbers, which `before` is a view of."""

@@ -11,27 +11,40 @@ p ranks, m micro-batches, v stages a rank; F, I, W seconds of one micro-batch in
 
 They were read off the simulator (for random F, I, W, s the slopes of its step are whole numbers) and tests hold them to it.
 Exact for any m (but see `ENOUGH`) without messages, and for afab and 1f1b with them. Every form is one path through the
-schedule, so that the longest is a lower bound where messages are long: over F, I or W/2.
+schedule, so that the longest is a lower bound where messages are long: over F, I or W/2. A form is of one builder's order; a
+schedule whose builder has none is played.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ultrascale.description.schedules import SCHEDULES
+from ultrascale.plan.pipeline.pipeline_steady import long_step_seconds
+from ultrascale.plan.pipeline.play import StageSeconds
+from ultrascale.schedules.build import builder_of
+from ultrascale.schedules.kinds.afab import afab
+from ultrascale.schedules.kinds.breadth_first import breadth_first
+from ultrascale.schedules.kinds.dualpipe import dualpipe
+from ultrascale.schedules.kinds.dualpipe_v import dualpipe_v
+from ultrascale.schedules.kinds.interleaved import interleaved
+from ultrascale.schedules.kinds.one_f_one_b import one_f_one_b
+from ultrascale.schedules.kinds.zb_h1 import zb_h1
+from ultrascale.schedules.kinds.zb_v import zb_v
+
 Floats = NDArray[Any]
+Builder = Callable[..., Any]
 Fill = Callable[..., Floats]
 
-STAGES_A_RANK = {"afab": 1, "1f1b": 1, "zb-h1": 1, "dualpipe": 1, "zb-v": 2, "dualpipe-v": 2}
-"""Stages that a micro-batch passes on a rank, where these are not the virtual stages. DualPipe: either half passes its own."""
-ENOUGH: dict[str, Callable[..., NDArray[np.bool_]]] = {
-    "zb-v": lambda p, m: m >= 2 * p - 1,
-    "dualpipe": lambda p, m: (m >= 2 * p) & (m % 2 == 0),
-    "dualpipe-v": lambda p, m: m >= 2 * p,
+ENOUGH: dict[Builder, Callable[..., NDArray[np.bool_]]] = {
+    zb_v: lambda p, m: m >= 2 * p - 1,
+    dualpipe: lambda p, m: (m >= 2 * p) & (m % 2 == 0),
+    dualpipe_v: lambda p, m: m >= 2 * p,
 }
 """Ranks and micro-batches for which the forms are exact, where these are not any. For others: a lower bound."""
 
@@ -43,10 +56,28 @@ def bubble_seconds(
     """Seconds of a step in which a rank computes nothing, if all stages cost the same.
 
     `forward`, `input_gradient`, `weight_gradient`: of a micro-batch on one stage. Columns broadcast; `schedule`: of
-    `build.NAMES`. Exact as the header says; otherwise a lower bound.
+    `SCHEDULES`. Exact as the header says; otherwise a lower bound.
     """
     columns = (pp, virtual_stages, num_micro_batches, forward, input_gradient, weight_gradient, send)
-    return np.maximum(_FILLS[schedule](*map(np.asarray, columns)), 0.0)
+    form = _FORMS.get(builder_of(schedule)) or partial(_played, schedule)
+    return np.maximum(form(*map(np.asarray, columns)), 0.0)
+
+
+def _played(schedule, p, v, m, f, i, w, s):
+    """Each number of ranks, stages and micro-batches once, its cases beside one another."""
+    known = SCHEDULES[schedule]
+    sizes = np.broadcast_arrays(p, v, m, f, i, w, s)
+    p, v, m, *seconds = (column.ravel() for column in sizes)
+    found = np.zeros(p.shape)
+    for key in set(zip(p.tolist(), v.tolist(), m.tolist(), strict=True)):
+        rows = np.flatnonzero((p == key[0]) & (v == key[1]) & (m == key[2]))
+        stages = key[0] * known.stages_a_rank(key[1])
+        forward, inputs, weights, send = (np.broadcast_to(one[rows], (stages, len(rows))) for one in seconds)
+        step = long_step_seconds(
+            schedule, key[0], key[2], StageSeconds(forward, inputs, weights, send[1:]), virtual_stages=key[1]
+        )
+        found[rows] = step - key[2] * known.stages_a_rank(key[1]) * (forward + inputs + weights)[0]
+    return found.reshape(sizes[0].shape)
 
 
 def _afab(p, v, m, f, i, w, s):
@@ -87,20 +118,20 @@ def _zb_v(p, v, m, f, i, w, s):
         q * i + (5 * q - 2) * s, f + (q - 1) * w + (3 * q - 2) * s,
         2 * q * f - (2 * q + 1) * w + 4 * q * s, (2 * q - 1) * f + i - 2 * q * w + (4 * q - 2) * s,
     ]  # fmt: skip
-    enough = ENOUGH["zb-v"](p, m)
+    enough = ENOUGH[zb_v](p, m)
     return np.where(q == 0, 0.0, np.where(enough, reduce(np.maximum, paths), _there_and_back(2 * p, m, 2, f, i, w)))
 
 
 def _dualpipe_v(p, v, m, f, i, w, s):
     crossed = p - 1 + 2 * ((p - 1) * (m - 1) // p)
     meeting = _meeting(p - 1, crossed, f, i, w, s, more=2 * (p - 1), split=p - 1)
-    return np.where(ENOUGH["dualpipe-v"](p, m), meeting, _there_and_back(2 * p, m, 2, f, i, w))
+    return np.where(ENOUGH[dualpipe_v](p, m), meeting, _there_and_back(2 * p, m, 2, f, i, w))
 
 
 def _dualpipe(p, v, m, f, i, w, s):
     q = p // 2 - 1
     meeting = _meeting(q, m * (p - 1) // p + 2 * q, f, i, w, s, more=q, split=q)
-    return np.where(ENOUGH["dualpipe"](p, m), meeting, _there_and_back(p, m, 1, f, i, w))
+    return np.where(ENOUGH[dualpipe](p, m), meeting, _there_and_back(p, m, 1, f, i, w))
 
 
 def _meeting(q, crossed, f, i, w, s, *, more, split):
@@ -119,7 +150,7 @@ def _there_and_back(num_stages, m, stages_a_rank, f, i, w):
     return num_stages * (f + i) + w - m * stages_a_rank * (f + i + w)
 
 
-_FILLS: dict[str, Fill] = {
-    "afab": _afab, "1f1b": _one_f_one_b, "interleaved": _interleaved, "breadth-first": _breadth_first,
-    "zb-h1": _zb_h1, "zb-v": _zb_v, "dualpipe": _dualpipe, "dualpipe-v": _dualpipe_v,
+_FORMS: dict[Builder, Fill] = {
+    afab: _afab, one_f_one_b: _one_f_one_b, interleaved: _interleaved, breadth_first: _breadth_first,
+    zb_h1: _zb_h1, zb_v: _zb_v, dualpipe: _dualpipe, dualpipe_v: _dualpipe_v,
 }  # fmt: skip

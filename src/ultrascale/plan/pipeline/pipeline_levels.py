@@ -25,7 +25,7 @@ LEVEL_ELEMENTS = 5000
 MOST_LEVELS = 48
 """Played one by one in search of a rhythm, before they are multiplied: about what one product of 32 ranks costs."""
 SAME = 1e-13
-"""Of the time so far: levels whose lengths differ by less on all ranks are in rhythm."""
+"""Tolerance relative to the time so far: levels whose lengths differ by less on all ranks are in rhythm."""
 
 
 class _Costs(NamedTuple):
@@ -33,11 +33,11 @@ class _Costs(NamedTuple):
 
     forward: Floats
     border: Floats
-    """Of the message from the rank before; minus infinity for the first."""
+    """Seconds of the message from the rank before; minus infinity for the first."""
     rising: Floats
     """Added to y so that its maximum over the ranks from r on is x[r], but for what depends on r."""
     falling: Floats
-    """That."""
+    """Added to that maximum to give x[r]: the part that depends on r."""
 
 
 def level_step_seconds(forward: Floats, backward: Floats, send: Floats, num_micro_batches: int) -> Floats:

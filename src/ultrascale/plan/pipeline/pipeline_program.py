@@ -69,7 +69,7 @@ class Program:
 
     @cached_property
     def boards(self) -> list[Board]:
-        """Where it was played before (`plan.pipeline.pipeline_board`)."""
+        """Boards of earlier plays, to be used again (`plan.pipeline.pipeline_board`)."""
         return []
 
 

@@ -24,21 +24,21 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from ultrascale.description.schedules import SCHEDULES
+from ultrascale.plan.layouts import distinct
 from ultrascale.plan.pipeline.pipeline_board import Board, give_back
 from ultrascale.plan.pipeline.pipeline_levels import level_step_seconds
 from ultrascale.plan.pipeline.pipeline_program import Program, program_of
 from ultrascale.plan.pipeline.play import Floats, StageSeconds, as_columns, priced_board, step_seconds
-from ultrascale.schedules.build import is_file
+from ultrascale.schedules.build import DEFAULT_VIRTUAL_STAGES, builder_of, is_file
+from ultrascale.schedules.kinds.one_f_one_b import one_f_one_b
 
-ROUND_ACTIONS = {"1f1b": 2, "zb-h1": 3, "zb-v": 6, "dualpipe": 2, "dualpipe-v": 2}
-"""Of a rank in a round, where it is not those of all its stages for pp micro-batches (interleaved)."""
-FORWARD_FIRST = ("afab", "breadth-first")
 ROUNDS = 3
-"""Of an interleaved schedule of few micro-batches: filling and draining take less than two."""
-FEW_RANKS, FEW = {"1f1b": 1, "zb-h1": 2, "zb-v": 2, "dualpipe": 3, "dualpipe-v": 3}, 6
-"""Of the others: what fills and drains them, as a multiple of the ranks, and some to find the rounds by."""
+"""Rounds that a short schedule keeps, where micro-batches come in rounds: filling and draining take less than two."""
+FEW = 6
+"""Micro-batches of the others beyond those that fill and drain them, to find the rounds by."""
 SAME = 1e-13
-"""Of the time so far: ends that are later by the same but for this have found their rhythm."""
+"""Tolerance relative to the time so far: ends that are all later by the same amount within it are in rhythm."""
 STEP_ELEMENTS = 2000
 """One round from the matrix takes about as long as this many elements more: a few calls of NumPy."""
 
@@ -51,15 +51,15 @@ class Rounds:
     first: int
     """The wave that begins the first round."""
     waves: int
-    """Of a round."""
+    """Waves of a round."""
     inside: int
     """Rounds."""
     carried: NDArray[np.intp]
-    """What is read of all before a round: numbers of actions, less that of the round's first action; below 0."""
+    """Actions before a round that it reads, as numbers relative to the round's first action; below 0."""
 
     @property
     def actions(self) -> int:
-        """Of a round."""
+        """Actions of a round."""
         first, beyond = (self.program.waves[self.first + more][0] for more in (0, self.waves))
         return beyond - first
 
@@ -68,11 +68,12 @@ def long_step_seconds(
     name: str, pp: int, num_micro_batches: int, seconds: StageSeconds, *, virtual_stages: int | None = None
 ) -> Floats:
     """`plan.pipeline.play.step_seconds` of a schedule by name, [cases], playing no round twice; from a file, all of it."""
-    if name == "1f1b" and num_micro_batches >= pp and not seconds.receives_block:
+    known = None if is_file(name) else SCHEDULES[name]
+    if known and builder_of(name) is one_f_one_b and num_micro_batches >= pp and not seconds.receives_block:
         return _levels(seconds, pp, num_micro_batches)
-    if name in FORWARD_FIRST:
-        return _forward_first(seconds, pp, num_micro_batches, (virtual_stages or 2) if name == "breadth-first" else 1)
-    few, size = (num_micro_batches, 1) if is_file(name) else few_micro_batches(name, pp, num_micro_batches)
+    if known and known.forward_first:
+        return _forward_first(seconds, pp, num_micro_batches, known.stages_a_rank(virtual_stages or DEFAULT_VIRTUAL_STAGES))
+    few, size = few_micro_batches(name, pp, num_micro_batches) if known else (num_micro_batches, 1)
     if few >= num_micro_batches:
         return step_seconds(program_of(name, pp, num_micro_batches, virtual_stages), seconds)
     rounds = rounds_of(name, pp, few, virtual_stages)
@@ -81,19 +82,20 @@ def long_step_seconds(
 
 def few_micro_batches(name: str, pp: int, num_micro_batches: int) -> tuple[int, int]:
     """Micro-batches of a schedule with the same rounds, but few of them; and those of a round."""
-    if name == "interleaved":  # what is over makes as many rounds longer by one
+    known = SCHEDULES[name]
+    if known.in_rounds:  # what is over makes as many rounds longer by one
         over = num_micro_batches % pp
         return (over + ROUNDS) * pp + over, pp
-    size = 2 if name == "dualpipe" else 1
-    few = FEW_RANKS[name] * pp + FEW
-    return few + (num_micro_batches - few) % size, size
+    few = known.warm_up * pp + FEW
+    return few + (num_micro_batches - few) % known.copies, known.copies
 
 
 @lru_cache(maxsize=128)
 def rounds_of(name: str, pp: int, num_micro_batches: int, virtual_stages: int | None) -> Rounds:
-    """Where the rounds of a schedule begin and end."""
+    """Rounds of a schedule that repeat: where they begin and end, and what each reads of the one before."""
     program = program_of(name, pp, num_micro_batches, virtual_stages)
-    waves = ROUND_ACTIONS.get(name, 2 * program.num_stages)
+    known = SCHEDULES[name]
+    waves = 2 * program.num_stages if known.in_rounds else known.round_actions
     actions, numbers = waves * pp, np.arange(len(program.codes))
     needs = np.column_stack([program.previous, program.sources])
     told = np.column_stack([np.where(needs < len(needs), needs - numbers[:, None], 1), program.codes, program.borders])
@@ -110,7 +112,7 @@ def rounds_of(name: str, pp: int, num_micro_batches: int, virtual_stages: int | 
     assert np.array_equal(starts[first : first + waves * inside + 1 : waves], cuts), "a round ends within a wave"
     assert all(nodes[-1] >= cuts[-1] for nodes in program.node_of), "a rank has nothing to drain"
     read = [needs[cut:][needs[cut:] < cut] - cut for cut in cuts]
-    carried = np.unique(np.concatenate(read))
+    carried = distinct(np.concatenate(read) + begins) - begins
     assert carried[0] >= -min(actions, begins), "what is read was made longer than a round ago"
     return Rounds(program, first, waves, inside, carried)
 
@@ -133,7 +135,7 @@ def _with_more_rounds(rounds: Rounds, more: int, seconds: StageSeconds) -> Float
 
 
 def _rounds_later(rounds: Rounds, board: Board, before: Floats, after: Floats, count: int) -> Floats:
-    """What `after` [carried, cases] is `count` rounds later; it was `before` one earlier."""
+    """`after` [carried, cases], seconds, advanced by `count` rounds; it was `before` one round earlier."""
     before, now = before.T, after.T  # [cases, carried]
     if _in_rhythm(before, now):
         return after + count * (after - before.T)
@@ -157,7 +159,7 @@ def _after(matrix: Floats, ends: Floats) -> Floats:
 
 
 def _in_rhythm(before: Floats, after: Floats) -> bool:
-    """Whether all is later by the same; each [cases, ...], few enough for plain floats."""
+    """True if all ends are later by the same amount; each [cases, ...], few enough for plain floats."""
     for longer, ends in zip((after - before).tolist(), after.tolist(), strict=True):
         if max(longer) - min(longer) > SAME * max(ends):
             return False

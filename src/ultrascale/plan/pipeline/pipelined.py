@@ -1,4 +1,4 @@
-"""What a pipeline adds to a step: the time to fill and drain it, and its messages.
+"""Time that a pipeline adds to a step: filling and draining it, and its messages.
 
 For a whole table by formulas: exact for even stages, close for uneven ones. For one layout the schedule's own actions are
 played, stage by stage, with every stage's own price (`plan.pipeline.play`).
@@ -13,27 +13,27 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from ultrascale.description.layout import NARROW, Layout
+from ultrascale.description.schedules import SCHEDULES
 from ultrascale.plan.constants import CONSTANTS, Constants
-from ultrascale.plan.cut_backward import CUTTING
 from ultrascale.plan.laws.collectives import send_seconds
-from ultrascale.plan.layouts import SCHEDULES, LayoutTable, distinct
+from ultrascale.plan.layouts import SCHEDULE_NAMES, LayoutTable, by_schedule, distinct
 from ultrascale.plan.pipeline.pipeline_bounds import bubble_seconds
 from ultrascale.plan.pipeline.play import StageSeconds
 from ultrascale.plan.time.blocks import Blocks, price_blocks
 from ultrascale.plan.time.passes import Passes, pass_seconds
 from ultrascale.plan.time.stages import Stages, chunk_layers_of, kinds_with_kept
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.layout import NARROW, Layout
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
-CUTS = np.array([name in CUTTING for name in SCHEDULES])
-"""By number: schedules that cut backward passes in two."""
+CUTS = by_schedule(lambda one: bool(one.splits_backward))
 
 
 def stage_seconds(workload: Workload, layout: Layout, constants: Constants = CONSTANTS) -> StageSeconds:
-    """What one micro-batch costs in every stage of one layout's pipeline."""
-    table = LayoutTable.of([layout])
+    """Seconds of one micro-batch in every stage of one layout's pipeline; the order of passes in a file does not change
+    them."""
+    table = LayoutTable.of([layout if layout.known_schedule else replace(layout, schedule=Layout.schedule)])
     blocks = price_blocks(workload, table)
     layers, embedding, head, kept = chunk_parts(workload, layout, blocks)
     passes = pass_seconds(workload, table, blocks, constants, layers=layers, embedding=embedding, head=head, kept=kept)
@@ -98,12 +98,9 @@ def busiest_rank_seconds(layout: Layout, seconds: StageSeconds, num_micro_batche
     costs = (seconds.forward, seconds.input_gradient, seconds.weight_gradient)
     more = share_cut * (np.asarray(seconds.cut_input) + np.asarray(seconds.cut_weight))
     of_stage = np.sum([np.asarray(cost)[:, 0] for cost in (*costs, more)], axis=0)
-    if layout.schedule == "dualpipe":  # every stage is on two ranks, each for half of the micro-batches
-        return float((of_stage + of_stage[::-1]).max() / 2 * num_micro_batches)
-    rank = np.arange(len(of_stage)) % layout.pp
-    if layout.schedule in ("zb-v", "dualpipe-v"):
-        rank = np.minimum(np.arange(len(of_stage)), 2 * layout.pp - 1 - np.arange(len(of_stage)))
-    return float(np.bincount(rank, weights=of_stage).max() * num_micro_batches)
+    known, each = SCHEDULES[layout.schedule], of_stage.tolist()
+    busiest = max(sum(each[stage] for stage in held) for held in known.stages_of_ranks(layout.pp, len(each)))
+    return busiest / known.copies * num_micro_batches
 
 
 def with_and_without_sends(seconds: StageSeconds, num_stages: int) -> StageSeconds:
@@ -131,7 +128,7 @@ def waiting_seconds(
     for number in distinct(table.schedule[pp > 1]):
         rows = np.flatnonzero((table.schedule == number) & (pp > 1))
         columns = (column[rows] for column in (pp, v, micro_batches, forward, inputs, weights))
-        without, whole = bubble_seconds(SCHEDULES[number], *columns, send=np.array([np.zeros(len(rows)), send[rows]]))
+        without, whole = bubble_seconds(SCHEDULE_NAMES[number], *columns, send=np.array([np.zeros(len(rows)), send[rows]]))
         bubble[rows], sends[rows] = without, whole - without
     if not workload.stack.overlaps_sends:
         sends += np.where(pp > 1, 2 * micro_batches * v * send * constants.send_exposed, 0.0)

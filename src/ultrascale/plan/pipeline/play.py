@@ -33,7 +33,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """What one micro-batch costs in every stage: arrays [stages], or [stages, cases]. A number is the same for all stages."""
+    """Seconds of one micro-batch in every stage: arrays [stages], or [stages, cases]. A number is the same for all stages."""
 
     forward: ArrayLike
     input_gradient: ArrayLike
@@ -41,14 +41,14 @@ class StageSeconds:
     weight_gradient: ArrayLike
     """The two are halves of a backward pass in one."""
     send: ArrayLike = 0.0
-    """From stage s to s+1 and back, between different ranks: [stages - 1], or [stages - 1, cases]."""
+    """Seconds of a message from stage s to s+1 or back, between different ranks: [stages - 1], or [stages - 1, cases]."""
     forward_communication: ArrayLike = 0.0
     """Part of `forward` that is communication, which a pair's backward can hide."""
     backward_communication: ArrayLike = 0.0
     """Part of `input_gradient` that is communication, which a pair's forward can hide."""
     receives_block: bool = False
     cut_input: ArrayLike = 0.0
-    """What I takes more than its half of a backward pass in one (less: below 0), where the two are cut; and what W does."""
+    """Seconds that I, and W, take beyond their halves of an unsplit backward pass (below 0: less), where passes are split."""
     cut_weight: ArrayLike = 0.0
 
 
@@ -100,7 +100,7 @@ def simulate(schedule: Schedule, seconds: StageSeconds) -> Timeline:
 
 
 def play(program: Program, seconds: StageSeconds) -> Timeline:
-    """The same for a schedule that is ready to be played."""
+    """Play a compiled schedule with one case of prices, exactly."""
     durations = duration_table(program, seconds)[program.codes, 0]
     ends = np.array(_ends_of_one(program, durations, seconds))
     return Timeline(
@@ -142,7 +142,7 @@ def priced_board(program: Program, seconds: StageSeconds) -> Board:
 
 
 def _ends_of_one(program: Program, durations: Floats, seconds: StageSeconds) -> list[float]:
-    """The same for one case, in plain floats: without NumPy's cost for every wave."""
+    """Seconds at which every action ends, of one case, in plain floats: without NumPy's cost for every wave."""
     send = _send_table(program, seconds)[program.borders, 0]
     waits = np.zeros_like(send) if seconds.receives_block else send
     work = durations + send.max(axis=1) if seconds.receives_block else durations

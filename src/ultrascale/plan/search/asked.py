@@ -1,4 +1,4 @@
-"""What was asked for and is in no legal layout: the reason for each value, with the nearest that would do.
+"""Values asked for that no legal layout has: the reason for each, with the nearest that would do.
 
 A search walks over what divides, so that it never meets most of what cannot be. Here each setting that left no trace in the
 table is judged by itself: by the trainer, the number of devices, the model, the batch and the settings beside it.
@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.plan.layouts import CP_METHODS, RECOMPUTE, SCHEDULES, LayoutTable
+from ultrascale.catalogue.stacks.stack_files import abilities
+from ultrascale.config.rules.cut_rules import cut_problems
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import Problem
+from ultrascale.description.recomputed import is_modules, modules_name, modules_named
+from ultrascale.description.schedules import SCHEDULES, schedule_for
+from ultrascale.description.units import count_of, divisors
+from ultrascale.plan.layouts import CP_METHODS, RECOMPUTE, SCHEDULE_NAMES, LayoutTable
 from ultrascale.plan.search.space import Asked, Space, modules_asked
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.build import is_file
-from ultrascale.spec.cut_rules import cut_problems
-from ultrascale.spec.layout import SCHEDULES as CHUNKS
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.problems import Problem
-from ultrascale.spec.recomputed import is_modules, modules_name, modules_named
-from ultrascale.spec.stack_files import abilities
-from ultrascale.spec.units import count_of, divisors
 
 AXES = ("tp", "cp", "pp", "dp")
 LACKING = {
@@ -51,7 +51,7 @@ class _Question:
 
     @property
     def dps(self) -> list[int]:
-        """What can remain for dp beside the other axes that are asked for."""
+        """Degrees of dp that are left beside the other axes asked for."""
         cuts = product(*(self.asked.get(axis, divisors(self.num_gpus)) for axis in ("tp", "cp", "pp")))
         found = {self.num_gpus // prod(cut) for cut in cuts if self.num_gpus % prod(cut) == 0}
         return sorted(found & set(self.asked.get("dp", found)))
@@ -81,14 +81,14 @@ def unmet(workload: Workload, asked: Asked, space: Space) -> list[Problem]:
 
 
 def _appears(table: LayoutTable, name: str, value: Any) -> bool:
-    """Whether a row has this value, and reads it."""
+    """True if a row has this value, and reads it."""
     if not len(table):
         return False
     if name == "recompute" and is_modules(value):
         return table.modes == (modules_name(modules_named(value)),)
     if name == "dp_shard":
         return bool(((table.dp_shard == (table.dp if value is None else value)) & _in_use(table, name)).any())
-    choices = {"recompute": RECOMPUTE, "cp_method": CP_METHODS, "schedule": SCHEDULES}.get(name)
+    choices = {"recompute": RECOMPUTE, "cp_method": CP_METHODS, "schedule": SCHEDULE_NAMES}.get(name)
     number = choices.index(value) if choices and value in choices else -1 if choices else int(value)
     return bool(((getattr(table, name) == number) & (_in_use(table, name) | (number == 1 and choices is None))).any())
 
@@ -118,7 +118,7 @@ def _of_axis(question: _Question) -> Reason | None:
 
 
 def _of_trainer(question: _Question) -> Reason | None:
-    """What the trainer has no setting for."""
+    """Reason why the trainer has no setting for the value."""
     stack, name, value = question.workload.stack, question.name, question.value
     can = abilities(stack)
     has = {
@@ -225,8 +225,10 @@ def _of_pipeline(question: _Question) -> Reason | None:
         return None
     value, layers = question.value, question.workload.model.num_hidden_layers
     schedules = question.asked.get("schedule", abilities(question.workload.stack).schedules)
-    if not any(value == CHUNKS.get(one) or (CHUNKS.get(one) is None and value > 1) for one in schedules):
-        return f"{value} stages a rank are not what {', '.join(schedules)} is made for", "Use --schedule interleaved."
+    wanted = [SCHEDULES[one].virtual_stages if one in SCHEDULES else None for one in schedules]
+    if value not in wanted and (value == 1 or None not in wanted):
+        rule = f"{value} stages a rank are not what {', '.join(schedules)} is made for"
+        return rule, f"Use --schedule {schedule_for(2)}."
     pp = min(question.asked.get("pp", (2,)))
     if pp * value > layers:
         return (
@@ -286,7 +288,7 @@ _JUDGES: tuple[Callable[[_Question], Reason | None], ...] = (
 
 
 def _refusal(question: _Question, space: Space) -> Reason | None:
-    """What the search itself said of this schedule or size."""
+    """Reason that the search gave for refusing this schedule or size."""
     value = str(question.value)
     own = {value, f"schedule {value}", f"{question.name} = {value}", f"{question.name} {value}"}
     for one in space.refused:

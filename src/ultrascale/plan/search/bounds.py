@@ -1,4 +1,4 @@
-"""What a layout needs at the very least, from a few products of columns: enough to drop most layouts before they are priced.
+"""Lower bounds of a layout's memory and time, a few products of columns: enough to drop most layouts before they are priced.
 
     memory   weights, gradients and optimizer state of the fullest rank, as they stand when the optimizer steps; and what it
              surely holds at once in a pass
@@ -16,18 +16,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ultrascale.description.layout import Layout
 from ultrascale.plan.columns.rank_activations import ALL_FORWARD, least_of_blocks
 from ultrascale.plan.columns.rank_state import rank_state
 from ultrascale.plan.flops import hardware_flops_per_token
-from ultrascale.plan.layouts import RECOMPUTE, SCHEDULES, LayoutTable
+from ultrascale.plan.layouts import RECOMPUTE, LayoutTable, by_schedule
 from ultrascale.plan.time.stages import FIRST, cut_stages
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.layout import Layout
 
 Floats = NDArray[np.float64]
 WIDE = 4
 """Bytes of an element from which one process computes with the parameters themselves."""
-ONE_AFTER_ANOTHER = tuple(SCHEDULES.index(name) for name in ("1f1b", "afab", "interleaved"))
+WAITS = by_schedule(lambda one: not one.splits_backward)
 """Schedules whose bubble is that of pp - 1 micro-batches, over the virtual stages; others fill it with weight gradients."""
 
 
@@ -47,7 +47,7 @@ def memory_floors(workload: Workload, table: LayoutTable) -> tuple[Floats, Float
     flight = np.ones((3, len(table)))
     flight[FIRST] = np.minimum(table.pp, micro_batches)
     computes = np.where(state.alone & (state.compute_itemsize >= WIDE), 0.0, state.compute_itemsize)
-    stays = np.where(computes > 0, state.gathered_itemsize, 0.0) * state.blocks + computes * state.root
+    stays = np.where(computes > 0, state.gathered_itemsize, 0.0) * (state.blocks - state.lone_experts) + computes * state.root
     gathered = np.where(state.keeps | state.alone, stays, 0.0)
     comes_again = ~ALL_FORWARD[table.schedule] | (table.pp == 1)
     sums = np.where((micro_batches > np.where(table.pp > 1, 2 * table.pp, 1)) & comes_again, state.gradients, 0.0)
@@ -60,8 +60,7 @@ def time_floor(workload: Workload, table: LayoutTable) -> Floats:
     peak = max(item.value for item in workload.cluster.accelerator.peak_flops.values())
     busy = _flops_per_token(workload, table) * workload.tokens_per_step / (table.world_size * peak)
     micro_batches = workload.sequences_per_batch // (table.dp * table.micro_batch_size)
-    waits = np.isin(table.schedule, ONE_AFTER_ANOTHER)
-    bubble = np.where(waits, (table.pp - 1) / (micro_batches * table.virtual_stages), 0.0)
+    bubble = np.where(WAITS[table.schedule], (table.pp - 1) / (micro_batches * table.virtual_stages), 0.0)
     return busy * (1 + bubble)
 
 

@@ -1,4 +1,4 @@
-"""The same run on another number of ranks: the fastest layout for them, with the same global batch.
+"""Elastic runs: the fastest layout of a run on another number of ranks, with the same global batch.
 
 What is learnt does not depend on the layout: the sequences of a step follow from the step alone, and a checkpoint can be read
 by any layout. So a run that loses machines, or gains some, goes on with whatever layout suits the rest.
@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from math import gcd
 
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Run
+from ultrascale.description.units import count_of
 from ultrascale.plan.search.search import fastest
 from ultrascale.plan.search.space import legal_layouts
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.run import Run
-from ultrascale.spec.units import count_of
 
 
 def elastic_layout(run: Run, world: int, *, device: str = "cpu") -> Layout:

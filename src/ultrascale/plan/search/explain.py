@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ultrascale.catalogue.cluster import Cluster, Link
+from ultrascale.description.layout import Layout
 from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.layouts import COLUMNS, LayoutTable
 from ultrascale.plan.search.search import (
@@ -26,15 +28,13 @@ from ultrascale.plan.search.search import (
 )
 from ultrascale.plan.time.price import Prediction, predict, price
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import Cluster, Link
-from ultrascale.spec.layout import Layout
 
 MORE_MEMORY_BYTES = 10e9
 FASTER = 1.2
 POOL = 512
 """Layouts that a changed machine is searched in again, of each sort."""
 PLAYED = 3
-"""Of each schedule, those of them whose pipelines are played."""
+"""Layouts of each schedule whose pipelines are played."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Rung:
     """Memory of the layout that needs least, everything before this rung allowed too."""
     fits: bool
     fastest_seconds: float | None
-    """Of those that fit and were priced; None if none does."""
+    """Seconds of a step of the fastest layout that fits and was priced; None if none does."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,17 @@ class Change:
 
 @dataclass(frozen=True)
 class Marginal:
-    """What another machine would be worth."""
+    """Gain in speed from a better machine, its layout searched again."""
 
     name: str
     seconds: float
-    """Of the fastest step that fits it."""
+    """Seconds of a step of the fastest layout that fits it."""
     gain: float
     """Tokens per second more, as a share."""
 
 
 def rungs(result: SearchResult) -> list[Rung]:
-    """What makes the model fit, and what makes it fast: sharding added in the order of its price."""
+    """Ladder to a model that fits and then is fast: kinds of sharding, added in the order of their price."""
     table = result.priced.table
     alone = (table.tp == 1) & (table.pp == 1) & (table.cp == 1)
     whole, no_recompute = table.zero_stage == 0, table.recompute == 0
@@ -160,7 +160,7 @@ def _fastest_by_value(workload: Workload, table: LayoutTable, name: str) -> list
 
 
 def marginals(result: SearchResult) -> list[Marginal]:
-    """What better machines would be worth, the most valuable first. Each is searched again among the fastest layouts."""
+    """Gains from better machines, the largest first. Each is searched again among the fastest layouts."""
     best = result.best
     if best is None:
         return []
@@ -174,7 +174,7 @@ def marginals(result: SearchResult) -> list[Marginal]:
         seconds = _fastest(changed, pool, own, constants)
         found.append(Marginal(name, seconds, base / seconds - 1))
     unlimited = _fastest(workload, pool, own, CONSTANTS, unlimited=True)
-    found.append(Marginal("memory without end", unlimited, base / unlimited - 1))
+    found.append(Marginal("unlimited memory", unlimited, base / unlimited - 1))
     return sorted(found, key=lambda one: -one.gain)
 
 
@@ -183,7 +183,7 @@ def binding(best: Prediction, found: list[Marginal]) -> str:
     parts = sorted(best.waterfall.items(), key=lambda item: -item[1])
     name, seconds = parts[0]
     share = f"{name.replace('_', ' ')} is {seconds / best.step_seconds:.0%} of the step"
-    memory = next((one for one in found if one.name == "memory without end"), None)
+    memory = next((one for one in found if one.name == "unlimited memory"), None)
     if memory is not None and memory.gain >= 0.01:
         return f"Memory binds: without its limit a step would be {memory.gain:.0%} faster; {share}."
     return f"Memory does not bind; {share}."

@@ -21,9 +21,17 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ultrascale.catalogue.cluster import Cluster
+from ultrascale.catalogue.stacks.stack import Stack
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.recomputed import MODULES, blocks_text, mode_name, modules_name
+from ultrascale.description.run import Run
+from ultrascale.description.units import format_bytes
 from ultrascale.plan.columns.block_memory import block_memory
 from ultrascale.plan.constants import CONSTANTS
-from ultrascale.plan.memory.replay import is_replayed, num_micro_batches, plan_memory, rank_shape, stage_parts
+from ultrascale.plan.memory.replay import num_micro_batches, plan_memory, rank_shape, stage_parts
 from ultrascale.plan.pipeline.pipeline_activations import rank_in_flight
 from ultrascale.plan.report import HEADROOM_BYTES, HEADROOM_FRACTION, device_of, has_rates, workload_of
 from ultrascale.plan.time.price import predict
@@ -31,22 +39,14 @@ from ultrascale.plan.time.recompute_prices import forward_seconds
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.actions import Kind
 from ultrascale.schedules.build import build_schedule
-from ultrascale.spec.cluster import Cluster
-from ultrascale.spec.kept import block_again, computed_again, regions
-from ultrascale.spec.kept import stops_behind as stops_behind_of
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.ops import Op, Shape
-from ultrascale.spec.places import Coordinates
-from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.recomputed import MODULES, blocks_text, mode_name, modules_name
-from ultrascale.spec.run import Run
-from ultrascale.spec.stack import Stack
-from ultrascale.spec.stack_files import STACKS
-from ultrascale.spec.units import format_bytes
-from ultrascale.spec.work import block_work
+from ultrascale.work.kept import block_again, computed_again, regions
+from ultrascale.work.kept import stops_behind as stops_behind_of
+from ultrascale.work.ops import Op, Shape
+from ultrascale.work.sharding.places import Coordinates
+from ultrascale.work.work import block_work
 
 PLAIN = ("none", "selective", "full")
-"""What a compiled block can do: the compiler sees operations, and not where in the block they are."""
+"""Ways that a compiled block supports: the compiler sees operations, and not where in the block they are."""
 CONTAINED = (
     ("mlp", "mlp_act"), ("shared_experts", "mlp_act"), ("moe", "mlp_act"), ("moe", "moe_act"), ("moe", "moe_permute"),
     ("moe", "shared_experts"),
@@ -54,9 +54,11 @@ CONTAINED = (
 """Modules of which the first makes again what the second does."""
 CPU_FLOPS_PER_SECOND = 44e9
 CPU_BYTES_PER_SECOND = 10e9
-"""Of one core, fp32, where no rates are in the catalogue. Only their ratio decides anything (docs/speed.md)."""
+"""Bytes per second of one core, and FLOPs per second in fp32, where the catalogue has no rates. Only their ratio matters
+(docs/speed.md)."""
 MOST_STATES = 1 << 15
-"""Of the best ways of a rank's blocks; of more every second is left out, which costs at most a block's smallest step."""
+"""States kept among the best ways of a rank's blocks; of more every second is left out, which costs at most a block's
+smallest step."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,9 @@ class Way:
 
     mode: str
     kept_bytes: int
-    """From its forward to its backward pass, of one micro-batch."""
+    """Bytes of one micro-batch held from the forward to the backward pass."""
     seconds: float
-    """That recomputing adds to one micro-batch."""
+    """Seconds that recomputation adds to one micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Chosen:
 
     modes: tuple[str, ...]
     kept_bytes: int
-    """Of all micro-batches in flight."""
+    """Bytes of all micro-batches in flight."""
     seconds: float
     """Added to one micro-batch."""
 
@@ -121,7 +123,7 @@ class Frontier:
         return Chosen(self._in_order(modes[::-1]), int(self.kept_bytes[index]), float(self.seconds[index]))
 
     def _in_order(self, modes: list[str]) -> tuple[str, ...]:
-        """Of blocks that are alike it does not matter which has which way: those that compute most again come first, far from
+        """`modes` with those of like blocks sorted, which changes no sum: blocks that recompute most come first, far from
         the peak at the end of the forward pass."""
         places: dict[tuple[int, int], list[int]] = {}
         for place, (ways, weight) in enumerate(zip(self.blocks, self.weights, strict=True)):
@@ -200,13 +202,15 @@ def with_recomputation(run: Run, cluster: Cluster, stack: Stack = STACKS["ultras
 
     def fits(tried: Layout, pp: int) -> bool:
         """By the price of a plan and by the replay, which the trainer goes by when it starts."""
-        if priced and (layout.pp == 1 or not is_replayed(run.model, tried)) and not predict(workload, tried).memory.fits:
+        if priced and layout.pp == 1 and not predict(workload, tried).memory.fits:
             return False
         rank = pp * layout.world_size // layout.pp
-        return not is_replayed(run.model, tried) or plan_memory(
+        needed = plan_memory(
             run.model, tried, sequence_length=workload.sequence_length, sequences_per_batch=workload.sequences_per_batch,
-            documents=workload.documents, device=device, rank=rank, steps=2, optimizer=run.optimizer.name,
-        ).peak.total <= usable  # fmt: skip
+            documents=workload.documents, device=device, rank=rank, steps=2, optimizer=run.optimizer.name, stack=workload.stack,
+            expert_imbalance=workload.expert_imbalance,
+        ).peak.total  # fmt: skip
+        return needed <= usable
 
     asked = None if layout.recompute_budget is not None else fits
     return replace(run, layout=choose(workload, layout, fits=asked, compiled=run.compile, device=device))
@@ -252,7 +256,8 @@ def _held(workload: Workload, layout: Layout, pp: int) -> tuple[list[int], list[
         layers = list(range(workload.model.num_hidden_layers))
         return layers, [1] * len(layers), False
     rank = pp * layout.world_size // layout.pp
-    parts = stage_parts(workload.model, layout, workload.sequence_length, Coordinates.of(layout, rank))
+    at, way = Coordinates.of(layout, rank), workload.stack.stage_cut
+    parts = stage_parts(workload.model, layout, workload.sequence_length, at, way)
     count = num_micro_batches(layout, workload.sequences_per_batch)
     actions = build_schedule(layout.schedule, layout.pp, count, layout.virtual_stages)[pp]
     flight = rank_in_flight(actions).by_stage
@@ -276,7 +281,7 @@ def _mixed(ops: tuple[Op, ...], shape: Shape) -> list[str]:
 
 
 def _seconds(workload: Workload, shape: Shape, op: Op) -> float:
-    """Of one operation's forward pass, with its messages."""
+    """Seconds of one operation's forward pass, with its messages."""
     if workload.cluster.accelerator.measured_at_run_time:
         flops = op.flops * (op.scores.share if op.scores is not None else 1.0)
         return flops / CPU_FLOPS_PER_SECOND + op.moved_bytes / CPU_BYTES_PER_SECOND

@@ -1,4 +1,4 @@
-"""How many GPUs still pay off: the best layout at each count, and what each added GPU brings.
+"""Scaling: the best layout at each count of GPUs, what each added GPU brings, and how many still pay off.
 
 The global batch stays, so more GPUs mean fewer micro-batches each: bubbles and exposed communication grow, and at some count an
 added GPU brings less than it costs. Where that is depends on what waiting costs; `PAYS` is our line.
@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from ultrascale.catalogue.cluster import Cluster, parse_cluster
+from ultrascale.catalogue.machines import ACCELERATORS, USUAL_NODE
+from ultrascale.catalogue.racks import places_used, resized
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
 from ultrascale.plan.search.search import fastest
 from ultrascale.plan.search.space import Asked
 from ultrascale.plan.time.price import Prediction
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import Cluster, parse_cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.machines import ACCELERATORS, USUAL_NODE
-from ultrascale.spec.problems import SpecError
-from ultrascale.spec.racks import places_used, resized
 
 PAYS = 0.5
 """An added GPU pays while it brings at least this share of what a GPU brings where each brings most."""

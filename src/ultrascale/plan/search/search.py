@@ -20,19 +20,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.units import count_of, divisors
 from ultrascale.plan.columns.footprint import MARGIN, Footprint, outside_bytes, reserved_bytes
 from ultrascale.plan.columns.rank_activations import know_blocks
 from ultrascale.plan.intervals import out_of_memory_risk
 from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.layouts import distinct as distinct_values
 from ultrascale.plan.search.asked import unmet
 from ultrascale.plan.search.bounds import memory_floors, time_floor
 from ultrascale.plan.search.replayed import with_replay
 from ultrascale.plan.search.space import Asked, Refusal, Space, legal_layouts
 from ultrascale.plan.time.price import Prediction, predict, price
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.units import count_of, divisors
 
 Floats = NDArray[np.float64]
 Progress = Callable[[float], None]
@@ -78,7 +79,7 @@ class Priced:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found."""
+    """Result of a search: ranking, front and priced layouts."""
 
     workload: Workload
     priced: Priced
@@ -89,7 +90,7 @@ class SearchResult:
     smallest: Prediction | None
     """The layout that needs the least memory, whether it fits or not; None if there is no legal layout."""
     seconds: float
-    """What the search took."""
+    """Seconds that the search took."""
 
     @property
     def best(self) -> Prediction | None:
@@ -239,7 +240,7 @@ def _usable(workload: Workload) -> float:
 
 
 def _cannot_matter(least_seconds: Floats, least_bytes: Floats, seconds: Floats, peak: Floats, kept: int) -> NDArray[np.bool_]:
-    """Which layouts can be neither among the `kept` fastest nor on the front, given what has been priced and fits."""
+    """True for layouts that can be neither among the `kept` fastest nor on the front, given what has been priced and fits."""
     if len(seconds) < kept:
         return np.zeros(len(least_seconds), dtype=bool)
     slowest_kept = np.partition(seconds, kept - 1)[kept - 1]
@@ -260,8 +261,8 @@ def fastest_of_each_schedule(table: LayoutTable, step_seconds: Floats, fits: NDA
     """Numbers of the fastest rows that fit, `count` of each schedule and of those without a pipeline."""
     fitting = np.flatnonzero(fits)
     order = fitting[np.argsort(step_seconds[fitting], kind="stable")]
-    kind = np.where(table.pp > 1, table.schedule, -1)[order]
-    return np.concatenate([order[kind == one][:count] for one in np.unique(kind)] or [order])
+    kind = np.where(table.pp > 1, table.schedule + 1, 0)[order]
+    return np.concatenate([order[kind == one][:count] for one in distinct_values(kind)] or [order])
 
 
 def _front(priced: Priced) -> list[int]:
@@ -322,7 +323,7 @@ def needed_bytes(memory: Footprint) -> Any:
 
 
 def pareto(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """Those that no other beats in both time and memory, the fastest first."""
+    """Pareto front: predictions that no other beats in both time and memory, the fastest first."""
     front: list[Prediction] = []
     for one in sorted(predictions, key=lambda p: (p.step_seconds, needed_bytes(p.memory))):
         if not front or needed_bytes(one.memory) < needed_bytes(front[-1].memory):

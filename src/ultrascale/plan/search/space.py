@@ -25,28 +25,24 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ultrascale.catalogue.stacks.stack_files import abilities
+from ultrascale.config.rules.cut_rules import cut_problems
+from ultrascale.description.layout import NARROW, Layout
+from ultrascale.description.recomputed import is_modules, modules_name, modules_named
+from ultrascale.description.schedules import SCHEDULES
+from ultrascale.description.units import count_of, divisors
 from ultrascale.plan.layouts import RECOMPUTE, LayoutTable
 from ultrascale.plan.time.stage_cut import cannot_run
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cut_rules import cut_problems
-from ultrascale.spec.layout import NARROW, Layout
-from ultrascale.spec.layout import SCHEDULES as CHUNKS
-from ultrascale.spec.recomputed import is_modules, modules_name, modules_named
-from ultrascale.spec.stack_files import abilities
-from ultrascale.spec.units import count_of, divisors
 
 MIN_TOKENS_PER_CP_RANK = 512
 """Shorter shares of a sequence leave nothing to hide the exchange behind: an A100 needs 1,000 tokens on NVLink, and 24 times as
 many on InfiniBand (Liu et al. 2023, ring attention, table 2)."""
 MIN_TOKENS_BESIDE_EXPERTS = 4096
-"""The same for models with experts, which already cut the ranks in many ways: the space would be three times as large."""
+"""Least tokens per cp rank of models with experts, which already cut the ranks in many ways: the space would be three times
+as large."""
 MAX_TOKENS_PER_MICRO_BATCH = 2**17
-"""Of one rank and one forward pass. Products are at their best far below it."""
-V_SHAPED = ("zb-v", "dualpipe", "dualpipe-v")
-DOMINATED = {
-    "afab": "1f1b has the same bubble and holds fewer micro-batches",
-    "dualpipe": "dualpipe-v has the same bubble and holds the weights once",
-}
+"""Most tokens of one rank in one forward pass. Products are at their best far below it."""
 NAME_MODULES = ("modules", "attention")
 """Meanings of `selective` in stacks whose recomputation is told by modules: ours and Megatron's."""
 Asked = Mapping[str, Sequence[Any]]
@@ -54,7 +50,7 @@ Asked = Mapping[str, Sequence[Any]]
 
 
 class Cut(NamedTuple):
-    """How the model and its work are divided."""
+    """Degrees and choices that divide the model and its work."""
 
     tp: int
     sequence_parallel: bool
@@ -76,14 +72,14 @@ class Refusal:
     family: str
     reason: str
     count: int
-    """How often, among the ways to cut the model."""
+    """Number of refusals, among the ways to cut the model."""
     remedy: str = ""
     """The nearest that works, where a rule of the description names it."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched."""
+    """Layouts to search, and the families that are refused."""
 
     table: LayoutTable
     refused: tuple[Refusal, ...]
@@ -91,7 +87,7 @@ class Space:
 
 @dataclass
 class _Rules:
-    """What is asked for and what the trainer can do; counts what it refuses."""
+    """Rules of a search: the values asked for and the trainer's abilities. Counts refusals."""
 
     workload: Workload
     base: Layout
@@ -111,7 +107,7 @@ class _Rules:
         self.remedies[family, reason] = remedy
 
     def breaks(self, family: str, layout: Layout) -> bool:
-        """Whether a layout breaks a rule of the description, which is noted as the reason."""
+        """True if a layout breaks a rule of the description, which is noted as the reason."""
         found = cut_problems(self.workload.model, layout, sequence_length=self.workload.sequence_length)
         if found:
             self.refuse(family, found[0].rule, found[0].remedy)
@@ -236,7 +232,7 @@ def _pipeline(rules: _Rules, gpus: int, cp: int) -> Iterator[tuple[int, int, str
             continue
         if pp == 1:
             if rules.allows("virtual_stages", 1) and ("schedule" not in rules.asked or "pp" in rules.asked):
-                yield 1, 1, "1f1b"
+                yield 1, 1, Layout.schedule
         elif not can:
             rules.refuse("pp", f"{stack.name} has no pipeline")
         elif cp > 1 and abilities(stack).cp_alone:
@@ -250,11 +246,11 @@ def _pipeline(rules: _Rules, gpus: int, cp: int) -> Iterator[tuple[int, int, str
 
 def _schedules(rules: _Rules, pp: int, can: tuple[str, ...]) -> Iterator[tuple[int, str]]:
     layers = rules.workload.model.num_hidden_layers
-    for schedule in rules.choose("schedule", [name for name in can if name not in DOMINATED]):
+    for schedule in rules.choose("schedule", [name for name in can if not SCHEDULES[name].inferior_to]):
         if schedule not in can:
             rules.refuse(f"schedule {schedule}", f"{rules.workload.stack.name} has {', '.join(can)}")
-        elif schedule == "dualpipe" and pp % 2:
-            rules.refuse(f"pp = {pp}, dualpipe", "needs an even number of stages")
+        elif SCHEDULES[schedule].even_ranks and pp % 2:
+            rules.refuse(f"pp = {pp}, {schedule}", "needs an even number of stages")
         else:
             for chunks in _chunks(rules, schedule, pp):
                 if pp * chunks > layers:
@@ -266,20 +262,21 @@ def _schedules(rules: _Rules, pp: int, can: tuple[str, ...]) -> Iterator[tuple[i
                 else:
                     yield chunks, schedule
     if "schedule" not in rules.asked:
-        for name in DOMINATED:
-            if name in can:
-                rules.refuse(f"schedule {name}", DOMINATED[name])
+        for name in can:
+            if better := SCHEDULES[name].inferior_to:
+                rules.refuse(f"schedule {name}", f"{better} {SCHEDULES[name].because}")
 
 
 def _chunks(rules: _Rules, schedule: str, pp: int) -> list[int]:
     """Stages of a rank to search: those asked for, which need not cut the layers evenly, else `chunks_per_rank`."""
     usual = chunks_per_rank(schedule, pp, rules.workload.model.num_hidden_layers)
-    return [n for n in rules.choose("virtual_stages", usual) if n in usual or (CHUNKS[schedule] is None and n > 1)]
+    any_number = SCHEDULES[schedule].virtual_stages is None
+    return [n for n in rules.choose("virtual_stages", usual) if n in usual or (any_number and n > 1)]
 
 
 def chunks_per_rank(schedule: str, pp: int, num_layers: int) -> tuple[int, ...]:
     """Pieces of the model that a rank may hold: the divisors of its layers where the schedule interleaves them."""
-    chunks = CHUNKS[schedule]
+    chunks = SCHEDULES[schedule].virtual_stages
     return tuple(n for n in divisors(-(-num_layers // pp)) if n > 1) if chunks is None else (chunks,)
 
 
@@ -361,19 +358,19 @@ def _micro_batch_sizes(rules: _Rules, dp: int, cp: int) -> list[int]:
 
 
 def _suits(rules: _Rules, schedule: str, pp: int, dp: int, size: int) -> bool:
-    """Whether the trainer runs so many micro-batches in this schedule."""
-    count = rules.workload.sequences_per_batch // (dp * size)
-    if schedule in V_SHAPED and count < 2 * pp:
-        rules.refuse(schedule, "fewer than 2 x pp micro-batches do not fill it")
+    """True if the trainer runs so many micro-batches in this schedule; else the reason is noted."""
+    count, known = rules.workload.sequences_per_batch // (dp * size), SCHEDULES.get(schedule)
+    if known and count < known.fills_from * pp:
+        rules.refuse(schedule, f"fewer than {known.fills_from} x pp micro-batches do not fill it")
         return False
-    fills = rules.workload.stack.stage_cut != "by-share" or schedule != "1f1b"
+    fills = rules.workload.stack.stage_cut != "by-share" or not known or known.forward_first
     if not fills and (wrong := cannot_run(rules.workload.model, pp, [count])):
         rules.refuse(f"pp = {pp}, {schedule}", wrong)
         return False
     if abilities(rules.workload.stack).any_micro_batches:
         return True
-    if schedule == "interleaved" and count % pp:
-        rules.refuse("interleaved", "micro-batches are no multiple of pp")
+    if known and known.in_rounds and count % pp:
+        rules.refuse(schedule, "micro-batches are no multiple of pp")
         return False
     return True
 
@@ -398,7 +395,8 @@ def modules_asked(workload: Workload, asked: Asked) -> str:
 
 
 def _overlaps(rules: _Rules, cut: Cut) -> list[bool]:
-    """Whether products of tp run beside their messages: what is asked for, where it is read and the trainer does it."""
+    """Values of `tp_overlap` to search: those asked for, True only with sequence parallelism inside a node and in no narrow
+    precision."""
     in_node = cut.tp > 1 and rules.workload.cluster.node.num_accelerators % cut.tp == 0
     can = in_node and cut.sequence_parallel and rules.base.precision not in NARROW
     return sorted({one and can for one in rules.choose("tp_overlap", (rules.base.tp_overlap,))})

@@ -1,19 +1,19 @@
-"""Which attention kernel our trainer's contest (`kernels.attention_contest`) will choose on a device, before it is held.
+"""Attention kernel that our trainer's contest (`kernels.attention.attention_contest`) will choose on a device, predicted.
 
-What comes with torch takes part, and `spec.attention_cores` says to both, trainer and plan, what can do what is wanted: cuDNN's
-no documents, sliding windows or sinks, and no piece of a ring. The rest is flash attention 2 in torch's own form. The faster by
-the laws of `plan.laws.compute` is the one: cuDNN's on Hopper and Blackwell, where flash attention 2 reaches half of its rate;
-on Ampere there is nothing to choose. FlashAttention's own packages, which a contest takes where they are installed, a plan
-takes only where the layout names one.
+What comes with torch takes part, and `description.attention_cores` says to both, trainer and plan, what can do what is wanted:
+cuDNN's no documents, sliding windows or sinks, and no piece of a ring. The rest is flash attention 2 in torch's own form. The
+faster by the laws of `plan.laws.compute` is the one: cuDNN's on Hopper and Blackwell, where flash attention 2 reaches half of
+its rate; on Ampere there is nothing to choose. FlashAttention's own packages, which a contest takes where they are installed,
+a plan takes only where the layout names one.
 """
 
 from __future__ import annotations
 
+from ultrascale.description.attention_cores import Wanted, why_not, windows_of
+from ultrascale.description.layout import NARROW, AttentionCore
 from ultrascale.plan.laws.compute import Kernel, attention_seconds
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.attention_cores import Wanted, why_not, windows_of
-from ultrascale.spec.layout import NARROW, AttentionCore
-from ultrascale.spec.ops import Scores, Shape
+from ultrascale.work.ops import Scores, Shape
 
 TORCH_CORES: tuple[tuple[Kernel, AttentionCore], ...] = (("flash-2", "sdpa"), ("cudnn", "cudnn"))
 """By kernel, a core that is it, in the order in which ties are decided. `varlen` is flash attention 2 told of documents."""
@@ -30,7 +30,7 @@ def attention_kernel(workload: Workload, shape: Shape, scores: Scores) -> Kernel
 
 
 def wanted_of(workload: Workload, shape: Shape) -> Wanted:
-    """What a run of `shape` asks of its attention, as `spec.attention_cores.attention_wanted` would say."""
+    """Requirements of a run of `shape` on its attention, as `description.attention_cores.attention_wanted` gives them."""
     model = workload.model
     return Wanted(
         "cpu" if shape.device == "cpu" or workload.cluster.accelerator.name == "cpu" else "cuda", shape.precision,

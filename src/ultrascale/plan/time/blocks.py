@@ -1,6 +1,6 @@
 """One block, one micro-batch, one rank: seconds of each pass, by what is done, for every distinct shape of a table of layouts.
 
-Walks `spec.work`'s operations once per shape and adds up their prices: products and attention from `plan.laws.compute`,
+Walks `work.work`'s operations once per shape and adds up their prices: products and attention from `plan.laws.compute`,
 element-wise work by its bytes, collectives of tp, cp and ep from `plan.laws.collectives`, all of them in one vectorised call
 per kind.
 """
@@ -15,20 +15,20 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from ultrascale.catalogue.stacks.stack import Kernels
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import NARROW
+from ultrascale.description.recomputed import SELECTIVE
 from ultrascale.plan.cut_backward import HALVES, Half, may_wait, sent_in_half
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.laws.compute import attention_seconds, elementwise_seconds, matmul_seconds
 from ultrascale.plan.layouts import CP_METHODS, FP8_SCALINGS, PRECISIONS, LayoutTable
 from ultrascale.plan.time.attention_choice import attention_kernel
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.kept import computed_again, resolved
-from ultrascale.spec.layout import NARROW
-from ultrascale.spec.model import Model
-from ultrascale.spec.op_builders import without_fp8
-from ultrascale.spec.ops import Op, Scores, Shape
-from ultrascale.spec.recomputed import SELECTIVE
-from ultrascale.spec.stack import Kernels
-from ultrascale.spec.work import block_work, embedding_work, head_work, prediction_work
+from ultrascale.work.kept import computed_again, resolved
+from ultrascale.work.op_builders import without_fp8
+from ultrascale.work.ops import Op, Scores, Shape
+from ultrascale.work.work import block_work, embedding_work, head_work, prediction_work
 
 Floats = NDArray[np.float64]
 SHAPE_FIELDS = (
@@ -39,14 +39,14 @@ PASSES = ("forward", "backward")
 OVER_TP = ("tp", "expert_tp")
 """Axes whose traffic is told as that of tp."""
 HEAD_MULTIPLE = 8
-"""Of a vocabulary's columns, which are always of 16 bits here: other numbers are not aligned."""
+"""Multiple of which a vocabulary's columns, always of 16 bits here, must be for aligned rows."""
 WIDE_BYTES, NARROW_BYTES, CAST_BYTES = 2, 3, 4
 """Memory traffic of an element that is read in bf16; that is written in fp8 then; that is written in both orders."""
 
 
 @dataclass
 class PartSeconds:
-    """What a part of the model (a kind of block, the embedding, the head) costs, a number per distinct shape."""
+    """Seconds of a part of the model (a kind of block, the embedding, the head), an element per distinct shape."""
 
     product: Floats
     """Matrix products of the forward pass."""
@@ -56,32 +56,32 @@ class PartSeconds:
     """Products of the backward pass that make the gradient of what was read, and all of attention's and element-wise work's."""
     weight_gradient: Floats
     weight_gradient_in_i: Floats
-    """Of `weight_gradient`, what does not wait for W where backward passes are cut in two."""
+    """Part of `weight_gradient` that does not wait for W where backward passes are split."""
     tp_forward: Floats
     tp_backward: Floats
     tp_beside: Floats
-    """Of `tp_backward`: what a column-parallel layer's backward pass can run beside its own two products. The input is gathered
+    """Part of `tp_backward` that a column-parallel layer's backward pass can run beside its two products. The input is gathered
     again beside the gradient of the input, whose sum travels beside the gradient of the weight (Megatron)."""
     tp_cut_input: Floats
-    """What I sends where backward passes are cut in two: `tp_backward` without the inputs of column products."""
+    """Messages of I where backward passes are split: `tp_backward` without the inputs of column products."""
     tp_cut_sums: Floats
-    """Of `tp_cut_input`: sums of gradients of inputs, which no product of I is beside."""
+    """Part of `tp_cut_input`: sums of gradients of inputs, which no product of I is beside."""
     tp_cut_weight: Floats
-    """What W gathers then: those inputs, and gradients of row products once more."""
+    """All-gathers of W then: those inputs, and gradients of row products once more."""
     cp_forward: Floats
-    """Of cp, what stands in front of attention: heads that are swapped, keys and values that are gathered first."""
+    """Part of cp in front of attention: heads that are swapped, keys and values that are all-gathered first."""
     cp_backward: Floats
     ring_forward: Floats
-    """Of cp, what travels beside attention."""
+    """Part of cp that travels beside attention."""
     ring_backward: Floats
     ep_forward: Floats
     ep_backward: Floats
     grouped_product: Floats
-    """Of `product`: those of experts, whose results torchtitan's policy does not keep."""
+    """Part of `product` in experts, whose results torchtitan's policy does not keep."""
     last_product: Floats
-    """Of `product`: the last of a dense block without tp, before which torch stops when it runs the block again."""
+    """Part of `product`: the last of a dense block without tp, before which torch stops when it recomputes the block."""
     chosen_modules: Floats
-    """Of all of it: what selective recomputation by modules runs again (`spec.kept.selective_modules`)."""
+    """Part of all of it that selective recomputation by modules runs again (`work.kept.selective_modules`)."""
     num_ops: Floats
     """Operations launched in a forward pass."""
     num_collectives: Floats
@@ -194,7 +194,7 @@ def _layer_kinds(model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def price_ops(workload: Workload, shape: Shape, ops: tuple[Op, ...]) -> PartSeconds:
-    """What these operations cost, as a part of the model of one shape."""
+    """Seconds of these operations, as a part of the model of one shape."""
     return _price(workload, [shape], [ops])
 
 
@@ -336,13 +336,13 @@ def _over_tp(workload: Workload, shapes: list[Shape], works: Sequence[Iterable[O
 
 
 def _is_of_column(op: Op) -> bool:
-    """Whether an operation's backward traffic is that of a column-parallel product."""
+    """True if an operation's backward traffic is that of a column-parallel product."""
     found = any(item.axis == "tp" and item.when == "backward" and item.kind != "all_gather" for item in op.collectives)
     return found and op.kind != "elementwise"  # of latent attention's shared key: no product is beside it
 
 
 def _sent_share(workload: Workload, shape: Shape, name: str, when: str) -> float:
-    """Of the tokens' copies for all their experts in bf16, what a program sends.
+    """Share that a program sends of the tokens' copies for all their experts, in bytes of bf16.
 
     alltoall sends every copy. A dispatcher that does not repeat itself sends one to each place (node, or rank of one node) that
     topk uniform draws find; node-limited routing has fewer nodes to draw from (DeepSeek-V3, section 3.2.2), and a benchmark's

@@ -1,4 +1,4 @@
-"""What data parallelism and ZeRO send in a step, and how much of it shows.
+"""Traffic of data parallelism and ZeRO in a step, and its exposed part.
 
     stage 0      one all-reduce of the gradients                                     beside the last backward pass
     stage 1, 2   a gather of parameters, a (2, in buckets: m) reduce-scatter         beside the first forward, and backward
@@ -29,22 +29,24 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ultrascale.description.architecture.weights import layer_weights
 from ultrascale.plan.columns.fp8_state import gathered_in_fp8
 from ultrascale.plan.columns.rank_state import COMPUTE_BYTES
 from ultrascale.plan.constants import Constants
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.laws.compute import elementwise_seconds
-from ultrascale.plan.layouts import SCHEDULES, LayoutTable
+from ultrascale.plan.layouts import LayoutTable, by_schedule
 from ultrascale.plan.time.passes import Passes
 from ultrascale.plan.time.stages import Stages
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.weights import layer_weights
 
 Floats = NDArray[np.float64]
 LAUNCH_SECONDS = 5e-6
-"""Of a copy: about what a kernel's launch from PyTorch costs the host ("Accelerating PyTorch with CUDA Graphs", 2021)."""
+"""Seconds of launching a copy: about what a kernel's launch from PyTorch costs the host ("Accelerating PyTorch with CUDA
+Graphs", 2021)."""
+IN_ROUNDS = by_schedule(lambda one: one.in_rounds)
 COPIES = 2
-"""Of every parameter: out of NCCL's buffer into the list, and from there into the weight."""
+"""Copies of every parameter: out of NCCL's buffer into the list, and from there into the weight."""
 JOINED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 """Products that are one weight where `Kernels.joins_projections`."""
 MOVES = 2
@@ -134,7 +136,7 @@ def _exposed_of(
     constants: Constants,
     at_once: NDArray[np.bool_],
 ) -> tuple[Floats, Floats]:
-    """Of a step's traffic what no computing is beside, and all of it; seconds, [sorts of rank, layouts].
+    """Exposed seconds of a step's traffic, and all its seconds, [sorts of rank, layouts].
 
     A step gathers once, or at ZeRO 3 in every pass; it reduces once, or at ZeRO 2 and 3 in every backward pass. The last
     backward pass also sums over copies.
@@ -143,7 +145,7 @@ def _exposed_of(
     gathers, reductions, copies = traffic
     per_micro_batch = zero == 3
     often = np.where(per_micro_batch, micro_batches, 1)
-    reduces_often = np.where((zero >= 2) & (stack.gathers == "buckets"), micro_batches, 1)
+    reduces_often = np.where((zero >= stack.reduces_from) & (stack.gathers == "buckets"), micro_batches, 1)
     forward_window = constants.data_parallel_window * (passes.forward + passes.tensor_parallel / 3)
     backward_window = constants.data_parallel_window * (passes.backward + passes.tensor_parallel * 2 / 3)
     beside = stack.overlaps_data_parallel & ~at_once
@@ -162,7 +164,7 @@ def _exposed_of(
 
 
 def _exposed(taken: Floats, window: Floats, least: Floats, chunks: Floats, more: Floats) -> Floats:
-    """Of the traffic of all chunks of a rank, what no computing is beside.
+    """Exposed seconds of the traffic of all chunks of a rank.
 
     `window`: seconds of one micro-batch's pass, of all chunks; `more`: micro-batches of a chunk that the next one's traffic
     runs beside. The first chunk's own is only beside one micro-batch of itself, the last to come has all the others before it.
@@ -174,7 +176,7 @@ def _exposed(taken: Floats, window: Floats, least: Floats, chunks: Floats, more:
 
 def _beside_other_chunks(workload: Workload, table: LayoutTable, micro_batches: Counts) -> tuple[Floats, Floats]:
     """Chunks of a rank whose traffic runs beside each other's computing, and micro-batches that a chunk has in a row."""
-    apart = (table.schedule == SCHEDULES.index("interleaved")) & (table.pp > 1) & (table.zero_stage < 3)
+    apart = IN_ROUNDS[table.schedule] & (table.pp > 1) & (table.zero_stage < 3)
     chunks = np.where(apart & (workload.stack.gathers == "whole"), table.virtual_stages, 1).astype(float)
     return chunks, np.minimum(table.pp, micro_batches).astype(float)
 

@@ -1,4 +1,4 @@
-"""What it costs to keep optimizer state or activations in the host's memory: the link between device and host, and the host.
+"""Cost of offloading optimizer state or activations to host memory: the link between device and host, and the host.
 
 update on the host   gradients down, AdamW on the CPU, parameters up: in turn, or block by block beside each other
 activations          down in the forward pass, up in the backward pass, beside what is computed there
@@ -13,12 +13,12 @@ from ultrascale.plan.workload import Workload
 
 Floats = NDArray[np.float64]
 HOST_LINK_BYTES_PER_SECOND = {"a100": 25e9, "a800": 25e9, "v100": 12e9, "gh200": 400e9, "gb200": 200e9, "gb300": 200e9}
-"""From one device to its host, with its neighbours busy too: PCIe 4 (V100: 3) x16, 32 GB/s nominal; NVLink-C2C, 450 GB/s,
-shared by two in a GB200."""
+"""Bytes per second from one device to its host, with its neighbours busy too: PCIe 4 (V100: 3) x16, 32 GB/s nominal;
+NVLink-C2C, 450 GB/s, shared by two in a GB200."""
 NEWER_HOST_LINK = 50e9
-"""Of devices not named: PCIe 5 x16, 64 GB/s nominal."""
+"""Bytes per second of devices not named: PCIe 5 x16, 64 GB/s nominal."""
 HOST_MEMORY_BYTES_PER_SECOND = 25e9
-"""Of a device's share of its host's memory: two sockets of eight DDR channels for eight devices."""
+"""Bytes per second of a device's share of its host's memory: two sockets of eight DDR channels for eight devices."""
 
 
 def host_link(workload: Workload) -> float:
@@ -43,7 +43,7 @@ def offloaded_update(workload: Workload, own: Floats, blocks: Floats) -> Floats:
 
 
 def exposed_seconds(workload: Workload, saved: Floats, forward: Floats, backward: Floats) -> Floats:
-    """What shows of `saved` bytes that go to the host beside so many seconds of a forward pass, and come back beside those of a
-    backward pass."""
+    """Exposed seconds of `saved` bytes offloaded beside a forward pass of `forward` seconds, and brought back beside a
+    backward pass of `backward` seconds."""
     one_way = saved / host_link(workload)
     return np.maximum(one_way - forward, 0.0) + np.maximum(one_way - backward, 0.0)

@@ -9,16 +9,16 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ultrascale.catalogue.network import network_kind
+from ultrascale.catalogue.stacks.stack import Stack
 from ultrascale.plan.constants import Constants
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.layouts import RECOMPUTE, LayoutTable
 from ultrascale.plan.time.blocks import Blocks, PartSeconds, price_kept_blocks
 from ultrascale.plan.time.recompute_prices import mean_again
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.network import network_kind
-from ultrascale.spec.op_builders import without_fp8
-from ultrascale.spec.stack import Stack
-from ultrascale.spec.work import input_gather
+from ultrascale.work.op_builders import without_fp8
+from ultrascale.work.work import input_gather
 
 Floats = NDArray[np.float64]
 COLUMNS = {column.name: number for number, column in enumerate(fields(PartSeconds))}
@@ -40,14 +40,15 @@ class Passes:
     context_parallel: Floats
     expert_parallel: Floats
     forward_traffic: Floats
-    """Of the exposed three, the forward pass's."""
+    """Part of the exposed traffic of tp, cp and ep in the forward pass."""
     forward_expert_parallel: Floats
     cut_input: Floats
-    """What I takes more than its half of a backward pass in one (or less), and what W does (`plan.cut_backward`)."""
+    """Seconds that I, and W (`cut_weight`), take beyond their halves of an unsplit backward pass (below 0: less;
+    `plan.cut_backward`)."""
     cut_weight: Floats
 
     def rows(self, which: slice) -> Passes:
-        """Those of some sorts of rank, or chunks."""
+        """Passes of some sorts of rank, or chunks."""
         return Passes(*(column[which] for column in vars(self).values()))
 
     @property
@@ -82,8 +83,8 @@ def pass_seconds(
     head: Floats,
     kept: Floats,
 ) -> Passes:
-    """What ranks or chunks cost that hold so many blocks of each kind, [rows, kinds, layouts], and ends, [rows, layouts].
-    `kept`: of `layers`, those that stay in bf16 beside blocks in fp8."""
+    """Seconds of passes on ranks or chunks with so many blocks of each kind, [rows, kinds, layouts], and ends, [rows,
+    layouts]. `kept`: those of `layers` that stay in bf16 beside blocks in fp8."""
     stack, some_kept = workload.stack, bool(kept.any())
     prices, in_blocks = blocks.prices, layers  # without embedding and head
     if some_kept:
@@ -144,7 +145,8 @@ def pass_seconds(
 
 
 BY_SELECTIVE = {"attention": "attention", "modules": "chosen_modules"}
-"""What a stack's selective recomputation runs again, by column of `plan.time.blocks.PartSeconds`; else what is element-wise."""
+"""Operations that a stack's selective recomputation runs again, by column of `plan.time.blocks.PartSeconds`; else
+element-wise ones."""
 
 
 class _SumOf(Protocol):
@@ -177,7 +179,7 @@ def _tensor_parallel(table: LayoutTable, stack: Stack, sum_of: _SumOf, constants
 
 
 def product_derate(workload: Workload, constants: Constants) -> float:
-    """What the price of a matrix product is multiplied by."""
+    """Factor on the price of a matrix product."""
     derate = constants.compute_derate * workload.overheads.products
     return derate * constants.device_derates.get(workload.cluster.accelerator.kind, 1.0)
 
@@ -191,7 +193,7 @@ def _all_sums(every: Floats, weights: Floats, in_blocks: Floats) -> dict[str, tu
 
 
 def _collective_launch(workload: Workload, table: LayoutTable) -> Floats:
-    """What a collective inside a block takes at least, however small it is."""
+    """Least seconds of a collective inside a block, however small it is, [layouts]."""
     overheads, node = workload.overheads, workload.cluster.node
     least = overheads.collective_seconds
     if not overheads.hops_per_rank or node.inter_link is None:
@@ -212,7 +214,7 @@ def _input_gathers(workload: Workload, table: LayoutTable, blocks: Blocks, again
 
 
 def _recomputed_share(table: LayoutTable) -> Floats:
-    """Of the blocks, those computed a second time as a whole."""
+    """Share of the blocks that are recomputed as a whole."""
     every_k = np.where(table.recompute == RECOMPUTE.index("every-k"), 1.0 / table.recompute_every, 0.0)
     return np.where(table.recompute == RECOMPUTE.index("full"), 1.0, every_k)
 
@@ -220,8 +222,8 @@ def _recomputed_share(table: LayoutTable) -> Floats:
 def _exposed_context_parallel(
     table: LayoutTable, sum_of: Callable[[str], Floats], again: Floats, constants: Constants
 ) -> tuple[Floats, Floats]:
-    """Of the forward pass, and of all. A ring sends the next keys and values while attention works on the last; what is swapped
-    or gathered is waited for."""
+    """Exposed seconds of context parallelism: of the forward pass, and of all passes. A ring sends the next keys and values
+    while attention works on the last; what is swapped or gathered is waited for."""
     forward, backward = sum_of("ring_forward"), sum_of("ring_backward")
     beside = sum_of("attention") * (1 - 1 / table.cp_places)
 

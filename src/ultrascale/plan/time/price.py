@@ -14,16 +14,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ultrascale.catalogue.cluster import Accelerator
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.schedules import SCHEDULES, schedule_for
 from ultrascale.plan.columns.footprint import Footprint, stage_memory
 from ultrascale.plan.columns.fp8_state import agreed_scales_seconds
 from ultrascale.plan.columns.rank_activations import rank_activations
 from ultrascale.plan.columns.rank_state import shards
 from ultrascale.plan.constants import CONSTANTS, Constants
-from ultrascale.plan.cut_backward import CUTTING, cut_share, cut_share_of
+from ultrascale.plan.costs.storage import checkpoint_share, read_seconds
+from ultrascale.plan.cut_backward import cut_share, cut_share_of
 from ultrascale.plan.flops import hardware_flops_per_token, model_flops_per_token
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.laws.compute import optimizer_seconds
-from ultrascale.plan.layouts import PRECISIONS, SCHEDULES, LayoutTable
+from ultrascale.plan.layouts import PRECISIONS, LayoutTable, by_schedule
 from ultrascale.plan.memory.replay import MemoryPlan
 from ultrascale.plan.pipeline.pipeline_steady import long_step_seconds
 from ultrascale.plan.pipeline.pipelined import (
@@ -35,7 +40,6 @@ from ultrascale.plan.pipeline.pipelined import (
     with_and_without_sends,
 )
 from ultrascale.plan.pipeline.play import StageSeconds
-from ultrascale.plan.storage import checkpoint_share, read_seconds
 from ultrascale.plan.time.blocks import price_blocks
 from ultrascale.plan.time.data_traffic import data_parallel_seconds
 from ultrascale.plan.time.offload import exposed_seconds, offloaded_update
@@ -44,11 +48,8 @@ from ultrascale.plan.time.stages import FIRST, Stages, cut_stages
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.executable import Schedule
-from ultrascale.spec.cluster import Accelerator
-from ultrascale.spec.fp8_slots import SLOT_BYTES, num_slots
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.ops import Shape
-from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.work.fp8_slots import SLOT_BYTES, num_slots
+from ultrascale.work.ops import Shape
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -57,19 +58,18 @@ PARTS = (
     "bubble", "optimizer", "offload", "rest", "data", "checkpoints",
 )  # fmt: skip
 
-PAIRED = np.array([name in ("dualpipe", "dualpipe-v") for name in SCHEDULES])
-"""By number of the schedule."""
+PAIRED = by_schedule(lambda one: one.pairs)
 NEWTON_SCHULZ_FLOPS = 30
 """Per element of a matrix and unit of its shorter side: five steps of three products, two of them square (Jordan 2024)."""
 NEWTON_SCHULZ_EFFICIENCY = 0.6
 """Share of the peak that these products, thousands wide, reach."""
 MATRIX_BYTES = 2
-"""Of an element of a matrix that Muon orthogonalises: bf16."""
+"""Bytes of an element of a matrix that Muon orthogonalises: bf16."""
 
 
 @dataclass(frozen=True)
 class PriceTable:
-    """What every layout of a table costs. Seconds of a step by part (`PARTS`), each a column; they sum to `step_seconds`."""
+    """Prices of every layout of a table. Seconds of a step by part (`PARTS`), each a column; they sum to `step_seconds`."""
 
     workload: Workload
     table: LayoutTable
@@ -110,10 +110,10 @@ class Prediction:
     step_seconds: float
     waterfall: dict[str, float]
     memory: Footprint
-    """Of one row."""
+    """Footprint of this layout alone."""
     num_micro_batches: int
     replay: MemoryPlan | None = None
-    """Of the fullest rank, where `memory` is its (`plan.search.replayed`)."""
+    """Replay of the fullest rank, where `memory` is that rank's (`plan.search.replayed`)."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -158,14 +158,15 @@ def predict(workload: Workload, layout: Layout, constants: Constants = CONSTANTS
     stages = cut_stages(workload, table, layout.layers_per_stage)
     passes, of_chunks = rank_and_chunk_passes(workload, layout, table, stages, constants)
     found = replace(_priced(workload, table, stages, constants, cuts=False, passes=passes).row(0), layout=layout)
-    is_mixed = layout.schedule in ("dualpipe", "dualpipe-v")
-    share = float(cut_share(table, np.array([found.num_micro_batches]))[FIRST, 0]) if is_mixed else 1.0
-    seconds = seconds_of_chunks(workload, table, of_chunks)
-    return _played(found, layout, seconds, share if layout.schedule in CUTTING else 0.0)
+    splits = SCHEDULES[layout.schedule].splits_backward
+    share = float(splits == "all")
+    if splits == "ends":
+        share = float(cut_share(table, np.array([found.num_micro_batches]))[FIRST, 0])
+    return _played(found, layout, seconds_of_chunks(workload, table, of_chunks), share)
 
 
 def _predict_file(workload: Workload, layout: Layout, constants: Constants) -> Prediction:
-    """The same for a schedule from a file: its ranks hold what those of a known schedule hold, its actions are its own."""
+    """Prediction for a schedule from a file: stages are placed as a known schedule places them, actions are the file's."""
     count = workload.sequences_per_batch // (layout.dp * layout.micro_batch_size)
     schedule = build_schedule(layout.schedule, layout.pp, count)
     placed = replace(layout, schedule=_placed_as(layout, schedule))
@@ -181,9 +182,9 @@ def _placed_as(layout: Layout, schedule: Schedule) -> str:
     held = [sorted({part.stage for action in row for part in action.parts}) for row in schedule]
     pp, stages = layout.pp, layout.num_stages
     if held == [list(range(rank, stages, pp)) for rank in range(pp)]:
-        return "1f1b" if layout.virtual_stages == 1 else "interleaved"
+        return schedule_for(layout.virtual_stages)
     if stages == 2 * pp and held == [[rank, stages - 1 - rank] for rank in range(pp)]:
-        return "zb-v"
+        return schedule_for(2, "there and back")
     found, told = sum(map(len, held)), layout.virtual_stages
     rule = f"{layout.schedule} has {found} stages on {pp} ranks, and layout.virtual_stages is {told}"
     remedy = "Set it to the stages a rank has; they must go around the ranks one after another, or there and back."
@@ -200,7 +201,7 @@ def _played(found: Prediction, placed: Layout, seconds: StageSeconds, share_cut:
     working = busiest_rank_seconds(placed, seconds, count, share_cut)
     more = working - busiest_rank_seconds(placed, seconds, count, 0.0)
     parts["tensor_parallel"] += max(more, 0.0)
-    if layout.schedule in ("dualpipe", "dualpipe-v"):  # what its pairs hide is not in the parts
+    if (known := layout.known_schedule) and known.pairs:  # what they hide is not in the parts
         working = sum(
             parts[name] for name in ("compute", "recompute", "tensor_parallel", "context_parallel", "expert_parallel")
         )
@@ -219,7 +220,8 @@ def price(
     workload: Workload, table: LayoutTable, constants: Constants = CONSTANTS, layers_per_stage: tuple[int, ...] | None = None,
     *, cuts: bool = True,
 ) -> PriceTable:  # fmt: skip
-    """The price of every layout of `table`, which must be legal for the workload (`plan.search.space`, `spec.rules`).
+    """The price of every layout of `table`, which must be legal for the workload (`plan.search.space`,
+    `config.rules.run_rules`).
 
     `layers_per_stage`: for a table of one layout, its own cut. `cuts`: with what tp sends more where backward passes are cut.
     """
@@ -363,7 +365,7 @@ def _optimizer(workload: Workload, table: LayoutTable, stages: Stages, constants
 
 
 def _matrix_exchange(workload: Workload, table: LayoutTable, own: Floats) -> Floats:
-    """Parts of matrices to their owners and back, in bf16, over ZeRO's ranks and over tp (`parallel.whole_matrices`)."""
+    """Parts of matrices to their owners and back, in bf16, over ZeRO's ranks and over tp (`parallel.data.whole_matrices`)."""
     shard = np.where(table.zero_stage > 0, table.dp_shard * table.cp, 1)
     seconds = np.zeros(len(table))
     for size, stride in ((shard, table.tp), (table.tp, np.ones_like(table.tp))):

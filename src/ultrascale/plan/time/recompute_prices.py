@@ -1,4 +1,4 @@
-"""What it costs to run operations of a block once more: the prices of their forward passes, from `plan.time.blocks`."""
+"""Cost of recomputing operations of a block: the prices of their forward passes, from `plan.time.blocks`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ultrascale.plan.constants import Constants
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.time.blocks import layer_kinds, price_ops
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.kept import block_again, computed_again, stops_behind
-from ultrascale.spec.ops import Op, Shape
-from ultrascale.spec.work import block_work
+from ultrascale.work.kept import block_again, computed_again, stops_behind
+from ultrascale.work.ops import Op, Shape
+from ultrascale.work.work import block_work
 
 Floats = NDArray[np.float64]
 
 
 def forward_seconds(workload: Workload, shape: Shape, ops: tuple[Op, ...], constants: Constants) -> Floats:
-    """Of one micro-batch on one rank: [computing, tp traffic, cp traffic that attention does not hide, ep traffic]."""
+    """Seconds of one micro-batch on one rank: [compute, tp traffic, cp traffic that attention does not hide, ep traffic]."""
     part = price_ops(workload, shape, ops)
     derate = constants.compute_derate * workload.overheads.products
     derate *= constants.device_derates.get(workload.cluster.accelerator.kind, 1.0)
@@ -28,8 +28,8 @@ def forward_seconds(workload: Workload, shape: Shape, ops: tuple[Op, ...], const
 
 
 def mean_again(workload: Workload, table: LayoutTable, shape: Shape, constants: Constants) -> Floats:
-    """What a block of each kind adds on average by its recomputation, [4, kinds], as `forward_seconds`; of a table whose
-    layouts tell each block's way."""
+    """Mean seconds that recomputation adds to a block of each kind, [4, kinds], in the rows of `forward_seconds`; for a
+    table whose layouts name each block's way."""
     kinds, kind_of_layer = layer_kinds(workload)
     of_mode = {
         (mode, kind): _of_block(workload, shape, layer, mode, constants)

@@ -1,4 +1,4 @@
-"""Which decoder blocks each pipeline stage gets: one pure function for the planner, the trainer and the proof.
+"""Cut of the decoder blocks into pipeline stages: one pure function for the planner, the trainer and the proof.
 
 As given (`layout.layers_per_stage`), or so that the slowest stage is as fast as can be: the head counts, with its loss, and so
 do layers that differ (experts, windows), and prediction blocks, which are with the last stage. What counts is FLOPs of the
@@ -26,31 +26,66 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.ops import Op
-from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.work import Shape, block_work, head_work
+from ultrascale.catalogue.stacks.stack import StageCut
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.work.ops import Op
+from ultrascale.work.work import Shape, block_work, head_work
 
 HALVINGS = 60
-"""Of an interval that holds the best time: its ends are then neighbours in fp64."""
+"""Bisections of the interval that holds the best time: its ends are then neighbours in fp64."""
 
 
-def stage_layers(model: Model, layout: Layout, sequence_length: int) -> tuple[range, ...]:
+def stage_layers(model: Model, layout: Layout, sequence_length: int, way: StageCut = "balanced") -> tuple[range, ...]:
     """The decoder blocks of each of the pp x virtual_stages stages, in the model's order; the ends may have none.
 
-    Blocks of multi-token prediction are not among them: they are with the last stage. Raises SpecError if there are fewer
-    blocks than stages between the ends, or a given cut does not add up.
+    `way`: as in `Stack.stage_cut`. Blocks of multi-token prediction are not among them: they are with the last stage.
+    Raises SpecError if there are fewer blocks than stages between the ends, or a given cut does not add up.
     """
     layers, stages, given = model.num_hidden_layers, layout.num_stages, layout.layers_per_stage
     if given is not None and (len(given) != stages or sum(given) != layers):
         rule = f"must share {layers} layers among {stages} stages, is {list(given)}"
         raise SpecError([Problem("layout.layers_per_stage", rule, "Change it, or leave it out.")])
-    if stages - 2 > layers:
+    if stages - 2 > layers and way == "balanced":
         rule = f"pp x virtual_stages = {stages} stages, but the model has {layers} layers"
         raise SpecError([Problem("layout.pp", rule, f"Use at most {layers + 2} stages.")])
-    counts = balanced_layers(model, stages, sequence_length) if given is None else given
+    if given is not None:
+        counts: Sequence[int] = given
+    elif way == "balanced":
+        counts = balanced_layers(model, stages, sequence_length)
+    else:
+        counts = without_predictions(stage_blocks(model, stages, sequence_length, way), model)
     return tuple(range(*pair) for pair in pairwise([0, *accumulate(counts)]))
+
+
+def stage_blocks(model: Model, num_stages: int, sequence_length: int, way: StageCut) -> list[int]:
+    """Blocks of each stage, prediction blocks included, by `Stack.stage_cut`.
+
+    balanced: as our trainer cuts. even: what is left over to the stages after the first. by-share: as nanotron does.
+    """
+    more = model.num_nextn_predict_layers
+    total = model.num_hidden_layers + more
+    if num_stages == 1:
+        return [total]
+    if way == "balanced":
+        *others, last = balanced_layers(model, num_stages, sequence_length)
+        return [*others, last + more]
+    if way == "even":
+        base, extra = divmod(total, num_stages)
+        first = max(0, extra - (num_stages - 2))
+        return [base + first, *(base + (i < extra - first) for i in range(num_stages - 2)), base]
+    return layers_by_share(model, num_stages)
+
+
+def without_predictions(counts: Sequence[int], model: Model) -> list[int]:
+    """`counts` of blocks by stage without those of multi-token prediction, which come last."""
+    found, left = list(counts), model.num_nextn_predict_layers
+    for stage in reversed(range(len(found))):
+        gone = min(left, found[stage])
+        found[stage] -= gone
+        left -= gone
+    return found
 
 
 @lru_cache(maxsize=4096)
@@ -86,7 +121,8 @@ def _earliest_starts(sums: Sequence[float], head: float, num_stages: int, limit:
 
 
 def _near_the_mean(sums: Sequence[float], head: float, earliest: Sequence[int], limit: float) -> tuple[int, ...]:
-    """From the first stage on, so many blocks as bring it nearest to the mean of what is left; later ones can take the rest."""
+    """Blocks of each stage, first to last: each takes as many as come nearest the mean of what is left, so that later ones
+    can take the rest."""
     num_stages, total = len(earliest), len(sums) - 1
     counts, start = [], 0
     for stage in range(num_stages - 1):

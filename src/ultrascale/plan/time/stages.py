@@ -1,8 +1,8 @@
-"""Who holds what under pipeline parallelism, for a whole table of layouts: layers and parameters of three sorts of ranks.
+"""Layers and parameters of three sorts of ranks under pipeline parallelism, for a whole table of layouts.
 
 The model is cut into pp x virtual_stages chunks as the stack cuts it: ours so that the slowest is as fast as can be
 (`plan.time.stage_cut`), most others into equal ones. Three sorts of ranks tell the whole pipeline: the first, the last, and
-those between, which are equal. Rank r holds chunks r, pp + r, 2 pp + r, ...; in V-shaped schedules r and 2 pp - 1 - r.
+those between, which are equal. Which chunks a rank holds is in `description.schedules`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from operator import mul
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.plan.layouts import SCHEDULES, Column, LayoutTable
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import layer_weights, weights_outside_layers
+from ultrascale.description.schedules import SCHEDULES
+from ultrascale.plan.layouts import SCHEDULE_NAMES, Column, LayoutTable, by_schedule
 from ultrascale.plan.time.blocks import layer_kinds
-from ultrascale.plan.time.stage_cut import balanced_layers, layers_by_share
+from ultrascale.plan.time.stage_cut import stage_blocks
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.model import Model
-from ultrascale.spec.weights import layer_weights, weights_outside_layers
 
 Floats = NDArray[np.float64]
 FIRST, MIDDLE, LAST = range(3)
-FOLDED = np.array([name in ("zb-v", "dualpipe-v", "dualpipe") for name in SCHEDULES])
+FOLDED = by_schedule(lambda one: one.placement != "around")
 """By number: schedules whose ranks do not hold every pp-th stage."""
 
 
@@ -39,15 +40,15 @@ class Stages:
     has_embedding: Floats
     has_head: Floats
     dense_parameters: Floats
-    """Of one rank, after tp; tied embeddings are counted on both ends if pp > 1."""
+    """Dense parameters of one rank, after tp; tied embeddings are counted on both ends if pp > 1."""
     expert_parameters: Floats
-    """Of one rank, after ep and expert_tp."""
+    """Routed experts' parameters of one rank, after ep and expert_tp."""
     root_parameters: Floats
-    """Those outside the blocks, after tp."""
+    """Parameters outside the blocks, after tp."""
     kept_layers: Floats
-    """Of `layers`, those that stay in bf16 beside blocks in fp8."""
+    """Part of `layers` that stays in bf16 beside blocks in fp8."""
     exists: Floats
-    """How many ranks of this sort a pipeline has: 1, pp - 2, 1; with pp = 1 the first is the only one."""
+    """Number of ranks of this sort in a pipeline: 1, pp - 2, 1; with pp = 1 the first is the only rank."""
     layers_per_stage: tuple[int, ...] | None = None
     """A cut of one's own."""
 
@@ -60,7 +61,7 @@ def cut_stages(workload: Workload, table: LayoutTable, layers_per_stage: tuple[i
     sizes = 2 * tuple(sum(block_parameters(workload.model, layer, 1)) for layer in kinds)
     sorts = []
     for row in rows:
-        pp, name = int(table.pp[row]), SCHEDULES[table.schedule[row]]
+        pp, name = int(table.pp[row]), SCHEDULE_NAMES[table.schedule[row]]
         chunks = chunk_layers_of(workload, pp * int(table.virtual_stages[row]), layers_per_stage)
         own_kinds = kinds_with_kept(workload.model, kind_of_layer, len(kinds), int(kept_blocks[row]))
         sorts.append(_sorts_of_ranks(tuple(chunks), pp, name, own_kinds, sizes))
@@ -95,7 +96,7 @@ def _distinct_cuts(table: LayoutTable, kept_blocks: Column) -> tuple[Sequence[in
     """A row of each way to cut the model, and for each layout which it is."""
     if len(table) == 1:
         return [0], [0]
-    key = (table.pp * 4096 + table.virtual_stages) * len(SCHEDULES) + table.schedule * FOLDED[table.schedule]
+    key = (table.pp * 4096 + table.virtual_stages) * len(FOLDED) + table.schedule * FOLDED[table.schedule]
     key = key * (int(kept_blocks.max(initial=0)) + 1) + kept_blocks
     _, rows, which = np.unique(key, return_index=True, return_inverse=True)
     return rows, which
@@ -119,21 +120,8 @@ def chunk_layers_of(workload: Workload, num_chunks: int, layers_per_stage: Seque
 
 
 def split_layers(workload: Workload, num_chunks: int) -> list[int]:
-    """Blocks of each chunk of the pipeline, prediction blocks included, by `Stack.stage_cut`.
-
-    balanced: as our trainer cuts. even: what is left over to the chunks after the first. by-share: as nanotron does.
-    """
-    model, way = workload.model, workload.stack.stage_cut
-    total = model.num_hidden_layers + model.num_nextn_predict_layers
-    if num_chunks == 1:
-        return [total]
-    if way == "balanced":
-        return chunk_layers_of(workload, num_chunks, balanced_layers(model, num_chunks, workload.sequence_length))
-    if way == "even":
-        base, extra = divmod(total, num_chunks)
-        first = max(0, extra - (num_chunks - 2))
-        return [base + first, *(base + (i < extra - first) for i in range(num_chunks - 2)), base]
-    return layers_by_share(model, num_chunks)
+    """Blocks of each chunk of the pipeline, prediction blocks included, by `Stack.stage_cut`."""
+    return stage_blocks(workload.model, num_chunks, workload.sequence_length, workload.stack.stage_cut)
 
 
 @lru_cache(maxsize=4096)
@@ -142,28 +130,19 @@ def _sorts_of_ranks(
 ) -> list[list[float]]:
     """[3, kinds + 3]: of the first rank, the fullest between (by `sizes`, parameters of each kind), and the last: its blocks by
     kind, whether it holds the embedding and the head, and the blocks of its largest chunk."""
-    ends, num_kinds = np.cumsum(chunks), len(sizes)
+    ends, num_kinds, known = np.cumsum(chunks), len(sizes), SCHEDULES[schedule]
     rows = []
-    for stages in stages_of_ranks(len(chunks), pp, schedule):
+    for stages in known.stages_of_ranks(pp, len(chunks)):
         by_kind = [0.0] * num_kinds
         for stage in stages:
             for kind in kind_of_layer[ends[stage] - chunks[stage] : ends[stage]]:
                 by_kind[kind] += 1
         row = [*by_kind, float(stages.count(0)), float(stages.count(len(chunks) - 1)), float(max(chunks[s] for s in stages))]
-        if schedule == "dualpipe" and pp > 1:  # either stage for half of the micro-batches
-            row[:-1] = [value / 2 for value in row[:-1]]
+        if pp > 1:  # of copies each has its share of the micro-batches
+            row[:-1] = [value / known.copies for value in row[:-1]]
         rows.append(row)
     between = max(rows[1:-1], key=lambda row: sum(map(mul, row, sizes)), default=rows[0] if pp == 1 else [0.0] * len(rows[0]))
     return [rows[0], between, rows[-1]]
-
-
-def stages_of_ranks(num_stages: int, pp: int, schedule: str) -> list[list[int]]:
-    """The stages each rank holds: one after another around the ranks; there and back; or from both ends at once."""
-    if schedule in ("zb-v", "dualpipe-v") and num_stages == 2 * pp:
-        return [[rank, 2 * pp - 1 - rank] for rank in range(pp)]
-    if schedule == "dualpipe" and pp > 1:
-        return [[rank, pp - 1 - rank] for rank in range(pp)]
-    return [list(range(rank, num_stages, pp)) for rank in range(pp)]
 
 
 def parameters_by_kind(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:
@@ -182,7 +161,7 @@ def _parameters(model: Model, layers: tuple[int, ...], ways: tuple[int, ...]) ->
 
 @lru_cache(maxsize=4096)
 def block_parameters(model: Model, layer: int, tp: int) -> tuple[int, int]:
-    """Of one block: dense ones on one rank of tp, and all routed experts'."""
+    """Parameters of one block: dense ones on one rank of tp, and all routed experts'."""
     weights = list(layer_weights(model, layer))
     return sum(w.local_numel(tp=tp) for w in weights if not w.is_expert), sum(w.numel for w in weights if w.is_expert)
 

@@ -1,4 +1,4 @@
-"""The predicted step in the parts that a profiler can measure (`measure.waterfall`): computing by kind, axes, the rest.
+"""The predicted step in the parts that a profiler can measure (`measure.step.waterfall`): computing by kind, axes, the rest.
 
 `plan.time.price` knows computing as a sum. Its kinds are the same table of work priced by the same functions, each operation
 stripped to one kind at a time: prices add up over what an operation does, so the kinds add up to the sum.
@@ -9,11 +9,13 @@ a rate that was measured, which is a bound, and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
 
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
 from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.flops import hardware_flops
 from ultrascale.plan.layouts import LayoutTable
@@ -22,17 +24,16 @@ from ultrascale.plan.time.passes import pass_seconds, product_derate
 from ultrascale.plan.time.price import Prediction
 from ultrascale.plan.time.stages import Stages, cut_stages
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.model import Model
-from ultrascale.spec.op_builders import without_fp8
-from ultrascale.spec.ops import Op
-from ultrascale.spec.work import block_work, embedding_work, head_work, prediction_work
+from ultrascale.work.op_builders import without_fp8
+from ultrascale.work.ops import Op
+from ultrascale.work.work import block_work, embedding_work, head_work, prediction_work
 
-_KINDS: dict[str, Callable[[Op], Op]] = {
+KINDS: dict[str, Callable[[Op], Op]] = {
     "matrix products": lambda op: replace(op, scores=None, moved_bytes=0, backward_moved_bytes=0),
     "attention": lambda op: replace(op, product=None, moved_bytes=0, backward_moved_bytes=0),
     "element-wise": lambda op: replace(op, product=None, scores=None),
 }
+"""Kinds of computing, and an operation stripped to each."""
 _PARTS = {
     "recomputation": ("recompute",), "optimizer": ("optimizer", "offload"), "dp": ("data_parallel",),
     "tp": ("tensor_parallel",), "cp": ("context_parallel",), "pp": ("pipeline_sends", "bubble"), "ep": ("expert_parallel",),
@@ -42,7 +43,7 @@ _PARTS = {
 
 
 def step_parts(prediction: Prediction) -> dict[str, float]:
-    """Seconds of a step of `prediction` by category of `measure.categories`; they sum to its step without checkpoints.
+    """Seconds of a step of `prediction` by category of `measure.step.categories`; they sum to its step without checkpoints.
 
     `launch gaps` is what a device waits for Python, beyond what it computes. What traffic slows computing by is spread over the
     kinds.
@@ -66,17 +67,14 @@ def step_parts(prediction: Prediction) -> dict[str, float]:
 
 def kind_seconds(workload: Workload, blocks: Blocks, stages: Stages, row: int, constants: Constants) -> dict[str, float]:
     """Seconds of a micro-batch by kind of computing, forward and backward, on a rank of sort `row`, of one layout's table."""
-    shape, more = blocks.shapes[0], workload.model.num_nextn_predict_layers
-    head = stages.has_head[row, 0]
-    kept = stages.kept_layers[row, :, 0]
-    counts = [*(stages.layers[row, :, 0] - kept), *kept, stages.has_embedding[row, 0], head * (1 + more), head * more]
+    shape = blocks.shapes[0]
     derate = product_derate(workload, constants)
     found = {}
-    for name, only in _KINDS.items():
+    for name, only in KINDS.items():
         found[name] = 0.0
-        for count, (ops, is_head) in zip(counts, _works(workload, blocks), strict=True):
+        for count, ops, is_head in works(workload, blocks, stages, row):
             product, attention, elementwise, inputs, weights, *_ = compute_seconds(workload, shape, map(only, ops), is_head)
-            found[name] += float(count) * (attention + elementwise + derate * (product + inputs + weights))
+            found[name] += count * (attention + elementwise + derate * (product + inputs + weights))
     return found
 
 
@@ -89,10 +87,14 @@ def parts_at(
     return {name: flops * tokens_per_rank * share / flops_per_second for name, flops in found.items()}
 
 
-def _works(workload: Workload, blocks: Blocks) -> list[tuple[tuple[Op, ...], bool]]:
-    """The operations of each kind of block, in fp8 and beside it, and of the ends, in the order of `plan.time.passes`, and
-    whether it is the head."""
-    model, shape = workload.model, blocks.shapes[0]
-    predicts = prediction_work(model, shape) if model.num_nextn_predict_layers else ()
-    works = [(block_work(model, layer, one), False) for one in (shape, without_fp8(shape)) for layer in blocks.kinds]
-    return [*works, (embedding_work(model, shape), False), (head_work(model, shape), True), (predicts, False)]
+def works(workload: Workload, blocks: Blocks, stages: Stages, row: int) -> Iterator[tuple[float, tuple[Op, ...], bool]]:
+    """Work of a rank of sort `row` in a micro-batch, of one layout's table: the number of each kind of block, in fp8 and
+    beside it, and of the ends, in the order of `plan.time.passes`; their operations; and True for the head."""
+    model, shape, more = workload.model, blocks.shapes[0], workload.model.num_nextn_predict_layers
+    head, kept = stages.has_head[row, 0], stages.kept_layers[row, :, 0]
+    counts = [*(stages.layers[row, :, 0] - kept), *kept, stages.has_embedding[row, 0], head * (1 + more), head * more]
+    predicts = prediction_work(model, shape) if more else ()
+    parts = [(block_work(model, layer, one), False) for one in (shape, without_fp8(shape)) for layer in blocks.kinds]
+    ends = [(embedding_work(model, shape), False), (head_work(model, shape), True), (predicts, False)]
+    for count, (ops, is_head) in zip(counts, [*parts, *ends], strict=True):
+        yield float(count), ops, is_head

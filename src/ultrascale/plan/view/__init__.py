@@ -1,4 +1,4 @@
-"""What people are shown: text and pictures.
+"""Views of plans: text and pictures.
 
 plan_view, recomputation      one plan, drawn; what each way of recomputing does
 search_view, cost             a ranking; money

@@ -1,4 +1,4 @@
-"""What a training costs besides time: energy and money.
+"""Cost of a training besides time: energy and money.
 
 energy   each accelerator's share of the most power that its machine draws; no cooling of the building
 money    list price on demand of one accelerator for an hour; contracts cost less
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ultrascale.spec.cluster import Cluster
+from ultrascale.catalogue.cluster import Cluster
 
 SECONDS_PER_HOUR = 3600
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What so many seconds on a cluster cost."""
+    """Cost of so many seconds on a cluster."""
 
     seconds: float
     gpu_hours: float

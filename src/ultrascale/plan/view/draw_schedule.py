@@ -25,12 +25,12 @@ NAMES = {
     Kind.WEIGHT_GRADIENT: "weight gradient",
 }
 AFTER_COLOURS = ("#b08cc9", "#8e4d8c", "#7fa3d1", "#4a5a9e", "#a9b1ba", "#c2554d", "#6b7580")
-"""Of what comes after the pipeline, in its order."""
+"""Colours of the parts after the pipeline, in their order."""
 FADE = 0.5
-"""How far towards white the colour of a rank's last stage goes."""
+"""Blend towards white of the colour of a rank's last stage: 0 none, 1 white."""
 IDLE = "·"
 TOO_SHORT = 1e-2
-"""Of the longest action: those this short do not set the scale of the text."""
+"""Share of the longest action: those this short do not set the scale of the text."""
 WIDEST_UNIT = 6
 """Columns of text for the shortest action, at most."""
 LEFT, RIGHT, TOP, ROW, GAP, BOTTOM, WIDTH = 96, 128, 62, 30, 6, 78, 1280
@@ -43,7 +43,7 @@ STAGES_WIDTH = 17
 
 
 Part = tuple[str, float, str]
-"""What comes after the pipeline: its name, seconds and colour."""
+"""Part of a step after the pipeline: its name, seconds and colour."""
 
 
 class Box(NamedTuple):
@@ -235,7 +235,7 @@ def _has_room(box: Box, scale: float) -> bool:
 
 
 def _svg_after(timeline: Timeline, tail: list[Part], scale: float) -> Iterator[str]:
-    """What comes after the pipeline, on every rank's row."""
+    """Rectangles of the parts after the pipeline, on every rank's row."""
     done = timeline.step_seconds
     for name, seconds, colour in tail:
         x, width = LEFT + done * scale, seconds * scale

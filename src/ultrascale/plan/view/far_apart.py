@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError
 
 FIBRE_METRES_PER_SECOND = 2e8
 """Light in glass: 299,792 km/s over a refractive index of 1.47, rounded as every network engineer does."""
@@ -37,23 +37,24 @@ LIMITS: dict[str, tuple[float, float, float, str]] = {
 
 @dataclass(frozen=True)
 class FarPlan:
-    """What training over a ring of far sites costs."""
+    """Cost of training over a ring of far sites."""
 
     num_parameters: float
     bits_per_parameter: float
     num_sites: int
     distance_metres: float
-    """Of one line, from a site to the next."""
+    """Length of one line, from a site to the next."""
     line_bytes_per_second: float
-    """Of one line in one direction."""
+    """Rate of one line in one direction."""
     switching_seconds: float
     """Per message, above the flight of light: routers, transport protocol."""
     step_seconds: float
-    """Of one step inside a site, without the far traffic."""
+    """Seconds of one step inside a site, without the far traffic."""
     outer_every: int
     """H: inner steps between two reductions over the line; 1 reduces every step's gradients."""
     overlap: bool
-    """Whether the reduction runs beside the next H steps, which then work with the sum of H steps ago, or in front of them."""
+    """True if the reduction runs beside the next H steps, which then work with the sum of H steps ago; False: in front of
+    them."""
 
     @property
     def num_bytes(self) -> float:
@@ -77,7 +78,7 @@ class FarPlan:
 
     @property
     def bytes_per_line(self) -> float:
-        """What a line carries in one direction: 2 (N-1)/N of the buffer, shared by the ways round."""
+        """Bytes that a line carries in one direction: 2 (N-1)/N of the buffer, shared by the ways round."""
         return self.num_messages / self.num_sites * self.num_bytes / self.num_ways
 
     @property
@@ -86,7 +87,7 @@ class FarPlan:
 
     @property
     def transfer_seconds(self) -> float:
-        """Of what a line carries in one direction."""
+        """Seconds of the bytes that a line carries in one direction."""
         return self.bytes_per_line / self.line_bytes_per_second
 
     @property
@@ -95,7 +96,7 @@ class FarPlan:
 
     @property
     def exposed_seconds(self) -> float:
-        """Of a reduction, what an outer step waits for; with overlap it has the H inner steps to hide behind."""
+        """Seconds of a reduction that an outer step waits for; with overlap it has the H inner steps to hide behind."""
         hidden = self.outer_every * self.step_seconds if self.overlap else 0.0
         return max(0.0, self.all_reduce_seconds - hidden)
 
@@ -106,16 +107,16 @@ class FarPlan:
 
     @property
     def utilisation(self) -> float:
-        """Of the time, what is computation."""
+        """Share of the time that is computation."""
         return self.step_seconds / self.seconds_per_step
 
     @property
     def bytes_in_flight(self) -> float:
-        """What a line holds while light crosses it: the window a transport protocol must allow."""
+        """Bandwidth-delay product of a line over the round trip of light, bytes: the window a transport protocol must allow."""
         return self.line_bytes_per_second * 2 * self.flight_seconds
 
     def every(self, outer_every: int) -> FarPlan:
-        """The same with another H."""
+        """This plan with another H."""
         return replace(self, outer_every=outer_every)
 
     def outer_every_for(self, utilisation: float) -> int:
@@ -173,7 +174,7 @@ def far_apart(
 
 
 def _problems(key: str, value: float) -> Iterator[Problem]:
-    """What is wrong with one number."""
+    """Problem of a number outside its limits."""
     low, high, unit, name = LIMITS[key]
     if math.isfinite(value) and low <= value <= high:
         return

@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ultrascale.description.units import format_bytes, format_bytes_per_second, format_count, format_seconds
 from ultrascale.plan.view.far_apart import FarPlan
-from ultrascale.spec.units import format_bytes, format_bytes_per_second, format_count, format_seconds
 
 INTERVALS = (1, 10, 50, 100, 500)
 """H: every step, and the range DiLoCo was tried with."""

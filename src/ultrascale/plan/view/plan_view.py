@@ -10,19 +10,23 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ultrascale.description.architecture.weights import num_parameters
+from ultrascale.description.layout import Layout
+from ultrascale.description.units import format_bytes, format_count, format_flops_per_second, format_seconds
+from ultrascale.plan.costs.budget import bought, parse_budget, usual_tokens
+from ultrascale.plan.costs.stops import SPARES_SUFFICE, Stops, stops
+from ultrascale.plan.islands import IslandsPlan
 from ultrascale.plan.memory.replay import MemoryPlan
 from ultrascale.plan.report import DEFAULT_OPTIMIZER, RunPlan, first_that_fits, not_trainable, step_interval, workload_of
 from ultrascale.plan.view.cost import cost
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.units import format_bytes, format_count, format_flops_per_second, format_seconds
-from ultrascale.spec.weights import num_parameters
+from ultrascale.plan.view.notes import notes
 
 if TYPE_CHECKING:
     from ultrascale.plan.time.price import Prediction
 
 PARTS = {
     "parameters": ("parameters", "blue", "{share}, {master}"),
-    "gathered": ("gathered copies", "cyan", "whole, while in use, {precision}"),
+    "gathered": ("gathered weights", "cyan", "whole, while in use, {precision}"),
     "gradients": ("gradients", "yellow", ""),
     "optimizer": ("optimizer state", "magenta", "two moments, {master}"),
     "activations": ("activations", "green", "of the forward pass"),
@@ -49,15 +53,16 @@ KINDS = {
 }
 BAR_WIDTH = 72
 PART_WIDTH = 16
-MEMORY_LABEL_WIDTH = 18
 WATERFALL_WIDTH = 40
 MOST_STAGES = 16
-"""Of a pipeline, whose blocks are listed one by one."""
+"""Most stages of a pipeline whose numbers of blocks are listed one by one."""
+LOST_SHOWN = 0.01
+"""Share of the time that failures cost, from which on it is told."""
 SHOWN_SHARE = 0.0005
 """Parts of a step below this share are not drawn."""
 FOOTPRINT = {
     "weights": ("weights", "blue", "and master copies"),
-    "gathered": ("gathered copies", "cyan", "whole, while in use"),
+    "gathered": ("gathered weights", "cyan", "whole, while in use"),
     "gradients": ("gradients", "yellow", ""),
     "optimizer": ("optimizer state", "magenta", ""),
     "activations": ("activations", "green", "micro-batches in flight"),
@@ -66,7 +71,7 @@ FOOTPRINT = {
     "outside": ("outside torch", "bright_black", "CUDA, NCCL, workspaces"),
 }
 BESIDE = {name: FOOTPRINT[name] for name in ("reserve", "outside")}
-"""What is held beside live tensors."""
+"""Memory held beside live tensors."""
 TIMES = {
     "compute": ("compute", "green"),
     "recompute": ("recomputation", "bright_green"),
@@ -84,16 +89,21 @@ TIMES = {
 }
 
 
-def show_plan(plan: RunPlan, console: Console, *, tokens: int | None = None) -> None:
-    """Print one run's plan; `tokens` adds the time to train on so many."""
+def show_plan(plan: RunPlan, console: Console, *, tokens: int | None = None, budget: str | None = None) -> None:
+    """Print one run's plan; `tokens` adds the time to train on so many, `budget` what it trains."""
     console.print(_headline(plan))
+    for note in notes(plan):
+        console.print(Text(note, style="yellow"))
     console.print()
     console.print(_memory(plan))
     console.print()
+    if plan.islands is not None:
+        console.print(_islands(plan.islands))
+        console.print()
     if plan.prediction is not None:
         console.print(waterfall(plan.prediction))
         console.print()
-        console.print(_speed(plan, plan.prediction, tokens))
+        console.print(_speed(plan, plan.prediction, tokens, budget))
         if plan.run.model.num_experts:
             from ultrascale.plan.view.recomputation import recomputation_statement  # here: a CPU is planned without NumPy
 
@@ -104,39 +114,44 @@ def show_plan(plan: RunPlan, console: Console, *, tokens: int | None = None) -> 
         console.print(Text(unknown, style="dim"))
 
 
+def _islands(islands: IslandsPlan) -> Text:
+    """Text on the traffic between islands, and the host memory that a rank keeps for it."""
+    fewer = islands.gradient_bytes / islands.sent_bytes
+    told = f"{islands.count} islands, of which this is one: each sends {format_bytes(islands.sent_bytes)} in every"
+    told += f" {islands.every_steps:,} steps, {format_bytes(islands.sent_at_once_bytes)} at once at most"
+    told += f" ({fewer:,.3g} times less than gradients of every step); a rank keeps {format_bytes(islands.host_bytes)} for it"
+    return Text(f"{told} in the host's memory.")
+
+
+def show_briefly(plan: RunPlan, console: Console, *, tokens: int | None = None, budget: str | None = None) -> None:
+    """Print whether one run's plan fits, how long a step and a training take, and what to watch: at most eight lines."""
+    console.print(_headline(plan).split("\n")[0])
+    console.print(_verdict(plan).split("\n")[0])
+    if plan.prediction is not None:
+        table = _speed(plan, plan.prediction, tokens, budget)
+        wanted = [*range(3), *range(4, table.row_count)]  # without HFU
+        brief = _rows()
+        for row in wanted:
+            brief.add_row(*(list(column.cells)[row] for column in table.columns))
+        console.print(brief)
+    for note in notes(plan):
+        console.print(Text(note, style="yellow"))
+
+
 def _memory(plan: RunPlan) -> RenderableType:
     """A bar, the verdict, and what is alive at the peak."""
     parts = _device_parts(plan)
     told = [_bar(plan, parts), _verdict(plan), Text()]
-    if plan.memory is not None:
-        return Group(*told, _parts(plan, plan.memory, parts), _per_block(plan.memory))
-    return Group(*told, _footprint(plan, parts))
+    return Group(*told, _parts(plan, plan.memory, parts), _per_block(plan.memory))
 
 
 def _device_parts(plan: RunPlan) -> dict[str, int]:
-    """Bytes by category, from the replay where there is one, and what the allocator and others hold beside it."""
-    prediction = plan.prediction
-    if plan.memory is not None and prediction is None:
-        return dict(plan.memory.by_category)
-    assert prediction is not None
-    memory = prediction.memory
-    parts = plan.memory.by_category if plan.memory is not None else memory.categories
-    found = {name: round(float(value)) for name, value in parts.items()}
-    outside = round(float(memory.outside))
+    """Bytes by category, and what the allocator and others hold beside it."""
+    found = dict(plan.memory.by_category)
+    if plan.prediction is None:
+        return found
+    outside = round(float(plan.prediction.memory.outside))
     return found | {"reserve": max(0, plan.needed_bytes - outside - sum(found.values())), "outside": outside}
-
-
-def _footprint(plan: RunPlan, parts: Mapping[str, int]) -> Table:
-    """Memory that was put together from parts."""
-    assert plan.prediction is not None
-    table = _parts_table(plan.prediction.memory.phase, MEMORY_LABEL_WIDTH)
-    largest = max(parts.values())
-    for name, num_bytes in parts.items():
-        if num_bytes:
-            label, color, note = FOOTPRINT[name]
-            table.add_row(label, format_bytes(num_bytes), _part_bar(num_bytes, largest, color), note)
-    table.add_row("total", format_bytes(sum(parts.values())), style="bold")
-    return table
 
 
 def _parts_table(phase: str, label_width: int) -> Table:
@@ -153,7 +168,7 @@ def _part_bar(num_bytes: int, largest: int, color: str) -> Text:
 
 
 def waterfall(prediction: Prediction) -> Table:
-    """Where the time of a step goes, as bars that end where the next begins."""
+    """Waterfall of a step's time: bars that end where the next begins."""
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("of a step", no_wrap=True, min_width=18)
     table.add_column("", justify="right", no_wrap=True, min_width=len("12.3 ms"))
@@ -239,7 +254,7 @@ def _stages(plan: RunPlan) -> str:
 
 
 def _cut(layout: Layout) -> str:
-    """How the model is cut: `tp 8, pp 4 (interleaved, 2 stages a rank), `; empty for data parallelism alone."""
+    """Words for the model's cut: `tp 8, pp 4 (interleaved, 2 stages a rank), `; empty for data parallelism alone."""
     words = [f"{name} {getattr(layout, name)}" for name in ("tp", "cp", "ep", "expert_tp") if getattr(layout, name) > 1]
     if layout.cp > 1:
         swap = layout.cp_grid[1]
@@ -280,17 +295,17 @@ def _verdict(plan: RunPlan) -> Text:
     rest = f"{format_bytes(spare)} to spare" if spare >= 0 else f"{format_bytes(-spare)} too much"
     text.append(f"  {format_bytes(plan.needed_bytes)} of {format_bytes(plan.capacity_bytes)}, {rest}\n", style="not bold")
     text.append(_kept_free(plan), style="not bold dim")
-    if plan.memory is None:
-        never = plan.stack.name == "ultrascale" and not_trainable(plan.run)
-        how = ": our trainer does not run this yet" if never else f", as {plan.stack.name} keeps them"
-        text.append(f"\nput together from parts{how}", style="not bold dim")
+    if plan.stack.name != "ultrascale":
+        text.append(f"\nas {plan.stack.name} keeps it", style="not bold dim")
+    elif not_trainable(plan.run):
+        text.append("\nour trainer does not run this yet", style="not bold dim")
     return text
 
 
 def _kept_free(plan: RunPlan) -> str:
     free = format_bytes(plan.headroom_bytes)
     if plan.prediction is not None:
-        return f"{free} more stay free: a fuller device stalls in its allocator, or fails"
+        return f"{free} more kept free as headroom: beyond it the allocator stalls or fails"
     on_cpu, count = plan.cluster.accelerator.name == "cpu", plan.cluster.num_accelerators
     uncounted = "Python and torch" if on_cpu else "allocator, contexts, NCCL"
     shared = f"\n{count} processes share this machine's memory" if on_cpu and count > 1 else ""
@@ -298,7 +313,7 @@ def _kept_free(plan: RunPlan) -> str:
 
 
 def _parts(plan: RunPlan, memory: MemoryPlan, parts: Mapping[str, int]) -> Table:
-    """What the replay found alive at the peak, what each category is made of, and what is held beside it."""
+    """Table of the memory that the replay counts at the peak, the parts of each category, and the memory beside it."""
     layout, peak = plan.run.layout, memory.peak
     table = _parts_table(peak.phase, max(map(len, KINDS.values())) + 2)
     share = "whole" if layout.shard_size == 1 else f"1/{layout.shard_size} of them"
@@ -316,7 +331,7 @@ def _parts(plan: RunPlan, memory: MemoryPlan, parts: Mapping[str, int]) -> Table
 
 
 def _inside(memory: MemoryPlan, category: str) -> list[tuple[str, int]]:
-    """What a category is made of, largest first, where that tells something."""
+    """Parts of a category, largest first, where there are several."""
     if category not in ("activations", "temporary", "communication"):
         return []
     inside = [(label, n) for (c, label), n in memory.peak.by_label.items() if c == category and n >= 2**10]
@@ -330,31 +345,69 @@ def _per_block(memory: MemoryPlan) -> RenderableType:
     return Group(title, Padding(Text(kinds, style="dim"), (0, 0, 0, 2)))
 
 
-def _speed(plan: RunPlan, prediction: Prediction, tokens: int | None) -> Table:
+def _speed(plan: RunPlan, prediction: Prediction, tokens: int | None, budget: str | None) -> Table:
     """Tokens per second, how well the devices are used, and what a training takes and costs."""
     table = _rows()
     per_gpu = prediction.tokens_per_second_per_gpu
     low, high = (format_seconds(at) for at in step_interval(prediction))
     step = "step" if plan.fits else "step, if it fitted"
-    table.add_row(step, format_seconds(prediction.step_seconds), f"{low} to {high} for four runs in five")
+    table.add_row(step, format_seconds(prediction.step_seconds), f"80% prediction interval {low} to {high}")
     table.add_row("tokens/s", f"{prediction.tokens_per_second:,.0f}", f"{per_gpu:,.0f} a GPU")
     full = prediction.mfu(full_attention=True)
     from ultrascale.plan.time.price import half_precision_peak  # here: a CPU is planned without NumPy
 
     rate = format_flops_per_second(half_precision_peak(plan.cluster.accelerator))
     table.add_row("MFU", f"{prediction.mfu():.1%}", f"of {rate}, causal attention; {full:.1%} if the full square is counted")
-    table.add_row("HFU", f"{prediction.hfu():.1%}", "with what is computed twice, or only to be masked")
+    table.add_row("HFU", f"{prediction.hfu():.1%}", "also counts recomputation and masked-out attention")
     if plan.fits:
         goal, why = _goal(plan, tokens)
         taken = cost(plan.cluster, goal / prediction.tokens_per_second, num_gpus=plan.run.layout.world_size)
         table.add_row("training", format_seconds(taken.seconds), f"on {format_count(goal)} tokens{why}, without interruptions")
         table.add_row("", f"{taken.gpu_hours:,.0f}", f"GPU hours{taken.words}")
+        for row in _failures(stops(prediction.workload), taken.seconds, measured=prediction.workload.save_seconds is not None):
+            table.add_row(*row)
+        if budget is not None:
+            table.add_row("budget", budget, _bought_words(budget, prediction))
     return table
+
+
+def _failures(found: Stops, training: float, *, measured: bool) -> list[tuple[str, str, str]]:
+    """Rows on the failures of a training of so many seconds; none where they are rare."""
+    if found.goodput > 1 - LOST_SHOWN:
+        return []
+    if not found.goodput:
+        return [("goodput", "0%", f"{found.num_nodes:,} nodes stop before a step is saved")]
+    whole = training / found.goodput
+    often, took = format_seconds(found.between_seconds), format_seconds(found.save_seconds)
+    every, total = format_seconds(found.save_every_seconds), format_seconds(whole)
+    return [
+        ("failures", f"{whole / found.between_seconds:,.0f}", f"one in {often}: as often a node as Llama 3 405B's"),
+        ("saves", every, f"apart (Young, Daly); each holds training up {took} ({'measured' if measured else 'planned'})"),
+        ("spares", f"{found.spare_nodes:,}", f"nodes replace those in repair {SPARES_SUFFICE:.0%} of the time"),
+        (
+            "goodput",
+            f"{found.goodput:.1%}",
+            f"{total} with interruptions, {format_seconds(found.restart_seconds)} each to restart",
+        ),
+    ]
+
+
+def _bought_words(text: str, prediction: Prediction) -> str:
+    """Words for the training that a budget buys: `14d02h on these GPUs: 1.2T tokens, ...`."""
+    found = bought(parse_budget(text), prediction)
+    if found is None:
+        return "no list price is known for these accelerators; give a time such as 30d"
+    words = f"{format_seconds(found.seconds)} on these GPUs: {format_count(found.tokens)} tokens, "
+    optimal = f"as many FLOPs are the optimum of a dense {format_count(found.optimal_parameters)} (20 tokens a parameter)"
+    return words + f"{found.tokens_per_parameter:,.0f} for each active parameter; {optimal}"
 
 
 def _goal(plan: RunPlan, tokens: int | None) -> tuple[int, str]:
     """Tokens to train on, and why so many."""
-    return (tokens, "") if tokens else (20 * num_parameters(plan.run.model), ", 20 a parameter (Hoffmann et al. 2022)")
+    if tokens:
+        return tokens, ""
+    goal, why = usual_tokens(plan.run.model)
+    return goal, f", {why}"
 
 
 def _rows() -> Table:

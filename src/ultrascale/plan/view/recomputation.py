@@ -1,4 +1,4 @@
-"""What ways to recompute save and cost for one layout of one model, today.
+"""Memory saved and time added by each way to recompute, for one layout of one model, today.
 
 *Reducing Activation Recomputation* (Korthikanti et al. 2022) found for dense models that computing attention's core again saves
 70 percent of what full recomputation saves for a few percent of its time. Fused attention took that core away, and experts
@@ -10,16 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ultrascale.description.layout import Layout
+from ultrascale.description.units import format_bytes
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.kept import selective_words
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.units import format_bytes
+from ultrascale.work.kept import selective_words
 
 Way = Literal["none", "selective", "full"]
 WAYS: tuple[Way, ...] = ("none", "selective", "full")
 WORTH = 0.01
-"""Of the peak: less saved memory than this is none."""
+"""Share of the peak below which saved memory counts as none."""
 REDONE = {
     "modules": "",  # told of the model
     "elementwise": "norms, rotary, activation functions",
@@ -65,6 +65,6 @@ def recomputation_statement(workload: Workload, layout: Layout) -> str:
     told = []
     for item in ways_to_recompute(workload, layout):
         worth = item.saved_bytes >= WORTH * item.peak_bytes
-        memory = f"saves {format_bytes(round(item.saved_bytes))}" if worth else "saves nothing to speak of"
+        memory = f"saves {format_bytes(round(item.saved_bytes))}" if worth else "saves next to nothing"
         told.append(f"{item.way} ({redone[item.way]} again) {memory} for {item.added_seconds / item.step_seconds:+.1%} time")
     return "recomputation here: " + "; ".join(told)

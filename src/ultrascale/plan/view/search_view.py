@@ -11,29 +11,29 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ultrascale.catalogue.cluster import Cluster
+from ultrascale.config.rules.trainable import untrainable
+from ultrascale.description.layout import Layout
+from ultrascale.description.units import count_of, format_bytes, format_count, format_seconds
 from ultrascale.plan.columns.footprint import MARGIN
+from ultrascale.plan.costs.stops import stops
 from ultrascale.plan.report import step_interval
 from ultrascale.plan.search.explain import Change, Marginal, Rung, binding, changes, marginals, rungs
 from ultrascale.plan.search.scaling import PAYS, Scaled, most_that_pay
 from ultrascale.plan.search.search import TIE, SearchResult, distinct, expected_seconds, needed_bytes, risk
-from ultrascale.plan.stops import stops
 from ultrascale.plan.time.price import Prediction
-from ultrascale.spec.cluster import Cluster
-from ultrascale.spec.layout import Layout
-from ultrascale.spec.trainable import untrainable_layout, untrainable_model
-from ultrascale.spec.units import count_of, format_bytes, format_count, format_seconds
+from ultrascale.plan.view.plan_view import LOST_SHOWN
+from ultrascale.plan.workload import Workload
 
 INDENT = (0, 0, 0, 3)
 MAX_FRONT = 8
 """Layouts of the front of time and memory that are told."""
-LOST_SHOWN = 0.01
-"""Share of the time that crashes cost, from which on it is told."""
 MAX_REFUSED = 12
 """Families left out that are told one by one; the rest is counted."""
 
 
-def show_ranking(result: SearchResult, console: Console, *, top: int) -> None:
-    """Print the fastest layouts, of those that differ only in details the fastest; and what was searched."""
+def show_ranking(result: SearchResult, console: Console, *, top: int, legend: bool = True) -> None:
+    """Print the fastest layouts, of those that differ only in details the fastest; with the `legend`, what was searched."""
     ours = result.workload.stack.name == "ultrascale"
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     for column in ("", "step", "MFU", "memory", "free", "risk"):
@@ -50,11 +50,12 @@ def show_ranking(result: SearchResult, console: Console, *, top: int) -> None:
             style="bold" if number == 1 else "" if tied else "dim",
         )  # fmt: skip
     console.print(table)
-    console.print(Text(_summary(result), style="dim"))
+    if legend:
+        console.print(Text(_summary(result), style="dim"))
 
 
 def _summary(result: SearchResult) -> str:
-    """What the columns mean, and what was searched: lines of at most 80 columns."""
+    """Legend of the columns, and extent of the search: lines of at most 80 columns."""
     priced, tied = result.priced, result.num_tied
     cluster = result.workload.cluster
     gpus = f"{cluster.num_accelerators}x{cluster.accelerator.name}"
@@ -63,7 +64,7 @@ def _summary(result: SearchResult) -> str:
     lines = [
         f"  = within {TIE:.0%} of the first, {tied} with those that differ only in details: only a" if tied > 1 else "",
         "    measurement can tell them apart." if tied > 1 else "",
-        f"  step: four runs in five take {_interval_words(result)} of it.",
+        f"  step: 80% prediction interval, {_interval_words(result)} of it.",
         f"  memory: of a GPU's {capacity}, allocator and NCCL included; {MARGIN:.0%} must stay free.",
         "  free, risk: what is left, and the chance that it runs out after all; ranked by",
         "    step / (1 - risk), the time expected.",
@@ -73,7 +74,7 @@ def _summary(result: SearchResult) -> str:
         "  2 x 8: micro-batch size x number of them.",
         f"  {cluster.num_nodes} machines, {cluster.places_words}; {gpus}/N takes N of each." if cluster.places_words else "",
         f"  {len(priced.fits):,} legal layouts: {int(priced.fits.sum()):,} fit, {dropped:,} dropped by bounds.",
-        _stops_note(cluster.num_nodes),
+        _stops_note(result.workload),
         _batch_note(result),
     ]
     return "\n".join(line for line in lines if line)
@@ -85,13 +86,13 @@ def _interval_words(result: SearchResult) -> str:
     return f"{low:.2f} to {high:.2f}"
 
 
-def _stops_note(num_nodes: int) -> str:
-    """How often so many nodes stop and what that costs; empty where it is rare."""
-    found = stops(num_nodes)
-    if found.lost_share < LOST_SHOWN:
+def _stops_note(workload: Workload) -> str:
+    """Note on the time between stops of so many nodes, and the cost; empty where stops are rare."""
+    found = stops(workload)
+    if found.goodput > 1 - LOST_SHOWN:
         return ""
     between, every = format_seconds(found.between_seconds), format_seconds(found.save_every_seconds)
-    return f"  {num_nodes:,} machines stop once in {between}: saved every {every}, {found.lost_share:.1%} is lost."
+    return f"  {found.num_nodes:,} machines stop once in {between}: saved every {every}, goodput {found.goodput:.1%}."
 
 
 def _batch_note(result: SearchResult) -> str:
@@ -105,8 +106,7 @@ def _batch_note(result: SearchResult) -> str:
 
 
 def _runs(one: Prediction) -> str:
-    wanting = untrainable_layout(one.layout) or untrainable_model(one.workload.model)
-    return "" if wanting else "yes"
+    return "" if untrainable(one.workload.model, one.layout) else "yes"
 
 
 def layout_words(layout: Layout, num_micro_batches: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from ultrascale.description.problems import Problem, SpecError
 from ultrascale.plan.pipeline.pipelined import stage_seconds
 from ultrascale.plan.pipeline.play import Timeline, simulate
 from ultrascale.plan.report import RunPlan
@@ -16,7 +17,6 @@ from ultrascale.plan.time.price import Prediction
 from ultrascale.plan.view.draw_schedule import draw_svg
 from ultrascale.plan.view.trace_events import trace_events
 from ultrascale.schedules.build import build_schedule
-from ultrascale.spec.problems import Problem, SpecError
 
 DRAWN_PER_RANK = 4
 """Micro-batches in a picture for each rank of the pipeline: enough to see the pipeline fill, run and drain."""
@@ -57,7 +57,7 @@ def step_timeline(prediction: Prediction, *, num_micro_batches: int | None = Non
 
 
 def seconds_after(prediction: Prediction, whole: Timeline) -> dict[str, float]:
-    """What is not in the step's pipeline `whole`, by name; with it, the step. Seconds."""
+    """Seconds that a step takes beyond its pipeline `whole`, by name: parts after it, and what slows the pipeline down."""
     parts = {name: prediction.waterfall[part] for part, name in AFTER.items() if prediction.waterfall[part] > 0}
     slowed = prediction.step_seconds - whole.step_seconds - sum(parts.values())
     return {SLOWED: slowed, **parts} if slowed > 1e-6 * prediction.step_seconds else parts

@@ -67,7 +67,8 @@ def _held(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
 
 
 def _messages(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """From the end of what made a result to the start of what waits for it, between ranks."""
+    """Flow events between ranks: from the end of the action that makes a result to the start of the action that waits for
+    it."""
     wiring = wire(timeline.schedule)
     places = [(rank, at) for rank, row in enumerate(timeline.schedule) for at in range(len(row))]
     message = 0

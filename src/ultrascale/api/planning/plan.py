@@ -1,0 +1,223 @@
+"""`ultrascale plan` as a function: of a run's file the plan of its layout, of a model and machines that of the best layout.
+
+Three ways, by what is asked:
+
+    a run's file                       its own layout
+    a model on accelerators            a search over all layouts (`api.planning.plan_search`)
+    a model on an unmeasured machine   ZeRO stages and recomputation compared by memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from difflib import get_close_matches
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from ultrascale.api.asked import read_keywords
+from ultrascale.api.planning.plan_conflicts import (
+    refuse_conflicts,
+    refuse_imbalance,
+    refuse_on_measured_device,
+    refuse_precision,
+)
+from ultrascale.api.planning.plan_request import PlanOptions, PlanRequest
+from ultrascale.api.planning.plan_result import Comparison, Plan, Search
+from ultrascale.api.planning.run_of import cluster_of, conditions, names_of_flags, overrides, run_defaults, says
+from ultrascale.catalogue.cluster import Cluster, parse_cluster
+from ultrascale.catalogue.stacks.stack import Stack, with_optimizer
+from ultrascale.catalogue.stacks.stack_files import changed_stack
+from ultrascale.config.resolve import resolve, to_toml
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Run
+from ultrascale.description.units import count_of
+from ultrascale.plan.report import RunPlan, alternatives, first_that_fits, has_rates, plan_run
+
+
+def plan(
+    model: str | PathLike[str] | None = None,
+    gpus: str | None = None,
+    *,
+    seq_len: int | None = None,
+    tokens_per_batch: str | int | None = None,
+    **settings: Any,
+) -> Plan:
+    """The best layout of a model on machines, `plan("llama-3-8b", "64xh100")`; or the plan of a run, `plan("run.toml")`.
+
+    `settings` are the flags of `ultrascale plan` by their names, `zero_stage=3`, `tp=[4, 8]`, `stack="megatron"`, and settings
+    of a run, `layout={"attention": "sdpa"}`. Raises SpecError with everything that is wrong with them.
+    """
+    given = {"seq_len": seq_len, "tokens_per_batch": tokens_per_batch, **settings}
+    return answer(plan_request(model, gpus, given))
+
+
+def search(
+    model: str | PathLike[str] | None = None,
+    gpus: str | None = None,
+    *,
+    seq_len: int | None = None,
+    tokens_per_batch: str | int | None = None,
+    **settings: Any,
+) -> Search:
+    """All layouts of a model on machines, ranked: what `plan` of the same words chooses from. Raises SpecError."""
+    given = {"seq_len": seq_len, "tokens_per_batch": tokens_per_batch, **settings}
+    found = answer(plan_request(model, gpus, given))
+    if found.searched is None:
+        what = "a run's file has one layout" if found.request.options.file else "this machine's speed is measured at run time"
+        raise SpecError([Problem("search", f"has nothing to rank: {what}", "Give a model and accelerators, or call plan.")])
+    return Search(found, found.searched)
+
+
+def compare(a: Plan | str | PathLike[str], b: Plan | str | PathLike[str]) -> Comparison:
+    """Two plans side by side, what differs first. A run's file stands for its plan."""
+    return Comparison(*(one if isinstance(one, Plan) else plan(one) for one in (a, b)))
+
+
+def plan_request(model: str | PathLike[str] | None, gpus: str | None, given: dict[str, Any]) -> PlanRequest:
+    """The question that these keywords ask. A first argument that ends in .toml, or a folder with run.toml, is a run's."""
+    first = "run" if isinstance(model, str | PathLike) and _is_run(fspath(model)) else "model"
+    given = {first: model, "gpus": gpus, **given}
+    return read_keywords(PlanOptions, "plan", given, positional=("run",))
+
+
+def _is_run(path: str) -> bool:
+    return path.endswith(".toml") or Path(path, "run.toml").is_file()
+
+
+def answer(request: PlanRequest, *, told: Callable[[float], None] = lambda share: None) -> Plan:
+    """The plan that is asked for, with the files that were asked for written. `told`: of a search, the share done so far.
+
+    Raises SpecError with what makes no sense.
+    """
+    found = _answer(request, told)
+    if request.options.html is not None:
+        from ultrascale.api.planning.plan_page import write_html
+
+        write_html(found, request.options.html)
+    if request.options.png is not None:
+        from ultrascale.api.planning.plan_page import write_png
+
+        write_png(found, request.options.png)
+    return found
+
+
+def _answer(request: PlanRequest, told: Callable[[float], None]) -> Plan:
+    options = request.options
+    if len(options.run) > 1:
+        files = f"names {len(options.run)} files: {', '.join(options.run)}"
+        raise SpecError([Problem("run", files, "Plan one at a time.")])
+    stack = changed_stack(options.stack, dict(request.stack))
+    if options.optimizer is not None:
+        stack = with_optimizer(stack, options.optimizer)
+    refuse_conflicts(request)
+    if options.file is not None:
+        return _one(request, stack)
+    cluster = _machines(request)
+    refuse_precision(options, cluster)
+    has = cluster.accelerator.peak_flops
+    if options.precision is None and "fp16" in has and "bf16" not in has:
+        request = replace(request, options=replace(options, precision="fp16"))
+    if not has_rates(cluster.accelerator, request.options.precision or "bf16"):
+        refuse_on_measured_device(request)
+        return _compared(request)
+    from ultrascale.api.planning.plan_search import explained, searched
+
+    found, chosen = searched(request, cluster, stack, told)
+    if found.result.best is not None:
+        write_files(chosen, options)
+    return Plan(chosen, request, searched=explained(found, told) if _wants_why(options) else found)
+
+
+def _wants_why(options: PlanOptions) -> bool:
+    return options.explain and not options.print_flags
+
+
+def _one(request: PlanRequest, stack: Stack) -> Plan:
+    """Plan the layout of a run's file."""
+    options, rest = request.options, request.settings
+    run = resolve(options.file, [*overrides(options, {}), *rest]).run
+    if options.gpus is not None:
+        words: dict[str, Any] = {"cluster": options.gpus}
+        if "layout.dp" not in names_of_flags(rest):
+            words["layout.dp"] = _ranks_left(run, options.gpus)
+        run = resolve(options.file, [*overrides(options, words), *rest]).run
+    cluster = cluster_of(run)
+    refuse_imbalance(options, run.model)
+    if cluster.accelerator.measured_at_run_time:
+        refuse_on_measured_device(request)
+    chosen = plan_run(run, cluster, stack, **conditions(options))
+    _refuse_what_the_trainer_lacks(chosen)
+    write_files(chosen, options)
+    return Plan(chosen, request)
+
+
+def _compared(request: PlanRequest) -> Plan:
+    """Compare ZeRO stages and ways to recompute on devices whose speed nobody has listed."""
+    options, gpus = request.options, request.options.gpus
+    assert gpus is not None
+    if options.dp_shard is not None and options.zero_stage is None:
+        options = replace(options, zero_stage="1")  # the others are compared below; stage 0 cuts nothing
+    defaults = run_defaults(options, dp=parse_cluster(gpus).num_accelerators)
+    run = resolve(None, [*overrides(options, {"cluster": gpus}), *request.settings], defaults=defaults).run
+    any_stage, any_way = not says(request.words, "zero-stage"), not says(request.words, "recompute")
+    plans = alternatives(run, cluster_of(run), any_stage=any_stage, any_way=any_way)
+    chosen = first_that_fits(plans) or min(plans, key=lambda candidate: candidate.peak_bytes)
+    write_files(chosen, options)
+    return Plan(chosen, request, compared=tuple(plans))
+
+
+def _refuse_what_the_trainer_lacks(chosen: RunPlan) -> None:
+    """Raises SpecError if the run's layout is none that its trainer can be asked for."""
+    from ultrascale.plan.flags.trainers import cannot_express
+    from ultrascale.plan.report import workload_of
+
+    if chosen.stack.name == "ultrascale":
+        return
+    found = cannot_express(workload_of(chosen.run, chosen.cluster, chosen.stack), chosen.run.layout)
+    remedy = f"Change the run, such as --{{}}, or search: --model ... --gpus ... --stack {chosen.stack.name}."
+    if found:
+        raise SpecError([replace(one, remedy=remedy.format(one.key.replace("_", "-"))) for one in found])
+
+
+def _ranks_left(run: Run, gpus: str) -> int:
+    """Data-parallel ranks of as many devices, the other axes as the run has them."""
+    count, others = parse_cluster(gpus).num_accelerators, run.layout.world_size // run.layout.dp
+    if count % others:
+        rule = f"{count_of(count, 'GPU')} {'is' if count == 1 else 'are'} not a multiple of the run's tp x cp x pp = {others}"
+        raise SpecError([Problem("gpus", rule, f"Give {max(1, round(count / others)) * others}, or change the axes.")])
+    return count // others
+
+
+def _machines(request: PlanRequest) -> Cluster:
+    """The machines that are named. Raises SpecError with everything that is missing."""
+    options = request.options
+    if options.model is None:
+        remedy = "Give a run's TOML file, or --model llama-3-8b --gpus 8xh100."
+        problem = Problem("model", "is missing: nothing says what to plan", remedy)
+        raise SpecError([problem, *_unknown(request.settings)])
+    if options.gpus is None:
+        raise SpecError([Problem("gpus", "is missing: nothing says on what", "Give --gpus 8xh100, or 2xcpu for this machine.")])
+    return parse_cluster(options.gpus)
+
+
+def _unknown(words: tuple[str, ...]) -> list[Problem]:
+    """Flags that are neither the verb's nor settings of a run."""
+    known = [name.replace("_", "-") for name in PlanOptions.__dataclass_fields__ if name != "run"]
+    flags = [word[2:].partition("=")[0] for word in words if word.startswith("--") and "." not in word]
+    near = {flag: get_close_matches(flag, known, n=1) for flag in flags}
+    return [
+        Problem(f"--{flag}", "is no flag of plan", f"Did you mean --{found[0]}?" if found else "See `ultrascale plan --help`.")
+        for flag, found in near.items()
+    ]
+
+
+def write_files(chosen: RunPlan, options: PlanOptions) -> None:
+    """The run and the pictures that are asked for; `refuse_conflicts` has seen to it that they replace nothing."""
+    if options.save is not None:
+        Path(options.save).write_text(to_toml(chosen.run))
+    if options.svg is not None or options.perfetto is not None:
+        from ultrascale.plan.view.step_timeline import write_step
+
+        write_step(chosen, svg=options.svg, perfetto=options.perfetto)

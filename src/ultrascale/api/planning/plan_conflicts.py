@@ -1,0 +1,146 @@
+"""Conflicts: requests to `ultrascale plan` that do not go together, or cannot be written. All are reported at once, before any
+work."""
+
+from __future__ import annotations
+
+from math import inf
+from pathlib import Path
+
+from ultrascale.api.planning.plan_request import PlanOptions, PlanRequest
+from ultrascale.catalogue.cluster import Cluster
+from ultrascale.catalogue.machines import lacks
+from ultrascale.config.schema import leaves
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.units import UnitError, parse_tokens
+from ultrascale.plan.costs.budget import budget_problems
+
+OF_A_SEARCH = ("explain", "runnable", "top")
+OF_TIMES = (
+    "explain", "top", "svg", "perfetto", "html", "png", "tokens", "optimizer", "expert-imbalance", "checkpoint-minutes",
+    "storage-gbytes", "save-seconds", "budget",
+)  # fmt: skip
+AXES = ("tp", "cp", "pp", "ep", "schedule")
+
+
+def refuse_conflicts(request: PlanRequest) -> None:
+    """Raises SpecError with every pair of flags that contradict each other, every file that cannot be written, bad tokens."""
+    asked = request.options
+    problems = [*_together(asked), *_files(asked), *_tokens(asked.tokens), *_conditions(asked)]
+    problems += budget_problems(asked.budget)
+    if asked.top < 1:
+        problems.append(Problem("--top", f"must be at least 1, is {asked.top}", "10 is usual."))
+    if asked.file is not None:
+        problems += [
+            Problem(f"--{name}", "is of a search, and a run's file has one layout", "Leave it out, or give --model and --gpus.")
+            for name in OF_A_SEARCH
+            if _said(name, request.words)
+        ]
+    if problems:
+        raise SpecError(problems)
+
+
+def refuse_on_measured_device(request: PlanRequest) -> None:
+    """Refuses questions about times on a device whose speed is measured at run time: there only data parallelism is compared,
+    by memory."""
+    asked = request.options
+    problems = [
+        Problem(f"--{name}", "is of step times, and this machine's are measured at run time", "Leave it out.")
+        for name in OF_TIMES
+        if _said(name, request.words)
+    ]
+    if asked.stack != "ultrascale":
+        rule = f"{asked.stack} is planned for accelerators, and this machine's speed is measured at run time"
+        problems.append(Problem("--stack", rule, "Leave it out, or plan for an accelerator such as 8xh100."))
+    for name in AXES:
+        if getattr(asked, name) not in (None, "1"):
+            said = getattr(asked, name)
+            rule = f"is {said}; of a machine whose speed is measured at run time, only data parallelism is compared"
+            problems.append(Problem(f"--{name}", rule, "Leave it out, or plan for an accelerator such as 8xh100."))
+    if problems:
+        raise SpecError(problems)
+
+
+def refuse_imbalance(asked: PlanOptions, model: Model) -> None:
+    """Raises SpecError if the model has no experts that tokens could be spread over unevenly, or not so unevenly."""
+    value, experts = asked.expert_imbalance, model.num_experts
+    if value == 1.0:
+        return
+    if not experts:
+        raise SpecError([Problem("--expert-imbalance", f"is {value:g}, and the model has no experts", "Leave it out.")])
+    most = experts / model.num_experts_per_tok
+    if value > most:
+        top_k = model.num_experts_per_tok
+        rule = f"is {value:g}; with {experts} experts, {top_k} a token, one gets at most {most:g} times the mean"
+        raise SpecError([Problem("--expert-imbalance", rule, "1.1 to 1.5 is usual.")])
+
+
+def refuse_precision(asked: PlanOptions, cluster: Cluster) -> None:
+    """Raises SpecError if the accelerator has no such dtype."""
+    accelerator, precision = cluster.accelerator, asked.precision
+    known = getattr(leaves()["layout.precision"].kind, "__args__", ())
+    if precision is None:
+        return
+    if precision in known and not accelerator.measured_at_run_time and precision not in ("fp16", *accelerator.peak_flops):
+        raise SpecError([lacks(accelerator, precision, "--precision")])
+
+
+def _together(asked: PlanOptions) -> list[Problem]:
+    pairs = [
+        ("sequences_per_batch", "tokens_per_batch", "say the same thing twice", "Keep one of the two."),
+        ("print_flags", "json", "both want the whole output", "Keep one of the two."),
+    ]
+    found = [
+        Problem(f"--{one.replace('_', '-')}", f"and --{other.replace('_', '-')} {why}", remedy)
+        for one, other, why, remedy in pairs
+        if getattr(asked, one) not in (None, False) and getattr(asked, other) not in (None, False)
+    ]
+    if asked.runnable and asked.stack != "ultrascale":
+        rule = f"is about `ultrascale train`, and the plan is for {asked.stack}"
+        found.append(Problem("--runnable", rule, "Leave out one of the two."))
+    return found
+
+
+def _conditions(asked: PlanOptions) -> list[Problem]:
+    """Numbers that say how uneven experts are and how fast the storage is."""
+    found = [
+        Problem(f"--{name.replace('_', '-')}", f"must be a positive number, is {getattr(asked, name):g}", f"{usual} is usual.")
+        for name, usual in (("checkpoint_minutes", 30), ("storage_gbytes", 100), ("save_seconds", 10))
+        if getattr(asked, name) is not None and not 0 < getattr(asked, name) < inf
+    ]
+    if asked.checkpoint_minutes is not None and asked.storage_gbytes is None:
+        rule = "says how often, and nothing says how fast the storage is"
+        found.append(Problem("--checkpoint-minutes", rule, "Give --storage-gbytes 100 too."))
+    if not 1 <= asked.expert_imbalance < inf:
+        rule = f"is the busiest rank over the mean: at least 1, is {asked.expert_imbalance:g}"
+        found.append(Problem("--expert-imbalance", rule, "1.1 to 1.5 is usual."))
+    return found
+
+
+def _files(asked: PlanOptions) -> list[Problem]:
+    """Files that are there already, unless they are pictures or traces, which can be drawn again; and folders that are not."""
+    found = []
+    for name, drawn in (("save", None), ("svg", ".svg"), ("perfetto", ".json"), ("html", ".html")):
+        if getattr(asked, name) is None:
+            continue
+        path = Path(getattr(asked, name))
+        if path.exists() and path.suffix != drawn:
+            found.append(Problem(f"--{name}", f"{path} is there already", "Name another file, or remove it."))
+        elif not path.parent.is_dir():
+            found.append(Problem(f"--{name}", f"the folder {path.parent} is not there", f"mkdir -p {path.parent}"))
+    if asked.png is not None and Path(asked.png).exists() and not Path(asked.png).is_dir():
+        found.append(Problem("--png", f"{asked.png} is a file", "Name a folder, new or old."))
+    return found
+
+
+def _tokens(text: str | None) -> list[Problem]:
+    if text is None:
+        return []
+    try:
+        return [] if parse_tokens(text) else [Problem("--tokens", "must be more than 0", "Write 300B or 1T.")]
+    except UnitError as error:
+        return [Problem("--tokens", str(error), "Write 300B or 1T.")]
+
+
+def _said(name: str, words: tuple[str, ...]) -> bool:
+    return any(word.partition("=")[0].replace("_", "-") == f"--{name}" for word in words)

@@ -1,0 +1,52 @@
+"""A plan as what a page draws, and `plan --html`'s one file."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ultrascale.api.extras import naming_extras
+from ultrascale.api.planning.plan_result import Plan
+from ultrascale.api.planning.run_of import conditions
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.units import parse_tokens
+from ultrascale.page.shown import Planned
+
+
+def drawn(found: Plan) -> Planned:
+    """The page's data for a plan. Raises SpecError where there are no times to draw."""
+    if found.chosen.prediction is None:
+        rule = f"{found.chosen.cluster.name} has rates that are measured at run time, and the page draws times"
+        raise SpecError([Problem("gpus", rule, "Name accelerators such as 8xh100, or leave --html out.")])
+    options, searched = found.request.options, found.searched
+    tokens = None if options.tokens is None else parse_tokens(options.tokens)
+    if searched is None:
+        return Planned(found.chosen, found.to_dict(), conditions=conditions(options), tokens=tokens)
+
+    @cache
+    def explanation() -> dict[str, Any]:
+        from ultrascale.api.planning.plan_search import explained
+
+        told = searched if searched.scan or searched.others else explained(searched)
+        return told.to_json(top=options.top, explained=True)["explanation"]
+
+    return Planned(found.chosen, found.to_dict(), searched.result, conditions(options), tokens, explanation)
+
+
+def write_png(found: Plan, folder: str) -> list[Path]:
+    """The plan's charts, a PNG each. Raises SpecError where there are no times to draw, NotInstalledError without
+    matplotlib."""
+    from ultrascale.page.pictures import write_pictures
+    from ultrascale.page.shown import answer
+
+    with naming_extras("plan --png"):
+        return write_pictures(answer(drawn(found), list(found.request.words)), Path(folder))
+
+
+def write_html(found: Plan, path: str) -> None:
+    """The plan as one file that needs nothing else. Raises SpecError where there are no times to draw."""
+    from ultrascale.page.one_file import one_file
+    from ultrascale.page.shown import answer
+
+    Path(path).write_text(one_file(answer(drawn(found), list(found.request.words))), encoding="utf-8")

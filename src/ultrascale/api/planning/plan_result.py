@@ -1,0 +1,363 @@
+"""Results of `ultrascale.plan`, `search` and `compare`: one plan, the ranking it was chosen from, two plans side by side."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ultrascale.api.planning.plan_request import PlanRequest
+from ultrascale.api.schemas.stamp import stamped
+from ultrascale.api.shown import Facts, bars, frame, html, shares
+from ultrascale.config.resolve import to_toml
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Run
+from ultrascale.description.units import format_bytes, format_seconds
+from ultrascale.plan.costs.budget import Bought, bought, parse_budget
+from ultrascale.plan.report import RunPlan, step_interval
+
+if TYPE_CHECKING:
+    from ultrascale.api.planning.plan_search import Searched
+    from ultrascale.plan.time.price import Prediction
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """Memory and time of one run, predicted."""
+
+    chosen: RunPlan
+    """Everything the planner says of it."""
+    request: PlanRequest
+    """The request."""
+    compared: tuple[RunPlan, ...] = ()
+    """Plans it was chosen from, on a machine whose speed nobody has measured."""
+    searched: Searched | None = None
+    """Search it was chosen from, for a model on accelerators."""
+
+    @property
+    def run(self) -> Run:
+        """The run that is planned, layout and all."""
+        return self.chosen.run
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the planned run."""
+        return self.run.layout
+
+    @property
+    def fits(self) -> bool:
+        """True if the plan fits into a device's memory."""
+        return self.chosen.fits
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of a step; None where the device's speed is measured at run time."""
+        return None if self.chosen.prediction is None else self.chosen.prediction.step_seconds
+
+    @property
+    def step_interval(self) -> tuple[float, float] | None:
+        """80% prediction interval of `step_seconds`."""
+        return None if self.chosen.prediction is None else step_interval(self.chosen.prediction)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens per second of all devices together."""
+        return None if self.chosen.prediction is None else self.chosen.prediction.tokens_per_second
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation of a step."""
+        return None if self.chosen.prediction is None else self.chosen.prediction.mfu()
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes needed of a device's memory, allocator and NCCL included."""
+        return self.chosen.needed_bytes
+
+    @property
+    def headroom_bytes(self) -> int:
+        """Memory of a device that stays free; negative where it does not fit."""
+        return self.chosen.capacity_bytes - self.chosen.needed_bytes
+
+    @property
+    def command(self) -> str:
+        """The command line that prints the same."""
+        return shlex.join(["ultrascale", "plan", *self.request.words])
+
+    @property
+    def unwritten(self) -> tuple[str, ...]:
+        """Files that were asked for and not written, because no layout fits."""
+        options = self.request.options
+        wanted = (options.save, options.svg, options.perfetto)
+        nothing_fits = self.searched is not None and self.searched.result.best is None
+        return tuple(name for name in wanted if name is not None) if nothing_fits else ()
+
+    def flags(self) -> str:
+        """The plan as settings of its trainer: what `--print-flags` prints."""
+        from ultrascale.plan.flags.trainers import trainer_flags
+        from ultrascale.plan.report import workload_of
+
+        return trainer_flags(workload_of(self.run, self.chosen.cluster, self.chosen.stack), self.layout)
+
+    def to_toml(self) -> str:
+        """The run as the file that `check` and `train` read: what `--save` writes."""
+        return to_toml(self.run)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The output of `ultrascale plan --json`: bytes, seconds, FLOPs, tokens."""
+        document = self.chosen.to_json()
+        if self.searched is not None:
+            options = self.request.options
+            document["search"] = self.searched.to_json(top=options.top, explained=options.explain)
+        if len(self.compared) > 1:
+            document["compared"] = [
+                {
+                    "zero_stage": one.run.layout.zero_stage,
+                    "recompute": one.run.layout.recompute,
+                    "fits": one.fits,
+                    "peak_bytes": one.peak_bytes,
+                    "seconds_per_step": one.prediction and one.prediction.step_seconds,
+                }
+                for one in self.compared
+            ]
+        if (told := self.bought) is not None:
+            document["budget"] = told.to_json()
+        return stamped("plan", document | {"notes": self.notes})
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes not to miss: little headroom, a default that costs time."""
+        from ultrascale.plan.view.notes import notes
+
+        return notes(self.chosen)
+
+    @property
+    def bought(self) -> Bought | None:
+        """The training that the given budget buys; None without one, or where nobody lists a price."""
+        text, prediction = self.request.options.budget, self.chosen.prediction
+        return None if text is None or prediction is None else bought(parse_budget(text), prediction)
+
+    def rows(self) -> list[Facts]:
+        """Memory at the peak by category, and the step by what takes it."""
+        document = self.chosen.to_json()
+        memory, time = document["memory"]["peak_bytes_by_category"], document["time"]
+        seconds = {} if time is None else time["waterfall_seconds"]
+        return [
+            *({"of": "memory", "part": name, "value": value, "unit": "bytes"} for name, value in memory.items() if value),
+            *({"of": "step", "part": name, "value": value, "unit": "seconds"} for name, value in seconds.items() if value),
+        ]
+
+    def to_frame(self) -> Any:
+        """`rows` as a pandas DataFrame."""
+        return frame(self.rows())
+
+    def plot(self) -> Any:
+        """Memory by category and the step's waterfall, as a matplotlib figure."""
+        return shares(repr(self), self.rows())
+
+    def __repr__(self) -> str:
+        chosen, words = self.chosen, _layout_words(self.layout, self.chosen.num_micro_batches)
+        name = f"Plan({chosen.run.model.name or chosen.run.model.model_type} on {chosen.cluster.name}: {words}; "
+        memory = f"{format_bytes(self.needed_bytes)} of {format_bytes(chosen.capacity_bytes)}"
+        return name + f"{_step_words(chosen.prediction)}{memory}{'' if self.fits else ', does not fit'})"
+
+    def _repr_html_(self) -> str:
+        rows = [{**row, "value": _value_words(row["value"], row["unit"])} for row in self.rows()]
+        return html(repr(self), [{"of": row["of"], "part": row["part"], "": row["value"]} for row in rows])
+
+
+@dataclass(frozen=True, repr=False)
+class Search:
+    """All layouts of a model on machines, those that fit ranked."""
+
+    plan: Plan
+    """The best, or the smallest where none fits."""
+    searched: Searched
+
+    @property
+    def ranked(self) -> list[Prediction]:
+        """The fastest of each way to cut the model, the fastest first."""
+        from ultrascale.plan.search.search import distinct
+
+        return distinct(self.searched.result.ranked)
+
+    @property
+    def front(self) -> tuple[Prediction, ...]:
+        """Layouts that no other beats in both time and memory."""
+        return self.searched.result.front
+
+    def __len__(self) -> int:
+        return len(self.ranked)
+
+    def __iter__(self) -> Iterator[Prediction]:
+        return iter(self.ranked)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The output of `ultrascale plan --json` for a search."""
+        return self.plan.to_dict()
+
+    def rows(self) -> list[Facts]:
+        """A row for each layout: rank, step, MFU, memory, and the fields of its layout."""
+        return [_prediction_row(number, one) for number, one in enumerate(self.ranked, start=1)]
+
+    def to_frame(self) -> Any:
+        """`rows` as a pandas DataFrame."""
+        return frame(self.rows())
+
+    def plot(self) -> Any:
+        """Step time against memory of every layout in the ranking, as a matplotlib figure."""
+        from ultrascale.api.shown import scatter
+
+        return scatter(repr(self), self.rows(), "needed_bytes", "step_seconds")
+
+    def __repr__(self) -> str:
+        result, chosen = self.searched.result, self.plan.chosen
+        on = f"{chosen.run.model.name or chosen.run.model.model_type} on {chosen.cluster.name}"
+        priced = result.priced
+        count = f"{len(priced.fits):,} legal layouts, {int(priced.fits.sum()):,} fit"
+        if result.best is None:
+            return f"Search({on}: {count})"
+        best = result.best
+        step, words = format_seconds(best.step_seconds), _layout_words(best.layout, best.num_micro_batches)
+        return f"Search({on}: {count}, best {words}, {step} a step)"
+
+    def _repr_html_(self) -> str:
+        top = self.ranked[: self.plan.request.options.top]
+        return html(repr(self), [_ranking_words(number, one) for number, one in enumerate(top, start=1)])
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """Two plans."""
+
+    a: Plan
+    b: Plan
+
+    def settings(self) -> list[Facts]:
+        """Settings of the two runs that differ, and machines and trainer."""
+        from ultrascale.config.schema import leaves
+
+        runs = [one.run for one in (self.a, self.b)]
+        named = {
+            key: [_at(run, key) for run in runs]
+            for key in leaves()
+            if key not in ("name", "folder") and not key.startswith("launch.")
+        }
+        chosen = (self.a.chosen, self.b.chosen)
+        named |= {"machines": [one.cluster.name for one in chosen], "stack": [one.stack.name for one in chosen]}
+        return [{"name": name, "a": a, "b": b} for name, (a, b) in named.items() if a != b]
+
+    def rows(self) -> list[Facts]:
+        """Quantities of both, with b over a: bytes, seconds, shares; those that differ most first."""
+        of_a, of_b = _quantities(self.a), _quantities(self.b)
+        found = [_row(name, unit, of_a.get((name, unit)), of_b.get((name, unit))) for name, unit in {**of_a, **of_b}]
+        return sorted(found, key=lambda row: -_distance(row))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Settings that differ, quantities, and both plans as `Plan.to_dict` has them."""
+        return stamped("compare", {
+            "settings": [{**one, "a": _plain(one["a"]), "b": _plain(one["b"])} for one in self.settings()],
+            "quantities": self.rows(), "a": self.a.to_dict(), "b": self.b.to_dict(),
+        })  # fmt: skip
+
+    def to_frame(self) -> Any:
+        """`rows` as a pandas DataFrame."""
+        return frame(self.rows())
+
+    def plot(self) -> Any:
+        """b over a, a bar for each quantity that differs, as a matplotlib figure."""
+        return bars(repr(self), [(row["name"], row["b_over_a"]) for row in self.rows() if row["b_over_a"] not in (None, 1.0)])
+
+    def __repr__(self) -> str:
+        a, b = self.a.step_seconds, self.b.step_seconds
+        time = "" if a is None or b is None else f"step {format_seconds(a)} and {format_seconds(b)}, "
+        memory = " and ".join(format_bytes(one.needed_bytes) for one in (self.a, self.b))
+        told = ", ".join(f"{one['name']} {one['a']} -> {one['b']}" for one in self.settings()[:3]) or "nothing differs"
+        return f"Comparison({told}; {time}{memory})"
+
+    def _repr_html_(self) -> str:
+        words = [
+            {"": row["name"], "a": _value_words(row["a"], row["unit"]), "b": _value_words(row["b"], row["unit"]),
+             "b / a": "" if row["b_over_a"] is None else f"{row['b_over_a']:.2f}"} for row in self.rows()
+        ]  # fmt: skip
+        settings = [{"": row["name"], "a": str(row["a"]), "b": str(row["b"]), "b / a": ""} for row in self.settings()]
+        return html(repr(self), settings + words)
+
+
+def _row(name: str, unit: str, a: float | None, b: float | None) -> Facts:
+    return {"name": name, "unit": unit, "a": a, "b": b, "b_over_a": b / a if a and b is not None else None}
+
+
+def _distance(row: Facts) -> float:
+    """Distance between the two plans, by which rows are sorted: totals first."""
+    ratio = row["b_over_a"]
+    return 0.0 if ratio is None or ratio <= 0 else max(ratio, 1 / ratio) - 1
+
+
+def _quantities(one: Plan) -> dict[tuple[str, str], float]:
+    whole: dict[tuple[str, str], float | None] = {
+        ("step", "seconds"): one.step_seconds, ("tokens per second", "tokens/s"): one.tokens_per_second,
+        ("MFU", "share"): one.mfu,
+        ("memory needed", "bytes"): one.needed_bytes,
+    }  # fmt: skip
+    known = {key: value for key, value in whole.items() if value is not None}
+    return known | {(f"{row['of']}: {row['part']}", row["unit"]): row["value"] for row in one.rows()}
+
+
+def _at(run: Any, key: str) -> Any:
+    for name in key.split("."):
+        run = None if run is None else getattr(run, name)
+    return run
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON has it."""
+    from dataclasses import asdict, is_dataclass
+
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _prediction_row(number: int, one: Prediction) -> Facts:
+    from ultrascale.plan.search.search import needed_bytes
+
+    low, high = step_interval(one)
+    needed, capacity = round(float(needed_bytes(one.memory))), round(float(one.memory.capacity))
+    numbers = {
+        "rank": number, "step_seconds": one.step_seconds, "step_seconds_low": low, "step_seconds_high": high, "mfu": one.mfu(),
+        "tokens_per_second": one.tokens_per_second, "needed_bytes": needed, "headroom_bytes": capacity - needed,
+        "num_micro_batches": one.num_micro_batches,
+    }  # fmt: skip
+    return numbers | {name: getattr(one.layout, name) for name in Layout.__dataclass_fields__}
+
+
+def _ranking_words(number: int, one: Prediction) -> Facts:
+    from ultrascale.plan.search.search import needed_bytes
+
+    memory = format_bytes(float(needed_bytes(one.memory)))
+    words = _layout_words(one.layout, one.num_micro_batches)
+    return {"": number, "step": format_seconds(one.step_seconds), "MFU": f"{one.mfu():.1%}", "memory": memory, "layout": words}
+
+
+def _layout_words(layout: Layout, num_micro_batches: int) -> str:
+    from ultrascale.plan.view.search_view import layout_words
+
+    return layout_words(layout, num_micro_batches)
+
+
+def _step_words(prediction: Prediction | None) -> str:
+    if prediction is None:
+        return ""
+    low, high = step_interval(prediction)
+    interval = f"{format_seconds(low)} to {format_seconds(high)}"
+    return f"{format_seconds(prediction.step_seconds)} a step ({interval}), MFU {prediction.mfu():.1%}, "
+
+
+def _value_words(value: Any, unit: str) -> str:
+    if value is None:
+        return ""
+    if unit in ("bytes", "seconds"):
+        return format_bytes(value) if unit == "bytes" else format_seconds(value)
+    return f"{value:.1%}" if unit == "share" else f"{value:,.0f}"

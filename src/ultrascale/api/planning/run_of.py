@@ -1,0 +1,81 @@
+"""The run that a question to the planner is about, its machines and its circumstances."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ultrascale.api.planning.plan_request import SHORT, PlanOptions
+from ultrascale.catalogue.cluster import Cluster, parse_cluster
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Run
+from ultrascale.launch.events import longest_seconds
+from ultrascale.plan.costs.storage import Storage
+
+LONGEST_DEFAULT = 8192
+"""Tokens of a sequence where nobody says how many: fewer if the model has fewer positions."""
+
+
+def run_defaults(options: PlanOptions, *, dp: int) -> dict[str, Any]:
+    """Defaults of a run without a file; `dp` data-parallel ranks."""
+    assert options.gpus is not None
+    return {
+        "batch.sequence_length": LONGEST_DEFAULT,
+        "batch.sequences_per_batch": dp * (options.micro_batch_size or 1),
+        "layout.dp": dp,
+        "layout.precision": "fp32" if "cpu" in options.gpus else "bf16",
+    }
+
+
+def source_of(model: str) -> dict[str, Any]:
+    """A folder, its config.json, or a preset's name."""
+    path = Path(model).expanduser()
+    return {"model.path": str(path)} if path.is_dir() or path.is_file() else {"model.preset": model}
+
+
+def overrides(options: PlanOptions, words: dict[str, Any]) -> list[str]:
+    """The short flags as dotted ones, over `words`."""
+    if options.model is not None:
+        words |= source_of(options.model)
+    words |= {key: value for flag, key in SHORT.items() if (value := getattr(options, flag)) is not None}
+    return as_flags(words)
+
+
+def as_flags(words: dict[str, Any]) -> list[str]:
+    """Dotted settings as words of a command line."""
+    return [word for key, value in words.items() for word in (f"--{key}", str(value))]
+
+
+def names_of_flags(words: tuple[str, ...] | list[str]) -> set[str]:
+    """Names of the flags among these words."""
+    return {word.partition("=")[0].replace("_", "-").removeprefix("--") for word in words if word.startswith("--")}
+
+
+def says(words: tuple[str, ...], *names: str) -> bool:
+    """True if one of these settings is given, as a short or a dotted flag."""
+    return not {name.removeprefix("layout.") for name in names_of_flags(words)}.isdisjoint(names)
+
+
+def cluster_of(run: Run) -> Cluster:
+    """The machines of a run, as many as its layout has ranks. Raises SpecError if there are fewer."""
+    world = run.layout.world_size
+    cluster = parse_cluster(f"{world}xcpu" if run.cluster == "auto" else run.cluster)
+    if cluster.num_accelerators < world:
+        rule = f"{world} ranks do not fit on {cluster.name}, which has {cluster.num_accelerators}"
+        raise SpecError([Problem("layout.dp", rule, "Lower it, or plan for more (--gpus).")])
+    return replace(cluster, num_accelerators=world)
+
+
+def conditions(options: PlanOptions) -> dict[str, Any]:
+    """The given circumstances: how uneven experts are, the storage, and how long a checkpoint blocks training."""
+    gbytes, minutes = options.storage_gbytes, options.checkpoint_minutes
+    storage = None if gbytes is None else Storage(gbytes * 1e9, None if minutes is None else minutes * 60)
+    return {"expert_imbalance": options.expert_imbalance, "storage": storage, "save_seconds": _save_seconds(options)}
+
+
+def _save_seconds(options: PlanOptions) -> float | None:
+    """Seconds of a checkpoint, as given, or from the metrics of the run's folder; None: neither."""
+    if options.save_seconds is not None or options.file is None:
+        return options.save_seconds
+    return longest_seconds(Path(options.file) / "metrics.jsonl", "perf/save_s") or None

@@ -1,0 +1,189 @@
+"""JSON Schemas (draft 2020-12), made of one description each: of what verbs print (`api.schemas.documents`), and of run.toml.
+
+They are files of the package, `schemas/plan-1.json`, which `python -m ultrascale.api.schemas.json_schema` writes anew; a test
+says that they are what would be written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+from ultrascale.api.schemas.stamp import VERSIONS
+
+FOLDER = Path(__file__).parents[2] / "schemas"
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string"}
+RUN_TOML = "run.toml"
+
+
+def names() -> list[str]:
+    """Names of all schemas, run.toml's first."""
+    return [RUN_TOML, *VERSIONS]
+
+
+def file_of(name: str) -> Path:
+    """Path of a schema."""
+    return FOLDER / (f"{RUN_TOML}.json" if name == RUN_TOML else f"{name}-{VERSIONS[name]}.json")
+
+
+def schema_of(name: str) -> dict[str, Any]:
+    """The schema of one document, or of run.toml."""
+    return _run_toml() if name == RUN_TOML else _document(name)
+
+
+def _document(name: str) -> dict[str, Any]:
+    from ultrascale.api.schemas.documents import DOCUMENTS, OPEN
+
+    stamp = f"ultrascale/{name}/{VERSIONS[name]}"
+    head: dict[str, Any] = {"$schema": DIALECT, "$id": stamp}
+    if name in OPEN:
+        own: dict[str, Any] = {"description": OPEN[name], "type": "object", "properties": {}, "required": []}
+    else:
+        defs: dict[str, Any] = {}
+        parts = [_object(kind, defs) for kind in DOCUMENTS[name]]
+        own = parts[0] | {
+            "properties": {key: one for part in parts for key, one in part["properties"].items()},
+            "required": [key for part in parts for key in part["required"]],
+            "$defs": defs,
+        }
+    own["properties"] = {"schema": {"const": stamp}, **own["properties"]}
+    own["required"] = ["schema", *own["required"]]
+    return head | own
+
+
+def _object(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a dataclass or typed dictionary, every key with its description; no other keys."""
+    from ultrascale.config.described import docs_of
+
+    hints = get_type_hints(kind)
+    optional = kind.__optional_keys__ if is_typeddict(kind) else frozenset()
+    docs: dict[str, str] = {}
+    for one in reversed([one for one in (kind, *getattr(kind, "__orig_bases__", ())) if is_typeddict(one) or one is kind]):
+        docs |= docs_of(one) if _has_source(one) else {}
+    properties = {name: _with_description(_of(hint, defs), docs.get(name)) for name, hint in hints.items()}
+    about = (kind.__doc__ or "").strip().partition("\n")[0]
+    described = {"description": about} if about and not about.startswith("dict(") else {}
+    required = [name for name in hints if name not in optional]
+    return described | {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def _has_source(kind: Any) -> bool:
+    """True if it is written as a class: a typed dictionary with a key such as `from` is a call."""
+    import inspect
+
+    try:
+        return inspect.getsource(kind).lstrip().startswith(("class", "@"))
+    except (OSError, TypeError):
+        return False
+
+
+def _of(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a type; classes are named once, in `defs`."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return {}
+    if kind in (NoneType, None):
+        return {"type": "null"}
+    if kind in PLAIN:
+        return {"type": PLAIN[kind]}
+    if origin is Literal:
+        return {"enum": list(inner)}
+    if origin in (Union, UnionType):
+        return {"anyOf": [_of(one, defs) for one in inner]}
+    if origin in (list, tuple):
+        return {"type": "array", "items": _of(inner[0], defs)}
+    if origin is not None and issubclass(origin, Mapping):
+        return {"type": "object", "additionalProperties": _of(inner[1], defs)}
+    assert is_dataclass(kind) or is_typeddict(kind), kind
+    name: str = kind.__qualname__  # type: ignore[union-attr]
+    if name not in defs:
+        defs[name] = {}
+        defs[name] = _object(kind, defs)
+    return {"$ref": f"#/$defs/{name}"}
+
+
+def _with_description(schema: dict[str, Any], text: str | None) -> dict[str, Any]:
+    return schema | ({"description": text} if text else {})
+
+
+def _run_toml() -> dict[str, Any]:
+    """Schema of a run's TOML file: nested tables, every key with what it is, its range or choices, and its default."""
+    from ultrascale.config.reference import STAND_INS, about
+    from ultrascale.config.schema import leaves, sections
+
+    root: dict[str, Any] = {
+        "$schema": DIALECT, "$id": RUN_TOML, "title": "A run of ultrascale", "type": "object", "properties": {},
+        "additionalProperties": False,
+    }  # fmt: skip
+    told = about()
+    tables = {"": root}
+    for section in sorted(sections()):
+        above, _, last = section.rpartition(".")
+        table = {"type": "object", "properties": {}, "additionalProperties": False, "description": told[section]}
+        tables[section] = tables[above]["properties"][last] = table
+    tables["model"]["properties"]["rope_scaling"] = {"anyOf": [tables["model.rope_scaling"], {"const": "none"}]}
+    for key, leaf in leaves().items():
+        section, _, last = key.rpartition(".")
+        default = {} if leaf.default in (MISSING, None) else {"default": _plain(leaf.default)}
+        tables[section]["properties"][last] = _toml_value(key, leaf.kind) | {"description": told[key]} | default
+    for key, (_, what) in STAND_INS.items():
+        section, _, last = key.rpartition(".")
+        tokens = {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 1}]}
+        kind = tokens if key == "batch.tokens_per_batch" else {"type": "string"}
+        tables[section]["properties"][last] = kind | {"description": what}
+    return root
+
+
+def _toml_value(key: str, kind: Any) -> dict[str, Any]:
+    """A value as TOML has it: "none" for nothing, "4M" for tokens, "128k" for lengths, "20GiB" for bytes; tables in lists."""
+    from ultrascale.config.ranges import limits_of
+    from ultrascale.config.schema import UNITS, default_of
+    from ultrascale.description.run import RampStage
+
+    if get_origin(kind) in (Union, UnionType):
+        (inner,) = (one for one in get_args(kind) if one is not NoneType)
+        return {"anyOf": [_toml_value(key, inner), {"const": "none"}]}
+    if get_origin(kind) is tuple:
+        return {"type": "array", "items": _toml_value(f"{key}[]", get_args(kind)[0])}
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        properties = {name: _toml_value(f"{key}.{name}", hint) for name, hint in hints.items()}
+        needed = [field.name for field in fields(kind) if default_of(field) is MISSING]
+        table: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
+        if kind is RampStage:
+            properties["tokens_per_batch"] = {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 1}]}
+            return table | {"required": ["until_tokens"]}
+        whole = table | {"required": needed}
+        return {"anyOf": [{"type": "string"}, whole]} if hints[fields(kind)[0].name] is str else whole
+    if kind is int and key.rpartition(".")[2] in UNITS:
+        return {"anyOf": [{"type": "string"}, {"type": "integer"} | limits_of(key)]}
+    return _of(kind, {}) | limits_of(key)
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(one) for one in value] if isinstance(value, tuple) else value
+
+
+def text_of(name: str) -> str:
+    """A schema as its file holds it."""
+    return json.dumps(schema_of(name), indent=1) + "\n"
+
+
+def write() -> None:
+    """Write all schemas into the package, and remove those that are no more."""
+    FOLDER.mkdir(exist_ok=True)
+    wanted = {file_of(name): text_of(name) for name in names()}
+    for path in FOLDER.glob("*.json"):
+        if path not in wanted:
+            path.unlink()
+    for path, text in wanted.items():
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    write()

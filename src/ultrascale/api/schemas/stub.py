@@ -1,0 +1,107 @@
+"""Stub of `import ultrascale` for type checkers and editors: every flag of a verb as a keyword, with its type and default.
+
+`python -m ultrascale.api.schemas.stub` writes `__init__.pyi` from the options of the verbs, and a test says that it is what
+would be written: the names, defaults and texts of flags are in one place.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from textwrap import indent, wrap
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from ultrascale.api.asked import OF_THE_COMMAND_LINE
+from ultrascale.api.check import CheckOptions, check
+from ultrascale.api.planning.plan import compare, plan, search
+from ultrascale.api.planning.plan_request import PlanOptions
+from ultrascale.api.report import ReportOptions, report
+from ultrascale.api.schedule import ScheduleOptions, schedule
+from ultrascale.api.sweep import SweepOptions, sweep
+from ultrascale.api.trace import TraceOptions, trace
+from ultrascale.config.described import docs_of
+from ultrascale.config.schema import default_of
+
+FILE = Path(__file__).parents[2] / "__init__.pyi"
+HEAD = '''"""Written by `python -m ultrascale.api.schemas.stub`."""
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any, Literal
+
+from ultrascale.api.check import Check, CheckMatrix
+from ultrascale.api.planning.plan_result import Comparison, Plan, Search
+from ultrascale.api.report import Report
+from ultrascale.api.schedule import Costs, ExecutedSchedule, Schedule, Schedules
+from ultrascale.api.sweep import Sweep
+from ultrascale.api.trace import StageTraces, Trace
+from ultrascale.description.problems import SpecError as SpecError
+
+__version__: str
+_Words = str | int | float | PathLike[str] | Sequence[str | int]
+'''
+PLAN = "model: str | PathLike[str] | None = None, gpus: str | None = None"
+VERBS: dict[Any, tuple[str, Any, str]] = {
+    plan: (PLAN, PlanOptions, "Plan"),
+    search: (PLAN, PlanOptions, "Search"),
+    schedule: ("name: str | PathLike[str] | None = None", ScheduleOptions, "Schedule | Schedules | ExecutedSchedule"),
+    trace: ("run: str | PathLike[str] | None = None", TraceOptions, "Trace | StageTraces"),
+    check: ("run: str | PathLike[str] | None = None", CheckOptions, "Check | CheckMatrix"),
+    sweep: ("run: str | PathLike[str]", SweepOptions, "Sweep"),
+    report: ("folder: str | PathLike[str]", ReportOptions, "Report"),
+}
+"""Positional arguments of each verb, its options, and its result."""
+WRITTEN = {str: "_Words", Path: "str | PathLike[str]", int: "int | str", float: "float", bool: "bool"}
+"""Accepted types where the command line reads a type: several values where commas may stand, 4k for 4,096."""
+WIDTH = 116
+
+
+def text() -> str:
+    """The stub."""
+    public = sorted(["SpecError", "__version__", "compare", *(verb.__name__ for verb in VERBS)])
+    every = "__all__ = [\n" + "".join(f'    "{name}",\n' for name in public) + "]\n"
+    plans = "a: Plan | str | PathLike[str], b: Plan | str | PathLike[str]"
+    last = f'def compare({plans}) -> Comparison:\n    """{inspect.getdoc(compare)}"""\n    ...\n'
+    return "\n".join([HEAD + every, *(_function(verb, *about) for verb, about in VERBS.items()), last])
+
+
+def _function(verb: Any, first: str, options: Any, result: str) -> str:
+    named = {one.partition(":")[0] for one in first.split(", ")} | {*OF_THE_COMMAND_LINE, "run"}
+    own = [field for field in fields(options) if field.name not in named]
+    hints, docs = get_type_hints(options), docs_of(options)
+    keywords = [f"{field.name}: {_written(hints[field.name])} = {_default(default_of(field))}" for field in own]
+    lines = [*first.split(", "), *(["*", *keywords] if keywords else []), "**settings: Any"]
+    about = inspect.getdoc(verb) or ""
+    told = [line for field in own for line in _argument(field.name, docs.get(field.name, "See `Costs`."))]
+    whole = "\n".join([about, *(["", "Args:", *told] if told else []), ""])
+    body = indent(f'"""{whole}"""\n...', "    ", lambda line: bool(line.strip()))
+    return f"def {verb.__name__}(\n" + "".join(f"    {line},\n" for line in lines) + f") -> {result}:\n{body}\n"
+
+
+def _argument(name: str, about: str) -> Iterator[str]:
+    yield from wrap(f"{name}: {about}", WIDTH, initial_indent="    ", subsequent_indent="        ")
+
+
+def _default(value: Any) -> str:
+    if value is MISSING or is_dataclass(value) or value == ():
+        return "..."
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _written(kind: Any) -> str:
+    given = [one for one in get_args(kind) if one is not NoneType]
+    if NoneType in get_args(kind):
+        return f"{_written(given[0])} | None"
+    if get_origin(kind) is Literal:
+        return "Literal[" + ", ".join(f'"{one}"' for one in given) + "]"
+    if get_origin(kind) is tuple:
+        inner = _written(given[0])
+        return f"{inner} | Sequence[{inner}]"
+    return f"{kind.__name__} | Mapping[str, float]" if is_dataclass(kind) else WRITTEN[kind]  # type: ignore[union-attr]
+
+
+if __name__ == "__main__":
+    FILE.write_text(text())

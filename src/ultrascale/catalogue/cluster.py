@@ -1,0 +1,227 @@
+"""The machines a run is planned for: what an accelerator, a link, a node and a cluster are, and how their names are read.
+
+The numbers are in `catalogue.machines`, each with its source and date. Bandwidths count one direction.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+
+from ultrascale.catalogue.machine_names import normal_name, why_not
+from ultrascale.description.problems import Problem, SpecError
+
+_COUNTED = re.compile(r"(?:(\d+)\s*[xX*\u00d7]\s*)?(?:(.+\.(?i:toml))|([A-Za-z0-9][\w. -]*?)(?:\s*/\s*(\d{1,9}))?)", re.DOTALL)
+"""A count, then a file or a name, and after a name how many accelerators of each machine are used."""
+MOST = 1_000_000
+"""Most devices of a cluster. The search takes every divisor, and its tables grow with them."""
+MACHINE_OVER_ACCELERATORS = 1.8
+"""Power of a whole machine over that of its accelerators: DGX H100 10.2 of 5.6 kW, DGX B200 14.3 of 8.0 (datasheets)."""
+
+
+@dataclass(frozen=True)
+class Sourced:
+    """A number with its birth certificate."""
+
+    value: float
+    source: str
+    """Source of the number: a datasheet, a measurement, a public table; `assumed` where there is none, with the reason."""
+    date: str
+    """Date at which the source was published or measured: a year, or year and month."""
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One device that a rank computes on."""
+
+    name: str
+    title: str
+    memory_bytes: Sourced
+    """Bytes that a process can see of the device's memory; the share of one process for `cpu`."""
+    memory_bytes_per_second: Sourced | None
+    """Bandwidth of that memory. None: measured at run time."""
+    peak_flops: Mapping[str, Sourced] = field(default_factory=dict)
+    """Dense peak FLOPs per second by dtype (`fp64 fp32 tf32 bf16 fp16 fp8`); `fp32` is without TF32. Empty: measured at run
+    time."""
+    matmul_fraction: Sourced | None = None
+    """Share of the bf16 peak that large matrix products reach; taken for the other dtypes too. None: measured at run time."""
+    watts: Sourced | None = None
+    """Most power it draws (TDP). None: unknown."""
+    dollars_per_hour: Sourced | None = None
+    """Dollars to rent one for an hour, its share of the machine included. None: unknown."""
+    cores: int | None = None
+    """CPU cores of the machine, for `cpu`."""
+    like: str = ""
+    """The accelerator of the catalogue that one of a machine's file is like; empty for those of the catalogue."""
+
+    @property
+    def kind(self) -> str:
+        """Name in the catalogue, or that of the one it is like: fitted laws and constants go by it."""
+        return self.like or self.name
+
+    @property
+    def measured_at_run_time(self) -> bool:
+        """True if its rates are not in the catalogue: only measuring the machine can tell."""
+        return not self.peak_flops
+
+    def peak_flops_per_second(self, dtype: str) -> float:
+        """Dense peak of `dtype`. Raises SpecError if the device has none, or it must be measured."""
+        if dtype in self.peak_flops:
+            return self.peak_flops[dtype].value
+        if self.measured_at_run_time:
+            rule, remedy = (
+                "has no peak in the catalogue: it is measured at run time",
+                "Measure it, or plan for a catalogued device.",
+            )
+        else:
+            rule, remedy = f"has no {dtype} peak in the catalogue", f"It has {', '.join(self.peak_flops)}."
+        raise SpecError([Problem(f"cluster.{self.name}", rule, remedy)])
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way for bytes to travel."""
+
+    name: str
+    bytes_per_second: Sourced
+    """Nominal, one direction: of one accelerator inside a node, of the whole node between nodes."""
+    achieved_bytes_per_second: Sourced | None = None
+    """Bus bandwidth that large all-gathers over the node reach, where it has been measured."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine, or one domain with a fast network inside."""
+
+    name: str
+    title: str
+    accelerator: Accelerator
+    num_accelerators: int
+    intra_link: Link | None
+    """Link between the accelerators of the node. None: measured at run time."""
+    inter_link: Link | None
+    """Link from this node to others, all network cards together. None: it stands alone."""
+    num_network_cards: int | None = None
+    """Cards the bandwidth of `inter_link` is spread over; one rank alone drives one. None: as many as accelerators."""
+    watts: Sourced | None = None
+    """Most power the whole machine draws: accelerators, processors, cards, fans. None: unknown."""
+    tray: int | None = None
+    """Accelerators of a tray, of a rack whose jobs take any number of its places. None: machines are used whole."""
+    places: int | None = None
+    """Accelerators the machine has, where jobs use fewer. None: all are used."""
+
+    @property
+    def watts_per_accelerator(self) -> float | None:
+        """An accelerator's share of the machine's power; where only its own is known, with what machines add to it."""
+        own = self.accelerator.watts
+        if self.watts is not None:
+            return self.watts.value / self.num_accelerators
+        return None if own is None else own.value * MACHINE_OVER_ACCELERATORS
+
+
+@dataclass(frozen=True)
+class Spine:
+    """The switches above the leaves. Without one every node reaches every other at full speed."""
+
+    nodes_per_leaf: int
+    """Nodes whose cards end in the same leaf switches: NVIDIA's and most clouds' units have 16 to 32."""
+    oversubscription: float
+    """Bandwidth of the nodes of a leaf over that of the leaf's uplinks; 1 is a full fat tree."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes, of which the last may be used in part."""
+
+    name: str
+    node: Node
+    num_accelerators: int
+    spine: Spine | None = None
+    """Switches above the leaves, where they carry less than the nodes send. None: nothing is lost there."""
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return self.node.accelerator
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.num_accelerators // self.node.num_accelerators)
+
+    @property
+    def places_words(self) -> str:
+        """Used share of each machine, where it is not all: `64 of 72 in each`; empty otherwise."""
+        node = self.node
+        return f"{node.num_accelerators} of {node.places} in each" if node.places else ""
+
+
+def file_of(text: str) -> Path | None:
+    """The file that describes the machines of `8xours.toml`; None where a name does."""
+    match = _COUNTED.fullmatch(text.strip())
+    return Path(match[2]).expanduser() if match is not None and match[2] else None
+
+
+def parse_cluster(text: str) -> Cluster:
+    """The cluster called `64xh100`, `8xa100-80`, `2xdgx-h100`, `8x4090`, `cpu` or `8xcpu`; names are read as people and drivers
+    write them (`catalogue.machine_names`).
+
+    A count before an accelerator counts accelerators, in nodes of its usual shape; before a node it counts nodes. Of racks as
+    many places are used as `catalogue.racks` says, or as the name does: `256xgb200/64`, `4xgb200-nvl72/64`. `8xcpu` is eight
+    processes that share this machine; `8xours.toml` eight machines of a file's (`catalogue.machine_file`). Raises SpecError
+    with the nearest names.
+    """
+    from ultrascale.catalogue import machine_file, machines, racks
+
+    match = _COUNTED.fullmatch(text.strip())
+    what = "" if match is None else match[2] or match[3]
+    if match is not None and match[1] and not match[1].strip("0"):
+        raise SpecError([Problem("cluster", f"{text!r} has no machine", f"Ask for at least one: 1x{what}.")])
+    if match is not None and match[1] and (len(match[1]) > len(str(MOST)) or int(match[1]) > MOST):
+        rule = f"{text[:40]!r} has more machines than anybody plans for: at most {MOST:,} are searched"
+        raise SpecError([Problem("cluster", rule, f"Ask for fewer, such as 1024x{what}.")])
+    if match is None or (what.isdigit() and not match[1] and len(what) < 4):
+        raise SpecError(
+            [Problem("cluster", f"{text!r} is not a count and a name", "Write 64xh100, 2xdgx-h100, 2xours.toml or cpu.")]
+        )
+    if (path := file_of(text)) is not None:
+        return machine_file.read_machine(path, int(match[1] or 1), text.strip())
+    count, used, name = int(match[1] or 1), match[4], what.lower()
+    for one in (name, normal_name(name)):
+        name = machines.ALIASES.get(one, one)
+        if name == "cpu" or name in machines.NODES or name in machines.USUAL_NODE:
+            break
+    if name == "cpu" and not used:
+        return Cluster(f"{count}xcpu", machines.this_machine(count), count)
+    counts_nodes = name in machines.NODES
+    node = machines.NODES.get(name) or machines.NODES.get(machines.USUAL_NODE.get(name, ""))
+    if node is None:
+        raise SpecError([_unknown(text, name, [*machines.USUAL_NODE, *machines.NODES, *machines.ALIASES, "cpu"])])
+    full = f"{count}x{name}" + (f"/{int(used)}" if used else "")
+    if used:
+        node = _using(node, int(used))
+    elif not counts_nodes:
+        node = racks.node_for(count, name, node)
+    return Cluster(full, node, count * node.num_accelerators if counts_nodes else count)
+
+
+def _using(node: Node, used: int) -> Node:
+    from ultrascale.catalogue import racks
+
+    if not 1 <= used <= node.num_accelerators:
+        rule = f"{node.name} has {node.num_accelerators} accelerators, {used} are to be used of each"
+        raise SpecError([Problem("cluster", rule, f"Write a number from 1 to {node.num_accelerators} behind the /.")])
+    return racks.using(node, used)
+
+
+def _unknown(text: str, name: str, known: list[str]) -> Problem:
+    if name == "auto":
+        rule = "auto means the machine that trains, which a plan does not see"
+        return Problem("cluster", rule, "Name one: 8xh100, 2xdgx-h100, cpu.")
+    if reason := why_not(name):
+        rule = f"{text!r} is not in the catalogue: {reason}"
+        return Problem("cluster", rule, "Name GPUs of about its peak to compare with, such as 8xh100.")
+    near = get_close_matches(name, known, n=3, cutoff=0.5)
+    remedy = f"Did you mean {' or '.join(near)}? " if near else ""
+    return Problem("cluster", f"there is no machine called {text!r}", f"{remedy}`ultrascale show clusters` lists them all.")

@@ -1,0 +1,231 @@
+"""A machine of one's own, from a TOML file: `8xours.toml` is eight of them.
+
+title = "our servers"
+accelerator = "h100-sxm"          # of the catalogue; or a table, see below
+accelerators = 4                  # of one machine
+
+[inside]                          # left out: as in the accelerator's usual machine
+name = "NVLink 4"
+gbytes_per_second = 450           # of one accelerator, one direction
+
+[network]                         # left out: each machine stands alone
+name = "RoCE"                     # says its kind: InfiniBand, RoCE, EFA, Slingshot (`catalogue.network`)
+gbits_per_second = 400            # of all cards of a machine together, one direction
+cards = 1                         # left out: one for each accelerator
+achieved_gbytes_per_second = 44   # left out: what its kind usually reaches
+
+[spine]                           # left out: every machine reaches every other at full speed
+nodes_per_leaf = 16
+oversubscription = 2
+
+[accelerator]                     # in place of the name: one that the catalogue does not have
+like = "h100-sxm"                 # what it has in common with it; its law of matrix products, at its own peak
+name = "h100-capped"
+memory_gib = 80
+memory_gbytes_per_second = 3350
+tflops = { bf16 = 800, fp8 = 1600 }
+watts = 500
+dollars_per_hour = 2.1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from ultrascale.catalogue.cluster import Accelerator, Cluster, Link, Node, Sourced, Spine, file_of
+from ultrascale.catalogue.machines import ACCELERATORS, ALIASES, NODES, USUAL_NODE
+from ultrascale.description.layout import NARROW
+from ultrascale.description.parsing import MOST_TOML, key_lines, parse_toml, read_bounded
+from ultrascale.description.problems import MOST_TOLD, Problem, SpecError
+
+GIB, GIGA, TERA = 2**30, 1e9, 1e12
+KEYS = {
+    "": ("title", "accelerator", "accelerators", "inside", "network", "spine"),
+    "inside": ("name", "gbytes_per_second"),
+    "network": ("name", "gbits_per_second", "cards", "achieved_gbytes_per_second"),
+    "spine": ("nodes_per_leaf", "oversubscription"),
+    "accelerator": (
+        "like", "name", "title", "memory_gib", "memory_gbytes_per_second", "tflops", "matmul_fraction", "watts",
+        "dollars_per_hour",
+    ),
+    "accelerator.tflops": ("fp64", "fp32", "tf32", "bf16", "fp16", *NARROW),
+}  # fmt: skip
+SMALLEST_NUMBER, LARGEST_NUMBER = 1e-9, 1e15
+"""Bounds of a number in any unit here: less or more is a slip of the pen, and overflows results computed from it."""
+MOST_ACCELERATORS = 1024
+"""Most accelerators of a machine, which is one fast network inside. The largest sold has 72."""
+
+
+def machine_text(cluster: str) -> str:
+    """Text of the file of `8xours.toml`; empty where machines are not of a file, or it cannot be read."""
+    path = file_of(cluster)
+    try:
+        return "" if path is None else read_bounded(path, MOST_TOML)
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def read_machine(path: Path, count: int, text: str) -> Cluster:
+    """`count` of the machines that the file at `path` describes, called `text`. Raises SpecError with every mistake in it."""
+    try:
+        written = read_bounded(path, MOST_TOML)
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "is not text"
+        remedy = "Give the path of a machine's TOML file, or a machine of `ultrascale show clusters`."
+        raise SpecError([Problem(f"cluster {text!r}", f"{path} cannot be read: {why}", remedy)]) from None
+    try:
+        values = parse_toml(written)
+    except ValueError as error:
+        raise SpecError([Problem(str(path), f"is not TOML: {error}", "Repair this line.")]) from None
+    reader = _Reader(path, key_lines(written), [])
+    node, spine = reader.node(values)
+    if reader.problems or node is None:
+        raise SpecError(reader.problems)
+    return Cluster(text, node, count * node.num_accelerators, spine)
+
+
+@dataclass
+class _Reader:
+    """Reads the tables of one file, and collects what is wrong."""
+
+    path: Path
+    lines: Mapping[str, int]
+    problems: list[Problem]
+
+    def node(self, values: Mapping[str, Any]) -> tuple[Node | None, Spine | None]:
+        tables = {"": values} | {name: self._table(values, name) for name in ("inside", "network", "spine")}
+        for name, table in tables.items():
+            self._expect_known(name, table)
+        accelerator = self._accelerator(values)
+        count = self._number(values, "accelerators", whole=True, most=MOST_ACCELERATORS)
+        inside, cards = tables["inside"], self._number(tables["network"], "network.cards", needed=False, whole=True)
+        inter = self._link(tables["network"], "network", "gbits_per_second", GIGA / 8) if "network" in values else None
+        spine = self._spine(values)
+        if accelerator is None or count is None:
+            return None, None
+        usual = NODES[USUAL_NODE[self._relative]]
+        intra = self._link(inside, "inside", "gbytes_per_second", GIGA) if inside else usual.intra_link
+        title = self._text(values, "title", needed=False) or f"machine of {self.path.name}"
+        name = self.path.name
+        return Node(name, title, accelerator, int(count), intra, inter, None if cards is None else int(cards)), spine
+
+    _relative: str = ""
+    """The catalogued accelerator that the file's own is, or is like."""
+
+    def _accelerator(self, values: Mapping[str, Any]) -> Accelerator | None:
+        own = values.get("accelerator")
+        if isinstance(own, Mapping):
+            self._expect_known("accelerator", own)
+            base = self._catalogued(self._text(own, "accelerator.like"), "accelerator.like")
+            return None if base is None else self._changed(base, own)
+        return self._catalogued(self._text(values, "accelerator"), "accelerator")
+
+    def _catalogued(self, name: str | None, key: str) -> Accelerator | None:
+        if name is None:
+            return None
+        known = ALIASES.get(name.lower(), name.lower())
+        if known in ACCELERATORS:
+            self._relative = known
+            return ACCELERATORS[known]
+        near = get_close_matches(known, [*ACCELERATORS, *ALIASES], n=2, cutoff=0.5)
+        hint = f"Did you mean {' or '.join(near)}? " if near else ""
+        self._wrong(key, f"there is no accelerator called {name!r}", f"{hint}`ultrascale show clusters` lists them all.")
+        return None
+
+    def _changed(self, base: Accelerator, own: Mapping[str, Any]) -> Accelerator:
+        """`base` with what the table says of its own."""
+        name = self._text(own, "accelerator.name") or base.name
+        if name in ACCELERATORS or name == "cpu":
+            self._wrong("accelerator.name", f"{name!r} is one of the catalogue", "Give yours a name of its own.")
+        peaks = own.get("tflops", {})
+        if not isinstance(peaks, Mapping):
+            self._wrong("accelerator.tflops", "must be a table of dense peaks", "Such as { bf16 = 989, fp8 = 1979 }.")
+            peaks = {}
+        self._expect_known("accelerator.tflops", peaks)
+        rates = {dtype: self._number(peaks, f"accelerator.tflops.{dtype}") for dtype in peaks}
+        scales = {"memory_gib": GIB, "memory_gbytes_per_second": GIGA, "matmul_fraction": 1, "watts": 1, "dollars_per_hour": 1}
+        fields = {"memory_gib": "memory_bytes", "memory_gbytes_per_second": "memory_bytes_per_second"}
+        changes: dict[str, Any] = {}
+        for key, scale in scales.items():
+            value = self._number(own, f"accelerator.{key}", needed=False, most=1 if key == "matmul_fraction" else math.inf)
+            if value is not None:
+                changes[fields.get(key, key)] = self._said(value * scale)
+        if rates:
+            changes["peak_flops"] = {dtype: self._said(rate * TERA) for dtype, rate in rates.items() if rate is not None}
+        title = self._text(own, "accelerator.title", needed=False) or name
+        return replace(base, name=name, title=title, like=self._relative, **changes)
+
+    def _link(self, table: Mapping[str, Any], key: str, rate_key: str, scale: float) -> Link | None:
+        name = self._text(table, f"{key}.name")
+        rate = self._number(table, f"{key}.{rate_key}")
+        reached = self._number(table, f"{key}.achieved_gbytes_per_second", needed=False)
+        if name is None or rate is None:
+            return None
+        if reached is not None and reached * GIGA > rate * scale:
+            rule = f"is {reached:g}, more than the {rate * scale / GIGA:g} GB/s that {rate_key} says"
+            self._wrong(f"{key}.achieved_gbytes_per_second", rule, "A byte has eight bits: 400 Gb/s are 50 GB/s.")
+        return Link(name, self._said(rate * scale), None if reached is None else self._said(reached * GIGA))
+
+    def _spine(self, values: Mapping[str, Any]) -> Spine | None:
+        if "spine" not in values:
+            return None
+        table = self._table(values, "spine")
+        leaf = self._number(table, "spine.nodes_per_leaf", whole=True)
+        over = self._number(table, "spine.oversubscription", least=1)
+        return None if leaf is None or over is None else Spine(int(leaf), over)
+
+    def _table(self, values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        found = values.get(name, {})
+        if isinstance(found, Mapping):
+            return found
+        self._wrong(name, f"must be a table, is {found!r}", f"Write [{name}] with {', '.join(KEYS[name])} below it.")
+        return {}
+
+    def _text(self, table: Mapping[str, Any], key: str, *, needed: bool = True) -> str | None:
+        value = table.get(key.rpartition(".")[2])
+        if isinstance(value, str) and value.strip():
+            return value.strip()
+        if value is not None or needed:
+            self._wrong(key, "is missing" if value is None else f"must be a text, is {value!r}", f'Write {key} = "...".')
+        return None
+
+    def _number(
+        self, table: Mapping[str, Any], key: str, *,
+        needed: bool = True, whole: bool = False, least: float = 0.0, most: float = math.inf,
+    ) -> float | None:  # fmt: skip
+        value = table.get(key.rpartition(".")[2])
+        if value is None and not needed:
+            return None
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST_NUMBER:
+            is_enough = value >= (1 if whole or least else SMALLEST_NUMBER)
+            if is_enough and value <= most and (not whole or value == int(value)):
+                return float(value)
+        kind = "a whole number from 1" if whole else "a number from 1" if least else "a positive number"
+        too_large = isinstance(value, int | float) and value >= LARGEST_NUMBER
+        too_small = isinstance(value, int | float) and 0 < value < SMALLEST_NUMBER
+        kind += f" to {most:g}" if math.isfinite(most) else f" below {LARGEST_NUMBER:g}" if too_large else ""
+        kind += f" from {SMALLEST_NUMBER:g}" if too_small and not (whole or least) else ""
+        rule = "is missing" if value is None else f"must be {kind}, is {value!r}"
+        self._wrong(key, rule, f"Write {key.rpartition('.')[2]} = {kind}.")
+        return None
+
+    def _expect_known(self, name: str, table: Mapping[str, Any]) -> None:
+        for key in table:
+            if key not in KEYS[name]:
+                near = get_close_matches(key, KEYS[name], n=1, cutoff=0.5) if len(self.problems) < MOST_TOLD else []
+                hint = f"Did you mean {near[0]}? " if near else ""
+                place = f"{name}.{key}" if name else key
+                self._wrong(place, "is no key of a machine's file", f"{hint}Here are {', '.join(KEYS[name])}.")
+
+    def _said(self, value: float) -> Sourced:
+        return Sourced(value, str(self.path), "now")
+
+    def _wrong(self, key: str, rule: str, remedy: str) -> None:
+        parts = key.split(".")
+        line = next((self.lines[one] for n in range(len(parts), 0, -1) if (one := ".".join(parts[:n])) in self.lines), None)
+        self.problems.append(Problem(key, rule, remedy, f"{self.path}:{line}" if line else str(self.path)))

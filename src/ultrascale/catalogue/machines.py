@@ -1,0 +1,125 @@
+"""The catalogue of machines, from machines.toml: every number with its source and date. And the machine this runs on.
+
+The accelerators in them are in `catalogue.accelerators`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from ultrascale.catalogue.accelerators import ACCELERATORS as ACCELERATORS
+from ultrascale.catalogue.accelerators import ALIASES as ACCELERATOR_ALIASES
+from ultrascale.catalogue.accelerators import USUAL_NODE as USUAL_NODE
+from ultrascale.catalogue.cluster import Accelerator, Link, Node, Sourced
+from ultrascale.catalogue.tables import Entry, entries, read_tables, with_aliases
+from ultrascale.description.layout import NARROW
+from ultrascale.description.problems import Problem
+
+_FILE = "machines.toml"
+_LINK_KEYS = ("name", "gbytes_per_second", "achieved_gbytes_per_second")
+_NODE_KEYS = ("title", "aliases", "accelerator", "accelerators", "tray", "inside", "network", "cards", "watts")
+
+
+def _link(entry: Entry) -> Link:
+    reached = entry.maybe_sourced("achieved_gbytes_per_second", 1e9)
+    return Link(entry.get("name", str), entry.sourced("gbytes_per_second", 1e9), reached)
+
+
+def _node(name: str, entry: Entry, links: dict[str, Link]) -> Node:
+    return Node(
+        name,
+        entry.get("title", str),
+        entry.one_of("accelerator", ACCELERATORS),
+        entry.get("accelerators", int, 8),
+        entry.one_of("inside", links),
+        entry.one_of("network", links),
+        entry.get("cards", int) if "cards" in entry.values else None,
+        entry.maybe_sourced("watts"),
+        entry.get("tray", int) if "tray" in entry.values else None,
+    )
+
+
+_TABLES = read_tables(_FILE)
+_LINKS = {name: _link(entry) for name, entry in entries(f"{_FILE}: links", _TABLES["links"], *_LINK_KEYS)}
+_ENTRIES = dict(entries(f"{_FILE}: nodes", _TABLES["nodes"], *_NODE_KEYS))
+NODES: dict[str, Node] = {name: _node(name, entry, _LINKS) for name, entry in _ENTRIES.items()}
+ALIASES = ACCELERATOR_ALIASES | with_aliases(_ENTRIES)
+"""Other names of accelerators and machines, as people, clouds and tables write them."""
+
+
+def accelerator_in(text: str) -> str | None:
+    """The accelerator that a text names somewhere, as tables do (`H100-96GB-HBM2e-500W`, `DGX A100 (40GB)`); None if none.
+
+    Of names and aliases whose words all stand in the text the one with most words counts: `a100-pcie-40` before `a100-40`.
+    """
+    words = _words(text)
+    names = [
+        (_words(alias), name) for alias, name in (*zip(ACCELERATORS, ACCELERATORS, strict=True), *ACCELERATOR_ALIASES.items())
+    ]
+    found = [(len(of), any(word.isdigit() for word in of), len(name), name) for of, name in names if of <= words]
+    return max(found)[-1] if found else None
+
+
+def _words(text: str) -> frozenset[str]:
+    """Words of a machine's name without its maker and form: 80GB is 80, SXM5 sxm, RTX4090 rtx and 4090."""
+    words = re.split(r"[^a-z0-9.]+", re.sub(r"\brtx(?=\d)", "rtx-", text.lower()))
+    return frozenset(re.sub(r"^(\d+)gb?$|^(sxm)\d$", r"\1\2", word) for word in words if word)
+
+
+def lacks(accelerator: Accelerator, dtype: str, key: str = "layout.precision") -> Problem:
+    """The problem of an accelerator without a peak of `dtype`: the dtypes it has, and accelerators that have this one."""
+    own = ", ".join(name for name in ("fp64", "fp32", "bf16", "fp16", *NARROW) if name in accelerator.peak_flops)
+    have = ", ".join(name for name, one in ACCELERATORS.items() if dtype in one.peak_flops)
+    rule = f"{accelerator.title} has no {dtype}"
+    return Problem(key, rule, f"Choose one of {own}" + (f", or a device that has it: {have}." if have else "."))
+
+
+def this_machine(num_processes: int) -> Node:
+    """This machine's CPU, shared by `num_processes` ranks: memory and cores as the operating system reports them now.
+
+    Its rates are not in any catalogue; `Accelerator.measured_at_run_time` says so.
+    """
+    total, source = machine_memory_bytes()
+    memory = Sourced(total // num_processes, f"{source}, an equal share of {num_processes}", "now")
+    cpu = Accelerator("cpu", "CPU of this machine", memory, None, cores=usable_cores())
+    return Node("cpu", "this machine", cpu, num_processes, None, None)
+
+
+def machine_memory_bytes() -> tuple[int, str]:
+    """Memory this process may use, and who says so: the machine's, or a container's limit where that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(limit).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < total:
+            return int(text), limit
+    return total, "operating system"
+
+
+def free_bytes() -> int | None:
+    """Memory that this process may still take: what the machine has, or a container has left; None where nobody says."""
+    try:
+        with open("/proc/meminfo") as lines:
+            found = dict(line.split(":", 1) for line in lines)
+        free = int(found["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        names = os.sysconf_names
+        return None if "SC_AVPHYS_PAGES" not in names else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
+    except (OSError, KeyError, ValueError):  # no container, or its limit is "max"
+        return free
+    return min(free, max(0, limit - used + int(cached)))
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,43 @@
+"""Names of models as people and hubs write them, brought to those of the presets.
+
+`meta-llama/Meta-Llama-3-8B-Instruct`, `Llama 3 8B`, `llama3-8b` and `Llama-3-8B-hf` are all `llama-3-8b`: what was tuned after
+pretraining has the same shape, though perhaps another number of positions. Of dates only those of releases that are known to
+have the shape are left out: Qwen 3's of 2507 and Kimi K2's of 0905 have other rotary positions. Nothing is guessed beyond that:
+a name that is not a preset's then is refused.
+"""
+
+from __future__ import annotations
+
+import re
+
+_OWNER = re.compile(r"^.*/")
+_TUNED = re.compile(r"-(?:instruct|base|chat|it|hf|preview|pretrain)(?=-|$)")
+_DATE = re.compile(r"(?<=deepseek-v3)-0324$|(?<=deepseek-r1)-0528$|(?<=deepseek-v2)-0628$|(?<=kimi-k2)-0711$|"
+                   r"(?<=olmoe-1b-7b)-(?:0924|0125)$|(?<=mistral-nemo)-2407$|(?<=mistral-small-24b)-2501$")  # fmt: skip
+_JOINED = re.compile(r"\b(llama|gpt|olmo|gemma|glm|phi|smollm)-?(?=\d)")
+_APART = {
+    "llama": "llama-",
+    "gpt": "gpt-",
+    "olmo": "olmo-",
+    "gemma": "gemma-",
+    "glm": "glm-",
+    "phi": "phi-",
+    "smollm": "smollm",
+}
+_SCALE = {"m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def normal_name(text: str) -> str:
+    """A name in lower case, without its owner and what was done after pretraining."""
+    name = re.sub(r"[\s_]+", "-", _OWNER.sub("", text.strip().lower().rstrip("/")))
+    name = re.sub(r"^meta-", "", _DATE.sub("", _TUNED.sub("", name))).replace("qwen-2.5", "qwen2.5").replace("qwen-3", "qwen3")
+    return _JOINED.sub(lambda found: _APART[found[1]], name)
+
+
+def told_size(text: str) -> float | None:
+    """Parameters, where a name is nothing but their number: `40B`, `7b`, `8030000000`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mbt])?", text.strip().lower())
+    if found is None:
+        return None
+    size = float(found[1]) * _SCALE.get(found[2] or "", 1.0)
+    return size if size >= min(_SCALE.values()) else None

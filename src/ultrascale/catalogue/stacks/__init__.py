@@ -1,0 +1,5 @@
+"""Trainers that can be planned for, one TOML file each.
+
+stack              what there is to say of a trainer
+stack_files        the files, read
+"""

@@ -1,0 +1,206 @@
+"""Faults of tensor and sequence parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ultrascale.check.faults.fault import Home, axis, fault
+from ultrascale.description.run import Run
+from ultrascale.parallel.share import Share
+from ultrascale.parallel.tensor import tensor_loss, tensor_ops
+from ultrascale.train.trainer import Trainer
+from ultrascale.work.sharding.places import even_part
+
+HOME = Home(layout={"tp": 2})
+
+
+def _cuts_sequences(run: Run) -> bool:
+    return run.layout.tp > 1 and run.layout.sequence_parallel
+
+
+def _seams(trainer: Trainer, seam: str) -> list[tuple[Any, Any]]:
+    """Every module with a seam, and what fills it."""
+    modules = [module for stage in trainer.share.stages.values() for module in stage.modules()]
+    return [(module, getattr(module, seam)) for module in modules if seam in vars(module)]
+
+
+def _refilled(trainer: Trainer, seam: str, other: Callable[[Any], Any]) -> Iterator[None]:
+    """While iterated, `other(what fills it)` fills every such seam."""
+    filled = _seams(trainer, seam)
+    for module, function in filled:
+        setattr(module, seam, other(function))
+    yield
+    for module, function in filled:
+        setattr(module, seam, function)
+
+
+def _own_part(whole: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """This rank's positions of what should have been summed first."""
+    first, length = even_part(whole.shape[1], group.size(), group.rank())
+    return lambda: whole[:, first : first + length].contiguous()
+
+
+@fault("tp-sum-missing", "products cut by rows are not summed over tp", needs="tp > 1", fits=axis("tp"), home=HOME)
+def _sum_missing(trainer: Trainer) -> Iterator[None]:
+    class Alone(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, out: Tensor, own: Tensor) -> Tensor:
+            return own.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+            return grads[0], None
+
+    def alone(fan_in: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        cut = fan_in.__self__  # pyright: ignore[reportFunctionMemberAccess]
+
+        def call(inner: Tensor, projection: torch.nn.Linear) -> Tensor:
+            own = torch.nn.functional.linear(inner.detach(), projection.weight.detach(), projection.bias)
+            own = _own_part(own, cut.group)() if cut.length else own
+            return Alone.apply(fan_in(inner, projection), own)  # pyright: ignore[reportReturnType]
+
+        return call
+
+    yield from _refilled(trainer, "fan_in", alone)
+
+
+@fault("tp-input-gradient", "gradients of a column product's input are not summed over tp", needs="tp > 1", fits=axis("tp"),
+       home=HOME)  # fmt: skip
+def _input_gradient(trainer: Trainer) -> Iterator[None]:
+    backward = tensor_ops._Columns.backward
+
+    def alone(ctx: Any, *grads: Tensor) -> Any:
+        nothing, count, of_input, *others = backward(ctx, *grads)
+        whole = tensor_ops._sum_of_products(list(grads), ctx.weights)
+        of_input = _own_part(whole, ctx.cut.group)() if ctx.length else whole
+        return nothing, count, of_input, *others
+
+    with patch.object(tensor_ops._Columns, "backward", staticmethod(alone)):
+        yield
+
+
+@fault("tp-input-gradient-twice", "gradients of a column product's input are summed over tp twice", needs="tp > 1",
+       fits=axis("tp"), home=HOME)  # fmt: skip
+def _input_gradient_twice(trainer: Trainer) -> Iterator[None]:
+    backward, ranks = tensor_ops._Columns.backward, trainer.run.layout.tp
+
+    def doubled(ctx: Any, *grads: Tensor) -> Any:
+        nothing, count, of_input, *others = backward(ctx, *grads)
+        assert of_input is not None
+        return nothing, count, of_input * ranks, *others
+
+    with patch.object(tensor_ops._Columns, "backward", staticmethod(doubled)):
+        yield
+
+
+@fault("tp-bias-everywhere", "the bias of a row product is added on every rank of tp", needs="tp > 1 and such biases",
+       fits=lambda run: run.layout.tp > 1 and (run.model.mlp_bias or run.model.attention_output_bias),
+       home=Home("tiny-gpt2", {"tp": 2}))  # fmt: skip
+def _bias_everywhere(trainer: Trainer) -> Iterator[None]:
+    def heavy(fan_in: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        extra = trainer.run.layout.tp - 1
+
+        def call(inner: Tensor, projection: torch.nn.Linear) -> Tensor:
+            out = fan_in(inner, projection)
+            return out if projection.bias is None else out + extra * projection.bias
+
+        return call
+
+    with torch.no_grad():  # biases begin at zero, where it makes no difference
+        for one in trainer.share.held:
+            if one.name.endswith(("down_proj.bias", "o_proj.bias")):
+                one.parameter.add_(0.01)
+    yield from _refilled(trainer, "fan_in", heavy)
+
+
+@fault("tp-vocabulary-offset", "ranks of tp take the vocabulary to be cut one row further on", needs="tp > 1", fits=axis("tp"),
+       home=HOME)  # fmt: skip
+def _vocabulary_offset(trainer: Trainer) -> Iterator[None]:
+    def shifted(length: int, parts: int, part: int) -> tuple[int, int]:
+        first, size = even_part(length, parts, part)
+        return first + min(part, 1), size
+
+    with patch.object(tensor_loss, "even_part", shifted):
+        yield
+
+
+@fault("tp-normaliser", "the loss takes every rank's logits for the whole vocabulary's: log(tp) too high (Megatron#7452, 2)",
+       needs="tp > 1", fits=axis("tp"), home=HOME)  # fmt: skip
+def _normaliser(trainer: Trainer) -> Iterator[None]:
+    join, extra = tensor_loss._join, torch.tensor(float(trainer.run.layout.tp)).log().double()
+
+    def high(ranks: Tensor) -> tuple[Tensor, Tensor]:
+        normalizer, losses = join(ranks)
+        return normalizer + extra, losses + extra
+
+    with patch.object(tensor_loss, "_join", high):
+        yield
+
+
+@fault("tp-copies", "gradients of norms are not summed over tp (torchtitan#1373, Megatron's sequence parallelism)",
+       needs="tp > 1 with sequence_parallel", fits=_cuts_sequences, home=HOME)  # fmt: skip
+def _copies(trainer: Trainer) -> Iterator[None]:
+    with patch.object(Share, "_sum_copies", lambda share: None):
+        yield
+
+
+@fault("tp-copies-twice", "gradients that every rank of tp has whole are summed over tp", needs="tp > 1, no sequence_parallel",
+       fits=lambda run: run.layout.tp > 1 and not run.layout.sequence_parallel,
+       home=Home(layout={"tp": 2, "sequence_parallel": False}))  # fmt: skip
+def _copies_twice(trainer: Trainer) -> Iterator[None]:
+    held, mesh, tp = trainer.share.held, trainer.share.mesh, trainer.run.layout.tp
+    known, whole = mesh.neighbours, mesh.group("tp")  # a right run has no group of copies here
+    trainer.share.held = [one._replace(place=one.place._replace(is_partial=one.place.copies > 1)) for one in held]
+    with patch.object(mesh, "neighbours", lambda count: whole if count == tp else known(count)):
+        yield
+    trainer.share.held = held
+
+
+@fault("tp-key-heads", "copies of a head of keys or values that several ranks hold go their own ways (bigcode Megatron#35)",
+       needs="tp > num_key_value_heads", fits=lambda run: run.layout.tp > run.model.num_key_value_heads,
+       home=Home(layout={"tp": 2}, model={"num_key_value_heads": 1}))  # fmt: skip
+def _key_heads(trainer: Trainer) -> Iterator[None]:
+    held, heads = trainer.share.held, ("k_proj.weight", "v_proj.weight")
+    trainer.share.held = [
+        one._replace(place=one.place._replace(is_partial=one.place.is_partial and not one.name.endswith(heads))) for one in held
+    ]
+    yield
+    trainer.share.held = held
+
+
+@fault("tp-shared-key", "the gradient of latent attention's shared rope key is not summed over tp (torchtitan#1373)",
+       needs="tp > 1 and latent attention", fits=lambda run: run.layout.tp > 1 and run.model.latent_attention,
+       home=Home("tiny-deepseek-v3", {"tp": 2}))  # fmt: skip
+def _shared_key(trainer: Trainer) -> Iterator[None]:
+    def alone(ctx: Any, *grads: Tensor) -> Any:
+        group = tensor_ops.group_named(ctx.group)
+        return None, None, _own_part(grads[0], group)() if ctx.length else grads[0]
+
+    with patch.object(tensor_ops._Whole, "backward", staticmethod(alone)):
+        yield
+
+
+@fault("tp-positions", "a rank adds the learned positions of another rank's part of the sequence (Megatron#7452, 7)",
+       needs="tp > 1 with sequence_parallel, learned positions",
+       fits=lambda run: _cuts_sequences(run) and run.model.position_embedding == "learned",
+       home=Home("tiny-gpt2", {"tp": 2}))  # fmt: skip
+def _positions(trainer: Trainer) -> Iterator[None]:
+    group = trainer.share.mesh.group("tp")
+    assert group is not None
+
+    def of_next(group: dist.ProcessGroup, hidden: Tensor) -> Tensor:
+        return _own_part(hidden.roll(1, dims=1), group)()
+
+    stages = [(stage, stage.own_share) for stage in trainer.share.stages.values()]
+    for stage, _ in stages:
+        stage.own_share = partial(of_next, group)
+    yield
+    for stage, share in stages:
+        stage.own_share = share

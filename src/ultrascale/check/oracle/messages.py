@@ -1,0 +1,130 @@
+"""Messages under watch: whether a rank waits for what it reads, and leaves alone what it sends.
+
+Without its wait a message has mostly arrived anyway on a machine that proves, and nothing differs; or the next wait is for
+something that never comes. Here a receive fills memory of its own, and the caller's holds `POISON` until it has waited; what
+was sent is compared with what it was, once it has left. What is never waited for is kept, so that nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ultrascale
+from ultrascale.torch_private import modules_of_collectives
+
+POISON = 7
+"""A number that is finite: after a NaN the step would end, and nothing be compared. Of integers 1."""
+PACKAGE = str(Path(ultrascale.__file__).parent)
+OWN = str(Path(__file__).parents[1])
+
+
+class Watch:
+    """The messages of this rank."""
+
+    def __init__(self) -> None:
+        self.under_way: list[_Watched] = []
+        self.found: list[str] = []
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """While inside, messages that this rank starts are watched."""
+        isend, irecv, exchange, reduce = dist.isend, dist.irecv, dist.all_to_all_single, dist.all_reduce
+
+        def send(tensor: Tensor, *arguments: Any, **named: Any) -> Any:
+            return self._watched(isend(tensor, *arguments, **named), "send", sent=tensor)
+
+        def receive(tensor: Tensor, *arguments: Any, **named: Any) -> Any:
+            room = _poisoned(tensor)
+            return self._watched(irecv(room, *arguments, **named), "receive", filled=(tensor, room))
+
+        def exchange_rows(output: Tensor, input: Tensor, *arguments: Any, async_op: bool = False, **named: Any) -> Any:
+            if not async_op:
+                return exchange(output, input, *arguments, **named)
+            room = _poisoned(output)
+            work = exchange(room, input, *arguments, async_op=True, **named)
+            return self._watched(work, "exchange", sent=input, filled=(output, room))
+
+        def reduce_all(tensor: Tensor, *arguments: Any, async_op: bool = False, **named: Any) -> Any:
+            if not async_op:
+                return reduce(tensor, *arguments, **named)
+            room = _poisoned(tensor, keep=True)
+            return self._watched(reduce(room, *arguments, async_op=True, **named), "sum", filled=(tensor, room))
+
+        watched = {"isend": send, "irecv": receive, "all_to_all_single": exchange_rows, "all_reduce": reduce_all}
+        with ExitStack() as stack:
+            for name, function in watched.items():
+                for module in modules_of_collectives():
+                    stack.enter_context(patch.object(module, name, function))
+            yield
+
+    def settle(self) -> list[str]:
+        """Mistakes that this rank made with messages since the last call, in words. Call it when no message should be in
+        flight: one that still is, is reported and waited for."""
+        for message in list(self.under_way):
+            self.found.append(f"rank {dist.get_rank()} never waited for {message.name}")
+            message.wait()
+        found, self.found = self.found, []
+        return list(dict.fromkeys(found))
+
+    def _watched(
+        self, work: dist.Work | None, kind: str, *, sent: Tensor | None = None, filled: tuple[Tensor, Tensor] | None = None
+    ) -> Any:
+        if work is None:
+            return None
+        self.under_way.append(_Watched(work, f"a {kind} that {_caller()} starts", sent, filled, self))
+        return self.under_way[-1]
+
+
+class _Watched(dist.Work):
+    """A message under way."""
+
+    def __init__(self, work: dist.Work, name: str, sent: Tensor | None, filled: tuple[Tensor, Tensor] | None, watch: Watch):
+        super().__init__()
+        self.work, self.name, self.sent, self.filled, self.watch = work, name, sent, filled, watch
+        self.copy = None if sent is None else sent.detach().clone()
+
+    def wait(self, *timeout: Any) -> bool:
+        """Until it has arrived, or left; only then is what arrived where the caller expects it."""
+        self.work.wait(*timeout)
+        if self in self.watch.under_way:
+            self.watch.under_way.remove(self)
+            if self.filled is not None:
+                self.filled[0].data.copy_(self.filled[1])  # as from outside: autograd knows nothing of it
+            if self.sent is not None and self.copy is not None and not _same_bits(self.sent, self.copy):
+                self.watch.found.append(f"rank {dist.get_rank()} overwrote the data of {self.name} before it had left")
+        return True
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+
+def _poisoned(tensor: Tensor, *, keep: bool = False) -> Tensor:
+    """Memory in the place of `tensor`, with what was in that if to `keep`; `tensor` itself is poisoned."""
+    if not tensor.is_contiguous():
+        return tensor  # torch refuses it
+    room = tensor.detach().clone() if keep else torch.empty_like(tensor)
+    tensor.data.fill_(POISON if tensor.is_floating_point() else 1)
+    return room
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.detach().contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8))
+
+
+def _caller() -> str:
+    """The line of the package that started a message."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (
+        not frame.f_code.co_filename.startswith(PACKAGE) or frame.f_code.co_filename.startswith(OWN)
+    ):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -1,0 +1,160 @@
+"""Out of a store: which checkpoints are there, whether every byte is as it was saved, and one of them onto a disk.
+
+What is there is read by name: a listing only proposes, together with the note of what was last published, so that one that
+lags behind hides nothing and shows nothing that is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ultrascale.checkpoint.disk.checksum import checksum_text, crc32
+from ultrascale.checkpoint.disk.files import read_manifest, verify_size
+from ultrascale.checkpoint.disk.folders import make_folder, publish, step_folder, temporary_folder
+from ultrascale.checkpoint.errors import CheckpointError, UnknownVersionError
+from ultrascale.checkpoint.listing import Summary
+from ultrascale.checkpoint.manifest import MANIFEST_NAME
+from ultrascale.checkpoint.manifest import decode as decode_manifest
+from ultrascale.checkpoint.stored.index import FOLDER, NEWEST, Index, decode, key_of, name_of, step_of
+from ultrascale.failpoints import failpoint
+from ultrascale.storage import MissingError, StorageError, Store, download_file, read_parts
+
+READERS = 8
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that is published in a store."""
+
+    step: int
+    where: str
+    index: Index | None
+    """Index of the stored checkpoint; None if it cannot be read."""
+    problem: str = ""
+    is_of_another_release: bool = False
+
+
+def steps_listed(store: Store) -> set[int]:
+    """Steps that a listing shows, or the note of the newest; some may be gone."""
+    steps = {step_of(one.key) for one in store.names(FOLDER)[0] if one.key.endswith(".json")}
+    with suppress(MissingError, ValueError, TypeError, KeyError):
+        noted = json.loads(store.read(NEWEST))
+        steps |= {step for step in noted["steps"] if type(step) is int and 0 <= step < 10**18}
+    return {step for step in steps if step is not None}
+
+
+def found_in(store: Store) -> list[Found]:
+    """Every checkpoint of a run in the store, newest first. Raises StorageError."""
+    with ThreadPoolExecutor(READERS) as pool:
+        found = list(pool.map(lambda step: _found(store, step), sorted(steps_listed(store), reverse=True)))
+    return [one for one in found if one is not None]
+
+
+def _found(store: Store, step: int) -> Found | None:
+    key = key_of(step)
+    where = store.where(key)
+    try:
+        index = decode(store.read(key), where)
+    except MissingError:
+        return None
+    except UnknownVersionError as error:
+        return Found(step, where, None, str(error), is_of_another_release=True)
+    except CheckpointError as error:
+        return Found(step, where, None, str(error))
+    if index.step != step:
+        return Found(step, where, None, f"{where}: holds step {index.step}: it was renamed or copied. Use another checkpoint.")
+    return Found(step, where, index)
+
+
+def fetch(store: Store, index: Index, root: Path) -> Path:
+    """Bring a checkpoint into the folder `root`, where it appears whole or not at all; its folder.
+
+    Raises StorageError, OSError, and CheckpointError if its manifest is not the one that was uploaded with it."""
+    make_folder(root)
+    temporary = temporary_folder(root, index.step, uuid.uuid4().hex)
+    temporary.mkdir()
+    try:
+        for file, parts in index.files.items():
+            download_file(store, parts, index.prefix(file), temporary / file)
+            failpoint("fetch.file")
+        manifest = read_manifest(temporary)
+        _expect_same(index, manifest.step, manifest.save_id, store)
+        for file, shard in manifest.shards.items():
+            verify_size(temporary, file, shard)
+        final = step_folder(root, index.step)
+        publish(temporary, final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    failpoint("fetch.done")
+    return final
+
+
+def verify_stored(store: Store, index: Index) -> None:
+    """Read every byte of a stored checkpoint, and compare with the checksums of its parts and of its manifest.
+
+    Raises CheckpointError naming what is damaged, StorageError if the store does not answer."""
+    data = b"".join(read_parts(store, index.files[MANIFEST_NAME], index.prefix(MANIFEST_NAME)))
+    where = store.where(index.prefix(MANIFEST_NAME))
+    manifest = decode_manifest(data, where)
+    _expect_same(index, manifest.step, manifest.save_id, store)
+    for file, shard in manifest.shards.items():
+        if file not in index.files:
+            raise CheckpointError(f"{where}: names {file}, which is not among the files put there. Use another checkpoint.")
+        crc, size = 0, 0
+        for block in read_parts(store, index.files[file], index.prefix(file)):
+            crc, size = crc32(block, crc), size + len(block)
+        if (size, checksum_text(crc)) != (shard.bytes, shard.checksum):
+            problem = f"{size} bytes of checksum {checksum_text(crc)}, expected {shard.bytes} of {shard.checksum}"
+            raise CheckpointError(f"{store.where(index.prefix(file))}: {problem}. Use another checkpoint.")
+
+
+def summarize_stored(store: Store, *, read_all: bool) -> Iterator[Summary]:
+    """A summary of each stored checkpoint, newest first. `read_all` reads and verifies every byte; otherwise the index, and
+    whether every part is there and as long as it says. Raises CheckpointError if there are none, StorageError."""
+    found = found_in(store)
+    if not found:
+        raise CheckpointError(f"{store.url}: no checkpoints here. Give the place of a run's folder.")
+    for one in found:
+        index, problem = one.index, one.problem or None
+        if index is None:
+            yield Summary(Path(name_of(one.step)), one.step, None, None, None, None, problem)
+            continue
+        try:
+            if read_all:
+                verify_stored(store, index)
+            else:
+                _expect_parts(store, index)
+        except (CheckpointError, StorageError) as error:
+            problem = str(error)
+        shards = len(index.files) - 1
+        yield Summary(Path(name_of(one.step)), one.step, index.bytes, shards, index.tensors, index.saved_at or 0.0, problem)
+
+
+def _expect_parts(store: Store, index: Index) -> None:
+    sizes = list(zip(index.part_keys(), (part.bytes for parts in index.files.values() for part in parts), strict=True))
+    with ThreadPoolExecutor(READERS) as pool:
+        for (key, size), found in zip(sizes, pool.map(lambda one: _size(store, one[0]), sizes), strict=True):
+            if found != size:
+                told = "missing" if found is None else f"{found} bytes long"
+                raise CheckpointError(f"{store.where(key)}: {told}, expected {size} bytes. Use another checkpoint.")
+
+
+def _size(store: Store, key: str) -> int | None:
+    try:
+        return store.size(key)
+    except MissingError:
+        return None
+
+
+def _expect_same(index: Index, step: int, save_id: str, store: Store) -> None:
+    if (step, save_id) != (index.step, index.save_id):
+        problem = f"its manifest is of step {step} save {save_id}, expected step {index.step} save {index.save_id}"
+        raise CheckpointError(f"{store.where(key_of(index.step))}: {problem}. Use another checkpoint.")

@@ -1,0 +1,148 @@
+"""Into a store: parts of every file, then the index on a condition; and out of it again.
+
+Which ranks write which files is the caller's affair: each writes those that it has, and one publishes once all are there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+from ultrascale.checkpoint.disk.checksum import checksum_text
+from ultrascale.checkpoint.disk.files import read_manifest
+from ultrascale.checkpoint.errors import CheckpointError
+from ultrascale.checkpoint.manifest import MANIFEST_NAME, Manifest
+from ultrascale.checkpoint.stored.fetch import Found, found_in, steps_listed, verify_stored
+from ultrascale.checkpoint.stored.index import FOLDER, NEWEST, Index, decode, encode, folder_of, key_of, name_of, step_of
+from ultrascale.failpoints import failpoint
+from ultrascale.storage import MissingError, Part, Store, Version, upload_file
+
+Files = dict[str, tuple[Part, ...]]
+
+
+def files_of(manifest: Manifest) -> list[str]:
+    """The files of a checkpoint's folder, the manifest last."""
+    return [*manifest.shards, MANIFEST_NAME]
+
+
+def upload_files(store: Store, folder: Path, files: Collection[str], *, resuming: bool = False) -> Files:
+    """Write the parts of these files of a checkpoint's folder; what they are.
+
+    Raises CheckpointError if a shard on disk is not what its manifest says: nothing of it is ever published then. Raises
+    StorageError, OSError."""
+    manifest = read_manifest(folder)
+    found: Files = {}
+    failpoint("upload.start")
+    for file in files:
+        prefix = f"{folder_of(manifest.step, manifest.save_id)}/{file}"
+        parts, crc = upload_file(store, folder / file, prefix, resuming=resuming)
+        shard = manifest.shards.get(file)
+        if shard is not None and (sum(part.bytes for part in parts), checksum_text(crc)) != (shard.bytes, shard.checksum):
+            raise CheckpointError(
+                f"{folder / file}: its bytes have changed since it was saved; it is not put into {store.url}."
+            )
+        found[file] = parts
+        failpoint("upload.file")
+    return found
+
+
+def publish_stored(store: Store, folder: Path, files: Files, *, before: Version | None) -> Index:
+    """Make the checkpoint in `folder`, all of whose parts are written, appear in the store; `before` is what was last seen of
+    that step there. Raises ConflictError if that is another one by now, CheckpointError, StorageError."""
+    manifest = read_manifest(folder)
+    lacking = sorted(set(files_of(manifest)) - set(files))
+    if lacking:
+        raise CheckpointError(f"{folder}: {lacking[:20]} were not uploaded, so that it is not published in {store.url}.")
+    told = manifest.metadata.get("saved_at")
+    saved_at = float(told) if isinstance(told, int | float) else None
+    index = Index(manifest.step, manifest.save_id, saved_at, len(manifest.tensors), files)
+    key = key_of(index.step)
+    data = encode(index)
+    decode(data, store.where(key))  # What a later load would refuse must not be published.
+    failpoint("store.before")
+    store.publish(key, data, replacing=before)
+    failpoint("store.published")
+    write_newest(store, index.step)
+    failpoint("store.newest")
+    return index
+
+
+def seen(store: Store, step: int) -> tuple[Version | None, str | None]:
+    """The published state of a step and its save; the latter is None also if it cannot be read."""
+    key = key_of(step)
+    try:
+        data, version = store.read_version(key)
+    except MissingError:
+        return None, None
+    try:
+        return version, decode(data, store.where(key)).save_id
+    except CheckpointError:
+        return version, None
+
+
+def write_newest(store: Store, step: int) -> None:
+    """Note which steps there are, for readers whose listing lags behind."""
+    steps = sorted({*steps_listed(store), step}, reverse=True)[:1000]
+    store.write(NEWEST, json.dumps({"steps": steps, "last": step}).encode())
+
+
+def prune_stored(store: Store, step: int, *, keep: int, keep_every_steps: int | None, verified: set[str]) -> list[str]:
+    """Remove checkpoints older than the `keep` newest up to `step` (0: none), as on disk; names removed.
+
+    Nothing is removed before the newest was read back in full, once; `verified` remembers its save. Later steps stay.
+    Raises CheckpointError if it does not verify, StorageError."""
+    found = [one for one in found_in(store) if one.step <= step] if keep else []
+    doomed: list[Found] = []
+    kept = 0
+    for one in found:
+        if kept < keep:
+            kept += one.index is not None
+        elif not (keep_every_steps and one.step % keep_every_steps == 0):
+            doomed.append(one)
+    if not doomed:
+        return []
+    newest = found[0]
+    if newest.index is None:
+        raise CheckpointError(f"{newest.where}: {newest.problem}")
+    if newest.index.save_id not in verified:
+        verify_stored(store, newest.index)
+        verified.add(newest.index.save_id)
+    for one in doomed:
+        if one.index is None and one.is_of_another_release:
+            continue
+        failpoint("store.prune")
+        store.remove([key_of(one.step)])  # It loses its name first, so that half of one is never found.
+        failpoint("store.unnamed")
+        _remove_under(store, f"{FOLDER}/{name_of(one.step)}")
+    return [name_of(one.step) for one in doomed]
+
+
+def collect_leftovers(store: Store, *, busy: Collection[str] = ()) -> int:
+    """Remove parts of saves that were never published, or were replaced; how many objects. `busy`: saves that stay.
+
+    Only for the one job that owns the run, after it has published: another's upload under way looks the same."""
+    removed = 0
+    for name in store.names(FOLDER)[1]:
+        step = step_of(name)
+        if step is None:
+            continue
+        saves = store.names(f"{FOLDER}/{name}")[1]
+        stale = [save for save in saves if save not in busy]
+        if not stale:
+            continue
+        version, published = seen(store, step)
+        if version is not None and published is None:
+            continue  # it cannot be read, or another release wrote it: it is not ours to judge
+        for save in stale:
+            if save != published:
+                removed += _remove_under(store, f"{FOLDER}/{name}/{save}")
+    return removed
+
+
+def _remove_under(store: Store, folder: str) -> int:
+    keys = [one.key for one in store.walk(folder)]
+    with suppress(MissingError):
+        store.remove(keys)
+    return len(keys)

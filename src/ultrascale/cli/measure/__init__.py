@@ -1,0 +1,1 @@
+"""Verbs that measure: `measure step|speed|network`, `sweep`."""

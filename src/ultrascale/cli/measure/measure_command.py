@@ -1,0 +1,183 @@
+"""`ultrascale measure`: some steps of a run, under the profiler (`step`, here) or without it (`speed`)."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from ultrascale.api.schemas.stamp import stamped
+from ultrascale.cli.terminal.parse import parse_with_overrides
+from ultrascale.cli.terminal.screen import console_for_people
+from ultrascale.config.resolve import resolve, to_toml
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.rank_environment import told_rank
+from ultrascale.description.run import Run
+from ultrascale.page.documents import step_document
+from ultrascale.page.one_file import expect_writable, write_document
+from ultrascale.train.folder.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from ultrascale.measure.step.step_report import StepReport
+
+_HELP = """ultrascale measure: what a run does on this machine.
+
+  ultrascale measure step RUN.TOML    where the time of a step goes, on every rank, beside the plan
+  ultrascale measure speed RUN.TOML   how fast it is and what memory it takes, beside the plan
+  ultrascale measure network          what collectives get between ranks here, beside the plan
+
+Each has --help with an example.
+"""
+FIRST = 3
+"""The earliest step that can be profiled: one is cold or compiles, one warms the profiler up."""
+MOST_BEFORE, MOST_STEPS = 100, 20
+"""Steps that are run before the first profiled one, and profiled ones: a trace has some megabytes a step and rank."""
+
+
+def measure(
+    what: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="step")],
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")],
+    /,
+    steps: str = "8-10",
+    out: Path | None = None,
+    processes: int | None = None,
+    top: int = 10,
+    html: Path | None = None,
+    json: bool = False,
+) -> tuple[str, str, str, Path | None, int | None, int, Path | None, bool]:
+    """Profile steps of a run: a trace for each rank, and where the time went, in the planner's words, beside the plan.
+
+    The run starts anew and leaves nothing in its folder but what is measured. Any setting can follow as a dotted flag:
+
+        ultrascale measure step run.toml --steps 8-10 --layout.dp 2
+
+    Under torchrun this is one rank, as with train.
+
+    Args:
+        what: `step`.
+        run: The run's TOML file.
+        steps: Which, counted from 1: the first four tell memory, and one before these warms the profiler up.
+        out: Folder for traces, report and pictures. Default: `profile` in the run's folder.
+        processes: Start this many processes here, as `ultrascale train` does.
+        top: Operations or kernels that are listed.
+        html: Write the report, drawn, into this one file, to look at in a browser or to mail.
+        json: Print the report as one JSON object.
+    """
+    return what, run, steps, out, processes, top, html, json
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb; 0 when it is measured, 1 when it failed, 2 when it is described wrongly."""
+    if not arguments:
+        print(_HELP, end="", file=sys.stderr)
+        return 2
+    if arguments[0] == "speed":
+        from ultrascale.cli.measure import measure_speed
+
+        return measure_speed.command(arguments[1:])
+    if arguments[0] == "network":
+        from ultrascale.cli.measure import measure_network
+
+        return measure_network.command(arguments[1:])
+    if arguments[0] in ("-h", "--help"):
+        print(_HELP, end="")
+        return 0
+    parsed, rest = parse_with_overrides(measure, "measure", arguments)
+    what, path, steps, out, processes, top, html, as_json = parsed
+    if what != "step":
+        remedy = f"`ultrascale measure step {path}` or `ultrascale measure speed {path}`, settings after it."
+        raise SpecError([Problem("measure", f"knows `step`, `speed` and `network`, and here is {what!r}", remedy)])
+    if top < 0:
+        raise SpecError([Problem("--top", f"must be at least 0, is {top}", "0 lists none.")])
+    first, last = parse_steps(steps)
+    expect_writable(html)
+    run = resolve(path, rest, require_data=True, processes=processes).run
+    folder = out or RunFolder.of(run).path / "profile"
+    code = _profile(run, first, last, folder)
+    if code == 0 and told_rank(os.environ) == 0:
+        _show(folder, top=top, as_json=as_json)
+        if html is not None:
+            write_document(html, step_document(_report(folder).to_json()), ["measure", *arguments])
+    return code
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """`8-10` or `8` as the first step and the last one. Raises SpecError."""
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    rule = None
+    if not found:
+        rule = f"must be a step or two with a dash, is {text!r}"
+    elif first < FIRST:
+        rule = f"starts at step {first}: the first {FIRST - 1} are cold, and warm the profiler up"
+    elif last < first:
+        rule = f"ends before it begins: {text}"
+    elif first > MOST_BEFORE:
+        rule = f"starts at step {first:,}: all steps before it would be run too, and one is as long as another"
+    elif last - first >= MOST_STEPS:
+        rule = f"asks for {last - first + 1:,} steps, and traces of more than {MOST_STEPS} are too large to look at"
+    if rule:
+        raise SpecError([Problem("--steps", rule, "Such as 8-10.")])
+    return first, last
+
+
+def _profile(run: Run, first: int, last: int, folder: Path) -> int:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch tells stderr of every start and stop; read when it is loaded
+    if "WORLD_SIZE" in os.environ or run.layout.world_size == 1:
+        from ultrascale.train.worker import profile_or_explain
+
+        return profile_or_explain(run, first, last, folder)
+    from ultrascale.cli.main import say
+    from ultrascale.launch.local import launch_local
+
+    folder.mkdir(parents=True, exist_ok=True)
+    described = to_toml(run)
+    (folder / "run.toml").write_text(described)
+    arguments = ("--profile", str(folder), "--profile-steps", str(first), str(last))
+    ending = launch_local(described, run.layout.world_size, worker_arguments=arguments, max_restarts=0, say=say)
+    if ending.reason and not ending.explained:
+        say(f"{ending.reason}.")
+    return ending.exit_code if ending.reason else 0
+
+
+def _report(folder: Path) -> StepReport:
+    from ultrascale.measure.step.step_report import StepReport
+    from ultrascale.train.observers.profile import REPORT
+
+    return StepReport.from_json(jsonlib.loads((folder / REPORT).read_text()))
+
+
+def _show(folder: Path, *, top: int, as_json: bool) -> None:
+    report = _report(folder)
+    if as_json:
+        print(jsonlib.dumps(stamped("measure-step", report.to_json())))
+    else:
+        _print(report, folder, top)
+
+
+def _print(report: StepReport, folder: Path, top: int) -> None:
+
+    from ultrascale.measure.step.step_report import computing_share, hidden_lines, top_table, waterfall_table
+
+    console = console_for_people()
+    console.print(waterfall_table(report))
+    ranks, (first, *_, last) = len(report.ranks), [*report.steps, report.steps[-1]]
+    steps = f"mean of steps {first} to {last}" if last > first else f"step {first}"
+    console.print(f"\nmeasured: {steps} on {ranks} rank{'s' * (ranks > 1)}, profiled")
+    without, share = report.unprofiled_step_seconds, computing_share(report)
+    console.print(f"without the profiler a step takes {without * 1e3:.2f} ms; {share:.0%} of the profiled one computes")
+    if report.planned:
+        console.print(f"planned: {report.planned_origin}", soft_wrap=True)
+    for line in hidden_lines(report):
+        console.print(line)
+    if top:
+        console.print()
+        console.print(top_table(report.ranks[0].top[:top], len(report.steps)))
+    console.print("\nfiles")
+    for path in sorted(folder.iterdir()):
+        console.print(f"  {path}", soft_wrap=True)

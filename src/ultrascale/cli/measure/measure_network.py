@@ -1,0 +1,180 @@
+"""`ultrascale measure network`: what collectives get between the ranks of this machine or cluster, beside the plan."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ultrascale.api.schemas.stamp import stamped
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.cli.terminal.parse import parse
+from ultrascale.cli.terminal.screen import console_for_people
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.rank_environment import expect_rank_environment, told_rank
+from ultrascale.description.units import format_bytes, format_seconds
+from ultrascale.launch.scratch import scratch_folder
+from ultrascale.plan.laws.nccl import KINDS
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ultrascale.measure.machine.network import Timed
+
+UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+LEAST, MOST = 2**12, 2**36
+
+
+def network(
+    processes: int | None = None,
+    groups: str | None = None,
+    kinds: str | None = None,
+    largest: str | None = None,
+    machine: str | None = None,
+    device: str = "auto",
+    out: Path | None = None,
+    json: bool = False,
+) -> tuple[int | None, str | None, str | None, str | None, str | None, str, Path | None, bool]:
+    """Time collectives between ranks, by kind, size and group, as nccl-tests does, beside the plan. Every result is checked.
+
+    For example, two processes here; or, on each of two nodes, under torchrun:
+
+        ultrascale measure network --processes 2
+        torchrun --nnodes 2 --nproc-per-node 8 ... -m ultrascale measure network --machine 2xours.toml
+
+    Args:
+        processes: Start this many here.
+        groups: SIZE:STRIDE of groups of ranks, such as 8:1,2:8. Default: all ranks, those of each node, one of each node.
+        kinds: Such as all_reduce,all_gather; send is to the next rank of a group. Default: all six.
+        largest: Size of the largest message, such as 64MiB. Default: 1GiB on GPUs, 16MiB on CPUs.
+        machine: What the plan is for. Default: as many of this GPU as there are ranks, in nodes of its usual size.
+        device: auto, cpu or cuda.
+        out: Keep the result in this JSON file.
+        json: Print the result as one JSON object.
+    """
+    return processes, groups, kinds, largest, machine, device, out, json
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb; 0 when it is measured, 1 when it failed, 2 when it is described wrongly."""
+    processes, groups, kinds, largest, machine, device, out, as_json = parse(network, "measure network", arguments)
+    asked: dict[str, Any] = {
+        "groups": None if groups is None else parse_groups(groups), "kinds": _kinds(kinds), "device": device,
+        "largest": None if largest is None else parse_size(largest), "machine": machine,
+    }  # fmt: skip
+    if device not in ("auto", "cpu", "cuda"):
+        raise SpecError([Problem("--device", f"must be auto, cpu or cuda, is {device!r}", "Leave it out, mostly.")])
+    if machine is not None:
+        parse_cluster(machine)
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise SpecError([Problem("--out", f"{out} is no file that can be written", "Name a file in a folder that is there.")])
+    expect_rank_environment(os.environ)
+    with scratch_folder("network") as folder:
+        asked["out"] = str((out or folder / "network.json").absolute())
+        code = _measured(asked, processes)
+        if code == 0 and told_rank(os.environ) == 0:
+            found = jsonlib.loads(Path(asked["out"]).read_text())
+            if as_json:
+                print(jsonlib.dumps(stamped("measure-network", found), indent=1))
+            else:
+                _show(found)
+    return code
+
+
+def parse_groups(text: str) -> list[tuple[int, int]]:
+    """`8:1,2:8` as sizes and strides. Raises SpecError."""
+    found = [re.fullmatch(r"(\d+):(\d+)", word.strip()) for word in text.split(",")]
+    if not all(found):
+        raise SpecError([Problem("--groups", f"must be SIZE:STRIDE, with commas between, is {text!r}", "Such as 8:1,2:8.")])
+    return [(int(one[1]), int(one[2])) for one in found if one]
+
+
+def parse_size(text: str) -> int:
+    """`64MiB`, `1GiB`, `1048576` in bytes. Raises SpecError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = UNITS.get(found[2].upper().removesuffix("B") + "B" if found[2].upper() not in ("", "B") else "") if found else None
+    num_bytes = int(float(found[1]) * unit) if found and unit else 0
+    if not LEAST <= num_bytes <= MOST:
+        rule = f"must be a size from {format_bytes(LEAST)} to {format_bytes(MOST)}, is {text!r}"
+        raise SpecError([Problem("--largest", rule, "Such as 64MiB.")])
+    return num_bytes
+
+
+def _kinds(text: str | None) -> list[str]:
+    if text is None:
+        return [*KINDS]
+    found = [word.strip().replace("-", "_") for word in text.split(",")]
+    if wrong := [word for word in found if word not in KINDS]:
+        raise SpecError([Problem("--kinds", f"knows no {', '.join(map(repr, wrong))}", f"Choose of {', '.join(KINDS)}.")])
+    return found
+
+
+def _measured(asked: dict[str, Any], processes: int | None) -> int:
+    if "WORLD_SIZE" in os.environ:
+        from ultrascale.measure.machine.network_rank import measure
+
+        measure(asked)
+        return 0
+    if processes is None or processes < 2:
+        rule = "is missing" if processes is None else f"must be at least 2, is {processes}"
+        raise SpecError([Problem("--processes", rule, "A network has two ends: --processes 2, or start it under torchrun.")])
+    from ultrascale.cli.main import say
+    from ultrascale.launch.local import launch_local
+
+    words = ("--asked", jsonlib.dumps(asked))
+    ending = launch_local(
+        "", processes, worker_arguments=words, max_restarts=0, say=say, worker="ultrascale.measure.machine.network_rank"
+    )
+    if ending.reason and not ending.explained:
+        say(f"{ending.reason}.")
+    return ending.exit_code if ending.reason else 0
+
+
+def _show(told: dict[str, Any]) -> None:
+
+    from ultrascale.measure.machine.network import Timed, network_bytes_per_second
+
+    console = console_for_people()
+    timed = [Timed(**one) for one in told["timed"]]
+    planned = f"; planned for {told['planned_for']}" if told["planned_for"] else ""
+    missing = "; not planned: say which machine with --machine" if told["backend"] == "nccl" and not planned else ""
+    facts = f"{told['ranks']} ranks, {told['per_node']} a node, {told['device']}, {told['backend']}{planned}{missing}"
+    console.print(facts, soft_wrap=True)
+    for size, stride in dict.fromkeys((one.size, one.stride) for one in timed):
+        here = [one for one in timed if (one.size, one.stride) == (size, stride)]
+        name = f"groups of {size} ranks" + (f", {stride} apart" if stride > 1 else "")
+        for what, cell in ((f"time{' (planned)' if planned else ''}", _time), ("GB/s of bus", _rate)):
+            console.print(f"\n[bold]{name}: {what}[/bold]", soft_wrap=True)
+            console.print(_table(here, cell))
+    console.print("\nGB/s of bus: what a rank must send, whatever the algorithm, over the time", soft_wrap=True)
+    found = network_bytes_per_second(timed, told["per_node"])
+    if found is not None:
+        console.print(
+            f"for a machine's file, below \\[network]:  achieved_gbytes_per_second = {found / 1e9:.3g}", soft_wrap=True
+        )
+
+
+def _table(timed: list[Timed], cell: Callable[[Timed], str]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0))
+    kinds = [*dict.fromkeys(one.kind for one in timed)]
+    table.add_column("", justify="right", no_wrap=True)
+    for kind in kinds:
+        table.add_column(kind.replace("_", "-"), justify="right")
+    for num_bytes in dict.fromkeys(one.num_bytes for one in timed):
+        row = {one.kind: one for one in timed if one.num_bytes == num_bytes}
+        table.add_row(format_bytes(num_bytes), *(cell(row[kind]) for kind in kinds))
+    return table
+
+
+def _time(one: Timed) -> str:
+    planned = "" if one.planned_seconds is None else f" ({format_seconds(one.planned_seconds)})"
+    return f"{format_seconds(one.seconds)}{planned}"
+
+
+def _rate(one: Timed) -> str:
+    return f"{one.bus_bytes_per_second / 1e9:.3g}"

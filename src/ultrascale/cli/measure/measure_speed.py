@@ -1,0 +1,119 @@
+"""`ultrascale measure speed`: how fast a run is here and what memory it takes, beside the plan."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from ultrascale.api.schemas.stamp import stamped
+from ultrascale.cli.terminal.parse import parse_with_overrides
+from ultrascale.config.resolve import resolve, to_toml
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.rank_environment import told_rank
+from ultrascale.description.run import Run
+from ultrascale.description.units import format_bytes, format_share
+from ultrascale.sweep.cells import TIMED, WARM
+from ultrascale.train.folder.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from ultrascale.train.speed import Speed
+
+
+def speed(
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")],
+    /,
+    steps: int = TIMED,
+    warm: int = WARM,
+    out: Path | None = None,
+    processes: int | None = None,
+    json: bool = False,
+) -> tuple[str, int, int, Path | None, int | None, bool]:
+    """Time some steps of a run, and count what memory they take, beside the plan. No profiler, no checkpoint.
+
+    The run starts anew and leaves nothing in its folder but what is measured. Any setting can follow as a dotted flag:
+
+        ultrascale measure speed run.toml --steps 20 --layout.dp 2
+
+    Under torchrun this is one rank, as with train. `ultrascale sweep` does it for many layouts.
+
+    Args:
+        run: The run's TOML file.
+        steps: How many are timed.
+        warm: How many before them are not; memory is counted in the first two.
+        out: File for the result. Default: `speed/speed.json` in the run's folder.
+        processes: Start this many processes here, as `ultrascale train` does.
+        json: Print the result as one JSON object.
+    """
+    return run, steps, warm, out, processes, json
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb; 0 when it is measured, 1 when it failed, 2 when it is described wrongly."""
+    (path, steps, warm, out, processes, as_json), rest = parse_with_overrides(speed, "measure speed", arguments)
+    for flag, value, usual in (("--steps", steps, TIMED), ("--warm", warm, WARM)):
+        if value < 1:
+            raise SpecError([Problem(flag, f"must be at least 1, is {value}", f"Such as {usual}.")])
+    run = resolve(path, rest, require_data=True, processes=processes).run
+    file = out or RunFolder.of(run).path / "speed" / "speed.json"
+    if file.is_dir():
+        raise SpecError([Problem("--out", f"{file} is a folder", f"Name a file, such as {file / 'speed.json'}.")])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    code = _measured(run, steps, warm, file)
+    if code == 0 and told_rank(os.environ) == 0:
+        text = file.read_text()
+        if as_json:
+            print(jsonlib.dumps(stamped("measure-speed", jsonlib.loads(text)), indent=1))
+        else:
+            _show(jsonlib.loads(text), file)
+    return code
+
+
+def _measured(run: Run, steps: int, warm: int, file: Path) -> int:
+    if "WORLD_SIZE" in os.environ or run.layout.world_size == 1:
+        from ultrascale.train.worker import speed_or_explain
+
+        return speed_or_explain(run, warm, steps, file)
+    from ultrascale.cli.main import say
+    from ultrascale.launch.local import launch_local
+
+    arguments = ("--speed", str(file.absolute()), "--speed-steps", str(warm), str(steps))
+    ending = launch_local(to_toml(run), run.layout.world_size, worker_arguments=arguments, max_restarts=0, say=say)
+    if ending.reason and not ending.explained:
+        say(f"{ending.reason}.")
+    return ending.exit_code if ending.reason else 0
+
+
+def _show(told: dict, file: Path) -> None:
+    from ultrascale.train.speed import Speed
+
+    for name, text in (*lines(Speed.from_json(told)), ("file", str(file))):
+        print(f"{name:<10}{text}")
+
+
+def lines(found: Speed) -> list[tuple[str, str]]:
+    """Names and values for people."""
+    slowest, fastest = max(found.step_seconds), min(found.step_seconds)
+    spread = f"{fastest * 1e3:,.2f} to {slowest * 1e3:,.2f} of {len(found.step_seconds)}"
+    planned = "" if found.planned_step_seconds is None else f", {found.planned_step_seconds * 1e3:,.2f} ms planned"
+    rate = found.tokens_per_second_per_rank
+    told = [
+        ("step", f"{found.median_seconds * 1e3:,.2f} ms, the median ({spread}){planned}"),
+        (
+            "speed",
+            f"{rate * found.ranks:,.0f} tokens/s, {rate:,.0f} a rank",
+        ),
+        ("MFU", f"{format_share(found.mfu)} of {found.peak_flops / 1e12:.3g} TFLOP/s, {found.peak_origin}"),
+    ]
+    if found.measured_peak_bytes is None:
+        return [*told, ("memory", f"{format_bytes(found.planned_peak_bytes)} planned; not counted: blocks are compiled")]
+    off = 100 * (found.planned_peak_bytes / found.measured_peak_bytes - 1)
+    both = f"{format_bytes(found.planned_peak_bytes)} planned, {format_bytes(found.measured_peak_bytes)} measured"
+    told.append(("memory", f"{both} at the peak of rank {found.fullest_rank}: {round(off, 1) + 0.0:.1f} % off"))
+    if found.measured_reserved_bytes is not None:
+        own = "" if found.planned_reserved_bytes is None else f"{format_bytes(found.planned_reserved_bytes)} planned, "
+        told.append(("reserved", f"{own}{format_bytes(found.measured_reserved_bytes)} measured"))
+    return told

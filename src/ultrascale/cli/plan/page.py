@@ -1,0 +1,109 @@
+"""`ultrascale page`: the planner in a browser, on this machine; and `question`, the one function behind every page.
+
+This file is where the page meets the planner: it reads the words of a question as `ultrascale plan` does, and plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import tyro
+
+from ultrascale.api.planning.plan import answer as answer_of
+from ultrascale.api.planning.plan_page import drawn
+from ultrascale.cli.main import told
+from ultrascale.cli.plan.plan_command import request_of
+from ultrascale.cli.terminal.parse import parse
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.page.controls import words_of
+from ultrascale.page.shown import PARTS, Planned, answer
+
+KEPT = 8
+"""Searches that are kept: asking one's reasons does not search again."""
+
+
+def page(
+    port: int = 0,
+    no_browser: bool = False,
+    build: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None,
+    pyodide: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None,
+) -> dict[str, Any]:
+    """The planner in a browser: controls, memory, time, schedule, reasons.
+
+    For example:
+
+        ultrascale page
+
+        ultrascale page --port 8080 --no-browser
+
+        ultrascale page --build site --pyodide pyodide
+
+    Serves on 127.0.0.1 only, to whoever has the link that is printed; ctrl-C ends it.
+
+    Args:
+        port: To serve on. Default: one that is free.
+        no_browser: Print the link, and open no browser.
+        build: Write the page as a folder that any web server serves, and that plans in the browser, without a network.
+        pyodide: With --build: a folder with Pyodide (npm package pyodide), its wheel of NumPy and the wheels of ultrascale,
+            tyro and rich with what they need.
+    """
+    return locals()
+
+
+def command(arguments: list[str]) -> int:
+    """Serve until Ctrl-C, or write the folder."""
+    asked = parse(page, "page", arguments)
+    if asked["build"] is not None:
+        from ultrascale.page.folder import build
+
+        print(build(Path(asked["build"]), None if asked["pyodide"] is None else Path(asked["pyodide"])))
+        return 0
+    if asked["pyodide"] is not None:
+        raise SpecError([Problem("--pyodide", "is for --build, and nothing is built", "Add --build DIR, or leave it out.")])
+    if not 0 <= asked["port"] <= 65535:
+        raise SpecError([Problem("--port", f"must be from 0 to 65535, is {asked['port']}", "Leave it out for a free one.")])
+    from ultrascale.page.server import serve
+
+    serve(question, port=asked["port"], opens_browser=not asked["no_browser"])
+    return 0
+
+
+def question(asked: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a page's question (`page.controls`): what is drawn (`page.shown`; of it one `part`, if one is asked for),
+    or {"error": ...}, what the command line says to the same."""
+    with TemporaryDirectory() as folder:
+        try:
+            words = words_of(asked, Path(folder))
+            parts = [asked["part"]] if asked.get("part") in PARTS else PARTS
+            return answer(planned(words), [word.replace(f"{folder}/dropped/", "") for word in words], parts=parts)
+        except Exception as error:
+            _, sentence = told(error, "plan")  # raises again what is not meant for people
+        return {"error": sentence.replace(f"{folder}/dropped/", "")}
+
+
+def planned(words: list[str]) -> Planned:
+    """The plan that `ultrascale plan` makes of these words. Raises SpecError."""
+    own = [word for word in words if word != "--explain"]
+    has_file = any(Path(word.removeprefix("--model=")).is_file() for word in own)  # dropped: the next has the same name
+    found = _planned(own) if has_file else _kept(tuple(own))
+    return found if len(own) == len(words) else explained(found)
+
+
+def explained(found: Planned) -> Planned:
+    """`found` with what --explain adds, of a search."""
+    if found.explanation is None:
+        return found
+    return replace(found, json=found.json | {"search": found.json["search"] | {"explanation": found.explanation()}})
+
+
+@lru_cache(maxsize=KEPT)
+def _kept(words: tuple[str, ...]) -> Planned:
+    return _planned([*words])
+
+
+def _planned(words: list[str]) -> Planned:
+    return drawn(answer_of(request_of(words)))

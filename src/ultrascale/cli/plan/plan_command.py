@@ -1,0 +1,111 @@
+"""`ultrascale plan`: which layout, what memory, how long, before anything runs. No torch."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import shlex
+import sys
+
+from ultrascale.api.planning.plan import answer
+from ultrascale.api.planning.plan_request import PlanOptions, PlanRequest
+from ultrascale.api.planning.plan_result import Plan
+from ultrascale.api.planning.run_of import says
+from ultrascale.catalogue.stacks.stack_files import changed_settings
+from ultrascale.cli.terminal.parse import parse_with_overrides, take_settings
+from ultrascale.cli.terminal.screen import console_for_people
+from ultrascale.cli.terminal.waiting import waiting
+from ultrascale.description.units import parse_tokens
+from ultrascale.plan.report import DEFAULT_OPTIMIZER, RunPlan, not_trainable
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb: 0 if the run fits, 1 if it does not."""
+    if arguments[:1] == ["far"]:
+        from ultrascale.cli.plan import plan_far
+
+        return plan_far.command(arguments[1:])
+    request = request_of(arguments)
+    options = request.options
+    if options.compare is not None:
+        from ultrascale.cli.plan.plan_compare import show_comparison
+
+        return show_comparison(request)
+    with waiting("planning") as told:
+        found = answer(request, told=lambda share: told(f"planning, {share:.0%} of the layouts searched"))
+    if found.unwritten:
+        print(f"ultrascale: no layout fits; not written: {', '.join(found.unwritten)}.", file=sys.stderr)
+    if options.print_flags:
+        print_flags(found)
+    elif options.json:
+        print(jsonlib.dumps(found.to_dict(), indent=2))
+    elif found.searched is not None:
+        from ultrascale.cli.plan.plan_search import show_search
+
+        show_search(found, found.searched)
+    else:
+        _show(found)
+    return 0 if found.fits else 1
+
+
+def request_of(arguments: list[str]) -> PlanRequest:
+    """The question that these words ask. Raises SpecError."""
+    stack, words = take_settings(arguments, "stack")
+    options, rest = parse_with_overrides(PlanOptions, "plan", words, positional={"run": "[RUN.TOML]"})
+    return PlanRequest(options, tuple(rest), tuple(stack.items()), tuple(arguments))
+
+
+def _show(found: Plan) -> None:
+    from ultrascale.plan.view.plan_view import show_alternatives, show_briefly, show_plan
+
+    console = console_for_people()
+    if len(found.compared) > 1:
+        show_alternatives(list(found.compared), console)
+    show = show_briefly if found.request.options.brief else show_plan
+    show(found.chosen, console, tokens=num_tokens(found.request), budget=found.request.options.budget)
+    console.print(f"\n[bold]next[/bold]  {_next_command(found.chosen, found.request)}", soft_wrap=True)
+
+
+def print_flags(found: Plan) -> None:
+    """Print the plan as settings of its trainer; that it does not fit is said on stderr, which a script leaves out."""
+    print(found.flags())
+    if not found.fits:
+        print("ultrascale: this layout does not fit; the same command without --print-flags says why.", file=sys.stderr)
+
+
+def words_again(request: PlanRequest) -> list[str]:
+    """The words of the command for the next one, which need not be brief."""
+    return [word for word in request.words if word != "--brief"]
+
+
+def num_tokens(request: PlanRequest) -> int | None:
+    """`15T` as a number; it has been read before."""
+    return None if request.options.tokens is None else parse_tokens(request.options.tokens)
+
+
+def _next_command(chosen: RunPlan, request: PlanRequest) -> str:
+    layout, options = chosen.run.layout, request.options
+    words = ["ultrascale plan", shlex.join(words_again(request))]
+    if not chosen.fits:
+        if layout.zero_stage == 3 and layout.recompute == "full":
+            return " ".join(words) + "   with more --gpus, or a shorter --seq-len"
+        return " ".join([*words, "--layout.zero-stage 3 --layout.recompute full"])
+    run = options.file or options.save
+    if run is not None:
+        return next_of_run(chosen, [run, *(request.settings if options.file else [])])
+    open_words = [] if says(request.words, "zero-stage") else ["--zero-stage", str(layout.zero_stage)]
+    open_words += [] if says(request.words, "recompute") else ["--recompute", layout.recompute]
+    return " ".join([*words, *open_words, "--save run.toml"])
+
+
+def next_of_run(chosen: RunPlan, words: list[str]) -> str:
+    """Next commands for a run's file (and settings over it): train it, hand it to its trainer, or look at its step."""
+    optimizer = chosen.stack.optimizer
+    said = [] if optimizer == DEFAULT_OPTIMIZER or "--optimizer.name" in words else ["--optimizer.name", optimizer]
+    told = shlex.join([*words, *said])
+    if chosen.stack.name != "ultrascale":
+        changed = changed_settings(chosen.stack).items()
+        stack = shlex.join([chosen.stack.name, *(word for key, value in changed for word in (f"--stack.{key}", str(value)))])
+        return f"ultrascale plan {told} --stack {stack} --print-flags"
+    if not_trainable(chosen.run):
+        return f"ultrascale plan {told} --perfetto step.json   (our trainer does not run it yet)"
+    return f"ultrascale check {told}   then  ultrascale train {told}"

@@ -1,0 +1,69 @@
+"""`ultrascale plan A.toml --compare B.toml` on a terminal: what differs of settings, memory and time, the most first."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from dataclasses import replace
+
+from rich.table import Table
+
+from ultrascale.api.planning.plan import answer
+from ultrascale.api.planning.plan_request import PlanRequest
+from ultrascale.api.planning.plan_result import Comparison
+from ultrascale.cli.terminal.screen import console_for_people
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.units import format_bytes, format_seconds
+
+SAME = 0.0005
+"""Relative difference below which two quantities are the same."""
+
+
+def show_comparison(request: PlanRequest) -> int:
+    """Plan both runs, print them side by side, and return 0 if both fit, else 1."""
+    first, second = request.options.file, request.options.compare
+    if first is None or second is None:
+        remedy = "Write: ultrascale plan A.toml --compare B.toml."
+        raise SpecError([Problem("--compare", "compares two runs' files, and one is given", remedy)])
+    found = Comparison(*(answer(_of_one(request, file)) for file in (first, second)))
+    if request.options.json:
+        print(jsonlib.dumps(found.to_dict(), indent=2))
+    else:
+        _show(found, first, second)
+    return 0 if found.a.fits and found.b.fits else 1
+
+
+def _of_one(request: PlanRequest, file: str) -> PlanRequest:
+    """The question about one of the two files."""
+    return replace(request, options=replace(request.options, run=(file,), compare=None))
+
+
+def _show(found: Comparison, first: str, second: str) -> None:
+    console = console_for_people()
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for column in (f"a: {first}", f"b: {second}", "b / a"):
+        table.add_column(column, justify="right")
+    for one in found.settings():
+        table.add_row(one["name"], str(one["a"]), str(one["b"]), "")
+    rows = found.rows()
+    for one in rows:
+        ratio = one["b_over_a"]
+        if ratio is not None and abs(ratio - 1) < SAME:
+            continue
+        values = (_words(one[side], one["unit"]) for side in ("a", "b"))
+        table.add_row(one["name"], *values, "" if ratio is None else f"{ratio:.2f}")
+    if table.row_count:
+        console.print(table)
+    else:
+        console.print("The two plans are the same.")
+    for name, one in (("a", found.a), ("b", found.b)):
+        if not one.fits:
+            console.print(f"{name} does not fit: {format_bytes(-one.headroom_bytes)} too much.")
+
+
+def _words(value: float | None, unit: str) -> str:
+    if value is None:
+        return ""
+    if unit in ("bytes", "seconds"):
+        return format_bytes(value) if unit == "bytes" else format_seconds(value)
+    return f"{value:.1%}" if unit == "share" else f"{value:,.0f}"

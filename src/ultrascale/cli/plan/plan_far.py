@@ -1,0 +1,97 @@
+"""`ultrascale plan far`: one training on data centres far apart."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from dataclasses import replace
+from typing import Any
+
+from ultrascale.api.schemas.stamp import stamped
+from ultrascale.cli.terminal.parse import parse
+from ultrascale.cli.terminal.screen import console_for_people
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.units import UnitError, parse_tokens
+from ultrascale.plan.view.far_apart import FarPlan, far_apart
+
+
+def far(
+    parameters: str,
+    kilometres: float,
+    line_gbits: float,
+    step_seconds: float,
+    sites: int = 2,
+    bits: float = 16,
+    every: int = 1,
+    overlap: bool = False,
+    switching_ms: float = 0.0,
+    json: bool = False,
+) -> dict[str, Any]:
+    """Cost of distance for training on several data centres, and what reducing gradients less often saves.
+
+    For example:
+
+        ultrascale plan far --parameters 72T --kilometres 4800 --line-gbits 400 --step-seconds 60
+
+    Args:
+        parameters: Parameters of the model, such as 405B.
+        kilometres: Distance from one site to the next; the sites are a ring.
+        line_gbits: Bandwidth of the line between two sites, Gbit/s in each direction.
+        step_seconds: Seconds of a step without the reduction between sites.
+        sites: Data centres.
+        bits: Bits of a parameter on the line.
+        every: Steps between two reductions (an outer step every H steps).
+        overlap: The reduction runs beside the next steps.
+        switching_ms: Latency of the equipment on the way, for each hop, milliseconds.
+        json: Print one JSON object.
+    """
+    return dict(locals())
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb: 0, or a SpecError with what makes no sense."""
+    parsed = parse(far, "plan far", arguments)
+    plan = _plan(parsed)
+    if parsed["json"]:
+        print(jsonlib.dumps(stamped("plan-far", plan.to_json()), indent=2))
+        return 0
+
+    from ultrascale.plan.view.far_view import show
+
+    show(plan, console_for_people())
+    return 0
+
+
+FLAGS = {
+    "num_parameters": "parameters", "distance_kilometres": "kilometres", "line_bits_per_second": "line-gbits",
+    "step_seconds": "step-seconds", "num_sites": "sites", "bits_per_parameter": "bits", "outer_every": "every",
+    "switching_seconds": "switching-ms",
+}  # fmt: skip
+"""Flag of each number of a far plan on the command line."""
+
+
+def _plan(parsed: dict[str, Any]) -> FarPlan:
+    """The plan that is asked for. Raises SpecError with everything that makes no sense, under the flags' names."""
+    problems: list[Problem] = []
+    try:
+        parameters = parse_tokens(parsed["parameters"])
+    except UnitError as error:
+        problems.append(Problem("parameters", str(error).replace("tokens", "parameters"), "Write 405B or 72T."))
+        parameters = 10**9  # so that the other numbers are looked at
+    try:
+        plan = far_apart(
+            parameters,
+            distance_kilometres=parsed["kilometres"],
+            line_bits_per_second=parsed["line_gbits"] * 1e9,
+            step_seconds=parsed["step_seconds"],
+            num_sites=parsed["sites"],
+            bits_per_parameter=parsed["bits"],
+            outer_every=parsed["every"],
+            overlap=parsed["overlap"],
+            switching_seconds=parsed["switching_ms"] / 1e3,
+        )
+    except SpecError as error:
+        named = (replace(problem, key=FLAGS[problem.key.removeprefix("far.")]) for problem in error.problems)
+        raise SpecError([*problems, *named]) from None
+    if problems:
+        raise SpecError(problems)
+    return plan

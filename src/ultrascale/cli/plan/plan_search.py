@@ -1,0 +1,97 @@
+"""`ultrascale plan --model ... --gpus ...` on a terminal: the ranking, the best layout, and why."""
+
+from __future__ import annotations
+
+import shlex
+
+from rich.text import Text
+
+from ultrascale.api.planning.plan_request import PlanRequest
+from ultrascale.api.planning.plan_result import Plan
+from ultrascale.api.planning.plan_search import Searched
+from ultrascale.cli.plan.plan_command import next_of_run, num_tokens, words_again
+from ultrascale.cli.terminal.screen import console_for_people
+from ultrascale.description.units import count_of, format_bytes, parse_tokens
+from ultrascale.plan.report import RunPlan, not_trainable
+from ultrascale.plan.search.search import SearchResult, distinct, needed_bytes
+from ultrascale.plan.view.notes import TIGHT_BYTES, spare_bytes
+from ultrascale.plan.view.plan_view import show_briefly, show_plan
+from ultrascale.plan.view.search_view import layout_words, no_layout_fits, show_explanation, show_ranking
+from ultrascale.plan.workload import Workload
+
+BRIEF_ROWS = 3
+"""Rows of a short ranking."""
+
+
+def show_search(found: Plan, searched: Searched) -> None:
+    """Print the ranking, the plan of its first, why if that was asked, the ranking's first again, and what to do next."""
+    console, options, result = console_for_people(), found.request.options, searched.result
+    console.print(Text(_batch_note(searched.tokens_asked, result.workload), style="dim"))
+    if result.best is None:
+        console.print(f"[bold red]{no_layout_fits(result)}[/]")
+        console.print(_what_would_fit(searched) + "\n")
+    else:
+        top = min(options.top, BRIEF_ROWS) if options.brief else options.top
+        show_ranking(result, console, top=top, legend=not options.brief)
+        if not options.brief:
+            console.print()
+    tokens = num_tokens(found.request)
+    if options.brief:
+        show_briefly(found.chosen, console, tokens=tokens, budget=options.budget)
+    else:
+        show_plan(found.chosen, console, tokens=tokens, budget=options.budget)
+    if options.explain:
+        console.print()
+        show_explanation(result, searched.scan, searched.others, console)
+    if result.best is not None and not options.brief:
+        console.print("\n[bold]the ranking again[/bold]")
+        show_ranking(result, console, top=min(options.top, BRIEF_ROWS), legend=False)
+    if spare := roomier(result, found.chosen):
+        console.print(Text(spare, style="yellow"))
+    if not options.brief:
+        console.print()
+    console.print(f"[bold]next[/bold]  {_next_command(found.chosen, found.request)}", soft_wrap=True)
+
+
+def roomier(result: SearchResult, chosen: RunPlan) -> str:
+    """The first layout of the ranking with more headroom than the best; empty where the best has enough."""
+    best = result.best
+    if best is None or not 0 <= spare_bytes(chosen) < TIGHT_BYTES:
+        return ""
+    ranked = distinct(result.ranked)
+    for number, one in enumerate(ranked, start=1):
+        spare = float(one.memory.usable + one.memory.outside) - float(needed_bytes(one.memory))
+        if spare >= TIGHT_BYTES:
+            slower = one.step_seconds / best.step_seconds - 1
+            return f"number {number} has {format_bytes(spare)} of headroom and a step {slower:+.1%} as long"
+    return "no layout of the ranking has more"
+
+
+def _batch_note(text: str | None, workload: Workload) -> str:
+    """The global batch, with the requested one if they differ."""
+    sequences = f"{count_of(workload.sequences_per_batch, 'sequence')}, {workload.tokens_per_step:,} tokens"
+    if text is None or parse_tokens(text) == workload.tokens_per_step:
+        return f"global batch: {sequences}"
+    return f"global batch: {sequences}; {text} rounded so that data-parallel ranks share it"
+
+
+def _what_would_fit(searched: Searched) -> str:
+    """The smallest larger cluster on which something fits, in a sentence."""
+    one = searched.smallest_that_fits
+    if one is None:
+        return "No number of these GPUs would do with this batch; a larger batch, a shorter sequence or larger GPUs might."
+    words = layout_words(one.layout, one.num_micro_batches)
+    return f"{count_of(one.layout.world_size, 'GPU')} would do: {words}."
+
+
+def _next_command(chosen: RunPlan, request: PlanRequest) -> str:
+    words = ["ultrascale plan", shlex.join(words_again(request))]
+    if not chosen.fits:
+        return " ".join(words) + "   with more --gpus, or a shorter --seq-len"
+    if request.options.save is not None:
+        return next_of_run(chosen, [request.options.save])
+    if chosen.stack.name != "ultrascale":
+        return " ".join([*words, "--print-flags"])
+    if not_trainable(chosen.run):
+        return " ".join([*words, "" if request.options.explain else "--explain"]).rstrip()
+    return " ".join([*words, "--save run.toml"])

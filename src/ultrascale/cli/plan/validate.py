@@ -1,0 +1,169 @@
+"""`ultrascale validate`: how far predictions are from measured runs."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from ultrascale.api.schemas.stamp import stamped
+from ultrascale.cli.terminal.parse import parse
+from ultrascale.cli.terminal.screen import console_for_people
+from ultrascale.description.problems import Problem, SpecError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ultrascale.validation.scores import Errors, Picks, Report, Verdicts
+
+NAMES = 24
+"""Columns for the names of groups: on a narrow terminal they and the headers wrap, and numbers are never cut."""
+MOST_REASONS, MOST_NAMED = 20, 12
+"""Reasons why rows have no prediction, and rows of each, that are printed; --out and --json have them all."""
+Files = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(help_behavior_hint="(required)")]
+
+
+def validate(
+    files: Files, /, json: bool = False, out: Path | None = None, overwrite: bool = False
+) -> tuple[tuple[Path, ...], bool, Path | None, bool]:  # fmt: skip
+    """Predict every run of CSV files without looking at its result, then say how far off the predictions are.
+
+    For example:
+
+        ultrascale validate runs.csv --out predictions.csv
+
+    A file has the columns of published runs (model, n_gpus, tp, pp, dp, seq_len, ...) or those of the playbook's scan (model,
+    nodes, mbs, ga, ...); a column `stack` names a trainer (`ultrascale show stacks`), `stack.KEY` changes one of its settings.
+    Blank cells are inferred, and the prediction says how. Result columns may be blank as well: then there is nothing to compare
+    with, and --out still has every prediction.
+
+    Args:
+        files: CSV files of measured runs.
+        json: Print one JSON object.
+        out: Write a prediction for every row to this CSV file: step time in seconds, tokens/s per GPU, MFU, peak memory in GiB,
+            whether it fits, the interval of the step time (low, high), and what was assumed.
+        overwrite: Let --out replace a file.
+    """
+    return files, json, out, overwrite
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb."""
+    files, as_json, out, overwrite = parse(validate, "validate", arguments)
+    from ultrascale.validation.predict import predict_rows, write_predictions
+    from ultrascale.validation.rows import misspelt_columns, read_rows
+    from ultrascale.validation.scores import score
+
+    if not files:
+        raise SpecError([Problem("validate", "no file is given", "Name a CSV file: ultrascale validate runs.csv")])
+    if out is not None:
+        _check_writable(out, overwrite=overwrite)
+    rows = [row for file in files for row in read_rows(file)]
+    for file in files:
+        for name, meant in misspelt_columns(file):
+            print(f"note: {file}: nobody reads the column {name}. Did you mean {meant}?", file=sys.stderr)
+    predictions = predict_rows([row.asked for row in rows])
+    if out is not None:
+        write_predictions(out, rows, predictions)
+    report = score(rows, predictions)
+    if as_json:
+        print(jsonlib.dumps(stamped("validate", asdict(report)), indent=2))
+    else:
+        _show(report, out)
+    return 0
+
+
+def _check_writable(out: Path, *, overwrite: bool) -> None:
+    """Raise SpecError before anything is predicted if the predictions would replace a file, or have no folder."""
+    if out.is_dir():
+        raise SpecError([Problem("out", f"{out} is a folder", "Name a file in it.")])
+    if out.is_file() and out.stat().st_size and not overwrite:
+        raise SpecError([Problem("out", f"{out} is there already", "Name another file, or say --overwrite.")])
+    if not out.parent.is_dir():
+        raise SpecError([Problem("out", f"there is no folder {out.parent}", "Make it, or name another file.")])
+
+
+def _show(report: Report, out: Path | None) -> None:
+
+    console = console_for_people()
+    console.print(f"[bold]{report.rows:,} runs[/bold], {report.rows - len(report.unrepresentable):,} predicted blind")
+    for name, groups in report.time.items():
+        _print(console, _errors(f"step time: {name}", groups))
+    _print(console, _errors("FLOP/s of runs that print no time", report.rate))
+    _print(console, _errors("peak memory, by instrument", report.memory))
+    _print(console, _picks(report.picks))
+    _print(console, _verdicts(report.verdicts))
+    _print_rows_without(console, report.unrepresentable)
+    if out is not None:
+        console.print(f"\npredictions: {out}", soft_wrap=True)
+
+
+def _print_rows_without(console, rows: list[tuple[str, str]]) -> None:
+    """Rows without a prediction, by reason."""
+    if not rows:
+        return
+    console.print(f"\n[bold]{len(rows):,} row{'s' * (len(rows) > 1)} without a time[/bold]; --out FILE and --json name each")
+    reasons: dict[str, list[str]] = {}
+    for identity, reason in rows:
+        reasons.setdefault(reason, []).append(identity)
+    for reason, names in list(reasons.items())[:MOST_REASONS]:
+        more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
+        console.print(f"  {', '.join(names[:MOST_NAMED])}{more}: {reason}", soft_wrap=True, markup=False)
+    if len(reasons) > MOST_REASONS:
+        console.print(f"  and {len(reasons) - MOST_REASONS:,} more reasons")
+
+
+def _print(console, table: Table | None) -> None:
+    if table is not None:
+        console.print()
+        console.print(table)
+
+
+def _table(title: str, names: list[str], *columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_style="bold", title_justify="left", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    # A width of its own: the headers are what gives way.
+    table.add_column("", width=min(NAMES, max(map(len, names))), overflow="fold")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _errors(title: str, groups: list[Errors]) -> Table | None:
+    if not groups:
+        return None
+    table = _table(title, [one.group for one in groups], "rows", "median |e|", "mean |e|", "bias", "p90 |e|", "in interval")
+    for one in groups:
+        covered = "" if one.covered is None else f"{one.covered:.0%}"
+        numbers = (f"{one.median_absolute:.1%}", f"{one.mean_absolute:.1%}", f"{one.bias:+.1%}", f"{one.p90_absolute:.1%}")
+        table.add_row(one.group, f"{one.count:,}", *numbers, covered)
+    return table
+
+
+def _picks(groups: list[Picks]) -> Table | None:
+    if not groups:
+        return None
+    names = [one.group for one in groups]
+    columns = ("cells", "rows", "Kendall tau", "regret", "mean", "p90")
+    table = _table("picks within cells of equal model, GPUs and batch", names, *columns)
+    for one in groups:
+        regrets = (f"{one.median_regret:.1%}", f"{one.mean_regret:.1%}", f"{one.p90_regret:.1%}")
+        table.add_row(one.group, str(one.cells), f"{one.rows:,}", f"{one.median_tau:.2f}", *regrets)
+    return table
+
+
+def _verdicts(groups: list[Verdicts]) -> Table | None:
+    if not groups:
+        return None
+    columns = ("ran: fits", "ran: too large", "failed: too large", "failed: fits", "caught", "false alarms")
+    table = _table("does it fit", [one.group for one in groups], *columns)
+    for one in groups:
+        shares = ("" if share is None else f"{share:.1%}" for share in (one.recall, one.false_alarms))
+        counts = (one.ran_and_fits, one.ran_but_called_too_large, one.failed_and_called_too_large, one.failed_but_fits)
+        table.add_row(one.group, *(f"{count:,}" for count in counts), *shares)
+    return table

@@ -1,0 +1,1 @@
+"""`ultrascale show`: what is known: runs, keys, schedules, stacks, schemas."""

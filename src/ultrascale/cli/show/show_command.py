@@ -1,0 +1,294 @@
+"""`ultrascale show`: a run with the origin of every value, and the models and machines known by name."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from dataclasses import asdict
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.table import Table
+
+from ultrascale.api.schemas.stamp import stamped
+from ultrascale.cli.terminal.parse import parse_with_overrides
+from ultrascale.cli.terminal.screen import console_for_people
+from ultrascale.config.resolve import Resolved, resolve
+from ultrascale.config.rules.run_rules import run_notes
+from ultrascale.config.schema import leaves
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Run
+from ultrascale.description.units import format_bytes, format_bytes_per_second, format_count, format_flops_per_second
+
+SHOWN = ("models", "clusters", "stacks", "keys", "rules", "schema", "schedule", "schedules")
+OTHER_WORDS = {
+    "presets": "models", "preset": "models", "gpus": "clusters", "machines": "clusters", "accelerators": "clusters",
+    "trainers": "stacks", "frameworks": "stacks", "settings": "keys", "config": "keys",
+}  # fmt: skip
+"""Synonyms of the things that can be shown."""
+
+
+def show(
+    what: Annotated[str, tyro.conf.Positional], /, resolved: bool = False, json: bool = False
+) -> tuple[str, bool, bool]:  # fmt: skip
+    """Show a run as it would be trained, with the origin of every value; or the models and machines known by name.
+
+    Any setting can follow as a dotted flag:
+
+        ultrascale show runs/tiny-llama-cpu.toml --resolved --layout.dp 2
+
+    The catalogues:
+
+        ultrascale show models
+
+        ultrascale show clusters --resolved
+
+        ultrascale show stacks megatron
+
+    All keys that a run can have, the rules across them, and the JSON Schemas of run.toml and of what verbs print:
+
+        ultrascale show keys recompute
+
+        ultrascale show rules compile
+
+        ultrascale show schema run.toml
+
+    Pipeline schedules, drawn and compared (`show schedule --help` says more):
+
+        ultrascale show schedule 1f1b --pp 4 --micro-batches 8
+
+        ultrascale show schedules --pp 8 --micro-batches 32
+
+    Args:
+        what: A run's TOML file or folder, or `models`, `clusters`, or `stacks`: the trainers that can be planned for.
+        resolved: Show every value, defaults too; for clusters, where each number comes from.
+        json: Print one JSON object.
+    """
+    return what, resolved, json
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb; 0, or a SpecError with every mistake of the description."""
+    if arguments[:1] in (["schedule"], ["schedules"]):
+        from ultrascale.cli.show import show_schedule
+
+        return show_schedule.command(arguments)
+    if arguments[:1] == ["keys"]:
+        from ultrascale.cli.show import show_keys
+
+        return show_keys.command(arguments[1:])
+    if arguments[:1] == ["rules"]:
+        from ultrascale.cli.show import show_rules
+
+        return show_rules.command(arguments[1:])
+    if arguments[:1] == ["schema"]:
+        from ultrascale.cli.show import show_schema
+
+        return show_schema.command(arguments[1:])
+    if arguments[:1] == ["stacks"]:
+        from ultrascale.cli.show import show_stacks
+
+        return show_stacks.command(arguments[1:])
+    parsed, rest = parse_with_overrides(show, "show", arguments)
+    what, every, as_json = parsed
+    if what in ("models", "clusters"):
+        if rest:
+            rule = f"takes no settings, but {' '.join(rest)} is given"
+            raise SpecError([Problem(f"show {what}", rule, "Leave it out.")])
+        models_catalogue(as_json=as_json) if what == "models" else clusters_catalogue(as_json=as_json, sources=every)
+    else:
+        _expect_known(what)
+        found = resolve(what, rest)
+        _expect_schedule(found.run)
+        show_run(found, every=every, as_json=as_json)
+    return 0
+
+
+def _expect_known(what: str) -> None:
+    """Raise SpecError for a word that is neither a file nor anything that can be shown, with what was probably meant."""
+    if Path(what).exists() or what.endswith(".toml") or "/" in what:
+        return
+    near = [OTHER_WORDS[what]] if what in OTHER_WORDS else get_close_matches(what, SHOWN, n=1)
+    remedy = f"Did you mean `ultrascale show {near[0]}`?" if near else f"Give a run's TOML file, or one of {', '.join(SHOWN)}."
+    raise SpecError([Problem(what, "is neither a file nor something that can be shown", remedy)])
+
+
+def _expect_schedule(run: Run) -> None:
+    """Raise SpecError if the run's schedule is a file that is not there, or does not suit it."""
+    from ultrascale.plan.memory.replay import num_micro_batches
+    from ultrascale.schedules.build import is_file
+    from ultrascale.schedules.for_layout import schedule_of
+
+    if run.layout.pp > 1 and is_file(run.layout.schedule):
+        schedule_of(run.layout, num_micro_batches(run.layout, run.batch.sequences_per_batch))
+
+
+def show_run(resolved: Resolved, *, every: bool, as_json: bool) -> None:
+    """Print the values of a run with their origins; without `every`, only those that are not defaults."""
+    if as_json:
+        told = {"run": asdict(resolved.run), "launch": asdict(resolved.launch), "provenance": resolved.provenance}
+        print(jsonlib.dumps(stamped("run", told | {"notes": run_notes(resolved.run)}), indent=2))
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("key", "value", "from"):
+        table.add_column(column, overflow="fold", no_wrap=column != "value")  # a file and its line in one piece
+    for key, value, origin in run_rows(resolved, every=every):
+        table.add_row(key, value, origin, style="dim" if origin == "default" else "")
+    console = console_for_people()
+    console.print(table)
+    for note in run_notes(resolved.run):
+        console.print(f"note: {note}")
+
+
+def run_rows(resolved: Resolved, *, every: bool) -> list[tuple[str, str, str]]:
+    """(key, value, origin) as text. A preset's fields are one row unless `every`."""
+    from ultrascale.description.architecture.weights import num_parameters
+
+    model = resolved.run.model
+    size = f"{model.name or model.model_type}, {format_count(num_parameters(model))} parameters"
+    rows = [("model", size, "")]
+    for key in leaves():
+        origin = resolved.provenance[key]
+        value = _value(resolved if key.startswith("launch.") else resolved.run, key)
+        hidden = origin == "default" or origin.startswith(("preset ", "config.json "))
+        if key.startswith("model.rope_scaling.") and model.rope_scaling is None:
+            continue
+        if every or not hidden:
+            rows.append((key, _text(value), origin))
+    if not every:
+        origins = {origin for key, origin in resolved.provenance.items() if key.startswith("model.") and origin != "default"}
+        rows[0] = ("model", size, ", ".join(sorted(o for o in origins if o.startswith(("preset ", "config.json ")))))
+    return rows
+
+
+def models_catalogue(*, as_json: bool) -> None:
+    """Print every preset: its shape and its number of parameters."""
+    from ultrascale.catalogue.models.model_presets import ALIASES, PRESETS
+    from ultrascale.config.rules.trainable import untrainable_model
+    from ultrascale.description.architecture.weights import num_active_parameters, num_parameters
+
+    if as_json:
+        print(jsonlib.dumps({name: stamped("model", asdict(m) | _counts(m)) for name, m in PRESETS.items()}, indent=2))
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("model", "size", "active", "layers", "hidden", "ffn", "heads/kv", "experts", "positions"):
+        table.add_column(column, no_wrap=True, justify="left" if column == "model" else "right")
+    for name, m in PRESETS.items():
+        heads = "mla" if m.latent_attention else str(m.num_key_value_heads)
+        experts = f"{m.num_experts_per_tok}/{m.num_experts}" if m.num_experts else ""
+        width = m.moe_intermediate_size or m.intermediate_size
+        table.add_row(
+            name + ("" if not untrainable_model(m) else " *"), format_count(num_parameters(m)),
+            format_count(num_active_parameters(m)) if m.num_experts else "", str(m.num_hidden_layers), str(m.hidden_size),
+            str(width), f"{m.num_attention_heads}/{heads}", experts, str(m.max_position_embeddings),
+        )  # fmt: skip
+    console = console_for_people()
+    console.print(table)
+    planned = "* is planned, not trained so far. " if any(map(untrainable_model, PRESETS.values())) else ""
+    console.print(f"\n{planned}active: what one token meets; ffn: of one expert. --json says more.")
+    console.print(f"other names: {', '.join(f'{alias} is {name}' for alias, name in ALIASES.items())}")
+
+
+def _counts(model: Any) -> dict[str, int | bool]:
+    from ultrascale.config.rules.trainable import untrainable_model
+    from ultrascale.description.architecture.weights import num_active_parameters, num_parameters
+
+    return {
+        "num_parameters": num_parameters(model), "num_active_parameters": num_active_parameters(model),
+        "trainable": not untrainable_model(model),
+    }  # fmt: skip
+
+
+def clusters_catalogue(*, as_json: bool, sources: bool) -> None:
+    """Print every accelerator and node; with `sources`, where each number comes from."""
+    from ultrascale.catalogue.machines import ACCELERATORS, NODES, USUAL_NODE, this_machine
+
+    cpu = this_machine(1)
+    if as_json:
+        accelerators = {name: asdict(item) for name, item in (ACCELERATORS | {"cpu": cpu.accelerator}).items()}
+        nodes = {name: asdict(item) | {"accelerator": item.accelerator.name} for name, item in (NODES | {"cpu": cpu}).items()}
+        catalogue = {"accelerators": accelerators, "nodes": nodes, "usual_node": USUAL_NODE}
+        print(jsonlib.dumps(stamped("clusters", catalogue), indent=2))
+        return
+    console = console_for_people()
+    console.print(_accelerators_table([*ACCELERATORS.values(), cpu.accelerator]))
+    console.print()
+    console.print(_nodes_table(NODES))
+    if sources:
+        console.print()
+        console.print(_sources_table([*ACCELERATORS.values(), cpu.accelerator], NODES))
+    console.print(
+        "\nPeaks are dense (V100: fp16 only); `reached` is the share that large matrix products get. Bandwidths count one "
+        "direction. Watts and rent are of one accelerator; --resolved says where each number comes from.\n"
+        "Write 64xh100 for accelerators in their usual nodes, 2xaws-p5 for nodes, 4xcpu for processes on this machine."
+    )
+
+
+def _accelerators_table(accelerators: list[Any]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("accelerator", "", "memory", "bandwidth", "16-bit peak", "reached", "watts", "$/h"):
+        table.add_column(column, no_wrap=column == "accelerator", justify="right" if column in ("watts", "$/h") else "left")
+    for item in accelerators:
+        rate, fraction, peaks = item.memory_bytes_per_second, item.matmul_fraction, item.peak_flops
+        table.add_row(
+            item.name, item.title, format_bytes(item.memory_bytes.value),
+            format_bytes_per_second(rate.value) if rate else "measured",
+            format_flops_per_second(peaks["fp16"].value) if peaks else "measured",
+            f"{fraction.value:.0%}" if fraction else "measured",
+            f"{item.watts.value:.0f}" if item.watts else "",
+            f"{item.dollars_per_hour.value:.2f}" if item.dollars_per_hour else "",
+        )  # fmt: skip
+    return table
+
+
+def _nodes_table(nodes: dict[str, Any]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("node", "accelerators", "inside, per accelerator", "network, per node"):
+        table.add_column(column, no_wrap=column == "node")
+    for item in nodes.values():
+        links = (
+            f"{format_bytes_per_second(link.bytes_per_second.value)}, {link.name}"
+            for link in (item.intra_link, item.inter_link)
+        )
+        table.add_row(item.name, f"{item.num_accelerators} x {item.accelerator.name}", *links)
+    return table
+
+
+def _sources_table(accelerators: list[Any], nodes: dict[str, Any]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("number", "value", "source", "date"):
+        table.add_column(column, overflow="fold")
+
+    def add(name: str, number: Any) -> None:
+        if number is not None:
+            table.add_row(name, f"{number.value:.6g}", number.source, number.date)
+
+    for item in accelerators:
+        add(f"{item.name} memory_bytes", item.memory_bytes)
+        add(f"{item.name} memory_bytes_per_second", item.memory_bytes_per_second)
+        for dtype, peak in item.peak_flops.items():
+            add(f"{item.name} peak {dtype}", peak)
+        add(f"{item.name} matmul_fraction", item.matmul_fraction)
+        add(f"{item.name} watts", item.watts)
+        add(f"{item.name} dollars_per_hour", item.dollars_per_hour)
+    for item in nodes.values():
+        for link in (item.intra_link, item.inter_link):
+            add(f"{item.name} {link.name}", link.bytes_per_second)
+            add(f"{item.name} {link.name}, achieved", link.achieved_bytes_per_second)
+        add(f"{item.name} watts", item.watts)
+    return table
+
+
+def _value(run: Any, key: str) -> Any:
+    for name in key.split("."):
+        run = None if run is None else getattr(run, name)
+    return run
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(_text(item) for item in value) or "none"
+    if hasattr(value, "__dataclass_fields__"):
+        return " ".join(f"{name}={item}" for name, item in asdict(value).items())
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,103 @@
+"""`ultrascale show keys`: every key of a description in a line: on a terminal, as docs/reference.md, as JSON."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from dataclasses import asdict
+from typing import Annotated
+
+import tyro
+
+from ultrascale.api.schemas.stamp import stamped
+from ultrascale.cli.terminal.parse import parse
+from ultrascale.cli.terminal.screen import console_for_people
+from ultrascale.config.reference import Key, keys
+from ultrascale.description.problems import Problem, SpecError
+
+HEAD = """# All keys of a description
+
+Made by `ultrascale show keys --markdown` from the docstrings of `description.run` and its parts, so that it says what the
+program reads; `ultrascale show keys WORD` finds one. A key is a line of a run's TOML file, in the table before its dot, and a
+flag of every verb that takes a run: `layout.dp` is `dp = 2` below `[layout]`, and `--layout.dp 2`. A key whose default is none
+may be "none". [Describing a run](describe.md) explains how keys go together. Editors complete and check `run.toml` by the JSON
+Schema that `ultrascale show schema run.toml` prints.
+"""
+
+
+def show_keys(
+    word: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[WORD]")] = (),
+    /,
+    markdown: bool = False,
+    json: bool = False,
+) -> tuple[tuple[str, ...], bool, bool]:
+    """Every key of a run's description: type, unit, default, allowed values, and what it is.
+
+        ultrascale show keys
+
+        ultrascale show keys recompute
+
+    Args:
+        word: Only keys with this in their name; if there is none, with this in what they are.
+        markdown: Print them as docs/reference.md.
+        json: Print one JSON object.
+    """
+    return word, markdown, json
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb."""
+    words, as_markdown, as_json = parse(show_keys, "show keys", arguments)
+    if len(words) > 1:
+        raise SpecError([Problem("keys", f"are looked up by one word, got {' '.join(words)}", "Give one.")])
+    found = keys(*words)
+    if words and not found:
+        raise SpecError(
+            [Problem("keys", f"has none with {words[0]!r} in its name or text", "`ultrascale show keys` lists all.")]
+        )
+    if as_json:
+        print(jsonlib.dumps(stamped("keys", {"keys": [asdict(one) for one in found]}), indent=1))
+    elif as_markdown:
+        print(markdown(found))
+    else:
+        _show(found)
+    return 0
+
+
+def _show(found: list[Key]) -> None:
+    from rich.text import Text
+
+    console = console_for_people()
+    for one in found:
+        console.print(Text(one.key, style="bold").append(f"  {_facts(one)}", style="not bold"), soft_wrap=True)
+        console.print(Text(f"    {one.about}"), soft_wrap=True)
+
+
+def _facts(one: Key) -> str:
+    """`whole number of tokens, default 1024, at least 1`"""
+    if one.kind == "choice":
+        kind, allowed = f"one of {one.allowed}", []
+    else:
+        kind = f"{one.kind} of {one.unit}" if one.unit else one.kind
+        allowed = [one.allowed] if one.allowed else []
+    return "; ".join([kind, *([f"default {one.default}"] if one.default else []), *allowed])
+
+
+def markdown(found: list[Key]) -> str:
+    """The page: a table for each table of the TOML file."""
+    sections: dict[str, list[Key]] = {}
+    for one in found:
+        sections.setdefault(one.key.rpartition(".")[0], []).append(one)
+    lines = [HEAD.rstrip()]
+    for section, some in sections.items():
+        lines += ["", f"## {f'[{section}]' if section else 'Above all tables'}", ""]
+        lines += ["| key | type | unit | default | allowed | what it is |", "|---|---|---|---|---|---|"]
+        for one in some:
+            cells = (one.key.rpartition(".")[2], one.kind, one.unit, one.default, one.allowed, one.about)
+            lines.append("| " + " | ".join(_cell(number, text) for number, text in enumerate(cells)) + " |")
+    return "\n".join(lines)
+
+
+def _cell(number: int, text: str) -> str:
+    """Names and defaults as code; bars are what separates cells."""
+    escaped = text.replace("|", "\\|")
+    return f"`{escaped}`" if escaped and number in (0, 3) else escaped

@@ -1,0 +1,89 @@
+"""`ultrascale show schedule`: a pipeline schedule played and drawn; `ultrascale show schedules`: all of them on one table."""
+
+from __future__ import annotations
+
+import json as jsonlib
+
+from rich.table import Table
+
+from ultrascale.api.schedule import ExecutedSchedule, Schedule, ScheduleOptions, Schedules, answer, play_all
+from ultrascale.cli.show.show_executed import show_executed
+from ultrascale.cli.terminal.parse import parse
+from ultrascale.cli.terminal.screen import console_for_people, drawing_width
+from ultrascale.description.units import count_of
+
+MOST_BLOCKS = 4
+"""Lines a rank on the terminal; of longer steps the middle is left out."""
+MOST_LINES = 256
+"""Most lines of the picture on the terminal: with many ranks fewer blocks are shown."""
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb. Raises SpecError if the schedule is unknown or the numbers do not suit it."""
+    word = arguments[0]
+    options = parse(ScheduleOptions, f"show {word}", arguments[1:], positional={"name": None})
+    found = play_all(options) if word == "schedules" else answer(options)
+    if options.json:
+        print(jsonlib.dumps(found.to_dict()))
+    elif isinstance(found, Schedules):
+        _show_all(found)
+    elif isinstance(found, ExecutedSchedule):
+        show_executed(found)
+    else:
+        _show_one(found)
+    for path in (options.svg, options.perfetto, options.csv):
+        if path is not None and not options.json:
+            print(f"wrote {path}")
+    return 0
+
+
+def _show_one(found: Schedule) -> None:
+    from ultrascale.plan.view.draw_schedule import draw_text
+
+    console, timeline = console_for_people(), found.timeline
+    console.print(f"[bold]{found.title}[/bold]\n")
+    names = [f"rank {rank} " for rank in range(len(timeline.schedule))]
+    margin = max(map(len, names))
+    blocks = draw_text(timeline, width=drawing_width(console) - margin, colour=console.color_system is not None)
+    ends = max(1, min(MOST_BLOCKS, MOST_LINES // len(names)) // 2)  # blocks shown at either end
+    for number, block in enumerate(blocks):
+        if ends <= number < len(blocks) - ends:
+            if number == ends:
+                console.print(f"... {len(blocks) - 2 * ends} as long as these; --svg draws all of them\n", style="dim")
+            continue
+        for name, line in zip(names, block, strict=True):
+            console.print(name.ljust(margin), line, sep="", soft_wrap=True)
+        console.print()
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("rank", "stages", "computes", "waits", "", "activations", "for W only"):
+        table.add_column(column, justify="left" if column == "stages" else "right")
+    for row in found.rows():
+        table.add_row(
+            str(row["rank"]), ", ".join(map(str, row["stages"])), _number(row["busy_seconds"]), _number(row["bubble_seconds"]),
+            f"{row['bubble_fraction']:.1%}", str(row["in_flight"]), str(row["in_flight_for_weights"] or ""),
+        )  # fmt: skip
+    console.print(table)
+    console.print(f"\nA step takes {_number(timeline.step_seconds)}; ranks wait {timeline.bubble_fraction:.1%} of it.")
+    console.print("Activations: the most at once, in micro-batches of one stage.")
+
+
+def _show_all(found: Schedules) -> None:
+    console = console_for_people()
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("schedule", "stages a rank", "weights", "step", "waits", "activations kept", "messages"):
+        table.add_column(column, justify="left" if column == "schedule" else "right")
+    for row in found.rows():
+        table.add_row(
+            row["schedule"], str(row["stages_a_rank"]), f"{row['weights']}x", _number(row["step_seconds"]),
+            f"{row['bubble_fraction']:.1%}", f"{row['activations_kept']:.4g}", f"{row['messages']:.3g}",
+        )  # fmt: skip
+    sizes = f"{count_of(found.num_ranks, 'rank')}, {count_of(found.num_micro_batches, 'micro-batch')}"
+    console.print(f"[bold]{sizes}[/bold]\n")
+    console.print(table)
+    console.print("\nActivations: the most at once on the rank that keeps most, in micro-batches of all its stages.")
+    console.print("Messages: sent a micro-batch, the mean of the ranks.")
+
+
+def _number(value: float) -> str:
+    """Four digits, and as many as there are before the point."""
+    return f"{value:.4g}" if value < 1e4 else f"{value:.0f}"

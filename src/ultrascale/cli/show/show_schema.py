@@ -1,0 +1,47 @@
+"""`ultrascale show schema`: the JSON Schemas of run.toml and of what verbs print."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Annotated
+
+import tyro
+
+from ultrascale.api.schemas.json_schema import file_of, names
+from ultrascale.cli.terminal.parse import parse
+from ultrascale.description.problems import Problem, SpecError
+
+
+def show_schema(
+    name: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = (), /
+) -> tuple[str, ...]:
+    """The JSON Schema of run.toml, or of what a verb prints with --json; without a name, where each is kept.
+
+        ultrascale show schema
+
+        ultrascale show schema run.toml
+
+        ultrascale show schema plan
+
+    Args:
+        name: `run.toml`, or what stands in the key `schema` between the bars: `plan` of `ultrascale/plan/1`.
+    """
+    return name
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb."""
+    asked = parse(show_schema, "show schema", arguments)
+    if len(asked) > 1:
+        raise SpecError([Problem("schema", f"names {len(asked)}: {', '.join(asked)}", "Name one at a time.")])
+    if not asked:
+        width = max(map(len, names()))
+        for name in names():
+            print(f"{name:{width}}  {file_of(name)}")
+        return 0
+    if asked[0] not in names():
+        near = get_close_matches(asked[0], names(), n=1)
+        remedy = f"Did you mean {near[0]}?" if near else f"There are {', '.join(names())}."
+        raise SpecError([Problem("schema", f"there is none of {asked[0]!r}", remedy)])
+    print(file_of(asked[0]).read_text(), end="")
+    return 0

@@ -1,0 +1,93 @@
+"""`ultrascale show stacks`: the trainers that can be planned for, and what is known of each."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from dataclasses import asdict
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from ultrascale.api.schemas.stamp import stamped
+from ultrascale.catalogue.stacks.stack_files import StackFile, settings_of, stack_file, stack_names
+from ultrascale.cli.terminal.parse import parse
+from ultrascale.cli.terminal.screen import console_for_people
+from ultrascale.description.problems import Problem, SpecError
+
+
+def stacks(
+    name: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = (), /, json: bool = False
+) -> tuple[tuple[str, ...], bool]:
+    """The trainers that can be planned for; of one of them every setting, with where it was read.
+
+    A setting is changed with `plan --stack NAME --stack.KEY VALUE`, or by a column `stack.KEY` of measured runs.
+
+        ultrascale show stacks
+
+        ultrascale show stacks megatron
+
+    Args:
+        name: One of them.
+        json: Print one JSON object.
+    """
+    return name, json
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb."""
+    names, as_json = parse(stacks, "show stacks", arguments)
+    if len(names) > 1:
+        raise SpecError([Problem("stacks", f"names {len(names)}: {', '.join(names)}", "Name one at a time.")])
+    if as_json:
+        found = {name: stamped("stack", _as_json(stack_file(name))) for name in names or stack_names()}
+        print(jsonlib.dumps(found[names[0]] if names else found, indent=2))
+        return 0
+    console = console_for_people()
+    if names:
+        _one(stack_file(names[0]), console)
+        return 0
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("stack", "what it is", "as read from"):
+        table.add_column(column, overflow="fold")
+    for name in stack_names():
+        table.add_row(name, stack_file(name).title, stack_file(name).release)
+    console.print(table)
+    return 0
+
+
+def _one(file: StackFile, console: Console) -> None:
+    console.print(f"[bold]{file.title}[/bold]\n{file.release}\n", soft_wrap=True, markup=True)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("setting", "value", "from"):
+        table.add_column(column, overflow="fold", no_wrap=column == "setting")
+    for key, value in settings_of(file.stack).items():
+        source = file.sources.get(key, "")
+        table.add_row(f"stack.{key}", _text(value), source or "default", style="" if source else "dim")
+    console.print(table)
+    can = {key: value for key, value in asdict(file.can).items() if value not in ((), False, 1)}
+    console.print("\n[bold]can[/bold]    " + "; ".join(f"{key} {_text(value)}" for key, value in can.items()), soft_wrap=True)
+    usual = {
+        key: value for key, value in asdict(file.usual).items() if value not in ((), None) and not key.startswith("settings")
+    }
+    console.print("[bold]usual[/bold]  " + "; ".join(f"{key} {_text(value)}" for key, value in usual.items()), soft_wrap=True)
+    for key, values in file.usual.settings.items():
+        console.print(f"       {key} differs between its runs: {_text(tuple(values))}", soft_wrap=True)
+    for precision, settings in file.usual.settings_in.items():
+        for key, values in settings.items():
+            console.print(f"       {key} differs between its runs in {precision}: {_text(tuple(values))}", soft_wrap=True)
+
+
+def _as_json(file: StackFile) -> dict:
+    settings = {key: {"value": value, "from": file.sources.get(key)} for key, value in settings_of(file.stack).items()}
+    usual, can = asdict(file.usual), asdict(file.can)
+    return {"title": file.title, "release": file.release, "settings": settings, "usual": usual, "can": can}
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

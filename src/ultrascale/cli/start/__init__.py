@@ -1,0 +1,1 @@
+"""Verbs of a first hour: `demo`, `doctor`, `primer`."""

@@ -1,0 +1,70 @@
+"""`ultrascale doctor`: what this machine has, and what would stop a run on it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from ultrascale.api.schemas.stamp import stamped
+from ultrascale.cli.terminal.parse import parse
+from ultrascale.cli.terminal.screen import console_for_people
+
+if TYPE_CHECKING:
+    from ultrascale.measure.machine.doctor import Finding
+
+
+@dataclass
+class Doctor:
+    """Say what this machine has, and what would stop a training run on it.
+
+    Exit code 0: a run can start here; 1: something would stop it.
+
+    Example: ultrascale doctor --folder /scratch/runs
+    """
+
+    folder: Path = Path(".")
+    """Folder to check: where runs would be written."""
+    gpus: int | None = None
+    """Also stop where there are fewer GPUs than so many, as on a node of a job that has lost one."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print for machines."""
+
+
+def command(arguments: list[str]) -> int:
+    """Parse, examine, print. Returns 1 if a training run would be stopped."""
+    options = parse(Doctor, "doctor", arguments)
+    from ultrascale.measure.machine.doctor import examine
+
+    findings = examine(options.folder, gpus=options.gpus)
+    stops = [found for found in findings if found.state == "stop"]
+    if options.json:
+        document = {"can_train": not stops, "findings": [asdict(found) for found in findings]}
+        print(json.dumps(stamped("doctor", document), indent=2))
+    else:
+        print_report(findings)
+    return 1 if stops else 0
+
+
+def print_report(findings: list[Finding]) -> None:
+    """A table by part, and one sentence."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    marks = {"good": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "stop": "[bold red]stop[/bold red]"}
+    console = console_for_people()
+    for part in dict.fromkeys(found.part for found in findings):
+        table = Table.grid(padding=(0, 2))
+        table.add_column(min_width=4)
+        table.add_column(style="cyan", min_width=15)
+        table.add_column()
+        for found in (found for found in findings if found.part == part):
+            remedy = f"\n[yellow]{escape(found.remedy)}[/yellow]" if found.remedy else ""
+            table.add_row(marks[found.state], found.name, escape(found.value) + remedy)
+        console.print(f"[bold]{part.capitalize()}[/bold]", table, "")
+    stops = sum(found.state == "stop" for found in findings)
+    verdict = f"[bold red]{stops} of these would stop a training run.[/bold red]" if stops else "A run can start here."
+    console.print(verdict)

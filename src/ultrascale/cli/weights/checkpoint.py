@@ -1,0 +1,116 @@
+"""`ultrascale checkpoint list|verify FOLDER`: which checkpoints there are, and whether every byte is as it was saved."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from ultrascale.api.schemas.stamp import stamped
+from ultrascale.cli.terminal.parse import parse
+from ultrascale.cli.terminal.screen import console_for_people
+from ultrascale.cli.terminal.stores import store_of
+from ultrascale.cli.terminal.waiting import waiting
+from ultrascale.config.rules.early import expect_checkpoints
+from ultrascale.description.units import count_of
+
+if TYPE_CHECKING:
+    from ultrascale.checkpoint.listing import Summary
+
+ABOUT = "Which checkpoints a run has, and whether every byte of them is as it was saved."
+
+
+@dataclass
+class List:
+    """List checkpoints: step, size, and whether manifest and file sizes are right (`verify` reads the bytes too).
+
+    Exit code 1 if there are none, or any is damaged.
+
+    Example: ultrascale checkpoint list out/run
+    """
+
+    folder: tyro.conf.Positional[Path]
+    """A run's folder, its `checkpoints`, or one `step-...` in it; or where a run is kept, as in s3://BUCKET/PREFIX/NAME."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print for machines."""
+
+
+@dataclass
+class Verify:
+    """Read every byte of checkpoints and compare with the checksums taken when they were saved.
+
+    Exit code 1 if there are none, or any is damaged.
+
+    Example: ultrascale checkpoint verify out/run/checkpoints/step-00000100
+    """
+
+    folder: tyro.conf.Positional[Path]
+    """A run's folder, its `checkpoints`, or one `step-...` in it; or where a run is kept, as in s3://BUCKET/PREFIX/NAME."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print for machines."""
+
+
+def command(arguments: list[str]) -> int:
+    """Parse, look, print. Returns 1 if any checkpoint is damaged."""
+    options = parse(List | Verify, "checkpoint", arguments, about=ABOUT)
+    if store_of(options.folder) is None:
+        expect_checkpoints(options.folder)
+    found = collect(options.folder, read_all=isinstance(options, Verify))
+    damaged = [one for one in found if one.problem is not None]
+    if options.json:
+        store = store_of(options.folder)
+        places = [str(one.folder) if store is None else store.where(f"checkpoints/{one.folder}") for one in found]
+        checkpoints = [asdict(one) | {"folder": place} for one, place in zip(found, places, strict=True)]
+        document = {"whole": not damaged, "read_all": isinstance(options, Verify), "checkpoints": checkpoints}
+        print(json.dumps(stamped("checkpoints", document), indent=2))
+    else:
+        print_table(found, verified=isinstance(options, Verify))
+    return 1 if damaged else 0
+
+
+def collect(folder: Path, *, read_all: bool) -> list[Summary]:
+    """All summaries; on a terminal, with the folder being read on stderr meanwhile."""
+    found: list[Summary] = []
+    with waiting("reading checkpoints") as doing:
+        from ultrascale.checkpoint.listing import find_checkpoints, summarize
+        from ultrascale.checkpoint.stored import found_in, summarize_stored
+
+        store = store_of(folder)
+        total = len(find_checkpoints(folder) if store is None else found_in(store))
+        for one in summarize(folder, read_all=read_all) if store is None else summarize_stored(store, read_all=read_all):
+            found.append(one)
+            doing(f"reading {count_of(total, 'checkpoint')}, {len(found)} done")
+    return found
+
+
+def print_table(found: list[Summary], *, verified: bool) -> None:
+    """A line for each checkpoint; then what is wrong, in full."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ultrascale.description.units import format_bytes
+
+    good = "[green]verified[/green]" if verified else "[green]complete[/green]"
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("checkpoint", no_wrap=True)
+    for title in ("size", "shards", "tensors"):
+        table.add_column(title, justify="right")
+    table.add_column("saved")
+    table.add_column("state", no_wrap=True)
+    for one in found:
+        state = good if one.problem is None else "[bold red]damaged[/bold red]"
+        if one.bytes is None or one.saved_at is None:
+            cells = ["?", "?", "?", "?"]
+        else:
+            saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.saved_at))
+            cells = [format_bytes(one.bytes), str(one.shards), str(one.tensors), saved]
+        table.add_row(escape(one.folder.name), *cells, state)
+    console = console_for_people()
+    console.print(table)
+    for one in found:
+        if one.problem is not None:
+            console.print(f"\n[red]{escape(one.problem)}[/red]", soft_wrap=True)

@@ -1,0 +1,58 @@
+"""`ultrascale convert`: a foreign checkpoint in pickles as a folder of safetensors."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from ultrascale.api.schemas.stamp import stamped
+from ultrascale.cli.terminal.parse import parse
+from ultrascale.description.units import count_of
+
+
+def convert(
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")],
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")],
+    /,
+    overwrite: bool = False,
+    unconfined: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+) -> int:
+    """Make a folder of safetensors from a checkpoint in pickles (.bin, .pt, .pth, .ckpt), which nothing else here reads.
+
+    A pickle is a program. It is read in a process that can open no file, connect to nothing and start or signal nothing, with
+    bounded memory and time, and only what can be a tensor is taken.
+
+    Example: ultrascale convert downloads/old-model models/old-model
+
+    Args:
+        source: A folder with pytorch_model.bin (or its index and shards), or one file.
+        out: The folder to make. It appears whole or not at all.
+        overwrite: Replace OUT if it is an earlier export; nothing else is ever replaced.
+        unconfined: Read it also where the kernel cannot confine the process (no seccomp filter). Only for files you trust.
+        json: Print one JSON object.
+    """
+    from ultrascale.models.files.convert import convert as converted
+
+    done = converted(source, out, overwrite=overwrite, unconfined=unconfined)
+    if json:
+        print(jsonlib.dumps(stamped("convert", asdict(done) | {"folder": str(done.folder)})))
+        return 0
+    print(f"{source} -> {done.folder}: {count_of(done.tensors, 'tensor')} of {count_of(done.files, 'pickle')}")
+    print(f"read in a process confined by: {', '.join(done.confined_by)}")
+    if "seccomp filter" not in done.confined_by:
+        print("warning: without a seccomp filter it could open files, connect and signal, had the file been hostile")
+    if done.left_out:
+        print(f"left out, being no tensors: {', '.join(done.left_out[:10])}")
+    if not done.has_config:
+        print("there is no config.json beside it: put one into the folder before `ultrascale import`")
+    return 0
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb; returns its exit code."""
+    return parse(convert, "convert", arguments)

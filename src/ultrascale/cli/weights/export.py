@@ -1,0 +1,118 @@
+"""`ultrascale export`: a checkpoint as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from ultrascale.api.schemas.stamp import stamped
+from ultrascale.cli.terminal.parse import parse
+from ultrascale.cli.terminal.stores import brought, sent, store_of
+from ultrascale.cli.terminal.waiting import waiting
+from ultrascale.cli.weights.opening import expect_folder, open_and_tell
+
+
+def export(
+    checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")],
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")],
+    /,
+    precision: Literal["as-is", "fp32", "bf16"] = "as-is",
+    max_shard_gb: float = 5.0,
+    tokenizer: Path | None = None,
+    overwrite: bool = False,
+    push_to_hub: str | None = None,
+    public: bool = False,
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+) -> int:
+    """Write a checkpoint as a folder that transformers, vLLM and llama.cpp read: safetensors, config.json, tokenizer.
+
+    Example: ultrascale export out/demo exported --precision bf16
+
+    Args:
+        checkpoint: A run folder (its newest whole checkpoint), one checkpoint, or another Hugging Face folder; s3://... too.
+        out: The folder to make. It appears whole or not at all. In a store (s3://...) config.json appears last.
+        precision: Dtype of the weights written; as-is: that of the folder the run was imported from, else of the checkpoint.
+        max_shard_gb: Weights are split into files of at most this many GB (10^9 bytes).
+        tokenizer: A tokenizer.json to go along, if the one of the run's data is elsewhere.
+        overwrite: Replace OUT if it is an earlier export; nothing else is ever replaced.
+        push_to_hub: Upload OUT as this model of the Hugging Face Hub, USER/NAME, with a card. Private, if it is new.
+        public: A model that is new on the Hub is for everybody.
+        json: Print one JSON object.
+    """
+    if store_of(checkpoint) is None:
+        expect_folder(checkpoint)
+    from ultrascale.description.problems import Problem, SpecError
+
+    if not 0 < max_shard_gb < float("inf"):
+        raise SpecError([Problem("max_shard_gb", f"must be a number above 0, is {max_shard_gb}", "5 is usual.")])
+    if push_to_hub is not None:
+        from ultrascale.models.hub import expect_pushable
+
+        expect_pushable(push_to_hub)
+    elif public:
+        raise SpecError([Problem("--public", "is about --push-to-hub, which is not given", "Give both, or neither.")])
+    with waiting("exporting"):
+        return _exported(checkpoint, out, precision, max_shard_gb, tokenizer, overwrite, push_to_hub, public, json)
+
+
+def _exported(
+    checkpoint: Path,
+    out: Path,
+    precision: Literal["as-is", "fp32", "bf16"],
+    max_shard_gb: float,
+    tokenizer: Path | None,
+    overwrite: bool,
+    push_to_hub: str | None,
+    public: bool,
+    json: bool,
+) -> int:
+    from ultrascale.description.architecture.weights import num_parameters
+    from ultrascale.models.files.huggingface import export_folder
+    from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE
+
+    address = None
+    with brought(checkpoint) as here, sent(out, overwrite=overwrite) as target:
+        trained = open_and_tell(here)
+        dtype = trained.dtype if precision == "as-is" else TORCH_DTYPE[precision]
+        folder = export_folder(
+            trained.weights,
+            trained.model,
+            target,
+            tokenizer=tokenizer or trained.tokenizer,
+            dtype=dtype,
+            max_shard_bytes=int(max_shard_gb * 10**9),
+            overwrite=overwrite,
+            source=here,
+        )
+        if push_to_hub is not None:
+            from ultrascale.models.hub import model_card, push
+            from ultrascale.train.folder.card import training_facts
+
+            facts = training_facts(here, trained.steps_done)
+            address = push(folder, push_to_hub, card=model_card(trained.model, push_to_hub, facts), public=public)
+    to = store_of(out)
+    folder = folder if to is None else to.url
+    written = str(dtype or next(iter(trained.weights.values())).dtype).removeprefix("torch.")
+    parameters, has_tokenizer = num_parameters(trained.model), (tokenizer or trained.tokenizer) is not None
+    if json:
+        print(jsonlib.dumps(stamped("export", {
+            "source": str(trained.source), "folder": str(folder), "num_parameters": parameters, "dtype": written,
+            "tokenizer": has_tokenizer, "pushed_to": address,
+        })))  # fmt: skip
+    else:
+        print(f"{trained.source} -> {folder}: {parameters:,} parameters, {trained.model.model_type}, {written}")
+        if precision == "as-is" and trained.dtype is not None:
+            print(f"{written} is what the run was imported from; --precision fp32 writes what it was trained in")
+        if address is not None:
+            print(f"pushed to {address}: say in its card what it was trained on, and under which licence it may be used")
+        if not has_tokenizer:
+            print("no tokenizer went along: none was found with the run's data; --tokenizer names one")
+    return 0
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb; returns its exit code."""
+    return parse(export, "export", arguments)

@@ -1,0 +1,183 @@
+"""`ultrascale generate`: sample text from a checkpoint or an exported folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json as jsonlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from ultrascale.api.schemas.stamp import stamped
+from ultrascale.cli.terminal.parse import parse
+from ultrascale.cli.weights.opening import expect_folder, open_and_tell
+from ultrascale.config.rules.early import device_problems
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.models.sampling import Sampling
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from ultrascale.train.start.trained import Trained
+
+
+def generate(
+    folder: Annotated[Path, tyro.conf.Positional],
+    /,
+    prompt: str = "",
+    max_new_tokens: int = 128,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    tokenizer: Path | None = None,
+    precision: Literal["fp32", "bf16"] = "fp32",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+) -> int:
+    """Continue a prompt with a trained model.
+
+    Example: ultrascale generate out/demo --prompt "def main(" --max-new-tokens 64
+
+    Args:
+        folder: A run folder (its newest whole checkpoint), one checkpoint, or a Hugging Face folder.
+        prompt: The text to continue. Empty: a new document.
+        max_new_tokens: Stop after this many tokens, or earlier at the end of a document.
+        temperature: Below 1 likelier tokens are preferred; 0 always takes the likeliest.
+        top_k: Draw from the k likeliest tokens only.
+        top_p: Draw only from the likeliest tokens that together reach this probability.
+        seed: The same seed gives the same text.
+        tokenizer: A tokenizer.json, if the one that goes with the model is elsewhere.
+        precision: Dtype of weights and activations.
+        device: auto: CUDA when there is one.
+        json: Print one JSON object.
+    """
+    expect_folder(folder)
+    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
+    _expect_none([*sampling.problems(), *_text_problems(prompt), *device_problems(device), *_file_problems(tokenizer)])
+    import torch
+    from tokenizers.decoders import DecodeStream
+
+    from ultrascale.models.generate import generate as continue_text
+    from ultrascale.models.generate import prompt_problems
+    from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE
+
+    _expect_none(_device_problems(device))
+    trained = open_and_tell(folder)
+    file = _tokenizer_file(trained, tokenizer)
+    vocabulary, stop = _read_tokenizer(file)
+    ids = vocabulary.encode(prompt).ids if prompt else _document_start(stop)
+    _expect_none(_vocabulary_problems(trained, file, vocabulary) or prompt_problems(trained.model, ids))
+    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    decoder = trained.decoder(dtype=TORCH_DTYPE[precision], device=where)
+    new_ids: list[int] = []
+    pieces: list[str] = []
+    stream = DecodeStream(skip_special_tokens=False)
+    _write(prompt, silent=json)
+    for token in continue_text(decoder, ids, replace(sampling, stop_token=stop)):
+        new_ids.append(token)
+        pieces.append(stream.step(vocabulary, token) or "")  # None: only some bytes of a character are there yet
+        _write(pieces[-1], silent=json)
+    _write("\n", silent=json)
+    if json:
+        result = {"source": str(trained.source), "prompt": prompt, "text": "".join(pieces), "tokens": new_ids}
+        print(jsonlib.dumps(stamped("generate", result)))
+    return 0
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb; returns its exit code."""
+    return parse(generate, "generate", arguments)
+
+
+def _expect_none(problems: list[Problem]) -> None:
+    if problems:
+        raise SpecError(problems)
+
+
+def _text_problems(prompt: str) -> list[Problem]:
+    """Python reads bytes of the command line that are no text as lone surrogates, which no tokenizer takes."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        return [Problem("prompt", f"must be UTF-8, but character {error.start + 1} is not", "Check the terminal's encoding.")]
+    return []
+
+
+def _file_problems(tokenizer: Path | None) -> list[Problem]:
+    if tokenizer is None or tokenizer.is_file():
+        return []
+    return [Problem("tokenizer", f"there is no file {tokenizer}", "Name a tokenizer.json.")]
+
+
+def _device_problems(device: str) -> list[Problem]:
+    import torch
+
+    if device != "cuda" or torch.cuda.is_available():
+        return []
+    return [Problem("device", "is cuda, but torch finds no CUDA device", "--device cpu; `ultrascale doctor` says more.")]
+
+
+def _tokenizer_file(trained: Trained, given: Path | None) -> Path:
+    from ultrascale.models.files.tokenizer_files import find_tokenizer
+
+    if given is None and trained.tokenizer is None:
+        rule = f"is not given, and none goes with {trained.source}"
+        raise SpecError([Problem("tokenizer", rule, "Name a tokenizer.json with --tokenizer.")])
+    return find_tokenizer(given or trained.tokenizer or "")
+
+
+def _read_tokenizer(file: Path) -> tuple[Tokenizer, int | None]:
+    """The tokenizer, and the token that ends a document if it has one."""
+    from ultrascale.data.tokenizer import load_tokenizer
+    from ultrascale.models.files.tokenizer_files import special_tokens
+
+    end = special_tokens(file).get("eos")
+    return load_tokenizer(file), end[1] if end else None
+
+
+def _vocabulary_problems(trained: Trained, file: Path, vocabulary: Tokenizer) -> list[Problem]:
+    """Why the ids of `vocabulary` are not those the model was trained on; a mere difference in number is told on stderr."""
+    remedy = "Use the tokenizer that the model was trained with."
+    size, known = max(vocabulary.get_vocab().values(), default=-1) + 1, trained.model.vocab_size
+    if size > known:
+        return [Problem(str(file), f"has {size} ids, but the model's vocabulary has {known}", remedy)]
+    expected = _fingerprints(trained)
+    if expected and hashlib.sha256(file.read_bytes()).hexdigest() not in expected:
+        return [Problem(str(file), f"is not the tokenizer of {trained.source} (its fingerprint differs)", remedy)]
+    if size < known:
+        print(f"ultrascale: {file} has {size} ids, the model {known}: the rest cannot be written as text", file=sys.stderr)
+    return []
+
+
+def _fingerprints(trained: Trained) -> set[str]:
+    """Fingerprints of the tokenizer that made the training data, from its manifests; or else of the file that goes with the
+    model."""
+    from ultrascale.config.resolve import run_from_toml
+    from ultrascale.data.manifest import NAME, load_manifest
+    from ultrascale.train.folder.facts import read_facts
+
+    if trained.steps_done is not None:
+        run = run_from_toml(read_facts(trained.source)["run"], where=f"{trained.source}, metadata")
+        prepared = [Path(source.path) for source in run.data.sources if (Path(source.path) / NAME).exists()]
+        if prepared:
+            return {load_manifest(folder).tokenizer.fingerprint for folder in prepared}
+    return set() if trained.tokenizer is None else {hashlib.sha256(trained.tokenizer.read_bytes()).hexdigest()}
+
+
+def _document_start(stop: int | None) -> list[int]:
+    """A new document follows the end of another one."""
+    if stop is None:
+        rule = "is empty, and the tokenizer has no token that ends a document"
+        raise SpecError([Problem("prompt", rule, 'Give a text to continue, such as --prompt "Once".')])
+    return [stop]
+
+
+def _write(text: str, *, silent: bool) -> None:
+    """Text appears as it is made."""
+    if not silent:
+        sys.stdout.write(text)
+        sys.stdout.flush()

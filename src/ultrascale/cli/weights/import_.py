@@ -1,0 +1,49 @@
+"""`ultrascale import`: a Hugging Face folder as the first checkpoint of a run."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from ultrascale.api.schemas.stamp import stamped
+from ultrascale.cli.terminal.parse import parse_with_overrides
+
+
+def import_(
+    folder: Annotated[Path, tyro.conf.Positional],
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")],
+    /,
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+) -> tuple[Path, str, bool]:
+    """Make the weights of a Hugging Face folder the state of a run before its first step; `ultrascale train` goes on from them.
+
+    The run's model must be that of the folder: `[model] path = "FOLDER"`. Any setting can follow as a dotted flag.
+
+    Example: ultrascale import models/smollm2-135m continue.toml --name continued
+
+    Args:
+        folder: A folder with config.json and safetensors weights. Pickle files are never read.
+        run: The run's TOML file.
+        json: Print one JSON object.
+    """
+    return folder, run, json
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb; returns its exit code."""
+    parsed, overrides = parse_with_overrides(import_, "import", arguments)
+    folder, path, as_json = parsed
+    from ultrascale.config.resolve import resolve
+    from ultrascale.train.start.trained import import_as_first_checkpoint
+
+    run = resolve(path, overrides, require_data=True).run
+    checkpoint = import_as_first_checkpoint(folder, run)
+    if as_json:
+        print(jsonlib.dumps(stamped("import", {"source": str(folder), "checkpoint": str(checkpoint)})))
+    else:
+        print(f"{folder} -> {checkpoint}\nnow: ultrascale train {shlex.join([path, *overrides])}")
+    return 0

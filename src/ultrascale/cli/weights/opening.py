@@ -1,0 +1,36 @@
+"""Opening of trained weights for `generate` and `export`, with a warning about newer ones that had to be passed over."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ultrascale.config.rules.early import has_checkpoints
+from ultrascale.description.problems import Problem, SpecError
+
+if TYPE_CHECKING:
+    from ultrascale.train.start.trained import Trained
+
+
+def expect_folder(path: Path) -> None:
+    """Raise SpecError if there is no folder at `path`, or nothing in it, before seconds go by with importing torch."""
+    remedy = "Give a checkpoint, a run folder, or a Hugging Face folder."
+    if not path.is_dir():
+        raise SpecError([Problem(str(path), "is no folder", remedy)])
+    if not ((path / "config.json").exists() or has_checkpoints(path)):
+        raise SpecError([Problem(str(path), "holds neither config.json with weights nor a checkpoint", remedy)])
+
+
+def open_and_tell(path: Path) -> Trained:
+    """`open_trained`; a line on stderr for every newer checkpoint of the run that is damaged, naming the step used instead."""
+    from ultrascale.checkpoint import damaged_after
+    from ultrascale.train.start.trained import open_trained
+
+    trained = open_trained(path)
+    named = trained.steps_done is None or trained.source == path
+    for damaged in () if named else damaged_after(trained.source):
+        reason = damaged.reason.replace("\n", "; ")
+        line = f"ultrascale: {damaged.folder.name} is damaged, using {trained.source.name} instead: {reason}"
+        print(line, file=sys.stderr)
+    return trained

@@ -1,0 +1,147 @@
+"""Layers of dotted keys, each value with its origin: TOML files with `extends`, then flags. The last layer wins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ultrascale.config.schema import BAD, STAND_INS, At, convert, leaves, sections, unknown_key
+from ultrascale.description.parsing import MOST_TOML, key_lines, parse_toml, read_bounded
+from ultrascale.description.problems import MOST_TOLD, Problem
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A value as it was written."""
+
+    value: Any
+    origin: str
+    """`run.toml:12`, `flag`, `preset llama-3-8b`."""
+    text: bool = False
+    """True if the value is text from a command line, to be parsed as the field's type."""
+
+
+@dataclass
+class Layer:
+    """The keys that one file, or the command line, gives."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    tables: list[str] = field(default_factory=list)
+    """Sections that are written as tables, also those without a key."""
+
+
+def read_files(path: Path, problems: list[Problem], *, chain: tuple[Path, ...] = ()) -> list[Layer]:
+    """The layers of a TOML file, those it extends first."""
+    if path.is_dir() and (path / "run.toml").is_file():
+        path = path / "run.toml"
+    text = _file_text(path, problems, asked_by=chain[-1] if chain else None)
+    if text is None:
+        return []
+    return read_text(text, path, problems, chain=chain)
+
+
+def read_text(text: str, path: Path, problems: list[Problem], *, chain: tuple[Path, ...] = ()) -> list[Layer]:
+    """The layers of a TOML text that is at, or as if at, `path`; those it extends first."""
+    try:
+        values = parse_toml(text)
+    except ValueError as error:
+        line = re.search(r"line (\d+)", str(error))
+        place = f"{path}:{line[1]}" if line else str(path)
+        problems.append(Problem(place, f"is not TOML: {error}", "Repair this line."))
+        return []
+    lines = key_lines(text)
+    lower: list[Layer] = []
+    if "extends" in values:
+        lower = _extended(path, values.pop("extends"), f"{path}:{lines.get('extends', 1)}", problems, chain)
+    layer = Layer()
+    _flatten(values, "", lambda key: f"{path}:{lines[key]}" if key in lines else str(path), layer, problems)
+    return [*lower, layer]
+
+
+def read_flags(overrides: Sequence[str] | Mapping[str, Any], problems: list[Problem]) -> Layer:
+    """The layer of `--layout.dp 4`, `--layout.dp=4`, `--compile`, or of a mapping from keys to values."""
+    layer = Layer()
+    if isinstance(overrides, Mapping):
+        for key, value in overrides.items():
+            _add(key, Entry(value, "flag", text=isinstance(value, str)), layer, problems)
+        return layer
+    words = list(overrides)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--") or word == "--":
+            problems.append(Problem(word, "is not a flag", "Write --section.key value, such as --layout.dp 2.", "flag"))
+            continue
+        key, equals, value = word[2:].partition("=")
+        key = key.replace("-", "_")
+        if not equals:
+            value = words.pop(0) if words and not words[0].startswith("--") else None
+        if key in layer.entries:
+            problems.append(Problem(key, "is given twice", "Keep one of the two.", "flag"))
+        elif value is None and not (key in leaves() and leaves()[key].kind is bool):
+            known = key in leaves() or key in STAND_INS
+            missing = Problem(key, "has no value", f"Write --{key} VALUE.", "flag")
+            problems.append(missing if known else unknown_key(key, "flag"))
+        else:
+            _add(key, Entry(value if value is not None else "true", "flag", text=True), layer, problems)
+    return layer
+
+
+def _file_text(path: Path, problems: list[Problem], *, asked_by: Path | None) -> str | None:
+    where = f"{asked_by}, extends" if asked_by else ""
+    try:
+        return read_bounded(path, MOST_TOML, encoding="utf-8-sig")
+    except FileNotFoundError:
+        near = (
+            sorted(str(p) for p in path.parent.glob("*.toml") if p.name != "pyproject.toml")[:5] if path.parent.is_dir() else []
+        )
+        remedy = f"There are {', '.join(near)}." if near else "Give the path of a TOML file."
+        problems.append(Problem(str(path), "there is no such file", remedy, where))
+    except UnicodeDecodeError as error:
+        problems.append(Problem(str(path), f"is not UTF-8 at byte {error.start}", "Save it as UTF-8.", where))
+    except IsADirectoryError:
+        remedy = "Give a TOML file, or the folder of a run that has started."
+        problems.append(Problem(str(path), "is a folder without run.toml", remedy, where))
+    except OSError as error:
+        problems.append(Problem(str(path), f"cannot be read: {error.strerror}", "Give the path of a TOML file.", where))
+    return None
+
+
+def _extended(path: Path, target: Any, where: str, problems: list[Problem], chain: tuple[Path, ...]) -> list[Layer]:
+    if convert(target, str, At("extends", where, False, problems)) is BAD:
+        return []
+    other = path.parent / target
+    links = (*chain, path)
+    if other.resolve() in [link.resolve() for link in links]:
+        circle = " -> ".join(str(link) for link in (*links, other))
+        problems.append(Problem("extends", f"goes in a circle: {circle}", "Remove one of them.", where))
+        return []
+    return read_files(other, problems, chain=links)
+
+
+def _flatten(values: Mapping[str, Any], prefix: str, origin, layer: Layer, problems: list[Problem]) -> None:
+    for name, value in values.items():
+        key = prefix + name
+        if isinstance(value, dict) and key in sections():
+            layer.tables.append(key)
+            _flatten(value, f"{key}.", origin, layer, problems)
+        else:
+            _add(key, Entry(value, origin(key)), layer, problems)
+
+
+def _add(key: str, entry: Entry, layer: Layer, problems: list[Problem]) -> None:
+    """Adds one entry, or notes that its key does not exist. A section may be given as a mapping, an optional one as none."""
+    if key in leaves() or key in STAND_INS:
+        layer.entries[key] = entry
+    elif key in sections() and isinstance(entry.value, Mapping):
+        for name, value in entry.value.items():
+            _add(f"{key}.{name}", Entry(value, entry.origin), layer, problems)
+    elif key == "model.rope_scaling" and entry.value in (None, "none"):
+        layer.entries[key] = entry
+    elif key in sections():
+        rule = f"must be a table, is {entry.value!r}"
+        problems.append(Problem(key, rule, f"Write [{key}] and its keys below.", entry.origin))
+    else:
+        problems.append(unknown_key(key, entry.origin, hints=len(problems) < MOST_TOLD))

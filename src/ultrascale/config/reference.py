@@ -1,0 +1,155 @@
+"""Every key of a description in a line: type, unit, default, allowed values, and what it is. Read off the dataclasses of a run,
+their docstrings and `config.ranges`; `ultrascale show keys` and docs/reference.md print it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from ultrascale.config.described import docs_of
+from ultrascale.config.ranges import MOST, limits_of
+from ultrascale.config.schema import BYTE_KEYS, LENGTH_KEYS, TOKEN_KEYS, leaves
+from ultrascale.description.run import Run
+from ultrascale.description.sections.launch import Launch
+
+STAND_INS = {
+    "model.preset": ("text", "A model known by name (`ultrascale show models`)."),
+    "model.path": ("text", "A Hugging Face folder, or its config.json, whose model is taken."),
+    "batch.tokens_per_batch": ("whole number", "The batch in tokens, such as \"4M\", in place of `sequences_per_batch`."),
+    "extends": ("text", "Another TOML file whose keys hold where this one says nothing; relative to this file."),
+}  # fmt: skip
+"""Keys that stand for others, with their type and what they are."""
+UNITS = {
+    "tokens": (*TOKEN_KEYS, *LENGTH_KEYS),
+    "sequences": ("sequences_per_batch", "micro_batch_size", "sequences"),
+    "steps": ("steps", "keep_every_steps"),
+    "islands": ("count",),
+    "ranks": ("dp", "dp_shard", "tp", "cp", "cp_heads", "pp", "ep", "expert_tp"),
+    "layers": ("num_hidden_layers", "max_window_layers", "first_k_dense_replace", "layers_per_bucket", "recompute_every"),
+    "bytes": BYTE_KEYS,
+}
+ENDINGS = {"_seconds": "seconds", "_steps": "steps", "_bytes": "bytes", "_tokens": "tokens"}
+KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a description."""
+
+    key: str
+    """Dotted: `layout.dp` is `dp` in the table [layout], and `--layout.dp` on a command line."""
+    kind: str
+    """`whole number`, `text`, ..."""
+    unit: str
+    """`tokens`, `seconds`, ...; empty where it has none."""
+    default: str
+    """As it is written in TOML; empty where it must be given, or stands for other keys."""
+    allowed: str
+    """Choices, or a range; empty where anything of its type goes."""
+    about: str
+    """Description, on one line."""
+
+
+def keys(word: str = "") -> list[Key]:
+    """All keys in the order of a description, or those whose name has `word` in it; of none such, whose text has."""
+    found = [_stand_in(key) for key in ("extends", "model.preset", "model.path")]
+    for leaf_key in leaves():
+        found.append(_of_leaf(leaf_key))
+        if leaf_key == "batch.sequences_per_batch":
+            found.append(_stand_in("batch.tokens_per_batch"))
+    word = word.lower().replace("-", "_").removeprefix("__")
+    return [one for one in found if word in one.key] or [one for one in found if word in one.about.lower()]
+
+
+def about() -> dict[str, str]:
+    """Description of each key and table of a run and of `[launch]`, by dotted name."""
+    launch = {"launch": (Launch.__doc__ or "").partition("\n")[0]}
+    return {**dict(_about(Run, "")), **launch, **dict(_about(Launch, "launch."))}
+
+
+def choices_of(kind: Any) -> tuple[Any, ...]:
+    """The values of a type that is a choice; empty for any other."""
+    inner = _inner(kind)
+    return get_args(inner) if get_origin(inner) is Literal else ()
+
+
+def _of_leaf(key: str) -> Key:
+    leaf = leaves()[key]
+    inner, choices, limits = _inner(leaf.kind), choices_of(leaf.kind), limits_of(key)
+    allowed = ", ".join(map(str, choices)) or _range(limits)
+    return Key(key, _kind(inner), _unit(key, inner), _default(leaf.default), allowed, about().get(key, ""))
+
+
+def _stand_in(key: str) -> Key:
+    kind, what = STAND_INS[key]
+    return Key(key, kind, "tokens" if key.endswith("tokens_per_batch") else "", "", "", what)
+
+
+def _about(kind: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    hints, docs = get_type_hints(kind), docs_of(kind)
+    for field in fields(kind):
+        inner = _inner(hints[field.name])
+        if is_dataclass(inner):
+            yield prefix + field.name, (inner.__doc__ or "").partition("\n")[0]
+            yield from _about(inner, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, docs.get(field.name, "")
+
+
+def _inner(kind: Any) -> Any:
+    """A type without its None."""
+    given = [one for one in get_args(kind) if one is not NoneType]
+    return given[0] if NoneType in get_args(kind) and len(given) == 1 else kind
+
+
+def _kind(inner: Any) -> str:
+    if get_origin(inner) is tuple:
+        item = get_args(inner)[0]
+        if is_dataclass(item):
+            return f"list of tables with {', '.join(field.name for field in fields(item))}"
+        return f"list of {_plural(_kind(_inner(item)))}"
+    return "choice" if get_origin(inner) is Literal else KINDS.get(inner, "text")
+
+
+def _plural(kind: str) -> str:
+    return kind if kind == "text" else f"{kind}s"
+
+
+def _unit(key: str, inner: Any) -> str:
+    last = key.rpartition(".")[2]
+    if inner not in (int, float):
+        return ""
+    named = next((unit for unit, names in UNITS.items() if last in names), "")
+    return named or next((unit for ending, unit in ENDINGS.items() if last.endswith(ending)), "")
+
+
+def _default(value: Any) -> str:
+    if value is MISSING:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_default, value)) + "]"
+    return (
+        "none" if value is None else f'"{value}"' if isinstance(value, str) else f"{value:g}" if _short(value) else str(value)
+    )
+
+
+def _short(value: Any) -> bool:
+    return isinstance(value, float) and float(f"{value:g}") == value
+
+
+def _range(limits: dict[str, float]) -> str:
+    """`1 to 2048`, `at least 0`, `above 0, at most 2e+06`."""
+    low, high = limits.get("minimum"), limits.get("maximum")
+    if high is not None and high >= MOST:
+        high = None
+    if low is not None and high is not None and "exclusiveMaximum" not in limits:
+        return f"{low:,} to {high:,}"
+    words = [f"above {limits['exclusiveMinimum']}"] if "exclusiveMinimum" in limits else []
+    words += [f"at least {low}"] if low is not None else []
+    words += [f"below {limits['exclusiveMaximum']}"] if "exclusiveMaximum" in limits else []
+    words += [f"at most {high:,.0f}"] if high is not None else []
+    return ", ".join(words)

@@ -1,0 +1,370 @@
+"""Resolution into a `Run`: files, presets and flags in, every value with its origin out, all mistakes reported at once.
+
+    default  <  preset or config.json  <  file that is extended  <  file  <  flag
+
+A preset (or path) names a whole model, so it replaces what lower layers say about the model; fields beside it or above it
+change it. `batch.tokens_per_batch` stands for `sequences_per_batch`. Paths of corpora and models are relative to where the
+command is run; `extends` is relative to its file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ultrascale.catalogue.models.model_presets import PRESETS, preset
+from ultrascale.config.layers import Entry, Layer, read_files, read_flags, read_text
+from ultrascale.config.ranges import MOST, range_problem
+from ultrascale.config.rules.run_rules import run_problems
+from ultrascale.config.run_toml import to_toml
+from ultrascale.config.schema import BAD, At, convert, leaves
+from ultrascale.description.architecture.families import FAMILIES
+from ultrascale.description.architecture.model import Model, RopeScaling
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Batch, Checkpoint, Data, Evaluation, Faults, Log, LossScale, Optimizer, RampStage, Run
+from ultrascale.description.sections.islands import Islands, Outer
+from ultrascale.description.sections.launch import Kubernetes, Launch, SkyPilot, Slurm
+from ultrascale.description.sections.trackers import Mlflow, Tensorboard, Trackio, Wandb, sinks_named
+from ultrascale.description.units import UnitError, parse_tokens
+
+__all__ = ["Resolved", "resolve", "run_from_toml", "sequences_for_tokens", "to_toml"]
+
+_SECTIONS = {
+    "layout": Layout, "batch": Batch, "data": Data, "optimizer": Optimizer, "loss_scale": LossScale, "checkpoint": Checkpoint,
+    "evaluation": Evaluation, "faults": Faults,
+}  # fmt: skip
+_TRACKERS = {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio, "tensorboard": Tensorboard}
+# A batch given as about 4M tokens may be moved this far to a size that divides among the ranks.
+_WRITE_TOKENS = "Write 4M, 4Mi or 4194304."
+_BATCH_TOLERANCE = 0.1
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A run, how it is launched, and where each value came from."""
+
+    run: Run
+    provenance: dict[str, str]
+    """Dotted key -> `default`, `runs/a.toml:12`, `preset llama-3-8b`, `flag`, `derived ...`."""
+    launch: Launch = field(default_factory=Launch)
+
+
+def resolve(
+    path: str | Path | None = None,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    require_data: bool = False,
+    processes: int | None = None,
+    processes_flag: str = "--processes",
+) -> Resolved:
+    """The run that a TOML file (or a run folder, or nothing) and overrides describe.
+
+    `overrides` are command-line words (`["--layout.dp", "4", "--compile"]`) or a mapping from dotted keys to values; `defaults`
+    stand in place of the fields' own, below file and overrides.
+    `require_data` demands a corpus to train on, and what the trainer runs. `processes`: of the whole run; those that the other
+    axes leave are data parallel; `processes_flag` is the word that said so. Raises SpecError with every mistake found.
+    """
+    problems: list[Problem] = []
+    layers = [] if path is None else read_files(Path(path), problems)
+    if path is not None and not layers:
+        raise SpecError(problems)  # without its file, the rest would only be noise
+    asked = None if processes is None else (processes, processes_flag)
+    layers = [Layer({key: Entry(value, "default") for key, value in (defaults or {}).items()}), *layers]
+    return _resolve([*layers, read_flags(overrides, problems)], problems, require_data=require_data, processes=asked)
+
+
+def run_from_toml(text: str, *, where: str = "run.toml") -> Run:
+    """The run of a TOML text, such as `to_toml` writes. Raises SpecError, pointing at lines of `where`."""
+    problems: list[Problem] = []
+    layers = read_text(text, Path(where), problems)
+    if not layers:
+        raise SpecError(problems)
+    return _resolve(layers, problems).run
+
+
+class UnfitBatchError(UnitError):
+    """A batch of so many tokens is no whole number of sequences; the message names the nearest that are."""
+
+
+def sequences_for_tokens(tokens: str | int, sequence_length: int, *, multiple: int = 1) -> int:
+    """Sequences of a batch of `tokens`: a multiple of `multiple` (data-parallel ranks x micro-batch size).
+
+    A number must fit exactly. One with a suffix, such as "4M", means about that many and is brought to the nearest multiple,
+    at most a tenth away. Raises UnfitBatchError naming the nearest sizes that fit, and UnitError if `tokens` is no quantity.
+    """
+    unit = sequence_length * multiple
+    count = parse_tokens(tokens) if isinstance(tokens, str) else tokens
+    if count > MOST:
+        raise UnitError(f"must be at most 2^53 tokens, is {tokens}")
+    near = max(1, round(count / unit))
+    exact = isinstance(tokens, int) or tokens.replace("_", "").replace(",", "").strip().isdigit()
+    if count == near * unit or (not exact and abs(near * unit - count) <= _BATCH_TOLERANCE * count):
+        return near * multiple
+    options = sorted({max(1, count // unit) * unit, (count // unit + 1) * unit})
+    raise UnfitBatchError(
+        f"{tokens} tokens are not a whole number of sequences of {sequence_length} on every rank and micro-batch"
+        f" ({multiple} at a time); nearest: {' or '.join(map(str, options))} tokens"
+    )
+
+
+def _resolve(
+    layers: list[Layer], problems: list[Problem], *, require_data: bool = False, processes: tuple[int, str] | None = None
+) -> Resolved:
+    entries = _model_entries(layers, problems) | _other_entries(layers, problems)
+    values, bad = _convert_all(entries, problems)
+    provenance = {key: entries[key].origin if key in entries else "default" for key in leaves()}
+    if processes is not None:
+        _share_processes(*processes, entries, values, provenance, bad, problems)
+    _fit_default_length(values, provenance)
+    _batch_from_tokens(entries, values, provenance, bad, problems)
+    if "log.sinks" not in entries and (sinks := sinks_named([*entries, *(key for layer in layers for key in layer.tables)])):
+        values["log.sinks"], provenance["log.sinks"] = sinks, f"derived from [log.{sinks[0]}]"
+    run, launch = _build(values, bad, problems, entries), _build_launch(values, bad)
+    found = _section_problems(run, bad)
+    bad |= {problem.key for problem in found}
+    found += [*run_problems(run, require_data=require_data, without=frozenset(bad)), *launch.problems()]
+    problems += [_placed(problem, provenance) for problem in found]
+    if problems:
+        raise SpecError(problems)
+    return Resolved(run, provenance, launch)
+
+
+def _other_entries(layers: list[Layer], problems: list[Problem]) -> dict[str, Entry]:
+    """The last word on every key outside the model. Of two ways to give the batch, the later layer's counts."""
+    entries: dict[str, Entry] = {}
+    rivals = ("batch.tokens_per_batch", "batch.sequences_per_batch")
+    for layer in layers:
+        _refuse_both(layer, rivals, problems)
+        if any(key in layer.entries for key in rivals):
+            entries = {key: entry for key, entry in entries.items() if key not in rivals}
+        entries |= {key: entry for key, entry in layer.entries.items() if not key.startswith("model.")}
+    return entries
+
+
+def _model_entries(layers: list[Layer], problems: list[Problem]) -> dict[str, Entry]:
+    """The last word on every key of the model; what a chosen preset or folder says comes below its own layer."""
+    entries: dict[str, Entry] = {}
+    rivals = ("model.preset", "model.path")
+    for layer in layers:
+        _refuse_both(layer, rivals, problems)
+        if chosen := next((key for key in rivals if key in layer.entries), None):
+            entries = _whole_model(chosen, layer.entries[chosen], problems)
+        if "model.rope_scaling" in layer.entries:
+            entries = {key: entry for key, entry in entries.items() if not key.startswith("model.rope_scaling.")}
+        scope = entries.get("model.router_aux_loss_scope")
+        if "model.router_aux_loss_coef" in layer.entries and scope is not None and scope.value == "none":
+            del entries["model.router_aux_loss_scope"]  # who gives the coefficient of a file or a preset wants it applied
+        entries |= {k: e for k, e in layer.entries.items() if k.startswith("model.") and k not in rivals}
+    return _complete(entries) if "model" not in entries else entries
+
+
+def _refuse_both(layer: Layer, rivals: tuple[str, str], problems: list[Problem]) -> None:
+    if all(key in layer.entries for key in rivals):
+        rule = f"is given beside {rivals[1]}: they say the same thing twice"
+        problems.append(Problem(rivals[0], rule, "Keep one of the two.", layer.entries[rivals[0]].origin))
+
+
+def _whole_model(key: str, entry: Entry, problems: list[Problem]) -> dict[str, Entry]:
+    """The fields of the model that a `preset` or `path` names. One that cannot be read leaves the entry `model` as a mark."""
+    unknown = {"model": Entry(None, entry.origin)}
+    value = convert(entry.value, str, At(key, entry.origin, entry.text, problems))
+    if value is BAD:
+        return unknown
+    try:
+        model = preset(value) if key == "model.preset" else _from_folder(value)
+    except SpecError as error:
+        problems += [replace(p, where=p.where or entry.origin) for p in error.problems]
+        return unknown
+    origin = f"preset {model.name}" if key == "model.preset" else f"config.json of {value}"
+    fields = asdict(model)
+    scaling = fields.pop("rope_scaling") or {}
+    found = {f"model.{name}": Entry(field, origin) for name, field in fields.items()}
+    return found | {f"model.rope_scaling.{name}": Entry(field, origin) for name, field in scaling.items()}
+
+
+def _from_folder(path: str) -> Model:
+    from ultrascale.description.architecture.huggingface import from_hf  # here, because most runs start from a preset
+
+    return from_hf(path)
+
+
+def _complete(entries: dict[str, Entry]) -> dict[str, Entry]:
+    """Fills what a model written field by field leaves open: its family's fixed choices, one key/value head per head, D / H."""
+    if not entries:
+        return entries
+    kind = entries["model.model_type"].value if "model.model_type" in entries else "llama"
+    derived: dict[str, Entry] = {}
+    for name, value in (FAMILIES[kind].fixed if isinstance(kind, str) and kind in FAMILIES else {}).items():
+        if value != leaves()[f"model.{name}"].default:
+            derived[f"model.{name}"] = Entry(value, f"derived from model_type {kind}")
+    hidden, heads = (entries.get(f"model.{name}") for name in ("hidden_size", "num_attention_heads"))
+    if heads is not None:
+        derived["model.num_key_value_heads"] = replace(heads, origin="derived from num_attention_heads")
+    try:
+        if hidden is not None and heads is not None:
+            width = Entry(int(hidden.value) // int(heads.value), "derived from hidden_size / num_attention_heads")
+            derived["model.head_dim"] = width
+    except (ValueError, TypeError, ArithmeticError):
+        derived["model.head_dim"] = Entry(1, "derived")  # hidden_size or heads are wrong, and say so themselves
+    return derived | entries
+
+
+def _convert_all(entries: dict[str, Entry], problems: list[Problem]) -> tuple[dict[str, Any], set[str]]:
+    """Values by key, and the keys that could not be read or are out of range."""
+    values: dict[str, Any] = {}
+    bad: set[str] = {"model"} if "model" in entries else set()
+    for key, entry in entries.items():
+        if key not in leaves():
+            continue
+        value = convert(entry.value, leaves()[key].kind, At(key, entry.origin, entry.text, problems))
+        problem = None if value is BAD else range_problem(key, value)
+        if problem is not None:
+            problems.append(replace(problem, where=entry.origin))
+        if value is BAD or problem is not None:
+            bad.add(key)
+        else:
+            values[key] = value
+    return values, bad
+
+
+def _fit_default_length(values: dict[str, Any], provenance: dict[str, str]) -> None:
+    """Shortens the default sequence length to the positions that the model has."""
+    key, positions = "batch.sequence_length", values.get("model.max_position_embeddings")
+    if provenance[key] == "default" and positions is not None and positions < values.get(key, leaves()[key].default):
+        values[key], provenance[key] = positions, "derived from model.max_position_embeddings"
+
+
+def _share_processes(
+    processes: int,
+    flag: str,
+    entries: dict[str, Entry],
+    values: dict[str, Any],
+    provenance: dict[str, str],
+    bad: set[str],
+    problems: list[Problem],
+) -> None:
+    """Makes data parallel what tp, cp and pp leave of `processes`."""
+    axes = {key: values.get(f"layout.{key}", 1) for key in ("tp", "cp", "pp")}
+    axes |= {"islands.count": values.get("islands.count", 1)}
+    others, given = prod(axes.values()), entries.get("layout.dp")
+    said = " x ".join(f"{key} = {size}" for key, size in axes.items() if size > 1) or "1"
+    if processes < 1:
+        remedy = "Leave it out to start as many as the layout needs."
+        problems.append(Problem(flag, f"must be at least 1, is {processes}", remedy))
+    elif processes % others:
+        near = max(1, round(processes / others)) * others
+        are = "1 process is" if processes == 1 else f"{processes:,} processes are"
+        rule = f"{are} not a multiple of {said}, which the layout cuts each replica over"
+        problems.append(Problem(flag, rule, f"Take {near}, or change an axis."))
+    elif given is not None and given.origin == "flag" and values.get("layout.dp") not in (None, processes // others):
+        rule = f"{processes} processes leave dp = {processes // others} beside {said}, but the flag says {given.value}"
+        problems.append(Problem("layout.dp", rule, "Leave out one of the two."))
+    else:
+        values["layout.dp"], provenance["layout.dp"] = processes // others, f"{flag} {processes}"
+        bad.discard("layout.dp")
+        return
+    bad.add("layout.dp")
+
+
+def _batch_from_tokens(
+    entries: dict[str, Entry], values: dict[str, Any], provenance: dict[str, str], bad: set[str], problems: list[Problem]
+) -> None:
+    """Turns `tokens_per_batch`, of the batch and of the ramp's stages, into sequences."""
+    keys = ("batch.sequence_length", "layout.dp", "layout.micro_batch_size", "islands.count")
+    length, dp, micro, islands = (values.get(key, leaves()[key].default) for key in keys)
+    known = not bad & {*keys} and dp > 0 and micro > 0
+
+    def sequences(key: str, tokens: Any, origin: str) -> int | None:
+        if not isinstance(tokens, str | int) or isinstance(tokens, bool) or (isinstance(tokens, int) and tokens < 1):
+            problems.append(Problem(key, f"must be a number of tokens, is {tokens!r}", _WRITE_TOKENS, origin))
+        elif known:
+            try:
+                return sequences_for_tokens(tokens, length, multiple=dp * micro * islands)
+            except UnfitBatchError as error:
+                problems.append(Problem(key, str(error), "Choose one of these, or another layout.", origin))
+            except UnitError as error:
+                problems.append(Problem(key, str(error), _WRITE_TOKENS, origin))
+        return None
+
+    if (entry := entries.get("batch.tokens_per_batch")) is not None:
+        count = sequences("batch.tokens_per_batch", entry.value, entry.origin)
+        values["batch.sequences_per_batch"] = count
+        asked = f"tokens_per_batch {entry.value} ({entry.origin})"
+        provenance["batch.sequences_per_batch"] = f"derived from {asked}: {(count or 0) * length:,} tokens"
+        if count is None:
+            bad.add("batch.sequences_per_batch")
+    stages = []
+    for index, stage in enumerate(values.get("batch.ramp", ())):
+        if isinstance(stage, dict):
+            key, origin = f"batch.ramp[{index}]", provenance["batch.ramp"]
+            if "sequences_per_batch" in stage:
+                rule = "is given beside sequences_per_batch: they say the same thing twice"
+                problems.append(Problem(f"{key}.tokens_per_batch", rule, "Keep one of the two.", origin))
+            count = sequences(f"{key}.tokens_per_batch", stage["tokens_per_batch"], origin)
+            bad |= {"batch.ramp"} if count is None else set()
+            stage = RampStage(stage["until_tokens"], count or 1)
+        stages.append(stage)
+    values["batch.ramp"] = tuple(stages)
+
+
+def _build(values: dict[str, Any], bad: set[str], problems: list[Problem], entries: dict[str, Entry]) -> Run:
+    """The run of these values; what is bad or missing takes its default, and is in `bad` so that no rule judges it."""
+    good = {key: value for key, value in values.items() if key not in bad}
+    sections = {name: cls(**_fields_of(good, name)) for name, cls in _SECTIONS.items()}
+    trackers = {name: cls(**_fields_of(good, f"log.{name}")) for name, cls in _TRACKERS.items()}
+    sections["log"] = Log(**_fields_of(good, "log"), **trackers)
+    sections["islands"] = Islands(**_fields_of(good, "islands"), outer=Outer(**_fields_of(good, "islands.outer")))
+    scalars = {key: value for key, value in good.items() if "." not in key}
+    return Run(model=_build_model(good, bad, problems, entries), **scalars, **sections)
+
+
+def _build_launch(values: dict[str, Any], bad: set[str]) -> Launch:
+    good = {key: value for key, value in values.items() if key not in bad}
+    parts = {"slurm": Slurm, "kubernetes": Kubernetes, "skypilot": SkyPilot}
+    return Launch(
+        **_fields_of(good, "launch"), **{name: kind(**_fields_of(good, f"launch.{name}")) for name, kind in parts.items()}
+    )
+
+
+def _build_model(good: dict[str, Any], bad: set[str], problems: list[Problem], entries: dict[str, Entry]) -> Model:
+    placeholder = PRESETS["tiny-llama"]
+    if not any(key.startswith("model") for key in entries):
+        rule = "is missing: nothing says which model"
+        problems.append(Problem("model", rule, 'Write [model] preset = "llama-3-8b", path = "FOLDER", or its fields.'))
+        bad.add("model")
+    if "model" in bad:
+        return placeholder
+    scaling = _fields_of(good, "model.rope_scaling")
+    wanted = [key for key, leaf in leaves().items() if key.startswith("model.") and leaf.default is MISSING]
+    derived = [] if "model.num_attention_heads" in entries else ["model.num_key_value_heads", "model.head_dim"]
+    for key in wanted:
+        needed = not key.startswith("model.rope_scaling.") or any(k.startswith("model.rope_scaling.") for k in entries)
+        if needed and key not in (*good, *bad, *derived):
+            problems.append(Problem(key, "is missing", "Give it, or start from model.preset or model.path."))
+            bad.add(key)
+    if any(key.startswith("model.") for key in bad):
+        bad.add("model")
+        return placeholder
+    return Model(**_fields_of(good, "model"), rope_scaling=RopeScaling(**scaling) if scaling else None)
+
+
+def _fields_of(values: dict[str, Any], section: str) -> dict[str, Any]:
+    """The values directly in a section, by field name."""
+    split = ((key.rpartition("."), value) for key, value in values.items())
+    return {name: value for (place, _, name), value in split if place == section}
+
+
+def _section_problems(run: Run, bad: set[str]) -> list[Problem]:
+    found = [] if "model" in bad else run.model.problems()
+    return found if any(key.startswith("layout.") for key in bad) else found + run.layout.problems()
+
+
+def _placed(problem: Problem, provenance: dict[str, str]) -> Problem:
+    """`problem` with the origin of its key, or of the list that its key is in."""
+    key = problem.key.partition("[")[0]
+    return problem if problem.where else replace(problem, where=provenance.get(key, ""))

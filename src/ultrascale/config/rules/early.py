@@ -1,0 +1,60 @@
+"""Checks that need no torch and take tenths of a second: data, GPU and checkpoints that are missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Run
+
+GPU_FILES = ("nvidia[0-9]*", "nvidiactl", "kfd", "dxg")
+"""File patterns under /dev that a GPU's driver makes: NVIDIA's, AMD's, and that of the Windows Subsystem for Linux."""
+_CHECKPOINT = re.compile(r"\.?step-\d{8,18}.*")
+
+
+def sees_gpu(dev: Path = Path("/dev")) -> bool:
+    """True if a GPU driver has files in `dev`. True also where `dev` has no file `null`: such a system says nothing."""
+    return not (dev / "null").exists() or any(any(dev.glob(name)) for name in GPU_FILES)
+
+
+def device_problems(device: str, *, key: str = "device") -> Iterator[Problem]:
+    """A problem if `device` is cuda and this machine shows no GPU."""
+    if device == "cuda" and not sees_gpu():
+        rule = "asks for CUDA, but this machine shows no GPU: /dev has no file of a driver"
+        yield Problem(key, rule, "Use the device cpu; `ultrascale doctor` says more.")
+
+
+def expect_ready(run: Run) -> None:
+    """Raise SpecError if the run's data are not there, or its device is not: before any rank starts."""
+    problems = [*device_problems(run.device)]
+    for key in ("sources", "validation"):
+        for source in getattr(run.data, key):
+            if not _is_corpus(Path(source.path)):
+                rule = f"there is no prepared text at {source.path}"
+                remedy = f"Make it: ultrascale data prepare TEXT --train-tokenizer 4096 --output {source.path}"
+                problems.append(Problem(f"data.{key}", rule, remedy))
+    if problems:
+        raise SpecError(problems)
+
+
+def _is_corpus(path: Path) -> bool:
+    """True if `path` is a folder or the prefix of a Megatron data set (.bin or .idx); the contents are read later."""
+    stem = path.with_name(path.name.removesuffix(".bin").removesuffix(".idx"))
+    return path.is_dir() or any(stem.with_name(stem.name + ending).exists() for ending in (".bin", ".idx"))
+
+
+def has_checkpoints(folder: Path) -> bool:
+    """True if `folder` is a checkpoint by its name or manifest, or holds one so named; the contents are read later."""
+    places = (folder, folder / "checkpoints")
+    named = (one.name for place in places if place.is_dir() for one in place.iterdir())
+    is_one = (folder / "manifest.json").exists() or _CHECKPOINT.fullmatch(folder.absolute().name) is not None
+    return (folder.is_dir() and is_one) or any(map(_CHECKPOINT.fullmatch, named))
+
+
+def expect_checkpoints(folder: Path) -> None:
+    """Raise SpecError if `folder` holds nothing that is named as a checkpoint is."""
+    if not has_checkpoints(folder):
+        what = "has no checkpoints" if folder.is_dir() else "there is no such folder"
+        raise SpecError([Problem(str(folder), what, "Give a run's folder, its `checkpoints`, or one `step-...` in it.")])

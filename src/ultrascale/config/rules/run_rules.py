@@ -1,0 +1,436 @@
+"""Rules of a run that one section cannot see alone, and what is set without effect."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from math import frexp, inf
+
+from ultrascale.config.ranges import MOST
+from ultrascale.config.rules.cut_rules import cut_problems
+from ultrascale.config.rules.rule import Rule
+from ultrascale.config.rules.time_limits import time_limit_notes
+from ultrascale.config.rules.trainable import untrainable_layout, untrainable_model
+from ultrascale.description.architecture.families import export_problems
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import score_biases
+from ultrascale.description.attention_cores import attention_wanted, why_not
+from ultrascale.description.layout import NARROW, Layout
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.progress import tokens_after
+from ultrascale.description.recomputed import is_modules
+from ultrascale.description.run import LossScale, Optimizer, Run
+from ultrascale.description.schedules import USUAL, schedule_for
+from ultrascale.description.sections.trackers import tracker_notes, tracker_problems
+from ultrascale.description.units import format_count
+from ultrascale.work.fp8_slots import gathers_fp8, is_delayed
+
+MOST_MICRO_BATCHES = 2**16
+"""Most micro-batches of a rank in a step, far above any run's: memory for schedule and data grows with it."""
+# Settings of an axis that is not used when it has one rank.
+_READ_WITH = {
+    "sequence_parallel": "tp", "tp_overlap": "tp", "cp_method": "cp", "cp_heads": "cp", "virtual_stages": "pp",
+    "schedule": "pp", "layers_per_stage": "pp", "pipeline_runtime": "pp",
+}  # fmt: skip
+
+
+def run_problems(run: Run, *, require_data: bool = False, without: frozenset[str] = frozenset()) -> list[Problem]:
+    """Every rule that `run` breaks across its sections.
+
+    `without` names keys whose values could not be read: rules that depend on them say nothing. `require_data` demands a corpus,
+    and a model and layout that the trainer runs, as training does and planning does not.
+    """
+    found: list[Problem] = []
+    for rule in (*RULES, *TRAINING_RULES) if require_data else RULES:
+        if not any(bad == key or bad.startswith(f"{key}.") for bad in without for key in rule.reads):
+            found += rule.check(run)
+    return found
+
+
+def _model(run: Run) -> list[Problem]:
+    """The trainer runs the model's family."""
+    return untrainable_model(run.model)
+
+
+def _layout(run: Run) -> list[Problem]:
+    """The trainer runs the layout, by the rules of `trainable.LAYOUT_RULES`."""
+    return untrainable_layout(run.layout)
+
+
+def _sources(run: Run) -> Iterator[Problem]:
+    """There is a corpus to train on."""
+    if not run.data.sources:
+        remedy = 'Prepare text with `ultrascale data prepare` and name its folder: [data] sources = [{path = "..."}].'
+        yield Problem("data.sources", "names no corpus to train on", remedy)
+
+
+def run_notes(run: Run) -> list[str]:
+    """Settings that are right but do nothing in this layout, or work against one another, a line each: a run made for many
+    ranks may be tried on one."""
+    own = run.layout
+    # One process computes in bf16 with copies of its own: no precision makes it gather, cut or reduce anything.
+    alone = own.dp * own.cp == 1
+    set_for_nothing = {
+        "zero_stage": own.zero_stage > 0,
+        "layers_per_bucket": own.layers_per_bucket > 1,
+        "reduce_dtype": own.reduce_dtype not in (None, own.master_dtype),
+    }
+    notes = [*time_limit_notes(run), *_auxiliary_loss_notes(run.model), *tracker_notes(run.log)]
+    for key, is_set in set_for_nothing.items():
+        if alone and is_set:
+            notes.append(f"layout.{key} = {getattr(own, key)} has no effect: one process shares nothing (layout.dp = 1).")
+    for key, axis in _READ_WITH.items():
+        if getattr(own, axis) == 1 and getattr(own, key) != getattr(Layout, key):
+            notes.append(f"layout.{key} = {getattr(own, key)} has no effect (layout.{axis} = 1).")
+    if own.precision != "fp16" and run.loss_scale != LossScale():
+        notes.append(f"loss_scale has no effect: only fp16 scales the loss (layout.precision = {own.precision}).")
+    for key in ("fp8_scaling", "fp8_keep_blocks", "fp8_all_gather"):
+        read_by = ("fp8",) if key == "fp8_scaling" else NARROW
+        if own.precision not in read_by and getattr(own, key) != getattr(Layout, key):
+            notes.append(f"layout.{key} = {getattr(own, key)} has no effect (layout.precision = {own.precision}).")
+    if own.precision in NARROW and own.fp8_all_gather and not gathers_fp8(own):
+        why = "one process shares nothing" if alone else "every rank keeps whole weights"
+        notes.append(f"layout.fp8_all_gather = True has no effect: {why} (layout.zero_stage = {own.zero_stage}).")
+    for key in ("fp8_amax_history_len", "fp8_amax_compute_algo"):
+        if not is_delayed(own) and getattr(own, key) != getattr(Layout, key):
+            notes.append(f'layout.{key} = {getattr(own, key)} has no effect: only fp8_scaling = "delayed" keeps a history.')
+    if run.optimizer.name != "muon" and run.optimizer.momentum != Optimizer.momentum:
+        notes.append(f"optimizer.momentum has no effect: only muon reads it (optimizer.name = {run.optimizer.name}).")
+    if own.dp > 1 and own.zero_stage and own.shard_size == 1:
+        notes.append(
+            f"layout.zero_stage = {own.zero_stage} saves no memory: every rank keeps a whole copy (layout.dp_shard = 1)."
+        )
+    return notes
+
+
+def _auxiliary_loss_notes(model: Model) -> Iterator[str]:
+    """Notes on auxiliary losses: those in the gradient but not in the reported loss, and a coefficient that is not applied."""
+    losses = [
+        f"{name} = {value:g}{more}"
+        for name, value, more in (
+            ("router_aux_loss_coef", model.balance_loss_coef, f" over each {model.router_aux_loss_scope}"),
+            ("router_z_loss_coef", model.router_z_loss_coef, ""),
+            ("mtp_loss_coef", model.mtp_loss_coef if model.num_nextn_predict_layers else 0.0, ""),
+        )
+        if value
+    ]
+    if losses:
+        yield f"auxiliary losses join the gradient and not the loss that is told: model.{', model.'.join(losses)}."
+    if model.router_aux_loss_coef and not model.balance_loss_coef:
+        kept = f"model.router_aux_loss_coef = {model.router_aux_loss_coef:g} is kept for export and not applied"
+        yield f'{kept}; model.router_aux_loss_scope = "sequence" would add it to the loss of every token and layer.'
+
+
+def _batch_sizes(run: Run) -> Iterator[tuple[str, int]]:
+    """Sequences of a batch, and of those on the way up to it, by key."""
+    yield "batch.sequences_per_batch", run.batch.sequences_per_batch
+    for index, stage in enumerate(run.batch.ramp):
+        yield f"batch.ramp[{index}].sequences_per_batch", stage.sequences_per_batch
+
+
+def _global_batch(run: Run) -> Iterator[Problem]:
+    """Every optimizer step must be whole micro-batches on every rank."""
+    share = run.layout.dp * run.layout.micro_batch_size * run.islands.count
+    among = "layout.dp x layout.micro_batch_size" + " x islands.count" * (run.islands.count > 1)
+    others = "dp or micro_batch_size" if run.islands.count == 1 else "dp, micro_batch_size or islands.count"
+    for key, size in _batch_sizes(run):
+        if size < 1:
+            if "ramp" in key:  # the other has a range of its own
+                yield Problem(key, f"must be at least 1, is {size}", "Give a positive number.")
+        elif size % share:
+            legal = [n for n in (size - size % share, size - size % share + share) if n]
+            rule = f"must be a multiple of {among} = {share}, is {size}"
+            yield Problem(key, rule, f"Nearest: {' or '.join(map(str, legal))}; or change {others}.")
+
+
+def _most_micro_batches(run: Run) -> Iterator[Problem]:
+    """A rank has at most 65,536 micro-batches in a step: a plan counts what is alike, a trainer goes through it."""
+    share = run.layout.dp * run.layout.micro_batch_size * run.islands.count
+    for key, size in _batch_sizes(run):
+        if share > 0 and size // share > MOST_MICRO_BATCHES:
+            rule = f"must be at most {MOST_MICRO_BATCHES} micro-batches on each rank, is {size // share} ({size} sequences)"
+            yield Problem(key, rule, f"Give at most {MOST_MICRO_BATCHES * share}, or raise dp or micro_batch_size.")
+
+
+def _total(run: Run) -> Iterator[Problem]:
+    """A run has at most 2^53 tokens, which floating point counts exactly."""
+    batch = run.batch
+    if min(run.steps, batch.sequence_length, batch.sequences_per_batch, *(s.sequences_per_batch for s in batch.ramp)) < 1:
+        return
+    tokens = tokens_after(batch, run.steps)
+    if run.steps <= MOST and tokens > MOST:
+        rule = f"must come to at most 2^53 tokens, is {run.steps}: {format_count(tokens)} tokens"
+        yield Problem("steps", rule, "Train for fewer steps, or on a smaller batch.")
+
+
+def _ramp(run: Run) -> Iterator[Problem]:
+    """Stages of the batch's ramp are in order, by the tokens until which they last."""
+    previous = 0
+    for index, stage in enumerate(run.batch.ramp):
+        if stage.until_tokens <= previous:
+            rule = f"must be above that of the stage before, {previous}" if index else "must be above 0"
+            yield Problem(f"batch.ramp[{index}].until_tokens", f"{rule}, is {stage.until_tokens}", "Put the stages in order.")
+        previous = max(previous, stage.until_tokens)
+
+
+def _sequence_length(run: Run) -> Iterator[Problem]:
+    """The model has a position for every token of a sequence."""
+    length, limit = run.batch.sequence_length, run.model.max_position_embeddings
+    if length > limit:
+        rule = f"must be at most model.max_position_embeddings = {limit}, is {length}"
+        yield Problem("batch.sequence_length", rule, f"Use {limit}, or --model.max-position-embeddings {length}.")
+
+
+def _schedule(run: Run) -> Iterator[Problem]:
+    """Warm-up and decay of the learning rate fit into the steps; only wsd has steps of decay."""
+    steps, optimizer = run.steps, run.optimizer
+    if optimizer.warmup_steps >= steps:
+        rule = f"must be below steps = {steps}, is {optimizer.warmup_steps}"
+        yield Problem("optimizer.warmup_steps", rule, "Warm up for fewer steps, or train for more.")
+    elif optimizer.decay_steps is not None and optimizer.schedule != "wsd":
+        rule = f'is only for schedule = "wsd", but the schedule is {optimizer.schedule}'
+        yield Problem("optimizer.decay_steps", rule, 'Leave it out, or set optimizer.schedule = "wsd".')
+    elif optimizer.decay_steps is not None and optimizer.warmup_steps + optimizer.decay_steps > steps:
+        rule = f"does not fit: warm-up {optimizer.warmup_steps} + decay {optimizer.decay_steps} is more than steps = {steps}"
+        yield Problem("optimizer.decay_steps", rule, f"Use at most {steps - optimizer.warmup_steps}.")
+
+
+def _loss_scale(run: Run) -> Iterator[Problem]:
+    """Scales of the loss are powers of two in a range of their own, so that scaling loses no bit."""
+    scale = run.loss_scale
+    limits = {"initial": (scale.lowest, 2.0**24), "growth_factor": (2.0, 2.0**8), "backoff_factor": (2.0**-8, 0.5),
+              "lowest": (2.0**-24, 2.0**24)}  # fmt: skip
+    for name, (low, high) in limits.items():
+        value = getattr(scale, name)
+        if not low <= value <= high or frexp(value)[0] != 0.5:
+            rule = f"must be a power of two from {low:g} to {high:g}, is {value:g}"
+            yield Problem(f"loss_scale.{name}", rule, f"{getattr(LossScale, name):g} is usual.")
+
+
+def _offloaded_optimizer(run: Run) -> Iterator[Problem]:
+    """On the host only adamw updates."""
+    if run.layout.offload_optimizer and run.optimizer.name != "adamw":
+        rule = f"is {run.optimizer.name}, but layout.offload_optimizer updates on the host, by adamw alone"
+        yield Problem("optimizer.name", rule, 'Set optimizer.name = "adamw", or leave offload_optimizer out.')
+
+
+def _fp8_blocks(run: Run) -> Iterator[Problem]:
+    """First and last blocks that stay in bf16 leave some for narrow products."""
+    kept, blocks = run.layout.fp8_keep_blocks, run.model.num_hidden_layers
+    if run.layout.precision in NARROW and 2 * kept >= blocks:
+        rule = f"{kept} first and {kept} last of {blocks} blocks in bf16 leave none for {run.layout.precision}"
+        yield Problem("layout.fp8_keep_blocks", rule, f"Use at most {(blocks - 1) // 2}.")
+
+
+def _checkpoints(run: Run) -> Iterator[Problem]:
+    """Checkpoints that are kept for good are some of those that are saved."""
+    every, forever = run.checkpoint.every_steps, run.checkpoint.keep_every_steps
+    if forever is not None and (every is None or forever % every):
+        rule = f"must be a multiple of checkpoint.every_steps = {every}, is {forever}: other steps are not saved"
+        remedy = f"Use {every * max(1, round(forever / every))}." if every else "Set checkpoint.every_steps."
+        yield Problem("checkpoint.keep_every_steps", rule, remedy)
+
+
+def _recompute_every(run: Run) -> Iterator[Problem]:
+    """A number of blocks between recomputed ones is given for every-k alone."""
+    recompute, every = run.layout.recompute, run.layout.recompute_every
+    if recompute != "every-k" and every != Layout.recompute_every:
+        rule = f'is {every}, which only recompute = "every-k" reads, but that is "{recompute}"'
+        yield Problem("layout.recompute_every", rule, 'Leave it out, or set layout.recompute = "every-k".')
+
+
+def _attention(run: Run) -> Iterator[Problem]:
+    """The kernel of attention that is named can do what the run wants of it."""
+    core = run.layout.attention
+    if core not in ("auto", "fastest") and (reason := why_not(core, attention_wanted(run, run.device))):
+        yield Problem("layout.attention", f'"{core}" {reason}', "Leave it out.")
+
+
+def _evaluation(run: Run) -> Iterator[Problem]:
+    """Evaluation has a corpus, and a corpus for evaluation is read."""
+    if run.evaluation.every_steps is not None and not run.data.validation:
+        remedy = "Name a held-out corpus there, or leave evaluation.every_steps out."
+        yield Problem("evaluation.every_steps", "is set, but data.validation names no corpus", remedy)
+    if run.data.validation and run.evaluation.every_steps is None:
+        remedy = "Set evaluation.every_steps, or leave data.validation out."
+        yield Problem("data.validation", "names a corpus that is never read: evaluation.every_steps is not set", remedy)
+
+
+def _held_out(run: Run) -> Iterator[Problem]:
+    """Evaluation has at most 65,536 micro-batches a rank, all read before its first pass."""
+    most = MOST_MICRO_BATCHES * run.layout.dp * run.layout.micro_batch_size
+    if run.evaluation.sequences > most:
+        rule = (
+            f"must be at most {MOST_MICRO_BATCHES} micro-batches on each rank, {most} sequences, is {run.evaluation.sequences}"
+        )
+        yield Problem("evaluation.sequences", rule, "Give fewer; the error of the mean falls with their square root only.")
+
+
+def _corpora(run: Run) -> Iterator[Problem]:
+    """Every corpus is named once, with a path and a share above 0."""
+    for group, sources in (("data.sources", run.data.sources), ("data.validation", run.data.validation)):
+        for index, source in enumerate(sources):
+            if not source.path:
+                yield Problem(f"{group}[{index}].path", "must not be empty", "Name a prepared corpus.")
+            if not source.weight > 0 or source.weight == inf:
+                rule = f"must be above 0 and finite, is {source.weight}"
+                yield Problem(f"{group}[{index}].weight", rule, "Remove the source, or give it a share.")
+        for path, times in Counter(source.path for source in sources).items():
+            if times > 1:
+                yield Problem(group, f"names {path!r} {times} times", "Name it once, with the sum of the weights.")
+
+
+def _islands(run: Run) -> Iterator[Problem]:
+    """Islands, which train apart, average whole layers of weights that are on devices, and never go back alone."""
+    islands, layers = run.islands, run.model.num_hidden_layers
+    if islands.count == 1:
+        return
+    yield from islands.problems()
+    if islands.fragments > layers:
+        rule = f"must be at most the model's {layers} layers, is {islands.fragments}"
+        yield Problem("islands.fragments", rule, f"Use {layers} or fewer: a fragment is whole layers.")
+    if run.layout.offload_optimizer:
+        rule = "keeps the weights that are updated in the host's memory, where islands do not average them so far"
+        yield Problem("layout.offload_optimizer", rule, "Leave it out, or set islands.count = 1.")
+    if any(True for _ in score_biases(run.model)):
+        rule = "balances experts by biases, which are no weights and which islands do not average so far"
+        yield Problem("model.topk_method", rule, "Balance them by router_aux_loss_coef, or set islands.count = 1.")
+    if run.faults.on_anomaly == "rewind":
+        rule = "is rewind, but an island that goes back alone would never meet the others again"
+        yield Problem("faults.on_anomaly", rule, 'Use "skip" or "stop".')
+
+
+def _noise_scale(run: Run) -> Iterator[Problem]:
+    """The noise scale compares whole gradients of two micro-batches or more."""
+    if not run.log.gradient_noise_scale:
+        return
+    cut = [axis for axis in ("tp", "cp", "pp", "ep", "expert_tp") if getattr(run.layout, axis) > 1]
+    if cut:
+        rule = "needs a rank to have the whole gradient of one micro-batch"
+        split = f"{' and '.join(f'layout.{axis}' for axis in cut)} leave{'s' * (len(cut) == 1)} it parts"
+        yield Problem("log.gradient_noise_scale", f"{rule}; {split}", "Leave it out, or measure it once with dp alone.")
+    sizes = [run.batch.sequences_per_batch, *(stage.sequences_per_batch for stage in run.batch.ramp)]
+    if min(sizes) // run.layout.micro_batch_size < 2:
+        rule = "compares gradients of at least two micro-batches a step, but some step has one"
+        remedy = "Use a smaller micro_batch_size or a larger batch, or leave it out."
+        yield Problem("log.gradient_noise_scale", rule, remedy)
+
+
+def _compile(run: Run) -> Iterator[Problem]:
+    """Compiled blocks have backward passes in one piece: no schedule cuts them."""
+    if run.compile and (known := run.layout.known_schedule) and known.splits_backward:
+        yield compiled_halves(run.layout.schedule)
+
+
+def _compiled_pieces(run: Run) -> Iterator[Problem]:
+    """Compiled blocks are not computed in pieces."""
+    if run.compile and run.layout.mlp_chunks > 1:
+        rule = f"is {run.layout.mlp_chunks}, and pieces are computed again by hand, which does not go with compile"
+        yield Problem("layout.mlp_chunks", rule, "Leave one of the two out.")
+
+
+def _compiled_kinds(run: Run) -> Iterator[Problem]:
+    """Compiled blocks are recomputed as none, selective or full alone."""
+    layout = run.layout
+    for key, texts in (("recompute", (layout.recompute,)), ("recompute_blocks", layout.recompute_blocks)):
+        if run.compile and any("+" in text or is_modules(text.partition(" x ")[0]) for text in texts):
+            rule = "names parts of a block, and compiled blocks are recomputed as none, selective or full alone"
+            yield Problem(f"layout.{key}", rule, "Name these alone, or leave compile out.")
+
+
+def _kernels(run: Run) -> Iterator[Problem]:
+    """Kernels of Triton and Liger run on CUDA, in fp32 and less, without compile."""
+    if run.kernels not in ("triton", "liger"):
+        return
+    if run.device == "cpu":
+        yield Problem("kernels", f'"{run.kernels}" is for CUDA, and device = "cpu"', 'Leave it out: "torch" runs everywhere.')
+    if run.compile:
+        rule = f'"{run.kernels}" is not read with compile = true: the compiler fuses norm, rotary positions and SwiGLU itself'
+        yield Problem("kernels", rule, "Leave one of the two out.")
+    if run.layout.precision == "fp64":
+        yield Problem("kernels", f'"{run.kernels}" computes in fp32; layout.precision is fp64', "Leave it out.")
+
+
+def compiled_halves(schedule: str) -> Problem:
+    """Why blocks may not be compiled under a schedule that cuts backward passes in two."""
+    rule = f"does not go with layout.schedule = {schedule!r}: the backward pass of a compiled block is one piece"
+    return Problem("compile", rule, f'Leave it out, or set layout.schedule = "{USUAL}" or "{schedule_for(2)}".')
+
+
+def _sinks(run: Run) -> Iterator[Problem]:
+    """Sinks of metrics are named once, and trackers have what they need."""
+    for name, times in Counter(run.log.sinks).items():
+        if times > 1:
+            yield Problem("log.sinks", f"names {name!r} {times} times", "Name it once.")
+    yield from tracker_problems(run.log)
+
+
+def _cut(run: Run) -> Iterator[Problem]:
+    """Heads, widths, experts, layers and sequences can be cut as the layout says."""
+    yield from cut_problems(run.model, run.layout, sequence_length=run.batch.sequence_length)
+
+
+def _cluster(run: Run) -> Iterator[Problem]:
+    """The machines that are named are known, and have a device for each rank."""
+    if run.cluster == "auto":
+        return
+    from ultrascale.catalogue.cluster import parse_cluster  # here, so that a worker starts without the catalogue
+
+    try:
+        cluster = parse_cluster(run.cluster)
+    except SpecError as error:
+        yield from error.problems
+        return
+    ranks = run.layout.world_size
+    if cluster.accelerator.name != "cpu" and ranks > cluster.num_accelerators:
+        product = "" if ranks == run.layout.dp else " (dp x tp x cp x pp)"
+        rule = f"must be at most the {cluster.num_accelerators} accelerators of cluster = {run.cluster!r}, is {ranks}{product}"
+        larger = f"{ranks}x{cluster.accelerator.name}"
+        with suppress(SpecError):  # machines of a file have a name that is no catalogue's
+            parse_cluster(larger)
+            yield Problem("layout.dp", rule, f"Name a larger cluster, such as --cluster {larger}, or use fewer ranks.")
+            return
+        yield Problem("layout.dp", rule, "Name a larger cluster, or use fewer ranks.")
+
+
+def _export(run: Run) -> Iterator[Problem]:
+    """A model that is exported has a form of transformers."""
+    if run.checkpoint.export and not untrainable_model(run.model):  # what cannot be trained is refused for that
+        yield from export_problems(run.model)
+
+
+RULES: tuple[Rule[Run], ...] = (
+    Rule(("batch.sequences_per_batch", "batch.ramp", "layout.dp", "layout.micro_batch_size", "islands.count"), _global_batch),
+    Rule(("islands", "model", "layout.offload_optimizer", "faults.on_anomaly"), _islands),
+    Rule(("batch.ramp",), _ramp),
+    Rule(("steps", "batch"), _total),
+    Rule(("batch.sequence_length", "model"), _sequence_length),
+    Rule(("steps", "optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.schedule"), _schedule),
+    Rule(("loss_scale",), _loss_scale),
+    Rule(("layout", "model"), _fp8_blocks),
+    Rule(("optimizer.name", "layout.offload_optimizer"), _offloaded_optimizer),
+    Rule(("checkpoint.every_steps", "checkpoint.keep_every_steps"), _checkpoints),
+    Rule(("layout.recompute", "layout.recompute_every"), _recompute_every),
+    Rule(("layout.attention", "layout.cp", "layout.precision", "device", "data.document_mask", "model"), _attention),
+    Rule(("evaluation.every_steps", "data.validation"), _evaluation),
+    Rule(("evaluation.sequences", "layout.dp", "layout.micro_batch_size"), _held_out),
+    Rule(("data.sources", "data.validation"), _corpora),
+    Rule(("log.gradient_noise_scale", "batch.sequences_per_batch", "batch.ramp", "layout"), _noise_scale),
+    Rule(("compile", "layout.schedule", "layout.pp"), _compile),
+    Rule(("compile", "layout.recompute", "layout.recompute_blocks"), _compiled_kinds),
+    Rule(("compile", "layout.mlp_chunks"), _compiled_pieces),
+    Rule(("kernels", "compile", "device", "layout.precision"), _kernels),
+    Rule(("log",), _sinks),
+    Rule(("model", "layout", "batch.sequence_length"), _cut),
+    Rule(("cluster", "layout"), _cluster),
+    Rule(("checkpoint.export", "model"), _export),
+)
+"""Rules that every description must keep."""
+TRAINING_RULES: tuple[Rule[Run], ...] = (
+    Rule(("model",), _model),
+    Rule(("layout",), _layout),
+    Rule(("batch", "layout"), _most_micro_batches),
+    Rule(("data.sources",), _sources),
+)
+"""Rules for runs that are to be trained, and not only planned."""

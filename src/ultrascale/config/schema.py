@@ -1,0 +1,283 @@
+"""The keys a description may have, read off the dataclasses of `description.run`, and how a value is brought to a field's
+type."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from difflib import get_close_matches
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from ultrascale.description.parsing import parse_toml
+from ultrascale.description.problems import MOST_TOLD, Problem
+from ultrascale.description.run import RampStage, Run
+from ultrascale.description.schedules import SCHEDULE_ALIASES
+from ultrascale.description.sections.launch import Launch
+from ultrascale.description.units import UnitError, parse_bytes, parse_count, parse_length, parse_seconds, parse_tokens
+
+# Keys of a description that stand for others; `resolve` turns them into fields.
+STAND_INS = {"model.preset": str, "model.path": str, "batch.tokens_per_batch": int}
+TOKEN_KEYS = ("tokens_per_batch", "until_tokens")
+LENGTH_KEYS = ("sequence_length", "seq_len", "max_position_embeddings", "original_max_position_embeddings", "sliding_window")
+BYTE_KEYS = ("recompute_budget", "shard_bytes", "memory_bytes")
+# On a command line these may be 10k.
+COUNT_KEYS = ("steps", "decay_steps", "warmup_steps", "every_steps", "keep_every_steps")
+UNITS: dict[str, tuple[Callable[[str], int], str]] = {
+    **dict.fromkeys(TOKEN_KEYS, (parse_tokens, "Write 4M, 4Mi or 4194304.")),
+    **dict.fromkeys(LENGTH_KEYS, (parse_length, "Write 8192, 8k or 128k.")),
+    **dict.fromkeys(BYTE_KEYS, (parse_bytes, 'Write "20GiB", "16GB" or 16000000000.')),
+}
+"""Last words of keys that are whole numbers with a unit: how one is read, and what to write."""
+TIME_KEYS = ("launch.time_limit",)
+# What other trainers call fields of ours.
+_ELSEWHERE = {
+    "sp": "layout.sequence_parallel", "tensor_parallel": "layout.tp", "tensor_parallel_size": "layout.tp",
+    "pipeline_parallel": "layout.pp", "pipeline_parallel_size": "layout.pp", "context_parallel": "layout.cp",
+    "expert_parallel": "layout.ep", "data_parallel": "layout.dp", "vpp": "layout.virtual_stages", "etp": "layout.expert_tp",
+    "num_local_experts": "model.num_experts", "n_routed_experts": "model.num_experts",
+    "activation_checkpointing": "layout.recompute", "gradient_checkpointing": "layout.recompute",
+}  # fmt: skip
+_NEVER_IN_TEXT = re.compile("[\0\ud800-\udfff]")
+
+
+class _Bad:
+    """Stands where a value could not be read; its problem has been noted."""
+
+
+BAD = _Bad()
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One key with a value: dotted name, type and default."""
+
+    key: str
+    kind: Any
+    default: Any
+    """`dataclasses.MISSING` where a value must be given."""
+
+
+@dataclass(frozen=True)
+class At:
+    """A place in a description: collects what is wrong there."""
+
+    key: str
+    where: str
+    text: bool
+    """True if the value is text from a command line, to be parsed as the field's type."""
+    problems: list[Problem]
+
+    def wrong(self, rule: str, remedy: str) -> _Bad:
+        self.problems.append(Problem(self.key, rule, remedy, self.where))
+        return BAD
+
+    def child(self, suffix: str) -> At:
+        return replace(self, key=self.key + suffix, text=False)
+
+
+@cache
+def leaves() -> dict[str, Leaf]:
+    """Every key of a run by its dotted name, in the order of the dataclasses; those of how it is launched come last."""
+    return {leaf.key: leaf for leaf in (*_leaves(Run, ""), *_leaves(Launch, "launch."))}
+
+
+@cache
+def sections() -> frozenset[str]:
+    """Names of the tables: `model`, `model.rope_scaling`, `layout`, ..."""
+    return frozenset(key.rpartition(".")[0] for key in leaves()) - {""}
+
+
+def unknown_key(key: str, where: str, *, hints: bool = True) -> Problem:
+    """The problem of a key that does not exist, with the nearest that do if it `hints`."""
+    section, _, last = key.rpartition(".")
+    near = _nearest(section, last) if hints else []
+    remedy = (
+        f"Did you mean {' or '.join(near)}?"
+        if near
+        else f"Keys of {f'[{section}]' if section else 'a run'} are {_names(section)}."
+    )
+    return Problem(key, "is not a key of a run", remedy, where)
+
+
+def convert(value: Any, kind: Any, at: At) -> Any:
+    """`value` as `kind`; BAD, and a problem noted in `at`, if it is not one."""
+    origin = get_origin(kind)
+    if origin in (Union, UnionType):
+        (inner,) = (option for option in get_args(kind) if option is not type(None))
+        return None if value is None or value == "none" else convert(value, inner, at)
+    if origin is Literal:
+        return _literal(value, get_args(kind), at)
+    if origin is tuple:
+        return _tuple(value, get_args(kind)[0], at)
+    if is_dataclass(kind):
+        return _item(value, kind, at)
+    return _CONVERT[kind](value, at)
+
+
+def _leaves(cls: Any, prefix: str) -> list[Leaf]:
+    hints, found = get_type_hints(cls), []
+    for field in fields(cls):
+        kind, key = hints[field.name], prefix + field.name
+        inner = next((k for k in (kind, *get_args(kind)) if is_dataclass(k)), None)
+        if inner is not None and get_origin(kind) is not tuple:
+            found += _leaves(inner, f"{key}.")
+        else:
+            found.append(Leaf(key, kind, default_of(field)))
+    return found
+
+
+def default_of(field: Field) -> Any:
+    """A field's default, `MISSING` if it has none."""
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _nearest(section: str, last: str) -> list[str]:
+    """Keys that were probably meant: of the same name elsewhere, of a like name in this section, of a like name elsewhere."""
+    known = [*leaves(), *STAND_INS, *sections()]
+    by_name: dict[str, list[str]] = {}
+    for key in known:
+        by_name.setdefault(key.rpartition(".")[2], []).append(key)
+    here = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+    if last in by_name:
+        return by_name[last]
+    if last in _ELSEWHERE:
+        return [_ELSEWHERE[last]]
+    if close := get_close_matches(last, here, n=2, cutoff=0.6):
+        return [here[name] for name in close]
+    return [key for name in get_close_matches(last, by_name, n=1, cutoff=0.75) for key in by_name[name]]
+
+
+def _names(section: str) -> str:
+    known = (key.rpartition(".") for key in (*leaves(), *STAND_INS, *sections()))
+    return ", ".join(dict.fromkeys(last for place, _, last in known if place == section)) or "of no such section"
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    words = {str: "the text ", list: "the list ", dict: "the table "}
+    return f"{words.get(type(value), '')}{value!r}"
+
+
+def _literal(value: Any, options: tuple[Any, ...], at: At) -> Any:
+    for option in options:
+        if (str(option) == value and (at.text or isinstance(option, str))) or (value == option and type(value) is type(option)):
+            return option
+    near = _of_like_size(str(value), options) or get_close_matches(str(value), [str(option) for option in options], n=1)
+    quoted = not at.text and isinstance(value, str) and value in map(str, options)
+    hint = "Choose one of them" + (", without the quotes." if quoted else ".")
+    told = f"must be one of {', '.join(map(repr, options))}, is {value!r}"
+    return at.wrong(told, f"Did you mean {near[0]!r}?" if near and near[0] != value else hint)
+
+
+def _of_like_size(value: str, options: tuple[Any, ...]) -> list[str]:
+    """At most one option: same letters as `value`, nearest number. For fp4 it is fp8 and not fp64."""
+    parts = re.fullmatch(r"([a-z]+)(\d{1,4})", value)
+    alike = [str(option) for option in options if parts and re.fullmatch(rf"{parts[1]}\d+", str(option))]
+    return sorted(alike, key=lambda one: abs(int(one[len(parts[1]) :]) - int(parts[2])) if parts else 0)[:1]
+
+
+def _bool(value: Any, at: At) -> Any:
+    if at.text and value in ("true", "false"):
+        return value == "true"
+    return (
+        value if isinstance(value, bool) else at.wrong(f"must be true or false, is {_described(value)}", "Write true or false.")
+    )
+
+
+def _int(value: Any, at: At) -> Any:
+    name = at.key.rpartition(".")[2].lstrip("-").replace("-", "_")
+    if isinstance(value, str) and name in UNITS:
+        read, remedy = UNITS[name]
+        try:
+            return read(value)
+        except UnitError as error:
+            return at.wrong(str(error), remedy)
+    if at.text and isinstance(value, str):
+        try:
+            return parse_count(value) if name in COUNT_KEYS and not value.startswith("-") else int(value)
+        except ValueError:
+            pass
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    remedy = "Write it without a decimal point." if at.text else "Write it without quotes and without a decimal point."
+    return at.wrong(f"must be a whole number, is {value if at.text else _described(value)}", remedy)
+
+
+def _float(value: Any, at: At) -> Any:
+    try:
+        number = float(value) if (at.text or not isinstance(value, str)) and not isinstance(value, bool) else None
+    except (ValueError, TypeError, OverflowError):
+        number = None
+    if number is None:
+        remedy = "Write it as 0.1 or 3e-4." if at.text else "Write it without quotes, such as 3e-4."
+        return at.wrong(f"must be a number, is {value if at.text else _described(value)}", remedy)
+    return number if math.isfinite(number) else at.wrong(f"must be finite, is {number}", "Give an ordinary number.")
+
+
+def _str(value: Any, at: At) -> Any:
+    if at.key in TIME_KEYS and not isinstance(value, bool) and isinstance(value, str | int | float):
+        try:
+            parse_seconds(str(value))
+        except UnitError as error:
+            return at.wrong(str(error), 'Write "24h", "1d12h" or "90m".')
+    if not isinstance(value, str):
+        return at.wrong(f"must be text, is {_described(value)}", "Put it in quotes.")
+    if _NEVER_IN_TEXT.search(value):  # no path has the first, and no file in UTF-8 the others
+        return at.wrong(f"must be text without NUL and halves of characters, is {value!r}", "Leave them out.")
+    return SCHEDULE_ALIASES.get(value.lower(), value) if at.key == "layout.schedule" else value
+
+
+def _tuple(value: Any, kind: Any, at: At) -> Any:
+    words = at.text and isinstance(value, str) and not value.lstrip().startswith("[")
+    if at.text and isinstance(value, str):
+        if words:
+            value = [part.strip() for part in value.split(",") if part.strip()]
+        else:
+            try:
+                value = parse_toml(f"v = {value}")["v"]
+            except ValueError as error:
+                return at.wrong(f"is not a list in TOML: {error}", 'Write [{path = "x", weight = 2.0}], or x,y.')
+    if not isinstance(value, list | tuple):
+        return at.wrong(f"must be a list, is {_described(value)}", "Put it in [brackets].")
+    items = [convert(item, kind, replace(at.child(f"[{index}]"), text=words)) for index, item in enumerate(value)]
+    return BAD if any(item is BAD for item in items) else tuple(items)
+
+
+def _item(value: Any, cls: Any, at: At) -> Any:
+    """A table of a list, such as a source or a stage of the ramp; a plain text stands for its first field."""
+    if isinstance(value, cls):
+        return value
+    hints, known = get_type_hints(cls), {field.name: field for field in fields(cls)}
+    if isinstance(value, str) and hints[next(iter(known))] is str:
+        value = {next(iter(known)): value}
+    if not isinstance(value, dict):
+        return at.wrong(
+            f"must be a table with {', '.join(known)}, is {_described(value)}", "Write {" + next(iter(known)) + " = ...}."
+        )
+    values = {}
+    for name, raw in value.items():
+        if name in known:
+            values[name] = convert(raw, hints[name], at.child(f".{name}"))
+        elif cls is RampStage and name == "tokens_per_batch":
+            values[name] = raw
+        else:
+            near = get_close_matches(name, known, n=1) if len(at.problems) < MOST_TOLD else []
+            at.child(f".{name}").wrong(
+                "is not a key here", f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
+            )
+            values[name] = BAD
+    stands_for = {"sequences_per_batch"} if "tokens_per_batch" in values else set()
+    for name in known.keys() - values.keys() - stands_for:
+        if default_of(known[name]) is MISSING:
+            values[name] = at.child(f".{name}").wrong("is missing", "Give it.")
+    if any(v is BAD for v in values.values()):
+        return BAD
+    return values if stands_for else cls(**values)
+
+
+_CONVERT = {bool: _bool, int: _int, float: _float, str: _str}

@@ -1,0 +1,6 @@
+"""Text files to a folder of shards.
+
+prepare            all of it, killed and given again: begin here
+shards, workers    one shard; tasks over processes
+inspect, verify, entropy   what a folder holds; whether it still does; how predictable its tokens are
+"""

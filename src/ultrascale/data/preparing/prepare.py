@@ -1,0 +1,301 @@
+"""Text files to a folder of shards and a manifest. The same command may be killed and given again at any time.
+
+    1  find the files and cut them into shards           (names and sizes only: the same for any number of workers)
+    2  write tokenizer.json, then unfinished.json        (what was asked for: another request for this folder is refused)
+    3  make the shards in parallel                       (each: .bin, .idx, then its record; kept if its checksums are right)
+    4  write manifest.json, remove records and unfinished.json
+
+Every file is written under a temporary name, fsynced and renamed, so whatever has its final name is whole; names are made
+durable before the manifest says that all is there. What an earlier run left is believed only if its checksums are right.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ultrascale.data.errors import DataError, SeveralDataErrors
+from ultrascale.data.files import PARTIAL, make_names_durable, read_json, write_json, write_whole, writing
+from ultrascale.data.indexed import best_dtype
+from ultrascale.data.manifest import NAME, Manifest, ShardRecord, TokenizerFacts, load_manifest, save_manifest
+from ultrascale.data.preparing.shards import OnBad, ShardTask, is_held_out, make_shard, record_path
+from ultrascale.data.preparing.workers import available_cores, run_tasks
+from ultrascale.data.reading.documents import Document, PartReader
+from ultrascale.data.reading.inputs import InputFile, Part, cut_shards, find_files
+from ultrascale.data.tokenizer import tokenizer_facts, train_tokenizer, vocabulary_problem
+from ultrascale.failpoints import failpoint
+
+TOKENIZER, UNFINISHED, LOCK = "tokenizer.json", "unfinished.json", ".lock"
+TRAINING_CHARACTERS = 32 << 20
+"""Text a tokenizer is trained on: the first of every shard, in equal shares."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a preparation."""
+
+    done_bytes: int
+    total_bytes: int
+    tokens: int
+    stage: str
+    """`tokenizer`, then `shards`."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The request, apart from inputs and output."""
+
+    tokenizer: Path | None = None
+    """A `tokenizer.json`; or else:"""
+    train_tokenizer: int | None = None
+    """Vocabulary of a byte-level BPE trained on the input."""
+    eod: str | None = None
+    """The end-of-document token. None: the usual one that the tokenizer has."""
+    field: str = "text"
+    """Field that holds the text in JSONL and Parquet."""
+    glob: str = "*"
+    """Names of files taken from folders."""
+    exclude: tuple[str, ...] = ()
+    """Names of files and folders left out of folders."""
+    on_bad: OnBad = "fail"
+    """Treatment of a bad document: end with an error, or leave it out and count it."""
+    validation_fraction: float = 0.0
+    """Share of documents held out."""
+    shard_bytes: int | None = None
+    """Input of one shard. None: a rule, see `inputs`."""
+
+    def facts(self) -> dict[str, Any]:
+        """The facts that decide the result, JSON-able. The tokenizer enters by its fingerprint; `on_bad` only if there is
+        one."""
+        facts = {**asdict(self), "tokenizer": None, "exclude": list(self.exclude)}
+        del facts["on_bad"]
+        return facts
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The manifest of the output folder, and of the folder of held-out documents if there is one."""
+
+    manifest: Manifest
+    validation: Manifest | None
+
+
+def prepare(
+    inputs: Iterable[str | Path],
+    *,
+    output: str | Path,
+    recipe: Recipe,
+    validation: str | Path | None = None,
+    workers: int | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Prepared:
+    """Makes `output` (and `validation`, by default `output`/validation, if documents are held out) from text files.
+
+    The result does not depend on `workers` (None: all cores), nor on whether an earlier run was killed.
+    Raises DataError for bad input, an output that was made from something else or cannot be written, or no documents at all.
+    """
+    folder = Path(output)
+    folders = (folder, Path(validation or folder / "validation")) if recipe.validation_fraction > 0 else (folder,)
+    _expect_sense(recipe, workers, validation)
+    files = find_files(inputs, glob=recipe.glob, exclude=recipe.exclude)
+    _expect_outside(files, folders)
+    shards = cut_shards(files, recipe.shard_bytes)
+    total = sum(part.weight_bytes for parts in shards for part in parts)
+    notify = on_progress or (lambda progress: None)
+    for each in folders:
+        with writing(each):
+            each.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        for each in folders:
+            _remove(each.glob(f"*{PARTIAL}"))
+        notify(Progress(0, total, 0, "tokenizer"))
+        facts, request = _settle(files, shards, folder, recipe)
+        tasks = _tasks(shards, folders, recipe, facts)
+        done = [(0, 0)] * len(tasks)
+
+        def report(place: int, consumed_bytes: int, tokens: int) -> None:
+            done[place] = (consumed_bytes, tokens)
+            notify(Progress(sum(a for a, _ in done), total, sum(b for _, b in done), "shards"))
+
+        try:
+            records = run_tasks(tasks, make_shard, workers=workers or available_cores(), report=report)
+        finally:
+            for each in folders:
+                _remove(each.glob(f"*{PARTIAL}"))
+        return _conclude(folders, records, facts, request)
+
+
+def _expect_sense(recipe: Recipe, workers: int | None, validation: str | Path | None) -> None:
+    wrong: list[DataError] = []
+    if (recipe.tokenizer is None) == (recipe.train_tokenizer is None):
+        wrong.append(DataError("--tokenizer", "and --train-tokenizer: exactly one is needed", "Give one of them."))
+    if recipe.train_tokenizer is not None and (problem := vocabulary_problem(recipe.train_tokenizer)):
+        wrong.append(problem)
+    if not 0 <= recipe.validation_fraction < 1:
+        rule = f"must be in [0, 1), is {recipe.validation_fraction}"
+        wrong.append(DataError("--validation-fraction", rule, "0.01 is usual."))
+    if validation is not None and recipe.validation_fraction == 0:
+        rule = "has nothing to hold without --validation-fraction"
+        wrong.append(DataError("--validation", rule, "Give both, or neither."))
+    if workers is not None and workers < 1:
+        wrong.append(DataError("--workers", f"must be at least 1, is {workers}", "Leave it out for all cores."))
+    if recipe.shard_bytes is not None and recipe.shard_bytes < 1:
+        rule = f"must be at least 1, is {recipe.shard_bytes}"
+        wrong.append(DataError("--shard-bytes", rule, "Leave it out for the usual size."))
+    if wrong:
+        raise SeveralDataErrors(wrong)
+
+
+def _expect_outside(files: list[InputFile], folders: tuple[Path, ...]) -> None:
+    for folder in map(os.path.abspath, folders):
+        for file in files:
+            if os.path.commonpath((folder, file.path)) == folder:
+                raise DataError(str(file.path), f"lies in the output folder {folder}", "Choose another --output.")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One preparation of a folder at a time; the system lets go of the lock when a process dies."""
+    with writing(folder / LOCK):
+        file = open(folder / LOCK, "w")  # noqa: SIM115 (closed below, in another `with`)
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(str(folder), "is being prepared by another process", "Wait for it, or end it.") from error
+        yield
+
+
+def _settle(
+    files: list[InputFile], shards: list[tuple[Part, ...]], folder: Path, recipe: Recipe
+) -> tuple[TokenizerFacts, dict[str, Any]]:
+    """The tokenizer and the request, from an earlier run of the same request if there was one."""
+    before = _earlier_request(folder)
+    path = folder / TOKENIZER
+    if before is not None:
+        now = _request(files, recipe)
+        _expect_same(before, now, folder)
+        facts = tokenizer_facts(path, recipe.eod)
+        if facts.fingerprint != before["tokenizer"]:
+            raise DataError(str(path), "is not the tokenizer this folder was begun with", "Put it back, or remove the folder.")
+        if recipe.tokenizer and tokenizer_facts(recipe.tokenizer, recipe.eod).fingerprint != facts.fingerprint:
+            remedy = "Choose another --output, or remove this one."
+            raise DataError(str(recipe.tokenizer), f"is not the tokenizer that {folder} was begun with", remedy)
+        request = {**now, "tokenizer": facts.fingerprint}
+        if request != before:  # a file was repaired on the way
+            write_json(folder / UNFINISHED, request)
+        return facts, request
+    if recipe.tokenizer:
+        tokenizer_facts(recipe.tokenizer, recipe.eod)
+        write_whole(path, recipe.tokenizer.read_bytes())
+    else:
+        trained = train_tokenizer(_training_texts(shards, recipe, folder), recipe.train_tokenizer or 0)
+        write_whole(path, trained.to_str(pretty=True).encode())
+    failpoint("prepare.tokenizer")
+    facts = tokenizer_facts(path, recipe.eod)
+    request = {**_request(files, recipe), "tokenizer": facts.fingerprint}
+    _remove(folder.glob("shard-*.json"))  # of a run that did not say what it was asked for
+    write_json(folder / UNFINISHED, request)
+    failpoint("prepare.requested")
+    return facts, request
+
+
+def _request(files: list[InputFile], recipe: Recipe) -> dict[str, Any]:
+    return {**recipe.facts(), "inputs": [file.facts() for file in files]}
+
+
+def _earlier_request(folder: Path) -> dict[str, Any] | None:
+    if (folder / UNFINISHED).exists():
+        return read_json(folder / UNFINISHED)
+    return dict(load_manifest(folder).request) if (folder / NAME).exists() else None
+
+
+def _expect_same(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    """Checks that the request is the same as before; in a folder that is not complete, files may have been repaired since."""
+    remedy = f"Choose another --output, or remove {folder} to begin anew."
+    for key in sorted((set(now) | set(before)) - {"inputs", "tokenizer"}):  # another release may have asked for more
+        if before.get(key) != now.get(key):
+            option = "--" + key.replace("_", "-")
+            raise DataError(option, f"is {now.get(key)!r}, but {folder} was begun with {before.get(key)!r}", remedy)
+    complete = (folder / NAME).exists()
+    then = {file["file"]: file for file in before.get("inputs", [])}
+    for file in now["inputs"]:
+        earlier = then.pop(file["file"], None)
+        if earlier is None or (complete and earlier != file):
+            raise DataError(file["file"], f"is new or has changed since {folder} was begun", remedy)
+    for name in then:
+        raise DataError(name, f"is no longer among the inputs, but was when {folder} was begun", remedy)
+
+
+def _training_texts(shards: list[tuple[Part, ...]], recipe: Recipe, spool: Path) -> Iterator[str]:
+    """A bounded sample: from every shard the first documents that are neither bad nor held out."""
+    share = TRAINING_CHARACTERS // len(shards)
+    for parts in shards:
+        left = share
+        for part in parts:
+            for item in PartReader(part, field=recipe.field, spool=spool):
+                if isinstance(item, Document) and not is_held_out(item.key, recipe.validation_fraction):
+                    text = (item.text if item.text is not None else _first_piece(item))[:left]
+                    left -= len(text)
+                    yield text
+                if left <= 0:
+                    break
+            if left <= 0:
+                break
+
+
+def _first_piece(document: Document) -> str:
+    try:
+        return next(document.pieces or iter(()), "")
+    except DataError:
+        return ""  # told when the document is tokenized
+
+
+def _tasks(shards: list[tuple[Part, ...]], folders: tuple[Path, ...], recipe: Recipe, facts: TokenizerFacts) -> list[ShardTask]:
+    known = [_known_records(folder) for folder in folders]
+    names = [f"shard-{number:05d}" for number in range(len(shards))]
+    return [
+        ShardTask(
+            name, parts, folders, folders[0] / TOKENIZER, facts, recipe.field, recipe.on_bad, recipe.validation_fraction,
+            tuple(records.get(name) for records in known),
+        )
+        for name, parts in zip(names, shards, strict=True)
+    ]  # fmt: skip
+
+
+def _known_records(folder: Path) -> dict[str, ShardRecord]:
+    return {shard.name: shard for shard in load_manifest(folder).shards} if (folder / NAME).exists() else {}
+
+
+def _conclude(
+    folders: tuple[Path, ...], records: list[tuple[ShardRecord, ...]], facts: TokenizerFacts, request: dict[str, Any]
+) -> Prepared:
+    dtype = best_dtype(facts.vocab_size)
+    manifests = [Manifest(dtype, facts, shards, request) for shards in zip(*records, strict=True)]
+    for folder, manifest in zip(folders, manifests, strict=True):
+        if manifest.documents == 0:
+            skipped = f"; {sum(manifest.skipped.values())} were skipped: {manifest.skipped}" if manifest.skipped else ""
+            remedy = f"Remove {folders[0]}, then give more text, another --field, or another --validation-fraction."
+            raise DataError(str(folder), f"no document was left for it{skipped}", remedy)
+    for folder, manifest in zip(folders[::-1], manifests[::-1], strict=True):
+        if folder != folders[0]:
+            write_whole(folder / TOKENIZER, (folders[0] / TOKENIZER).read_bytes())
+        with writing(folder):
+            make_names_durable(folder)
+        failpoint("prepare.durable")
+        save_manifest(manifest, folder)
+        failpoint("prepare.manifest")
+        _remove(record_path(folder, shard.name) for shard in manifest.shards)
+        failpoint("prepare.removed")
+    _remove([folders[0] / UNFINISHED])
+    return Prepared(manifests[0], manifests[1] if len(manifests) > 1 else None)
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,50 @@
+"""Verification that shards still hold the content that was prepared: some blocks of each at once, all blocks where there is
+time.
+
+    sample_sha256            the sizes of `.bin` and `.idx`, and 8 blocks of 4 KiB of each, from its first byte to its last
+    bin_sha256, idx_sha256   everything
+
+A sample costs the same however large a shard is. It sees another shard in its place, and one that was written anew; a token
+that was replaced between two blocks only the checksum of everything sees.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from ultrascale.data.errors import DataError
+from ultrascale.data.files import sha256_of
+from ultrascale.data.indexed import prefix_paths
+from ultrascale.data.manifest import ShardRecord
+
+BLOCKS, BLOCK_BYTES = 8, 4096
+REMEDY = "Run the same `ultrascale data prepare` again: it makes damaged shards anew."
+
+
+def sample_of(prefix: Path, num_blocks: int = BLOCKS) -> str:
+    """The digest of `num_blocks` blocks of both files, which are all of a file of so many blocks. Raises OSError."""
+    digest = hashlib.sha256()
+    for path in prefix_paths(prefix):
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(size.to_bytes(8, "little"))
+            for block in range(num_blocks):
+                digest.update(os.pread(file.fileno(), BLOCK_BYTES, block * max(0, size - BLOCK_BYTES) // (num_blocks - 1)))
+    return digest.hexdigest()
+
+
+def expect_sample(prefix: Path, record: ShardRecord) -> None:
+    """Raises DataError if the sample is not the manifest's; one that older releases wrote has none."""
+    if record.sample_sha256 and sample_of(prefix) != record.sample_sha256:
+        problem = f"does not hold what was prepared: of {BLOCKS} blocks of its .bin and .idx some are not the manifest's"
+        raise DataError(str(prefix), problem, REMEDY)
+
+
+def expect_whole(prefix: Path, record: ShardRecord, after_block: Callable[[int], None] = lambda num_bytes: None) -> None:
+    """Raises DataError, naming the file, if a checksum is not the manifest's. `after_block`: told the bytes of each block."""
+    for file, expected in zip(prefix_paths(prefix), (record.bin_sha256, record.idx_sha256), strict=True):
+        if sha256_of(file, after_block) != expected:
+            raise DataError(str(file), "has another checksum than the manifest says", REMEDY)

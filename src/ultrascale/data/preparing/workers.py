@@ -1,0 +1,163 @@
+"""Tasks over processes. `concurrent.futures` does not do: its workers outlive a parent that is killed, it cannot stop a running
+task, and it has no way for one to tell its progress.
+
+Processes come from a fork server: a plain fork of a process in which `tokenizers` has already used its threads may hang.
+Each worker ends itself when its parent is gone, so a killed run leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any, TypeVar
+
+from ultrascale.data.errors import DataError
+from ultrascale.heap import map_large_blocks
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+Work = Callable[[Task, Callable[[int, int], None]], Result]
+_REPORT_SECONDS = 0.1
+
+
+def available_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run_tasks(
+    tasks: Sequence[Task], work: Work[Task, Result], *, workers: int, report: Callable[[int, int, int], None]
+) -> list[Result]:
+    """The result of each task, in order. Tasks start in the order given; the first error ends all of them and is raised.
+
+    `work` is a function of a module; it gets a task and a function to tell two numbers as it goes, which `report` passes on
+    with the task's place. Where there are fewer tasks than `workers`, each process tokenizes with several threads.
+    Raises DataError if a worker dies.
+    """
+    num_processes = max(1, min(workers, len(tasks)))
+    threads = max(1, workers // num_processes)
+    if num_processes == 1:
+        with _threads(threads):
+            return [work(task, lambda a, b, place=place: report(place, a, b)) for place, task in enumerate(tasks)]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([work.__module__])
+    with _workers(context, num_processes, work, threads) as running:
+        return _share_out(tasks, running, report)
+
+
+@contextmanager
+def _workers(context: Any, count: int, work: Work[Any, Any], threads: int) -> Iterator[dict[Connection, ForkServerProcess]]:
+    running: dict[Connection, ForkServerProcess] = {}
+    try:
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, work, threads), daemon=True)
+            process.start()
+            theirs.close()
+            running[ours] = process
+        yield running
+    finally:
+        for process in running.values():
+            process.terminate()
+        for connection, process in running.items():
+            process.join()
+            connection.close()
+
+
+def _share_out(
+    tasks: Sequence[Any], running: dict[Connection, ForkServerProcess], report: Callable[[int, int, int], None]
+) -> list[Any]:
+    results: dict[int, Any] = {}
+    places = iter(range(len(tasks)))
+    for connection in running:
+        _hand_out(connection, tasks, places)
+    while len(results) < len(tasks):
+        for connection in wait(list(running)):
+            assert isinstance(connection, Connection)
+            try:
+                kind, place, value = connection.recv()
+            except (EOFError, ConnectionResetError) as error:
+                raise _death(running[connection]) from error
+            if kind == "error":
+                raise value
+            if kind == "progress":
+                report(place, *value)
+            else:
+                results[place] = value
+                _hand_out(connection, tasks, places)
+    return [results[place] for place in range(len(tasks))]
+
+
+def _hand_out(connection: Connection, tasks: Sequence[Any], places: Iterator[int]) -> None:
+    place = next(places, None)
+    if place is not None:
+        connection.send((place, tasks[place]))
+
+
+def _death(process: ForkServerProcess) -> DataError:
+    process.join()
+    problem = f"a worker process ended with exit code {process.exitcode}"
+    remedy = "Perhaps memory ran out: use fewer --workers. The same command goes on; finished shards are kept."
+    return DataError("data prepare", problem, remedy)
+
+
+def _serve(connection: Connection, work: Work[Any, Any], threads: int) -> None:
+    """The life of a worker: task in, result or error out."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told as well, and ends us
+    end_with_parent()
+    os.environ.update(_thread_variables(threads))
+    map_large_blocks()
+    while True:
+        place, task = connection.recv()
+        last = 0.0
+
+        def report(first: int, second: int, place: int = place) -> None:
+            nonlocal last
+            if time.monotonic() - last > _REPORT_SECONDS:
+                last = time.monotonic()
+                connection.send(("progress", place, (first, second)))
+
+        try:
+            connection.send(("done", place, work(task, report)))
+        except Exception as error:
+            connection.send(("error", place, error))
+
+
+def end_with_parent() -> None:
+    """End this process, which multiprocessing has started, once its parent is gone."""
+    threading.Thread(target=_leave_after_parent, daemon=True).start()
+
+
+def _leave_after_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _thread_variables(threads: int) -> dict[str, str]:
+    """Environment variables that `tokenizers` reads when it first encodes a batch."""
+    return {"TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false", "RAYON_NUM_THREADS": str(threads)}
+
+
+@contextmanager
+def _threads(threads: int) -> Iterator[None]:
+    """Sets the thread variables for work done in this process, then restores its environment."""
+    before = {name: os.environ.get(name) for name in _thread_variables(threads)}
+    os.environ.update(_thread_variables(threads))
+    map_large_blocks()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,5 @@
+"""Documents out of files.
+
+documents          one after the other, in bounded memory (compressed, long_lines)
+inputs             which files, cut into which shards
+"""

@@ -1,0 +1,156 @@
+"""Choice of the files to read, and how they are split into shards: decided before anything is read, from names and sizes alone.
+
+A shard is the unit of work and of restart: one process makes it from a list of parts, streaming. A part is a whole file, or a
+range of bytes of a JSONL file, or a range of row groups of a Parquet file. Shards get clamp(total / 256, 2 MiB, 256 MiB) of
+input, so that there are enough to share and not too many to keep; the number of processes has no say.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from ultrascale.data.errors import DataError
+from ultrascale.data.reading.compressed import import_extra
+
+Kind = Literal["text", "jsonl", "parquet", "csv"]
+Compression = Literal["", "gz", "zst"]
+SMALLEST_SHARD, LARGEST_SHARD, USUAL_NUM_SHARDS = 2 << 20, 256 << 20, 256
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One file to read, as it was when the run was planned."""
+
+    path: Path
+    name: str
+    """Relative to the folder it was found in; decides, with the place inside, which documents are held out."""
+    kind: Kind
+    compression: Compression
+    size: int
+    mtime_ns: int
+
+    def facts(self) -> dict[str, Any]:
+        """The facts that must stay the same for a restart."""
+        return {"file": str(self.path), "size": self.size, "mtime_ns": self.mtime_ns}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of a file: bytes for JSONL, row groups for Parquet, otherwise all of it."""
+
+    file: InputFile
+    start: int
+    end: int
+    weight_bytes: int
+    """Bytes of the file on disk that this shard stands for, for progress and for splitting."""
+
+    def facts(self) -> dict[str, Any]:
+        return {**self.file.facts(), "start": self.start, "end": self.end}
+
+
+def find_files(inputs: Iterable[str | Path], *, glob: str = "*", exclude: tuple[str, ...] = ()) -> list[InputFile]:
+    """The files named, and those under the folders named whose name matches `glob`, in order of name.
+
+    `exclude` are patterns of file and folder names left out below a folder. Symbolic links to folders are not followed.
+    Raises DataError if an input is missing, unreadable, named twice, or nothing matches.
+    """
+    files: list[InputFile] = []
+    seen: set[tuple[int, int]] = set()
+    for item in map(Path, inputs):
+        found = list(_walk(item, glob, exclude)) if item.is_dir() else [(item, item.name)]
+        if not found:
+            raise DataError(str(item), f"holds no file that matches {glob!r}", "Give another folder or --glob.")
+        for path, name in found:
+            file, identity = _describe(path, name)
+            if identity in seen:
+                raise DataError(str(path), "is given twice", "Name every file once; a folder includes its files.")
+            seen.add(identity)
+            files.append(file)
+    if not files:
+        raise DataError("INPUT", "names no file", "Give text, JSONL or Parquet files, or folders of them.")
+    return files
+
+
+def cut_shards(files: list[InputFile], shard_bytes: int | None = None) -> list[tuple[Part, ...]]:
+    """The parts of each shard, in order. `shard_bytes`: input of one shard; None: by the rule at the top of this file."""
+    total = sum(file.size for file in files)
+    size = shard_bytes or min(max(total // USUAL_NUM_SHARDS, SMALLEST_SHARD), LARGEST_SHARD)
+    shards: list[tuple[Part, ...]] = []
+    parts: list[Part] = []
+    for file in files:
+        for part in _cut_file(file, size):
+            if parts and sum(p.weight_bytes for p in parts) + part.weight_bytes > size:
+                shards.append(tuple(parts))
+                parts = []
+            parts.append(part)
+    return [*shards, tuple(parts)]
+
+
+def _cut_file(file: InputFile, size: int) -> Iterator[Part]:
+    if file.kind == "parquet":
+        yield from _cut_row_groups(file, size)
+    elif file.kind == "jsonl" and not file.compression:
+        count = max(1, -(-file.size // size))
+        edges = [file.size * k // count for k in range(count + 1)]
+        for start, end in pairwise(edges):
+            yield Part(file, start, end, end - start)
+    else:
+        yield Part(file, 0, file.size, file.size)
+
+
+def _cut_row_groups(file: InputFile, size: int) -> Iterator[Part]:
+    """Consecutive row groups, up to `size` of the file on disk together."""
+    parquet = import_extra("pyarrow.parquet")
+    try:
+        facts = parquet.read_metadata(file.path)
+    except (OSError, ValueError) as error:
+        raise DataError(str(file.path), f"is not a Parquet file: {error}", "Copy it again, or rename it.") from error
+    sizes = [facts.row_group(index).total_byte_size for index in range(facts.num_row_groups)]
+    weights = [file.size * part // max(1, sum(sizes)) for part in sizes]
+    start, weight = 0, 0
+    for index, here in enumerate(weights):
+        if index > start and weight + here > size:
+            yield Part(file, start, index, weight)
+            start, weight = index, 0
+        weight += here
+    yield Part(file, start, len(weights), weight)
+
+
+def _walk(folder: Path, glob: str, exclude: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
+    def refuse(error: OSError) -> None:
+        raise DataError(str(error.filename), f"cannot be listed: {error.strerror}", "Check its permissions.") from error
+
+    found = []
+    for here, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not _matches(name, exclude)]
+        found += [Path(here, name) for name in names if fnmatch(name, glob) and not _matches(name, exclude)]
+    yield from sorted(((path, path.relative_to(folder).as_posix()) for path in found), key=lambda item: os.fsencode(item[1]))
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _describe(path: Path, name: str) -> tuple[InputFile, tuple[int, int]]:
+    try:
+        with open(path, "rb") as file:
+            facts = os.fstat(file.fileno())
+    except OSError as error:
+        raise DataError(str(path), f"cannot be read: {error.strerror}", "Check the path and its permissions.") from error
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    compression: Compression = "gz" if suffixes[-1:] == [".gz"] else "zst" if suffixes[-1:] == [".zst"] else ""
+    inner = suffixes[-2:-1] if compression else suffixes[-1:]
+    kind: Kind = "jsonl" if inner in ([".jsonl"], [".ndjson"], [".json"]) else "parquet" if inner == [".parquet"] else "text"
+    kind = "csv" if inner in ([".csv"], [".tsv"]) else kind
+    if kind == "parquet" and compression:
+        raise DataError(str(path), "is a compressed Parquet file, which cannot be read in parts", "Decompress it first.")
+    if compression == "zst":
+        import_extra("zstandard")
+    described = InputFile(Path(os.path.abspath(path)), name, kind, compression, facts.st_size, facts.st_mtime_ns)
+    return described, (facts.st_dev, facts.st_ino)

@@ -1,0 +1,62 @@
+"""The model as others get it: a Hugging Face folder, and transformers' own logits beside ours."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from ultrascale.data.loader import Loader
+from ultrascale.demo.claims import Claim, judged
+from ultrascale.description.run import Run
+from ultrascale.models.files.huggingface import export_folder
+from ultrascale.train.corpora import build_loader
+from ultrascale.train.start.trained import open_trained
+
+TOLERANCE = 1e-5
+"""Largest difference of logits in fp32, as a share of the largest logit."""
+
+
+def export_newest(run_folder: Path, target: Path) -> Claim:
+    """Write the newest checkpoint as a Hugging Face folder and read it back."""
+    trained = open_trained(run_folder)
+    export_folder(trained.weights, trained.model, target, tokenizer=trained.tokenizer, overwrite=True)
+    back = open_trained(target).weights
+    equal = sum(torch.equal(weight, back[name]) for name, weight in trained.weights.items())
+    return judged(
+        "an export keeps the weights", f"{equal} of {len(trained.weights)} tensors equal to the last bit",
+        equal == len(trained.weights), tensors_equal=equal, tensors=len(trained.weights),
+    )  # fmt: skip
+
+
+def compare_with_transformers(folder: Path, run: Run) -> Claim:
+    """Logits of held-out text from transformers and from our decoder, both fp32; skipped where it is not installed."""
+    text = "transformers computes the same logits"
+    if find_spec("transformers") is None:
+        return Claim(text, "transformers is not installed: pip install transformers", "skipped")
+    tokens = torch.from_numpy(_held_out(run).read(range(4)).tokens)
+    theirs = _transformers_logits(folder, tokens)
+    with torch.no_grad():
+        ours = open_trained(folder).decoder(dtype=torch.float32)(tokens)
+    largest, difference = float(ours.abs().max()), float((ours - theirs).abs().max())
+    return judged(
+        text, f"largest difference {difference:.1e} of logits up to {largest:.1f}", difference <= TOLERANCE * largest,
+        largest_difference=difference, largest_logit=largest,
+    )  # fmt: skip
+
+
+def _held_out(run: Run) -> Loader:
+    return build_loader(run, run.data.validation)
+
+
+def _transformers_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}  # read when it is imported
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(tokens).logits

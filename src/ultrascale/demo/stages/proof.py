@@ -1,0 +1,46 @@
+"""The run's layout proven, and the proof itself put to the test."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ultrascale.check.compare import Verdict
+from ultrascale.check.faults.all_faults import CLASSIC
+from ultrascale.check.prove import TOLERANCE, cases, prove_all
+from ultrascale.demo.claims import Claim, judged
+from ultrascale.description.run import Run
+
+STEPS = 2
+
+
+def prove_layouts(run: Run) -> Claim:
+    """Every ZeRO stage, with and without accumulation, tied and untied, against one process. Raises RankFailed."""
+    verdicts = prove_all(list(cases(run)), steps=STEPS)
+    worst = max(difference.error for verdict in verdicts for difference in verdict.worst.values())
+    held = sum(verdict.holds for verdict in verdicts)
+    return judged(
+        "two processes compute what one does",
+        f"{held} of {len(verdicts)} cases (all ZeRO stages) equal in float64, largest error {worst:.0e}",
+        held == len(verdicts),
+        cases={verdict.case: verdict.holds for verdict in verdicts}, largest_error=worst, tolerance=TOLERANCE,
+    )  # fmt: skip
+
+
+def plant_faults(run: Run) -> Claim:
+    """The classic faults between processes, planted one by one: the proof must see each and name a parameter."""
+    todo = [replace(case, fault=fault, name=fault) for fault in CLASSIC for case in cases(run, own_layout=True)]
+    verdicts = prove_all(todo, steps=STEPS)
+    seen = {fault: _where_seen([v for v in verdicts if v.case == fault]) for fault in CLASSIC}
+    count = sum(name is not None for name in seen.values())
+    return judged(
+        "the proof sees planted faults", f"{count} of {len(CLASSIC)}, each with the parameter it breaks",
+        count == len(CLASSIC), seen=seen,
+    )  # fmt: skip
+
+
+def _where_seen(verdicts: list[Verdict]) -> str | None:
+    """The first parameter whose gradient gives the fault away; None if any of the cases missed it."""
+    if any(verdict.holds for verdict in verdicts):
+        return None
+    named = [difference.name for difference in verdicts[0].beyond if difference.quantity == "gradient"]
+    return named[0] if named else None

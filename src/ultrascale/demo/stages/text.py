@@ -1,0 +1,58 @@
+"""Real text that every machine with Python has: the sources of its standard library."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+from ultrascale.data.errors import DataError
+from ultrascale.data.preparing.prepare import Prepared, Progress, Recipe, prepare
+from ultrascale.data.reading.inputs import find_files
+from ultrascale.demo.claims import DemoError
+
+VOCABULARY = 2048
+GLOB = "*.py"
+# Tests and installed packages would make it twenty times as much; the others are tables, not code.
+EXCLUDED = (
+    "test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "encodings", "pydoc_data", "config-*",
+)  # fmt: skip
+HELD_OUT = 0.05
+LARGEST_BYTES = 40_000_000
+"""More than three times what any Python's library has: above it something else lies in the folder, and time would run away."""
+
+
+def library_folder() -> Path:
+    """The folder of this Python's standard library. Raises DemoError if its sources are not there."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    try:
+        files = find_files([folder], glob=GLOB, exclude=EXCLUDED)
+    except DataError as error:
+        raise DemoError(
+            f"this Python has no sources of its standard library ({error.where} {error.problem}), and they are the demo's "
+            "text. Install the full Python (Debian: apt install python3) and start the demo with it."
+        ) from None
+    size = sum(file.size for file in files)
+    if size > LARGEST_BYTES:
+        raise DemoError(
+            f"{folder} holds {size / 1e6:.0f} MB of {GLOB} files, where a standard library has about 10. "
+            "Start the demo with another Python, whose library holds nothing else."
+        )
+    return folder
+
+
+def prepare_library(
+    library: Path, output: Path, *, on_progress: Callable[[Progress], None], workers: int | None = None
+) -> Prepared:
+    """Tokenize the library into `output` with a tokenizer of its own; the same again costs nothing. Raises DataError."""
+    recipe = Recipe(
+        train_tokenizer=VOCABULARY, glob=GLOB, exclude=EXCLUDED, on_bad="skip", validation_fraction=HELD_OUT,
+    )  # fmt: skip
+    return prepare([library], output=output, recipe=recipe, workers=workers, on_progress=on_progress)
+
+
+def prepare_words(library: Path, output: Path) -> list[str]:
+    """The words of the command that does what `prepare_library` does."""
+    words = ["data", "prepare", str(library), "--output", str(output), "--glob", GLOB]
+    words += [f"--exclude={name}" for name in EXCLUDED]
+    return [*words, f"--train-tokenizer={VOCABULARY}", f"--validation-fraction={HELD_OUT}", "--on-bad=skip"]

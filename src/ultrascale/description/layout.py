@@ -1,0 +1,361 @@
+"""Parallel layout of a run: how its processes shard model, batch and training state, and what each does with its share.
+
+Data parallelism is one mechanism with knobs (Rajbhandari et al. 2020; playbook, "ZeRO"): `dp` ranks each take a share of the
+batch; groups of `dp_shard` of them keep one copy of the training state between them, cut as the ZeRO stage says, and
+`dp / dp_shard` such groups repeat it (hybrid sharding).
+
+    stage   parameters          gradients                             optimizer state
+    0       whole               whole, all-reduced once a step        whole
+    1       whole in a step     summed here, reduce-scattered once    cut
+    2       whole in a step     reduce-scattered every micro-batch    cut
+    3       gathered per layer  reduce-scattered every micro-batch    cut
+
+Between steps the master parameters of stages 1 to 3 are cut as well: each rank updates its share, and they are gathered again
+when the next forward pass meets them. That costs the all-gather that every form of ZeRO needs after its update.
+
+Ranks are numbered with tensor parallelism fastest, so that it stays inside a node: tp, cp, dp, pp, that is
+rank = ((pp_i * dp + dp_i) * cp + cp_i) * tp + tp_i. Experts are cut out of the tp * cp * dp ranks of a pipeline stage, in the
+order expert_tp, ep, and what is left repeats them (expert data parallelism).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from math import gcd
+from typing import Literal
+
+from ultrascale.description.problems import Problem
+from ultrascale.description.recomputed import MODULES, WHOLE, Again, modes_of, parse_mode
+from ultrascale.description.schedules import SCHEDULE_FILES, SCHEDULES, USUAL, KnownSchedule, schedule_for
+from ultrascale.description.units import divisors
+
+Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
+Fp8Scaling = Literal["row", "tensor", "delayed"]
+Axis = Literal["tp", "cp", "dp", "shard", "replicate", "pp", "ep", "expert_tp", "expert_dp", "expert_shard"]
+PipelineRuntime = Literal["ultrascale", "torch"]
+CpMethod = Literal["ring", "all-gather", "all-to-all", "ring+all-to-all"]
+AttentionCore = Literal["auto", "fastest", "sdpa", "varlen", "cudnn", "flex", "flash-2", "flash-3", "flash-4"]
+_WHOLE = (
+    "dp", "dp_shard", "micro_batch_size", "recompute_every", "layers_per_bucket", "tp", "cp", "cp_heads", "pp",
+    "virtual_stages", "ep", "expert_tp", "mlp_chunks",
+)  # fmt: skip
+RANGES = dict.fromkeys(_WHOLE, (1, 1_000_000))
+"""Lowest and highest value of whole numbers. The highest are far above any run: they catch slips of the finger."""
+MOST_NAMED = 4096
+"""Ranks of ep that are named as a choice: their number is a product, and may be beyond counting."""
+LONGEST_HISTORY = 4096
+"""Steps of largest magnitudes that fp8 keeps: four times Transformer Engine's own."""
+OFFLOAD_FROM_BYTES = 1 << 16
+"""Saved tensors below this stay on the device: sending them takes a copy's start, some 10 microseconds, and frees nothing."""
+OFFLOAD_LEFT = 2
+"""Blocks whose activations are on the device although they are offloaded: one on its way, one at work."""
+NARROW: dict[Precision, float] = {"fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
+"""Precisions of matrix products only, and bytes of a factor's element with the scale of its block: MXFP8 has one of 8 bits for
+32 elements (OCP Microscaling 1.0), NVFP4 one in fp8 for 16, and one in fp32 for the tensor (NVIDIA, 2025)."""
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, **dict.fromkeys(NARROW, 2)}
+"""Bytes of an activation element. Between narrow products activations are bf16."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parallel layout of a run."""
+
+    dp: int = 1
+    """Groups of ranks that share the batch between them."""
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """Training state that is sharded over `dp_shard` ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+    dp_shard: int | None = None
+    """Ranks that hold one copy of the training state together. None: all of `dp`, or 1 for stage 0."""
+    micro_batch_size: int = 1
+    """Sequences in one forward pass of one rank."""
+    recompute: str = "none"
+    """Activations computed again in the backward pass: none; named modules joined by + such as norm+moe_act
+    (`description.recomputed`); those that save most a second (selective); whole blocks (full); one block of every
+    `recompute_every` (every-k); what the planner finds fastest of all that fits (auto); block by block as `recompute_blocks`
+    says (blocks)."""
+    recompute_every: int = 2
+    """For recompute = "every-k": blocks 0, k, 2k, ... are recomputed."""
+    recompute_budget: int | None = None
+    """For recompute = "auto": bytes that a rank's blocks may keep for their backward passes, such as "20GiB". None: all that
+    is free."""
+    recompute_blocks: tuple[str, ...] = ()
+    """For recompute = "blocks": what each block computes again, in the model's order, such as ["norm+mlp_act x 20",
+    "none x 12"]; `description.recomputed` has the words."""
+    attention: AttentionCore = "auto"
+    """The kernel of attention, and with it what keeps documents apart and windows narrow: sdpa (torch's own, under a mask of
+    S x S numbers), varlen (flash attention told where documents end), cudnn, flex (FlexAttention), flash-2, flash-3, flash-4
+    (the flash-attn packages); `description.attention_cores` says what each can do. fastest: all that can are timed at the run's
+    shapes, once. auto: so on CUDA; on the CPU sdpa."""
+    precision: Precision = "fp32"
+    """Dtype of the forward and backward passes. All but fp64 keep parameters, gradients and optimizer state in fp32. mxfp8 and
+    nvfp4 have scales of their own for blocks of 32 and 16 numbers: Blackwell computes with them, and they are planned only."""
+    fp8_scaling: Fp8Scaling = "row"
+    """Scales of fp8: one for each row (token, output feature), or one for each tensor, of the values at hand; or one for each
+    tensor from the largest magnitudes of earlier steps (delayed). Read only if precision = "fp8"."""
+    fp8_amax_history_len: int = 16
+    """Steps whose largest magnitudes (amax) are kept. Read only if fp8_scaling = "delayed"."""
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
+    """Magnitude behind a scale: the largest of the history, or that of the last step. Read only if fp8_scaling = "delayed"."""
+    fp8_keep_blocks: int = 0
+    """Number of first blocks, and of last blocks, that compute in bf16. Read only if precision is fp8, mxfp8 or nvfp4."""
+    fp8_all_gather: bool = False
+    """Parameters are quantized before their all-gather, so that they travel and stay unsharded in 8 or 4 bits instead of 16,
+    with the same results. Read only if precision is fp8, mxfp8 or nvfp4, and with a ZeRO stage."""
+    reduce_dtype: Precision | None = None
+    """Dtype in which gradients are reduced over ranks. None: fp32, or fp64 when `precision` is."""
+    layers_per_bucket: int = 1
+    """Decoder blocks whose parameters are gathered, and gradients reduced, in one collective."""
+    tp: int = 1
+    """Tensor parallelism: ranks that cut every matrix product between them."""
+    sequence_parallel: bool = True
+    """Norms and residuals are sharded along the sequence over tp (Korthikanti et al. 2022). Read only if tp > 1."""
+    tp_overlap: bool = False
+    """GEMMs of tp overlap with their all-gather and reduce-scatter: they begin with local positions, and send rows as they are
+    done (torch's symmetric memory). Needs sequence_parallel, CUDA, and the ranks of tp in one node. Read only if tp > 1."""
+    cp: int = 1
+    """Context parallelism: ranks that cut every sequence between them."""
+    cp_method: CpMethod = "ring"
+    """Exchange by which all queries meet all keys and values. Read only if cp > 1."""
+    cp_heads: int = 1
+    """For cp_method = "ring+all-to-all": neighbours that swap sequence for heads; rings join cp / cp_heads groups of them."""
+    pp: int = 1
+    """Pipeline parallelism: ranks that cut the layers between them."""
+    virtual_stages: int = 1
+    """Stages on each pipeline rank; the model is cut into pp * virtual_stages."""
+    schedule: str = USUAL
+    """Order of the pipeline's passes: a name of `SCHEDULES`, or the path of a file of actions. Read only if pp > 1."""
+    pipeline_runtime: PipelineRuntime = "ultrascale"
+    """Executor of the schedule: this package's, or the runtime of torch.distributed.pipelining. Passes, messages, results and
+    memory are the same. Read only if pp > 1."""
+    layers_per_stage: tuple[int, ...] | None = None
+    """Decoder blocks of each of the pp * virtual_stages stages, in the model's order. None: as even as can be."""
+    ep: int = 1
+    """Expert parallelism: groups of ranks that share the experts between them."""
+    expert_tp: int = 1
+    """Ranks that cut each expert's matrix products between them."""
+    partition_checkpoints: bool = False
+    """Each rank of tp keeps its positions of the input of a fully recomputed block, all-gathered in the backward pass. For tp
+    without sequence parallelism, which shards that input already."""
+    mlp_chunks: int = 1
+    """Pieces in which dense feed-forward layers take the tokens of a micro-batch, forward and, computed again, backward."""
+    offload_activations: bool = False
+    """Activations saved for the backward pass wait in the host's memory."""
+    offload_optimizer: bool = False
+    """Optimizer state and master parameters live, and are updated, in the host's memory."""
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run."""
+        return self.dp * self.tp * self.cp * self.pp
+
+    @property
+    def num_stages(self) -> int:
+        """Stages that the pipeline cuts the model into."""
+        return self.pp * self.virtual_stages
+
+    @property
+    def known_schedule(self) -> KnownSchedule | None:
+        """Facts of the pipeline's schedule; None: there is no pipeline, or its actions are a file's."""
+        return SCHEDULES.get(self.schedule) if self.pp > 1 else None
+
+    @property
+    def cp_grid(self) -> tuple[int, int]:
+        """(places of the ring, ranks at each place that swap sequence for heads); rank i of cp is at place i // heads."""
+        heads = min(self.cp, {"all-to-all": self.cp, "ring+all-to-all": self.cp_heads}.get(self.cp_method, 1))
+        return self.cp // heads, heads
+
+    @property
+    def expert_dp(self) -> int:
+        """Ranks of a pipeline stage that hold the same experts."""
+        return self.dp * self.cp * self.tp // (self.ep * self.expert_tp)
+
+    @property
+    def expert_shard_size(self) -> int:
+        """Ranks that hold one copy of an expert's training state together: at most as many as for other weights."""
+        return 1 if self.zero_stage == 0 else gcd(self.expert_dp, self.shard_size * self.cp)
+
+    def group(self, axis: Axis) -> tuple[int, int]:
+        """(size, stride) of a group of ranks: its members are `stride` apart.
+
+        dp: all ranks that reduce one gradient, cp included; shard and replicate: its parts that cut, and repeat, the training
+        state; pp: two neighbours; expert_dp: the ranks that reduce one expert's gradient; expert_shard: its part that cuts the
+        training state.
+        """
+        shard = 1 if self.zero_stage == 0 else self.shard_size * self.cp
+        return {
+            "tp": (self.tp, 1),
+            "cp": (self.cp, self.tp),
+            "dp": (self.dp * self.cp, self.tp),
+            "shard": (shard, self.tp),
+            "replicate": (self.dp * self.cp // shard, self.tp * shard),
+            "pp": (min(2, self.pp), self.tp * self.cp * self.dp),
+            "expert_tp": (self.expert_tp, 1),
+            "ep": (self.ep, self.expert_tp),
+            "expert_dp": (self.expert_dp, self.ep * self.expert_tp),
+            "expert_shard": (self.expert_shard_size, self.ep * self.expert_tp),
+        }[axis]
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that hold one copy of the training state together."""
+        if self.dp_shard is not None:
+            return self.dp_shard
+        return 1 if self.zero_stage == 0 else self.dp
+
+    @property
+    def dp_replicate(self) -> int:
+        """Copies of the training state."""
+        return self.dp // self.shard_size
+
+    @property
+    def master_dtype(self) -> Precision:
+        """Dtype of parameters between steps, of accumulated gradients, and of the optimizer's state."""
+        return "fp64" if self.precision == "fp64" else "fp32"
+
+    @property
+    def gradient_reduce_dtype(self) -> Precision:
+        return self.reduce_dtype or self.master_dtype
+
+    def again(self, layer: int) -> Again | None:
+        """Recomputation of block `layer` (counted from zero) in its backward pass; None: nothing is recomputed."""
+        assert self.recompute != "auto", "auto is resolved first: plan.recompute_choice"
+        if self.recompute == "blocks":
+            modes = modes_of(self.recompute_blocks)
+            return parse_mode(modes[min(layer, len(modes) - 1)])  # multi-token prediction: as the last block
+        if self.recompute == "every-k":
+            return WHOLE if layer % self.recompute_every == 0 else None
+        return parse_mode(self.recompute)
+
+    def recomputes(self, layer: int) -> bool:
+        """True if block `layer` (counted from zero) is recomputed as a whole in the backward pass."""
+        again = self.again(layer)
+        return again is not None and again.whole
+
+    def problems(self) -> list[Problem]:
+        """Every rule the fields break, with keys relative to `layout`."""
+        found: list[Problem] = []
+        for key, (low, high) in RANGES.items():
+            value = getattr(self, key)
+            if value is not None and not low <= value <= high:
+                found.append(
+                    Problem(f"layout.{key}", f"must be from {low} to {high}, is {value}", "Give a number in this range.")
+                )
+        if found:
+            return found
+        return [
+            *self._data_problems(), *self._recompute_problems(), *self._precision_problems(), *self._tensor_problems(),
+            *self._context_problems(), *self._pipeline_problems(), *self._expert_problems(),
+        ]  # fmt: skip
+
+    def _data_problems(self) -> Iterator[Problem]:
+        if self.dp_shard is None:
+            return
+        if self.dp % self.dp_shard:
+            rule = f"must divide dp = {self.dp}, is {self.dp_shard}"
+            yield Problem("layout.dp_shard", rule, f"Choose one of {[*divisors(self.dp)]}, or leave it out.")
+        if self.zero_stage == 0 and self.dp_shard != 1:
+            rule = f"ZeRO stage 0 cuts nothing, but dp_shard is {self.dp_shard}"
+            yield Problem("layout.dp_shard", rule, "Leave it out, or set zero_stage to 1, 2 or 3.")
+
+    def _recompute_problems(self) -> Iterator[Problem]:
+        budget, blocks = self.recompute_budget, self.recompute_blocks
+        if budget is not None and self.recompute != "auto":
+            rule = f'is read with recompute = "auto" only, but that is "{self.recompute}"'
+            yield Problem("layout.recompute_budget", rule, 'Leave it out, or set layout.recompute = "auto".')
+        elif budget is not None and budget < 1:
+            yield Problem("layout.recompute_budget", f"must be a number of bytes above 0, is {budget}", 'Such as "20GiB".')
+        if (self.recompute == "blocks") != bool(blocks):
+            rule = "is empty" if not blocks else f'is read with recompute = "blocks" only, but that is "{self.recompute}"'
+            remedy = 'Write ["selective+mlp x 20", "none x 12"]' if not blocks else 'Set layout.recompute = "blocks"'
+            yield Problem("layout.recompute_blocks", rule, f'{remedy}, or let recompute = "auto" choose.')
+        if self.partition_checkpoints and (self.tp == 1 or self.sequence_parallel):
+            why = "there is one rank of tp" if self.tp == 1 else "with sequence parallelism a block's input is cut already"
+            yield Problem("layout.partition_checkpoints", f"has nothing to cut: {why}", "Leave it out.")
+        elif self.partition_checkpoints and self.recompute not in ("full", "every-k", "auto", "blocks"):
+            rule = f'cuts inputs of blocks that are computed again as a whole, but layout.recompute is "{self.recompute}"'
+            yield Problem("layout.partition_checkpoints", rule, 'Leave it out, or set layout.recompute = "full".')
+        if self.recompute not in ("every-k", "auto", "blocks"):
+            try:
+                parse_mode(self.recompute)
+            except ValueError as error:
+                ways = f"none, selective, full, every-k, auto, blocks, or of {', '.join(MODULES)} some joined by +"
+                yield Problem("layout.recompute", str(error), f"Choose one of {ways}.")
+        try:
+            modes_of(blocks)
+        except ValueError as error:
+            yield Problem("layout.recompute_blocks", str(error), 'Such as ["full x 4", "selective+mlp x 20", "none x 8"].')
+
+    def _precision_problems(self) -> Iterator[Problem]:
+        if self.precision == "fp64" and self.reduce_dtype not in (None, "fp64"):
+            rule = f"must be fp64 when precision is, is {self.reduce_dtype}"
+            yield Problem("layout.reduce_dtype", rule, "Leave it out.")
+        if not 0 <= self.fp8_keep_blocks <= RANGES["micro_batch_size"][1]:
+            yield Problem("layout.fp8_keep_blocks", f"must be at least 0, is {self.fp8_keep_blocks}", "Give 0 or more.")
+        if not 1 <= self.fp8_amax_history_len <= LONGEST_HISTORY:
+            rule = f"must be from 1 to {LONGEST_HISTORY} steps, is {self.fp8_amax_history_len}"
+            yield Problem("layout.fp8_amax_history_len", rule, "16 is usual, 1024 Transformer Engine's.")
+        if self.precision == "fp32" and self.reduce_dtype == "fp64":
+            yield Problem("layout.reduce_dtype", "is wider than the gradients, fp32", "Leave it out.")
+        if self.reduce_dtype == "fp16" and self.precision != "fp16":
+            rule = f"sums of gradients in fp16 overflow without loss scaling, which precision = {self.precision} has not"
+            yield Problem("layout.reduce_dtype", rule, "Use bf16, or leave it out.")
+        if self.reduce_dtype in NARROW:
+            yield Problem(
+                "layout.reduce_dtype",
+                f"sums of gradients in {self.reduce_dtype} lose most of them",
+                "Use bf16, or leave it out.",
+            )
+
+    def _tensor_problems(self) -> Iterator[Problem]:
+        if self.tp_overlap and not self.sequence_parallel:
+            rule = "has no effect without sequence_parallel: sums that are not scattered leave nothing to begin with"
+            yield Problem("layout.tp_overlap", rule, "Leave it out, or set sequence_parallel.")
+
+    def _context_problems(self) -> Iterator[Problem]:
+        swaps = [n for n in range(2, self.cp) if self.cp % n == 0]
+        if self.cp_method != "ring+all-to-all":
+            if self.cp_heads > 1:
+                rule = f'is read with cp_method = "ring+all-to-all" only, is {self.cp_heads}'
+                yield Problem("layout.cp_heads", rule, "Leave it out, or choose that method.")
+        elif self.cp > 1 and self.cp_heads not in swaps:
+            rule = f"must divide cp = {self.cp} and be neither 1 (ring) nor cp (all-to-all), is {self.cp_heads}"
+            remedy = f"Choose one of {swaps}." if swaps else 'Use cp_method = "ring" or "all-to-all".'
+            yield Problem("layout.cp_heads", rule, remedy)
+
+    def _pipeline_problems(self) -> Iterator[Problem]:
+        if self.schedule not in SCHEDULES and not self.schedule.endswith(SCHEDULE_FILES):
+            near = get_close_matches(self.schedule, SCHEDULES, n=1)
+            rule = f"must be one of {', '.join(SCHEDULES)}, or a file ({', '.join(SCHEDULE_FILES)}), is {self.schedule!r}"
+            remedy = f"Did you mean {near[0]!r}?" if near else f"{USUAL} is usual."
+            yield Problem("layout.schedule", rule, remedy)
+        elif self.pp > 1 and (problem := self._chunk_rule()):
+            yield Problem("layout.virtual_stages", *problem)
+        if (known := self.known_schedule) and known.even_ranks and self.pp % 2:
+            rule = f"must be even for {known.name}, which pairs ranks from both ends, is {self.pp}"
+            yield Problem("layout.pp", rule, f'Use {self.pp - 1} or {self.pp + 1}, or schedule = "{known.inferior_to}".')
+        given = self.layers_per_stage
+        if given is not None and (len(given) != self.num_stages or min(given) < 0 or min(given[1:-1], default=1) < 1):
+            stages = f"pp x virtual_stages = {self.num_stages} stages"
+            rule = f"must name a number for each of {stages}, above 0 but at the ends, is {list(given)}"
+            yield Problem("layout.layers_per_stage", rule, "Change it, or leave it out for an even cut.")
+
+    def _chunk_rule(self) -> tuple[str, str] | None:
+        if (known := self.known_schedule) is None:
+            return None  # a file says itself which stages a rank holds
+        wanted, given = known.virtual_stages, self.virtual_stages
+        if wanted is None:
+            remedy = f'Use 2 or more, or schedule = "{USUAL}".'
+            return None if given >= 2 else (f"must be at least 2 for {self.schedule}, is {given}", remedy)
+        better = SCHEDULES.get(known.inferior_to)
+        other = better.name if better and better.virtual_stages == given else schedule_for(given)
+        remedy = f'Use {wanted}, or schedule = "{other}".'
+        return None if given == wanted else (f"must be {wanted} for {self.schedule}, is {given}", remedy)
+
+    def _expert_problems(self) -> Iterator[Problem]:
+        ranks, cut = self.tp * self.cp * self.dp, self.ep * self.expert_tp
+        if ranks % cut:
+            each = [n for n in range(1, min(ranks, MOST_NAMED) + 1) if ranks % (n * self.expert_tp) == 0]
+            remedy = f"Choose one of {each}." if each else f"expert_tp = {self.expert_tp} must divide it alone."
+            yield Problem("layout.ep", f"ep x expert_tp = {cut} must divide tp x cp x dp = {ranks}", remedy)

@@ -1,0 +1,93 @@
+"""JSON and TOML that people or strangers wrote. The standard library's parsers also end in RecursionError for deep nesting and
+in a bare ValueError for integers of thousands of digits, and hand on those that no float can hold; here everything that is
+wrong with a text is a ValueError."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+MOST_TOML, MOST_JSON = MIB, 16 * MIB
+"""Letters of a description; the largest in use have a hundredth."""
+MOST_KEY_PARTS = 100
+MOST_DIGITS = 40
+"""Most digits of an integer. The longest in use is transformers' 10^30, for a tokenizer without a limit."""
+_KEY_LINE = re.compile(r"\s*((?:[\w-]+|\"[^\"]*\")(?:\s*\.\s*(?:[\w-]+|\"[^\"]*\"))*)\s*=")
+_TABLE_LINE = re.compile(r"\s*\[\[?\s*([^\[\]]+?)\s*\]\]?\s*(?:#.*)?")
+_BETWEEN_KEYS = re.compile(r"[=\[\]{},#\n]")
+_DEEP = "is nested too deeply"
+_LONG = f"must be a number of at most {MOST_DIGITS} digits"
+
+
+def read_bounded(path: Path, most: int, *, encoding: str = "utf-8") -> str:
+    """The text of a file of at most `most` characters: a device, or another kind of file, would take all memory before it is
+    parsed. Raises OSError and UnicodeDecodeError."""
+    with path.open(encoding=encoding) as file:
+        text = file.read(most + 1)
+    if len(text) > most:
+        raise OSError(errno.EFBIG, f"Holds more than {most:,} letters, so is another kind of file", str(path))
+    return text
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError (JSONDecodeError where there is a line to name) for any other text."""
+    return _parsed(lambda given: json.loads(given, parse_int=_whole_number), text)
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of a TOML text. Raises ValueError (TOMLDecodeError where there is a line to name) for any other text, and for
+    keys of hundreds of parts: the standard library keeps every beginning of a key, in memory that grows with the square."""
+    if any(part.count(".") > MOST_KEY_PARTS for part in _BETWEEN_KEYS.split(text)):
+        raise ValueError(_DEEP)
+    values = _parsed(tomllib.loads, text)
+    waiting: list[tuple[str, Any]] = [("", values)]
+    while waiting:
+        key, one = waiting.pop()
+        if isinstance(one, int) and abs(one) >= 10**MOST_DIGITS:
+            raise ValueError(f"{key} {_LONG}")
+        if isinstance(one, dict):
+            waiting += [(f"{key}.{name}" if key else name, value) for name, value in one.items()]
+        elif isinstance(one, list):
+            waiting += [(key, value) for value in one]
+    return values
+
+
+def line_of(error: ValueError, where: object) -> str:
+    """`where:line`, if the error of `parse_json` has a line."""
+    return f"{where}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else str(where)
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"{digits[:10]}... {_LONG}")
+    return int(digits)
+
+
+def _parsed(parse: Callable[[Any], Any], text: Any) -> Any:
+    try:
+        return parse(text)
+    except RecursionError:
+        raise ValueError(_DEEP) from None
+
+
+def key_lines(text: str) -> dict[str, int]:
+    """The line of each dotted key of a TOML text. Good enough to point at: it reads line by line, not the grammar."""
+    lines: dict[str, int] = {}
+    table = ""
+    for number, line in enumerate(text.split("\n"), start=1):
+        if found := _TABLE_LINE.fullmatch(line.rstrip()):
+            table = _plain(found[1]) + "."
+            lines.setdefault(table[:-1], number)
+        elif found := _KEY_LINE.match(line):
+            lines.setdefault(table + _plain(found[1]), number)
+    return lines
+
+
+def _plain(key: str) -> str:
+    return ".".join(part.strip().strip('"') for part in key.split("."))

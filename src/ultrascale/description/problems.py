@@ -1,0 +1,47 @@
+"""Mistakes in a description, collected so that all of them are told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MOST_LETTERS = 1200
+"""Most characters of each part of a problem; a longer one quotes a long value, and is cut in the middle."""
+MOST_TOLD = 100
+"""Problems of a description; a file of another kind has a million."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: the key it is about, the rule it breaks, and what to do."""
+
+    key: str
+    """Dotted key (`layout.dp`), or a file with its line (`run.toml:12`)."""
+    rule: str
+    """The rule that is broken, and the value given."""
+    remedy: str
+    """Advice on how to correct it: a value, a key or a command."""
+    where: str = ""
+    """Origin of the value: a file with its line, `flag`, `default`."""
+
+    def __post_init__(self) -> None:
+        """Shortens what quotes a long value in the middle."""
+        for name in ("key", "rule", "remedy", "where"):
+            text = getattr(self, name)
+            if len(text) > MOST_LETTERS:
+                half = MOST_LETTERS // 2
+                object.__setattr__(self, name, f"{text[:half]} ... {text[-half:]}")
+
+    def __str__(self) -> str:
+        origin = f" (from {self.where})" if self.where else ""
+        return f"{self.key}{origin}: {self.rule}. {self.remedy}"
+
+
+class SpecError(ValueError):
+    """The description is wrong. Carries every `Problem` found, not only the first; of thousands the first hundred."""
+
+    def __init__(self, problems: Sequence[Problem]):
+        more = len(problems) - MOST_TOLD
+        rest = [Problem(f"{more:,} more", "are wrong too", "Repair these first.")] if more > 0 else []
+        self.problems = (*problems[:MOST_TOLD], *rest)
+        super().__init__("\n".join(str(problem) for problem in self.problems))

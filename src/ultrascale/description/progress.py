@@ -1,0 +1,50 @@
+"""Sequences of each step: the batch ramp as a pure function of the step, so that a checkpoint needs no position in the data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ultrascale.description.run import Batch
+
+
+@dataclass(frozen=True)
+class StepSpan:
+    """The sequences of one optimizer step, by their global numbers."""
+
+    first_sequence: int
+    num_sequences: int
+
+    @property
+    def numbers(self) -> range:
+        return range(self.first_sequence, self.first_sequence + self.num_sequences)
+
+    def of_island(self, island: int, count: int) -> StepSpan:
+        """The share of one of `count` islands, which divide the sequences."""
+        share = self.num_sequences // count
+        return StepSpan(self.first_sequence + island * share, share)
+
+
+def step_span(batch: Batch, step: int) -> StepSpan:
+    """The sequences of `step` (counted from zero), ramp included.
+
+    A stretch of the ramp ends with the first step that reaches its `until_tokens`.
+    """
+    first_step = first_sequence = 0
+    for stage in batch.ramp:
+        missing = stage.until_tokens - first_sequence * batch.sequence_length
+        steps = max(0, -(-missing // (stage.sequences_per_batch * batch.sequence_length)))
+        if step < first_step + steps:
+            return StepSpan(first_sequence + (step - first_step) * stage.sequences_per_batch, stage.sequences_per_batch)
+        first_step += steps
+        first_sequence += steps * stage.sequences_per_batch
+    return StepSpan(first_sequence + (step - first_step) * batch.sequences_per_batch, batch.sequences_per_batch)
+
+
+def sequences_after(batch: Batch, steps: int) -> int:
+    """Sequences trained on once `steps` steps are done; also how many a run of that length reads."""
+    return step_span(batch, steps).first_sequence
+
+
+def tokens_after(batch: Batch, steps: int) -> int:
+    """Tokens trained on once `steps` steps are done, counting every position of every sequence."""
+    return sequences_after(batch, steps) * batch.sequence_length

@@ -1,0 +1,144 @@
+"""Launch on a cluster: the section `[launch]`, from which `ultrascale launch` writes job scripts.
+
+Nothing of it decides what is computed, so it is no part of a `Run`: neither a checkpoint nor the run's folder has it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ultrascale.description.problems import Problem
+from ultrascale.description.units import parse_seconds
+
+MOST_NODES = 100_000
+_NAME_AND_VALUE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*")
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """Options of sbatch, and the container's runtime."""
+
+    partition: str | None = None
+    """The queue, `sbatch --partition`. None: the cluster's default."""
+    account: str | None = None
+    """Account that is charged, `sbatch --account`."""
+    qos: str | None = None
+    """Quality of service, `sbatch --qos`."""
+    reservation: str | None = None
+    """Nodes that are held for somebody, `sbatch --reservation`."""
+    constraint: str | None = None
+    """Features that nodes must have."""
+    exclusive: bool = True
+    """Whole nodes: a neighbour's traffic and page cache are in every step."""
+    requeue: bool = True
+    """Back into the queue when the time is over, a node dies or the job is preempted, until the run is complete."""
+    container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
+    """Runtime of `launch.container`: enroot through pyxis (srun --container-image), or apptainer exec."""
+    options: tuple[str, ...] = ()
+    """More lines for `#SBATCH`, such as "--switches=1"."""
+
+
+@dataclass(frozen=True)
+class Kubernetes:
+    """Objects that the Kubernetes API server makes for a run."""
+
+    kind: Literal["trainjob", "jobset"] = "trainjob"
+    """A TrainJob with a runtime of its own (Kubeflow Trainer 2), or the JobSet that would come of it."""
+    namespace: str = "default"
+    """Namespace of the objects."""
+    claim: str | None = None
+    """The PersistentVolumeClaim with run, data and folders, which every node mounts (ReadWriteMany). None: one is described."""
+    size: str = "1Ti"
+    """Size of the PersistentVolumeClaim that is described if `claim` is none."""
+    path: str = "/mnt/run"
+    """Mount point of the claim, and working folder of the command: paths of the run are relative to it."""
+    shared_memory: str = "64Gi"
+    """Most of /dev/shm, through which NCCL and gloo talk inside a node; a container's own is 64 MiB."""
+    queue: str | None = None
+    """Kueue's local queue."""
+    network: str | None = None
+    """A resource of network cards that every pod asks for, "rdma/hca=8"."""
+
+
+@dataclass(frozen=True)
+class SkyPilot:
+    """Resources of a SkyPilot task."""
+
+    accelerator: str | None = None
+    """SkyPilot's name, such as H100. None: of `cluster`."""
+    infra: str | None = None
+    """aws, gcp/us-central1, k8s, ... None: the cheapest that is enabled."""
+    spot: bool = True
+    """Machines that may be taken away, and are then replaced: the run goes on from its newest checkpoint."""
+    bucket: str | None = None
+    """For run folders, s3://NAME or gs://NAME. None: the run's name, made by SkyPilot."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Nodes, their time, and what is done on each before the ranks start."""
+
+    nodes: int | None = None
+    """--nodes says it too."""
+    gpus_per_node: int | None = None
+    """Ranks of a node, one for each GPU (or processes, where device = "cpu"). None: accelerators of a node of `cluster`."""
+    time_limit: str | None = None
+    """Time limit of one job, with a unit: "24h", "1d12h", "90m". The trainer saves and leaves before. None: the cluster's."""
+    setup: tuple[str, ...] = ()
+    """Lines of shell that every job begins with: "module load cuda", "source .venv/bin/activate"."""
+    environment: tuple[str, ...] = ()
+    """More variables, "NAME=VALUE", above ours."""
+    container: str | None = None
+    """An image: a name in a registry, or a .sqsh or .sif file."""
+    mounts: tuple[str, ...] = ()
+    """Folders that the container sees beside the current one."""
+    network_interface: str | None = None
+    """Over which nodes find one another (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)."""
+    network_cards: str | None = None
+    """InfiniBand or RoCE cards that NCCL may use (NCCL_IB_HCA), such as "mlx5". None: all that it finds."""
+    hosts: tuple[str, ...] = ()
+    """Hosts of `ultrascale launch ssh`, one for each node; the rendezvous is on the first."""
+    port: int | None = None
+    """Port of the rendezvous on the first node. None: drawn from the job's number or the run's name."""
+    restarts: int = 3
+    """Restarts of the ranks by torchrun inside a job, before the job ends."""
+    slurm: Slurm = field(default_factory=Slurm)
+    kubernetes: Kubernetes = field(default_factory=Kubernetes)
+    skypilot: SkyPilot = field(default_factory=SkyPilot)
+
+    @property
+    def time_limit_seconds(self) -> int | None:
+        return None if self.time_limit is None else parse_seconds(self.time_limit)
+
+    def problems(self) -> Iterator[Problem]:
+        """Values that no launcher would take."""
+        for key in ("nodes", "gpus_per_node"):
+            value = getattr(self, key)
+            if value is not None and not 1 <= value <= MOST_NODES:
+                yield Problem(f"launch.{key}", f"must be from 1 to {MOST_NODES:,}, is {value:,}", "Give a number between them.")
+        if self.port is not None and not 1024 <= self.port <= 65535:
+            yield Problem("launch.port", f"must be from 1024 to 65535, is {self.port}", "Leave it out, and it is drawn.")
+        if self.restarts < 0:
+            yield Problem("launch.restarts", f"must be at least 0, is {self.restarts}", "0 leaves every restart to the queue.")
+        for text in self.environment:
+            if not _NAME_AND_VALUE.fullmatch(text):
+                yield Problem("launch.environment", f"has {text!r}, which sets no variable", 'Write "NAME=VALUE".')
+        for key in ("setup", "environment", "hosts", "mounts"):
+            if any("\n" in text for text in getattr(self, key)):
+                yield Problem(f"launch.{key}", "has a line break inside an item", "Give each line an item of its own.")
+        for host in self.hosts:
+            if not re.fullmatch(r"[\w.@:-]+", host) or host.startswith("-"):
+                yield Problem("launch.hosts", f"has {host!r}, which names no host", "Write HOST or USER@HOST.")
+        if not _LABEL.fullmatch(self.kubernetes.namespace):
+            rule = f"must be lower-case letters, digits and '-', is {self.kubernetes.namespace!r}"
+            yield Problem("launch.kubernetes.namespace", rule, "Name one that `kubectl get namespaces` lists.")
+        if self.kubernetes.network is not None and not re.fullmatch(r"[\w./-]+=[1-9]\d*", self.kubernetes.network):
+            rule = f"must be a resource and a number, is {self.kubernetes.network!r}"
+            yield Problem("launch.kubernetes.network", rule, 'Write "rdma/hca=8".')
+        if self.skypilot.bucket is not None and not re.fullmatch(r"\w+://[\w./-]+", self.skypilot.bucket):
+            rule = f"must be the address of a bucket, is {self.skypilot.bucket!r}"
+            yield Problem("launch.skypilot.bucket", rule, "Write s3://NAME or gs://NAME.")

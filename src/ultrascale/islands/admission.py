@@ -1,0 +1,232 @@
+"""Admission: an island knocks, and the others let it in.
+
+    knock         as a new member, until there is an answer, one for all of the island's ranks
+    a new era     begins with all who knock, where nobody takes part: at the first start, or when all have died
+    a state       is given to who knocks by the first of those who did the outer step after which that is agreed
+
+An island that was left out knocks like one that was started again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import NamedTuple
+
+from ultrascale import heartbeat
+from ultrascale.description.sections.islands import Islands
+from ultrascale.islands.link import Group, LostIslandError
+from ultrascale.islands.presence import KNOCKS, TAKES_PART, Presence, island_of
+from ultrascale.islands.store import open_store
+from ultrascale.parallel.mesh import Ranks
+from ultrascale.parallel.time_limits import START_SECONDS
+
+LOOK_SECONDS = 0.01
+RANKS_A_LOOK = 16
+"""More of them look less often: all of them ask one store."""
+AGAIN = "Start it again: it takes the state of one that takes part."
+BUSY = "gives its state"
+
+
+class LeftOutError(LostIslandError):
+    """The others have gone on without this island, as `told` says."""
+
+    def __init__(self, told: str):
+        super().__init__(f"{told}. {AGAIN}")
+        self.told = told
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Islands that take part in an attempt at an outer step."""
+
+    members: tuple[str, ...]
+    """In order of their islands."""
+    joining: tuple[str, ...] = ()
+    """Members that knock, and are given a state after it."""
+    gone: dict[str, str] = field(default_factory=dict)
+    """Members that were expected and do not take part, each with the reason."""
+
+    @classmethod
+    def read(cls, word: str) -> Decision:
+        """The decision that `word` is."""
+        found = json.loads(word)
+        return cls(tuple(found["members"]), tuple(found["joining"]), found["gone"])
+
+    @property
+    def word(self) -> str:
+        return json.dumps(asdict(self))
+
+
+class Answer(NamedTuple):
+    """Answer to a knock."""
+
+    kind: str
+    """`era`: all begin together; `give`: `giver` gives its state after the outer step `step`; `stop`: this island was asked to
+    stop meanwhile; `finished`: the others have reached the run's end."""
+    era: int = 0
+    step: int = 0
+    giver: str = ""
+
+
+class Admission:
+    """This rank's part. All ranks of an island come to the same calls and learn the same."""
+
+    def __init__(self, islands: Islands, ranks: Ranks, *, timeout_seconds: float, wants_to_stop: Callable[[], bool]):
+        assert ranks.meeting is not None
+        self.islands, self.ranks, self.wants_to_stop = islands, ranks, wants_to_stop
+        self.timeout = timedelta(seconds=timeout_seconds)
+        self.store = open_store(ranks.meeting, self.timeout)
+        self.presence = Presence(self.store, ranks.island, ranks.rank, islands.silent_seconds)
+        self.era = -1
+        self.last = Decision(())
+        """Members of the last outer step, and those who joined them after it."""
+        self.present = 0
+        """Islands that took part in the last outer step."""
+
+    @property
+    def member(self) -> str:
+        """This start of this island."""
+        return self.presence.member
+
+    @property
+    def here(self) -> str:
+        return f"island {self.ranks.island}"
+
+    def knock(self, steps: int) -> Answer:
+        """Wait until this island is let into the run of `steps` steps. Collective over its ranks."""
+        drawn = f"{self.ranks.island}-{uuid.uuid4().hex[:8]}"
+        self.presence.begin(self.ranks.gather_text(drawn)[0])
+        began, word = time.monotonic(), None
+        for _ in self.looks("to be let in"):
+            if (word := self.store.get(self._answer(self.member))) is not None:
+                break
+            if self.wants_to_stop():
+                self._say(self.member, "stop")
+            self.era = self._newest_era()
+            beginning = None if self.era < 0 else self.decision(f"{self.era}/begin")
+            finished = self.store.get(f"{self.era}/finished")
+            if beginning is not None and self.member in beginning.members:
+                self._say(self.member, f"era {self.era}")
+            elif finished is not None and steps <= int(finished):
+                self._say(self.member, f"finished {finished}")
+            elif finished is not None or not any(self._takes_part(i, beginning) for i in range(self.islands.count)):
+                self._begin_era(time.monotonic() - began)
+        assert word is not None
+        answer = word.split()
+        if answer[0] == "era":
+            self.era = int(answer[1])
+            self.last = self.decision(f"{self.era}/begin")
+            self.present = len(self.last.members)
+        elif answer[0] == "give":
+            era, step = int(answer[1]), int(answer[2])
+            self.era, self.last = era, self.decision(f"{era}/{step}/0/members")
+            self.present = len(self.last.members)
+            return Answer("give", era, step, answer[3])
+        return Answer(answer[0], self.era, int(answer[1]) if answer[0] == "finished" else 0)
+
+    def enter(self) -> None:
+        """Take part from now on."""
+        self.presence.say(TAKES_PART)
+
+    def group_of_era(self) -> Group:
+        """The group of all who begin the era."""
+        return self.group(self.last.members, f"{self.era}/begin")
+
+    def group_of_two(self, giver: str, taker: str) -> Group:
+        """The group of the one who gives its state and the one who takes it."""
+        return self.group((giver, taker), f"give/{taker}")
+
+    def takers(self, step: int) -> Iterator[str]:
+        """Members that must be given this island's state after the outer step after `step` steps."""
+        decision = self.decision(f"{self.era}/{step}/0/members")
+        if decision.members[0] != self.member:
+            return
+        for taker in decision.joining:
+            word = f"give {self.era} {step} {self.member}"
+            # One rank may see it gone and another not: what is said first holds for all of this island.
+            said = self.store.first(f"gives/{self.member}/{taker}", "no" if self.presence.end_of(taker) else "yes")
+            if said == "yes" and self.store.first(self._answer(taker), word) == word:
+                self.store.set(f"busy/{self.member}", BUSY)
+                yield taker
+                self.store.forget(f"busy/{self.member}")
+
+    def has_taken(self, taker: str) -> bool:
+        """Wait until `taker` has said that all of its ranks have the state; False if it is gone."""
+        for _ in self.looks(f"until island {island_of(taker)} has the state"):
+            if (word := self.store.get(f"took/{taker}")) is not None:
+                return word == "yes"
+            if self.presence.end_of(taker):
+                return self.store.first(f"took/{taker}", "no") == "yes"
+        raise AssertionError
+
+    def took(self) -> None:
+        """Say that this rank has the state, and wait for the island's others. Raises LostIslandError if one has not."""
+        self.ranks.barrier()
+        if self.store.first(f"took/{self.member}", "yes") != "yes":
+            raise LostIslandError(f"{self.here} took the state of another too late. {AGAIN}")
+
+    def _begin_era(self, waited: float) -> None:
+        """Begin with all who knock, once they are all, or have been waited for as long as starts are."""
+        knocking = [member for i in range(self.islands.count) if (member := self.knocking(i)) is not None]
+        if len(knocking) < self.islands.count and waited < START_SECONDS:
+            return
+        if len(knocking) < self.islands.quorum:
+            raise LostIslandError(self.too_few(len(knocking), "to begin"))
+        self.store.first(f"{self.era + 1}/begin", Decision(tuple(knocking)).word)
+
+    def decision(self, name: str) -> Decision:
+        """One that was made."""
+        word = self.store.get(name)
+        assert word is not None, name
+        return Decision.read(word)
+
+    def _newest_era(self) -> int:
+        era = max(self.era, -1)
+        while self.store.get(f"{era + 1}/begin") is not None:
+            era += 1
+        return era
+
+    def _takes_part(self, island: int, beginning: Decision | None) -> bool:
+        member = self.presence.current(island)
+        if member is None or member == self.member or self.presence.end_of(member):
+            return False
+        begins = beginning is not None and member in beginning.members
+        state = self.presence.state(member)
+        return state == TAKES_PART or (begins and state == KNOCKS)
+
+    def knocking(self, island: int) -> str | None:
+        member = self.presence.current(island)
+        knocks = member is not None and self.presence.state(member) == KNOCKS and not self.presence.end_of(member)
+        return member if knocks and self.store.get(self._answer(member or "")) is None else None
+
+    def group(self, members: tuple[str, ...], name: str) -> Group:
+        """The group of this rank's like on the islands of `members`."""
+        store = self.store.for_group(f"{name}/{self.ranks.rank}", len(members))
+        islands = [island_of(member) for member in members]
+        return Group(store, islands, members.index(self.member), self.timeout)
+
+    def too_few(self, found: int, where: str) -> str:
+        told = f"{found} of {self.islands.count} islands are there {where}, and islands.quorum is {self.islands.quorum}"
+        return f"{self.here} ends, because {told}. Start the others again: each goes on from its checkpoint."
+
+    def _answer(self, member: str) -> str:
+        return f"answer/{member}"
+
+    def _say(self, member: str, word: str) -> None:
+        self.store.first(self._answer(member), word)
+
+    def looks(self, what: str) -> Iterator[None]:
+        """Look again and again, more seldom with time; says to who watches this rank that it waits and lives."""
+        pause, beaten = LOOK_SECONDS / 10, 0.0
+        while True:
+            if time.monotonic() - beaten > 1.0:
+                heartbeat.beat(f"waiting for other islands {what}")
+                beaten = time.monotonic()
+            yield
+            time.sleep(pause)
+            pause = min(pause * 1.2, LOOK_SECONDS * (5 + self.ranks.world * self.islands.count / RANKS_A_LOOK))

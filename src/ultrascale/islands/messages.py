@@ -1,0 +1,52 @@
+"""The thread that sends moves beside the one that trains: one for each group of islands, which ends with it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from ultrascale.islands.link import Group, LostIslandError
+
+T = TypeVar("T")
+
+
+class Messages:
+    """A group and the thread that speaks for it. Gloo cannot be stopped: a thread that is given up waits for its time-out."""
+
+    def __init__(self, members: tuple[str, ...], make: Callable[[], Group]):
+        self.members, self.broken = members, False
+        self._make, self._jobs = make, queue.SimpleQueue[tuple[Callable[[Group], Any], Future[Any]] | None]()
+        threading.Thread(target=self._work, daemon=True, name="islands").start()
+
+    def submit(self, job: Callable[[Group], T]) -> Future[T]:
+        """Have `job` done after those before it."""
+        future: Future[T] = Future()
+        self._jobs.put((job, future))
+        return future
+
+    def give_up(self) -> None:
+        """Do nothing more; what was not begun fails."""
+        self.broken = True
+        self.end()
+
+    def end(self) -> None:
+        """Do nothing more after what was asked for."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        group: Group | None = None
+        while (asked := self._jobs.get()) is not None:
+            job, future = asked
+            try:
+                if self.broken:
+                    raise LostIslandError("an exchange before it failed")
+                group = group or self._make()
+                result = job(group)
+            except Exception as error:
+                self.broken = True
+                future.set_exception(error)
+            else:
+                future.set_result(result)

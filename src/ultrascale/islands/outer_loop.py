@@ -1,0 +1,335 @@
+"""The outer loop of one rank: what the trainer calls after each step, and what a checkpoint holds of it.
+
+    begin        all islands are in the same round, from the same anchor: those that are not take the state of one that is
+    after_step   apply what has come back, send what is due
+    leave        stop before the next outer step: the others are told, stop too, and owe it to the islands' next start
+
+With a quorum (`islands.quorum`) the others go on instead; who was left out comes back in `_come_back`, with all of its state
+taken from another island.
+
+Steps between two outer steps need no agreement: islands that were stopped at different steps of a round go on from there, and
+meet at its end with the same bits as if nobody had stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Run
+from ultrascale.islands.admission import Answer, LeftOutError
+from ultrascale.islands.link import Group, Link, LostIslandError, Mean
+from ultrascale.islands.outer_state import OuterState
+from ultrascale.islands.presence import island_of
+from ultrascale.islands.quorum import Quorum
+from ultrascale.parallel.mesh import Ranks
+from ultrascale.parallel.share import Held, Share
+
+Tensors = Mapping[str, Sequence[Tensor]]
+Facts = dict[str, Any]
+Took = Callable[[Facts], None]
+Whole = tuple[Callable[[], Tensors], Callable[[], Facts], Took]
+
+
+class OuterLoop:
+    """One rank's. All islands make theirs at once."""
+
+    def __init__(self, run: Run, ranks: Ranks, share: Share, *, wants_to_stop: Callable[[], bool] = lambda: False):
+        self.islands, self.steps, self.ranks = run.islands, run.steps, ranks
+        self.state = OuterState(run.islands, share)
+        limit = run.collective_timeout_seconds
+        self.link = None if ranks.meeting else Link(ranks, run.islands.count, timeout_seconds=limit)
+        """Link of islands that were started together."""
+        self.quorum = Quorum(run.islands, ranks, timeout_seconds=limit, wants_to_stop=wants_to_stop) if ranks.meeting else None
+        """Quorum of islands that were started apart."""
+        self.outer_steps = 0
+        """Outer steps so far, each fragment's counted."""
+        self.owes = False
+        """True if due outer steps could not be done, because another island had left."""
+        self.stops = False
+        """True if this island was not let in, and stops."""
+        self.under_way: dict[int, int] = {}
+        """Fragments that were sent, and after which step they are applied."""
+        self.sent_bytes = 0
+        """Bytes sent by all ranks of this island to other islands, in moves and means, since the run's first step."""
+        self._moves: dict[int, list[Future[Mean]]] = {}
+        alone = replace(run.islands, quorum=0, silent_seconds=1.0, meet="")  # what each may say in its own way
+        decisive = (alone, run.model, run.batch, run.steps, run.seed)
+        self._described = _number(repr(decisive).encode())
+        self._whole: Whole
+        self._beside = ThreadPoolExecutor(1, "islands")
+
+    def after_step(self, steps_done: int) -> bool:
+        """Apply what is to be applied after this step, and send what is due. False: another island has left, so that this one
+        must stop too. Raises LostIslandError."""
+        try:
+            self._apply(steps_done)
+        except LeftOutError as error:
+            return self._come_back(steps_done, error)
+        self.owes = bool(self.islands.due(steps_done, self.steps))
+        return self.settle(steps_done)
+
+    def settle(self, steps_done: int) -> bool:
+        """Do the outer steps that are owed, if any; False if they still are."""
+        try:
+            return not self.owes or self.meet(steps_done)
+        except LeftOutError as error:
+            return self._come_back(steps_done, error)
+
+    def meet(self, steps_done: int) -> bool:
+        """Does the outer steps that are due; False, with nothing done, if another island has left."""
+        if not self._arrive(steps_done):
+            return False
+        is_last, later = steps_done == self.steps, self.islands.overlap_steps
+        if is_last:
+            self._apply(max([steps_done, *self.under_way.values()]))
+        due = self.islands.due(steps_done, self.steps)
+        self._send(steps_done, due, beside=later > 0 and not is_last)
+        for fragment in due:
+            self.under_way[fragment] = steps_done if is_last else steps_done + later
+        self.owes = False
+        self._apply(steps_done)
+        self._give(steps_done)
+        if is_last and self.quorum is not None:
+            self.quorum.finish(steps_done)
+        return True
+
+    def leave(self, steps_done: int) -> None:
+        """Tell the others that this island stops before its next outer step."""
+        if self.quorum is not None:
+            for fragment in sorted(self._moves):
+                self._await(fragment)
+            self.quorum.leave()
+        elif self.link is not None and not self.owes:
+            self.link.leave(self.islands.next_due(steps_done, self.steps))
+
+    def values(self) -> dict[str, int]:
+        """Values for a row of metrics."""
+        present = self.islands.count if self.quorum is None else self.quorum.door.present
+        return {"outer/steps": self.outer_steps, "outer/sent_bytes": self.sent_bytes, "outer/islands": present}
+
+    def lines(self) -> list[str]:
+        """Lines to be told since this was asked last."""
+        if self.quorum is None:
+            return []
+        told, self.quorum.lines = self.quorum.lines, []
+        return told
+
+    # What a checkpoint holds.
+
+    def tensors(self) -> Iterator[tuple[str, Held, Tensor]]:
+        """The state kept of each weight, after waiting for communication in flight."""
+        for fragment in sorted(self._moves):
+            self._await(fragment)
+        return ((f"islands.{kind}", part.held, tensor) for part in self.state.parts() for kind, tensor in part.kept())
+
+    def facts(self) -> dict[str, Any]:
+        """The JSON beside them."""
+        return {
+            "count": self.islands.count, "fragments": self.islands.fragments, "outer_steps": self.outer_steps,
+            "sent_bytes": self.sent_bytes, "owes": int(self.owes), "under_way": [[*pair] for pair in self.under_way.items()],
+        }  # fmt: skip
+
+    def expect(self, facts: dict[str, Any] | None) -> None:
+        """Make room for what such a checkpoint holds, before it is read. Raises SpecError if it cannot be gone on with."""
+        waiting = [] if facts is None else facts["under_way"]
+        if waiting and facts is not None and facts["fragments"] != self.islands.fragments:
+            rule = f"is {self.islands.fragments}, but the checkpoint has some of {facts['fragments']} fragments under way"
+            raise SpecError([Problem("islands.fragments", rule, f"Set it back to {facts['fragments']}.")])
+        if waiting:
+            self.state.allow_overlap()
+
+    def restored(self, facts: dict[str, Any] | None) -> None:
+        """Go on from a checkpoint whose tensors were read; None: of a run without islands, which begin with its weights."""
+        if facts is None:
+            self.state.anchor_here()
+            return
+        self.outer_steps, self.owes = facts["outer_steps"], bool(facts["owes"])
+        self.sent_bytes = facts["sent_bytes"]
+        self.under_way = {fragment: step for fragment, step in facts["under_way"]}
+
+    # How islands begin.
+
+    def begin(self, steps_done: int, tensors: Callable[[], Tensors], facts: Callable[[], Facts], took: Took) -> str:
+        """Bring all islands into one round, from one anchor: of those that are furthest the first gives its state to every one
+        that is elsewhere. What was done, empty if nothing. Raises SpecError if islands were described in different ways.
+
+        `tensors` and `facts` are what a checkpoint would hold of this rank now; `took` is told the facts of who gave.
+        """
+        self._whole = tensors, facts, took
+        if self.link is not None:
+            return self._compare(self.link, steps_done)
+        assert self.quorum is not None
+        if steps_done >= self.steps and not self.owes:
+            return ""
+        return self._let_in(self.quorum.knock(self.steps), steps_done)
+
+    def _compare(self, group: Group, steps_done: int) -> str:
+        """All of `group` go on from the state of the first of those that are furthest."""
+        meets = steps_done if self.owes else self.islands.next_due(steps_done, self.steps)
+        everybody = group.from_all(torch.tensor([meets, steps_done, self._digest(), self._described])).tolist()
+        self._expect_one_description([one[3] for one in everybody], group.islands)
+        leader = max(range(len(everybody)), key=lambda index: (*everybody[index][:2], -index))
+        joining = {i for i, one in enumerate(everybody) if (one[0], one[2]) != (everybody[leader][0], everybody[leader][2])}
+        # A weight that differs may be held by some ranks only, and all of an island must do the same.
+        told = " ".join(self.ranks.gather_text(" ".join(map(str, sorted(joining)))))
+        joining = {int(index) for index in told.split()}
+        if not joining:
+            return ""
+        self._hand_over(group, leader, takes=group.index in joining)
+        which = f"island{'s' * (len(joining) > 1)} {', '.join(str(group.islands[index]) for index in sorted(joining))}"
+        return f"{which} took the state of island {group.islands[leader]}, at step {everybody[leader][1]}"
+
+    def _hand_over(self, group: Group, leader: int, *, takes: bool, given: Tensors | None = None) -> None:
+        """The whole state of number `leader` of `group` goes to those who take it. `given`: the leader's tensors, if it has
+        them at hand."""
+        tensors, facts, took = self._whole
+        said = self._facts_of(group, leader, facts())
+        if takes:
+            self.expect(said["islands"])
+        for _, some in sorted((given or tensors()).items()):
+            for tensor in some:
+                group.from_one(tensor if takes else tensor.clone(), leader)
+        if takes:
+            took({**said, "islands": {**said["islands"], "sent_bytes": self.sent_bytes}})
+            self.state.forget_residuals()
+
+    def _facts_of(self, group: Group, leader: int, own: Facts) -> Facts:
+        text = json.dumps(own).encode()
+        size = torch.tensor([len(text)])
+        group.from_one(size, leader)
+        said = torch.tensor(list(text.ljust(int(size))[: int(size)]), dtype=torch.uint8)
+        group.from_one(said, leader)
+        return json.loads(bytes(said.tolist()))
+
+    # How islands come back, and are let in.
+
+    def _come_back(self, steps_done: int, error: LeftOutError) -> bool:
+        """Be let in again; False if this island must stop instead."""
+        assert self.quorum is not None
+        self.quorum.lines.append(error.told)
+        self.quorum.lines.append(self._let_in(self.quorum.knock(self.steps), steps_done))
+        return not self.stops and self.settle(self._whole[1]()["steps_done"])
+
+    def _let_in(self, answer: Answer, steps_done: int) -> str:
+        """Do what the answer to a knock says; what was done."""
+        quorum = self.quorum
+        assert quorum is not None
+        self.stops = answer.kind in ("stop", "finished")
+        if answer.kind == "finished":
+            return f"the others have finished the run without island {self.ranks.island}: it stops at step {steps_done}"
+        if answer.kind == "stop":
+            return f"island {self.ranks.island} was asked to stop before it was let in"
+        if answer.kind == "give":
+            told = self._take(answer)
+        elif self._moves:
+            told = f"island {self.ranks.island} has moves under way, and those whom it sent them to have died"
+            raise LostIslandError(f"{told}. Start it again: it goes on from its checkpoint.")
+        else:
+            told = self._compare(quorum.door.group_of_era(), steps_done)
+        quorum.door.enter()
+        return told or f"island {self.ranks.island} begins with {quorum.door.present} of {self.islands.count} islands"
+
+    def _take(self, answer: Answer) -> str:
+        quorum = self.quorum
+        assert quorum is not None
+        self._moves.clear()
+        self.under_way.clear()
+        group = quorum.door.group_of_two(answer.giver, quorum.door.member)
+        self._expect_one_description(group.from_all(torch.tensor([self._described])).flatten().tolist(), group.islands)
+        self._hand_over(group, 0, takes=True)
+        quorum.door.took()
+        return f"island {self.ranks.island} took the state of island {group.islands[0]}, at step {answer.step}"
+
+    def _give(self, steps_done: int) -> None:
+        """Give the state of this island to those that it is to let in, if any."""
+        quorum = self.quorum
+        if quorum is None:
+            return
+        for taker in quorum.door.takers(steps_done):
+            given = self._whole[0]()  # with all that is under way, which the ranks of this island wait for together
+            try:
+                group = quorum.door.group_of_two(quorum.door.member, taker)
+                described = group.from_all(torch.tensor([self._described])).flatten().tolist()
+                if described[0] == described[1]:
+                    self._hand_over(group, 0, takes=False, given=given)
+            except LostIslandError as error:
+                quorum.lines.append(f"island {island_of(taker)} was lost while it was given a state: {error}")
+            if quorum.door.has_taken(taker):
+                quorum.lines.append(
+                    f"island {island_of(taker)} has the state of island {self.ranks.island}, at step {steps_done}"
+                )
+
+    def _arrive(self, steps_done: int) -> bool:
+        if self.link is not None:
+            return self.link.arrive(steps_done)
+        assert self.quorum is not None
+        return self.quorum.arrive(steps_done)
+
+    def _expect_one_description(self, described: list[int], islands: list[int]) -> None:
+        if len(set(described)) > 1:
+            odd = next(island for island, one in zip(islands, described, strict=True) if one != described[0])
+            other = "another model, batch, seed, number of steps or [islands]"
+            rule = f"island {odd} was started with {other} than island {islands[0]}"
+            raise SpecError([Problem("islands", rule, "Start all islands with the same description.")])
+
+    def _digest(self) -> int:
+        """Digest of this rank's anchors."""
+        return _number(*(part.anchor.contiguous().view(-1).view(torch.uint8).numpy().data for part in self.state.parts()))
+
+    # What goes between them.
+
+    def _send(self, steps_done: int, fragments: list[int], *, beside: bool) -> None:
+        wire = self.islands.dtype
+        if self.quorum is not None:
+            moves = [[bucket.moves() for bucket in self.state.fragments[fragment]] for fragment in fragments]
+            means = iter(self.quorum.send(steps_done, [own for some in moves for own in some], wire))
+            self._moves |= {fragment: [next(means) for _ in some] for fragment, some in zip(fragments, moves, strict=True)}
+            return
+        assert self.link is not None
+        mean = self.link.mean
+        for fragment in fragments:
+            moves = [bucket.moves() for bucket in self.state.fragments[fragment]]
+            if beside:
+                self._moves[fragment] = [self._beside.submit(mean, own, wire) for own in moves]
+            else:
+                self._moves[fragment] = [_done(mean(own, wire)) for own in moves]
+
+    def _await(self, fragment: int) -> None:
+        """Keep the means of a fragment, once they have arrived."""
+        means = [future.result() for future in self._moves[fragment]]
+        del self._moves[fragment]
+        for bucket, mean in zip(self.state.fragments[fragment], means, strict=True):
+            bucket.arrived(mean.values, mean.lost)
+        self.sent_bytes += int(self.ranks.sum(torch.tensor([sum(mean.sent_bytes for mean in means)])))
+
+    def _apply(self, steps_done: int) -> None:
+        """The outer steps of fragments that are applied after this step, in the order in which they were sent."""
+        for fragment in [fragment for fragment, step in self.under_way.items() if step <= steps_done]:
+            if fragment in self._moves:
+                self._await(fragment)
+            self.state.step(fragment)
+            self.outer_steps += 1
+            del self.under_way[fragment]
+
+
+def _done(result: Mean) -> Future[Mean]:
+    future: Future[Mean] = Future()
+    future.set_result(result)
+    return future
+
+
+def _number(*data: bytes | memoryview) -> int:
+    """A digest that fits into an int64."""
+    digest = hashlib.blake2b(digest_size=7)
+    for some in data:
+        digest.update(some)
+    return int.from_bytes(digest.digest(), "big")

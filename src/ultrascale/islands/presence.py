@@ -1,0 +1,94 @@
+"""Signs of life of islands that were started apart.
+
+A member is one start of one island, as `2-5f01c3`: an island that was started again, or let in again, is another member, and
+what was agreed with the one before does not bind it. Each of its ranks counts on in the store; whoever sees a count stand still
+for `islands.silent_seconds`, on its own clock, takes the member for gone. That one may live and only have been silent: it finds
+itself left out, and is let in again as another member.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+
+from ultrascale.islands.store import IslandStore, LostStoreError
+
+KNOCKS, TAKES_PART, HAS_LEFT = "knocks", "takes part", "has left"
+BEATS = 10
+"""Signs of life in the time after which silence is an end."""
+
+
+class Presence:
+    """This rank's signs of life, and what it sees of its like on the other islands."""
+
+    def __init__(self, store: IslandStore, island: int, rank: int, silent_seconds: float):
+        self.store, self.island, self.rank, self.silent_seconds = store, island, rank, silent_seconds
+        self.member = ""
+        self._over = threading.Event()
+        self._seen: dict[str, tuple[str | None, float]] = {}
+        """The last sign of each member, and when it was first seen."""
+        self._looked: dict[str, tuple[float, str]] = {}
+
+    def begin(self, member: str) -> None:
+        """Be there as `member` from now on."""
+        self._over.set()
+        self.member, self._over = member, threading.Event()
+        self.say(KNOCKS)
+        self.store.set(f"current/{self.island}", member)
+        threading.Thread(target=self._live, args=(member, self._over), daemon=True, name="presence").start()
+
+    def say(self, state: str) -> None:
+        """Tell the others what this island does."""
+        self.store.set(f"state/{self.member}", state)
+
+    def leave(self) -> None:
+        """Give no more signs."""
+        self._over.set()
+        self.say(HAS_LEFT)
+
+    def current(self, island: int) -> str | None:
+        """The member that `island` is now; None before it was ever started."""
+        return self.store.get(f"current/{island}")
+
+    def state(self, member: str) -> str | None:
+        """State that a member has told last."""
+        return self.store.get(f"state/{member}")
+
+    def end_of(self, member: str) -> str:
+        """Reason why a member counts as gone; empty while it is there."""
+        now = time.monotonic()
+        at, found = self._looked.get(member, (-1.0, ""))
+        if at < 0 or now - at > self.silent_seconds / (2 * BEATS):
+            found = self._look(member, now)
+            self._looked[member] = now, found
+        return found
+
+    def _look(self, member: str, now: float) -> str:
+        if self.current(island_of(member)) != member:
+            return "was started again"
+        sign = self.store.get(_sign(member, self.rank))
+        before, since = self._seen.get(member, (None, now))
+        if sign != before:
+            since = now
+        self._seen[member] = sign, since
+        if now - since <= self.silent_seconds:
+            return ""
+        return "has left" if self.state(member) == HAS_LEFT else f"was silent for {self.silent_seconds:g} s"
+
+    def _live(self, member: str, over: threading.Event) -> None:
+        count = 0
+        while not over.is_set():
+            count += 1
+            with suppress(LostStoreError):  # whoever needs it says so
+                self.store.set(_sign(member, self.rank), str(count))
+            over.wait(self.silent_seconds / BEATS)
+
+
+def island_of(member: str) -> int:
+    """The island that a member is a start of."""
+    return int(member.partition("-")[0])
+
+
+def _sign(member: str, rank: int) -> str:
+    return f"sign/{member}/{rank}"

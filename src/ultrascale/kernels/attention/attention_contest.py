@@ -1,0 +1,98 @@
+"""The fastest attention core for a run's shapes: `kernels.choice.contest` between all that `description.attention_cores` lets
+in.
+
+Timed is what a layer does, from queries, keys and values to their gradients, for each kind of layer that the model has (its
+windows; under context parallelism a causal square of what a rank has); a core's time is the mean over the layers. Documents are
+taken to be DOCUMENTS a sequence, all as long.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ultrascale.description.attention_cores import CONTESTANTS, Wanted, why_not
+from ultrascale.description.layout import AttentionCore
+from ultrascale.kernels.attention.attention_core import attention, attention_mask, causal_piece
+from ultrascale.kernels.attention.attention_spans import packed_ids
+from ultrascale.kernels.attention.flash_packages import MODULES, not_importable
+from ultrascale.kernels.choice.contest import MOST_BYTES, Form, Outcomes, added, measure
+
+DOCUMENTS = 8
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Shape of one rank's attention."""
+
+    batch: int
+    length: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    def inputs(self, device: torch.device) -> list[Tensor]:
+        """Queries [B, S, H, E], keys [B, S, K, E] and values [B, S, K, E'], of as many of the sequences as MOST_BYTES holds."""
+        heads = (self.heads * self.head_dim, self.key_heads * self.head_dim, self.key_heads * self.value_dim)
+        batch = max(1, min(self.batch, MOST_BYTES // (self.length * sum(heads) * self.dtype.itemsize)))
+        generator = torch.Generator(device).manual_seed(0)
+        widths = ((self.heads, self.head_dim), (self.key_heads, self.head_dim), (self.key_heads, self.value_dim))
+        return [
+            torch.randn(batch, self.length, *width, device=device, generator=generator, dtype=torch.float32).to(self.dtype)
+            for width in widths
+        ]
+
+
+def contest(shape: AttentionShape, wanted: Wanted, device: torch.device, *, compiled: bool, bitwise: bool = False) -> Outcomes:
+    """Seconds of each core for a layer, forward and backward, the mean of all; or why it is out."""
+    inputs = shape.inputs(device)
+    layers = [(count / len(wanted.windows), window) for window, count in Counter(wanted.windows).items()]
+    refused = {core: reason for core in CONTESTANTS if (reason := left_out(core, wanted, compiled=compiled))}
+    parts = [(share, measure(forms(inputs, wanted, window, refused), inputs, bitwise=bitwise)) for share, window in layers]
+    return added(parts)
+
+
+def left_out(core: AttentionCore, wanted: Wanted, *, compiled: bool) -> str:
+    """Why `core` takes no part; empty if it does."""
+    if reason := why_not(core, wanted):
+        return reason
+    if core == "sdpa" and wanted.is_masked and wanted.device == "cuda" and wanted.is_narrow and wanted.cp == 1:
+        return "needs masks of S x S numbers"
+    if core == "varlen" and not wanted.is_masked:
+        return "is sdpa where nothing is masked"
+    if core == "varlen" and wanted.device == "cpu" and compiled:
+        return "cannot be compiled on the CPU"
+    return not_importable(core)
+
+
+def forms(inputs: list[Tensor], wanted: Wanted, window: int | None, refused: Mapping[str, str]) -> dict[str, Form | str]:
+    """The forms that `contest.measure` compares, for layers with this window."""
+    batch, length = inputs[0].shape[:2]
+    ids = (torch.arange(length) * DOCUMENTS // length).expand(batch, length)
+    made = partial(
+        attention_mask, length, length, window=window, dtype=inputs[0].dtype, device=inputs[0].device,
+        document_ids=packed_ids(ids, inputs[0].device) if wanted.documents else None,
+    )  # fmt: skip
+    if wanted.cp > 1:
+        pieces = {core: partial(causal_piece, core=core if core in MODULES else "") for core in CONTESTANTS}
+        return {core: refused.get(core) or piece for core, piece in pieces.items()}
+    return {core: refused.get(core) or _form(partial(made, core=core)) for core in CONTESTANTS}
+
+
+def _form(make_mask: partial) -> Form:
+    """Attention under a mask that is made once, as it is once a micro-batch."""
+    masks: list = []
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if not masks:
+            masks.append(make_mask())
+        return attention(query, key, value, masks[0])
+
+    return run

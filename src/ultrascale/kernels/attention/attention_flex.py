@@ -1,0 +1,92 @@
+"""Attention inside documents and a sliding window by FlexAttention (Dong et al. 2024), which torch compiles for the mask.
+
+Blocks of 128 queries and 128 keys are skipped, computed in whole, or computed and masked pair by pair. Which is which follows
+from the first and the last document of each block: S^2/128^2 numbers, and no S x S mask on the way to them. (torch's own
+`create_block_mask` makes one unless it is compiled.) That needs ids that grow along a sequence, as packed documents' do.
+
+Knows fp32 on CUDA, where flash attention does not, and any sliding window. Uncompiled, as on the CPU, it makes all scores and
+knows no backward pass: there it shows that the mathematics of the blocks is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from ultrascale.kernels.choice.device_kind import is_cuda
+
+BLOCK = 128
+
+
+class FlexMask(NamedTuple):
+    """Block mask: which tokens see which, block by block."""
+
+    blocks: BlockMask
+
+
+def flex_mask(length: int, *, document_ids: Tensor | None, window: int | None, device: torch.device) -> FlexMask:
+    """Causal, inside documents (`document_ids` [B, S], growing) and a window of so many tokens."""
+    ids = torch.zeros(1, length, dtype=torch.int32, device=device) if document_ids is None else document_ids
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        row = batch if document_ids is not None else batch * 0
+        found = (key <= query) & (ids[row, query] == ids[row, key])
+        return found if window is None else found & (query - key < window)
+
+    some, whole = seen_blocks(ids, window)
+    partly = _listed(some & ~whole), _listed(whole)
+    (counts, indices), (full_counts, full_indices) = partly
+    return FlexMask(
+        BlockMask.from_kv_blocks(
+            counts, indices, full_counts, full_indices, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(length, length)
+        )
+    )
+
+
+def seen_blocks(ids: Tensor, window: int | None, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """Masks of blocks from ids [B, S]: the blocks of keys of which a block of queries sees something, and those of which it
+    sees all, [B, S/128, S/128]."""
+    length = ids.shape[1]
+    count = -(-length // block)
+    places = torch.arange(count, device=ids.device)
+    starts, ends = places * block, (places * block + block - 1).clamp(max=length - 1)
+    first, last = ids[:, starts], ids[:, ends]  # [B, blocks]
+    farthest = ends[:, None] - starts  # tokens from a query back to a key, at most, [blocks, blocks]
+    nearest = starts[:, None] - ends
+    some = (places[:, None] >= places) & (last[:, None, :] >= first[:, :, None])
+    whole = (places[:, None] > places) & (first[:, None, :] == last[:, :, None])
+    if window is not None:
+        some, whole = some & (nearest < window), whole & (farthest < window)
+    return some, whole & some
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Number of blocks of keys that each block of queries has, [B, 1, rows], and their indices, those first, [B, 1, rows,
+    columns]."""
+    counts = blocks.sum(-1, dtype=torch.int32)
+    indices = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).int()
+    return counts.unsqueeze(1), indices.unsqueeze(1)
+
+
+def attend_flex(query: Tensor, key: Tensor, value: Tensor, mask: FlexMask, *, sinks: Tensor | None, scale: float) -> Tensor:
+    """FlexAttention with the signature of `kernels.attention.attention_core.attention`: [B, S, H, E'] from [B, S, H, E], [B, S,
+    K, E] and [B, S, K, E']."""
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    compiles = is_cuda(query) and not torch.compiler.is_compiling()
+    run: Callable[..., Any] = _compiled() if compiles else flex_attention
+    grouped = query.shape[1] != key.shape[1]
+    if sinks is None:
+        out = run(query, key, value, block_mask=mask.blocks, scale=scale, enable_gqa=grouped)
+        return out.transpose(1, 2)
+    out, aux = run(query, key, value, block_mask=mask.blocks, scale=scale, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
+    return (out * torch.sigmoid(aux.lse - sinks[:, None].to(aux.lse.dtype)).to(out.dtype).unsqueeze(-1)).transpose(1, 2)
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(flex_attention)

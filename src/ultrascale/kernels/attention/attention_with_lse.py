@@ -1,0 +1,233 @@
+"""Attention over a part of the keys, with what it takes to join parts: out, and log-sum-exp of the scores of each row.
+
+    out    softmax over these keys only, times their values
+    lse    log of the sum of exp(scores): the part's weight among others is exp(lse) over the sum of theirs
+
+Parts join exactly (Milakov and Gimelshein 2018; Dao et al. 2022): lse = log(exp(lse_a) + exp(lse_b)), and out is out_a and
+out_b in proportion to exp(lse_a) and exp(lse_b). Backward, each part is worked through alone with the *joined* out and lse: the
+probabilities exp(scores - lse) are then those of the whole softmax, and gradients of parts add up.
+
+Kernels: a flash-attn package's for what has no mask, where a run takes one. Else torch's: on CPU its flash attention, with or
+without a mask; on CUDA flash attention for 16 bits without a mask, memory-efficient attention for fp32 or a mask; plain
+products for what is left (fp64 on CUDA).
+Here tensors are [B, H, S, E]: heads before positions, as the kernels have them. Of keys and values there may be fewer heads.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ultrascale.kernels.attention.flash_packages import flash_backward, flash_forward
+from ultrascale.kernels.choice.device_kind import is_cuda
+from ultrascale.work.attention_work import BIAS_MULTIPLE
+from ultrascale.work.ops import HEAD_DIM_MULTIPLE
+
+_aten = torch.ops.aten
+_LSE_MULTIPLE = 32
+"""Memory-efficient attention writes and reads log-sum-exp in rows of this many (`kAlignLSE`)."""
+
+
+def hidden_score(dtype: torch.dtype) -> float:
+    """Value added to the scores of keys that must not be seen. Finite, so that a row that sees nothing of a part is no NaN: its
+    lse is as low as this, and joined with any other part it weighs exactly 0."""
+    return max(-1e30, torch.finfo(dtype).min / 2)
+
+
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask that `attend` takes, [1 or B, 1, S, T] in `dtype`, of booleans [1 or B, S, T]."""
+    *rows, num_keys = visible.shape
+    room = -num_keys % BIAS_MULTIPLE if is_cuda(visible) else 0
+    mask = torch.zeros(*rows, num_keys + room, dtype=dtype, device=visible.device)[..., :num_keys]
+    return mask.masked_fill_(visible.logical_not(), hidden_score(dtype)).unsqueeze(1)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    core: str = "",
+) -> tuple[Tensor, Tensor]:
+    """(out [B, H, S, E'], lse [B, H, S]) of queries [B, H, S, E] over keys [B, K, T, E] and values [B, K, T, E'].
+
+    `mask` [1 or B, 1, S, T] of the same dtype is added to the scores; `is_causal` is for T = S, without a mask; `scale` is
+    1 / sqrt(E) unless given; `core`: a package's flash attention for what has no mask (`kernels.attention.flash_packages`).
+    lse is fp32, or fp64 if the queries are.
+    """
+    scale, width = _scale(query, scale), value.shape[-1]
+    if core and mask is None:
+        out, lse = flash_forward(*_places_first(query, key, value), None, key.shape[2], is_causal, 0, scale, core)
+        return out.transpose(1, 2)[..., :width], lse
+    if _needs_plain(query):
+        return _plain(query, key, value, mask, is_causal, scale)
+    query, key, value = _one_width(query, key, value)
+    if not is_cuda(query):
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
+        )
+    elif _runs_flash(query, mask):
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)
+    else:
+        key, value = _repeated(query, key, value)
+        bias = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
+        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, is_causal, scale=scale)
+        lse = lse[..., : query.shape[2]]
+    return out[..., :width], lse
+
+
+def attend_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    core: str = "",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values that one part contributes; `out` and `lse` are those of all parts joined."""
+    scale = _scale(query, scale)
+    widths = (query.shape[-1], key.shape[-1], value.shape[-1])
+    if core and mask is None:
+        given = _places_first(grad_out, query, key, value, out)
+        found = flash_backward(*given, lse.contiguous(), None, key.shape[2], is_causal, 0, scale, core)
+        of_query, of_key, of_value = (one.transpose(1, 2)[..., :width] for one, width in zip(found, widths, strict=True))
+        return of_query, of_key, of_value
+    if _needs_plain(query):
+        return _plain_backward(grad_out, query, key, value, out, lse, mask, is_causal, scale)
+    heads = key.shape[1]
+    query, key, value, out, grad_out = _one_width(query, key, value, out, grad_out)
+    if not is_cuda(query):
+        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, query, key, value, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale
+        )
+    elif _runs_flash(query, mask):
+        grads = _flash_backward(grad_out, query, key, value, out, lse, is_causal, scale)
+    else:
+        grads = _efficient_backward(grad_out, query, key, value, out, lse, mask, is_causal, scale)
+    grad_query, grad_key, grad_value = (grad[..., :width] for grad, width in zip(grads, widths, strict=True))
+    return grad_query, _summed(grad_key, heads), _summed(grad_value, heads)
+
+
+def join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Take a part into `out` [B, H, S, E] and `lse` [B, H, S], in place. The part's dtype may be narrower than out's."""
+    weight = torch.sigmoid(part_lse - lse).to(out.dtype).unsqueeze(-1)
+    out.lerp_(part.to(out.dtype), weight)
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def _scale(query: Tensor, scale: float | None) -> float:
+    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+
+def _needs_plain(query: Tensor) -> bool:
+    return is_cuda(query) and query.dtype == torch.float64
+
+
+def _runs_flash(query: Tensor, mask: Tensor | None) -> bool:
+    return mask is None and query.dtype in (torch.bfloat16, torch.float16)
+
+
+def _one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The kernels want one head dimension; columns of zeros change no score and no other column of the result."""
+    width = max(tensor.shape[-1] for tensor in tensors)
+    if is_cuda(tensors[0]):
+        width += -width % HEAD_DIM_MULTIPLE
+    return tuple(t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors)
+
+
+def _places_first(*tensors: Tensor) -> list[Tensor]:
+    """[B, S, H, E] of one width, as packages take them."""
+    width = max(one.shape[-1] for one in tensors)
+    width += -width % HEAD_DIM_MULTIPLE
+    return [F.pad(one, (0, width - one.shape[-1])).transpose(1, 2).contiguous() for one in tensors]
+
+
+def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    repeats = query.shape[1] // key.shape[1]
+    if repeats == 1:
+        return key, value
+    return key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+
+
+def _summed(grad: Tensor, heads: int) -> Tensor:
+    """The gradient of heads that were repeated."""
+    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
+
+
+def _flash_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    no_lengths, no_seed = None, torch.empty(2, dtype=torch.uint64, device=query.device)  # read with dropout only
+    return _aten._scaled_dot_product_flash_attention_backward(
+        grad_out, query, key, value, out, lse.contiguous(), no_lengths, no_lengths, query.shape[2], key.shape[2], 0.0,
+        is_causal, no_seed, torch.empty(0, dtype=torch.uint64, device=query.device), scale=scale,
+    )  # fmt: skip
+
+
+def _efficient_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    key, value = _repeated(query, key, value)
+    bias = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
+    lse = F.pad(lse, (0, -lse.shape[-1] % _LSE_MULTIPLE), value=float("inf"))
+    no_seed = torch.empty((), dtype=torch.int64, device=query.device)  # read with dropout only
+    grads = _aten._scaled_dot_product_efficient_attention_backward(
+        grad_out, query, key, value, bias, out, lse, no_seed, no_seed, 0.0, [True, True, True, False], is_causal, scale=scale
+    )
+    return grads[:3]
+
+
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    scores = query @ key.transpose(-1, -2) * scale  # [B, H, S, T]
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores.masked_fill_(later, hidden_score(scores.dtype))
+    return scores if mask is None else scores + mask
+
+
+def _plain(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    key, value = _repeated(query, key, value)
+    scores = _scores(query, key, mask, is_causal, scale)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+
+def _plain_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads = key.shape[1]
+    key, value = _repeated(query, key, value)
+    probabilities = (_scores(query, key, mask, is_causal, scale) - lse.unsqueeze(-1)).exp()
+    grad_value = probabilities.transpose(-1, -2) @ grad_out
+    change = grad_out @ value.transpose(-1, -2) - (grad_out * out).sum(-1, keepdim=True)
+    grad_scores = probabilities * change * scale
+    grad_key = grad_scores.transpose(-1, -2) @ query
+    return grad_scores @ key, _summed(grad_key, heads), _summed(grad_value, heads)

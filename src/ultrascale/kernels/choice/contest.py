@@ -1,0 +1,181 @@
+"""Contest of several kernels for one operation: timed at the shapes of a run, forward and backward.
+
+    a form that fails, or whose results are not those of the first that runs, is out, with the reason
+    the others take turns for ROUNDS rounds, so that clocks and neighbours disturb all alike; the median of a form counts
+    over ranks the slowest counts; within CLOSE of the best the one that is named first wins
+
+All ranks decide from all ranks' times, so they decide the same. It happens once, before a run's memory is taken: inputs are of
+the run's own shapes, fewer sequences where `MOST_BYTES` would be passed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+from torch import Tensor
+
+Form = Callable[..., Tensor | tuple[Tensor, ...]]
+Outcomes = dict[str, float | str]
+"""Result of each form by name: seconds, or why it is out."""
+ROUNDS, PASSES = 5, 3
+"""Measurements of a form, and passes in each, one after the other."""
+CLOSE = 0.02
+"""Share of the best time within which two forms are as fast: clocks of one GPU differ by so much between measurements."""
+MOST_BYTES = 1 << 31
+"""Most bytes of all inputs together; a pass holds some four times as much."""
+LIMITS = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""Distance of results over their size: fp64 by the order of sums, fp32 on CUDA by TF32."""
+LIMIT_OF_16_BITS = 3e-2
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a contest."""
+
+    what: str
+    chosen: str
+    reason: str
+    """Why there was no contest; empty if there was."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def line(self) -> str:
+        """One line for people."""
+        if not self.seconds:
+            return f"{self.what}: {self.chosen}, {self.reason}"
+        best, *rest = [f"{name} {value * 1e3:.3g} ms" for name, value in self._in_order()]
+        told = [f"{self.what}: {best}" + (f", {self.reason}" if self.reason else ""), *rest]
+        out: dict[str, list[str]] = {}
+        for name, why in self.refused.items():
+            out.setdefault(why, []).append(name)
+        return "; ".join([*told, *(f"not {', '.join(names)}: {why}" for why, names in out.items())])
+
+    def _in_order(self) -> list[tuple[str, float]]:
+        """The chosen one, then the others by time."""
+        return sorted(self.seconds.items(), key=lambda one: (one[0] != self.chosen, one[1]))
+
+
+def measure(
+    forms: Mapping[str, Form | str], inputs: Sequence[Tensor], *, bitwise: bool = False, passes: int = PASSES
+) -> Outcomes:
+    """Time the forward and backward pass of each of `forms`, which take `inputs` and return a tensor, or several; a text is why
+    one is out beforehand. Inputs of floating point get gradients; under `torch.no_grad` there is no backward pass.
+    `bitwise`: a form whose gradients differ from one pass to the next is out.
+    """
+    outcomes: Outcomes = {name: form if isinstance(form, str) else 0.0 for name, form in forms.items()}
+    running: dict[str, Form] = {}
+    expected: list[Tensor] | None = None
+    for name, form in forms.items():
+        if isinstance(form, str):
+            continue
+        found = _tried(form, inputs)
+        if bitwise and not isinstance(found, str):
+            again = _tried(form, inputs)
+            same = not isinstance(again, str) and all(map(torch.equal, found, again))
+            found = found if same else "its gradients differ from one pass to the next"
+        if isinstance(found, str):
+            outcomes[name] = found
+        elif (far := distance(found, expected)) is not None:
+            outcomes[name] = far
+        else:
+            running[name] = form
+            expected = found if expected is None else expected
+    for name, seconds in _timed(running, inputs, passes).items():
+        outcomes[name] = seconds
+    return outcomes
+
+
+def added(parts: Sequence[tuple[float, Outcomes]]) -> Outcomes:
+    """Outcomes of several shapes, each so many times: a form that is out of one is out."""
+    total: Outcomes = {}
+    for times, outcomes in parts:
+        for name, one in outcomes.items():
+            before = total.get(name, 0.0)
+            total[name] = before if isinstance(before, str) else one if isinstance(one, str) else before + times * one
+    return total
+
+
+def decide(what: str, of_ranks: Sequence[Outcomes]) -> Verdict:
+    """The verdict of all ranks' outcomes, the same on each of them. Raises RuntimeError if no form ran everywhere."""
+    seconds: dict[str, float] = {}
+    refused: dict[str, str] = {}
+    for name in of_ranks[0]:
+        outcomes = [outcomes[name] for outcomes in of_ranks]
+        reason = next((one for one in outcomes if isinstance(one, str)), None)
+        if reason is not None:
+            refused[name] = reason
+        else:
+            seconds[name] = max(one for one in outcomes if not isinstance(one, str))
+    if not seconds:
+        raise RuntimeError(f"{what}: no kernel runs here: " + "; ".join(f"{name}: {why}" for name, why in refused.items()))
+    limit = min(seconds.values()) * (1 + CLOSE)
+    chosen = next(name for name, value in seconds.items() if value <= limit)
+    return Verdict(what, chosen, "the only one that can" if len(seconds) == 1 else "", seconds, refused)
+
+
+def distance(found: Sequence[Tensor], expected: Sequence[Tensor] | None) -> str | None:
+    """Distance of results from the expected ones, in words; None if they are close enough."""
+    if not all(bool(one.isfinite().all()) for one in found):
+        return "its results are not finite"
+    for one, other in zip(found, expected or (), strict=bool(expected)):
+        limit = LIMITS.get(one.dtype, LIMIT_OF_16_BITS)
+        size = float(other.double().norm())
+        far = float((one.double() - other.double()).norm()) / (size or 1.0)
+        if far > limit:
+            return f"its results are {far:.0e} off"
+    return None
+
+
+def _tried(form: Form, inputs: Sequence[Tensor]) -> list[Tensor] | str:
+    """The result of `form` and its gradients, or why there are none."""
+    try:
+        return _passed(form, inputs)
+    except torch.OutOfMemoryError:
+        return "out of memory"
+    except Exception as error:  # whatever a kernel of others raises: it is out, and says why
+        return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def _passed(form: Form, inputs: Sequence[Tensor]) -> list[Tensor]:
+    given = [one.detach().requires_grad_(one.is_floating_point()) for one in inputs]
+    made = form(*given)
+    outs = [made] if isinstance(made, Tensor) else [*made]
+    if not torch.is_grad_enabled():
+        return outs
+    grads = [torch.ones_like(out) if out.dim() == 0 else _gradient(out) for out in outs]
+    found = torch.autograd.grad(outs, [one for one in given if one.requires_grad], grads)
+    return [*(out.detach() for out in outs), *found]
+
+
+def _gradient(like: Tensor) -> Tensor:
+    """Numbers of both signs that are the same for every form: of a sum, softmax has no gradient."""
+    flat = torch.arange(like.shape[-1], device=like.device, dtype=torch.float32).add_(0.5).cos_()
+    return flat.to(like.dtype).expand_as(like).contiguous()
+
+
+def _timed(forms: Mapping[str, Form], inputs: Sequence[Tensor], passes: int) -> dict[str, float]:
+    rounds: dict[str, list[float]] = {name: [] for name in forms}
+    for _ in range(ROUNDS if len(forms) > 1 else 1):
+        for name, form in forms.items():
+            rounds[name].append(seconds_of(form, inputs, passes))
+    return {name: median(seconds) for name, seconds in rounds.items()}
+
+
+def seconds_of(form: Form, inputs: Sequence[Tensor], passes: int) -> float:
+    """Seconds of one pass, of `passes` in a row: by CUDA's own events there, by the clock elsewhere."""
+    if not inputs[0].is_cuda:
+        begun = time.perf_counter()
+        for _ in range(passes):
+            _passed(form, inputs)
+        return (time.perf_counter() - begun) / passes
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(passes):
+        _passed(form, inputs)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / passes

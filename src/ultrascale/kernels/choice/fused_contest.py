@@ -1,0 +1,189 @@
+"""The fastest forms of norm, rotary positions, SwiGLU, loss, experts' products and narrow AdamW: `kernels.choice.contest` in
+`FORMS`.
+
+Each is timed as the model calls it, forward and backward, on as many tokens as a micro-batch has on one rank; an update on a
+matrix of a feed-forward layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
+from ultrascale.kernels.choice.contest import MOST_BYTES, Form, Outcomes, measure
+from ultrascale.kernels.choice.implementation import FORMS, Kernel, chosen, not_installed
+from ultrascale.kernels.grouped_matmul import grouped_linear
+from ultrascale.kernels.loss.cross_entropy import linear_cross_entropy
+from ultrascale.kernels.norm import add_rms_norm, rms_norm
+from ultrascale.kernels.optimizers.narrow_moments import Box, Kind, Moments, Update, empty_moments, update_
+from ultrascale.kernels.rotary import rotate
+from ultrascale.kernels.swiglu import clamped_swiglu, swiglu
+
+GATED = ("silu", "swigluoai")
+"""Activations of gated layers that `kernels.swiglu` computes."""
+UPDATES: dict[Kernel, Kind] = {"adamw-bf16": "bf16", "adamw-8bit": "8bit"}
+"""Optimizers whose update is a contest's, and how they keep moments. torch's fused AdamW has no rival."""
+
+
+class FusedShape(NamedTuple):
+    """Shape that one rank's kernels work on."""
+
+    tokens: int
+    """Tokens of a micro-batch; with sequence parallelism norms see a share of them."""
+    norm_tokens: int
+    hidden: int
+    heads: int
+    head_dim: int
+    rotary_dim: int
+    inner: int
+    """Width of a feed-forward layer, or of an expert."""
+    vocabulary: int
+    experts: int
+    """Experts on this rank."""
+    expert_rows: int
+    """(Token, expert) pairs that come to them, if all ranks' tokens are spread evenly."""
+    dtype: torch.dtype
+
+
+def fused_shape(model: Model, layout: Layout, sequence_length: int, dtype: torch.dtype) -> FusedShape:
+    """The shapes of a rank of `layout`."""
+    tokens = layout.micro_batch_size * sequence_length // layout.cp
+    own = tokens // (layout.tp if layout.sequence_parallel else 1)
+    inner = model.moe_intermediate_size if model.num_experts else model.intermediate_size
+    return FusedShape(
+        tokens, own, model.hidden_size,
+        model.num_attention_heads // layout.tp, model.head_dim, model.rotary_dim,
+        inner // (layout.expert_tp if model.num_experts else layout.tp), model.vocab_size,
+        max(1, model.num_experts // layout.ep), own * model.num_experts_per_tok * layout.expert_tp, dtype,
+    )  # fmt: skip
+
+
+def kernels_of(model: Model, layout: Layout) -> Iterator[Kernel]:
+    """The kernels of `FORMS` that a run of `model` calls. With tp the loss is `parallel.tensor.tensor_loss`."""
+    if model.norm == "rmsnorm":
+        yield "norm"
+        yield "norm_of_sum"
+    if model.position_embedding == "rotary":
+        yield "rotary"
+    if model.gated_mlp and model.activation in GATED:
+        yield "swiglu"
+    if layout.tp == 1:
+        yield "loss"
+    if model.num_experts:
+        yield "experts"
+
+
+def outside_graphs(model: Model) -> tuple[Kernel, ...]:
+    """The kernels that run as chosen though blocks are compiled: layers of experts are no part of a graph
+    (`models.experts`)."""
+    if not model.num_experts:
+        return ()
+    return ("swiglu", "experts") if model.activation in GATED else ("experts",)
+
+
+def contest(kernel: Kernel, model: Model, shape: FusedShape, device: torch.device, *, bitwise: bool = False) -> Outcomes:
+    """Seconds of each form of `kernel`, forward and backward, or why it is out."""
+    function, inputs = _CASES[kernel](model, shape, device)
+    forms = {form: not_installed(form) or _form(kernel, form, function) for form in FORMS[kernel]}
+    with nullcontext() if kernel not in UPDATES else torch.no_grad():
+        return measure(forms, inputs, bitwise=bitwise)
+
+
+def _form(kernel: Kernel, form: str, function: Form) -> Form:
+    def run(*inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        with chosen(kernel, form):
+            return function(*inputs)
+
+    return run
+
+
+class _Draw:
+    """Random tensors of one dtype, of as few rows as `MOST_BYTES` asks for."""
+
+    def __init__(self, shape: FusedShape, device: torch.device):
+        self.dtype, self.device = shape.dtype, device
+        self.generator = torch.Generator(device).manual_seed(0)
+
+    def rows(self, wanted: int, width: int) -> int:
+        """Number of rows of so many elements that fit."""
+        return max(1, min(wanted, MOST_BYTES // (width * self.dtype.itemsize)))
+
+    def __call__(self, *size: int) -> Tensor:
+        return torch.randn(size, generator=self.generator, device=self.device).to(self.dtype)
+
+
+def _norm(model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
+    draw = _Draw(shape, device)
+    rows = draw.rows(shape.norm_tokens, shape.hidden)
+    return partial(rms_norm, eps=model.norm_eps), [draw(rows, shape.hidden), draw(shape.hidden)]
+
+
+def _norm_of_sum(model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
+    draw = _Draw(shape, device)
+    rows = draw.rows(shape.norm_tokens, shape.hidden)
+    streams = [draw(rows, shape.hidden) for _ in range(2)]
+    return partial(add_rms_norm, eps=model.norm_eps), [*streams, draw(shape.hidden)]
+
+
+def _rotary(model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
+    draw = _Draw(shape, device)
+    rows = draw.rows(shape.tokens, shape.heads * shape.head_dim)
+    angles = torch.rand(1, rows, 1, shape.rotary_dim // 2, generator=draw.generator, device=device)
+    turn = angles.cos().to(shape.dtype), angles.sin().to(shape.dtype)
+    latent = {"start": model.qk_nope_head_dim, "neighbours": True} if model.latent_attention else {}
+    return partial(rotate, angles=turn, **latent), [draw(1, rows, shape.heads, shape.head_dim)]
+
+
+def _swiglu(model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
+    draw = _Draw(shape, device)
+    rows = draw.rows(shape.tokens, 2 * shape.inner)
+    function = clamped_swiglu if model.activation == "swigluoai" else swiglu
+    return function, [draw(rows, shape.inner), draw(rows, shape.inner)]
+
+
+def _loss(model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
+    draw = _Draw(shape, device)
+    targets = torch.randint(shape.vocabulary, (shape.tokens,), generator=draw.generator, device=device)
+    weight = draw(shape.vocabulary, shape.hidden) / shape.hidden**0.5
+    return linear_cross_entropy, [draw(shape.tokens, shape.hidden), weight, targets]
+
+
+def _experts(model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
+    draw = _Draw(shape, device)
+    rows = draw.rows(shape.expert_rows, shape.hidden)
+    ends = torch.arange(1, shape.experts + 1, device=device) * rows // shape.experts
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    return partial(grouped_linear, counts=counts), [draw(rows, shape.hidden), draw(shape.experts, shape.inner, shape.hidden)]
+
+
+def _update(kind: Kind, model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
+    """The second update of a matrix, of copies of its moments: every pass does the same."""
+    draw = _Draw(shape._replace(dtype=torch.float32), device)
+    size = draw.rows(shape.inner, shape.hidden), shape.hidden
+    box, weights, gradients = Box((0, 0), size, size), draw(*size), draw(*size)
+    begun = empty_moments(box, kind, weights)
+    how = Update(1e-3, 0.1, 0.9, 0.95, 1e-8, count=1, keys=(1, 2))
+    update_(weights, gradients, Moments(begun, box), how)
+
+    def again(weights: Tensor, gradients: Tensor) -> tuple[Tensor, ...]:
+        updated, state = weights.clone(), {name: moment.clone() for name, moment in begun.items()}
+        update_(updated, gradients, Moments(state, box), how._replace(count=2, keys=(3, 4)))
+        return updated, *state.values()
+
+    return again, [weights, gradients]
+
+
+_CASES = cast(
+    "dict[str, Callable[[Model, FusedShape, torch.device], tuple[Form, list[Tensor]]]]",
+    {
+        "norm": _norm, "norm_of_sum": _norm_of_sum, "rotary": _rotary, "swiglu": _swiglu, "loss": _loss, "experts": _experts,
+        **{name: partial(_update, kind) for name, kind in UPDATES.items()},
+    },
+)  # fmt: skip

@@ -1,0 +1,189 @@
+"""Linear layers whose three products are in fp8.
+
+    y  = x W^T           x, W in e4m3
+    dx = g W             g in e5m2 (one scale for a tensor) or e4m3 (one for a row), W as in the forward pass
+    dW = g^T x           g again, x as in the forward pass: it is what waits for the backward pass, 1 byte an element
+
+Along the dimension that a product sums over, scales cannot be taken out of the sum; by rows they are taken *into* the other
+factor before that is rounded: dx = (g s_W) W_q and dW = (g s_x)^T x_q. So x and W are rounded once, and x once for all
+projections that read it.
+
+Where ranks cut these products, `Wires` are what they send, and which scales they agree on (`parallel.precision.fp8_wires`). A
+schedule that makes dW later keeps both its factors in 8 bits till then. Weights that were gathered in fp8
+(`parallel.precision.fp8_gather`) come rounded, beside tensors without numbers that their gradients belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ultrascale.kernels.fp8.fp8_delayed import Kept, Places, round_by, with_notes
+from ultrascale.kernels.fp8.fp8_matrices import (
+    FORWARD,
+    GRADIENT,
+    Narrow,
+    Over,
+    Scaling,
+    narrow_all,
+    product,
+    rounded,
+    turned,
+    turned_scale,
+)
+
+Later = Callable[[Sequence[Tensor], Sequence[Narrow], Narrow, torch.dtype], Sequence[Tensor | None]]
+"""Function that takes weights, g^T [F, N] of each, x with its values as they wait, [..., D], and the scale of their transpose,
+and a dtype; it returns dW of each, or None to compute it later."""
+
+
+class Wires:
+    """Communication of ranks that shard GEMMs between them. This base has one process that does all of it, and sends
+    nothing."""
+
+    def later(self) -> Later | None:
+        """Asked in a backward pass: what puts off its weights' gradients, if anything does."""
+        return None
+
+    def over_inputs(self, scaling: Scaling) -> Over | None:
+        """Reduction over ranks for the scales of x and W, if other ranks hold parts of what has one scale."""
+        return None
+
+    def over_grads(self) -> Over | None:
+        """Reduction over ranks for the scales of the gradient."""
+        return None
+
+    def scales(self, own: Tensor) -> Tensor:
+        """The scales of all rows of x: of [..., 1] of this rank's, [N, 1]."""
+        return own.view(-1, 1)
+
+    def forward(self, values: Tensor, scale: Tensor, matrices: list[Narrow], dtype: torch.dtype) -> list[Tensor]:
+        """The products of x, values [..., D] of this rank and the scale of all, with each matrix: [..., F]."""
+        given = Narrow(values.flatten(0, -2), scale)
+        return [product(given, matrix, dtype).view(*values.shape[:-1], -1) for matrix in matrices]
+
+    def whole(self, grad: Tensor) -> Tensor:
+        """The gradient of all rows."""
+        return grad
+
+    def backward(
+        self, along: list[Narrow], matrices: list[Narrow], across: list[Narrow], waited: Narrow, dtype: torch.dtype
+    ) -> list[Tensor]:
+        """dx [..., D], and dW of each of `across` (none of them, if they are made later). `waited`: the values of x, [..., D],
+        and the scale of their transpose."""
+        given = Narrow(waited.values.flatten(0, -2).t(), waited.scale)
+        of_weights = [product(grad, given, dtype) for grad in across]
+        return [home_product(along, matrices, dtype).view(waited.values.shape), *of_weights]
+
+
+ALONE = Wires()
+
+
+NOTHING_KEPT = Kept(Places(0, (), ()), None, None)
+
+
+def fp8_linear(
+    hidden: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    scaling: Scaling,
+    wires: Wires = ALONE,
+    kept: Kept = NOTHING_KEPT,
+    came: Sequence[Narrow] = (),
+) -> tuple[Tensor, ...]:
+    """[..., D] and weights [F, D] to [..., F] each; biases [F] of all or of none. `kept`: of delayed scaling. `came`: the
+    weights, rounded already; then of `weights` nothing but shapes is read."""
+    places, scales, largest = kept
+    values = [one.values for one in came] + [one.scale for one in came]
+    return _Linear.apply(  # pyright: ignore[reportReturnType]
+        hidden, scaling, wires, len(weights), len(biases), places, scales, largest, *weights, *biases, *values
+    )
+
+
+def home_product(along: Sequence[Narrow], matrices: Sequence[Narrow], dtype: torch.dtype) -> Tensor:
+    """Sum of g W, [N, D], of g [N, F] and W^T [D, F] each."""
+    total = None
+    for grad, matrix in zip(along, matrices, strict=True):
+        one = product(grad, matrix, dtype)
+        total = one if total is None else total + one
+    assert total is not None
+    return total
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, scaling: Scaling, wires: Wires, count: int, num_biases: int,
+        places: Places, kept_scales: Tensor | None, largest: Tensor | None, *parameters: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        weights, biases, came = parameters[:count], parameters[count : count + num_biases], parameters[count + num_biases :]
+        over, factors = wires.over_inputs(scaling), [hidden.flatten(0, -2), *(() if came else weights)]
+        slots = (places.input, *(() if came else places.weights))
+        if kept_scales is None:
+            narrowed = narrow_all(factors, scaling, over=over)
+        else:
+            narrowed = round_by(kept_scales, factors, slots, FORWARD)
+        given, *matrices = with_notes(narrowed, largest, factors, slots)
+        matrices = paired(came) or matrices
+        values, scale = given.values.view(hidden.shape), given.scale
+        if scaling == "row":
+            scale = wires.scales(scale.view(*hidden.shape[:-1], 1))
+        # Weights are held, not saved: recomputation would give a copy, and FSDP2 gathers them in place.
+        ctx.weights, ctx.scaling, ctx.wires, ctx.has_bias, ctx.dtype = weights, scaling, wires, bool(biases), hidden.dtype
+        ctx.places, ctx.kept_scales, ctx.largest, ctx.came = places, kept_scales, largest, came
+        known_again = bool(came) or (over is None and kept_scales is None)
+        ctx.save_for_backward(values, scale, *([] if known_again else [matrix.scale for matrix in matrices]))
+        found = wires.forward(values, scale, matrices, hidden.dtype)
+        return tuple([one + bias for one, bias in zip(found, biases, strict=True)] if biases else found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (values, scale, *scales), scaling, wires = ctx.saved_tensors, ctx.scaling, ctx.wires
+        matrices = paired(ctx.came) or _narrow_again(ctx.weights, scaling, scales)
+        whole = [wires.whole(grad).flatten(0, -2) for grad in grads]
+        slots = ctx.places.gradients
+        if ctx.kept_scales is None:
+            along, across = _narrow_grads(whole, matrices, scale, scaling, wires)
+        else:
+            along, across = round_by(ctx.kept_scales, whole, slots, GRADIENT), []
+        if slots:  # one scale a tensor
+            along = with_notes(along, ctx.largest, whole, slots)
+            across = [turned(grad, "tensor") for grad in along]
+        waited = Narrow(values, turned_scale(Narrow(values, scale), scaling))
+        later = None if torch.compiler.is_compiling() else wires.later()
+        of_input, *of_weights = wires.backward(
+            along, [turned(matrix, scaling) for matrix in matrices], [] if later is not None else across, waited, ctx.dtype
+        )
+        if later is not None:
+            of_weights = [*later(ctx.weights, across, waited, ctx.dtype)]
+        of_biases = [grad.flatten(0, -2).sum(0) for grad in grads] if ctx.has_bias else []
+        nothing = [None] * len(ctx.came)
+        return of_input, None, None, None, None, None, None, None, *of_weights, *of_biases, *nothing
+
+
+def paired(came: Sequence[Tensor]) -> list[Narrow]:
+    """Matrices, from the values of all followed by the scales of all."""
+    count = len(came) // 2
+    return [Narrow(values, scale) for values, scale in zip(came[:count], came[count:], strict=True)]
+
+
+def _narrow_again(weights: Sequence[Tensor], scaling: Scaling, scales: Sequence[Tensor]) -> list[Narrow]:
+    """The weights in fp8 as in the forward pass; `scales`: those of that pass, where they were reduced over ranks."""
+    if not scales:
+        return narrow_all(weights, scaling)
+    return [rounded(weight, scale) for weight, scale in zip(weights, scales, strict=True)]
+
+
+def _narrow_grads(
+    grads: Sequence[Tensor], matrices: Sequence[Narrow], scale: Tensor, scaling: Scaling, wires: Wires
+) -> tuple[list[Narrow], list[Narrow]]:
+    """g [N, F] as dx wants it, and g^T [F, N] as dW does. `scale`: of x."""
+    if scaling == "row":
+        weighed = (grad * matrix.scale.t() for grad, matrix in zip(grads, matrices, strict=True))
+        along = narrow_all(weighed, "row", over=wires.over_grads())
+        return along, narrow_all(((grad * scale).t() for grad in grads), "row")
+    along = narrow_all(grads, "tensor", GRADIENT, wires.over_grads())
+    return along, [turned(grad, "tensor") for grad in along]

@@ -1,0 +1,150 @@
+"""Cross-entropy of hidden W^T, a slab of the vocabulary at a time: for large vocabularies in 16 bits on CUDA.
+
+    first     every slab's logits [N, C] are made, and each row's log of the sum of exponentials is added up over slabs
+    second    they are made again, become the gradient g, and dW[slab] = g^T h    dh += g W[slab]
+
+Why not a chunk of rows at a time, as `kernels.loss.cross_entropy` does elsewhere: there every chunk adds to the whole of dW,
+which is fp32 until the last has (4 V D bytes, read and written again for each) with a narrow product or copy beside it: 6 V D
+bytes, 2.9 GiB of Llama 3 8B. Here a slab of dW is one product over all rows: summed inside the product and rounded once. What
+is added up is dh, N D instead of V D.
+
+Memory: dh and dW in their own dtype, dh once more in fp32, and one slab. Cost: a fourth matrix product, 2 N V D FLOPs.
+With a vocabulary cut over ranks each goes through its own slabs, and two numbers a row are gathered, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+"""The target of a position that predicts nothing."""
+
+Join = Callable[[Tensor], Tensor]
+"""[N, 2] of a rank (log of the sum of exponentials, the target's logit or 0) to those of all ranks, [ranks, N, 2]."""
+
+
+class Swept(NamedTuple):
+    """The summed loss, and its gradients if they were asked for: those of hidden [N, D] and of weight [V, D]."""
+
+    loss: Tensor
+    grad_hidden: Tensor | None
+    grad_weight: Tensor | None
+
+
+def sweep_columns(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    columns: int,
+    *,
+    with_gradients: bool,
+    first: int = 0,
+    join: Join | None = None,
+    compiled: bool = False,
+) -> Swept:
+    """Sum over targets != -100 of -log softmax(hidden W^T)[target], and both gradients.
+
+    hidden [N, D] and weight [V, D] of one dtype, targets [N] int64 inside the vocabulary; `columns` of logits exist at a time.
+    `first` and `join`: this is the part of a vocabulary from that row on, and how to hear of the others. `compiled`: the passes
+    over a slab's logits are.
+    """
+    wanted = targets.unsqueeze(1)
+    of_slabs, target_logit = _first(hidden, weight, wanted - first, columns, compiled)
+    own = torch.cat((torch.logsumexp(of_slabs, 0), target_logit), dim=1)  # [N, 2]
+    normalizers, target_logits = (own.unsqueeze(0) if join is None else join(own)).unsqueeze(-2).unbind(-1)  # [ranks, N, 1]
+    normalizer, is_valid = torch.logsumexp(normalizers, 0), wanted != IGNORED
+    loss = ((normalizer - target_logits.sum(0)) * is_valid).sum()
+    if not with_gradients:
+        return Swept(loss, None, None)
+    # Of a row that does not count all exponentials become 0, and so does its gradient.
+    silent = normalizer.masked_fill(~is_valid, torch.inf)
+    wide, grad_weight = _second(hidden, weight, wanted - first, silent, of_slabs, columns, compiled)
+    return Swept(loss, wide.to(hidden.dtype), grad_weight)
+
+
+def _logits(hidden: Tensor, slab: Tensor, room: Tensor) -> Tensor:
+    """[N, C] of hidden [N, D] and a slab of the weight [C, D], in memory that was taken once."""
+    return torch.mm(hidden, slab.t(), out=room[: len(hidden) * len(slab)].view(len(hidden), len(slab)))
+
+
+def _first(hidden: Tensor, weight: Tensor, local: Tensor, columns: int, compiled: bool) -> tuple[Tensor, Tensor]:
+    """First sweep, in at least fp32: of each slab the log of the sum of exponentials [slabs, N, 1], and the target's logit
+    where it is in this part of the vocabulary, else 0, [N, 1]. `local` [N, 1]: targets counted from its first row."""
+    room, found = hidden.new_empty(len(hidden) * columns), []
+    target_logit = hidden.new_zeros(len(hidden), 1, dtype=_wide(hidden))
+    normalizer = _compiled(_normalizer) if compiled else _normalizer_by_softmax
+    for start in range(0, len(weight), columns):
+        logits = _logits(hidden, weight[start : start + columns], room)
+        target_logit += _target_logits(logits, local - start)
+        found.append(normalizer(logits))
+    return torch.stack(found), target_logit
+
+
+def _target_logits(logits: Tensor, local: Tensor) -> Tensor:
+    """[N, 1]: the logit of each row's target where it is in this slab, else 0."""
+    is_here = (local >= 0) & (local < logits.shape[1])
+    return logits.gather(1, local.masked_fill(~is_here, 0)).to(_wide(logits)).masked_fill_(~is_here, 0)
+
+
+def _second(
+    hidden: Tensor, weight: Tensor, local: Tensor, normalizer: Tensor, of_slabs: Tensor, columns: int, compiled: bool
+) -> tuple[Tensor, Tensor]:
+    """dh [N, D] in at least fp32, and dW [V, D]."""
+    room = hidden.new_empty(len(hidden) * columns)
+    grad_hidden = torch.zeros_like(hidden, dtype=_wide(hidden))
+    grad_weight = torch.empty_like(weight)
+    product = torch.empty_like(hidden) if hidden.dtype != grad_hidden.dtype else None
+    to_gradient = _compiled(_to_gradient) if compiled else _to_gradient_by_softmax
+    for number, start in enumerate(range(0, len(weight), columns)):
+        slab = weight[start : start + columns]
+        logits = _logits(hidden, slab, room)
+        to_gradient(logits, local - start, normalizer, of_slabs[number])
+        torch.mm(logits.t(), hidden, out=grad_weight[start : start + columns])
+        if product is None:
+            grad_hidden.addmm_(logits, slab)
+        else:
+            grad_hidden.add_(torch.mm(logits, slab, out=product))
+    return grad_hidden, grad_weight
+
+
+def _normalizer(logits: Tensor) -> Tensor:
+    """Log of the sum of exponentials of each row, [N, 1] in at least fp32."""
+    return torch.logsumexp(logits.to(_wide(logits)), dim=1, keepdim=True)
+
+
+def _normalizer_by_softmax(logits: Tensor) -> Tensor:
+    """`_normalizer` with one torch kernel between a wide copy and its result, any column of which yields the row's sum."""
+    normalized = torch.log_softmax(logits, dim=1, dtype=_wide(logits))
+    return logits[:, :1].to(normalized.dtype) - normalized[:, :1]
+
+
+def _to_gradient(logits: Tensor, local: Tensor, normalizer: Tensor, of_slab: Tensor) -> None:
+    """`logits` [N, C] become probabilities, less one at the target."""
+    is_target = (torch.arange(logits.shape[1], device=logits.device) == local) & normalizer.isfinite()
+    logits.copy_(torch.exp(logits.to(normalizer.dtype) - normalizer) - is_target.to(normalizer.dtype))
+
+
+def _to_gradient_by_softmax(logits: Tensor, local: Tensor, normalizer: Tensor, of_slab: Tensor) -> None:
+    """`_to_gradient` with one torch kernel: softmax over the slab's columns, times the slab's weight among all."""
+    share = torch.exp(of_slab - normalizer)  # [N, 1]
+    probabilities = torch.softmax(logits, dim=1, dtype=share.dtype)
+    torch.mul(probabilities, share, out=logits)
+    is_here = (local >= 0) & (local < logits.shape[1])
+    index = local.masked_fill(~is_here, 0)
+    at_target = probabilities.gather(1, index).mul_(share).sub_(1).to(logits.dtype)
+    logits.scatter_(1, index, torch.where(is_here, at_target, logits.gather(1, index)))
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # Not at import: loading the compiler takes a second and 100 MB.
+    return torch.compile(function, dynamic=False)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

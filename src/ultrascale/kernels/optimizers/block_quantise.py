@@ -1,0 +1,89 @@
+"""Optimizer state in 8 bits: each value a code of a table, times a scale of its block (Dettmers et al. 2022).
+
+    block     256 neighbours in a row of the *whole* tensor; its scale is the largest magnitude
+    code      1 byte: the nearest entry, or stochastically one of the two neighbours, of a table of numbers up to 1
+
+The tables are dynamic: each decade has twice as many entries as the one below, so that large values are kept to half a percent
+and small ones, down to a millionth, are not lost. Moments are spread over many decades, and a linear table would make zeros of
+most. The second moment is kept as its root, which halves the decades; what is not zero never becomes zero, for it is divided
+by. Rows are cut into blocks by their columns in the whole, so that a rank that holds some columns has the blocks that one
+process has; a block that two ranks share takes the larger of their scales (`widest`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ultrascale.catalogue.stacks.stack import SCALED_TOGETHER
+from ultrascale.kernels.optimizers.stochastic import NOISE_BITS
+
+BLOCK = SCALED_TOGETHER
+DECADES = 7
+SMALLEST = 2.0**-60
+"""Magnitudes below are zero: their squares, which checkpoints hold, would leave the range of fp32."""
+Widest = Callable[[Tensor], Tensor]
+
+
+def itself(scales: Tensor) -> Tensor:
+    """Identity, for where no rank shares a block."""
+    return scales
+
+
+@cache
+def table(*, signed: bool) -> Tensor:
+    """The numbers that codes stand for, ascending, [255] or [256] fp32, on the CPU: 0, 1, and in the i-th of 7 decades up to 1
+    the middles of 2^i (signed; the least decade is left out, for -1) or 2^(i+1) equal parts."""
+    values = [0.0, 1.0] + ([-1.0] if signed else [])
+    for decade in range(1 if signed else 0, DECADES):
+        count = 2**decade if signed else 2 ** (decade + 1)
+        middles = [(0.1 + 0.9 * (part + 0.5) / count) * 10.0 ** (decade - DECADES + 1) for part in range(count)]
+        values += middles + ([-middle for middle in middles] if signed else [])
+    return torch.tensor(sorted(values))
+
+
+def num_blocks(columns: int, first: int = 0) -> int:
+    """Blocks that `columns` of a row from its column `first` on lie in."""
+    return -(-(first % BLOCK + columns) // BLOCK)
+
+
+def quantise(
+    values: Tensor, *, signed: bool, first: int = 0, random: Tensor | None = None, widest: Widest = itself
+) -> tuple[Tensor, Tensor]:
+    """Codes [R, C] uint8 and scales [R, blocks] fp32 of `values` [R, C] fp32, columns `first` and on of the whole rows.
+
+    `random`: 24-bit integers [R, C] for stochastic rounding; None: to the nearest. `widest`: scales to those of all ranks that
+    share blocks. Unsigned values are at least 0.
+    """
+    values = values.masked_fill(values.abs() < SMALLEST, 0.0)
+    scales = widest(_by_block(values, first).abs().amax(-1))
+    numbers = table(signed=signed).to(values.device)
+    parts = values / _spread(scales, first, values.shape[1]).clamp_min(SMALLEST)
+    low = (torch.searchsorted(numbers, parts, right=True) - 1).clamp_(0, len(numbers) - 2)
+    share = (parts - numbers[low]) / (numbers[low + 1] - numbers[low])
+    codes = low + (share > 0.5 if random is None else random < share * 2**NOISE_BITS)
+    if not signed:
+        codes = torch.where(parts > 0, codes.clamp_min(1), codes)
+    return codes.to(torch.uint8), scales
+
+
+def dequantise(codes: Tensor, scales: Tensor, *, signed: bool, first: int = 0) -> Tensor:
+    """The values, [R, C] fp32, that codes [R, C] and scales [R, blocks] stand for."""
+    return table(signed=signed).to(codes.device)[codes.int()] * _spread(scales, first, codes.shape[1])
+
+
+def _by_block(values: Tensor, first: int) -> Tensor:
+    """[R, blocks, 256], with zeros where a row begins or ends inside a block."""
+    before = first % BLOCK
+    after = -(before + values.shape[1]) % BLOCK
+    return F.pad(values, (before, after)).unflatten(1, (-1, BLOCK))
+
+
+def _spread(scales: Tensor, first: int, columns: int) -> Tensor:
+    """Each value's scale, [R, C]."""
+    before = first % BLOCK
+    return scales.repeat_interleave(BLOCK, dim=1)[:, before : before + columns]

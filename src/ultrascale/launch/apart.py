@@ -1,0 +1,68 @@
+"""Islands of this machine, each by a command of its own: one that dies is started again by its own launcher, and ends no other.
+
+ultrascale train RUN.TOML              starts, for every island,
+    ultrascale train RUN.TOML --island N       which starts the island's processes, again and again (`launch.local`)
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from types import FrameType
+
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Run
+from ultrascale.description.units import count_of
+from ultrascale.launch.orphans import terminate_with_parent
+from ultrascale.launch.scratch import scratch_folder
+from ultrascale.launch.stopping import handled_by
+
+
+def launch_islands(run_toml: str, run: Run, flags: tuple[str, ...]) -> int:
+    """Train the resolved `run`, which the text `run_toml` describes, on all of its islands here; the highest of their exit
+    codes. A stop signal is passed on to all of them, which save and leave.
+
+    Raises SpecError if there are GPUs, but not one for each rank.
+    """
+    count, ranks, devices = run.islands.count, run.layout.world_size, _devices() if run.device != "cpu" else []
+    if 0 < len(devices) < count * ranks:
+        wanted = f"{count} islands of {count_of(ranks, 'rank')} each need {count * ranks} GPUs"
+        rule = f"is too many for this machine: {wanted}, and it has {len(devices)}"
+        raise SpecError([Problem("islands.count", rule, 'Start some of them elsewhere with --island, or use device = "cpu".')])
+    with scratch_folder("islands") as folder:
+        (folder / "run.toml").write_text(run_toml)
+        words = [sys.executable, "-m", "ultrascale", "train", str(folder / "run.toml"), *flags, "--island"]
+        threads = str(max(1, (os.cpu_count() or 1) // count))
+        started: list[subprocess.Popen[bytes]] = []
+
+        def pass_on(number: int, frame: FrameType | None) -> None:
+            for one in started:
+                if one.poll() is None:
+                    one.send_signal(signal.Signals(number))
+
+        with handled_by(pass_on):
+            for island in range(count):
+                own = ",".join(devices[island * ranks : (island + 1) * ranks])
+                started.append(_start([*words, str(island)], {"CUDA_VISIBLE_DEVICES": own} if devices else {}, threads))
+            return max(one.wait() if one.wait() >= 0 else 1 for one in started)
+
+
+def _devices() -> list[str]:
+    """GPUs of this machine that whoever started this command lets it use."""
+    import torch
+
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",")[: torch.cuda.device_count()] if given else [*map(str, range(torch.cuda.device_count()))]
+
+
+def _start(words: list[str], devices: dict[str, str], threads: str) -> subprocess.Popen[bytes]:
+    """A command in a session of its own: what a terminal sends comes to it from here alone."""
+    return subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=terminate_with_parent,
+        env={"OMP_NUM_THREADS": threads, **os.environ, **devices},
+    )

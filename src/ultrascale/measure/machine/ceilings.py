@@ -1,0 +1,174 @@
+"""Ceilings of this machine: the rate against which MFU on a CPU is computed."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from ultrascale.catalogue.cluster import Accelerator, parse_cluster
+from ultrascale.catalogue.machines import ACCELERATORS
+from ultrascale.description.layout import Precision
+from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE
+
+PEAK_FILE = ".peak.json"
+"""File in a run's folder: the best ceiling that its starts have measured."""
+MIN_PRODUCTS = 10
+
+
+@dataclass(frozen=True)
+class MatmulCeiling:
+    """The best rate of a large matrix product on one device, with the threads this process has now."""
+
+    flops_per_second: float
+    spread: float
+    """(slowest - fastest) / median of the timed repetitions."""
+    device: str
+    dtype: Precision
+    size: int
+    """The product is size x size x size."""
+    threads: int
+
+
+def measure_matmul_ceiling(
+    precision: Precision, device: torch.device | str = "cpu", *, budget_seconds: float = 0.5
+) -> MatmulCeiling:
+    """Time square products in the dtype of `precision` for about `budget_seconds`, of the size that fills the device.
+
+    The fastest repetition counts: on a shared machine everything else is somebody else's work. For fewer than `MIN_PRODUCTS`
+    of them up to four times the budget is spent.
+    """
+    here = torch.device(device)
+    size = 8192 if here.type == "cuda" else 1024
+    left, right = (torch.randn(size, size, device=here).to(TORCH_DTYPE[precision]) for _ in range(2))
+    _time_product(left, right)  # warms caches, clocks and the library's choice of kernel
+    seconds = [_time_product(left, right)]
+    while sum(seconds) < budget_seconds * (1 if len(seconds) >= MIN_PRODUCTS else 4):
+        seconds.append(_time_product(left, right))
+    spread = (max(seconds) - min(seconds)) / median(seconds)
+    return MatmulCeiling(2 * size**3 / min(seconds), spread, device_name(here), precision, size, torch.get_num_threads())
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The rate that MFU and HFU are shares of."""
+
+    flops_per_second: float
+    """FLOP/s of one rank's device."""
+    origin: str
+    """Source of the number, in words."""
+    ceiling: MatmulCeiling | None = None
+    """The measurement behind it, for a run to keep; None for a datasheet's number."""
+
+
+def stored_or_measured_peak(file: Path, cluster: str, precision: Precision, device: torch.device) -> Peak:
+    """`peak_flops`, or the ceiling an earlier start of the run kept in `file` if that is higher.
+
+    A short measurement on a busy machine is too low, never too high: the best of all starts is the nearest to the truth.
+    A ceiling of another device, dtype or number of threads does not count, and a file that cannot be read holds none.
+    """
+    peak = peak_flops(cluster, precision, device)
+    stored, now = _stored_ceiling(file), peak.ceiling
+    if now is None or stored is None or _measured_on(stored) != _measured_on(now):
+        return peak
+    if stored.flops_per_second <= now.flops_per_second:
+        return peak
+    return Peak(stored.flops_per_second, f"{peak.origin}, the best of this run's starts", stored)
+
+
+def peak_flops(cluster: str, precision: Precision, device: torch.device) -> Peak:
+    """The dense peak of `device`: that of `cluster`, which is what the run is planned for, if it is one of its devices.
+
+    Otherwise, and for `auto`, this device's own, catalogued or measured; `origin` says so. A CPU has no datasheet peak that
+    its cores, clocks and libraries keep: its ceiling is a large matrix product, timed now. Raises SpecError if `cluster` is
+    not in the catalogue.
+    """
+    here, asked = this_gpu(device), None if cluster == "auto" else parse_cluster(cluster).accelerator
+    elsewhere = not is_here(cluster, device)
+    meant = here if asked is None or elsewhere else asked
+    note = f" (cluster = {cluster} is another machine)" if elsewhere else ""
+    if meant is not None and not meant.measured_at_run_time:
+        known = precision if precision in meant.peak_flops else {"fp16": "bf16", "fp8": "bf16"}.get(precision, precision)
+        return Peak(meant.peak_flops_per_second(known), f"the {known} peak of {meant.title}{note}")
+    measured = "bf16" if precision == "fp8" else precision  # where fp8 has no peak of its own its products are in wider formats
+    ceiling = measure_matmul_ceiling(measured, device)
+    origin = f"a large {measured} matrix product here, {_counted(ceiling.threads, 'thread')}{note}"
+    return Peak(ceiling.flops_per_second, origin, ceiling)
+
+
+def catalogued(name: str, memory_bytes: int) -> Accelerator | None:
+    """The catalogue's entry for a GPU that calls itself `name` (`NVIDIA H100 80GB HBM3`); None if it has none."""
+
+    def is_meant(accelerator: Accelerator) -> bool:
+        chip = accelerator.name.partition("-")[0]
+        same_slot = ("pcie" in accelerator.name) == ("pcie" in name.lower())
+        return same_slot and re.search(rf"\b{chip}\b", name, re.IGNORECASE) is not None
+
+    alike = [accelerator for accelerator in ACCELERATORS.values() if is_meant(accelerator)]
+    return min(alike, key=lambda accelerator: abs(accelerator.memory_bytes.value - memory_bytes), default=None)
+
+
+def device_name(device: torch.device | str) -> str:
+    """The device as people call it: the GPU's name, or the CPU's model."""
+    here = torch.device(device)
+    if here.type == "cuda":
+        return torch.cuda.get_device_name(here)
+    return _cpu_model() or platform.processor() or platform.machine()
+
+
+def this_gpu(device: torch.device) -> Accelerator | None:
+    """The catalogue's entry for `device`; None for a CPU, or a GPU it does not have."""
+    if device.type != "cuda":
+        return None
+    return catalogued(torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory)
+
+
+def is_here(cluster: str, device: torch.device) -> bool:
+    """True if `device` can be of the machines called `cluster`; `auto` means those it is of. Raises SpecError."""
+    return cluster == "auto" or _may_be(parse_cluster(cluster).accelerator, this_gpu(device), device)
+
+
+def _may_be(asked: Accelerator, here: Accelerator | None, device: torch.device) -> bool:
+    """True if `device`, `here` in the catalogue, can be what was asked for; of variants of a chip people know better."""
+    if (asked.name == "cpu") != (device.type == "cpu"):
+        return False
+    return here is None or here.name.partition("-")[0] == asked.kind.partition("-")[0]
+
+
+def _measured_on(ceiling: MatmulCeiling) -> tuple[str, str, int]:
+    return ceiling.device, ceiling.dtype, ceiling.threads
+
+
+def _stored_ceiling(file: Path) -> MatmulCeiling | None:
+    try:
+        return MatmulCeiling(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):  # not there yet, cut short, or of another version
+        return None
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _cpu_model() -> str | None:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
+    except OSError:  # not Linux
+        return None
+
+
+def _time_product(left: torch.Tensor, right: torch.Tensor) -> float:
+    if left.is_cuda:
+        torch.cuda.synchronize(left.device)
+    start = time.perf_counter()
+    torch.mm(left, right)
+    if left.is_cuda:
+        torch.cuda.synchronize(left.device)
+    return time.perf_counter() - start

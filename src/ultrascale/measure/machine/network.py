@@ -1,0 +1,239 @@
+"""Speed of collectives here: seconds by kind, size and group of ranks, as nccl-tests measures them, beside the plan.
+
+Groups are (size, stride), as the planner has them: all groups of one shape that the ranks can be cut into talk at once. Sizes
+are those of `plan.laws.collectives`: the whole gathered or reduced buffer; of all_to_all what a rank sends in total; of send
+one message to the next rank of the group. Every result is compared with what it must be before anything is timed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ultrascale.catalogue.cluster import Cluster, parse_cluster
+from ultrascale.catalogue.machines import NODES, USUAL_NODE
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.units import format_bytes
+from ultrascale.measure.machine.ceilings import device_name, this_gpu
+from ultrascale.parallel.mesh import Ranks
+from ultrascale.plan.laws.collectives import bus_bytes, collective_seconds
+from ultrascale.plan.laws.nccl import KINDS
+
+SMALLEST_BYTES = 1024
+STEP = 4
+"""Factor from one size to the next."""
+ROUNDS = 5
+ROUND_SECONDS = 0.05
+"""Seconds of back-to-back calls, whose mean is one measurement."""
+MOST_CALLS = 200
+ITEM_BYTES = 4
+LARGEST_HOST = 16
+"""Accelerators of one host at most; a node of more is a rack, whose hosts start their ranks apart."""
+
+
+class WrongResultError(RuntimeError):
+    """A collective gave something else than it must: the network or its library cannot be trusted."""
+
+
+class MessageTooLargeError(RuntimeError):
+    """The buffers of a message do not fit the device."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One kind, group and size."""
+
+    kind: str
+    size: int
+    stride: int
+    num_bytes: int
+    seconds: float
+    """The median round, of the slowest rank."""
+    spread: float
+    """(slowest - fastest) / median of the rounds."""
+    bus_bytes_per_second: float
+    """Bus bandwidth as nccl-tests defines it: comparable between kinds and sizes of groups, and with a link's rate."""
+    planned_seconds: float | None
+    """Planned seconds; None if this machine is not in the catalogue, or not as it is there."""
+
+
+def default_groups(world: int, per_node: int) -> list[tuple[int, int]]:
+    """All ranks; where there are several nodes, each as full, also the ranks of each, and one of each."""
+    if not 1 < per_node < world or world % per_node:
+        return [(world, 1)]
+    return [(world, 1), (per_node, 1), (world // per_node, per_node)]
+
+
+def sizes_up_to(largest: int) -> list[int]:
+    """1 KiB, 4 KiB, ... and `largest` itself."""
+    count = max(0, math.ceil(math.log(largest / SMALLEST_BYTES, STEP)))
+    return [*(SMALLEST_BYTES * STEP**n for n in range(count)), largest]
+
+
+def expect_groups(groups: Sequence[tuple[int, int]], world: int) -> None:
+    """Raises SpecError if ranks cannot be cut into one of these groups."""
+    for size, stride in groups:
+        if size < 2 or stride < 1 or world % (size * stride):
+            rule = f"{size}:{stride} (ranks of a group, and how far apart) does not cut {world} ranks into equal groups"
+            raise SpecError([Problem("--groups", rule, f"size x stride must divide {world}, size be at least 2.")])
+
+
+def measure_network(
+    ranks: Ranks, groups: Sequence[tuple[int, int]], sizes: Sequence[int], kinds: Sequence[str] = KINDS, *,
+    machine: str | None = None, tell: Callable[[str], object] = lambda line: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Time every kind in every group at every size. Collective; every rank returns the same. JSON-able.
+
+    `machine`: what the plan is for; None: as many of this device as there are ranks, if it is in the catalogue. `tell` is told
+    of each group on rank 0. Raises SpecError; WrongResultError and MessageTooLargeError on the ranks that see one.
+    """
+    expect_groups(groups, ranks.world)
+    per_node = ranks_per_node(ranks)
+    here = this_gpu(ranks.device)
+    cluster = planned_cluster(ranks.world, per_node, None if here is None else here.name, machine)
+    found = []
+    for size, stride in groups:
+        if ranks.is_first:
+            tell(f"measuring groups of {size} ranks, {stride} apart, {ranks.world // size} at a time")
+        group = _own_group(ranks, size, stride)
+        for kind in kinds:
+            for num_bytes in sizes:
+                seconds, spread = _timed(_call(kind, num_bytes, group, size, ranks), ranks)
+                planned = None
+                if cluster is not None:
+                    planned = float(collective_seconds(cluster, kind, num_bytes, size=size, stride=stride))
+                rate = float(bus_bytes(kind, num_bytes, size)) / seconds
+                found.append(Timed(kind, size, stride, num_bytes, seconds, spread, rate, planned))
+    return {
+        "device": device_name(ranks.device), "ranks": ranks.world, "per_node": per_node, "torch": torch.__version__,
+        "backend": dist.get_backend(), "planned_for": None if cluster is None else cluster.name,
+        "timed": [one.__dict__ for one in found],
+    }  # fmt: skip
+
+
+def network_bytes_per_second(found: Sequence[Timed], per_node: int) -> float | None:
+    """Combined rate of all cards of a node in the largest all-gathers over one rank of each node; None if none was timed."""
+    across = [one for one in found if one.kind == "all_gather" and one.stride == per_node]
+    best = max(across, key=lambda one: one.num_bytes, default=None)
+    return None if best is None else best.bus_bytes_per_second * per_node
+
+
+def ranks_per_node(ranks: Ranks) -> int:
+    """Ranks per node, from torchrun; under launchers that do not say, the number on the host of rank 0. Collective."""
+    hosts = ranks.gather_text(platform.node())
+    return min(ranks.world, int(os.environ.get("LOCAL_WORLD_SIZE", hosts.count(hosts[0]))))
+
+
+def planned_cluster(world: int, per_node: int, gpu: str | None, machine: str | None) -> Cluster | None:
+    """The cluster of the plan: `machine`; else `world` of the catalogue's `gpu`, None where its usual node is another than
+    here.
+
+    Raises SpecError if `machine` has fewer accelerators than there are ranks.
+    """
+    if machine is not None:
+        cluster = parse_cluster(machine)
+        if cluster.num_accelerators < world:
+            rule = f"{cluster.name} has {cluster.num_accelerators} accelerators, for {world} ranks"
+            raise SpecError([Problem("--machine", rule, "Name all the machines that the ranks are on.")])
+        return cluster
+    if gpu is None:
+        return None
+    usual = NODES[USUAL_NODE[gpu]].num_accelerators
+    other_node = per_node > usual or (per_node < min(world, usual) and usual <= LARGEST_HOST)
+    try:
+        return None if other_node else parse_cluster(f"{world}x{gpu}")
+    except SpecError:  # so many do not fill machines of that kind
+        return None
+
+
+def _own_group(ranks: Ranks, size: int, stride: int) -> dist.ProcessGroup:
+    """This rank's process group. Each rank makes its own only: all of them, one after another, would take minutes of a thousand
+    ranks."""
+    first = ranks.rank // (size * stride) * size * stride + ranks.rank % stride
+    members = [first + place * stride for place in range(size)]
+    own = dist.new_group(members, timeout=ranks.timeout, use_local_synchronization=True, group_desc=f"{size}:{stride}")
+    assert isinstance(own, dist.ProcessGroup)
+    return own
+
+
+def _call(kind: str, num_bytes: int, group: dist.ProcessGroup, size: int, ranks: Ranks) -> Callable[[], None]:
+    """One collective of this kind, checked once. Of whole elements for every rank: a little more where they do not divide."""
+    part = max(1, -(-num_bytes // (ITEM_BYTES * size)))
+    place = dist.get_rank(group)
+    counts = (part * size, part, part * size if kind in ("all_to_all", "send") else 0)
+    try:
+        whole, piece, other = (torch.zeros(count, device=ranks.device) for count in counts)
+    except torch.OutOfMemoryError:
+        told = f"rank {ranks.rank} has no memory for {kind} of {format_bytes(num_bytes)}"
+        raise MessageTooLargeError(f"{told}. Give a smaller --largest.") from None
+    total = size * (size + 1) / 2
+    own = place + 1.0
+    after, before = (dist.get_global_rank(group, (place + step) % size) for step in (1, -1))
+
+    def send() -> None:
+        messages = [dist.P2POp(dist.isend, whole, after, group), dist.P2POp(dist.irecv, other, before, group)]
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+
+    first = dist.get_global_rank(group, 0)
+    calls: dict[str, tuple[Callable[[], Any], Tensor, Tensor, Sequence[float]]] = {
+        "all_reduce": (lambda: dist.all_reduce(whole, group=group), whole, whole, [total] * size),
+        "all_gather": (lambda: _gather(whole, piece, group), piece, whole, [rank + 1.0 for rank in range(size)]),
+        "reduce_scatter": (lambda: _scatter(piece, whole, group), whole, piece, [total]),
+        "all_to_all": (lambda: dist.all_to_all_single(other, whole, group=group), whole, other, [r + 1.0 for r in range(size)]),
+        "broadcast": (lambda: dist.broadcast(whole, first, group=group), whole, whole, [1.0] * size),
+        "send": (send, whole, other, [(place - 1) % size + 1.0] * size),
+    }
+    call, sent, received, expected = calls[kind]
+    sent.fill_(own)
+    call()
+    _settle(ranks)
+    parts = received.view(len(expected), -1)
+    if not torch.equal(parts, torch.tensor(expected, device=ranks.device)[:, None].expand_as(parts)):
+        told = f"rank {ranks.rank}: {kind} of {num_bytes:,} bytes over {size} ranks gave {float(parts.flatten()[0])}"
+        raise WrongResultError(f"{told} where {expected[0]} must be. Do not train on this network.")
+    whole.zero_()  # a sum that is summed again and again must stay finite
+    return call
+
+
+def _gather(whole: Tensor, piece: Tensor, group: dist.ProcessGroup) -> None:
+    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(whole, piece, group=group)
+
+
+def _scatter(piece: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(piece, whole, group=group)
+
+
+def _timed(call: Callable[[], None], ranks: Ranks) -> tuple[float, float]:
+    """Seconds of one call, the median round, and the spread; of the slowest rank, equal on all."""
+    estimate = _round(call, 2, ranks)
+    calls = max(1, min(MOST_CALLS, int(ROUND_SECONDS / estimate)))
+    rounds = [_round(call, calls, ranks) for _ in range(ROUNDS)]
+    middle = median(rounds)
+    return middle, (max(rounds) - min(rounds)) / middle
+
+
+def _round(call: Callable[[], None], calls: int, ranks: Ranks) -> float:
+    _settle(ranks)
+    ranks.barrier()
+    started = time.perf_counter()
+    for _ in range(calls):
+        call()
+    _settle(ranks)
+    own = (time.perf_counter() - started) / calls
+    return max(map(float, ranks.gather_text(repr(own))))
+
+
+def _settle(ranks: Ranks) -> None:
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize(ranks.device)

@@ -1,0 +1,64 @@
+"""One rank of the network measurement, as the launcher starts it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from ultrascale import console
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
+from ultrascale.description.rank_environment import told_rank, told_world
+from ultrascale.measure.machine.network import (
+    MessageTooLargeError,
+    WrongResultError,
+    default_groups,
+    measure_network,
+    ranks_per_node,
+    sizes_up_to,
+)
+from ultrascale.parallel.mesh import process_group
+
+
+def main() -> int:
+    """Measure what the words say; returns the process's exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run", nargs="?", help="the launcher's; nothing is trained")
+    parser.add_argument("--rendezvous", default="env://")
+    parser.add_argument("--failure", type=Path)
+    for own in ("--saved", "--launcher"):
+        parser.add_argument(own)
+    parser.add_argument("--asked", required=True, help="JSON: out, groups, largest, kinds, machine, device")
+    words = parser.parse_args()
+    try:
+        measure(json.loads(words.asked), rendezvous=words.rendezvous)
+    except (SpecError, WrongResultError, MessageTooLargeError) as error:
+        rank, code = told_rank(os.environ), 2 if isinstance(error, SpecError) else 1
+        if rank == 0 or not isinstance(error, SpecError):
+            console.put(f"ultrascale: error on rank {rank}: {error}", "stderr")
+        if words.failure is not None:
+            words.failure.write_text(json.dumps({"rank": rank, "exit_code": code, "message": str(error)}))
+        return code
+    return 0
+
+
+def measure(asked: dict, *, rendezvous: str = "env://") -> None:
+    """Measure on this rank and those beside it; rank 0 writes the file `asked["out"]`."""
+    world = told_world(os.environ)
+    with process_group(Layout(dp=world), device=asked["device"], rendezvous=rendezvous) as ranks:
+        groups = [(size, stride) for size, stride in asked["groups"] or default_groups(world, ranks_per_node(ranks))]
+        largest = asked["largest"] or (2**30 if ranks.device.type == "cuda" else 2**24)
+        found = measure_network(
+            ranks, groups, sizes_up_to(largest), asked["kinds"], machine=asked["machine"],
+            tell=lambda line: console.put(line, "stderr"),
+        )  # fmt: skip
+        if ranks.is_first:
+            Path(asked["out"]).write_text(json.dumps(found, indent=1) + "\n")
+        ranks.barrier()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""Marks of a run, by step, from its events.jsonl: where a curve may bend, pictures say why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ultrascale.launch.events import read_rows
+
+WHAT = {"failure": "killed", "rewind": "rewound", "stop": "stopped"}
+"""Words for events that a picture marks."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One thing that happened after so many steps."""
+
+    step: int
+    text: str
+
+
+def marks_of(folder: Path) -> list[Mark]:
+    """Marks of the run in `folder`, in order; several at a step as one."""
+    events = folder / "events.jsonl"
+    by_step: dict[int, list[str]] = {}
+    for mark in _marks([row for row in read_rows(events) if isinstance(row, dict)] if events.is_file() else []):
+        if mark.text not in by_step.setdefault(mark.step, []):
+            by_step[mark.step].append(mark.text)
+    return [Mark(step, ", ".join(texts)) for step, texts in sorted(by_step.items())]
+
+
+def _marks(rows: list[dict[str, Any]]) -> Iterator[Mark]:
+    world: Any = None
+    for row in rows:
+        kind, step = row.get("event"), row.get("step")
+        if not isinstance(step, int):
+            continue
+        if kind == "start":
+            if step > 0:
+                yield Mark(step, _resumed(row, world))
+            world = row.get("world", world)
+        elif kind in WHAT:
+            yield Mark(step, WHAT[kind])
+
+
+def _resumed(row: Mapping[str, Any], world: Any) -> str:
+    now = row.get("world")
+    return f"resumed on {now} ranks (was {world})" if world is not None and now is not None and now != world else "resumed"

@@ -1,0 +1,197 @@
+"""Waterfall of a step's time on one rank: every moment of it in one category, so that the parts sum to the step.
+
+On CUDA the device's streams tell, a moment being that of the first of these that there is:
+
+    computing     a kernel that is not NCCL's, by kind (`measure.step.categories`); communication beside it is hidden
+    an axis       an NCCL kernel with nothing computing beside it: exposed communication, and waiting for late ranks in it
+    all ranks, data wait   nothing runs, and the host is waiting for the other ranks, or for data
+    launch gaps   nothing runs, for the host had not launched the next kernel yet
+    idle          nothing runs, although the next kernel was launched: it starts, or waits for an event
+
+On a CPU the main thread runs the operations itself, and gloo's threads send beside it: its innermost operation tells. Axes are
+what it waits for, and starts; `launch gaps` is what Python and autograd take between operations. A wait for a pipeline's
+message is `pp`: bubble and message in one, since who waits cannot tell them apart.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import dropwhile, pairwise
+from typing import NamedTuple
+
+from ultrascale.measure.step.categories import (
+    AXES,
+    CATEGORIES,
+    COMPUTE,
+    CORE,
+    DATA,
+    EVERYBODY,
+    HOST,
+    IDLE,
+    PHASE,
+    computing,
+    kind_of_kernel,
+)
+from ultrascale.measure.step.profile_events import Kernel, RankEvents
+from ultrascale.measure.step.spans import Piece, Range, Segment, Timeline, clipped, innermost, partition, sums
+
+
+@dataclass(frozen=True)
+class Waterfall:
+    """One rank's steps. Seconds."""
+
+    steps: tuple[dict[str, float], ...]
+    """Seconds by category (`measure.step.categories.CATEGORIES`), for each step of the trace."""
+    pieces: tuple[Piece, ...]
+    """Ascending and without gaps, for the trace and the picture."""
+    communication: dict[str, float]
+    """Seconds of each axis's NCCL kernels over all steps, overlapped or not; empty on a CPU, whose messages no trace shows."""
+
+    @property
+    def step_seconds(self) -> float:
+        """The mean."""
+        return sum(map(sum, (step.values() for step in self.steps))) / len(self.steps)
+
+    @property
+    def mean(self) -> dict[str, float]:
+        """Mean seconds of a step by category; they sum to `step_seconds`."""
+        return {name: sum(step.get(name, 0.0) for step in self.steps) / len(self.steps) for name in CATEGORIES}
+
+
+class TopRow(NamedTuple):
+    """One operation or kernel by name, in all steps together."""
+
+    name: str
+    category: str
+    seconds: float
+    """Seconds of its own: without operations inside it."""
+    count: int
+
+
+def waterfall(events: RankEvents) -> Waterfall:
+    """Waterfall of the time between the first step's start and the last one's end."""
+    host, windows = _Host(events), _windows(events.steps)
+    busy, window = _busy(events.kernels, host), _window(events)
+    pieces = _on_device(busy, host, window) if busy else partition(window, [host.doing()], rest=HOST)
+    steps = tuple(sums(clipped(pieces, one)) for one in windows)
+    return Waterfall(steps, tuple(pieces), _communication(busy, window))
+
+
+def top(events: RankEvents, *, count: int = 15) -> list[TopRow]:
+    """The operations with most time of their own: kernels on CUDA, operations of the main thread on a CPU."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for name, category, seconds in _named(events):
+        found.setdefault((name, category), []).append(seconds)
+    rows = [TopRow(name, category, sum(taken), len(taken)) for (name, category), taken in found.items()]
+    return sorted(rows, key=lambda row: -row.seconds)[:count]
+
+
+def _windows(steps: Sequence[Range]) -> list[tuple[float, float]]:
+    """A step ends where the next begins: what lies between them is the trainer's too."""
+    ends = [*(step.start for step in steps[1:]), steps[-1].end]
+    return [(step.start, end) for step, end in zip(steps, ends, strict=True)]
+
+
+def _window(events: RankEvents) -> tuple[float, float]:
+    return events.steps[0].start, events.steps[-1].end
+
+
+class _Host:
+    """Timeline of the host."""
+
+    def __init__(self, events: RankEvents):
+        self.events = events
+        self.timelines = {thread: Timeline(innermost(_nested(ranges))) for thread, ranges in events.ranges.items()}
+        phases = [one for one in events.ranges[events.main_thread] if one.name.startswith(PHASE)]
+        self._phases = Timeline(innermost(phases))
+        self.attention_links = frozenset(self._links_inside(CORE))
+
+    def phase(self, when: float) -> str:
+        """The range of the trainer's phase at `when`; empty outside of all."""
+        stack = self._phases.at(when)
+        return stack[-1].name if stack else ""
+
+    def stack(self, thread: int | None, when: float) -> tuple[Range, ...]:
+        """Ranges that a thread had under way, outermost first."""
+        return self.timelines[thread].at(when) if thread in self.timelines else ()
+
+    def doing(self) -> Iterator[Piece]:
+        """The main thread as categories, stretch by stretch; gaps between its ranges are left out."""
+        for segment in self.main_segments():
+            yield Piece(segment.start, segment.end, self.category(segment))
+
+    def main_segments(self) -> Iterator[Segment]:
+        """Segments of the main thread, none across the border of a phase."""
+        borders = sorted({at for one in self._phases.segments for at in (one.start, one.end)})
+        for start, end, stack in self.timelines[self.events.main_thread].segments:
+            inside = borders[bisect_right(borders, start) : bisect_left(borders, end)]
+            yield from (Segment(*pair, stack) for pair in pairwise([start, *inside, end]))
+
+    def category(self, segment: Segment) -> str:
+        """Category of one of the main thread's segments."""
+        middle = (segment.start + segment.end) / 2
+        return computing(segment.stack, self.phase(middle), self.attention_links)
+
+    def _links_inside(self, name: str) -> Iterator[int]:
+        for timeline in self.timelines.values():
+            for _, _, stack in timeline.segments:
+                inside = dropwhile(lambda one: one.name != name, stack)
+                yield from (one.link for one in inside if one.link is not None)
+
+
+def _nested(ranges: Iterable[Range]) -> list[Range]:
+    """Phases cross other ranges: they are looked up by time."""
+    return [one for one in ranges if not one.name.startswith(PHASE)]
+
+
+def _on_device(busy: Sequence[Piece], host: _Host, window: tuple[float, float]) -> list[Piece]:
+    layers = [[piece for piece in busy if piece.category == name] for name in (*COMPUTE, *AXES, EVERYBODY)]
+    empty = "nothing runs"
+    pieces = partition(window, layers, rest=empty)
+    waits = [piece for piece in host.doing() if piece.category in (DATA, EVERYBODY)]
+    gaps = [piece for piece in pieces if piece.category == empty]
+    return sorted([piece for piece in pieces if piece.category != empty] + list(_explained(gaps, host.events.kernels, waits)))
+
+
+def _busy(kernels: Iterable[Kernel], host: _Host) -> list[Piece]:
+    return [
+        Piece(
+            kernel.start,
+            kernel.end,
+            kind_of_kernel(
+                kernel, host.stack(kernel.thread, kernel.launched), host.phase(kernel.launched), host.attention_links
+            ),
+        )
+        for kernel in kernels
+    ]
+
+
+def _explained(gaps: Sequence[Piece], kernels: Sequence[Kernel], waits: Sequence[Piece]) -> Iterator[Piece]:
+    """Gaps of the device, by what the host did until it launched the kernel that ends each."""
+    starts = [kernel.start for kernel in kernels]
+    for gap in gaps:
+        after = bisect_left(starts, gap.end - 1e-12)
+        launched = gap.end if after == len(kernels) else min(max(kernels[after].launched, gap.start), gap.end)
+        if launched > gap.start:
+            yield from partition((gap.start, launched), [list(clipped(waits, (gap.start, launched)))], rest=HOST)
+        if launched < gap.end:
+            yield Piece(launched, gap.end, IDLE)
+
+
+def _communication(busy: Sequence[Piece], window: tuple[float, float]) -> dict[str, float]:
+    """Seconds in which at least one of an axis's NCCL kernels ran."""
+    by_axis = {axis: [piece for piece in busy if piece.category == axis] for axis in (*AXES, EVERYBODY)}
+    return {axis: sums(partition(window, [own], rest=""))[axis] for axis, own in by_axis.items() if own}
+
+
+def _named(events: RankEvents) -> Iterator[tuple[str, str, float]]:
+    """Name, category and own seconds of everything that ran."""
+    host = _Host(events)
+    if events.kernels:
+        for kernel, piece in zip(events.kernels, _busy(events.kernels, host), strict=True):
+            yield kernel.name, piece.category, piece.seconds
+        return
+    for segment in host.main_segments():
+        yield segment.stack[-1].name, host.category(segment), segment.end - segment.start

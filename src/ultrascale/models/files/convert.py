@@ -1,0 +1,134 @@
+"""Foreign checkpoints (`pytorch_model.bin`, `.pt`, `.pth`, `.ckpt`: pickles) as a folder of safetensors.
+
+No other code of ours reads a pickle. Each file is read by a process of its own, confined as `models.files.unpickle` says,
+which is handed two open files and an empty environment; what comes back is checked as any stranger's safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from ultrascale.description.architecture.huggingface import PICKLES
+from ultrascale.description.parsing import parse_json
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.models.files import unpickle
+from ultrascale.models.files.folders import fill_folder
+from ultrascale.models.files.huggingface import INDEX_FILE, WEIGHTS_FILE, indexed_shards, is_exported
+from ultrascale.models.files.tokenizer_files import TOKENIZER_FILES
+
+PICKLE_INDEX = "pytorch_model.bin.index.json"
+_BESIDE = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+SECONDS = 7200
+_TRUST = "Take the model from somebody you trust, or in safetensors."
+
+
+@dataclass(frozen=True)
+class Converted:
+    """The result of a conversion."""
+
+    folder: Path
+    files: int
+    tensors: int
+    left_out: tuple[str, ...]
+    """Entries that are no tensors."""
+    confined_by: tuple[str, ...]
+    """Confinement of the processes that read the pickles; with `unconfined` "seccomp filter" may be missing."""
+    has_config: bool
+
+
+def convert(source: Path, folder: Path, *, overwrite: bool = False, unconfined: bool = False) -> Converted:
+    """Make `folder`, of safetensors, from the pickles in `source` (a folder, or one file), with config and tokenizer.
+
+    Raises SpecError if there are none, one is refused, `folder` must not be replaced, or the kernel takes no seccomp filter and
+    `unconfined` does not allow that; FolderError as the disk does.
+    """
+    files = _pickles(source)
+    beside = source if source.is_dir() else source.parent
+    with fill_folder(folder, is_ours=is_exported, overwrite=overwrite, source=beside) as out:
+        names, told = {}, []
+        for number, file in enumerate(files, 1):
+            name = WEIGHTS_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            told.append(_unpickled(file, out / name, unconfined=unconfined))
+            names |= _names(out / name, file, names)
+        if len(files) > 1:
+            (out / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": names}, indent=1), encoding="utf-8")
+        for name in _BESIDE:
+            if (beside / name).is_file():
+                shutil.copyfile(beside / name, out / name)
+        has_config = (out / "config.json").is_file()
+    left_out = tuple(name for one in told for name in one["left_out"])
+    return Converted(folder, len(files), len(names), left_out, tuple(told[0]["confined_by"]), has_config)
+
+
+def _pickles(source: Path) -> list[Path]:
+    if source.is_file():
+        return [source]
+    if (source / PICKLE_INDEX).is_file():
+        return indexed_shards(source / PICKLE_INDEX)
+    found = sorted(path for path in source.glob("*") if path.suffix in PICKLES and path.is_file()) if source.is_dir() else []
+    whole = [path for path in found if path.name == "pytorch_model.bin"] or found
+    if len(whole) != 1:
+        rule = f"holds {len(found)} files ending in {', '.join(PICKLES)}" if source.is_dir() else "is not there"
+        raise SpecError([Problem(str(source), rule, "Give one such file, or a folder with one or with an index.")])
+    return whole
+
+
+def _unpickled(file: Path, target: Path, *, unconfined: bool) -> dict[str, list[str]]:
+    """Have a confined process write the tensors of `file` to `target`; what it says."""
+    try:
+        source = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        raise SpecError([Problem(str(file), f"cannot be read: {error.strerror}", "Copy the whole folder.")]) from None
+    written = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    words = [sys.executable, "-I", unpickle.__file__, str(source), str(written), *(["unconfined"] if unconfined else [])]
+    try:
+        with tempfile.TemporaryFile() as said:
+            done = subprocess.run(
+                words, pass_fds=(source, written), stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.DEVNULL,
+                env={"OMP_NUM_THREADS": "1"}, cwd="/", timeout=SECONDS,
+            )  # fmt: skip
+            said.seek(0)
+            text = said.read(1 << 16)
+    except subprocess.TimeoutExpired:
+        raise SpecError([Problem(str(file), f"was not read within {SECONDS} s", _TRUST)]) from None
+    finally:
+        os.close(source)
+        os.close(written)
+    return _told(file, done.returncode, text)
+
+
+def _told(file: Path, code: int, text: bytes) -> dict[str, list[str]]:
+    try:
+        told = parse_json(text.splitlines()[-1])
+        if code == 0 and all(isinstance(told[key], list) for key in ("left_out", "confined_by")):
+            return {key: [_shown(str(one)) for one in told[key]] for key in ("left_out", "confined_by")}
+        reason = _shown(str(told["error"]))
+    except (ValueError, KeyError, TypeError, IndexError):
+        reason = f"the process that read it ended with {code}"
+    raise SpecError([Problem(str(file), f"is refused: {reason}", _TRUST)])
+
+
+def _shown(text: str) -> str:
+    """A stranger's words, in one line that no terminal obeys."""
+    return "".join(c if c.isprintable() else " " for c in text)[:500]
+
+
+def _names(path: Path, file: Path, others: dict[str, str]) -> dict[str, str]:
+    """The tensors in a written file, by name; none may be in two."""
+    try:
+        with safe_open(path, framework="pt") as opened:
+            found = dict.fromkeys(opened.keys(), path.name)
+    except SafetensorError as error:
+        raise SpecError([Problem(str(file), f"is refused: no safetensors came of it ({error})", _TRUST)]) from None
+    if twice := sorted(found.keys() & others.keys()):
+        raise SpecError([Problem(str(file), f"repeats {_shown(', '.join(twice[:5]))}", "Copy the whole folder again.")])
+    return found

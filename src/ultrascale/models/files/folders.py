@@ -1,0 +1,126 @@
+"""Folders that appear whole or not at all, and that take the place of nothing but an earlier one of their kind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from ultrascale.description.problems import Problem, SpecError
+
+
+class FolderError(RuntimeError):
+    """A folder could not be written: the disk is full, or not ours to write. What stood there before still does."""
+
+
+@contextmanager
+def fill_folder(
+    folder: Path, *, is_ours: Callable[[str], bool], overwrite: bool = False, source: Path | None = None
+) -> Iterator[Path]:
+    """Give an empty folder to write into; on leaving without an error it is synced to disk and renamed to `folder`.
+
+    With `overwrite` an earlier folder is replaced, if `is_ours` knows the names of all files in it. Folders and files follow
+    the umask. Raises SpecError if `folder` must not be replaced or made (see `_refusal`), and FolderError as the disk does.
+    """
+    folder = folder.resolve()
+    refusal = _refusal(folder, is_ours, overwrite, source)
+    if refusal is not None:
+        raise SpecError([refusal])
+    partial = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.partial"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+        yield partial
+        for file in partial.iterdir():
+            file.chmod(partial.stat().st_mode & 0o666)  # safetensors writes 0600, whatever the umask
+            _sync(file)
+        _sync(partial)
+        _publish(partial, folder, is_ours)
+    except (OSError, SafetensorError) as error:
+        remedy = "Nothing was left behind. Free space, or choose another folder."
+        raise FolderError(f"{folder}: cannot be written ({error}). {remedy}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _refusal(folder: Path, is_ours: Callable[[str], bool], overwrite: bool, source: Path | None) -> Problem | None:
+    """Why `folder` must not be taken: what stands there would be lost, and it is not an earlier folder of this kind."""
+    if not folder.exists():
+        return None
+    remedy = "Choose another folder, or remove it first."
+    if not folder.is_dir():
+        return Problem(str(folder), "is a file, and only a folder can be replaced", remedy)
+    rule = _place(folder) or (_overlap(folder, source.resolve()) if source is not None and overwrite else None)
+    if rule is not None:
+        return Problem(str(folder), rule, "Choose another folder.")
+    names = sorted(os.listdir(folder))
+    if names and not overwrite:
+        return Problem(str(folder), "exists already", f"{remedy} --overwrite replaces an earlier export.")
+    foreign = [name for name in names if not is_ours(name) or not _is_plain_file(folder / name)]
+    if foreign:
+        return Problem(str(folder), f"holds what no export writes ({', '.join(foreign[:3])}) and is not replaced", remedy)
+    if names and "config.json" not in names:
+        return Problem(str(folder), "holds no config.json, so it is no earlier export and is not replaced", remedy)
+    return None
+
+
+def _place(folder: Path) -> str | None:
+    """The reason why the folder cannot be replaced, whatever it holds."""
+    if os.path.ismount(folder):
+        return "is a mount point, which cannot be replaced"
+    if Path.cwd().is_relative_to(folder):
+        return "is or contains the working folder, which is not replaced"
+    if Path.home().resolve().is_relative_to(folder):
+        return "is or contains the home folder, which is not replaced"
+    return None
+
+
+def _overlap(folder: Path, source: Path) -> str | None:
+    if source.is_relative_to(folder):
+        return f"is or contains the source {source}, which would be lost"
+    if folder.is_relative_to(source):
+        return f"lies inside the source {source}, of which nothing is replaced"
+    return None
+
+
+def _is_plain_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _publish(partial: Path, folder: Path, is_ours: Callable[[str], bool]) -> None:
+    """Rename; what stood there before is moved aside first, and removed last."""
+    aside = partial.with_suffix(".replaced")
+    replaces = folder.exists()
+    if replaces:
+        folder.rename(aside)
+    try:
+        partial.rename(folder)
+    except OSError:
+        if replaces:
+            aside.rename(folder)
+        raise
+    _sync(folder.parent)
+    if replaces:
+        _remove(aside, is_ours)
+
+
+def _remove(aside: Path, is_ours: Callable[[str], bool]) -> None:
+    """Remove an earlier folder, file by file; what has come into it meanwhile stays, and the folder with it."""
+    for file in aside.iterdir():
+        if is_ours(file.name) and _is_plain_file(file):
+            file.unlink()
+    if not any(aside.iterdir()):
+        aside.rmdir()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,263 @@
+"""Hugging Face folders in and out: safetensors shards, their index, `config.json`, tokenizer and generation config.
+
+Only safetensors is read, never pickle. `models.files.stored` says how our weights lie in a family's files, in both directions.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ultrascale.config.rules.trainable import expect_trainable
+from ultrascale.description.architecture.huggingface import CONVERT, PICKLES, from_hf, to_hf
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.parsing import MOST_JSON, parse_json, read_bounded
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.models.files.folders import fill_folder
+from ultrascale.models.files.stored import Stored, stored_weights, weight_shapes
+from ultrascale.models.files.tokenizer_files import TOKENIZER_FILES, copy_tokenizer
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+_SHARD_FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+# Tables that old files carry and that follow from config.json.
+_DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+_FLOATS = ("F64", "F32", "BF16", "F16")
+
+
+def export_folder(
+    state: Mapping[str, Tensor],
+    model: Model,
+    folder: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+    source: Path | None = None,
+) -> Path:
+    """Write `state` (whole tensors under the names of `description.architecture.weights`) as a folder that transformers loads.
+
+    `tokenizer`: a `tokenizer.json` or a folder with one, copied with it. dtype None: as the tensors are. The folder appears
+    whole or not at all: everything is written beside it and renamed. Raises SpecError if a weight is missing, unknown or of
+    another shape, if the family cannot express the model, or if the folder exists and `overwrite` is false. `overwrite`
+    replaces nothing but an earlier export, and nothing that overlaps `source`, the folder the weights came from. Raises
+    FolderError if the disk is full.
+    """
+    expect_trainable(model)
+    _check_state(state, model)
+    config = to_hf(model) | {"torch_dtype": str(dtype or next(iter(state.values())).dtype).removeprefix("torch.")}
+    with fill_folder(Path(folder), is_ours=is_exported, overwrite=overwrite, source=source) as partial:
+        special = copy_tokenizer(tokenizer, partial, max_length=model.max_position_embeddings) if tokenizer else {}
+        _write_shards(state, model, partial, dtype, max_shard_bytes)
+        _write_json(partial / "config.json", config | special)
+        _write_json(partial / "generation_config.json", {"do_sample": True, **special})
+    return Path(folder)
+
+
+def is_exported(name: str) -> bool:
+    """True if `export_folder` writes files of this name."""
+    known = (WEIGHTS_FILE, INDEX_FILE, "config.json", "generation_config.json", *TOKENIZER_FILES)
+    return name in known or _SHARD_FILE.fullmatch(name) is not None
+
+
+def import_folder(path: str | Path) -> tuple[Model, dict[str, Tensor]]:
+    """The model of a Hugging Face folder and its weights under our names, in the dtype they are stored in.
+
+    Raises SpecError naming every tensor that is missing, unknown, there twice, or of another shape or kind, files that
+    cannot be read, and what brings a model that can be planned but not run.
+    """
+    folder = Path(path)
+    model = from_hf(folder)
+    expect_trainable(model)
+    table = stored_weights(model)
+    shapes = weight_shapes(model)
+    state: dict[str, Tensor] = {}
+    with ExitStack() as files:
+        found = _open_tensors(folder, files)
+        names = _match_names(found.keys(), table, model)
+        problems = _compare(table, shapes, {names[name]: _shape(found[name], name) for name in names}, folder)
+        problems += _unreadable(found, names, folder)
+        if problems:
+            raise SpecError(problems)
+        for name, ours in names.items():
+            if not table[ours].is_copy:
+                _fill(state, table[ours], _read(found[name], name), shapes)
+        _check_copies(found, {name: table[ours] for name, ours in names.items()}, state, folder)
+    return model, {name: state[name] for name in shapes}
+
+
+def _fill(state: dict[str, Tensor], stored: Stored, whole: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    for name, part in stored.split(whole, shapes):
+        if stored.expert is None:
+            state[name] = part.contiguous()
+        else:
+            state.setdefault(name, torch.empty(shapes[name], dtype=part.dtype))[stored.expert] = part
+
+
+def _check_state(state: Mapping[str, Tensor], model: Model) -> None:
+    shapes = weight_shapes(model)
+    problems = [
+        Problem(name, "is missing from the state", "Give every weight of the model.") for name in shapes.keys() - state.keys()
+    ]
+    problems += [Problem(name, "is no weight of this model", "Leave it out.") for name in sorted(state.keys() - shapes.keys())]
+    problems += [
+        Problem(name, f"must have shape {shapes[name]}, has {tuple(state[name].shape)}", "Give the whole tensor.")
+        for name in shapes.keys() & state.keys()
+        if tuple(state[name].shape) != shapes[name]
+    ]
+    if problems:
+        raise SpecError(sorted(problems, key=lambda problem: problem.key))
+
+
+def _write_shards(
+    state: Mapping[str, Tensor], model: Model, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int
+) -> None:
+    table = stored_weights(model)
+
+    def tensor(stored: Stored) -> Tensor:
+        whole = stored.join(state).detach()
+        # Copies of one tensor are not written as one.
+        return whole.to("cpu", whole.dtype if stored.keeps_dtype else dtype, copy=stored.is_copy).contiguous()
+
+    shapes = weight_shapes(model)
+    itemsizes = {name: (dtype or tensor.dtype).itemsize for name, tensor in state.items()}
+    sizes = {name: prod(stored.shape(shapes)) * itemsizes[stored.names[0]] for name, stored in table.items()}
+    shards = _pack(sizes, max_shard_bytes)
+    file_of: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file({name: tensor(table[name]) for name in names}, folder / file, metadata={"format": "pt"})
+        file_of |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of})
+
+
+def _pack(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+    """Names in order, in groups of at most `max_bytes`; a larger tensor gets its own."""
+    groups: list[list[str]] = []
+    filled = 0
+    for name, size in sizes.items():
+        if not groups or filled + size > max_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    return groups
+
+
+def _open_tensors(folder: Path, files: ExitStack) -> dict[str, Any]:
+    """Every tensor's name and the open file that holds it."""
+    found: dict[str, Any] = {}
+    for file in _weight_files(folder):
+        try:
+            opened = files.enter_context(safe_open(file, framework="pt"))
+        except FileNotFoundError:
+            raise SpecError([Problem(str(file), f"is named by {INDEX_FILE} but not there", "Copy the whole folder.")]) from None
+        except (SafetensorError, OSError) as error:
+            raise SpecError([Problem(str(file), f"is no safetensors file: {error}", "Copy it again.")]) from None
+        found |= dict.fromkeys(opened.keys(), opened)
+    return found
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / INDEX_FILE).exists():
+        return indexed_shards(folder / INDEX_FILE)
+    if (folder / WEIGHTS_FILE).exists():
+        return [folder / WEIGHTS_FILE]
+    remedy = f"A folder with {WEIGHTS_FILE}, or with shards and {INDEX_FILE}, is needed."
+    if any(path.suffix in PICKLES for path in folder.glob("*")):
+        remedy += f" {CONVERT}"
+    raise SpecError([Problem(str(folder), "holds no safetensors weights", remedy)])
+
+
+def indexed_shards(index: Path) -> list[Path]:
+    """The files beside `index` that its `weight_map` names. Raises SpecError if it is none, or names a file elsewhere."""
+    try:
+        names = sorted(set(parse_json(read_bounded(index, 4 * MOST_JSON))["weight_map"].values()))
+        if not names or not all(_PLAIN_NAME.fullmatch(name) for name in names):
+            raise ValueError("names what is no file beside it")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise SpecError([Problem(str(index), f"is no index of shards: {error!r:.200}", "Copy it again.")]) from None
+    return [index.parent / name for name in names]
+
+
+def _match_names(found: Any, table: Mapping[str, Stored], model: Model) -> dict[str, str]:
+    """Names of `table` by the names in the file: files of the bare model lack its prefix."""
+    prefix = "transformer." if model.model_type == "gpt2" else "model."
+    names = {}
+    for name in found:
+        is_spare_head = name == "lm_head.weight" and model.tie_word_embeddings
+        if not name.endswith(_DERIVED) and not is_spare_head:
+            names[name] = name if name in table or prefix + name not in table else prefix + name
+    return names
+
+
+def _compare(
+    table: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], folder: Path
+) -> list[Problem]:
+    where, remedy = str(folder), "Check that weights and config.json belong together."
+    expected = {name: stored.shape(shapes) for name, stored in table.items()}
+    needed = [name for name, stored in table.items() if not stored.is_copy]
+    problems = [Problem(name, "is missing", remedy, where) for name in needed if name not in found]
+    problems += [Problem(name, "is no weight of this model", remedy, where) for name in found if name not in expected]
+    for name in expected.keys() & found.keys():
+        if expected[name] != found[name]:
+            rule = f"must have shape {expected[name]}, has {found[name]}"
+            problems.append(Problem(name, rule, remedy, where))
+    return problems
+
+
+def _unreadable(found: Mapping[str, Any], names: Mapping[str, str], folder: Path) -> list[Problem]:
+    """Tensors that are there twice, with and without the prefix, and those that are not plain floating point."""
+    ours = list(names.values())
+    problems = [
+        Problem(name, f"is there a second time, as {names[name]}", "Keep one of the two.", str(folder))
+        for name in names
+        if name != names[name] and ours.count(names[name]) > 1
+    ]
+    for name in names:
+        kind = found[name].get_slice(name).get_dtype()
+        if kind not in _FLOATS:
+            remedy = "Quantized weights cannot be trained; take the original ones."
+            problems.append(Problem(name, f"must be one of {', '.join(_FLOATS)}, is {kind}", remedy, str(folder)))
+    return problems
+
+
+def _shape(file: Any, name: str) -> tuple[int, ...]:
+    return tuple(file.get_slice(name).get_shape())
+
+
+def _read(file: Any, name: str) -> Tensor:
+    return file.get_tensor(name)
+
+
+def _check_copies(found: Mapping[str, Any], table: Mapping[str, Stored], state: Mapping[str, Tensor], folder: Path) -> None:
+    """Files may repeat the embedding as a tied head, and both in prediction blocks; something else there would be lost."""
+    copies = {name: stored.names[0] for name, stored in table.items() if stored.is_copy}
+    if "lm_head.weight" in found and "lm_head.weight" not in state:
+        copies["lm_head.weight"] = "embed_tokens.weight"
+    for name, ours in copies.items():
+        if not torch.equal(_read(found[name], name), state[ours]):
+            rule, remedy = f"differs from {ours}, which it copies", "Set num_nextn_predict_layers to 0 there."
+            if name == "lm_head.weight":
+                rule, remedy = (
+                    "differs from the embedding, but config.json ties them",
+                    "Set tie_word_embeddings to false there.",
+                )
+            raise SpecError([Problem(name, rule, remedy, str(folder))])
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,89 @@
+"""The tokenizer's files in a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ultrascale.description.architecture.special_tokens import BEGINS, ENDS
+from ultrascale.description.parsing import MIB, parse_json, read_bounded
+from ultrascale.description.problems import Problem, SpecError
+
+TOKENIZER_FILE = "tokenizer.json"
+MOST_TOKENIZER = 256 * MIB
+"""Letters; those of the largest vocabularies have 40 million."""
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "vocab.json", "merges.txt")
+TOKENIZER_FILES = (TOKENIZER_FILE, *_BESIDE)
+
+
+def find_tokenizer(path: str | Path) -> Path:
+    """The `tokenizer.json` that `path` is, or that lies in it. Raises SpecError if there is none."""
+    path = Path(path)
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise SpecError([Problem(str(file), "is not there", f"Give a {TOKENIZER_FILE} or a folder with one.")])
+    return file
+
+
+def copy_tokenizer(source: str | Path, folder: Path, *, max_length: int) -> dict[str, int]:
+    """Copy a tokenizer into `folder`; returns the token ids that belong in config.json (`bos_token_id`, `eos_token_id`).
+
+    Files that lie beside `tokenizer.json` go along; without a `tokenizer_config.json` one is made.
+    Raises SpecError if the file is missing or no tokenizer.
+    """
+    file = find_tokenizer(source)
+    special = special_tokens(file)
+    shutil.copyfile(file, folder / TOKENIZER_FILE)
+    for name in _BESIDE:
+        if (file.parent / name).is_file():
+            shutil.copyfile(file.parent / name, folder / name)
+    if not (folder / "tokenizer_config.json").exists():
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
+        config |= {f"{role}_token": token for role, (token, _) in special.items()}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return {f"{role}_token_id": number for role, (_, number) in special.items()}
+
+
+def special_tokens(file: Path) -> dict[str, tuple[str, int]]:
+    """The tokens that end ("eos") and begin ("bos") a document, with their ids, as far as `tokenizer.json` has usual ones.
+
+    A `tokenizer_config.json` beside it has the say; a lone special token ends documents.
+    """
+    ids = _special_ids(file)
+    named = file.with_name("tokenizer_config.json")
+    said = _read(named) if named.is_file() else {}
+    found: dict[str, tuple[str, int]] = {}
+    for role, usual in (("eos", ENDS), ("bos", BEGINS)):
+        token = said.get(f"{role}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is None and not said:
+            lone = list(ids) if role == "eos" and len(ids) == 1 else []
+            token = next((name for name in (*usual, *lone) if name in ids), None)
+        if isinstance(token, str) and token in ids:
+            found[role] = (token, ids[token])
+    return found
+
+
+def _special_ids(file: Path) -> dict[str, int]:
+    """Ids of the special tokens of a `tokenizer.json` by their text."""
+    try:
+        tokens = [token for token in _read(file).get("added_tokens", []) if token.get("special")]
+        ids = {token["content"]: token["id"] for token in tokens}
+        if not all(isinstance(text, str) and type(number) is int for text, number in ids.items()):
+            raise TypeError("an id is no number, or a token no text")
+    except (AttributeError, KeyError, TypeError) as error:
+        problem = Problem(str(file), f"has added_tokens that are none ({error!r:.80})", "Copy it again from its model.")
+        raise SpecError([problem]) from None
+    return ids
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = parse_json(read_bounded(file, MOST_TOKENIZER))
+    except (OSError, ValueError) as error:
+        raise SpecError([Problem(str(file), f"cannot be read: {error}", "Repair or replace the file.")]) from None
+    if not isinstance(content, dict):
+        raise SpecError([Problem(str(file), "must hold a JSON object", "Repair or replace the file.")])
+    return content

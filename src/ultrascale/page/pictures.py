@@ -1,0 +1,190 @@
+"""A plan's charts as PNGs, for slides and papers: `plan --png DIR`. The numbers are those of the page's answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+INK = "#1a1d21"
+COLOURS = {
+    "weights": "#0072b2", "gathered": "#56b4e9", "gradients": "#e69f00", "optimizer": "#cc79a7", "activations": "#009e73",
+    "buffers": "#e8d838", "reserve": "#9aa2ab", "outside": "#5b646e", "compute": "#009e73", "recompute": "#66c5ab",
+    "tensor_parallel": "#e69f00", "context_parallel": "#e8d838", "expert_parallel": "#8a4f7d", "data_parallel": "#cc79a7",
+    "pipeline_sends": "#56b4e9", "bubble": "#d55e00", "rest": "#9aa2ab",
+}  # fmt: skip
+"""Colours as in page.css: Okabe and Ito's, distinguishable with every kind of colour vision."""
+KINDS = {"matrix products": ("#009e73", "o"), "attention": ("#0072b2", "s")}
+
+
+def write_pictures(answer: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write what there is of memory, ranks, time, sent, roofline, front and scaling, each as NAME.png into `folder`.
+
+    Raises ModuleNotFoundError without matplotlib (extra `plot`).
+    """
+    import matplotlib.figure  # before anything is written  # noqa: F401
+
+    folder.mkdir(parents=True, exist_ok=True)
+    memory, roofline, ranking = answer["memory"], answer.get("roofline"), answer.get("ranking")
+    drawn: dict[str, Any] = {}
+    if memory["bars"]:
+        drawn["memory"] = _memory(answer, memory["bars"], "Memory at the peak")
+    if memory["ranks"]:
+        drawn["ranks"] = _memory(answer, memory["ranks"], "Live tensors at the peak, by pipeline rank")
+    if answer["waterfall"]:
+        drawn["time"] = _waterfall(answer)
+    if answer.get("sent", {}).get("rows"):
+        drawn["sent"] = _sent(answer)
+    if roofline:
+        drawn["roofline"] = _roofline(answer, roofline)
+    if ranking and len(ranking["front"]) > 1:
+        drawn["front"] = _front(answer, ranking)
+    if answer.get("scaling"):
+        drawn["scaling"] = _scaling(answer)
+    paths = []
+    for name, figure in drawn.items():
+        paths.append(folder / f"{name}.png")
+        figure.savefig(paths[-1])
+    return paths
+
+
+def _axes(answer: Mapping[str, Any], title: str, height: float, across: str) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    told = answer["title"]
+    axes.set_title(f"{title}\n{told['model']}; {told['machine']}\n{told['layout']}", loc="left", fontsize=8, color=INK)
+    axes.set_xlabel(across)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _plain_ticks(axis: Any) -> None:
+    """Ticks of a logarithmic axis as plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    axis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _rows(axes: Any, names: Sequence[str]) -> None:
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.invert_yaxis()
+
+
+def _memory(answer: Mapping[str, Any], bars: Sequence[Mapping[str, Any]], title: str) -> Any:
+    figure, axes = _axes(answer, title, 1.9 + 0.34 * len(bars), "GiB")
+    for at, bar in enumerate(bars):
+        left = 0.0
+        for part in bar["parts"]:
+            wide = part["value"] / GIB
+            axes.barh(at, wide, left=left, color=COLOURS[part["name"]], height=0.7, edgecolor="white", linewidth=0.5)
+            left += wide
+        axes.text(left, at, f" {bar['text']}", va="center", fontsize=8)
+    memory = answer["memory"]
+    axes.axvline(memory["capacity"]["value"] / GIB, color=INK, linewidth=1.4)
+    axes.axvline(memory["usable"]["value"] / GIB, color=INK, linewidth=1, linestyle="--")
+    _rows(axes, [bar["label"] for bar in bars])
+    used = {part["name"] for bar in bars for part in bar["parts"]}
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    known: list[Any] = [
+        Patch(color=COLOURS[one["name"]], label=one["label"]) for one in memory["legend"] if one["name"] in used
+    ]
+    known.append(Line2D([], [], color=INK, label=f"a device, {memory['capacity']['text']}"))
+    known.append(Line2D([], [], color=INK, linestyle="--", label=f"to be used, {memory['usable']['text']}"))
+    figure.legend(handles=known, ncols=5, frameon=False, fontsize=7, loc="outside lower center")
+    return figure
+
+
+def _waterfall(answer: Mapping[str, Any]) -> Any:
+    parts = answer["waterfall"]
+    figure, axes = _axes(answer, "Time of a step", 1.4 + 0.3 * len(parts), "seconds")
+    left = 0.0
+    for at, part in enumerate(parts):
+        axes.barh(at, part["value"], left=left, color=COLOURS.get(part["name"], "#5b646e"), height=0.7)
+        left += part["value"]
+        axes.text(left, at, f" {part['text']}, {part['share']}", va="center", fontsize=8)
+    axes.set_xlim(0, left * 1.25)
+    _rows(axes, [part["label"] for part in parts])
+    return figure
+
+
+def _sent(answer: Mapping[str, Any]) -> Any:
+    rows = answer["sent"]["rows"]
+    figure, axes = _axes(answer, f"Sent in a step by rank {answer['sent']['rank']:,}", 1.4 + 0.3 * len(rows), "GiB")
+    for at, row in enumerate(rows):
+        axes.barh(at, row["value"] / GIB, color="#56b4e9" if row["over"] == "network" else "#0072b2", height=0.7)
+        axes.text(row["value"] / GIB, at, f" {row['text']}, {row['over']}", va="center", fontsize=8)
+    axes.set_xlim(0, max(row["value"] for row in rows) / GIB * 1.3)
+    _rows(axes, [f"{row['axis']}, {row['kind']}" for row in rows])
+    return figure
+
+
+def _roofline(answer: Mapping[str, Any], roofline: Mapping[str, Any]) -> Any:
+    figure, axes = _axes(answer, f"Roofline of {roofline['device']}", 4.4, "FLOPs per byte of memory traffic")
+    shown = [row for row in roofline["rows"] if row["rate"]]
+    peak, bandwidth = roofline["peak"]["value"], roofline["bandwidth"]["value"]
+    low = min(peak / bandwidth, *(row["intensity"] for row in shown)) / 3
+    high = max(peak / bandwidth, *(row["intensity"] for row in shown)) * 2
+    axes.plot([low, peak / bandwidth, high], [low * bandwidth / 1e12, peak / 1e12, peak / 1e12], color=INK, linewidth=1.4)
+    whole = sum(row["seconds"] for row in roofline["rows"])
+    for kind, (colour, marker) in KINDS.items():
+        own = [row for row in shown if row["kind"] == kind]
+        sizes = [20 + 1200 * row["seconds"] / whole for row in own]
+        points = [row["intensity"] for row in own], [row["rate"] / 1e12 for row in own]
+        axes.scatter(*points, s=sizes, color=colour, marker=marker, alpha=0.7, label=kind)
+    for at, spot in enumerate(sorted({(row["intensity"], row["rate"]) for row in shown})):
+        names = [row["name"].rpartition(".")[2] for row in shown if (row["intensity"], row["rate"]) == spot]
+        axes.annotate(
+            ", ".join(names),
+            (spot[0], spot[1] / 1e12),
+            xytext=(0, 14 if at % 2 else -20),
+            textcoords="offset points",
+            fontsize=6,
+            ha="center",
+        )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    _plain_ticks(axes.xaxis)
+    _plain_ticks(axes.yaxis)
+    axes.set_ylim(min(row["rate"] for row in shown) / 1.5e12, peak * 1.3 / 1e12)
+    axes.set_ylabel(f"TFLOP/s; at most {roofline['peak']['text']}, {roofline['bandwidth']['text']} of memory")
+    axes.legend(frameon=False, fontsize=8, loc="upper left", markerscale=0.4)
+    return figure
+
+
+def _front(answer: Mapping[str, Any], ranking: Mapping[str, Any]) -> Any:
+    figure, axes = _axes(answer, "Time against memory: no layout beats the circles in both", 4.2, "seconds a step")
+    for rows, colour, marker, name in (
+        (ranking["rows"], "#d55e00", "s", "ranking"),
+        (ranking["front"], "#0072b2", "o", "front"),
+    ):
+        points = sorted((row["step"]["value"], row["memory"]["value"] / GIB) for row in rows)
+        axes.scatter(*zip(*points, strict=True), color=colour, marker=marker, s=22, label=name)
+        if name == "front":
+            axes.step(*zip(*points, strict=True), where="post", color="#56b4e9", linewidth=1.2, zorder=0)
+    axes.set_xscale("log")
+    _plain_ticks(axes.xaxis)
+    axes.set_ylabel("GiB")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _scaling(answer: Mapping[str, Any]) -> Any:
+    rows = answer["scaling"]
+    figure, axes = _axes(
+        answer, "The best layout on other numbers of devices, the batch unchanged", 1.4 + 0.3 * len(rows), "tokens a second"
+    )
+    for at, row in enumerate(rows):
+        axes.barh(at, row["value"], color="#009e73" if row["pays"] else "#9aa2ab", height=0.7)
+        axes.text(row["value"], at, f" {row['text']}", va="center", fontsize=8)
+    axes.set_xlim(0, max(row["value"] for row in rows) * 1.2 or 1)
+    _rows(axes, [f"{row['gpus']:,}" for row in rows])
+    return figure

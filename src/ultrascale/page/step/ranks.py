@@ -1,0 +1,46 @@
+"""Memory by category at the peak, on each rank of the pipeline.
+
+Each is replayed (`plan.memory.replay`), whatever the trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+
+from ultrascale.description.problems import SpecError
+from ultrascale.description.schedules import SCHEDULES
+from ultrascale.plan.memory.replay import plan_memory
+from ultrascale.plan.memory.stage_player import Entries
+from ultrascale.plan.search.replayed import categories_of
+from ultrascale.plan.time.price import Prediction
+
+MOST_REPLAYED = 16
+"""Ranks of a pipeline that are replayed; of a longer one so many, evenly spread."""
+
+
+def rank_memories(one: Prediction) -> list[tuple[str, dict[str, float]]]:
+    """Name and bytes by category of each rank of the pipeline that is looked at; none without a pipeline."""
+    if one.layout.pp == 1 or one.layout.schedule not in SCHEDULES:
+        return []
+    try:
+        return _replayed(one)
+    except SpecError:  # a batch that this schedule cannot cut
+        return []
+
+
+def _replayed(one: Prediction) -> list[tuple[str, dict[str, float]]]:
+    workload, layout = one.workload, one.layout
+    in_stage = layout.world_size // layout.pp
+    passes: dict[Hashable, Entries] = {}
+    shown = np.unique(np.linspace(0, layout.pp - 1, min(layout.pp, MOST_REPLAYED)).round().astype(int)).tolist()
+    plans = {
+        rank: plan_memory(
+            workload.model, layout, rank=rank * in_stage, sequence_length=workload.sequence_length, passes=passes,
+            sequences_per_batch=workload.sequences_per_batch, documents=workload.documents,
+            optimizer=workload.stack.optimizer, stack=workload.stack, expert_imbalance=workload.expert_imbalance,
+        )
+        for rank in shown
+    }  # fmt: skip
+    return [(f"rank {rank}", categories_of(plan)) for rank, plan in plans.items()]

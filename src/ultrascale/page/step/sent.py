@@ -1,0 +1,63 @@
+"""Communication of a rank in a step, by axis of the layout: messages and bytes as the replay of its step counts them.
+
+The same counts are held, message by message, to what our trainer sends (`ultrascale trace`); so they are told of layouts that
+it runs, planned for it, and of no others.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ultrascale.config.rules.trainable import untrainable
+from ultrascale.description.problems import SpecError
+from ultrascale.description.run import Run
+from ultrascale.plan.time.price import Prediction
+from ultrascale.trace.groups import axis_of, crosses_nodes
+from ultrascale.trace.planned import planned_rank
+
+NAMES = {"shard": "dp: shards", "replicate": "dp: replicas", "dp x cp": "dp and cp", "all": "all ranks"}
+LEAST_BYTES = 1024
+"""A step's norm and the like are not told."""
+
+
+class Sent(NamedTuple):
+    """Messages of one kind over one axis, of one rank in one step."""
+
+    axis: str
+    kind: str
+    group: int
+    """Ranks."""
+    over: str
+    """`node` or `network`."""
+    count: int
+    num_bytes: int
+    """Bytes that leave the rank: of an all-gather all but its own part, of an all-reduce in a ring twice that."""
+
+
+def sent_per_step(run: Run, one: Prediction) -> tuple[int, list[Sent]]:
+    """The rank that is told of, one of the middle of the pipeline, and what it sends, the most first."""
+    workload, layout = one.workload, one.layout
+    rank = (layout.pp // 2) * (layout.world_size // layout.pp)
+    refused = untrainable(workload.model, layout)
+    if layout.world_size == 1 or workload.stack.name != "ultrascale" or refused:
+        return rank, []
+    try:
+        planned = planned_rank(run, rank, "cuda")
+    except SpecError:
+        planned = None
+    per_node = workload.cluster.node.num_accelerators
+    rows = [
+        Sent(
+            NAMES.get(axis := axis_of(layout, way.size, way.stride), axis), way.kind.replace("_", "-"), way.size,
+            "network" if crosses_nodes(rank, way.size, way.stride, per_node) else "node",
+            traffic.count, round(traffic.num_bytes * (1.0 if axis == "cp" else leaving_share(way.kind, way.size))),
+        )
+        for way, traffic in ({} if planned is None else planned.traffic).items()
+    ]  # fmt: skip
+    return rank, sorted((row for row in rows if row.num_bytes >= LEAST_BYTES), key=lambda row: -row.num_bytes)
+
+
+def leaving_share(kind: str, ranks: int) -> float:
+    """Fraction of a message's buffer that a rank sends: rings for all but single messages, which already count what leaves (as
+    all over cp do)."""
+    return {"send": 1.0, "all_reduce": 2 * (ranks - 1) / ranks}.get(kind, (ranks - 1) / ranks)

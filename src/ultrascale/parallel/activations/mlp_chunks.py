@@ -1,0 +1,125 @@
+"""The feed-forward layer of long sequences, a piece at a time: its wide activations exist for one piece alone.
+
+    forward    for each piece of the tokens    gate, up [n, F]; their product; down into its rows of the result
+    backward   for each piece                  gate and up again; the gradients of all three; sums of the weights' gradients
+
+A dense layer keeps 3 F elements a token (gate, up, their product), of a Llama two thirds of what a block keeps; here it keeps
+its input, and 3 F N/chunks exist for a moment. That costs gate and up a second time, two thirds of the layer's forward pass,
+and no more: down is not needed again. Tokens do not meet in this layer, so that pieces may be any; weights' gradients are sums
+over pieces, added up in fp32 where parameters are narrower.
+
+Why not torch.utils.checkpoint around each piece: pieces would each bring a whole gradient of every weight, and the pieces of
+the result would be joined in a second copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
+
+from ultrascale.description.layout import Layout
+from ultrascale.models.decoder import Decoder
+from ultrascale.models.feed_forward import MLP, GatedMLP, activate
+
+
+def apply_mlp_chunks(stage: Decoder, layout: Layout) -> None:
+    """Let the dense feed-forward layers of `stage` work in `layout.mlp_chunks` pieces, in place; before recomputation."""
+    if layout.mlp_chunks == 1:
+        return
+    for _, block in stage.blocks():
+        if isinstance(block.mlp, GatedMLP | MLP):
+            setattr(block.mlp, "forward", partial(_forward, block.mlp, layout.mlp_chunks))  # noqa: B010
+
+
+def _forward(mlp: GatedMLP | MLP, chunks: int, hidden: Tensor) -> Tensor:
+    """[B, S, D] to [B, S, D]."""
+    projections = [mlp.gate_proj, mlp.up_proj] if isinstance(mlp, GatedMLP) else [mlp.up_proj]
+    linears: list[nn.Linear] = [*projections, mlp.down_proj]
+    weights, biases = [one.weight for one in linears], [one.bias for one in linears]
+    return _Chunked.apply(hidden, chunks, mlp.activation, len(linears), *weights, *biases)  # pyright: ignore[reportReturnType]
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, chunks: int, activation: str, count: int, *parameters: Tensor | None) -> Tensor:
+        rows = hidden.flatten(0, -2)  # [N, D]
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.size, ctx.activation, ctx.count = -(-len(rows) // chunks), activation, count
+        ctx.save_for_backward(hidden, *parameters)
+        out = torch.empty_like(rows)
+        for piece, into in zip(rows.split(ctx.size), out.split(ctx.size), strict=True):
+            _linear_into(into, activate(activation, *_fan_out(piece, weights[:-1], biases[:-1])), weights[-1], biases[-1])
+        return out.view_as(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        hidden, *parameters = ctx.saved_tensors
+        weights, biases = parameters[: ctx.count], parameters[ctx.count :]
+        sums = [None if one is None else one.new_zeros(one.shape, dtype=_wide(one.dtype)) for one in parameters]
+        rows, grad = hidden.flatten(0, -2), grads[0].flatten(0, -2)
+        of_rows = torch.empty_like(rows)
+        layer = _Layer(ctx.activation, weights, biases, sums[: ctx.count], sums[ctx.count :])
+        for piece, of_out, into in zip(*(one.split(ctx.size) for one in (rows, grad, of_rows)), strict=True):
+            layer.backward(piece, of_out, into)
+        found = [None if total is None else total.to(one.dtype) for total, one in zip(sums, parameters, strict=True)]
+        return of_rows.view_as(hidden), None, None, None, *found
+
+
+class _Layer(NamedTuple):
+    """A layer's parameters, and the sums of their gradients; down is the last of each."""
+
+    activation: str
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    of_weights: Sequence[Any]
+    of_biases: Sequence[Any]
+
+    def backward(self, piece: Tensor, of_out: Tensor, into: Tensor) -> None:
+        """Backward pass of a piece [n, D], from the gradient of its result: its gradient is written to `into`; the weights' are
+        accumulated."""
+        weights = self.weights
+        inner = [one.requires_grad_() for one in _fan_out(piece, weights[:-1], self.biases[:-1])]
+        with torch.enable_grad():
+            product = activate(self.activation, *inner)
+        _add_product(self.of_weights[-1], self.of_biases[-1], of_out, product.detach())
+        edge = get_gradient_edge(product)
+        del product
+        of_inner = torch.autograd.grad([edge], inner, [of_out @ weights[-1]])  # pyright: ignore[reportArgumentType]
+        torch.mm(of_inner[0], weights[0], out=into)
+        for one, weight in zip(of_inner[1:], weights[1:-1], strict=True):
+            into.addmm_(one, weight)
+        for one, of_weight, of_bias in zip(of_inner, self.of_weights[:-1], self.of_biases[:-1], strict=True):
+            _add_product(of_weight, of_bias, one, piece)
+
+
+def _fan_out(piece: Tensor, weights: Any, biases: Any) -> list[Tensor]:
+    return [F.linear(piece, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
+def _linear_into(into: Tensor, product: Tensor, weight: Any, bias: Tensor | None) -> None:
+    if bias is None:
+        torch.mm(product, weight.t(), out=into)
+    else:
+        torch.addmm(bias, product, weight.t(), out=into)
+
+
+def _add_product(of_weight: Any, of_bias: Tensor | None, of_result: Tensor, given: Tensor) -> None:
+    """Add what a piece brings to the gradients of a linear layer."""
+    if of_weight.dtype == given.dtype:
+        of_weight.addmm_(of_result.t(), given)
+    else:
+        of_weight.add_(torch.mm(of_result.t(), given))
+    if of_bias is not None:
+        of_bias.add_(of_result.sum(0))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,191 @@
+"""Results that are let go of in the forward pass and made again when the backward pass first asks for one of them.
+
+    forward     region(x) -> y     what operations inside save, and y for whoever saves it outside, is a `Cell`: empty
+    backward    a cell is asked    the region runs again, from what it kept of its inputs, and fills all its cells
+                a cell goes        with the last operation that saved it
+
+It is what Megatron-Core calls recomputation without output, and what torch.utils.checkpoint cannot do: that lets go of what is
+saved inside, but of a norm or an activation function all that matters is the result, which others save. Regions may read what
+other regions make again. The second run is cut off as soon as every cell that somebody still wants is full; its own graph is
+dropped, for the first run's is there.
+
+Costs a Python call for every tensor that a block saves. Nothing random may happen inside a region.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+
+class Remade:
+    """The regions of one block."""
+
+    def __init__(self) -> None:
+        self._pass: _Pass | None = None
+
+    def block(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The block's `forward`, in which regions let go of what they make."""
+
+        def watched(*inputs: Any, **options: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*inputs, **options)
+            now = self._pass = _Pass()
+            try:
+                with saved_tensors_hooks(now.pack, _unpack):
+                    return forward(*inputs, **options)
+            finally:
+                self._pass = None
+
+        return watched
+
+    def region(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`forward` as a region of the tensors that it is given by place; inside another, and where nothing is watched (in a
+        second run too), it is just called."""
+        return partial(self._enter, forward)
+
+    def _enter(self, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+        now = self._pass
+        if now is None or now.region is not None:
+            return forward(*inputs, **options)
+        return now.run(partial(forward, **options), inputs)
+
+
+class _Pass:
+    """One forward pass of a block: which storages belong to which cells."""
+
+    def __init__(self) -> None:
+        self.region: Region | None = None
+        self._cells: dict[int, tuple[weakref.ref[Any], Cell]] = {}
+
+    def run(self, forward: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        """A region, for the first time."""
+        own = {_key(one) for one in inputs if isinstance(one, Tensor)}
+        given = [(self._handle(one), one.requires_grad) if isinstance(one, Tensor) else (one, False) for one in inputs]
+        self.region = region = Region(forward, given, own)
+        try:
+            made = forward(*inputs)
+        finally:
+            self.region = None
+        for place, one in enumerate(made if isinstance(made, tuple) else (made,)):
+            if isinstance(one, Tensor) and _key(one) not in own:
+                self._claim(one, Cell(region, place))
+        return made
+
+    def pack(self, tensor: Tensor) -> Any:
+        """The object that autograd keeps in place of a tensor that an operation saves."""
+        region = self.region
+        if region is None or _key(tensor) in region.given or isinstance(tensor, torch.nn.Parameter):
+            return self._handle(tensor)
+        return region.inside()
+
+    def _claim(self, tensor: Tensor, cell: Cell) -> None:
+        storage, key = tensor.untyped_storage(), _key(tensor)
+        self._cells[key] = weakref.ref(storage, lambda _: self._cells.pop(key, None)), cell
+
+    def _handle(self, tensor: Tensor) -> Any:
+        """The tensor, or where it will be found again."""
+        found = self._cells.get(_key(tensor))
+        if found is None or found[0]() is None:
+            return tensor
+        return _View(found[1], tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+class Cell:
+    """A result of a region: empty from the forward pass until it is asked for."""
+
+    def __init__(self, region: Region, place: int | None):
+        self.region, self.value = region, None
+        if place is not None:
+            region.results.append((place, weakref.ref(self)))
+
+    value: Tensor | None
+
+    def get(self) -> Tensor:
+        """The tensor, recomputed at the first call."""
+        if self.value is None:
+            self.region.run_again()
+        assert self.value is not None, "a second run made something else than the first"
+        return self.value
+
+
+class _View:
+    """A result as it was saved: autograd saves transposed and flattened ones."""
+
+    def __init__(self, cell: Cell, *geometry: Any):
+        self.cell, self.geometry = cell, geometry
+
+    def get(self) -> Tensor:
+        return self.cell.get().as_strided(*self.geometry)
+
+
+class Region:
+    """The inputs and the function needed to run a region again."""
+
+    def __init__(self, forward: Callable[..., Any], inputs: list[tuple[Any, bool]], given: set[int]):
+        """`inputs`, each with whether it has a gradient; `given`: their storages."""
+        self.forward, self.inputs, self.given = forward, inputs, given
+        self.saves: list[weakref.ref[Cell]] = []
+        """Cells in the order in which operations inside save."""
+        self.results: list[tuple[int, weakref.ref[Cell]]] = []
+
+    def inside(self) -> Cell:
+        """A cell for a tensor that an operation inside saves."""
+        cell = Cell(self, None)
+        self.saves.append(weakref.ref(cell))
+        return cell
+
+    def run_again(self) -> None:
+        """Fill the cells that are still there."""
+        kept, self.inputs = self.inputs, []
+        inputs = [_again(*one) for one in kept]
+        del kept
+        given = {_key(one) for one in inputs if isinstance(one, Tensor)}
+        count, wants_result = 0, any(cell() is not None for _, cell in self.results)
+
+        def fill(tensor: Tensor) -> int:
+            nonlocal count
+            if _key(tensor) not in given and not isinstance(tensor, torch.nn.Parameter):
+                if (cell := self.saves[count]()) is not None:
+                    cell.value = tensor.detach()
+                count += 1
+                if count == len(self.saves) and not wants_result:
+                    raise _Enough
+            return 0
+
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(fill, _never):
+                made = self.forward(*inputs)
+        except _Enough:
+            return
+        results = made if isinstance(made, tuple) else (made,)
+        for place, reference in self.results:
+            if (cell := reference()) is not None:
+                cell.value = results[place].detach()
+
+
+class _Enough(Exception):
+    """Everything that is wanted has been made."""
+
+
+def _again(kept: Any, needs_grad: bool) -> Any:
+    """An input for the second run."""
+    return _unpack(kept).detach().requires_grad_(needs_grad) if isinstance(kept, Tensor | _View) else kept
+
+
+def _unpack(kept: Any) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept.get()
+
+
+def _never(unused: Any) -> Tensor:
+    raise AssertionError("nobody goes back through a second run")
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,203 @@
+"""Attention whose keys and values are on several ranks, as one function of autograd.
+
+    forward     for each hop: attend over the blocks this rank's queries see, and join the parts by log-sum-exp
+    backward    for each hop: gradients of the blocks, from the joined out and log-sum-exp; those of queries stay and add up,
+                those of keys and values go home
+
+Saved for the backward pass: this rank's queries, keys, values, out, and one number per row and head, as on one process.
+Attention sinks (GPT-OSS), a score per head that draws weight from all keys and has no value, are joined once at the end: they
+lower out and raise the log-sum-exp, and all else follows. In 16 bits, out and gradients are summed over hops in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ultrascale.kernels.attention.attention_with_lse import attend, attend_backward, join
+from ultrascale.parallel.context.context_gather import GatheredKeys, ScatteredGradients
+from ultrascale.parallel.context.context_masks import Block, ContextMask, Slots
+from ultrascale.parallel.context.context_ring import Held, Ring, RingGradients, RingKeys, pack, unpack
+
+
+class Setting(NamedTuple):
+    """Settings that stay the same between calls with one mask."""
+
+    mask: ContextMask
+    ring: Ring
+    gathers: bool
+    """Keys and values are gathered first; otherwise they go round."""
+    scale: float
+    core: str = ""
+    """A package's flash attention, for blocks without a mask."""
+
+
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, setting: Setting) -> Tensor:
+    """Ring attention of this rank's queries over all ranks' keys and values: [B, S/n, H, E'].
+
+    query [B, S/n, H, E], key [B, S/n, K, E], value [B, S/n, K, E'] of this rank's slots; sinks [H] or None. All ranks of the
+    ring call it, and its backward pass, in the same order.
+    """
+    return _Attention.apply(query, key, value, sinks, setting)  # pyright: ignore[reportReturnType]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, setting: Setting) -> Tensor:
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, H, S/n, E], [B, K, S/n, E] twice
+        out, lse = passed_forward(query, key, value, sinks, setting)
+        ctx.save_for_backward(query, key, value, out, lse, sinks)
+        ctx.setting = setting
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse, sinks = ctx.saved_tensors
+        *found, grad_sinks = passed_back(grads[0].transpose(1, 2), query, key, value, sinks, out, lse, ctx.setting)
+        return *(grad.transpose(1, 2) for grad in found if grad is not None), grad_sinks, None
+
+
+def passed_forward(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, setting: Setting
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out [B, H, S/n, E'] in the dtype of the queries, and log-sum-exp [B, H, S/n] in at least fp32, sinks joined."""
+    out, lse = _forward(query, key, value, setting)
+    if sinks is not None:
+        out, lse = _join_sinks(out, lse, sinks)
+    return out.to(query.dtype), lse
+
+
+def passed_back(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor,
+    setting: Setting,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Gradients of queries, keys, values and sinks, from what `passed_forward` gave; heads before positions."""
+    found = _backward(grad_out, query, key, value, out, lse, setting)
+    return *found, None if sinks is None else _sinks_gradient(grad_out, out, lse, sinks)
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
+    """out [B, H, S/n, E'] and lse [B, H, S/n], wide enough to add to."""
+    hops = zip(_keys(key, value, setting).hops(), setting.mask.hops, strict=True)
+    joined: tuple[Tensor, Tensor] | None = None
+    for held, blocks in hops:
+        for block in blocks:
+            out, lse = attend(
+                *_block(query, held, block), mask=block.mask, is_causal=block.is_causal, scale=setting.scale, core=setting.core
+            )
+            if setting.ring.size == 1 and len(blocks) == 1:
+                return out, lse
+            if joined is None:
+                joined = _begin(query, value, out, lse, block)
+            else:
+                place = (block.sequences, slice(None), block.queries)
+                join(joined[0][place], joined[1][place], out, lse)
+    assert joined is not None
+    return joined
+
+
+def _begin(query: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """The first part, copied: what a kernel returned may be kept by others (selective recomputation). Places lie before heads,
+    as in what kernels return, also where heads are filled up: the projection that follows reads it so, and would keep a copy in
+    its own order."""
+    (batch, heads, length, _), dtype = query.shape, dtype_of_sums(query.dtype)
+    shape = (batch, length, heads, value.shape[-1])
+    if block.queries == slice(0, length) and len(out) == len(query):
+        return query.new_empty(shape, dtype=dtype).transpose(1, 2).copy_(out), lse.clone()
+    whole = query.new_zeros(shape, dtype=dtype).transpose(1, 2)
+    whole_lse = torch.full(query.shape[:3], -torch.inf, dtype=dtype, device=query.device)
+    place = (block.sequences, slice(None), block.queries)
+    whole[place], whole_lse[place] = out, lse
+    return whole, whole_lse
+
+
+def _backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, setting: Setting
+) -> tuple[Tensor, Tensor, Tensor]:
+    mask, ring, wide = setting.mask, setting.ring, dtype_of_sums(query.dtype)
+    going_home = (ScatteredGradients if setting.gathers else RingGradients)(key, value, mask, ring, wide)
+    total_query, total_key, total_value = (_Total(like, wide) for like in (query, key, value))
+    for distance, (held, blocks) in enumerate(zip(_keys(key, value, setting).hops(), mask.hops, strict=True)):
+        parts = []
+        for block in blocks:
+            place = (block.sequences, slice(None), block.queries)
+            found = attend_backward(
+                grad_out[place], *_block(query, held, block), out[place], lse[place],
+                mask=block.mask, is_causal=block.is_causal, scale=setting.scale, core=setting.core,
+            )  # fmt: skip
+            total_query.add(block.queries, found[0], block.sequences)
+            if distance == 0:
+                total_key.add(block.keys, found[1], block.sequences)
+                total_value.add(block.keys, found[2], block.sequences)
+            else:
+                parts.append((block, pack(*found[1:], dtype=wide)))
+        if distance > 0:
+            going_home.add(distance, _over(mask.needs[ring.source(distance)][distance], parts, len(key)))
+    for slots, packed in going_home.arrived():
+        grad_key, grad_value = unpack(packed, key.shape[-1])
+        total_key.add(slice(*slots), grad_key)
+        total_value.add(slice(*slots), grad_value)
+    return total_query.done(), total_key.done(), total_value.done()
+
+
+class _Total:
+    """A gradient [B, H, S, E] that parts of the slots are added to."""
+
+    def __init__(self, like: Tensor, wide: torch.dtype):
+        self.like, self.wide = like, wide
+        self.total: Tensor | None = None
+
+    def add(self, slots: slice, part: Tensor, sequences: slice = slice(None)) -> None:
+        if self.total is None and slots == slice(0, self.like.shape[2]) and len(part) == len(self.like):
+            self.total = part.to(self.wide)
+            return
+        if self.total is None:
+            self.total = torch.zeros_like(self.like, dtype=self.wide)
+        self.total[sequences, :, slots] += part
+
+    def done(self) -> Tensor:
+        assert self.total is not None, "every token sees itself"
+        return self.total.to(self.like.dtype)
+
+
+def _keys(key: Tensor, value: Tensor, setting: Setting) -> GatheredKeys | RingKeys:
+    return (GatheredKeys if setting.gathers else RingKeys)(key, value, setting.mask, setting.ring)
+
+
+def _block(query: Tensor, held: Held | None, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a block."""
+    assert held is not None, "a block without keys"
+    keys = slice(block.keys.start - held.first, block.keys.stop - held.first)
+    own = block.sequences
+    return query[own, :, block.queries], held.key[own, :, keys], held.value[own, :, keys]
+
+
+def _over(slots: Slots, parts: list[tuple[Block, Tensor]], batch: int) -> Tensor | None:
+    """Packed gradients of all `slots` of all sequences from those of the blocks."""
+    if not parts:
+        return None
+    block, packed = parts[0]
+    if len(parts) == 1 and block.keys == slice(*slots) and packed.shape[1] == batch:
+        return packed
+    whole = packed.new_zeros(slots[1] - slots[0], batch, *packed.shape[2:])
+    for block, packed in parts:
+        whole[block.keys.start - slots[0] : block.keys.stop - slots[0], block.sequences] += packed
+    return whole
+
+
+def _join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+    return out * (lse - total).exp().unsqueeze(-1).to(out.dtype), total
+
+
+def _sinks_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """[H]: a sink's share of the weight, which carries no value, times what out would change by."""
+    share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()
+    return -(share * (grad_out.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+
+
+def dtype_of_sums(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of sums over hops."""
+    return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype

@@ -1,0 +1,92 @@
+"""All keys and values at once: every rank gathers them before it works, forward and again backward.
+
+Afterwards the gradients for each rank's keys are sent to it, and it sums them: a reduce-scatter (Llama 3, section 3.3.2). A
+rank sends what it would on a ring, nothing runs beside it, and keys and values of the whole sequence (backward: their gradients
+too) are in memory for one layer; in exchange there is one collective where the ring has n - 1 hops to wait for.
+
+NCCL's collectives are used on CUDA if all ranks have as many slots. Otherwise messages go from every rank to every other, and
+of gradients only those slots that the sender touched: gloo's all-gather copies all once more, its reduce-scatter sends twice as
+much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ultrascale.kernels.choice.device_kind import is_cuda
+from ultrascale.parallel.context.context_masks import NOTHING, ContextMask, Slots
+from ultrascale.parallel.context.context_ring import Held, Messages, Ring, pack, room_for, unpack
+from ultrascale.parallel.tags import Tag
+
+
+def runs_collectives(key: Tensor, mask: ContextMask) -> bool:
+    """True if parts are equal and the backend is good at collectives."""
+    return is_cuda(key) and len(set(mask.lengths)) == 1
+
+
+class GatheredKeys:
+    """Keys and values, all at once."""
+
+    def __init__(self, key: Tensor, value: Tensor, mask: ContextMask, ring: Ring):
+        self.key, self.value, self.mask, self.ring = key, value, mask, ring
+
+    def hops(self) -> Iterator[Held | None]:
+        """This rank's own keys and values, then those of every other rank, in the order of a ring."""
+        packed = self._gathered()
+        yield Held(self.key, self.value, 0)
+        for distance in range(1, self.ring.size):
+            yield Held(*unpack(packed[self.ring.source(distance)], self.key.shape[-1]), 0)
+
+    def _gathered(self) -> list[Tensor]:
+        """Packed keys and values of every place."""
+        own, ring = pack(self.key, self.value), self.ring
+        whole = room_for((0, sum(self.mask.lengths)), self.key, self.value, own.dtype)
+        parts = list(whole.split(self.mask.lengths))
+        if runs_collectives(self.key, self.mask):
+            dist.all_gather_into_tensor(whole, own, group=ring.group)
+            return parts
+        others = [ring.source(distance) for distance in range(1, ring.size)]
+        receives = [(ring.rank(place), parts[place]) for place in others]
+        Messages(ring.group, Tag.KEYS, [(ring.rank(place), own) for place in others], receives).wait()
+        return parts
+
+
+class ScatteredGradients:
+    """Gradients of keys and values, kept until all are there."""
+
+    def __init__(self, key: Tensor, value: Tensor, mask: ContextMask, ring: Ring, dtype: torch.dtype):
+        self.key, self.value, self.mask, self.ring, self.dtype = key, value, mask, ring, dtype
+        self.gradients: dict[int, Tensor] = {}
+
+    def add(self, distance: int, gradient: Tensor | None) -> None:
+        """Packed gradients of the keys this rank worked on at hop `distance` (`mask.needs` says which), or None if of none."""
+        if gradient is not None:
+            self.gradients[distance] = gradient
+
+    def arrived(self) -> Iterator[tuple[Slots, Tensor]]:
+        """Gradients that other ranks computed for this rank's own keys: which slots, and packed gradients."""
+        if runs_collectives(self.key, self.mask):
+            yield self._reduced()
+            return
+        mask, ring = self.mask, self.ring
+        needs = {d: mask.needs[ring.place][d] for d in range(1, ring.size) if mask.needs[ring.place][d] != NOTHING}
+        rooms = {d: room_for(slots, self.key, self.value, self.dtype) for d, slots in needs.items()}
+        sends = [(ring.rank(ring.source(d)), gradient) for d, gradient in self.gradients.items()]
+        Messages(ring.group, Tag.KEY_GRADIENTS, sends, [(ring.rank(ring.place - d), room) for d, room in rooms.items()]).wait()
+        for distance, room in rooms.items():
+            yield needs[distance], room
+
+    def _reduced(self) -> tuple[Slots, Tensor]:
+        length = self.mask.lengths[0]
+        whole = room_for((0, length * self.ring.size), self.key, self.value, self.dtype).zero_()
+        for distance, gradient in self.gradients.items():
+            source = self.ring.source(distance)
+            first, stop = self.mask.needs[source][distance]
+            whole[source * length + first : source * length + stop] = gradient
+        own = room_for((0, length), self.key, self.value, self.dtype)
+        dist.reduce_scatter_tensor(own, whole, group=self.ring.group)
+        return (0, length), own

@@ -1,0 +1,105 @@
+"""Ring attention as one operation of torch's, for compiled blocks: the compiler sees a node with shapes, and not inside.
+
+    block's graph    ... rotate --> ultrascale::ring_attention(query, key, value, sinks, number, scale) --> product ...
+    beside it        number -> who sees whom in this micro-batch, the ring, the kernel        (`_SETTINGS`)
+
+Masks, groups and plans of messages are no arguments that an operation may have. So they are noted beside it under a number, a
+tensor that the graph passes on and keeps for its backward pass like any other; another micro-batch brings another number and
+the same graph runs again. What is noted goes when nothing holds its number any more. The number is on the CPU, so that a GPU
+need not be waited for.
+
+The alternative, torch's functional collectives in the graph: each hop's messages would be nodes of their own, and the compiler
+could fuse between hops; but which hops there are, and of how many keys, depends on the documents of a micro-batch, and each
+order would be compiled anew.
+"""
+
+from __future__ import annotations
+
+import weakref
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from ultrascale.parallel.context.context_attention import Setting, dtype_of_sums, passed_back, passed_forward
+
+_NUMBERS = count()
+_SETTINGS: dict[int, Setting] = {}
+"""The one state: an operation has no other argument in which these could come to it."""
+
+
+def note(setting: Setting) -> Tensor:
+    """The number under which `operation` finds `setting`: 0-d int64 on the CPU."""
+    number = next(_NUMBERS)
+    noted = torch.tensor(number, device="cpu")
+    _SETTINGS[number] = setting
+    weakref.finalize(noted, _SETTINGS.pop, number)
+    return noted
+
+
+def operation(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, noted: Tensor, scale: float) -> Tensor:
+    """`context_attention.ring_attention` with the setting that is noted: the same shapes, and the same numbers."""
+    return _Operation.apply(query, key, value, sinks, noted, scale)  # pyright: ignore[reportReturnType]
+
+
+@custom_op("ultrascale::ring_attention", mutates_args=())
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, noted: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out [B, S/n, H, E'], and log-sum-exp [B, H, S/n] in at least fp32."""
+    query, key, value = (one.transpose(1, 2) for one in (query, key, value))
+    out, lse = passed_forward(query, key, value, sinks, _setting(noted, scale))
+    return out.transpose(1, 2).contiguous(), lse.contiguous()
+
+
+@custom_op("ultrascale::ring_attention_backward", mutates_args=())
+def ring_attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, noted: Tensor,
+    scale: float,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of queries, keys and values, and of sinks if there are any."""
+    grad, query, key, value, out = (one.transpose(1, 2) for one in (grad, query, key, value, out))
+    *found, of_sinks = passed_back(grad, query, key, value, sinks, out, lse, _setting(noted, scale))
+    own = [one.transpose(1, 2).contiguous() for one in found if one is not None]
+    return own if of_sinks is None else [*own, of_sinks]
+
+
+@ring_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    batch, length, heads, _ = query.shape
+    lse = query.new_empty(batch, heads, length, dtype=dtype_of_sums(query.dtype))
+    return query.new_empty(batch, length, heads, value.shape[-1]), lse
+
+
+@ring_attention_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *rest: Any) -> list[Tensor]:
+    return [one.new_empty(one.shape) for one in (query, key, value, *(() if sinks is None else (sinks,)))]
+
+
+KEPT_OPS = (torch.ops.ultrascale.ring_attention.default,)
+"""Results that selective recomputation keeps: attention, and what came over the network."""
+
+
+class _Operation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, noted: Tensor, scale: float
+    ) -> Tensor:  # fmt: skip
+        out, lse = ring_attention(query, key, value, sinks, noted, scale)
+        ctx.save_for_backward(query, key, value, sinks, out, lse, noted)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, lse, noted = ctx.saved_tensors
+        of_query, of_key, of_value, *of_sinks = ring_attention_backward(
+            grads[0], query, key, value, sinks, out, lse, noted, ctx.scale
+        )
+        return of_query, of_key, of_value, of_sinks[0] if of_sinks else None, None, None
+
+
+def _setting(noted: Tensor, scale: float) -> Setting:
+    return _SETTINGS[int(noted)]._replace(scale=scale)

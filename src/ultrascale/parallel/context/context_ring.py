@@ -1,0 +1,195 @@
+"""The ring of context parallelism: keys and values travel to the queries of other ranks hop by hop, and their gradients back to
+the ranks that own them.
+
+    forward     at hop d a rank has the keys and values of the rank d places on. Before it works on them it sends them to the
+                rank before it and expects the next: messages travel while it computes (Liu et al. 2023, "Ring Attention")
+    backward    they go round again, and one hop behind the work follow the gradients of keys and values: each rank adds its
+                share and sends them on, the last to add sends them home
+
+Elements that a rank sends in a layer, with C = 2 B S/n K E for its own keys and values: forward (n-1) C, backward as much
+again, and as much for the gradients, which are fp32 on the way if activations are narrower. Only keys that somebody still needs
+go on: in zigzag order the late half of rank r goes r hops and no further, a quarter less in all; a window ends it.
+
+Why not send straight to who needs them: a ring crosses the border of a node once per hop, direct messages once per pair. Packed
+tensors are [T, B, K, E + E'], so that a run of slots is one piece of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ultrascale.parallel.context.context_masks import NOTHING, ContextMask, Slots
+from ultrascale.parallel.lost import waiting
+from ultrascale.parallel.tags import Tag
+from ultrascale.parallel.time_limits import wait_for
+
+
+class Ring(NamedTuple):
+    """The ranks of a group that join in one attention: every `stride`-th, from `first` on."""
+
+    group: dist.ProcessGroup | None
+    """Process group of the ring; None where it has one place."""
+    size: int
+    place: int
+    stride: int = 1
+    first: int = 0
+
+    def rank(self, place: int) -> int:
+        """Rank in the group of a place; places wrap around."""
+        return self.first + place % self.size * self.stride
+
+    def source(self, distance: int) -> int:
+        """The place whose keys are here at hop `distance`."""
+        return (self.place + distance) % self.size
+
+
+class Held(NamedTuple):
+    """Keys and values at a hop, [B, K, T, E] and [B, K, T, E'], from slot `first` of their rank on."""
+
+    key: Tensor
+    value: Tensor
+    first: int
+
+
+class Messages:
+    """Messages under way between this rank and others of a group. What is sent is kept until all have arrived."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, tag: Tag, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]
+    ):
+        self.kept, self.group, self.tag = sends, group, tag
+        self.peers = sorted({rank for rank, _ in (*sends, *receives)})
+        receiving = [dist.P2POp(dist.irecv, tensor, group=group, tag=tag, group_peer=rank) for rank, tensor in receives]
+        sending = [dist.P2POp(dist.isend, tensor, group=group, tag=tag, group_peer=rank) for rank, tensor in sends]
+        with self._waiting():
+            self.works = dist.batch_isend_irecv(receiving + sending) if receiving or sending else []
+
+    def wait(self) -> None:
+        """Waits until they have arrived and may be overwritten."""
+        with self._waiting():
+            while self.works:
+                wait_for(self.works.pop(), self.group)
+        self.kept = []
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        return waiting(self.tag.what, self.group, self.peers)
+
+
+def pack(key: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """[T, B, K, E + E'] of keys [B, K, T, E] and values [B, K, T, E'], in another `dtype` if asked for."""
+    packed = room_for((0, key.shape[2]), key, value, key.dtype if dtype is None else dtype)
+    for part, into in zip((key, value), unpack(packed, key.shape[-1]), strict=True):
+        into.copy_(part)
+    return packed
+
+
+def unpack(packed: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Keys [B, K, T, E = width] and values [B, K, T, E'], views."""
+    heads_first = packed.permute(1, 2, 0, 3)
+    return heads_first[..., :width], heads_first[..., width:]
+
+
+def room_for(slots: Slots, key: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for so many packed keys and values."""
+    batch, heads, _, width = key.shape
+    return key.new_empty(slots[1] - slots[0], batch, heads, width + value.shape[-1], dtype=dtype)
+
+
+class RingKeys:
+    """Keys and values that go round."""
+
+    def __init__(self, key: Tensor, value: Tensor, mask: ContextMask, ring: Ring):
+        self.key, self.value, self.mask, self.ring = key, value, mask, ring
+
+    def hops(self) -> Iterator[Held | None]:
+        """This rank's own keys and values, then at each hop those of the next rank, or None where no rank from here on needs
+        any."""
+        held, width = Held(self.key, self.value, 0), self.key.shape[-1]
+        packed: Tensor | None = None
+        for distance in range(self.ring.size):
+            gone, coming = self._leaving(distance), self._leaving(distance, of_next=True)
+            if gone != NOTHING and packed is None:
+                packed = pack(self.key, self.value)
+            sends = (
+                [] if packed is None or gone == NOTHING else [(self.ring.rank(self.ring.place - 1), _part(packed, held, gone))]
+            )
+            packed = None if coming == NOTHING else room_for(coming, self.key, self.value, self.key.dtype)
+            receives = [] if packed is None else [(self.ring.rank(self.ring.place + 1), packed)]
+            messages = Messages(self.ring.group, Tag.KEYS, sends, receives)
+            yield held
+            messages.wait()
+            held = None if packed is None else Held(*unpack(packed, width), coming[0])
+
+    def _leaving(self, distance: int, *, of_next: bool = False) -> Slots:
+        """The slots that leave this rank, or reach it from the next, as hop `distance` begins."""
+        if distance + 1 == self.ring.size:
+            return NOTHING
+        return self.mask.travels(self.ring.source(distance + of_next), distance + 1)
+
+
+class RingGradients:
+    """Gradients of keys and values that follow them round, one hop behind this rank's work."""
+
+    def __init__(self, key: Tensor, value: Tensor, mask: ContextMask, ring: Ring, dtype: torch.dtype):
+        self.key, self.value, self.mask, self.ring, self.dtype = key, value, mask, ring, dtype
+        self.passing: Tensor | None = None
+        self.home: Tensor | None = None
+        self.messages = Messages(None, Tag.KEY_GRADIENTS, [], [])
+
+    def add(self, distance: int, gradient: Tensor | None) -> None:
+        """Packed gradients of the keys this rank worked on at hop `distance` (`mask.needs` says which), or None if of none.
+        To be called for every hop from 1 on."""
+        mask, source, own = self.mask, self.ring.source(distance), self.ring.place
+        self.messages.wait()
+        before, after = mask.gathered(source, distance - 1), mask.gathered(source, distance)
+        total = _sum([(before, self.passing), (mask.needs[source][distance], gradient)], after)
+        sends: list[tuple[int, Tensor]] = []
+        if total is not None:
+            is_last = distance == mask.last_hop(source)
+            sends.append((self.ring.rank(source if is_last else own - 1), total))
+        receives: list[tuple[int, Tensor]] = []
+        self.passing = self._expected(self.ring.source(distance + 1), distance, own + 1, receives, is_home=False)
+        home = self._expected(own, distance, own - distance, receives, is_home=True)
+        self.home = self.home if home is None else home
+        self.messages = Messages(self.ring.group, Tag.KEY_GRADIENTS, sends, receives)
+
+    def arrived(self) -> Iterator[tuple[Slots, Tensor]]:
+        """Gradients that the other ranks have summed for this rank's own keys: which slots, and packed gradients."""
+        self.messages.wait()
+        if self.home is not None:
+            yield self.mask.gathered(self.ring.place, self.ring.size - 1), self.home
+
+    def _expected(
+        self, source: int, distance: int, sender: int, receives: list[tuple[int, Tensor]], *, is_home: bool
+    ) -> Tensor | None:
+        """Room for gradients of keys of `source` that `sender` has done with at hop `distance`, if they come here."""
+        slots, last = self.mask.gathered(source, distance), self.mask.last_hop(source)
+        if slots == NOTHING or (distance != last if is_home else distance >= last):
+            return None
+        room = room_for(slots, self.key, self.value, self.dtype)
+        receives.append((self.ring.rank(sender), room))
+        return room
+
+
+def _part(packed: Tensor, held: Held | None, slots: Slots) -> Tensor:
+    assert held is not None, "keys that never came cannot go on"
+    return packed[slots[0] - held.first : slots[1] - held.first]
+
+
+def _sum(parts: list[tuple[Slots, Tensor | None]], slots: Slots) -> Tensor | None:
+    """The parts, each at its own slots, added up over `slots`. May be one of them, changed."""
+    present = [(at, part) for at, part in parts if part is not None]
+    if not present:
+        return None
+    whole = next((part for at, part in present if at == slots), None)
+    total = present[0][1].new_zeros(slots[1] - slots[0], *present[0][1].shape[1:]) if whole is None else whole
+    for at, part in present:
+        if part is not whole:
+            total[at[0] - slots[0] : at[1] - slots[0]] += part
+    return total

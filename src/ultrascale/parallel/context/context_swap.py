@@ -1,0 +1,136 @@
+"""Sequence swapped for heads: ranks that hold parts of a sequence get all of it, of some heads each, and swap back.
+
+    [B, S/n, H, E] of every head    --one message to each other rank-->    [B, S, H/n, E] of this rank's heads
+
+(Jacobs et al. 2023, "DeepSpeed-Ulysses".) Queries, keys and values go in one message, so that a layer swaps twice forward and
+twice backward, (n-1)/n of what a rank holds each time: less than a ring sends once n is more than a few, and all of it while
+nothing computes. The attention between is what one process does, with any kernel and mask. n must divide the query heads. Of
+keys and values a rank is sent the heads that its queries read; where n does not divide them some go to several ranks, and their
+gradients add up.
+
+Why not all_to_all_single: the ranks that swap may be some of a group (with a ring joining the others), and a group for each is
+one more to make; NCCL's own all-to-all is the same messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.library import custom_op
+
+from ultrascale.parallel.context.context_ring import Messages
+from ultrascale.parallel.tags import Tag
+from ultrascale.torch_private import group_named
+
+
+class Swap(NamedTuple):
+    """`size` consecutive ranks of a group that swap, the first of them `first`; this is the `place`-th."""
+
+    group: dist.ProcessGroup | None
+    size: int
+    place: int
+    first: int = 0
+
+
+def to_heads(query: Tensor, key: Tensor, value: Tensor, swap: Swap, lengths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, S, H/n, E], [B, S, K', E] and [B, S, K', E'] of all slots, from [B, S/n, H, E], [B, S/n, K, E] and [B, S/n, K, E'].
+
+    `lengths`: slots of each rank. K' is K/n, or as many as this rank's query heads read. n must divide H.
+    """
+    heads = query.shape[2] // swap.size
+    read = _heads_read(query.shape[2], key.shape[2], swap.size)
+    if read is not None:
+        chosen = torch.tensor(read, device=key.device)
+        key, value = key.index_select(2, chosen), value.index_select(2, chosen)
+    sizes = [heads * query.shape[3], key.shape[2] // swap.size * key.shape[3], value.shape[2] // swap.size * value.shape[3]]
+    packed = torch.cat([_by_rank(x, swap.size) for x in (query, key, value)], dim=-1).flatten(0, 1)  # [n S/n, B, features]
+    own = [query.shape[1]] * swap.size
+    swapped = _Swapped.apply(packed, own, list(lengths), swap)
+    assert isinstance(swapped, Tensor)
+    widths = (query.shape[3], key.shape[3], value.shape[3])
+    query, key, value = (
+        part.unflatten(-1, (-1, width)).transpose(0, 1)
+        for part, width in zip(swapped.split(sizes, dim=-1), widths, strict=True)
+    )
+    return query, key, value
+
+
+def to_sequence(out: Tensor, swap: Swap, lengths: Sequence[int]) -> Tensor:
+    """[B, S/n, H, E] of this rank's slots, from [B, S, H/n, E] of its heads."""
+    batch, _, heads, width = out.shape
+    own = lengths[swap.place]
+    swapped = _Swapped.apply(out.transpose(0, 1).flatten(2), list(lengths), [own] * swap.size, swap)
+    assert isinstance(swapped, Tensor)
+    by_rank = swapped.view(swap.size, own, batch, heads, width)
+    return by_rank.permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+
+def own_heads(values: Tensor, swap: Swap) -> Tensor:
+    """This rank's shard of numbers that each head has one of, [H] to [H/n]."""
+    return values.unflatten(0, (swap.size, -1))[swap.place]
+
+
+def _heads_read(heads: int, groups: int, ranks: int) -> list[int] | None:
+    """Key/value heads in the order in which they are sent, as many to each rank; None for all of them in order.
+
+    Query head h reads head h // (heads / groups). A rank whose queries read whole groups, or one group, gets each once.
+    """
+    if groups % ranks == 0:
+        return None
+    each = heads // ranks if ranks % groups else 1
+    step = heads // ranks // each
+    return [(rank * (heads // ranks) + i * step) * groups // heads for rank in range(ranks) for i in range(each)]
+
+
+def _by_rank(x: Tensor, ranks: int) -> Tensor:
+    """[n, S/n, B, features] of heads [B, S/n, H, E]: what each rank is sent."""
+    return x.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4).flatten(3)
+
+
+class _Swapped(torch.autograd.Function):
+    """Parts of `given` sizes along dim 0 go to ranks in order; parts of `taken` sizes come from them. Backward reversed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, given: list[int], taken: list[int], swap: Swap) -> Tensor:
+        ctx.given, ctx.taken, ctx.swap = given, taken, swap
+        return _exchanged(x, given, taken, swap)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchanged(grads[0], ctx.taken, ctx.given, ctx.swap), None, None, None
+
+
+@custom_op("ultrascale::swap_sequence", mutates_args=())
+def swap_sequence(x: Tensor, given: list[int], taken: list[int], group: str, size: int, place: int, first: int) -> Tensor:
+    """`_exchange` as one node of a compiled graph."""
+    return _exchange(x, given, taken, Swap(group_named(group), size, place, first))
+
+
+@swap_sequence.register_fake
+def _(x: Tensor, given: list[int], taken: list[int], *rest: Any) -> Tensor:
+    return x.new_empty(sum(taken), *x.shape[1:])
+
+
+def _exchanged(x: Tensor, given: list[int], taken: list[int], swap: Swap) -> Tensor:
+    if not torch.compiler.is_compiling():
+        return _exchange(x, given, taken, swap)
+    assert swap.group is not None
+    return swap_sequence(x, given, taken, swap.group.group_name, swap.size, swap.place, swap.first)
+
+
+def _exchange(x: Tensor, given: list[int], taken: list[int], swap: Swap) -> Tensor:
+    x = x.contiguous()
+    out = x.new_empty(sum(taken), *x.shape[1:])
+    sent, received = x.split(given), out.split(taken)
+    others = [place for place in range(swap.size) if place != swap.place]
+    messages = Messages(
+        swap.group, Tag.SWAP,
+        [(swap.first + place, sent[place]) for place in others], [(swap.first + place, received[place]) for place in others],
+    )  # fmt: skip
+    received[swap.place].copy_(sent[swap.place])
+    messages.wait()
+    return out

@@ -1,0 +1,119 @@
+"""FSDP2's collectives, where its own do more than is needed: over gloo, and over one rank.
+
+    all-gather       every rank sends its part to every other, straight into its place
+    reduce-scatter   every rank sends every other the part that is its to keep, which adds them up in order of ranks
+
+A rank sends P (n-1)/n elements for either, as a ring does, in n-1 messages. gloo's own reduce-scatter is an all-reduce of a
+copy of the input, twice as much sent; its all-gather receives into memory of its own and copies. Measured with two ranks (a
+bucket of 4M elements, CPU time of a rank): reduce-scatter 7.6 instead of 16.6 ms, all-gather in bf16 2.5 instead of 5. A
+thousand ranks would send a million messages: beyond `MOST_RANKS` gloo's own are used, as NCCL's are on CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from ultrascale.parallel.lost import waiting
+from ultrascale.parallel.tags import Tag
+from ultrascale.parallel.time_limits import wait_for
+from ultrascale.torch_private import AllGather, ReduceScatter
+
+MOST_RANKS = 64
+"""Most ranks: as many as one large machine has cores to spare for."""
+
+
+class DirectAllGather(AllGather):
+    """All-gather by messages from every rank to every other."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for the whole."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Fill `output_tensor`, n parts in order of ranks. `input_tensor` is this rank's part, in its place there."""
+        parts = output_tensor.chunk(group.size())
+        assert parts[group.rank()].data_ptr() == input_tensor.data_ptr(), "FSDP2 no longer copies its part into place"
+        exchange = Exchange([input_tensor] * len(parts), list(parts), group, Tag.PARAMETERS)
+        if async_op:
+            return exchange
+        exchange.wait()
+
+
+class DirectReduceScatter(ReduceScatter):
+    """Reduce-scatter by messages from every rank to every other."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for the input, and for the output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp | ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Set `output_tensor` to the sum of all ranks' parts for this one; `input_tensor` is n parts in order of ranks."""
+        assert op == ReduceOp.SUM, op
+        sent, own = list(input_tensor.chunk(group.size())), group.rank()
+        room = input_tensor.new_empty(group.size() - 1, len(output_tensor))
+        received = [*room[:own], sent[own], *room[own:]]
+        Exchange(sent, received, group, Tag.GRADIENTS).wait()
+        torch.add(received[0], received[1], out=output_tensor)
+        for part in received[2:]:
+            output_tensor += part
+        return None
+
+
+class NothingToScatter(ReduceScatter):
+    """Reduce-scatter over one rank: its result is its input. FSDP2 asks for memory for both in turn, and copies one into the
+    other; given the same tensor twice it copies nothing."""
+
+    def __init__(self) -> None:
+        self.given: torch.Tensor | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for the input, and then the same again for the output."""
+        given, self.given = self.given, None
+        if given is not None:
+            return given
+        self.given = torch.empty(*size, dtype=dtype, device=device)
+        return self.given
+
+    def __call__(self, *arguments: object, **options: object) -> None:
+        raise AssertionError("one rank has nobody to scatter to")
+
+
+class Exchange(dist.Work):
+    """Messages under way between this rank and every other of a group: `sent[rank]` to it, `received[rank]` from it."""
+
+    def __init__(self, sent: list[torch.Tensor], received: list[torch.Tensor], group: dist.ProcessGroup, tag: Tag):
+        super().__init__()
+        self.group, self.tag = group, tag
+        others = [rank for rank in range(group.size()) if rank != group.rank()]
+        self.under_way: list[tuple[int, dist.Work | None]] = []
+        for start, tensors in ((self._receive, received), (self._send, sent)):
+            for rank in others:
+                with waiting(tag.what, group, [rank]):
+                    self.under_way.append((rank, start(tensors[rank], rank)))
+
+    def wait(self, *timeout: object) -> bool:
+        """Return when all messages have arrived and may be overwritten."""
+        while self.under_way:
+            rank, work = self.under_way.pop()
+            with waiting(self.tag.what, self.group, [rank]):
+                wait_for(work, self.group)
+        return True
+
+    def _receive(self, tensor: torch.Tensor, rank: int) -> dist.Work | None:
+        return dist.irecv(tensor, group=self.group, tag=self.tag, group_src=rank)
+
+    def _send(self, tensor: torch.Tensor, rank: int) -> dist.Work | None:
+        return dist.isend(tensor, group=self.group, tag=self.tag, group_dst=rank)

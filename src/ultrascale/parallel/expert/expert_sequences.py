@@ -1,0 +1,104 @@
+"""Capacity of experts when a sequence's tokens are spread over ranks: the choices that are dropped.
+
+Capacity is a share of a whole sequence: to drop what one process drops, a rank needs the choices of all its tokens. Each rank
+of tp (with sequence parallelism) and of cp gives its own, in the order in which it holds them; all put them where they stand in
+the sequence, decide the same, and read the answer for their own tokens.
+
+    ranks hold     0 1 6 7 | 2 3 4 5          slots, in zigzag order of two ranks of cp
+    in sequence    0 1 2 3 4 5 6 7            where equal weights are told apart by which token comes first
+
+A rank receives 8 B S k bytes a layer (fp32): little beside its B S k D / (tp cp) elements of tokens. Not taken: a decision from
+local tokens alone, as others have it, which drops other tokens in every layout.
+
+Where tokens stand comes with the mask, which each block is given: a block that is computed again in the backward pass, when
+other micro-batches have passed through, finds its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ultrascale.description.layout import Layout
+from ultrascale.models.decoder import Decoder
+from ultrascale.models.experts import moe_layers
+from ultrascale.models.router import drop_over_capacity
+from ultrascale.parallel.all_to_all import gather
+from ultrascale.parallel.context.context_masks import whole_documents
+from ultrascale.parallel.context.context_parallel import own_positions
+from ultrascale.work.sharding.context_order import ring_order
+from ultrascale.work.sharding.places import even_part
+
+
+class Placed(NamedTuple):
+    """A mask, and where in their sequences the tokens of each rank of cp stand: [1 or B, S/cp] int64 each."""
+
+    mask: Any
+    positions: list[Tensor]
+
+
+def apply_whole_sequences(decoder: Decoder, sequences: WholeSequences) -> None:
+    """Let experts of limited capacity drop what one process drops, in place. After context parallelism has set the masks, and
+    before blocks are wrapped for recomputation."""
+    decoder.make_mask = partial(sequences.make_mask, decoder.make_mask)  # pyright: ignore[reportAttributeAccessIssue]
+    for _, block in decoder.blocks():
+        block.forward = partial(sequences.enter, block.forward)  # pyright: ignore[reportAttributeAccessIssue]
+    for _, layer in moe_layers(decoder):
+        layer.router.keep = sequences.keep
+
+
+class WholeSequences:
+    """The ranks that hold the tokens of the same sequences. `tp`: with sequence parallelism, else None."""
+
+    def __init__(self, layout: Layout, *, cp: dist.ProcessGroup | None, tp: dist.ProcessGroup | None):
+        self.layout, self.cp, self.tp = layout, cp, tp
+        self.positions: list[Tensor] = []
+
+    def make_mask(self, inner: Callable[..., Any], num_queries: int, *others: Any, **options: Any) -> Placed:
+        """The decoder's `make_mask`: the mask of `inner`, with the tokens' places."""
+        mask = inner(num_queries, *others, **options)
+        if self.cp is None:
+            return Placed(mask, [torch.arange(num_queries, device=options["device"])[None]])
+        ids, ring = options["document_ids"], self.layout.cp_grid[0]
+        whole = num_queries * self.cp.size()
+        rows = (ring_order(whole, ring),) if ids is None else whole_documents(ids, ring).rows
+        positions = [own_positions(rows, self.layout, rank) for rank in range(self.cp.size())]
+        return Placed(mask, [torch.from_numpy(one).to(options["device"]) for one in positions])
+
+    def enter(self, forward: Callable[..., Tensor], hidden: Tensor, angles: Any, placed: Placed, *rest: Any) -> Tensor:
+        """A block's `forward`, with the tokens' places known."""
+        self.positions = placed.positions
+        return forward(hidden, angles, placed.mask, *rest)
+
+    @torch.no_grad()
+    def keep(self, chosen: Tensor, weights: Tensor, num_experts: int, factor: float) -> Tensor:
+        """The choices of this rank's tokens, [B, own S, k], that are kept."""
+        choices = chosen.shape[2]
+        mine = torch.cat((chosen.to(weights.dtype), weights), 2).transpose(0, 1)  # [own S, B, 2 k]
+        every = self._gather(mine).transpose(0, 1)  # [B, S, 2 k]
+        where = torch.cat([one.expand(len(chosen), -1) for one in self.positions], 1)  # [B, S]
+        placed = torch.empty_like(every).scatter_(1, where[..., None].expand_as(every), every)
+        kept = drop_over_capacity(placed[..., :choices].long(), placed[..., choices:], num_experts, factor)
+        own = self._own_positions().expand(len(chosen), -1)
+        return kept.gather(1, own[..., None].expand_as(chosen))
+
+    def _gather(self, mine: Tensor) -> Tensor:
+        """The shards of all ranks, by place in cp and then in tp: [S, ...] of [own S, ...]."""
+        own = 0 if self.cp is None else self.cp.rank()
+        if self.tp is not None:
+            length, ranks = self.positions[own].shape[1], self.tp.size()
+            mine = gather(mine, [even_part(length, ranks, rank)[1] for rank in range(ranks)], self.tp)
+        return mine if self.cp is None else gather(mine, [one.shape[1] for one in self.positions], self.cp)
+
+    def _own_positions(self) -> Tensor:
+        """[1 or B, own S]."""
+        positions = self.positions[0 if self.cp is None else self.cp.rank()]
+        if self.tp is None:
+            return positions
+        first, length = even_part(positions.shape[1], self.tp.size(), self.tp.rank())
+        return positions[:, first : first + length]

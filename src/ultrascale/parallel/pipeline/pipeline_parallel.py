@@ -1,0 +1,159 @@
+"""Pipeline parallelism: the lists of `schedules` executed, one rank's actions one after the other.
+
+    for each action: wait for its input (`pipeline_messages`), run the pass (`pipeline_passes`), send the result on
+    a forward "beside" a backward (DualPipe) is run before it, not at the same time: there is one stream of computation
+
+The planner plays the same lists (`plan.pipeline.play`). Of a micro-batch in flight a rank holds what autograd saved and the
+stage's input; its result is let go when it has been sent. Sends and receives run beside the computation (`pipeline_messages`).
+A rank sends one activation, [B, S, D], per micro-batch and border, and as much back.
+
+layout.pipeline_runtime = "torch" gives list, passes and messages to the runtime of torch.distributed.pipelining
+(`pipeline_torch`) instead of the loop here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ultrascale.description.layout import Layout
+from ultrascale.models.decoder import Decoder
+from ultrascale.parallel.pipeline.pipeline_data import order_gathers
+from ultrascale.parallel.pipeline.pipeline_messages import Mailbox
+from ultrascale.parallel.pipeline.pipeline_passes import Passes, Passing
+from ultrascale.parallel.pipeline.pipeline_weights import WeightGradients
+from ultrascale.schedules.actions import Action, Kind, forward
+from ultrascale.schedules.build import is_file, stages_of_ranks
+from ultrascale.schedules.executable import Schedule, shape_of
+from ultrascale.schedules.for_layout import schedule_of
+from ultrascale.schedules.messages import Message, messages, only_forward
+from ultrascale.schedules.sharded import sharded
+
+
+class Executed(NamedTuple):
+    """An action as it was done; seconds of `time.perf_counter`, which all processes of a machine share."""
+
+    action: Action
+    start: float
+    """Time at which its input was there, so that waiting is not counted."""
+    end: float
+
+
+class Orders(NamedTuple):
+    """The actions of a step, for every rank of a pipeline, and the messages that follow from them."""
+
+    schedule: Schedule
+    messages: list[Message]
+    num_stages: int
+    num_micro_batches: int
+
+    @property
+    def splits(self) -> bool:
+        """True if backward passes are split into input- and weight-gradient passes."""
+        return any(part.kind is Kind.INPUT_GRADIENT for row in self.schedule for action in row for part in action.parts)
+
+
+def build_orders(layout: Layout, num_micro_batches: int) -> Orders:
+    """The step of `layout` with so many micro-batches on each rank. Raises SpecError as `schedule_of`."""
+    schedule = schedule_of(layout, num_micro_batches)
+    return Orders(schedule, messages(schedule), shape_of(schedule)[0], num_micro_batches)
+
+
+def build_evaluation(layout: Layout, num_micro_batches: int) -> Orders:
+    """The forward passes alone, in the schedule's order.
+
+    A schedule from a file is for one number of micro-batches, which an evaluation need not have: then in plain order.
+    """
+    if is_file(layout.schedule):
+        held = stages_of_ranks(layout.schedule, layout.pp)
+        schedule = [[forward(stage, k) for k in range(num_micro_batches) for stage in stages] for stages in held]
+    else:
+        schedule = only_forward(build_orders(layout, num_micro_batches).schedule)
+    return Orders(schedule, messages(schedule), layout.num_stages, num_micro_batches)
+
+
+_training, _evaluation = lru_cache(maxsize=16)(build_orders), lru_cache(maxsize=16)(build_evaluation)
+
+
+@dataclass
+class Pipeline:
+    """One rank of a pipeline, with its stages.
+
+    `groups`: the ranks of this pipeline in order, for messages to higher and to lower ranks
+    (`Mesh.pipeline_groups`).
+    """
+
+    layout: Layout
+    stages: Mapping[int, Decoder]
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup]
+    device: torch.device
+    on_action: Callable[[Action], None] = lambda action: None
+    """Called with each F, B, I and W before it begins."""
+    executed: list[Executed] = field(init=False, default_factory=list)
+    """The actions of the last step."""
+    _weights: WeightGradients = field(init=False, default_factory=WeightGradients)
+    _splits: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        for stage in self.stages.values():
+            order_gathers(stage)
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the pipeline, from 0."""
+        return self.groups[0].rank()
+
+    def train(self, num_micro_batches: int, passes: Passes, *, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Every forward and backward pass of a step; gradients are left in the stages' parameters, reduced.
+
+        `shape`, `dtype`: of the activations between stages. Losses are for `passes` to keep. Raises PipelineError if a rank is
+        lost, and SpecError for a number of micro-batches that the schedule is not made for.
+        """
+        orders = _training(self.layout, num_micro_batches)
+        if orders.splits and not self._splits:
+            self._splits = True
+            for stage in self.stages.values():
+                self._weights.apply_to(stage)
+        self._run(orders, sharded(orders.schedule[self.rank], self.layout.zero_stage), passes, shape, dtype)
+
+    def evaluate(self, num_micro_batches: int, passes: Passes, *, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """The forward passes of any number of micro-batches, without gradients; otherwise as `train`."""
+        orders = _evaluation(self.layout, num_micro_batches)
+        with torch.no_grad():
+            self._run(orders, orders.schedule[self.rank], passes, shape, dtype)
+
+    def _run(self, orders: Orders, actions: Sequence[Action], passes: Passes, shape: Sequence[int], dtype: torch.dtype) -> None:
+        mailbox = Mailbox(orders.messages, self.groups, orders.num_stages - 1, shape=shape, dtype=dtype, device=self.device)
+        passing = Passing(self.stages, passes, self._weights)
+        self.executed = []
+        for position, action in enumerate(actions):
+            mailbox.expect(position)
+            for part in (part._replace(beside=None) for part in action.parts):
+                given = mailbox.collect(part)
+                start = time.perf_counter()
+                self.on_action(part)
+                mailbox.hand_on(part, passing.do(part, given))
+                del given
+                self.executed.append(Executed(part, start, time.perf_counter()))
+        mailbox.close()
+
+
+def build_pipeline(
+    layout: Layout,
+    stages: Mapping[int, Decoder],
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+    device: torch.device,
+    on_action: Callable[[Action], None] = lambda action: None,
+) -> Pipeline:
+    """The rank's pipeline with the runtime that `layout` asks for; arguments as of `Pipeline`."""
+    if layout.pipeline_runtime == "torch":
+        from ultrascale.parallel.pipeline.pipeline_torch import TorchPipeline  # seconds to import
+
+        return TorchPipeline(layout, stages, groups, device, on_action)
+    return Pipeline(layout, stages, groups, device, on_action)

@@ -1,0 +1,55 @@
+"""Expert parallelism (Lepikhin et al. 2021): each rank has some experts; tokens travel to theirs, and results travel back.
+
+    rows of tokens, in the order of their experts ── all-to-all ──> the experts' rank ── experts ──> all-to-all ──> weighted sum
+
+Ranks first tell each other how many rows come. Backward, the two exchanges are each other's reverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class AllToAll(torch.autograd.Function):
+    """Rows to ranks: `sent[r]` of them, in order, to rank r, which gets them after those of the ranks before this one."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """[sum(sent), D] -> [sum(received), D]."""
+        ctx.counts = received, sent
+        found = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(found, rows.contiguous(), received, sent)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The way back."""
+        return AllToAll.apply(gradient, *ctx.counts), None, None  # pyright: ignore[reportReturnType]
+
+
+def expert_layer(x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[nn.Module]) -> Tensor:
+    """Sum over each token's `chosen` experts of `weights` times what the expert makes of it.
+
+    x [T, D]; chosen [T, k], numbers of experts over all ranks; weights [T, k]. `experts`: this rank's, in order of their
+    numbers; every rank has as many.
+    """
+    world, here = dist.get_world_size(), len(experts)
+    order = chosen.flatten().argsort(stable=True)
+    tokens = order // chosen.shape[1]
+    sent = torch.bincount(chosen.flatten(), minlength=world * here)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)  # [rank, expert here]: how many rows each rank has for each expert of this one
+    to_ranks, from_ranks = sent.view(world, here).sum(1).tolist(), received.view(world, here).sum(1).tolist()
+    arrived: Tensor = AllToAll.apply(x[tokens], to_ranks, from_ranks)  # pyright: ignore[reportAssignmentType]
+    owner = torch.arange(here).repeat(world).repeat_interleave(received)
+    made = torch.zeros_like(arrived)
+    for number, expert in enumerate(experts):
+        rows = (owner == number).nonzero().flatten()
+        made = made.index_add(0, rows, expert(arrived[rows]))
+    back: Tensor = AllToAll.apply(made, from_ranks, to_ranks)  # pyright: ignore[reportAssignmentType]
+    return torch.zeros_like(x).index_add(0, tokens, back * weights.flatten()[order, None])

@@ -1,0 +1,57 @@
+"""Ring attention (Liu et al. 2023): a sequence cut over ranks, keys and values go round while each rank works on what it has.
+
+Softmax over parts of the keys joins exactly: with m = max(m1, m2) of the rows' largest scores, sums and outputs of either part
+are scaled by exp(m1 - m) and exp(m2 - m) and added up (Milakov and Gimelshein 2018). A causal mask by global positions makes
+the last rank do most of the work; the real ring deals a sequence in zigzag and sends beside its work (`parallel.context`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Shift(torch.autograd.Function):
+    """A tensor to the rank before, for that of the rank after; gradients go the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """The tensor of the next rank."""
+        return _exchange(x, to=-1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The gradient that the rank before has for us."""
+        return _exchange(gradient, to=1)
+
+
+def _exchange(x: Tensor, *, to: int) -> Tensor:
+    rank, world, found = dist.get_rank(), dist.get_world_size(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    sent = dist.P2POp(dist.isend, x.contiguous(), (rank + to) % world)
+    received = dist.P2POp(dist.irecv, found, (rank - to) % world)
+    for work in dist.batch_isend_irecv([sent, received] if world > 1 else []):
+        work.wait()
+    return found if world > 1 else x
+
+
+def ring_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention of this rank's stretch of each sequence, [B, H, S / ranks, E]; rank r holds the r-th stretch."""
+    rank, world, length = dist.get_rank(), dist.get_world_size(), query.shape[2]
+    rows = torch.arange(length)[:, None] + rank * length
+    largest = query.new_full(query.shape[:3], -torch.inf)
+    total, out = torch.zeros_like(largest), torch.zeros_like(query)
+    for hop in range(world):
+        columns = torch.arange(length) + (rank + hop) % world * length
+        scores = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(columns > rows, -torch.inf)
+        highest = torch.maximum(largest, scores.amax(-1).detach())
+        safe = highest.masked_fill(highest == -torch.inf, 0)  # a row that has seen no key yet
+        weights, kept = (scores - safe[..., None]).exp(), (largest - safe).exp()
+        total = total * kept + weights.sum(-1)
+        out = out * kept[..., None] + weights @ value
+        largest = highest
+        if hop < world - 1:
+            key, value = Shift.apply(key), Shift.apply(value)  # pyright: ignore[reportAssignmentType]
+    return out / total[..., None]

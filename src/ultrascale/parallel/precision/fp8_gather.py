@@ -1,0 +1,258 @@
+"""Weights of products in fp8 that FSDP2 gathers as fp8: half of bf16's bytes on the way, and half of its memory while they are
+whole.
+
+    once an update   largest magnitudes of this rank's shards  --one message over shards, one over tp-->  scales of all weights
+    every gather     shard --to bf16, to 8 bits by its scale-->  bytes, beside bf16 of norms  --all-gather-->  [F, D] in fp8
+    products         read them (`kernels.fp8.fp8_linear`); gradients belong to a tensor of the same shape without numbers
+
+So a rank rounds its shard alone, once a gather, where every rank rounds every whole weight in every pass otherwise. The bits
+are the same: a scale is that of the whole weight, and rounding to bf16 keeps order, so that the largest magnitude of numbers in
+bf16 is the largest magnitude, rounded. Over tp, weights have their scales before products agree on their inputs'. With delayed
+scaling scales are known from the history, and nothing is sent for them once there is one.
+
+A bucket of 8 bits and of bf16 travels as bytes. FSDP2 asks each such weight for what it sends, one after the other, where it
+casts all others in one kernel. Masters, gradients, checkpoints and the optimizer know nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import Weight, layer_weights
+from ultrascale.description.layout import Layout
+from ultrascale.kernels.fp8.fp8_delayed import Kept, scale_of
+from ultrascale.kernels.fp8.fp8_matrices import FORWARD, SMALLEST, Narrow, Scaling, largest_of, rounded
+from ultrascale.models.decoder import Decoder
+from ultrascale.models.experts import GroupedLinear
+from ultrascale.parallel.data.data_parallel import sharded_modules
+from ultrascale.parallel.lost import waiting
+from ultrascale.parallel.mesh import Mesh
+from ultrascale.parallel.precision.fp8_history import Product, product_of
+from ultrascale.torch_private import Hook, gather_through, pad_shards, shard_of, without_numbers
+from ultrascale.work.fp8_slots import gathers_fp8, weights_gathered_in_fp8
+from ultrascale.work.sharding.places import boxes
+
+_GATHERED = "fp8_gathered"
+"""A projection's attribute: its `GatheredWeight`."""
+
+
+class GatheredWeight:
+    """The weight of a projection, [F, D] or of experts [X, F, D], of which this rank holds some rows (some experts, or rows of
+    them: `work.sharding.places.zero_shape`)."""
+
+    def __init__(
+        self, weight: nn.Parameter, shape: tuple[int, ...], shards: DeviceMesh, scaling: Scaling, dtype: torch.dtype,
+        product: Product | None,
+    ):  # fmt: skip
+        """`weight`: as FSDP2 has cut and padded it, over `shards`. `shape`: as products read it. `dtype`: of passes. `product`:
+        of delayed scaling."""
+        self.scaling, self.dtype, self.product = scaling, dtype, product
+        self.shape, self.shard = torch.Size(shape), shard_of(weight)
+        self.cut_rows, self.padded_rows = len(weight), -(-len(weight) // shards.size())
+        first = min(shards.get_local_rank() * self.padded_rows, len(weight))
+        self.rows = slice(first, first + len(self.shard))
+        self.has_one_scale = scaling == "tensor" and len(self.shape) == 2
+        scales = (1,) * len(self.shape) if self.has_one_scale else self.shape[:1]
+        self.scale_shape = (*self.shape[:-1], 1) if scaling == "row" else (*scales, *(1,) * (len(self.shape) - len(scales)))
+        self.parts = list(boxes(shape, tuple(weight.shape), first, len(self.shard)))
+        self.has_scales_of_experts = scaling == "tensor" and len(self.shape) == 3
+        self.scale = self.shard.new_empty(0)
+        """Current scaling's scale, as products take it: a part of the table of all."""
+        self.values: Tensor | None = None
+        """Values of the whole weight in fp8; without memory while it is not all-gathered."""
+
+    @property
+    def own(self) -> slice:
+        """Range of the scales of this rank's rows among all of the weight's, flattened."""
+        if self.has_scales_of_experts:
+            (_, first), (_, last) = self.parts[0], self.parts[-1]
+            return slice(first.offsets[0], last.offsets[0] + last.shape[0])
+        each = 1 if self.shard.dim() == 2 else prod(self.scale_shape[1:])
+        return slice(0, 1) if self.has_one_scale else slice(self.rows.start * each, self.rows.stop * each)
+
+    @property
+    def history_scale(self) -> Tensor | None:
+        """Scale of delayed scaling, once there is a history."""
+        if self.product is None or not self.product.amaxes.is_known:
+            return None
+        assert self.product.amaxes.scales is not None
+        return self.product.amaxes.scales[self.product.weights].view(self.scale_shape)
+
+    def largest(self) -> Tensor:
+        """The largest magnitudes of this rank's rows as passes see them, of the scales `own`."""
+        if not self.shard.numel():
+            return self.shard.new_zeros(self.own.stop - self.own.start)
+        if self.has_scales_of_experts:
+            found = torch.cat([largest_of(self.shard[rows].view(box.shape).flatten(1), "row") for rows, box in self.parts])
+        else:
+            found = largest_of(self.shard.flatten(0, -2), "tensor" if self.has_one_scale else "row")
+        return found.to(self.dtype).to(found.dtype).flatten()
+
+    def _of_own_rows(self, scale: Tensor) -> Tensor:
+        """Scale in the shape that multiplies the shard's rows."""
+        if self.has_one_scale or self.shard.dim() == len(self.shape):
+            return scale if self.has_one_scale else scale[self.rows]
+        return scale.expand(*self.shape[:-1], 1).flatten(0, 1)[self.rows]
+
+    def before_gather(
+        self, mesh: DeviceMesh, size: torch.Size, stride: tuple[int, ...], module: nn.Module, policy: object
+    ) -> tuple[tuple[Tensor], None]:
+        """FSDP2's `fsdp_pre_all_gather`: the bytes that this rank sends, as many as every other."""
+        known = self.history_scale
+        scale = self.scale if known is None else known
+        own = rounded(self.shard.to(self.dtype), self._of_own_rows(scale)).values.view(torch.uint8)
+        missing = self.padded_rows - len(own)
+        return (F.pad(own, [0, 0] * (own.dim() - 1) + [0, missing]) if missing else own,), None
+
+    def after_gather(
+        self, gathered: Sequence[Tensor], nothing: None, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[object, tuple[()]] | None:
+        """FSDP2's `fsdp_post_all_gather`: the values are in the same memory after every gather."""
+        if out is not None:
+            return None
+        self.values = gathered[0].view(FORWARD)[: self.cut_rows].view(self.shape)
+        return without_numbers(dtype, self.values.device), ()
+
+
+class ScaleTable:
+    """The scales of weights that are cut over one group of ranks, all in one tensor."""
+
+    def __init__(
+        self, weights: Sequence[GatheredWeight], shards: dist.ProcessGroup, shared: int, sharing: dist.ProcessGroup | None
+    ):
+        """`sharing`: ranks of tp that hold other parts of the first `shared` weights' scales."""
+        self.weights, self.shards, self.sharing = weights, shards, sharing
+        sizes = [prod(one.scale_shape) for one in weights]
+        self.num_shared = sum(sizes[:shared])
+        like = largest_of(weights[0].shard.new_zeros(1, 1), "tensor")
+        self.scales = like.new_ones(sum(sizes))
+        self.largest = like.new_empty(0)
+        self.places = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        for one, place in zip(weights, self.places, strict=True):
+            one.scale = self.scales[place].view(one.scale_shape)
+
+    def find(self) -> None:
+        """Set the scales by the weights as they are now. Collective, unless a history has them already."""
+        largest = torch.zeros_like(self.scales)
+        for one, place in zip(self.weights, self.places, strict=True):
+            largest[place][one.own] = one.largest()
+        if any(one.history_scale is None for one in self.weights):
+            self._agree(largest, self.shards)
+            if self.num_shared and self.sharing is not None:
+                self._agree(largest[: self.num_shared], self.sharing)
+            torch.div(largest.clamp_min(SMALLEST), torch.finfo(FORWARD).max, out=self.scales)
+        if any(one.product is not None for one in self.weights):
+            self.largest = largest
+
+    def note(self) -> None:
+        """Let the history know the magnitudes of the weights that a step reads."""
+        for one, place in zip(self.weights, self.places, strict=True):
+            if one.product is not None and one.product.amaxes.largest is not None:
+                seen = one.product.amaxes.largest[one.product.weights]
+                torch.maximum(seen, self.largest[place].to(seen.dtype), out=seen)
+
+    def _agree(self, largest: Tensor, ranks: dist.ProcessGroup) -> None:
+        if ranks.size() > 1:
+            with waiting("the largest magnitudes of weights, for scales of fp8", ranks, tensor=largest):
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks)
+
+
+class GatheredWeights:
+    """All weights of a rank that are gathered in fp8."""
+
+    def __init__(self, tables: list[ScaleTable]):
+        self.tables = tables
+        self.forget()
+
+    def forget(self) -> None:
+        """Weights may have changed. To be said on all ranks alike: what follows is collective."""
+        self.are_known = self.are_noted = False
+
+    @torch.no_grad()
+    def _find(self) -> None:
+        for table in self.tables:
+            table.find()
+        self.are_known = True
+
+    @torch.no_grad()
+    def _note(self) -> None:
+        for table in self.tables:
+            table.note()
+        self.are_noted = True
+
+    def begin_pass(self, *unused: object) -> None:
+        """Prepares the forward pass of a stage: reads the scales, and records them in the first pass of a step."""
+        if not self.are_known:
+            self._find()
+        if torch.is_grad_enabled() and not self.are_noted:
+            self._note()
+
+
+def came(projections: Iterable[nn.Module], kept: Kept) -> list[Narrow]:
+    """The weights of `projections` as they were gathered, if that was in fp8. `kept`: what their call reads of a history."""
+    found: list[Narrow] = []
+    for number, one in enumerate(vars(p)[_GATHERED] for p in projections if _GATHERED in vars(p)):
+        scale = one.scale
+        if kept.scales is not None:
+            scale = scale_of(kept.scales, kept.places.weights[number], kept.places.count).view(one.scale_shape)
+        found.append(Narrow(one.values, scale))
+    return found
+
+
+def gather_in_fp8(
+    model: Model, stages: Mapping[int, Decoder], layout: Layout, mesh: Mesh, dtype: torch.dtype
+) -> GatheredWeights | None:
+    """Let FSDP2 gather the weights of products in fp8 of all `stages`, which it manages, as `layout` says, in place. None if
+    they are gathered like all others. `dtype`: of what is not in fp8."""
+    if not gathers_fp8(layout):
+        return None
+    assert mesh.data is not None, "whoever cuts weights between ranks has a mesh of them"
+    scaling: Scaling = "row" if layout.fp8_scaling == "row" else "tensor"
+    modules = [module for stage in stages.values() for module in sharded_modules(stage)]
+    for module in modules:  # now, not in the first forward pass: hooks belong to what is kept
+        pad_shards(module)
+    is_shared = weights_gathered_in_fp8(model, layout)
+    every = [pair for stage in stages.values() for pair in _products(model, stage, is_shared)]
+    hooks: dict[Tensor, tuple[Hook, Hook]] = {}
+    tables: list[ScaleTable] = []
+    for of_experts, shards, sharing in (
+        (False, mesh.data, mesh.group("tp")),
+        (True, mesh.expert_data or mesh.data, mesh.group("expert_tp")),
+    ):
+        some = [pair for pair in every if pair[0].is_expert is of_experts]
+        some.sort(key=lambda pair: not is_shared[pair[0].name])
+        gathered: list[GatheredWeight] = []
+        for _, projection in some:
+            parameter = projection.get_parameter("weight")
+            shape = projection.shape if isinstance(projection, GroupedLinear) else tuple(parameter.shape)
+            one = GatheredWeight(parameter, shape, shards["dp_shard"], scaling, dtype, product_of(projection))
+            vars(projection)[_GATHERED] = one
+            hooks[parameter] = one.before_gather, one.after_gather
+            gathered.append(one)
+        if some:
+            shared = sum(is_shared[weight.name] for weight, _ in some)
+            tables.append(ScaleTable(gathered, shards["dp_shard"].get_group(), shared, sharing))
+    for module in modules:
+        gather_through(module, hooks)
+    weights = GatheredWeights(tables)
+    for stage in stages.values():
+        stage.register_forward_pre_hook(weights.begin_pass, prepend=True)  # before FSDP2's, which begins to gather
+    return weights
+
+
+def _products(model: Model, stage: Decoder, names: Container[str]) -> Iterator[tuple[Weight, nn.Module]]:
+    """The weights of these names that `stage` has, and where they are read."""
+    for number, block in stage.blocks():
+        for weight in layer_weights(model, number):
+            if weight.name in names:
+                projection = weight.name.removeprefix(f"layers.{number}.").removesuffix(".weight")
+                yield weight, block.get_submodule(projection)

@@ -1,0 +1,188 @@
+"""A vocabulary cut over ranks: the embedding's rows, and head and cross-entropy without ever gathering logits.
+
+    look up    each rank the tokens it has rows of, zeros elsewhere; the sum over ranks is the embedding
+    loss       logits [rows, V/tp] of a chunk on each rank; three numbers a row are gathered (the maximum, the sum of
+               exponentials below it, the target's logit where it is here), and every rank has the same loss
+
+In 16 bits on CUDA a large vocabulary is worked through slab by slab, and two numbers of all rows are gathered at once
+(`kernels.loss.cross_entropy_columns`). Elsewhere, as in `kernels.loss.cross_entropy`, a chunk goes all the way to its
+gradients in the forward pass. dh, summed over ranks, and dW wait for the backward pass. Per rank and step: hidden gathered
+once and dh summed once, N D (tp-1)/tp elements each, and one message of 3 numbers a row for each chunk. The alternative,
+gathering the logits, would send V/D times as much.
+
+An id outside the vocabulary belongs to no rank: without a check it would be a row of zeros, or a loss without its target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from ultrascale.kernels.choice.device_kind import is_cuda, kind_of
+from ultrascale.kernels.loss.cross_entropy_columns import IGNORED, sweep_columns
+from ultrascale.parallel.tensor.tensor_ops import Cut
+from ultrascale.parallel.tensor.tensor_traffic import gather_parts, gather_rows, sum_parts, sum_whole
+from ultrascale.torch_private import assert_on_device
+from ultrascale.work.sharding.places import even_part
+from ultrascale.work.work import chunk_rows, slab_columns
+
+
+def look_up(tokens: Tensor, weight: Tensor, *, vocab_size: int, cut: Cut) -> Tensor:
+    """Rows of an embedding whose part [V/tp, D] this rank has: of tokens [B, S], [B, S/tp, D].
+
+    Raises IndexError on CPU if a token is outside the vocabulary, and trips a device assertion on CUDA.
+    """
+    _expect_inside(tokens, vocab_size, "a token")
+    local = tokens - even_part(vocab_size, cut.group.size(), cut.group.rank())[0]
+    is_elsewhere = (local < 0) | (local >= len(weight))
+    rows = F.embedding(local.masked_fill(is_elsewhere, 0), weight)  # [B, S, D]
+    return cut.sum(rows.masked_fill_(is_elsewhere.unsqueeze(-1), 0))
+
+
+def vocabulary_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int, cut: Cut, compiled: bool = False
+) -> Tensor:
+    """Sum over targets != -100 of -log softmax(hidden W^T)[target], the same on every rank: 0-d, fp32, or fp64.
+
+    hidden [B, S/tp, D], weight [V/tp, D] of one dtype, targets [B, S] int64. Raises IndexError on CPU if a target is outside
+    the vocabulary, and trips a device assertion on CUDA. `compiled`: the passes over a chunk's logits are, where
+    that is faster (see `kernels.loss.cross_entropy`).
+    """
+    _expect_inside(targets.masked_fill(targets == IGNORED, 0), vocab_size, "a target")
+    first = even_part(vocab_size, cut.group.size(), cut.group.rank())[0]
+    # Chunks are of one size on all ranks, whose parts of the vocabulary need not be.
+    largest = even_part(vocab_size, cut.group.size(), 0)[1]
+    rows = chunk_rows(targets.numel(), largest, kind_of(hidden))
+    columns = slab_columns(targets.numel(), largest, hidden.itemsize, kind_of(hidden))
+    fused = compiled and torch.is_grad_enabled() and (is_cuda(hidden) or hidden.dtype != _wide(hidden))
+    return _Loss.apply(hidden, weight, targets, first, Chunk(rows, columns), cut, fused)  # pyright: ignore[reportReturnType]
+
+
+class Chunk(NamedTuple):
+    """Logits that exist at a time: those of so many rows, or, if given, so many columns of all rows."""
+
+    rows: int
+    columns: int | None
+
+
+def _expect_inside(ids: Tensor, vocab_size: int, what: str) -> None:
+    if is_cuda(ids):
+        assert_on_device(((ids >= 0) & (ids < vocab_size)).all())
+    elif ids.numel():
+        wrong = next((number for number in map(int, ids.aminmax()) if not 0 <= number < vocab_size), None)
+        if wrong is not None:
+            raise IndexError(f"{what} is {wrong}, outside the vocabulary of {vocab_size}")
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, first: int, chunk: Chunk, cut: Cut, fused: bool
+    ) -> Tensor:
+        whole = gather_parts(hidden, cut.length, cut.group)() if cut.length else hidden.contiguous()
+        rows, targets, with_gradients = whole.flatten(0, 1), targets.flatten(), any(ctx.needs_input_grad)
+        if chunk.columns is not None:
+            loss, grad_hidden, grad_weight = sweep_columns(
+                rows, weight, targets, chunk.columns, with_gradients=with_gradients, first=first,
+                join=partial(gather_rows, group=cut.group), compiled=fused,
+            )  # fmt: skip
+        elif with_gradients:
+            grad_hidden, grad_weight = torch.empty_like(rows), torch.zeros_like(weight, dtype=_wide(weight))
+            loss = _sweep(rows, weight, targets, first, chunk.rows, cut.group, fused, grad_hidden, grad_weight)
+        else:
+            return _sweep(rows, weight, targets, first, chunk.rows, cut.group, fused, None, None)
+        if grad_hidden is None or grad_weight is None:
+            return loss
+        grad_hidden = grad_hidden.view_as(whole)
+        summed = sum_parts(grad_hidden, cut.group) if cut.length else sum_whole(grad_hidden, cut.group)
+        narrow = grad_weight.to(weight.dtype)
+        ctx.save_for_backward(summed(), narrow)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden.mul_(grads[0]), grad_weight.mul_(grads[0]), None, None, None, None, None
+
+
+def _sweep(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    first: int,
+    rows: int,
+    group: dist.ProcessGroup,
+    fused: bool,
+    grad_hidden: Tensor | None,
+    grad_weight: Tensor | None,
+) -> Tensor:
+    """The loss of hidden [N, D], `rows` at a time, in memory taken once; fills `grad_hidden` and adds to `grad_weight`."""
+    loss = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
+    room = hidden.new_empty(rows, len(weight))
+    wide_room = torch.empty_like(room, dtype=loss.dtype) if room.dtype != loss.dtype else room
+    product = torch.empty_like(weight) if room is not wide_room and grad_weight is not None else None
+    to_exponentials, to_gradient = _passes(fused)
+    for start in range(0, len(hidden), rows):
+        part = slice(start, start + rows)
+        target, here = hidden[part], targets[part].unsqueeze(1)
+        is_valid = here != IGNORED  # [rows, 1]
+        is_own = (here >= first) & (here < first + len(weight))
+        index = torch.where(is_own, here - first, 0)
+        logits = torch.mm(target, weight.t(), out=room[: len(target)])
+        wide = wide_room[: len(target)]
+        if wide.dtype != logits.dtype:
+            wide.copy_(logits)
+        own_target = wide.gather(1, index) * is_own
+        own = torch.cat((*to_exponentials(wide), own_target), dim=1)  # [rows, 3]
+        normalizer, row_losses = _join(gather_rows(own, group))
+        loss += (row_losses * is_valid).sum()
+        if grad_hidden is None or grad_weight is None:
+            continue
+        to_gradient(wide, torch.exp(own[:, :1] - normalizer))
+        wide.scatter_add_(1, index, -is_own.to(wide.dtype))
+        grad = logits.copy_(wide) if wide.dtype != logits.dtype else wide
+        torch.mm(grad, weight, out=grad_hidden[part]).masked_fill_(~is_valid, 0)
+        counting = target.masked_fill(~is_valid, 0)
+        if product is None:
+            grad_weight.addmm_(grad.t(), counting)
+        else:
+            grad_weight += torch.mm(grad.t(), counting, out=product)
+    return loss
+
+
+def _join(ranks: Tensor) -> tuple[Tensor, Tensor]:
+    """log of the sum of exponentials over the whole vocabulary, and the loss, [rows, 1] each, of [tp, rows, 3]."""
+    maxima, sums, targets = ranks.unsqueeze(-2).unbind(-1)  # [tp, rows, 1] each
+    highest = maxima.amax(0)
+    normalizer = highest + (sums * torch.exp(maxima - highest)).sum(0).log()
+    return normalizer, normalizer - targets.sum(0)
+
+
+def _to_exponentials(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Maxima of [rows, V/tp] and the sums of exponentials below them, [rows, 1] each. `logits` become the exponentials."""
+    maxima = logits.amax(1, keepdim=True)
+    logits.sub_(maxima).exp_()
+    return maxima, logits.sum(1, keepdim=True)
+
+
+def _to_gradient(exponentials: Tensor, scale: Tensor) -> None:
+    """Exponentials below this rank's maxima become probabilities."""
+    exponentials.mul_(scale)
+
+
+@cache
+def _passes(fused: bool) -> tuple[Callable[[Tensor], tuple[Tensor, Tensor]], Callable[[Tensor, Tensor], None]]:
+    if not fused:
+        return _to_exponentials, _to_gradient
+    # Not at import: loading the compiler takes a second and 100 MB.
+    return torch.compile(_to_exponentials, dynamic=False), torch.compile(_to_gradient, dynamic=False)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,0 +1,103 @@
+"""Bytes that islands (DiLoCo) send one another and keep in host memory, by the arithmetic that the trainer sends by
+(`description.sections.islands`). The effect on the loss is not predicted; `ultrascale plan far` has the seconds of a line.
+
+    sent by a rank    2 (N - 1) pieces of each bucket; a bucket's elements over replicas x islands, rounded up, are a piece
+    kept by a rank    anchor, with momentum, residuals and what is under way, in the dtype of weights between steps
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import Weight, num_parameters, weights
+from ultrascale.description.layout import DTYPE_BYTES
+from ultrascale.description.run import Run
+from ultrascale.description.sections.islands import replicas_of
+from ultrascale.plan.memory.replay import stage_parts
+from ultrascale.work.sharding.owners import part_shape
+from ultrascale.work.sharding.places import Coordinates
+
+MOST_COUNTED = 256
+"""Ranks of an island that are counted one by one; of more, one of each pipeline stage stands for the others."""
+
+
+@dataclass(frozen=True)
+class IslandsPlan:
+    """Traffic and host memory of one island."""
+
+    count: int
+    every_steps: int
+    sent_bytes: int
+    """Bytes that all ranks of an island send to the others in one round, every fragment once."""
+    sent_at_once_bytes: int
+    """Bytes of the largest fragment, sent in one outer step."""
+    host_bytes: int
+    """Bytes of host memory on the rank that keeps most."""
+    gradient_bytes: int
+    """Bytes that data parallelism over the islands would send instead in the steps of a round."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-able dictionary."""
+        return asdict(self) | {"sent_bytes_per_step": self.sent_bytes / self.every_steps}
+
+
+def plan_islands(run: Run) -> IslandsPlan:
+    """Traffic and host memory of an island of `run`, which has several."""
+    islands, layout = run.islands, run.layout
+    stage = layout.world_size // layout.pp
+    counted = range(layout.world_size) if layout.world_size <= MOST_COUNTED else range(0, layout.world_size, stage)
+    each = 1 if layout.world_size <= MOST_COUNTED else stage
+    sent = Counter[int]()
+    for rank in counted:
+        for fragment, num_bytes in sent_by_rank(run, rank).items():
+            sent[fragment] += num_bytes * each
+    gradients = 2 * (islands.count - 1) * -(-num_parameters(run.model) // islands.count)
+    return IslandsPlan(
+        count=islands.count,
+        every_steps=islands.every_steps,
+        sent_bytes=sum(sent.values()),
+        sent_at_once_bytes=max(sent.values()),
+        host_bytes=max(host_bytes(run, rank) for rank in counted),
+        gradient_bytes=islands.every_steps * gradients * DTYPE_BYTES[layout.gradient_reduce_dtype],
+    )
+
+
+def sent_by_rank(run: Run, rank: int) -> Counter[int]:
+    """Bytes that a rank sends to other islands in the outer step of each fragment."""
+    buckets = Counter[tuple[int, bool, int]]()
+    for weight in _held(run, rank):
+        apart, replicas = replicas_of(weight, run.model, run.layout)
+        buckets[run.islands.fragment(weight), apart, replicas] += prod(part_shape(weight, run.layout, rank))
+    sent, master = Counter[int](), DTYPE_BYTES[run.layout.master_dtype]
+    for (fragment, _, replicas), elements in buckets.items():
+        sent[fragment] += run.islands.sent_bytes(elements, replicas, master)
+    return sent
+
+
+def host_bytes(run: Run, rank: int) -> int:
+    """Bytes of host memory in which a rank keeps its tensors of outer steps."""
+    elements = sum(prod(part_shape(weight, run.layout, rank)) for weight in _held(run, rank))
+    return elements * run.islands.kept_tensors * DTYPE_BYTES[run.layout.master_dtype]
+
+
+def outside(model: Model, is_first: bool, is_last: bool) -> set[str]:
+    """Names of weights outside the blocks that such a stage holds."""
+    read = {"embed_tokens.weight", "embed_positions.weight"}
+    held = set(read) if is_first else set()
+    if is_last:
+        held |= {weight.name for weight in weights(model) if weight.layer is None} - read
+        held |= {"embed_tokens.weight"} if model.tie_word_embeddings or model.num_nextn_predict_layers else set()
+    return held
+
+
+def _held(run: Run, rank: int) -> Iterator[Weight]:
+    """The weights of a rank's stages; a tied embedding once for each of two ends."""
+    at = Coordinates.of(run.layout, rank)
+    for part in stage_parts(run.model, run.layout, run.batch.sequence_length, at).values():
+        ends = outside(run.model, part.is_first, part.is_last)
+        yield from (weight for weight in weights(run.model) if weight.layer in part.blocks or weight.name in ends)

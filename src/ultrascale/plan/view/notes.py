@@ -1,0 +1,48 @@
+"""Notes that a reader of a plan should not miss, in a sentence each: memory that is tight, and a default that costs time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ultrascale.description.units import format_bytes
+from ultrascale.plan.report import RunPlan
+
+TIGHT_BYTES = 2 * 2**30
+"""Headroom above what must stay free, below which a run may still run out of memory: the allocator fragments."""
+COSTLY = 0.02
+"""Share of the step from which on masks between documents are named."""
+
+
+def notes(plan: RunPlan) -> list[str]:
+    """The sentences; empty where there is nothing to say."""
+    return [note for note in (_tight(plan), _masked(plan)) if note]
+
+
+def spare_bytes(plan: RunPlan) -> int:
+    """Headroom above what must stay free; negative where the plan does not fit."""
+    return plan.usable_bytes - plan.needed_bytes
+
+
+def mask_fraction(plan: RunPlan) -> float:
+    """By how much longer the step is for masks between documents (packed sequences); 0 without them."""
+    if plan.prediction is None or not plan.run.data.document_mask:
+        return 0.0
+    from ultrascale.plan.time.price import predict  # here: a CPU is planned without NumPy
+
+    workload = replace(plan.prediction.workload, documents=False)
+    return plan.prediction.step_seconds / predict(workload, plan.run.layout).step_seconds - 1
+
+
+def _tight(plan: RunPlan) -> str:
+    spare = spare_bytes(plan)
+    if plan.prediction is None or not 0 <= spare < TIGHT_BYTES:
+        return ""
+    less = f"less than {format_bytes(TIGHT_BYTES)}"
+    return f"warning: {format_bytes(spare)} of headroom, {less}: the run may still run out of memory"
+
+
+def _masked(plan: RunPlan) -> str:
+    share = mask_fraction(plan)
+    if share < COSTLY:
+        return ""
+    return f"intra-document masking costs {share:.0%} of the step here; without it: --data.document-mask false"

@@ -1,0 +1,1 @@
+"""A lesson a file: variants of one computation."""

@@ -1,0 +1,52 @@
+"""Thread coarsening: how much work a program does. Starting one costs, and what it has loaded can serve more than one row."""
+
+from __future__ import annotations
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+from ultrascale.primer.exercise import Exercise, Variant, launch, pick, random
+
+BLOCK = 256
+ROWS = (1, 2, 4, 16, 64)
+
+
+@triton.jit
+def _scale_columns(x, weights, out, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    scale = tl.load(weights + columns, mask=inside)
+    for step in range(0, ROWS):
+        row = tl.program_id(0).to(tl.int64) * ROWS + step
+        here = inside & (row + tl.zeros_like(columns) < rows)  # as wide as the block: interpreters mask with no single bit
+        tl.store(out + row * width + columns, tl.load(x + row * width + columns, mask=here) * scale, mask=here)
+
+
+def scale_columns(x: torch.Tensor, weights: torch.Tensor, *, rows_each: int) -> torch.Tensor:
+    """[R, W] times [W], `rows_each` rows of a block of columns to a program."""
+    (rows, width), out = x.shape, torch.empty_like(x)
+    grid = (triton.cdiv(rows, rows_each), triton.cdiv(width, BLOCK))
+    launch(_scale_columns, grid, x, weights, out, rows, width, ROWS=rows_each, BLOCK=BLOCK, num_warps=4)
+    return out
+
+
+def exercise(device: torch.device) -> Exercise:
+    """One set of rows, computed by ever fewer programs."""
+    rows, width = pick(device, 2**16, 70), pick(device, 1024, 300)
+    x, weights = random(rows, width, device=device), random(width, device=device, seed=1)
+    return Exercise(
+        "coarsening",
+        "Thread coarsening",
+        "One row to a program loads its weights again for every row, and there are more programs to start than work for them.\n"
+        "Some rows each come near the memory's rate; too many leave multiprocessors idle at the end, with few loads in flight.",
+        tuple(
+            Variant(
+                f"{count} rows a program" if count > 1 else "1 row a program",
+                lambda count=count: scale_columns(x, weights, rows_each=count),
+                lambda: x.double() * weights.double(),
+                num_bytes=(2 * x.numel() + width) * x.element_size(),
+            )
+            for count in ROWS
+        ),
+    )

@@ -1,0 +1,91 @@
+"""Softmax over long rows, naive and online. How often is a row read?
+
+naive    the maximum, then the sum, then the result: three reads
+online   maximum and sum together, the sum made smaller whenever the maximum grows (Milakov and Gimelshein 2018): two
+held     a row that fits a program's registers is read once
+"""
+
+from __future__ import annotations
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+from ultrascale.primer.exercise import Exercise, Variant, launch, narrow, pick, random
+
+
+@triton.jit
+def _part(x, row, first, width, BLOCK: tl.constexpr):
+    at = first + tl.arange(0, BLOCK)
+    return tl.load(x + row * width + at, mask=at < width, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def _write(x, out, row, width, highest, total, BLOCK: tl.constexpr):
+    for first in range(0, width, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        values = tl.exp(_part(x, row, first, width, BLOCK) - highest) / total
+        tl.store(out + row * width + at, values.to(out.dtype.element_ty), mask=at < width)
+
+
+@triton.jit
+def _naive(x, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    highest = -float("inf")
+    for first in range(0, width, BLOCK):
+        highest = tl.maximum(highest, tl.max(_part(x, row, first, width, BLOCK)))
+    total = 0.0
+    for first in range(0, width, BLOCK):
+        total += tl.sum(tl.exp(_part(x, row, first, width, BLOCK) - highest))  # pyright: ignore[reportOperatorIssue]
+    _write(x, out, row, width, highest, total, BLOCK)
+
+
+@triton.jit
+def _online(x, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    highest, total = -float("inf"), 0.0
+    for first in range(0, width, BLOCK):
+        values = _part(x, row, first, width, BLOCK)
+        higher = tl.maximum(highest, tl.max(values))
+        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(values - higher))
+        highest = higher
+    _write(x, out, row, width, highest, total, BLOCK)
+
+
+@triton.jit
+def _held(x, out, width, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    values = _part(x, row, 0, width, BLOCK)
+    values = tl.exp(values - tl.max(values))
+    tl.store(out + row * width + at, (values / tl.sum(values)).to(out.dtype.element_ty), mask=at < width)
+
+
+def softmax(x: torch.Tensor, way: str, *, block: int) -> torch.Tensor:
+    """Softmax of each row of [R, W]; `way`: naive, online or held, which needs `block` of at least W."""
+    out = torch.empty_like(x)
+    kernel = {"naive": _naive, "online": _online, "held": _held}[way]
+    launch(kernel, (x.shape[0],), x, out, x.shape[1], BLOCK=block, num_warps=8)
+    return out
+
+
+def exercise(device: torch.device) -> Exercise:
+    """Rows as wide as a vocabulary, and rows that fit."""
+    wide = random(pick(device, 1024, 6), pick(device, 131072, 700), device=device, dtype=narrow(device))
+    short = random(pick(device, 32768, 6), pick(device, 4096, 100), device=device, dtype=narrow(device))
+    ways = (("naive", wide, pick(device, 8192, 128)), ("online", wide, pick(device, 8192, 128)),
+            ("held", short, pick(device, 4096, 128)))  # fmt: skip
+    return Exercise(
+        "softmax",
+        "Naive and online softmax",
+        "A read and a write must be; naive reads three times and can reach half the memory's rate, online two thirds of it.\n"
+        "The trick of the running maximum is what lets attention walk over its keys once: flash attention is this, twice.",
+        tuple(
+            Variant(
+                f"{way}, rows of {x.shape[1]}",
+                lambda x=x, way=way, block=block: softmax(x, way, block=block),
+                lambda x=x: torch.softmax(x.double(), dim=1),
+                num_bytes=2 * x.numel() * x.element_size(),
+            )
+            for way, x, block in ways
+        ),
+    )

@@ -1,0 +1,105 @@
+"""Schedules from files, in the CSV of `torch.distributed.pipelining` (compute only), or the same cells as a JSON list of lists.
+
+0F0,0F1,,0B0,0B1          a line a rank; STAGE KIND MICRO-BATCH with kinds F B I W; empty cells are pauses, which nothing needs:
+1F0,1B0,1F1,1B1           an action starts as soon as it can. (0F4;3B0)OVERLAP_F_B is a forward beside a backward.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from ultrascale.description.parsing import line_of, parse_json, read_bounded
+from ultrascale.description.problems import MOST_TOLD, Problem, SpecError
+from ultrascale.description.schedules import USUAL
+from ultrascale.schedules.actions import Action, Kind, together
+from ultrascale.schedules.executable import Schedule, check_executable
+
+MOST_TEXT = 4 << 20
+"""Letters of a file: half a million actions, several times as many as are played."""
+_PASS = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
+_PAIR = re.compile(r"\(([0-9]{1,6}F[0-9]{1,6});([0-9]{1,6}B[0-9]{1,6})\)OVERLAP_F_B")
+
+
+def read_schedule(path: Path) -> list[list[Action]]:
+    """The schedule in a CSV or JSON file.
+
+    Raises SpecError if it cannot be read, naming every cell that is wrong, or why it cannot be executed.
+    """
+    remedy = f"`ultrascale show schedule {USUAL} --csv FILE` writes one to start from."
+    try:
+        text = read_bounded(path, MOST_TEXT, encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise SpecError([Problem(str(path), f"is not UTF-8 at byte {error.start}", remedy)]) from None
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        why = "there is no such file" if missing else f"cannot be read: {(error.strerror or str(error)).lower()}"
+        raise SpecError([Problem(str(path), why, remedy)]) from None
+    rows = _json_rows(path, text) if path.suffix == ".json" else _csv_rows(path, text)
+    return parse_schedule(rows, source=str(path))
+
+
+def parse_schedule(rows: Iterable[Iterable[str]], *, source: str = "schedule") -> list[list[Action]]:
+    """The schedule in cells as above, checked. Raises SpecError, its keys beginning with `source`."""
+    schedule: list[list[Action]] = []
+    found: list[Problem] = []
+    for line, row in enumerate(rows, 1):
+        schedule.append([])
+        for column, cell in enumerate(row, 1):
+            if not cell.strip():
+                continue
+            if (action := _action(cell.strip())) is None:
+                remedy = "Write STAGE KIND MICRO-BATCH, as 2F0; kinds F, B, I, W; a pair as (0F4;3B0)OVERLAP_F_B."
+                found.append(Problem(f"{source}:{line}", f"cell {column} is no action: {cell.strip()!r}", remedy))
+                if len(found) == MOST_TOLD:
+                    raise SpecError(found)
+            else:
+                schedule[-1].append(action)
+    if not found and not any(schedule):
+        found.append(Problem(source, "holds no action", "Write one line of actions for each rank."))
+    elif not found:
+        remedy = "Take the line away, or give the rank a stage."
+        idle = [line for line, actions in enumerate(schedule, 1) if not actions]
+        found = [Problem(f"{source}:{line}", f"rank {line - 1} has no action", remedy) for line in idle]
+    if found:
+        raise SpecError(found)
+    check_executable(schedule)
+    return schedule
+
+
+def to_csv(schedule: Schedule) -> str:
+    """The file that torch's `_load_csv` and `read_schedule` read."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([action.cell for action in row] for row in schedule)
+    return out.getvalue()
+
+
+def _action(cell: str) -> Action | None:
+    if found := _PAIR.fullmatch(cell):
+        ahead, back = (_action(part) for part in found.groups())
+        assert ahead is not None and back is not None
+        return together(ahead, back)
+    found = _PASS.fullmatch(cell)
+    return None if found is None else Action(Kind(found[2]), int(found[3]), int(found[1]))
+
+
+def _csv_rows(path: Path, text: str) -> list[list[str]]:
+    reader = csv.reader(io.StringIO(text.rstrip()))  # an empty line at the end is no rank more
+    try:
+        return [*reader]
+    except csv.Error as error:
+        problem = Problem(f"{path}:{reader.line_num}", f"is not CSV: {error}", "Write one line of actions for each rank.")
+        raise SpecError([problem]) from None
+
+
+def _json_rows(path: Path, text: str) -> list[list[str]]:
+    try:
+        rows = parse_json(text)
+    except ValueError as error:
+        raise SpecError([Problem(line_of(error, path), f"is not JSON: {error}", "Write a list of lists of cells.")]) from None
+    if not (isinstance(rows, list) and all(isinstance(row, list) and all(isinstance(c, str) for c in row) for row in rows)):
+        raise SpecError([Problem(str(path), "is not a list of lists of cells", 'Write [["0F0", "0B0"], ["1F0", "1B0"]].')])
+    return rows

@@ -1,0 +1,52 @@
+"""DualPipeV (DeepSeek 2025; "cut-in-half" DualPipe): two stages a rank in a V, forwards run beside backwards.
+
+Rank r holds stages r and 2p-1-r, as in ZB-V. In the steady state every forward runs at the same time as the backward of another
+micro-batch: the all-to-alls of one, expert parallelism's, hide behind the products of the other. At the start and the end
+backwards are cut in two (I, W), so that W fills waiting times.
+
+Idle (p-1)(F&B + B - 3W) a rank with F, B, W of one stage, F&B of a pair; 2p+1 stages' activations.
+Orders after github.com/deepseek-ai/DualPipe (MIT), dualpipev.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ultrascale.schedules.actions import Action, only_micro_batches
+from ultrascale.schedules.kinds.streams import Place, Streams
+
+
+def dualpipe_v(pp: int, num_micro_batches: int, *, ranks: Sequence[int] = ()) -> list[list[Action]]:
+    """The actions of each of `pp` ranks, or of some `ranks`; rank r holds stages r and 2 pp - 1 - r.
+
+    Fewer than 2 pp micro-batches are the first ones of a schedule of so many.
+    """
+    return [only_micro_batches(_rank_actions(rank, pp, num_micro_batches), num_micro_batches) for rank in ranks or range(pp)]
+
+
+def _rank_actions(rank: int, pp: int, num_micro_batches: int) -> list[Action]:
+    return two_streams(rank, pp, max(2 * pp, num_micro_batches), near=lambda k: (rank, k), far=lambda k: (2 * pp - 1 - rank, k))
+
+
+def two_streams(position: int, depth: int, count: int, *, near: Place, far: Place) -> list[Action]:
+    """The actions of the rank `position` of `depth`, where two streams of `count` micro-batches meet.
+
+    `near`: the stream that reaches this rank from outside. `far`: the one that comes back from the rank where the streams turn,
+    which is the last of `depth`.
+    """
+    streams = Streams(near, far)
+    behind = depth - position - 1
+    steady = count - 2 * depth + position + 1
+    streams.add("F0", 2 * behind)
+    streams.add("F0 F1", position + 1)
+    streams.add("I1 W F1", behind)
+    # Where the streams turn the first two passes are not run together: that would only lengthen the fill.
+    streams.add("F0 B1 F1&B0" if behind == 0 else "F0&B1 F1&B0")
+    streams.add("F0&B1 F1&B0", steady - 1)
+    streams.add("B1 F1&B0", behind)
+    both = ["B1", "B0"] * (position + 1)
+    whole = position + 1  # half of them: the others let W wait until there is nothing better to do
+    streams.add(" ".join(both[:whole] + [step.replace("B", "I") for step in both[whole:]]))
+    streams.add("W I0", behind)
+    streams.add("W", position + 1)
+    return streams.actions

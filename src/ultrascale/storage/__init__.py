@@ -1,0 +1,29 @@
+"""Storage of files: a folder, or a bucket of an object store, behind one class.
+
+store    what both can do: read, conditional put, list by prefix, remove
+files    a folder
+objects  s3://, gs://, az:// through obstore, whose one wheel has no dependencies, retries, and puts on a condition
+parts    a large file as many objects, each with its checksum
+"""
+
+from ultrascale.storage.errors import ConflictError, DamagedError, MissingError, StorageError
+from ultrascale.storage.location import join_url, open_store, url_of
+from ultrascale.storage.parts import Part, download_file, read_parts, upload_file
+from ultrascale.storage.store import Store, Stored, Version
+
+__all__ = [
+    "ConflictError",
+    "DamagedError",
+    "MissingError",
+    "Part",
+    "StorageError",
+    "Store",
+    "Stored",
+    "Version",
+    "download_file",
+    "join_url",
+    "open_store",
+    "read_parts",
+    "upload_file",
+    "url_of",
+]

@@ -1,0 +1,158 @@
+"""A folder as a store: what a shared disk offers, under the rules of an object store."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ultrascale.storage.errors import ConflictError, MissingError, StorageError
+from ultrascale.storage.store import Store, Stored, Version
+
+_PARTIAL = ".put-"
+_LOCK = ".publish.lock"
+
+
+class FileStore(Store):
+    """The folder `root`, which is made with the first object."""
+
+    def __init__(self, root: Path):
+        self.root = root.absolute()
+        self.url = str(self.root)
+
+    def read(self, key: str) -> bytes:
+        with self._told(key, "read"):
+            return self._path(key).read_bytes()
+
+    def read_version(self, key: str) -> tuple[bytes, Version]:
+        data = self.read(key)
+        return data, _version(data)
+
+    def read_range(self, key: str, begin: int, end: int) -> bytes:
+        with self._told(key, "read"), open(self._path(key), "rb") as file:
+            return os.pread(file.fileno(), end - begin, begin)
+
+    def size(self, key: str) -> int:
+        with self._told(key, "read"):
+            return self._path(key).stat().st_size
+
+    def write(self, key: str, data: bytes | memoryview) -> None:
+        with self._told(key, "written"), self._partial(key) as partial:
+            os.replace(_written(partial, data), self._path(key))
+
+    def write_file(self, key: str, path: Path) -> None:
+        with open(path, "rb") as source, self._told(key, "written"), self._partial(key) as partial:
+            with open(partial, "xb") as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+                target.flush()
+                os.fsync(target.fileno())
+            os.replace(partial, self._path(key))
+
+    def publish(self, key: str, data: bytes, *, replacing: Version | None) -> Version:
+        with self._told(key, "written"), self._partial(key) as partial, self._alone():
+            _written(partial, data)
+            try:
+                now = self.read(key)
+            except MissingError:
+                now = None
+            if now == data:
+                return _version(data)
+            if (None if now is None else _version(now)) != replacing:
+                raise ConflictError(f"{self.where(key)} was written by somebody else.")
+            os.replace(partial, self._path(key))
+            _sync(self._path(key).parent)
+        return _version(data)
+
+    def names(self, prefix: str) -> tuple[list[Stored], list[str]]:
+        objects, folders = [], []
+        with self._told(prefix, "listed"):
+            for entry in sorted(self._entries(prefix), key=lambda entry: entry.name):
+                if entry.is_dir():
+                    folders.append(entry.name)
+                elif not _is_own(entry.name):
+                    objects.append(Stored(entry.name, entry.stat().st_size))
+        return objects, folders
+
+    def walk(self, prefix: str) -> Iterator[Stored]:
+        objects, folders = self.names(prefix)
+        start = f"{prefix.rstrip('/')}/" if prefix else ""
+        yield from (Stored(f"{start}{one.key}", one.bytes) for one in objects)
+        for folder in folders:
+            yield from self.walk(f"{start}{folder}")
+
+    def remove(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            path = self._path(key)
+            with self._told(key, "removed"), suppress(FileNotFoundError):
+                path.unlink()
+            with suppress(OSError):  # not empty: others are there
+                while (path := path.parent) != self.root:
+                    path.rmdir()
+
+    def _path(self, key: str) -> Path:
+        return self.root / key
+
+    def _entries(self, prefix: str) -> list[os.DirEntry[str]]:
+        try:
+            with os.scandir(self._path(prefix)) as entries:
+                return list(entries)
+        except FileNotFoundError:
+            return []
+
+    @contextmanager
+    def _partial(self, key: str) -> Iterator[Path]:
+        """A name beside the object's for what is not whole yet."""
+        path = self._path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{_PARTIAL}{uuid.uuid4().hex}")
+        try:
+            yield partial
+        finally:
+            with suppress(OSError):
+                partial.unlink()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While inside, no other process publishes here."""
+        with open(self._path(_LOCK), "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    @contextmanager
+    def _told(self, key: str, done: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise MissingError(f"{self.where(key)} is not there.") from error
+        except OSError as error:
+            remedy = " Free space or choose another store." if error.errno in (27, 28, 122) else ""
+            raise StorageError(f"{self.where(key)} cannot be {done}: {error.strerror}.{remedy}") from error
+
+
+def _written(path: Path, data: bytes | memoryview) -> Path:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return path
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _version(data: bytes) -> Version:
+    return Version(hashlib.sha256(data).hexdigest())
+
+
+def _is_own(name: str) -> bool:
+    return name.startswith(_PARTIAL) or name == _LOCK

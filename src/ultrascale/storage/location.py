@@ -1,0 +1,60 @@
+"""Location of a store: `s3://bucket/prefix`, `gs://`, `az://container/prefix`, `file:///folder`, or a plain path."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ultrascale.storage.errors import StorageError
+from ultrascale.storage.store import Store
+
+SCHEMES = ("s3", "gs", "az")
+PATIENCE_SECONDS = 120.0
+"""Requests that fail in a way that may pass are sent again for so long."""
+_URL = re.compile(r"([a-z][a-z0-9+.-]*):/{1,3}(.*)", re.DOTALL)
+
+
+def url_of(place: str | Path) -> str | None:
+    """The URL in `place`; None for a plain path. One that went through `Path`, which takes a slash away, is mended."""
+    match = _URL.fullmatch(str(place))
+    if match is None:
+        return None
+    scheme, rest = match[1], match[2].rstrip("/")
+    return f"file:///{rest}" if scheme == "file" else f"{scheme}://{rest}"
+
+
+def join_url(url: str, *names: str) -> str:
+    """`url` with names under it."""
+    return "/".join([url.rstrip("/"), *names])
+
+
+def url_problem(place: str) -> str | None:
+    """Why `place` cannot name a store; None if it can, as far as can be seen without asking it."""
+    url = url_of(place)
+    if url is None:
+        return None if place else "is empty"
+    scheme, rest = url.split("://", 1)
+    if scheme == "hf":
+        return "hf:// is a repository of commits, which takes no put on a condition: keep the run in a bucket, and push exports"
+    if scheme not in (*SCHEMES, "file"):
+        return f"{scheme}:// is none of {', '.join(f'{one}://' for one in SCHEMES)}, file:// or a path"
+    if "@" in rest or "?" in rest:
+        return "must hold no credentials: they come from the environment"
+    if not rest.strip("/").split("/")[0]:
+        return f"names no bucket: expected {scheme}://BUCKET/PREFIX"
+    return None
+
+
+def open_store(place: str | Path, *, patience_seconds: float = PATIENCE_SECONDS) -> Store:
+    """The store at a URL or path; nothing is asked of it yet. Raises StorageError if it cannot be one."""
+    problem = url_problem(str(place))
+    if problem is not None:
+        raise StorageError(f"{place}: {problem}.")
+    url = url_of(place)
+    if url is None or url.startswith("file://"):
+        from ultrascale.storage.files import FileStore
+
+        return FileStore(Path(place) if url is None else Path(url.removeprefix("file://")))
+    from ultrascale.storage.objects import ObjectStore
+
+    return ObjectStore(url, patience_seconds=patience_seconds)

@@ -1,0 +1,91 @@
+"""`Store`: the one seam to where files are kept. Keys are relative and joined by `/`.
+
+A reader sees an object whole or not at all. Nothing is ever renamed: what must appear in one piece is made of objects that
+nobody looks for, and then of one that names them, which `publish` writes on a condition.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ultrascale.storage.errors import DamagedError
+
+
+@dataclass(frozen=True)
+class Version:
+    """One state of one object: the tag of its content, and where the store counts versions, the number."""
+
+    tag: str
+    number: str | None = None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An object of a listing."""
+
+    key: str
+    bytes: int
+
+
+class Store(ABC):
+    """A place for files. All methods may be called from any thread, and raise StorageError."""
+
+    url: str
+    """URL as a person writes it, without a trailing `/`."""
+
+    def where(self, key: str) -> str:
+        """The URL of an object."""
+        return f"{self.url}/{key}"
+
+    @abstractmethod
+    def read(self, key: str) -> bytes:
+        """All of an object. Raises MissingError if there is none."""
+
+    @abstractmethod
+    def read_version(self, key: str) -> tuple[bytes, Version]:
+        """All of an object, and which state of it that is. Raises MissingError if there is none."""
+
+    @abstractmethod
+    def read_range(self, key: str, begin: int, end: int) -> bytes:
+        """Bytes `begin` to `end` - 1 of an object; fewer where it ends before. Raises MissingError if there is none."""
+
+    @abstractmethod
+    def size(self, key: str) -> int:
+        """Length in bytes. Raises MissingError if there is none."""
+
+    @abstractmethod
+    def write(self, key: str, data: bytes | memoryview) -> None:
+        """Make or replace an object."""
+
+    @abstractmethod
+    def write_file(self, key: str, path: Path) -> None:
+        """Make or replace an object with what a file holds, however large. Raises OSError if the file cannot be read."""
+
+    @abstractmethod
+    def publish(self, key: str, data: bytes, *, replacing: Version | None) -> Version:
+        """Make an object, or replace that state of it; the new state. Raises ConflictError if it is there already, or is in
+        another state. Done again after an answer was lost, it succeeds: what is there is the same then."""
+
+    @abstractmethod
+    def names(self, prefix: str) -> tuple[list[Stored], list[str]]:
+        """Objects right under the folder `prefix`, and names of the folders there, both by their own names."""
+
+    @abstractmethod
+    def walk(self, prefix: str) -> Iterator[Stored]:
+        """Every object anywhere under the folder `prefix`, by its key."""
+
+    @abstractmethod
+    def remove(self, keys: Iterable[str]) -> None:
+        """Remove objects; those that are not there are passed over."""
+
+    def expect_usable(self, probe: str) -> None:
+        """Prove that objects can be written, read, listed and removed here, with one of the name `probe`."""
+        content = probe.encode()
+        self.write(probe, content)
+        if self.read(probe) != content:
+            raise DamagedError(f"{self.where(probe)} does not hold what was just written there: choose another store.")
+        self.names("")
+        self.remove([probe])

@@ -1,0 +1,63 @@
+"""Results of a sweep in a store, for machines that share no file system: each takes what the others have measured."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ultrascale.storage import Store, Stored
+from ultrascale.sweep.cells import Place
+
+RESULT, FAILURE = "speed.json", "failed.json"
+KEPT = ("run.toml", "log.txt", RESULT, FAILURE)
+"""Files of a cell in the order in which they are written: a cell with a result there has the others too."""
+
+
+class SharedCells:
+    """The folder of a sweep's cells in `store`, by the names of those here. Raises StorageError if it cannot be used.
+
+    With `again` failures there count as none. A cell is not claimed: two machines at one cell both measure it, and the last
+    result stays.
+    """
+
+    def __init__(self, store: Store, *, again: bool):
+        self.store, self.again = store, again
+        store.expect_usable(f".probe-{uuid.uuid4().hex}")
+
+    def brought(self, places: Iterable[Place]) -> Iterator[Place]:
+        """Each of `places` in turn, with the result or the failure that is in the store by then if it has neither here."""
+        for place in places:
+            if place.result is None and place.failure is None:
+                self._bring(place)
+            yield place
+
+    def send(self, place: Place) -> None:
+        """Write what came of a cell to the store, unless it is there."""
+        files = [name for name in KEPT if (place.path / name).exists()]
+        if RESULT not in files and FAILURE not in files:
+            return
+        there = {one.key: one.bytes for one in self._names(place)}
+        if RESULT in files:
+            self.store.remove([self._key(place, FAILURE)] if FAILURE in there else [])
+        for name in files:
+            if there.get(name) != (place.path / name).stat().st_size:
+                self.store.write_file(self._key(place, name), place.path / name)
+
+    def send_files(self, paths: Iterable[Path]) -> None:
+        """Write the table and the pictures of a sweep beside its cells."""
+        for path in paths:
+            self.store.write_file(path.name, path)
+
+    def _bring(self, place: Place) -> None:
+        there = {one.key for one in self._names(place)}
+        wanted = {RESULT} if self.again else {RESULT, FAILURE}
+        for name in KEPT if there & wanted else ():
+            if name in there and (name in wanted or name == "log.txt"):
+                place.keep(name, self.store.read(self._key(place, name)))
+
+    def _names(self, place: Place) -> list[Stored]:
+        return self.store.names(f"cells/{place.path.name}")[0]
+
+    def _key(self, place: Place, name: str) -> str:
+        return f"cells/{place.path.name}/{name}"

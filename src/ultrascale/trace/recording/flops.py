@@ -1,0 +1,96 @@
+"""FLOPs of operations, by their shapes: torch's own formulas (`torch.utils.flop_counter`), and those that it lacks.
+
+Attention counts every pair of a query and a key once, as torch does: of causal attention half of them are masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from ultrascale.kernels.fp8.fp8_grouped import scaled_groups, scaled_outer_groups
+
+_aten = torch.ops.aten
+Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
+
+
+def _of_torch(packet: Any) -> Formula:
+    formula = flop_registry[packet]
+    return lambda args, options, result: formula(*args, **options, out_val=result)
+
+
+def _mm(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+    left, right = args[0], args[1]
+    return 2 * left.shape[0] * left.shape[1] * right.shape[1]
+
+
+def _added_mm(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+    return _mm(args[1:], options, result)
+
+
+def _linear(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+    return 2 * result.numel() * args[0].shape[-1]
+
+
+def _grouped(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+    left, right = args[0], args[1]
+    return 2 * left.shape[0] * left.shape[1] * right.shape[-1]
+
+
+def _scaled_groups(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+    return 2 * result.numel() * args[0].shape[1]
+
+
+def _scaled_outer_groups(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+    left, _, right = args[:3]
+    return 2 * left.shape[0] * left.shape[1] * right.shape[1]
+
+
+def _attention(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+    query, key, value = args[:3]
+    return sdpa_flop_count(query.shape, _repeated(key, query), _repeated(value, query))
+
+
+def _attention_backward(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+    grad, query, key, value = args[:4]
+    return sdpa_backward_flop_count(grad.shape, query.shape, _repeated(key, query), _repeated(value, query))
+
+
+def _span_attention(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+    """FLOPs as over the full square of each sequence: where documents end is no shape."""
+    query, _, value, _, _, longest = args[:6]
+    return 2 * query.shape[0] * query.shape[1] * longest * (query.shape[2] + value.shape[2])
+
+
+def _span_attention_backward(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+    _, query, _, value, _, _, _, _, longest = args[:9]
+    return 2 * query.shape[0] * query.shape[1] * longest * (3 * query.shape[2] + 2 * value.shape[2])
+
+
+def _repeated(key: Tensor, query: Tensor) -> tuple[int, ...]:
+    """Shape of `key` repeated to the heads of the queries: torch's formula knows no groups."""
+    return (key.shape[0], query.shape[1], *key.shape[2:])
+
+
+FLOPS: dict[Any, Formula] = {packet: _of_torch(packet) for packet in flop_registry if hasattr(packet, "overloads")} | {
+    _aten.mm: _mm,
+    _aten.addmm: _added_mm,
+    _aten.addmm_: _added_mm,
+    _aten.linear: _linear,
+    _aten.matmul: _linear,
+    _aten._grouped_mm: _grouped,
+    scaled_groups._opoverload.overloadpacket: _scaled_groups,
+    scaled_outer_groups._opoverload.overloadpacket: _scaled_outer_groups,
+    _aten._scaled_dot_product_flash_attention: _attention,
+    _aten._scaled_dot_product_efficient_attention: _attention,
+    _aten._flash_attention_forward: _span_attention,
+    _aten._flash_attention_backward: _span_attention_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_backward: _attention_backward,
+    _aten._scaled_dot_product_efficient_attention_backward: _attention_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}

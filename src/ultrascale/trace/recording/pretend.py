@@ -1,0 +1,224 @@
+"""A rank that believes it is one of many, on a device that is not here.
+
+    processes    a backend that completes every message at once, and the groups of this rank alone
+    device       the meta device, which stands for the target's (`kernels.choice.device_kind`); weights are not drawn
+    FSDP2        takes the meta device for one with streams, whose names are told to whoever counts memory
+    kernels      attention and RMSNorm choose in C++ by the device: here by what they would choose on the target
+
+Everything that is replaced is named in this file, is of torch or of `parallel.apply`, and is put back.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.optim.optimizer as torch_optimizer
+from torch import Tensor
+from torch.distributed.tensor import debug
+from torch.nn import functional as F
+
+from ultrascale.kernels.choice.device_kind import Kind, meta_stands_for
+from ultrascale.parallel import apply
+from ultrascale.parallel.mesh import Ranks
+from ultrascale.torch_private import FakeProcessGroup, FakeWork, FSDPParam, FSDPParamGroup, HashStore, fsdp_modules
+
+META = torch.device("meta")
+BACKEND = "ultrascale_trace"
+_aten = torch.ops.aten
+
+
+@contextmanager
+def pretended_rank(rank: int, world: int, kind: Kind) -> Iterator[tuple[Ranks, Streams]]:
+    """Be `rank` of `world` on a device of this `kind`. No process group may be up."""
+    assert not dist.is_initialized(), "this process is a rank of a run already"
+    streams = Streams(kind)
+    forget_meshes()
+    with ExitStack() as undo:
+        undo.callback(forget_meshes)
+        undo.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", FutureWarning)  # torch's, of names that older versions have alone
+        undo.enter_context(meta_stands_for(kind))
+        for owner, name, value in _replacements(kind, streams):
+            undo.enter_context(replaced(owner, name, value))
+        group = None
+        if world > 1:
+            _join(rank, world)
+            undo.callback(dist.destroy_process_group)
+            group = dist.group.WORLD
+        yield Ranks(rank, world, META, group), streams
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, `owner.name` is `value`. Raises AttributeError if it has no such attribute."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def forget_meshes() -> None:
+    """Drops the caches of ranks that this process was before: DTensor keeps what it knows by meshes, and those of two ranks may
+    be equal."""
+    for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+        getattr(debug, name, lambda: None)()
+
+
+def _replacements(kind: Kind, streams: Streams) -> Iterator[tuple[Any, str, Any]]:
+    fsdp = fsdp_modules()
+    yield fsdp["_fully_shard"], "_get_device_from_mesh", lambda mesh: META
+    for name in ("_fsdp_param_group", "_fsdp_state", "_fsdp_collectives"):
+        yield fsdp[name], "_get_device_handle", lambda device: streams
+    yield FakeWork, "is_completed", lambda work: True
+    yield torch.accelerator, "current_stream", streams.current_stream
+    yield FSDPParamGroup, "_validate_no_meta_params", lambda group: None
+    yield FSDPParam, "reset_sharded_param", _padding(FSDPParam.reset_sharded_param)
+    yield torch_optimizer, "_get_fused_kernels_supported_devices", lambda: ["meta", "cpu", "cuda"]
+    yield apply, "initialise", lambda *given, **options: None
+    yield F, "scaled_dot_product_attention", _attention_of[kind]
+    if kind == "cuda":
+        yield F, "rms_norm", _fused_rms_norm
+
+
+def _padding(reset: Callable[[Any], None]) -> Callable[[Any], None]:
+    """FSDP2's `reset_sharded_param`, which leaves shards on the meta device as long as they are: elsewhere it pads shorter ones
+    to the length of the first rank's."""
+
+    def padded(parameter: Any) -> None:
+        reset(parameter)
+        shard, size = parameter.sharded_param._local_tensor, parameter.padded_sharded_param_size
+        if shard.is_meta and shard.untyped_storage().nbytes() < size.numel() * shard.itemsize:
+            whole = shard.new_zeros(size)
+            parameter._sharded_param_data = whole.view(-1)
+            parameter.sharded_param._local_tensor = whole.narrow(0, 0, len(shard))
+
+    return padded
+
+
+def _join(rank: int, world: int) -> None:
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, _create_backend, extended_api=True, devices=["cpu", "meta"])
+    dist.init_process_group(BACKEND, rank=rank, world_size=world, store=HashStore())
+
+
+def _create_backend(common: Any, options: Any) -> FakeProcessGroup:
+    return FakeProcessGroup._create_internal(common.group_rank, common.group_size, options)  # pyright: ignore[reportCallIssue]
+
+
+class Streams:
+    """Stand-in for the parts of a device's module (`torch.cuda`, `torch.cpu`) that FSDP2 uses."""
+
+    def __init__(self, kind: Kind):
+        self.kind = kind
+        self.compute = Stream("compute")
+        self.current = self.compute
+        self.made = 0
+
+    def Stream(self, *unused: Any, **options: Any) -> Stream:
+        """A new one. FSDP2 makes four, of which the names say what for."""
+        names = ("gather copies", "gathers", "reductions", "sums over copies")
+        name = names[self.made % len(names)] if self.kind == "cuda" else "compute"
+        self.made += 1
+        return Stream(name)
+
+    def Event(self, *unused: Any, **options: Any) -> Event:
+        return Event()
+
+    def current_stream(self, *unused: Any) -> Stream:
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        """Inside, what is allocated belongs to `stream`."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+class Event:
+    """Something that has happened."""
+
+    def record(self, *unused: Any) -> Event:
+        return self
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self, *unused: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Stream:
+    """A queue of work that is done."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def wait_stream(self, stream: Stream) -> None: ...
+
+    def wait_event(self, event: Event) -> None: ...
+
+    def record_event(self, *unused: Any) -> Event:
+        return Event()
+
+
+def _attention_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    out, _ = _aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+    )
+    return out
+
+
+def _attention_on_cuda(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    if query.dtype == torch.float64:
+        return _attention_in_products(query, key, value, attn_mask, is_causal, scale)
+    one_width = query.shape[-1] == value.shape[-1]
+    if attn_mask is None and one_width and query.dtype in (torch.bfloat16, torch.float16):
+        return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
+    needs = torch.is_grad_enabled() and query.requires_grad
+    return _aten._scaled_dot_product_efficient_attention(query, key, value, bias, needs, dropout_p, is_causal, scale=scale)[0]
+
+
+def _attention_in_products(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> Tensor:
+    return _aten._scaled_dot_product_attention_math(query, key, value, mask, 0.0, is_causal, scale=scale)[0]
+
+
+_attention_of: dict[Kind, Callable[..., Tensor]] = {"cpu": _attention_on_cpu, "cuda": _attention_on_cuda}
+
+
+def _fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    return _RMSNorm.apply(x, weight)  # pyright: ignore[reportReturnType]
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Stand-in for CUDA's fused kernel, which makes and saves the input, the weight and one number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        rows = x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
+        ctx.save_for_backward(x, weight, rows)
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)

@@ -1,0 +1,61 @@
+"""Results of operations that were seen before, made from memory: shapes in, shapes out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in lists and tuples, one in the other."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors_in(one)
+
+
+def key_of(value: Any) -> Any:
+    """Key of everything that a result's shape depends on. Raises TypeError where that cannot be a key."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device.type
+    if isinstance(value, list | tuple):
+        return tuple(map(key_of, value))
+    return type(value), value
+
+
+def recipe_of(result: Any, args: Any, options: Any) -> Any:
+    """Recipe to make the result again; False if it is no new memory of its own, or more of it than its shape needs."""
+    inputs = {one.untyped_storage()._cdata for one in tensors_in((*args, *options.values()))}
+    return _recipe(result, inputs)
+
+
+def _recipe(result: Any, inputs: set[int]) -> Any:
+    if isinstance(result, Tensor):
+        storage = result.untyped_storage()
+        if result.device.type != "meta" or result.storage_offset() or storage._cdata in inputs:
+            return False
+        return (Tensor, tuple(result.shape), result.stride(), result.dtype) if storage.nbytes() == _extent(result) else False
+    if isinstance(result, list | tuple):
+        parts = [_recipe(one, inputs) for one in result]
+        return False if False in parts else (list if isinstance(result, list) else tuple, parts)
+    return (None, result)
+
+
+def _extent(tensor: Tensor) -> int:
+    if not tensor.numel():
+        return 0
+    return (1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.itemsize
+
+
+def made(recipe: Any) -> Any:
+    """New tensors on the meta device."""
+    kind = recipe[0]
+    if kind is Tensor:
+        return torch.empty_strided(recipe[1], recipe[2], dtype=recipe[3], device="meta")
+    if kind is None:
+        return recipe[1]
+    return kind(made(one) for one in recipe[1])

@@ -1,0 +1,294 @@
+"""Every operation of a rank, seen as it is dispatched: what it allocates, sends and computes.
+
+On the meta device nothing is computed, and most operations repeat: for one that neither writes nor gives views its results are
+made from what the first with the same shapes gave, at a tenth of the time of torch's shape functions. What only values could
+tell is pretended: a number that the trainer reads is 2, and of experts every one is chosen equally often
+(`trace.recording.routing`). A model that reads one is refused, with the operation and the line.
+
+The same recorder counts a step that really runs on the CPU (`is_real`): tests hold the one to the other.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ultrascale.kernels.fp8 import fp8_matrices as fp8
+from ultrascale.parallel import all_to_all
+from ultrascale.parallel.precision import fp8_wires
+from ultrascale.parallel.tensor import tensor_ops
+from ultrascale.torch_private import CustomOpDef, FakeWork, TorchDispatchMode, in_backward_pass, shapes_are_asked_for
+from ultrascale.trace.groups import group_of
+from ultrascale.trace.recording.flops import FLOPS
+from ultrascale.trace.recording.recipes import key_of, made, recipe_of, tensors_in
+from ultrascale.trace.recording.record import RankTrace, Sent
+from ultrascale.trace.recording.storages import AGAIN, Storages
+from ultrascale.trace.views.lines import line_of_code, line_of_ours, may_read
+
+_aten = torch.ops.aten
+PRETENDED_NUMBER = 2.0
+"""Value of every number that the trainer reads from the device: a norm above any limit, so that gradients are clipped."""
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class TraceError(RuntimeError):
+    """Something that cannot be traced."""
+
+
+class Recorder(Storages):
+    """Writes down what happens while it is entered, of storages from `watch` on."""
+
+    def __init__(self, trace: RankTrace, *, is_real: bool = False, stream_name: Callable[[], str] = lambda: "compute"):
+        super().__init__(trace, is_real=is_real, stream_name=stream_name)
+        self._handlers: dict[Any, Handler] = {}
+        self._known: dict[Any, Any] = {}
+        self._flops_of: dict[Any, int] = {}
+
+    def __enter__(self) -> Recorder:
+        self._patch(torch.UntypedStorage, "resize_", self._after_resize)
+        self._watch_recomputation()
+        self._watch_fsdp()
+        TorchDispatchMode.__enter__(self)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.trace.ticks, self.is_counting = self._tick, False
+        self._numbers.clear()
+        self._references.clear()
+        self._hidden.clear()
+        super().__exit__(*exc)
+
+    # Operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for kind in types:
+            if issubclass(kind, DTensor):
+                return NotImplemented
+        if shapes_are_asked_for():  # DTensor, asking itself for shapes
+            return func(*args, **(kwargs or {}))
+        handler = self._handlers.get(func)
+        if handler is None:
+            handler = self._handlers[func] = self._handler(func)
+        self._tick += 1
+        try:
+            return handler(func, args, kwargs or {})
+        except NotImplementedError as error:
+            raise _needs_values(func, "its result's shape, or what is done next, depends on them") from error
+
+    def _handler(self, func: Any) -> Handler:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            return self._communicate
+        if (own := OWN_OPERATIONS.get(func)) is not None:
+            return lambda func, args, options: self._inside(own, args, options)
+        if self.is_real:
+            return self._really
+        if func in SPECIAL:
+            return SPECIAL[func].__get__(self)
+        schema, name = func._schema, func._schema.name.rpartition("::")[2]
+        if func.namespace != "aten" or torch.Tag.inplace_view in func.tags or name.endswith(("resize_", "set_")):
+            return self._run
+        if not schema.is_mutable and not any(one.alias_info for one in schema.returns):
+            return self._make
+        writes = schema.arguments[0].alias_info is not None and name.endswith("_")
+        return self._write if writes and len(schema.returns) < 2 else self._run
+
+    def _inside(self, implementation: Callable[..., Any], args: Any, options: Any) -> Any:
+        """An operation of ours, of which the parts are seen."""
+        TorchDispatchMode.__enter__(self)
+        try:
+            return implementation(*args, **options)
+        finally:
+            TorchDispatchMode.__exit__(self, None, None, None)
+
+    def _really(self, func: Any, args: Any, options: Any) -> Any:
+        result = func(*args, **options)
+        self._count_flops(func, args, options, result)
+        for tensor in tensors_in((*args, *options.values())):
+            self._count(tensor, self._region or "other")
+        self._count_all(result, func)
+        return result
+
+    def _run(self, func: Any, args: Any, options: Any) -> Any:
+        """Runs an operation on the meta device, by torch's own shape function."""
+        result = func(*args, **options)
+        self._count_flops(func, args, options, result)
+        self._count_all(result, func)
+        return result
+
+    def _write(self, func: Any, args: Any, options: Any) -> Any:
+        """Handles an operation in place: there is nothing to do."""
+        first = args[0]
+        example = first[0] if isinstance(first, list | tuple) else first
+        if not isinstance(example, Tensor) or example.device.type != "meta":
+            if func is _aten.copy_.default and args[1].device.type == "meta":
+                return first
+            return self._run(func, args, options)
+        if func._overloadpacket in FLOPS:
+            self._add_flops(func, FLOPS[func._overloadpacket](args, options, first))
+        return first if func._schema.returns else None
+
+    def _make(self, func: Any, args: Any, options: Any) -> Any:
+        """New tensors, made from memory of what the first with such shapes gave."""
+        try:
+            key = (func, key_of(args), key_of(tuple(options.items())) if options else None)
+            known = self._known.get(key)
+        except TypeError:
+            return self._run(func, args, options)
+        if known is None:
+            result = func(*args, **options)
+            self._known[key] = recipe_of(result, args, options)
+            self._flops_of[key] = self._flops(func, args, options, result)
+        elif known is False:
+            result = func(*args, **options)
+        else:
+            result = made(known)
+        if flops := self._flops_of[key]:
+            self._add_flops(func, flops)
+        if known:
+            self._add_new(result, func)
+        else:
+            self._count_all(result, func)
+        return result
+
+    # What only values tell
+
+    def _read_number(self, func: Any, args: Any, options: Any) -> Any:
+        (tensor,) = args
+        if tensor.device.type != "meta":
+            return func(*args, **options)
+        if not may_read(sys._getframe()):
+            raise _needs_values(func, "the host reads a number, on which shapes and branches may depend")
+        if tensor.dtype.is_floating_point:
+            return PRETENDED_NUMBER
+        return True if tensor.dtype is torch.bool else 0
+
+    def _to_copy(self, func: Any, args: Any, options: Any) -> Any:
+        device = options.get("device")
+        if device is not None and device.type == "cpu" and args[0].device.type == "meta":
+            if not may_read(sys._getframe()):
+                raise _needs_values(func, "numbers are copied to the host, which may do anything with them")
+            result = torch.zeros(args[0].shape, dtype=options.get("dtype") or args[0].dtype)
+            self._hide(result.untyped_storage())  # on a CPU it would be no copy
+            return result
+        if device is not None and device.type == "meta" and args[0].device.type == "cpu":
+            result = func(*args, **options)
+            self._count(result, "other")  # a batch, on its way to the device
+            return result
+        return self._make(func, args, options)
+
+    def _lift(self, func: Any, args: Any, options: Any) -> Any:
+        """Handles a tensor that comes from NumPy or Python: a batch."""
+        self._count(args[0], "other")
+        return func(*args, **options)
+
+    def _bincount(self, func: Any, args: Any, options: Any) -> Any:
+        if args[0].device.type != "meta":
+            return func(*args, **options)
+        bins = options.get("minlength", args[2] if len(args) > 2 else 0)
+        result = torch.empty(bins, dtype=torch.int64, device="meta")
+        self._count_all(result, func)
+        return result
+
+    def _grouped_mm(self, func: Any, args: Any, options: Any) -> Any:
+        """torch's shape function knows bf16 alone, its kernels more."""
+        left, right = args[0], args[1]
+        ends = options.get("offs", args[2] if len(args) > 2 else None)
+        groups = (len(ends),) if right.dim() == 2 and ends is not None else ()
+        result = left.new_empty(*groups, left.shape[-2], right.shape[-1])
+        self._count_flops(func, args, options, result)
+        self._count_all(result, func)
+        return result
+
+    # Messages
+
+    def _communicate(self, func: Any, args: Any, options: Any) -> Any:
+        self._note(func, args)
+        if self.is_real:
+            return func(*args, **options)
+        if func.namespace != "c10d":
+            raise TraceError(f"{func} at {line_of_code(sys._getframe())} is a collective that a trace does not know")
+        work = FakeWork().boxed()
+        return work if len(func._schema.returns) == 1 else (args[0], work)
+
+    def _note(self, func: Any, args: Any) -> None:
+        name = func._schema.name.rpartition("::")[2]
+        kind, of = KINDS.get(name, (name, 0))
+        group = next((one for one in map(_as_group, args) if one is not None), None)
+        ranks = dist.get_process_group_ranks(group)
+        if len(ranks) == 1:
+            return
+        tensors = list(tensors_in(args[of])) if args else []
+        found = group_of(self.trace.layout, ranks)
+        line, is_host = line_of_ours(sys._getframe()), bool(tensors) and tensors[0].device.type == "cpu" and not self.is_real
+        size = sum(tensor.nbytes for tensor in tensors)
+        if tensors and tensors[0].dtype == torch.int64:
+            kind = f"{kind} of counts"
+        self.trace.sent.append(
+            Sent(self._tick, self._step, kind, *found, size, line, f"{self._during} {self._block}".strip(), is_host, self.times)
+        )
+
+    # FLOPs
+
+    def _count_flops(self, func: Any, args: Any, options: Any, result: Any) -> None:
+        if flops := self._flops(func, args, options, result):
+            self._add_flops(func, flops)
+
+    def _flops(self, func: Any, args: Any, options: Any, result: Any) -> int:
+        formula = FLOPS.get(func._overloadpacket)
+        return 0 if formula is None else formula(args, options, result)
+
+    def _add_flops(self, func: Any, flops: int) -> None:
+        self.trace.flops[self._step, func._schema.name.rpartition("::")[2], self._pass()] += flops * self.times
+
+    def _pass(self) -> str:
+        if not in_backward_pass():
+            return "forward"
+        return "recomputed" if self._block.endswith(AGAIN) else "backward"
+
+
+def _needs_values(func: Any, why: str) -> TraceError:
+    return TraceError(
+        f"{func} at {line_of_code(sys._getframe())} needs values, and a trace has shapes alone: {why}. "
+        "Write it without, such as with torch.where or a fixed size."
+    )
+
+
+def _as_group(value: Any) -> dist.ProcessGroup | None:
+    if isinstance(value, dist.ProcessGroup):
+        return value
+    if isinstance(value, torch.ScriptObject):
+        try:
+            return dist.ProcessGroup.unbox(value)
+        except (RuntimeError, TypeError):
+            return None
+    return None
+
+
+OWN_OPERATIONS = {
+    value._opoverload: value._init_fn
+    for module in (tensor_ops, all_to_all, fp8_wires, fp8)
+    for value in vars(module).values()
+    if isinstance(value, CustomOpDef)
+}
+"""Operations of ours, seen from inside: what they gather is memory, and what they send are messages."""
+SPECIAL = {
+    _aten._local_scalar_dense.default: Recorder._read_number,
+    _aten._to_copy.default: Recorder._to_copy,
+    _aten.lift_fresh.default: Recorder._lift,
+    _aten.bincount.default: Recorder._bincount,
+    _aten._grouped_mm.default: Recorder._grouped_mm,
+}
+KINDS = {
+    "allreduce_": ("all_reduce", 0), "allreduce_coalesced_": ("all_reduce", 0), "_allgather_base_": ("all_gather", 0),
+    "allgather_": ("all_gather", 0), "_reduce_scatter_base_": ("reduce_scatter", 1), "reduce_scatter_": ("reduce_scatter", 1),
+    "alltoall_base_": ("all_to_all", 1), "alltoall_": ("all_to_all", 1), "broadcast_": ("broadcast", 0), "send": ("send", 0),
+    "recv_": ("receive", 0), "barrier": ("barrier", 0),
+}  # fmt: skip
+"""Kind of each of torch's collectives, and the argument whose bytes count."""

@@ -1,0 +1,196 @@
+"""Why a rank runs out of memory: what is alive at the peak, and what the planner would change, with its effect."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ultrascale.catalogue.cluster import Cluster
+from ultrascale.config.rules.run_rules import run_problems
+from ultrascale.config.rules.trainable import untrainable_layout
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
+from ultrascale.description.recomputed import is_modules
+from ultrascale.description.run import Run
+from ultrascale.plan.report import DEFAULT_OPTIMIZER, RunPlan, plan_run
+from ultrascale.trace.recording.record import RankTrace
+
+PARTS, EDITS = 8, 3
+MOST_TOGETHER = 3
+"""Changes at once that are tried where fewer are not enough."""
+PIECES = 4
+"""Chunks of feed-forward layers: four do most of what more do (docs/memory-for-speed.md)."""
+LEAST_SAVED = 0.01
+"""Least saving worth reporting, as a fraction of what is needed."""
+GO_ON_FROM = 4
+"""Number of changes that save most to combine further; from all of them a table of three would be a hundred plans."""
+
+
+class Part(NamedTuple):
+    """Storages of one sort that live at the peak."""
+
+    category: str
+    what: str
+    line: str
+    count: int
+    num_bytes: int
+
+
+class Edit(NamedTuple):
+    """A change of the layout, and what the planner says of it."""
+
+    setting: str
+    needed_bytes: int
+    saved_bytes: int
+    fits: bool
+    slower: float | None
+    """Slowdown as a fraction of the step's time; None where no rates are known."""
+    at_once: int = 1
+    """Number of single changes it is made of."""
+
+    @property
+    def helps(self) -> bool:
+        """True if it saves enough to be worth a change."""
+        return self.saved_bytes > LEAST_SAVED * self.needed_bytes
+
+
+def biggest_parts(trace: RankTrace, index: int, *, most: int = PARTS) -> list[Part]:
+    """Largest parts after a change, storages of one category, operation and line together."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    sizes: Counter[tuple[str, str, str]] = Counter()
+    for block, num_bytes in trace.alive_at(index):
+        is_named = "." in block.what
+        key = (block.category, _weight_of(block.what) if is_named else block.what, "" if is_named else block.line)
+        counts[key] += 1
+        sizes[key] += num_bytes
+    return [Part(*key, counts[key], size) for key, size in sizes.most_common(most)]
+
+
+def edits(run: Run, cluster: Cluster, *, most: int = EDITS) -> list[Edit]:
+    """The changes that help: those that make it fit first, the fastest of them before others; else those that save most.
+
+    If none makes it fit, the best pair of changes that does comes first, or else the best three: several at once, in one line.
+    """
+    now, found = plan_run(run, cluster), Priced(run, cluster)
+    singles = [edit for change in _changes(run.layout, run) if (edit := found.edit((change,), now)) and edit.saved_bytes > 0]
+    singles = [edit for edit in singles if edit.helps] or singles
+    first: list[Edit] = []
+    if not any(edit.fits for edit in singles) and not now.fits:
+        first = _together(run, found, now)
+    return [*first, *_ranked(singles)][:most]
+
+
+def _together(run: Run, found: Priced, now: RunPlan) -> list[Edit]:
+    """The fastest of the least changes at once that make it fit, two or three; else what saves most of those tried."""
+    tried: list[Edit] = []
+    chains: list[tuple[Change, ...]] = [(change,) for change in _changes(run.layout, run)]
+    for _ in range(2, MOST_TOGETHER + 1):
+        chains = [
+            (*chain, change)
+            for chain in _most_saving(chains, found, now)
+            for change in _changes(chain[-1].layout, replace(run, layout=chain[-1].layout))
+        ]
+        more = [edit for chain in chains if (edit := found.edit(chain, now))]
+        tried += more
+        if any(edit.fits for edit in more):
+            break
+    return _ranked(tried)[:1]
+
+
+def _most_saving(chains: list[tuple[Change, ...]], found: Priced, now: RunPlan) -> list[tuple[Change, ...]]:
+    """The chains to extend."""
+    saved = [(edit.saved_bytes, number) for number, chain in enumerate(chains) if (edit := found.edit(chain, now))]
+    return [chains[number] for _, number in sorted(saved, reverse=True)[:GO_ON_FROM]]
+
+
+def _ranked(found: list[Edit]) -> list[Edit]:
+    return sorted(found, key=lambda edit: (not edit.fits, (edit.slower or 0.0) if edit.fits else -edit.saved_bytes))
+
+
+class Change(NamedTuple):
+    """Flags, and the layout that they make."""
+
+    setting: dict[str, Any]
+    layout: Layout
+
+
+class Priced:
+    """Changes as the planner has them, each asked once."""
+
+    def __init__(self, run: Run, cluster: Cluster):
+        self.run, self.cluster = run, cluster
+        self._known: dict[Layout, RunPlan | None] = {}
+
+    def edit(self, chain: tuple[Change, ...], now: RunPlan) -> Edit | None:
+        """Effect of changes one after the other; None for what cannot be planned or trained."""
+        plan = self._plan(chain[-1].layout)
+        if plan is None:
+            return None
+        settings: dict[str, Any] = {}
+        for change in chain:
+            settings |= change.setting
+        words = " ".join(
+            f"--layout.{name.replace('_', '-')} {'true' if value is True else value}" for name, value in settings.items()
+        )
+        return Edit(words, plan.needed_bytes, now.needed_bytes - plan.needed_bytes, plan.fits, _slower(plan, now), len(chain))
+
+    def _plan(self, layout: Layout) -> RunPlan | None:
+        if layout not in self._known:
+            self._known[layout] = None
+            run = replace(self.run, layout=layout)
+            with suppress(SpecError):
+                if not (run_problems(run) or untrainable_layout(layout)):
+                    self._known[layout] = plan_run(run, self.cluster)
+        return self._known[layout]
+
+
+def _changes(layout: Layout, run: Run) -> Iterator[Change]:
+    """Single changes that need the same number of ranks."""
+
+    def changed(**settings: Any) -> Change:
+        return Change(settings, replace(layout, **settings))
+
+    ways = ["none", "selective", "every-k", "full"]
+    at = ways.index(layout.recompute) if layout.recompute in ways else int(is_modules(layout.recompute))
+    for way in ("selective", "full"):
+        if ways.index(way) > at:
+            yield changed(recompute=way)
+    if layout.recompute in ways[:-1]:
+        yield changed(recompute="auto")
+    if not layout.offload_optimizer and run.optimizer.name == DEFAULT_OPTIMIZER:
+        yield changed(offload_optimizer=True)
+    if not layout.offload_activations:
+        yield changed(offload_activations=True)
+    if layout.mlp_chunks == 1 and not run.model.num_experts:
+        yield changed(mlp_chunks=PIECES)
+    for stage in range(layout.zero_stage + 1, 4):
+        if layout.dp * layout.cp > 1:
+            yield changed(zero_stage=stage)
+    if layout.micro_batch_size > 1 and layout.micro_batch_size % 2 == 0:
+        yield changed(micro_batch_size=layout.micro_batch_size // 2)
+    if layout.dp_shard not in (None, layout.dp):
+        yield changed(dp_shard=layout.dp)
+    if layout.dp % 2 == 0 and layout.layers_per_stage is None:
+        others: dict[str, Any] = {"dp": layout.dp // 2}
+        if layout.dp_shard is not None:
+            others["dp_shard"] = min(layout.dp_shard, layout.dp // 2)
+        for axis in ("tp", "cp", "pp"):
+            if layout.world_size % (layout.ep * layout.expert_tp) == 0:
+                yield changed(**{axis: getattr(layout, axis) * 2}, **others)
+        if run.model.num_experts and run.model.num_experts % (layout.ep * 2) == 0:
+            yield changed(ep=layout.ep * 2)
+
+
+def _slower(changed: RunPlan, now: RunPlan) -> float | None:
+    if changed.prediction is None or now.prediction is None:
+        return None
+    return changed.prediction.step_seconds / now.prediction.step_seconds - 1
+
+
+def _weight_of(name: str) -> str:
+    """A parameter's name without the number of its block: all blocks have one."""
+    parts = name.split(".")
+    return ".".join(["layers", "*", *parts[2:]]) if parts[0] == "layers" and len(parts) > 2 else name

@@ -1,0 +1,157 @@
+"""A trace on a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rich.console import Console
+from rich.table import Table
+
+from ultrascale.description.units import count_of, format_bytes, format_count
+from ultrascale.trace.recording.record import RankTrace
+from ultrascale.trace.stages import StagePeak
+from ultrascale.trace.views.compare import Comparison, Row
+from ultrascale.trace.views.explain import Edit, Part
+
+LINES = 12
+"""Lines of messages to show: those with most bytes."""
+
+
+def show_trace(
+    trace: RankTrace, comparison: Comparison, reserved: int, console: Console, *, step: int, tier: dict[str, str]
+) -> None:
+    """One rank: memory, what is alive at the peak is `show_parts`, messages, FLOPs."""
+    layout = trace.layout
+    seen, count = trace.micro_batches
+    console.print(
+        f"[bold]{trace.model.name or trace.model.model_type}[/bold], rank {trace.rank} of {layout.world_size} as on "
+        f"{trace.device}: step {step}, {count_of(count, 'micro-batch')}"
+        + ("" if seen == count else f", of which {seen} are traced (those between are alike)")
+        + ("; experts are chosen equally often" if trace.model.num_experts else "")
+        + (f"; {trace.documents} in each sequence" if trace.documents else ""),
+        soft_wrap=True,
+    )
+    mark = next((m for m in reversed(trace.marks) if m.tick <= trace.changes[trace.peak_at(step)][0]), None)
+    where = "" if mark is None else f"in {mark.action or mark.phase} "
+    alive = format_bytes(trace.peak_bytes(step))
+    console.print(f"peak {where}with {alive} alive; torch's allocator would reserve {format_bytes(reserved)}\n")
+    if comparison.memory[-1].planned is None:
+        console.print("of one step alone there is no plan to compare with: a step differs from the first one\n")
+    tables = (
+        _memory_table(comparison), _traffic_table(comparison, tier), _lines_table(trace, step),
+        _flops_table(trace, comparison, step), *[_islands_table(comparison)] * bool(comparison.islands),
+    )  # fmt: skip
+    for table in tables:
+        console.print(table)
+        console.print()
+    actions = trace.actions(step)
+    shown = " ".join(actions[:24]) + (f" ... {len(actions) - 24} more" if len(actions) > 24 else "")
+    console.print(f"[bold]actions[/bold]  {shown}", soft_wrap=True)
+
+
+def show_stages(peaks: list[StagePeak], console: Console) -> None:
+    """A line for each pipeline stage."""
+    table = _table("stage", "rank", "traced peak", "planned", "difference", "reserved", right=(1, 2, 3, 4, 5))
+    for one in peaks:
+        table.add_row(
+            str(one.pp), str(one.rank), format_bytes(one.traced_bytes), _bytes(one.planned_bytes), _percent(one.percent),
+            format_bytes(one.reserved_bytes),
+        )  # fmt: skip
+    console.print(table)
+
+
+def show_parts(parts: list[Part], edits: list[Edit], total: int, console: Console) -> None:
+    """Prints the largest parts at the peak, and the changes that would help."""
+    table = _table("alive at the peak", "of", "storages", "bytes", "share", right=(2, 3, 4))
+    for part in parts:
+        what = part.what if not part.line else f"{part.what}  {part.line}"
+        table.add_row(
+            what, part.category, str(part.count), format_bytes(part.num_bytes), f"{100 * part.num_bytes / total:.1f} %"
+        )
+    console.print()
+    console.print(table)
+    console.print()
+    if not edits:
+        console.print("no single change of the layout saves memory: take more devices, or shorter sequences")
+        return
+    if (together := edits[0].at_once) > 1:
+        does = f"no single change makes it fit: the first line is the best of {together} at once"
+        console.print(does if edits[0].fits else f"{does}, and does not either: take more devices, or shorter sequences")
+    table = _table("change", "the fullest rank then needs", "saves", "fits", "step", right=(1, 2, 4))
+    for edit in edits:
+        slower, fits = "" if edit.slower is None else f"{100 * edit.slower:+.0f} %", "yes" if edit.fits else "no"
+        table.add_row(edit.setting, format_bytes(edit.needed_bytes), format_bytes(edit.saved_bytes), fits, slower)
+    console.print(table)
+
+
+def _memory_table(comparison: Comparison) -> Table:
+    table = _table("memory at the peak", "traced", "planned", "difference", right=(1, 2, 3))
+    for row in comparison.memory:
+        style = "bold" if row.name == "peak" else ""
+        table.add_row(row.name, format_bytes(row.traced), _bytes(row.planned), _percent(row.percent), style=style)
+    return table
+
+
+def _islands_table(comparison: Comparison) -> Table:
+    table = _table("between islands", "traced", "planned", "difference", right=(1, 2, 3))
+    for row in comparison.islands:
+        table.add_row(row.name, format_bytes(row.traced), _bytes(row.planned), _percent(row.percent))
+    return table
+
+
+def _traffic_table(comparison: Comparison, tier: dict[str, str]) -> Table:
+    table = _table("messages of a step", "axis", "ranks", "tier", "traced", "", "planned", "", right=(2, 4, 5, 6, 7))
+    for row in comparison.traffic:
+        planned = ("", "") if row.planned is None else (str(row.planned.count), format_bytes(row.planned.num_bytes))
+        ranks = f"{row.way.size}" + (f" / {row.way.stride}" if row.way.stride > 1 else "")
+        place = tier.get(f"{row.way.size}/{row.way.stride}", "")
+        table.add_row(row.way.kind, row.axis, ranks, place, str(row.traced.count), format_bytes(row.traced.num_bytes), *planned)
+    return table
+
+
+def _lines_table(trace: RankTrace, step: int) -> Table:
+    counts: Counter[tuple[str, str, str]] = Counter()
+    sizes: Counter[tuple[str, str, str]] = Counter()
+    for sent in trace.sent:
+        if sent.step == step and sent.kind != "receive":
+            key = (sent.line, sent.kind, "hosts" if sent.is_host else sent.axis)
+            counts[key] += sent.times
+            sizes[key] += sent.num_bytes * sent.times
+    table = _table("issued by", "what", "axis", "times", "bytes", right=(3, 4))
+    for key, size in sizes.most_common(LINES):
+        table.add_row(*key, str(counts[key]), format_bytes(size))
+    return table
+
+
+def _flops_table(trace: RankTrace, comparison: Comparison, step: int) -> Table:
+    table = _table("FLOPs of a step", "forward", "again", "backward", "sum", "planned", right=(1, 2, 3, 4, 5))
+    names = sorted({op for of, op, _ in trace.flops if of == step}, key=lambda op: (-sum(_of(trace, step, op)), op))
+    for op in names:
+        row = _of(trace, step, op)
+        table.add_row(op, *map(format_count, row), format_count(sum(row)), "")
+    for row in comparison.flops:
+        table.add_row(row.name, "", "", "", format_count(row.traced), _count(row), style="bold")
+    return table
+
+
+def _of(trace: RankTrace, step: int, op: str) -> list[int]:
+    return [trace.flops[step, op, when] for when in ("forward", "recomputed", "backward")]
+
+
+def _count(row: Row) -> str:
+    return "" if row.planned is None else f"{format_count(row.planned)} {_percent(row.percent)}".strip()
+
+
+def _bytes(number: int | None) -> str:
+    return "" if number is None else format_bytes(number)
+
+
+def _percent(percent: float | None) -> str:
+    return "" if percent is None else "equal" if percent == 0 else f"{percent:+.2f} %"
+
+
+def _table(*columns: str, right: tuple[int, ...] = ()) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number in right else "left", overflow="fold")
+    return table

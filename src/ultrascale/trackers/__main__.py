@@ -1,0 +1,86 @@
+"""`python -m ultrascale.trackers RUN_FOLDER`: give trackers what they lack of a run.
+
+Rank 0 starts it with `--beside`, and it ends with rank 0. By hand it sends what could not be sent: from a machine that has a
+network, of a run on machines that have none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import select
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ultrascale.description.problems import SpecError
+from ultrascale.description.sections.trackers import SINKS
+from ultrascale.trackers.follow import follow
+
+CLOSE_SECONDS, BY_HAND_SECONDS = 30.0, 600.0
+LOCK = ".trackers.lock"
+
+
+def main() -> int:
+    """Follow, or send the rest; 0 if every tracker has every row."""
+    parser = argparse.ArgumentParser(prog="python -m ultrascale.trackers", description="Give trackers what they lack of a run.")
+    parser.add_argument("folder", type=Path, metavar="RUN_FOLDER")
+    told = f"of {', '.join(SINKS)}; else those of the run"
+    parser.add_argument("--to", nargs="*", default=[], choices=SINKS, metavar="TRACKER", help=told)
+    parser.add_argument("--beside", type=int, metavar="PID", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if not (asked.folder / "run.toml").is_file():
+        print(f"ultrascale: {asked.folder} has no run.toml: name the folder of a run", file=sys.stderr)
+        return 2
+    lines = _own_lines() if asked.beside else sys.stdout
+
+    def say(text: str) -> None:
+        for file in dict.fromkeys((lines, sys.stderr)):
+            with suppress(OSError):  # whoever listened has gone, or the disk is full
+                print(text, file=file, flush=True)
+
+    def over() -> bool:
+        return asked.beside is None or os.getppid() != asked.beside or _at_end(sys.stdin.fileno())
+
+    try:
+        with _alone(asked.folder):
+            seconds = BY_HAND_SECONDS if asked.beside is None else CLOSE_SECONDS
+            has_all = follow(asked.folder, say, over, close_seconds=seconds, sinks=asked.to)
+    except (SpecError, OSError) as error:
+        say(f"warning: no tracker follows this run: {error}")
+        has_all = False
+    sys.stderr.flush()
+    os._exit(0 if has_all else 1)  # what libraries do at exit may wait for a server that does not answer
+
+
+def _own_lines():
+    """Standard output for our lines alone; what libraries print there goes where errors go."""
+    kept = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return kept
+
+
+def _at_end(file: int) -> bool:
+    """True if the other end of this pipe has been closed."""
+    readable, _, _ = select.select([file], [], [], 0)
+    return bool(readable) and os.read(file, 1) == b""
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """While inside, no other process feeds this run's trackers: the one of the attempt before is waited for."""
+    with open(folder / LOCK, "w") as file:
+        for _ in range(int((CLOSE_SECONDS + 5) * 10)):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""Hands rows of a growing `metrics.jsonl` to trackers, each in a thread of its own, and tries again what fails."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ultrascale.trackers.system import System
+from ultrascale.trackers.tracker import Known, Told, Tracker
+
+OPEN = {"wandb": "WandbRun", "mlflow": "MlflowRun", "trackio": "TrackioRun", "tensorboard": "TensorboardRun"}
+LOOK_SECONDS = 0.5
+"""Seconds between two looks at the file."""
+FIRST_WAIT, LONGEST_WAIT = 1.0, 300.0
+"""Seconds from a failure to the next try, doubled each time."""
+LIVE_SECONDS = 60.0
+"""A row that is older says nothing of the machine as it is now."""
+MOST_READ = 2**20
+"""Bytes at a time."""
+
+
+@dataclass
+class Rows:
+    """Rows of a file that grows, and that is replaced by a shorter one when a run goes back to a checkpoint."""
+
+    path: Path
+    _inode: int = field(default=-1, init=False)
+    _position: int = field(default=0, init=False)
+
+    def new(self) -> list[dict[str, Any]]:
+        """Whole rows since the last call; of a file that was replaced, all of them again."""
+        try:
+            with open(self.path, "rb") as file:
+                stat = os.fstat(file.fileno())
+                if stat.st_ino != self._inode or stat.st_size < self._position:
+                    self._inode, self._position = stat.st_ino, 0
+                file.seek(self._position)
+                text = file.read(MOST_READ)
+        except FileNotFoundError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1] if len(text) < MOST_READ or b"\n" in text else text
+        self._position += len(whole)
+        return [row for row in map(_row, whole.splitlines()) if row]
+
+    def again(self) -> None:
+        """Begin at the first row once more."""
+        self._position = 0
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    with suppress(ValueError, RecursionError):
+        row = json.loads(line)
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("time"), int | float):
+            return row
+    return {}
+
+
+@dataclass
+class Feed:
+    """One tracker of a run."""
+
+    sink: str
+    told: Told
+    known: Known
+    say: Callable[[str], None]
+    lock: threading.Lock
+    """Lock of `known`, which the feeds of a run share."""
+    over: threading.Event = field(default_factory=threading.Event)
+    """Set when no more rows will come."""
+    ending: Callable[[], str] = lambda: "crash"
+    done: bool = field(default=False, init=False)
+    _tracker: Tracker | None = field(default=None, init=False)
+    _last: int = field(default=-1, init=False)
+    _failed: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._rows = Rows(self.told.folder / "metrics.jsonl")
+        self._system = System(self.told.folder)
+
+    def run(self) -> None:
+        """Give the tracker every row until the run is over. A failure is said once, and tried again ever more rarely."""
+        wait = FIRST_WAIT
+        while True:
+            try:
+                self._open()
+                while not self._given_all():
+                    wait = FIRST_WAIT
+                self._close()
+                return
+            except Exception as error:  # whatever a library may raise
+                self._say_failed(error)
+                self._rows.again()
+                if self.over.is_set() and wait > FIRST_WAIT:
+                    return
+                self.over.wait(wait)
+                wait = min(2 * wait, LONGEST_WAIT)
+
+    def _open(self) -> None:
+        if self._tracker is not None:
+            return
+        settings = getattr(self.told.run.log, self.sink)
+        module = importlib.import_module(f"ultrascale.trackers.to_{self.sink}")
+        self._tracker = tracker = getattr(module, OPEN[self.sink])(self.told, self.known.id(self.sink, settings.id))
+        with self.lock:
+            own = self.known.last_step(self.sink, tracker.id)
+            self._last = own if tracker.last_step is None else tracker.last_step
+            self._note()
+
+    def _given_all(self) -> bool:
+        """Give new rows. Whether those were the last."""
+        assert self._tracker is not None
+        over = self.over.is_set()  # before looking, so that nothing that came in between is left out
+        rows = self._rows.new()
+        for row in rows:
+            if row["step"] <= self._last:
+                continue
+            self._tracker.write(row["step"], row["time"], self._values(row))
+            self._last = row["step"]
+            with self.lock:
+                self._note()
+            self._say_well()
+        if not rows and not over:
+            self.over.wait(LOOK_SECONDS)
+        return over and not rows
+
+    def _note(self) -> None:
+        assert self._tracker is not None
+        with suppress(OSError):  # a full disk: the next row notes it too
+            self.known.keep(self.sink, self._tracker.id, self._last)
+
+    def _values(self, row: dict[str, Any]) -> dict[str, float]:
+        """Finite numbers of a row, with the plan's beside them and, of a row of now, the machine's."""
+        own = {key: value for key, value in row.items() if key not in ("step", "time")} | self.told.plan
+        if self.told.run.log.system_metrics and self.sink != "wandb" and time.time() - row["time"] < LIVE_SECONDS:
+            own |= self._system.sample()
+        return {key: float(value) for key, value in own.items() if isinstance(value, int | float) and math.isfinite(value)}
+
+    def _close(self) -> None:
+        assert self._tracker is not None
+        self._tracker.close(self.ending())
+        self.done = True
+
+    def _say_failed(self, error: Exception) -> None:
+        if not self._failed:
+            self._failed = True
+            why = " ".join(str(error).split())[:300] or "no reason given"
+            told = f"{type(error).__name__}: {why}"
+            remedy = "Training goes on; metrics.jsonl has them, and it is tried again."
+            self.say(f"warning: {self.sink} takes no rows ({told}). {remedy}")
+
+    def _say_well(self) -> None:
+        if self._failed:
+            self._failed = False
+            self.say(f"{self.sink} takes rows again, and has been given those it lacked")
+
+
+def follow(
+    folder: Path, say: Callable[[str], None], over: Callable[[], bool], *, close_seconds: float, sinks: Iterable[str] = ()
+) -> bool:
+    """Feed the trackers of the run in `folder` until `over`, and then for at most `close_seconds`. Whether all have all."""
+    told = Told.read(folder)
+    known, lock = Known.read(folder, told.run.name), threading.Lock()
+    feeds = [Feed(sink, told, known, say, lock, ending=lambda: last_event(folder)) for sink in sinks or told.run.log.sinks]
+    threads = [threading.Thread(target=feed.run, daemon=True, name=feed.sink) for feed in feeds]
+    for thread in threads:
+        thread.start()
+    while not over():
+        time.sleep(LOOK_SECONDS / 2)
+    for feed in feeds:
+        feed.over.set()
+    until = time.monotonic() + close_seconds
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    for feed in feeds:
+        if not feed.done:
+            remedy = f"`python -m ultrascale.trackers {folder}` sends the rest"
+            say(f"warning: {feed.sink} has not taken every row; metrics.jsonl has them, and {remedy}")
+    return all(feed.done for feed in feeds)
+
+
+def last_event(folder: Path) -> str:
+    """The event that ended the run: `end`, `stop`, or `crash` where events.jsonl has neither at its end."""
+    found = "crash"
+    with suppress(OSError):
+        for line in (folder / "events.jsonl").read_text(errors="replace").splitlines():
+            with suppress(ValueError):
+                kind = json.loads(line).get("event")
+                found = kind if kind in ("end", "stop") else "crash" if kind == "start" else found
+    return found

@@ -1,0 +1,45 @@
+"""Weights & Biases. Its own background process samples the machine, so that it is not given our system metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ultrascale.trackers.tracker import Told, new_id
+
+INIT_SECONDS = 60.0
+"""Seconds that the server may take to answer."""
+
+
+class WandbRun:
+    """A run of Weights & Biases. Online the server says which step it has; offline it is the run's folder."""
+
+    def __init__(self, told: Told, known: str | None):
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        settings, self.id = told.run.log.wandb, known or new_id(told.run.name)
+        own: dict[str, Any] = {"console": "off", "silent": True, "init_timeout": INIT_SECONDS}
+        if settings.url is not None:
+            own["base_url"] = settings.url
+        if not told.run.log.system_metrics:
+            own["x_disable_stats"] = True
+        self.session = wandb.init(
+            project=settings.project,
+            entity=settings.entity,
+            group=settings.group,
+            tags=list(settings.tags) or None,
+            id=self.id,
+            name=told.run.name,
+            resume="allow",
+            mode="offline" if settings.offline else "online",
+            dir=str(told.folder),
+            config={**told.settings, "plan": told.plan},
+            settings=wandb.Settings(**own),
+        )
+        self.last_step = None if settings.offline else self.session.step - 1
+
+    def write(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
+        self.session.log({**values, "_timestamp": seconds}, step=step)
+
+    def close(self, ending: str) -> None:
+        self.session.finish(exit_code=int(ending == "crash"))

@@ -1,0 +1,118 @@
+"""The interface of a tracker, and what it is given about a run."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ultrascale.config.resolve import resolve
+from ultrascale.description.run import Run
+
+FILE = "tracked.json"
+"""File in the run's folder: the name under which each tracker knows the run, and the last step that each was given."""
+
+
+class Tracker(Protocol):
+    """A tracked run that is open."""
+
+    id: str
+    """Identifier by which the tracker finds the run again."""
+    last_step: int | None
+    """The last step it has; -1: none. None if it cannot say."""
+
+    def write(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
+        """Take the values of a step (counted from zero) that ended at `seconds` of the wall clock."""
+
+    def close(self, ending: str) -> None:
+        """Finish: `end`, the run is complete; `stop`, it stopped in order; `crash`."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """A run, as trackers are told of it."""
+
+    run: Run
+    folder: Path
+    settings: dict[str, Any]
+    """Every value of the run's file, nested as there."""
+    plan: dict[str, float]
+    """Predicted values, by the names of the measured ones: `plan/step_s` beside `perf/step_s`."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Told:
+        """The run of a folder."""
+        settings = tomllib.loads((folder / "run.toml").read_text())
+        return cls(resolve(folder / "run.toml").run, folder, settings, plan_values(_json(folder / "plan.json")))
+
+    def flat(self) -> dict[str, Any]:
+        """Settings and plan by dotted keys, without settings that say nothing."""
+        return {key: value for key, value in _flat(self.settings).items() if value not in ("none", "", [])} | self.plan
+
+
+def plan_values(plan: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers of a `plan.json` by the names of the metrics that they predict; its memory is in every row already."""
+    time = plan.get("time") or {}
+    found = {
+        "plan/step_s": time.get("seconds_per_step"),
+        "plan/tokens_per_s_per_gpu": time.get("tokens_per_second_per_gpu"),
+        "plan/mfu": time.get("mfu"),
+    }
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+@dataclass
+class Known:
+    """The run's record of its trackers, kept in `tracked.json` in its folder.
+
+    It holds for one run: a copy of a folder under another name begins tracked runs of its own.
+    """
+
+    folder: Path
+    name: str
+    by_sink: dict[str, dict[str, Any]]
+
+    @classmethod
+    def read(cls, folder: Path, name: str) -> Known:
+        found = _json(folder / FILE)
+        return cls(folder, name, found.get("trackers", {}) if found.get("name") == name else {})
+
+    def id(self, sink: str, asked: str | None) -> str | None:
+        """Identifier of the tracked run to resume; None to begin one."""
+        return asked or self.by_sink.get(sink, {}).get("id")
+
+    def last_step(self, sink: str, identity: str) -> int:
+        """The last step that this tracked run was given; -1: none."""
+        known = self.by_sink.get(sink, {})
+        return known.get("step", -1) if known.get("id") == identity else -1
+
+    def keep(self, sink: str, identity: str, step: int) -> None:
+        """Note the last step of a tracked run. Raises OSError."""
+        self.by_sink[sink] = {"id": identity, "step": step}
+        partial = self.folder / f".{FILE}.tmp"
+        partial.write_text(json.dumps({"name": self.name, "trackers": self.by_sink}, indent=1) + "\n")
+        partial.replace(self.folder / FILE)
+
+
+def new_id(name: str) -> str:
+    """`demo-9f86d081`: a name that no earlier run of the same name has."""
+    return f"{name}-{secrets.token_hex(4)}"
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

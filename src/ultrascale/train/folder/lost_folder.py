@@ -1,0 +1,103 @@
+"""Response to a run's folder that is removed, moved or replaced while the run trains.
+
+    rank 0 looks      every second, and all ranks before each save: does the path still lead to the folder that is held open?
+    the run stops     before its next step, as at SIGTERM, and saves once more: in the folder where that is now if it was moved,
+                      else in a new one beside its path, NAME-rescued-TIME. Nothing is written at the old path, where another
+                      run may have begun
+    it says so        in one sentence that names the place, with exit code 1; nobody starts its ranks again
+
+Where only the folder of the checkpoints was removed or replaced, in a folder that is still the run's own, that is told, and
+the next ones are saved in the one that is there, or in a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from ultrascale.checkpoint import CheckpointError, Tensors
+from ultrascale.checkpoint.coordination import coordinating
+from ultrascale.config.resolve import to_toml
+from ultrascale.description.problems import SpecError
+from ultrascale.description.run import Run
+from ultrascale.parallel.mesh import Ranks
+from ultrascale.train.folder.export import keep_tokenizer
+from ultrascale.train.folder.run_folder import RunFolder, RunFolderLostError
+from ultrascale.train.folder.saves import Saves
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of a run's folder."""
+
+    what: str
+    """`out/run was removed while the run trained in it`."""
+    refuge: Path
+    """Folder in which the run is saved instead."""
+
+
+@dataclass
+class Place:
+    """Destination of a run's checkpoints: its folder, or a refuge once that is lost."""
+
+    run: Run
+    folder: RunFolder
+    saves: Saves
+    ranks: Ranks
+    tell: Callable[[int, str], None]
+    """Given the step and what became of the folder of the checkpoints."""
+    loss: Loss | None = None
+    """Loss of the run's whole folder; None while the run has it."""
+
+    def save(self, step: int, tensors: Tensors, facts: dict[str, Any], *, last: bool = False) -> None:
+        """As `Saves.save`. Collective; raises RunFolderLostError after that if the run's folder was lost."""
+        self.settle(step)
+        try:
+            self.saves.save(step, tensors, facts, last=last or self.loss is not None)
+        except CheckpointError as error:
+            if self.loss is None:
+                raise
+            told = f"the run has stopped at step {step}, which could not be saved in {self.loss.refuge} either"
+            raise RunFolderLostError(f"{self.loss.what}: {told}: {error}") from error
+        if self.loss is not None:
+            told = f"{self.loss.what}: the run has stopped, and is saved at step {step} in {self.loss.refuge}"
+            raise RunFolderLostError(f"{told}; `ultrascale train {quote(str(self.loss.refuge))}` goes on from there.")
+
+    def settle(self, step: int) -> None:
+        """Give the saves another place if the folder they go to is no longer what it was. Collective.
+
+        Raises CheckpointError on every rank if there is no other place.
+        """
+        if self.loss is not None:
+            return
+        with coordinating(self.ranks.host_group) as everybody:
+            what, refuge = everybody.on_rank_0(f"looking after {self.folder.path}", self._look)
+        if not what:
+            return
+        self.saves.settle(step)
+        self.saves.saver.use(Path(refuge) / "checkpoints" if refuge else self.folder.checkpoints)
+        self.saves.restored(-1)
+        if refuge:
+            self.loss = Loss(f"{self.folder.path} {what} while the run trained in it", Path(refuge))
+            return
+        lost = f"{self.folder.checkpoints} {what} while the run trained"
+        self.tell(step, f"WARNING: {lost}: what was saved is not there; saving in it goes on")
+
+    def _look(self) -> tuple[str, str]:
+        """Pair: fate of the folder, or of its folder of checkpoints (empty: none), and the refuge if all of it is lost."""
+        if what := self.folder.lost():
+            return what, str(_prepared(self.folder.refuge(), self.run))
+        return self.saves.saver.fate(), ""
+
+
+def _prepared(refuge: Path, run: Run) -> Path:
+    """`refuge` with what `ultrascale train` needs beside a checkpoint to go on there."""
+    moved = replace(run, folder=str(refuge.parent), name=refuge.name)
+    RunFolder(refuge).write_text("run.toml", to_toml(moved))
+    with suppress(OSError, SpecError):  # the data has it, too
+        keep_tokenizer(moved)
+    return refuge

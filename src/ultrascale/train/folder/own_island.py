@@ -1,0 +1,49 @@
+"""The part of a run that this process's island does: its folder, and what only the first island does for all."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.rank_environment import told_rank
+from ultrascale.description.run import Evaluation, Run
+
+FOLDER = "islands"
+"""In the run's folder: those of the other islands, each with its metrics and checkpoints, by number."""
+
+
+def of_own_island(run: Run, island: int | None = None) -> Run:
+    """`run` as the island of this process does it. The first has the run's own folder, evaluates and exports; another keeps its
+    checkpoints and metrics in a folder of its own, `islands/N`, so that islands need no file system in common.
+
+    `island`: its number, if it was started by itself."""
+    island = told_rank(os.environ) // run.layout.world_size if island is None else island
+    if run.islands.count == 1 or island == 0:
+        return run
+    folder = Path(run.folder) / run.name / FOLDER
+    (folder / str(island)).mkdir(parents=True, exist_ok=True)
+    return replace(
+        run,
+        folder=str(folder),
+        name=str(island),
+        checkpoint=replace(run.checkpoint, export=False),
+        data=replace(run.data, validation=()),
+        evaluation=Evaluation(),
+    )
+
+
+def where_they_meet(run: Run, island: int | None) -> tuple[int, str] | None:
+    """The number of an island that was started by itself, and where it meets the others; None for islands that were started
+    together. Raises SpecError if the run asks for the other way."""
+    if not run.islands.quorum or run.islands.count == 1:
+        if island is None:
+            return None
+        rule = "is 0, or there is one island, so that islands live and end together, but one was started by itself (--island)"
+        raise SpecError([Problem("islands.quorum", rule, "Set it to the least islands that go on, or leave out --island.")])
+    if island is None or not 0 <= island < run.islands.count:
+        given = "none was given" if island is None else f"{island} was given"
+        rule = f"needs each island to be started by itself, with its number from 0 to {run.islands.count - 1}, but {given}"
+        raise SpecError([Problem("islands.quorum", rule, "Start each with `ultrascale train RUN.TOML --island NUMBER`.")])
+    return island, run.islands.meet or f"file://{Path(run.folder).absolute() / run.name / FOLDER / 'meeting'}"

@@ -1,0 +1,252 @@
+"""Checkpoints of a run: their contents, and resuming from one.
+
+Tensors go by global names (`model.layers.0.mlp.up_proj.weight`, `optimizer.exp_avg.layers.0.mlp.up_proj.weight`), so any layout
+can read what any other wrote. Beside them stands JSON: steps done, the resolved run, and what the data was. Nothing else
+decides the next step: its sequences follow from the step alone, and no random number is drawn in training.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import tomllib
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ultrascale.checkpoint import CheckpointError, Search, Slice, load, search
+from ultrascale.config.resolve import to_toml
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Run
+from ultrascale.kernels.optimizers.narrow_moments import rows_of
+from ultrascale.models.initialise import own_boxes
+from ultrascale.parallel.share import Held, local
+from ultrascale.train.folder.export import PREFIX
+from ultrascale.train.folder.facts import read_facts
+from ultrascale.train.optimizers.compact_adamw import CompactAdamW
+from ultrascale.train.optimizers.optimizer import moment_of, moments_of, set_steps_done
+from ultrascale.train.trainer import Trainer
+from ultrascale.work.fp8_slots import num_block_slots
+
+AMAXES = "fp8.amax_history."
+"""Prefix of the names of delayed scaling's history."""
+
+
+def tensors_of(trainer: Trainer) -> dict[str, list[Slice]]:
+    """Weights, their moments and the biases that balance experts, by global name, as the parts that training on this rank uses.
+
+    A pipeline's first and last stage may both be here, and each has a tied embedding.
+    """
+    tensors: dict[str, list[Slice]] = defaultdict(list)
+    for one in trainer.share.held:
+        tensors[f"{PREFIX}{one.name}"] += _slices(one, local(one.parameter.detach()))
+        for moment in moments_of(one.weight, trainer.run.optimizer):
+            tensors[f"optimizer.{moment}.{one.name}"] += _slices(one, moment_of(trainer.optimizer, one, moment))
+    for stage in trainer.share.stages.values():
+        for name, bias in stage.named_buffers():
+            tensors[f"{PREFIX}{name}"].append(Slice(bias, tuple(bias.shape), (0,) * bias.dim()))
+    history = trainer.share.amax_history
+    for name, table in () if history is None else history.tables():
+        tensors[f"{AMAXES}{name}"].append(Slice(table, tuple(table.shape), (0, 0)))
+    for kind, held, tensor in () if trainer.outer is None else trainer.outer.tensors():
+        tensors[f"{kind}.{held.name}"] += _slices(held, tensor)
+    return dict(tensors)
+
+
+def _unread_tables(model: Model, kept: dict[str, Any] | None) -> dict[str, list[Slice]]:
+    """Places for a history in the checkpoint that this run has no use for: what is there must be loaded."""
+    first, last = kept["layers"] if kept is not None else (0, -1)
+    shapes = {layer: (num_block_slots(model, layer), kept["length"]) for layer in range(first, last + 1) if kept is not None}
+    return {f"{AMAXES}layers.{layer}": [Slice(torch.empty(shape), shape, (0, 0))] for layer, shape in shapes.items()}
+
+
+def _take_back(trainer: Trainer, tensors: dict[str, list[Slice]]) -> None:
+    """Keep what was loaded into copies."""
+    if isinstance(trainer.optimizer, CompactAdamW):
+        waiting = {name: iter(slices) for name, slices in tensors.items()}
+        for one in trainer.share.held:
+            for moment in moments_of(one.weight, trainer.run.optimizer):
+                found = islice(waiting[f"optimizer.{moment}.{one.name}"], len(own_boxes(one.parameter, one.place)))
+                trainer.optimizer.store(one).take_back(moment, torch.cat([rows_of(box.tensor) for box in found]))
+
+
+def _slices(held: Held, own: Tensor) -> list[Slice]:
+    """Slices of a weight or a moment that this rank's part of it consists of."""
+    return [Slice(box, held.weight.shape, offsets) for offsets, box in own_boxes(held.parameter, held.place, own)]
+
+
+def facts_of(trainer: Trainer) -> dict[str, Any]:
+    """The JSON beside the tensors."""
+    noise = trainer.noise_scale
+    return {
+        "steps_done": trainer.steps_done,
+        "saved_at": time.time(),  # the file's own time changes when a checkpoint is copied
+        "run": to_toml(trainer.run),
+        "decides": decisive_parts(trainer.run),
+        "data": trainer.loader.fingerprint(),
+        "noise_scale": noise.state() if noise is not None else None,
+        "optimizer": trainer.run.optimizer.name,
+        "skipped_steps": trainer.skipped_steps,
+        "imported_dtype": trainer.imported_dtype,
+        "norms": trainer.norms.state(),
+        "loss_scale": None if trainer.loss_scale is None else trainer.loss_scale.state(),
+        "fp8_amax_history": None if trainer.share.amax_history is None else trainer.share.amax_history.state(),
+        "islands": None if trainer.outer is None else trainer.outer.facts(),
+    }
+
+
+def restore(trainer: Trainer, checkpoint: Path, *, allow_changes: bool = False, verified: bool = False) -> None:
+    """Set `trainer` to the state in `checkpoint`, whatever layout wrote it; `verified`: of which every byte was just read.
+
+    Raises SpecError if the run or its data are not those of the checkpoint (with `allow_changes`: if its batch is not), and
+    CheckpointError if the files are damaged; nothing is changed then.
+    """
+    facts = read_facts(checkpoint)
+    _expect_same_run(trainer, facts, checkpoint, allow_changes=allow_changes)
+    outer, outer_facts = trainer.outer, facts.get("islands")
+    if outer is not None:
+        outer.expect(outer_facts)
+    tensors, history = tensors_of(trainer), trainer.share.amax_history
+    kept = facts.get("fp8_amax_history")
+    amax_updates = 0 if history is None else history.updates_in(kept)
+    if amax_updates == 0:
+        tensors = {name: slices for name, slices in tensors.items() if not name.startswith(AMAXES)}
+        tensors |= _unread_tables(trainer.run.model, kept)
+    # With islands, or of them, there are outer tensors that only one of the two has.
+    load(checkpoint, tensors, strict=outer is None and outer_facts is None, verified=verified)
+    _take_back(trainer, tensors)
+    _take_facts(trainer, facts)
+    if history is not None:
+        history.begin(amax_updates)
+
+
+def _take_facts(trainer: Trainer, facts: dict[str, Any]) -> None:
+    """Go on from the JSON of a checkpoint whose tensors are here."""
+    trainer.share.expect_other_weights()
+    trainer.steps_done = facts["steps_done"]
+    trainer.skipped_steps = facts.get("skipped_steps") or 0
+    trainer.imported_dtype = facts.get("imported_dtype")
+    trainer.norms.load_state(facts.get("norms") or [])
+    set_steps_done(trainer.optimizer, trainer.steps_done - trainer.skipped_steps)
+    if trainer.loss_scale is not None and facts.get("loss_scale") is not None:
+        trainer.loss_scale.load_state(facts["loss_scale"])
+    if trainer.noise_scale is not None and facts.get("noise_scale") is not None:
+        trainer.noise_scale.load_state(facts["noise_scale"])
+    if trainer.outer is not None:
+        trainer.outer.restored(facts.get("islands"))
+
+
+def begin_islands(trainer: Trainer) -> str:
+    """Bring this island into one round with the others, and do the outer step that it owes since it stopped; what was done, in
+    words. Collective over all islands, where there are several."""
+    outer = trainer.outer
+    if outer is None:
+        return ""
+
+    whole: dict[str, list[Slice]] = {}
+
+    def tensors() -> dict[str, list[Tensor]]:
+        whole.clear()
+        whole.update(tensors_of(trainer))
+        return {name: [one.tensor for one in slices] for name, slices in whole.items()}
+
+    def take(facts: dict[str, Any]) -> None:
+        _take_back(trainer, whole)
+        whole.clear()
+        _take_facts(trainer, facts)
+
+    told = outer.begin(trainer.steps_done, tensors, lambda: facts_of(trainer), take)
+    if outer.stops or not outer.settle(trainer.steps_done):
+        trainer.request_stop()
+    return told
+
+
+def restore_newest(
+    trainer: Trainer, root: Path, *, allow_changes: bool = False, search: Callable[..., Search] = search
+) -> Search:
+    """Restore the newest checkpoint under `root` that is whole, if there is one. Says which, and why newer ones were not.
+
+    `search` finds it, as `checkpoint.search` does.
+
+    Raises as `restore` does, and CheckpointError if there are checkpoints and none of them is whole.
+    """
+    found = search(root, process_group=trainer.ranks.host_group)
+    if found.folder is None and found.rejected:
+        damage = "\n  ".join(f"{rejected.folder.name}: {rejected.reason}" for rejected in found.rejected)
+        remedy = "Bring one back from elsewhere, or remove them all to start the run over"
+        raise CheckpointError(f"{root}: no checkpoint is whole. {remedy}.\n  {damage}")
+    if found.folder is not None:
+        restore(trainer, found.folder, allow_changes=allow_changes, verified=True)
+    return found
+
+
+def decisive_parts(run: Run) -> dict[str, Any]:
+    """Settings that must not change when a run resumes, as plain data. A fingerprint stands for the paths of data."""
+    model = asdict(run.model)
+    model.pop("name")
+    data = {"weights": [source.weight for source in run.data.sources], "document_mask": run.data.document_mask}
+    parts = {"model": model, "batch": asdict(run.batch), "data": data, "seed": run.seed}
+    return json.loads(json.dumps(parts))  # tuples as the lists they are read back as
+
+
+def changes_since(checkpoint: Path, run: Run) -> list[str]:
+    """Settings of `run` that differ from the run that wrote `checkpoint`, as `optimizer.learning_rate: 0.003 (was 0.001)`."""
+    before, now = (tomllib.loads(text) for text in (read_facts(checkpoint)["run"], to_toml(run)))
+    where = ("name", "folder")
+    changes = [change for change in _differences("", before, now) if change[0] not in where]
+    return [f"{key}: {_said(new)} (was {_said(old)})" for key, old, new in changes]
+
+
+def _said(value: Any) -> str:
+    return value if isinstance(value, str) else "none" if value is None else json.dumps(value)
+
+
+def _expect_same_run(trainer: Trainer, facts: dict[str, Any], checkpoint: Path, *, allow_changes: bool) -> None:
+    remedy = "Set it back, start another run with --name, or go on all the same with --allow-changes."
+    problems = [
+        Problem(key, f"is {now!r}, but {checkpoint.name} was trained with {before!r}", _batch_remedy(key, before) or remedy)
+        for key, before, now in _differences("", facts["decides"], decisive_parts(trainer.run))
+        if _batch_remedy(key, before) or not allow_changes
+    ]
+    problems += _optimizer_problem(facts.get("optimizer") or "adamw", trainer.run.optimizer.name)
+    now = trainer.loader.fingerprint()
+    if not allow_changes and facts["data"] not in (now, now.partition("+")[0]):  # an older release took fewer samples
+        rule = f"the prepared data is not what {checkpoint.name} was trained on (its fingerprint differs)"
+        problems.append(Problem("data.sources", rule, remedy))
+    if problems:
+        raise SpecError(problems)
+
+
+def _optimizer_problem(was: str, is_now: str) -> list[Problem]:
+    """Moments of another kind, or of a dtype of their own, cannot be gone on with; 8 bits are saved as AdamW's are."""
+    if was == is_now or {was, is_now} == {"adamw", "adamw-8bit"}:
+        return []
+    rule = f"is {is_now!r}, but the checkpoint has the moments of {was}"
+    return [Problem("optimizer.name", rule, f'Set it back to "{was}", or start another run with --name.')]
+
+
+def _batch_remedy(key: str, before: Any) -> str:
+    """Remedy for a changed batch, which cannot be allowed; empty for another key.
+
+    Which sequences were read, and how many tokens, follows from the step and the batch: with another one some would be skipped
+    or read twice, and the count of tokens would be false.
+    """
+    if not key.startswith("batch."):
+        return ""
+    flag = f"--{key.replace('_', '-')}"
+    back = "as the run.toml in the run's folder has it" if key == "batch.ramp" else f"with {flag} {before}"
+    return f"Set it back {back}, or start another run with --name: the steps done were counted in the old batch."
+
+
+def _differences(key: str, before: Any, now: Any) -> list[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = sorted(before.keys() | now.keys())
+        return [d for k in keys for d in _differences(f"{key}.{k}".lstrip("."), before.get(k), now.get(k))]
+    return [] if before == now else [(key, before, now)]

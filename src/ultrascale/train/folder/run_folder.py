@@ -1,0 +1,305 @@
+"""The folder a run lives in. Everything about a run is here, and what is here is enough to go on with it.
+
+run.toml          the resolved run, as `ultrascale train` would read it again
+plan.json         what was predicted          metrics.jsonl     one row a logged step
+memory.json       live memory, first steps    events.jsonl      starts, resumes, saves, stops
+environment.json  machine and versions        log.txt           what was said
+checkpoints/      step-*/                     export/           the Hugging Face folder, at the end
+tokenizer.json    a copy of the data's        recompute.json    what recompute = "auto" came down to
+compiled.bin      compiled blocks, with `compile`        chosen_kernels.json   by their speed
+tracked.json      as what trackers know it  tracked.log       what their libraries print
+attempt.json      under torchrun, while ranks train: where their signs of life are
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from ultrascale import __version__
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Run
+from ultrascale.held_folder import HeldFolder
+from ultrascale.launch.events import read_rows
+
+RANK_LOCK = ".lock"
+"""Held by the rank that writes here."""
+ORPHAN_SECONDS, LOOK_SECONDS = 10.0, 0.2
+"""Ranks whose launcher was killed have gone after so long (`launch.orphans`)."""
+WATCH_SECONDS = 1.0
+RESCUED = "-rescued-"
+"""Separator of a run's name and the time, in the name of a folder with what was saved after the run's folder was lost."""
+
+
+class RunFolderLostError(RuntimeError):
+    """The run's folder was removed, moved or replaced while the run trained in it."""
+
+
+class Claim:
+    """This process's claim to a run's folder: the folder, held open, and a locked file in it.
+
+    Raises BlockingIOError if another process holds the lock, FileNotFoundError if there is no folder.
+    """
+
+    def __init__(self, path: Path, lock: str):
+        self.folder = HeldFolder(path)
+        self._lock, self._one_at_a_time = lock, threading.Lock()
+        try:
+            self._file = self._locked()
+        except BaseException:
+            self.folder.close()
+            raise
+
+    def lost(self) -> str:
+        """Event by which this process lost the folder, as in `was removed`; empty while it holds it. A lock file that was
+        deleted is made and locked again, unless another process has been quicker."""
+        with self._one_at_a_time:
+            if fate := self.folder.fate():
+                return fate
+            try:
+                if os.path.samestat(os.stat(self._lock, dir_fd=self.folder.fd), os.fstat(self._file)):
+                    return ""
+            except FileNotFoundError:
+                pass
+            except OSError:  # a disk that fails says nothing of who owns the folder
+                return ""
+            try:
+                before, self._file = self._file, self._locked()
+            except BlockingIOError:
+                return f"was taken by another process, after its {self._lock} was removed"
+            except OSError:
+                return ""
+            os.close(before)
+            return ""
+
+    def close(self) -> None:
+        """Let go of both."""
+        os.close(self._file)
+        self.folder.close()
+
+    def _locked(self) -> int:
+        file = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666, dir_fd=self.folder.fd)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            raise
+        except OSError as error:  # as on some network file systems
+            told = f"{self.folder.path} cannot be locked ({error}): start no second run there, nothing would stop it"
+            warnings.warn(told, stacklevel=2)
+        return file
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths and plain files of one run. Only rank 0 writes, except for checkpoints.
+
+    Of a folder that is claimed, files are written through the descriptor: never into another one that was put in its place.
+    """
+
+    path: Path
+    claim: Claim | None = None
+
+    @classmethod
+    def of(cls, run: Run) -> RunFolder:
+        """The folder of `run`, which need not be there yet."""
+        return cls(Path(run.folder) / run.name)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def compiled(self) -> Path:
+        return self.path / "compiled.bin"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @contextmanager
+    def commanded(self) -> Iterator[RunFolder]:
+        """While inside, this process is the one command that trains here, also between two attempts of its ranks. Yields the
+        folder, claimed.
+
+        Raises SpecError if another command is, or if ranks of one that was killed have not gone after some seconds.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with self._claimed(".command.lock") as own:
+            deadline = time.monotonic() + ORPHAN_SECONDS
+            while True:
+                try:
+                    with self._claimed(RANK_LOCK):
+                        break
+                except SpecError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(LOOK_SECONDS)
+            yield own
+
+    @contextmanager
+    def owned(self) -> Iterator[RunFolder]:
+        """While inside, no other process may own this folder; the lock goes with the process, however it ends. Yields the
+        folder, claimed.
+
+        Raises SpecError if another one does: two runs writing one folder would mix their metrics and checkpoints.
+        """
+        with self._claimed(RANK_LOCK) as own:
+            yield own
+
+    @contextmanager
+    def _claimed(self, lock: str) -> Iterator[RunFolder]:
+        try:
+            claim = Claim(self.path, lock)
+        except BlockingIOError:
+            rule = "another process is training in this folder"
+            remedy = "Wait until it ends, or give this run a --name of its own."
+            raise SpecError([Problem(str(self.path), rule, remedy)]) from None
+        except FileNotFoundError:
+            raise RunFolderLostError(f"{self.path} was removed before the run had begun; start it again.") from None
+        try:
+            yield replace(self, claim=claim)
+        finally:
+            claim.close()
+
+    def lost(self) -> str:
+        """Event by which the run lost this folder, as in `was removed`; empty while the run holds or has not claimed it."""
+        return "" if self.claim is None else self.claim.lost()
+
+    @contextmanager
+    def watched(self, when_lost: Callable[[], None]) -> Iterator[None]:
+        """While inside, look every second whether the folder is still the run's own; call `when_lost` once it is not."""
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.wait(WATCH_SECONDS):
+                if self.lost():
+                    return when_lost()
+
+        thread = threading.Thread(target=look, daemon=True, name="folder-watch")
+        if self.claim is not None:
+            thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            if self.claim is not None:  # its descriptors are about to be closed; a disk that does not answer is not waited for
+                thread.join(WATCH_SECONDS)
+
+    def refuge(self) -> Path:
+        """A folder for what must be saved once this one is lost: this one where it is now, or a new one beside its path."""
+        folder = None if self.claim is None else self.claim.folder
+        place = folder.place() if folder is not None and folder.fate() else None
+        if place is None:
+            place = self.path.with_name(f"{self.path.name}{RESCUED}{time.strftime('%Y%m%d-%H%M%S')}")
+            place.mkdir(parents=True)
+        return place
+
+    def rescued(self) -> list[Path]:
+        """Folders that hold what was saved when a folder at this path was lost."""
+        beside = self.path.parent
+        names = os.listdir(beside) if beside.is_dir() else []
+        return sorted(beside / name for name in names if name.startswith(f"{self.path.name}{RESCUED}"))
+
+    def write_text(self, name: str, text: str) -> None:
+        """Replace a file of the folder in one piece."""
+        if self.claim is None:
+            self.path.mkdir(parents=True, exist_ok=True)
+        partial, final = self._at(f".{name}.tmp"), self._at(name)
+        with self._open(f".{name}.tmp", "w") as file:
+            file.write(text)
+        os.replace(partial, final, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Replace a JSON file of the folder in one piece."""
+        self.write_text(name, json.dumps(value, indent=1) + "\n")
+
+    def read_json(self, name: str) -> Any:
+        """A JSON file of the folder; None if it is not there, or torn."""
+        try:
+            return json.loads((self.path / name).read_text())
+        except (OSError, json.JSONDecodeError):
+            return None
+
+    def append(self, name: str, line: str) -> None:
+        """Add a line to a file of the folder, after the last one even if a crash tore that."""
+        with self._open(name, "a+b") as file:
+            file.write(b"\n" * _is_torn(file.fileno()) + f"{line}\n".encode())
+
+    def remove(self, name: str) -> None:
+        """Remove a file of the folder, if it is there."""
+        with suppress(FileNotFoundError):
+            os.unlink(self._at(name), dir_fd=self._fd)
+
+    @property
+    def _fd(self) -> int | None:
+        return None if self.claim is None else self.claim.folder.fd
+
+    def _at(self, name: str) -> str:
+        """A file of the folder, as seen from the descriptor if there is one."""
+        return name if self.claim is not None else str(self.path / name)
+
+    def _open(self, name: str, mode: str) -> IO[Any]:
+        return open(self._at(name), mode, opener=partial(os.open, mode=0o666, dir_fd=self._fd))
+
+    def progress(self) -> str:
+        """The newest checkpoint that looks whole, without those that the last start found damaged; `none` if there is none.
+
+        Raises RunFolderLostError if this folder is no longer the run's own.
+        """
+        from ultrascale.checkpoint.listing import newest_listed
+
+        if what := self.lost():
+            raise RunFolderLostError(f"{self.path} {what} while the run trained in it, and its ranks are not started again.")
+        events = self.path / "events.jsonl"
+        rows = read_rows(events) if events.exists() else ()
+        damaged = [row["damaged"] for row in rows if isinstance(row, dict) and isinstance(row.get("damaged"), list)]
+        newest = newest_listed(self.checkpoints, without=damaged[-1] if damaged else ())
+        return "none" if newest is None else newest.name
+
+    def metric_rows(self) -> list[dict[str, Any]]:
+        """Rows of `metrics.jsonl`, without those that a crash or a full disk tore; none if it is not there."""
+        rows = read_rows(self.metrics) if self.metrics.exists() else ()
+        return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+
+    def forget_metrics_from(self, step: int) -> None:
+        """Drop rows of steps that will be done again, and a row torn by a crash, so that every step stands there once."""
+        if not self.metrics.exists():
+            return
+        kept = [json.dumps(row) for row in self.metric_rows() if row["step"] < step]
+        self.write_text(self.metrics.name, "".join(f"{row}\n" for row in kept))
+
+
+def environment() -> dict[str, Any]:
+    """Machine and versions, without anything secret: no environment variables, no user or host name."""
+    import torch
+
+    facts: dict[str, Any] = {
+        "ultrascale": __version__,
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "processor_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        facts |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    return facts
+
+
+def _is_torn(file: int) -> bool:
+    """True if a file's last line lacks its newline."""
+    size = os.fstat(file).st_size
+    return size > 0 and os.pread(file, 1, size - 1) != b"\n"  # of no plain file the size is 0

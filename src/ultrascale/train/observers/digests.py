@@ -1,0 +1,110 @@
+"""Silent corruption: ranks that hold the same part of the same tensor must hold the same bits.
+
+    digest     64 bits for each part, on its device: rows of 64-bit words are summed, and the sums with odd weights once more,
+               modulo 2^64. One pass over memory. A flipped bit always shows: a power of two times an odd number is not zero
+    compare    all ranks give theirs to all, 16 bytes for each part; equal parts have equal keys
+    blame      the majority is right; of two that differ both are named
+
+State that ZeRO has cut into parts of one copy has nothing to be compared with; then nothing is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ultrascale.checkpoint import Slice
+from ultrascale.parallel.lost import waiting
+from ultrascale.parallel.mesh import Ranks
+
+ROW = 4096
+"""Words of 64 bits."""
+MOST_TOLD = 3
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Result of comparing replicas; equal on every rank, but for the tensors that `differing` names."""
+
+    num_compared: int
+    """Parts that more than one rank holds."""
+    differing: dict[str, tuple[int, ...]]
+    """Ranks to blame by the name of the tensor, of those that this rank knows."""
+    blamed: tuple[int, ...]
+
+    def text(self, step: int) -> str:
+        """One line about what differs."""
+        several = len(self.blamed) > 1
+        ranks = (
+            f"ranks {', '.join(map(str, self.blamed))} do not hold the same bits"
+            if several
+            else (f"rank {self.blamed[0]} does not hold the bits of its copies")
+        )
+        names = sorted(self.differing)
+        more = f" and {len(names) - MOST_TOLD} more" if len(names) > MOST_TOLD else ""
+        return f"after step {step}: {ranks}" + (f" in {', '.join(names[:MOST_TOLD])}{more}" if names else "")
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """64 bits of the bits of `tensor`, any dtype and device: 0-d int64."""
+    data = tensor.detach().contiguous().flatten().view(torch.uint8)
+    whole = len(data) // 8 * 8
+    words = data[:whole].view(torch.int64) if data.data_ptr() % 8 == 0 else data[:whole].clone().view(torch.int64)
+    rows = len(words) // ROW
+    sums = torch.cat([words[: rows * ROW].view(rows, ROW).sum(1), words[rows * ROW :], data[whole:].to(torch.int64)])
+    weights = torch.arange(len(sums), device=sums.device, dtype=torch.int64) * 0x1E3779B97F4A7C16 + 1
+    return (sums * weights).sum()
+
+
+def compare(tensors: dict[str, list[Slice]], ranks: Ranks) -> Comparison:
+    """Compare this rank's parts with every other rank's. Collective."""
+    own = [(name, one) for name, parts in sorted(tensors.items()) for one in parts]
+    keys = [_key(name, one) for name, one in own]
+    digests = torch.stack([digest(one.tensor) for _, one in own]).tolist() if own else []
+    names = {key: name for key, (name, _) in zip(keys, own, strict=True)}
+    return judge([list(zip(*pair, strict=True)) for pair in _gathered(keys, digests, ranks)], names)
+
+
+def judge(held: list[list[tuple[int, int]]], names: dict[int, str]) -> Comparison:
+    """`held`: every rank's keys and digests, in order of rank. `names`: what keys stand for, as far as known."""
+    found: dict[int, dict[int, int]] = defaultdict(dict)
+    for rank, pairs in enumerate(held):
+        for key, value in pairs:
+            found[key][rank] = value
+    blamed: set[int] = set()
+    differing: dict[str, tuple[int, ...]] = {}
+    for key, by_rank in found.items():
+        value, count = Counter(by_rank.values()).most_common(1)[0]
+        if count == len(by_rank):
+            continue
+        odd = [rank for rank, one in by_rank.items() if one != value] if count * 2 > len(by_rank) else list(by_rank)
+        blamed |= set(odd)
+        if key in names:
+            differing[names[key]] = tuple(sorted(odd))
+    return Comparison(sum(len(by_rank) > 1 for by_rank in found.values()), differing, tuple(sorted(blamed)))
+
+
+def _key(name: str, part: Slice) -> int:
+    """Key of a part of a tensor: 64 bits, equal on every rank that holds the part."""
+    text = f"{name} {part.offsets} {tuple(part.tensor.shape)}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _gathered(keys: list[int], digests: list[int], ranks: Ranks) -> list[tuple[list[int], list[int]]]:
+    """Every rank's, in order of rank."""
+    if ranks.host_group is None:
+        return [(keys, digests)]
+    counts = torch.zeros(ranks.world, dtype=torch.int64)
+    counts[ranks.rank] = len(keys)
+    counts = ranks.sum(counts).tolist()
+    padded = torch.zeros(2, max(counts), dtype=torch.int64)
+    padded[:, : len(keys)] = torch.tensor([keys, digests], dtype=torch.int64)
+    parts = [torch.empty_like(padded) for _ in counts]
+    with waiting("a comparison of replicas", ranks.host_group, tensor=padded):
+        dist.all_gather(parts, padded, group=ranks.host_group)
+    return [(part[0, :n].tolist(), part[1, :n].tolist()) for part, n in zip(parts, counts, strict=True)]

@@ -1,0 +1,188 @@
+"""Metrics of a run: rows of numbers, one line on the console, a bar on a terminal.
+
+`metrics.jsonl` is the truth; a process beside this one feeds the trackers that the run names with its rows (`trackers`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+from ultrascale import console
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Run
+from ultrascale.description.units import format_count, format_share
+from ultrascale.launch.events import stamp
+from ultrascale.trackers.follower import Follower
+from ultrascale.train.folder.run_folder import RunFolder
+
+Row = dict[str, float | int | None]
+
+
+def expect_trackers(run: Run) -> None:
+    """Raises SpecError if a tracker that the run names is not installed."""
+    missing = [name for name in run.log.sinks if find_spec(name) is None]
+    if missing:
+        remedy = f"pip install {' '.join(missing)}, or leave it out: metrics.jsonl has the same rows."
+        raise SpecError([Problem("log.sinks", f"names {name}, which is not installed", remedy) for name in missing])
+
+
+class Metrics:
+    """Rows to `metrics.jsonl` and trackers, lines to the console and log.txt. Only rank 0 has one that writes.
+
+    A full disk does not end a run that is otherwise well: it is told once, and the next checkpoint will say the rest. Nor does
+    a console that is gone: log.txt has every line.
+    """
+
+    def __init__(self, run: Run, folder: RunFolder, *, first_step: int, writes: bool):
+        self.run, self.folder, self.writes = run, folder, writes
+        self.follower = _follower(folder) if writes and run.log.sinks else None
+        self.bar = _bar(first_step, run.steps) if writes and _is_terminal() else None
+        self._warned = False
+        self.has_console = True
+
+    def row(self, step: int, values: Row, *, tables: Mapping[str, list[list[int]]] | None = None) -> None:
+        """Record the values of a step (counted from zero). `tables` are kept beside them, not given to trackers."""
+        known = {key: value for key, value in values.items() if value is not None}
+        self._append(self.folder.metrics.name, {"step": step, "time": time.time(), **known, **(tables or {})})
+        self._say(self.follower.lines() if self.follower is not None else [])
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """Add a row to events.jsonl."""
+        self._append("events.jsonl", {**stamp(), "event": kind, **facts})
+
+    def save_failed(self, step: int, told: str) -> None:
+        """Say that a checkpoint could not be written."""
+        self.line(told)
+        self.event("save failed", step=step, cause=told)
+
+    def checkpoints_lost(self, step: int, told: str) -> None:
+        """Say that the folder of the checkpoints is not what it was."""
+        self.line(told)
+        self.event("checkpoints lost", step=step, cause=told)
+
+    def report(self, name: str, value: Any) -> None:
+        """Replace a JSON file of the run's folder."""
+        self._try(name, partial(self.folder.write_json, name, value))
+
+    def line(self, text: str) -> None:
+        """Say one line."""
+        if not self.writes:
+            return
+        self._try("log.txt", partial(self.folder.append, "log.txt", text))
+        if self.has_console and (why := self._show(text)):
+            self._lose_console(why)
+
+    def advance(self, steps_done: int) -> None:
+        """Move the progress bar."""
+        if self.bar is not None and self.has_console:
+            self.bar.update(self.bar.task_ids[0], completed=steps_done)
+
+    def close(self) -> None:
+        """Take the bar off the terminal and let trackers finish."""
+        self._stop_bar()
+        self._say(self.follower.close() if self.follower is not None else [])
+
+    def _say(self, told: Sequence[str]) -> None:
+        """Pass on what trackers have to say."""
+        for text in told:
+            self.line(text)
+
+    def _show(self, text: str) -> str:
+        """Put a line on the console; empty, or why that failed."""
+        if self.bar is None:
+            return console.put(text)
+        try:
+            self.bar.console.print(text, highlight=False, soft_wrap=True, markup=False)
+        except OSError as error:
+            return console.why(error)
+        return ""
+
+    def _lose_console(self, why: str) -> None:
+        self.has_console = False
+        self._stop_bar()
+        console.let_go("stdout")
+        told = f"warning: the console is gone ({why}): training goes on, and log.txt has every line"
+        self._try("log.txt", partial(self.folder.append, "log.txt", told))
+        self.event("console gone", cause=why)
+        console.put(told, "stderr")
+
+    def _stop_bar(self) -> None:
+        if self.bar is not None:
+            with suppress(OSError):  # a terminal that is gone
+                self.bar.stop()
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        self._try(name, partial(self.folder.append, name, json.dumps(row)))
+
+    def _try(self, name: str, write: Callable[[], None]) -> None:
+        if not self.writes:
+            return
+        try:
+            write()
+        except OSError as error:
+            if not self._warned:
+                console.put(f"warning: {name} is not being written: {error}", "stderr")
+            self._warned = True
+
+
+def _follower(folder: RunFolder) -> Follower | None:
+    try:
+        return Follower(folder.path)
+    except OSError as error:
+        console.put(f"warning: no process for trackers could be started, training goes on without: {error}", "stderr")
+        return None
+
+
+def console_line(run: Run, values: Row, steps_done: int) -> str:
+    """`step 10 loss 7.1234 gnorm 0.98 lr 3.0e-04 mem 61.2GiB (77%) tok/s 24,690 (12,345 a gpu) mfu 41.2% eta 1h02m`."""
+    norm, loss, scale = (values.get(f"train/{key}") for key in ("grad_norm", "loss", "loss_scale"))
+    overflow = "skipped: not finite" if scale is None else f"skipped: overflow at loss scale {scale:g}"
+    parts = [f"step {steps_done}/{run.steps}", "no finite loss" if loss is None else f"loss {loss:.4f}"]
+    parts.append(overflow if norm is None else f"gnorm {norm:.2f}")
+    parts.append(f"lr {values['train/lr']:.1e}")
+    for key, value in values.items():
+        if key.startswith("val/loss"):
+            told = "unknown (no valid target)" if value is None else f"{value:.4f}"
+            parts.append(f"val{key.removeprefix('val/loss').replace('/', ' ', 1)} {told}")
+    if (noise := values.get("train/noise_scale_tokens")) is not None:
+        parts.append(f"noise {format_count(noise)}")
+    if (memory := values.get("mem/peak_allocated_gib")) is not None:
+        parts.append(f"mem {memory:.1f}GiB ({values['mem/peak_allocated_percent']:.0f}%)")
+    if (speed := values.get("perf/tokens_per_s_per_gpu")) is None:
+        return "  ".join([*parts, "(speed not yet known)"])
+    total, one = values["perf/tokens_per_s"] or speed, "gpu" if memory is not None else "rank"
+    parts.append(f"tok/s {total:,.0f}" + (f" ({speed:,.0f} a {one})" if round(total) != round(speed) else ""))
+    parts.append(f"mfu {format_share(values['perf/mfu'])}")
+    parts.append(f"eta {duration((run.steps - steps_done) * (values['perf/step_s'] or 0.0))}")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """`1h02m`, `3m20s`, `12s`."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def _is_terminal() -> bool:
+    """True if stdout is a terminal, where rich can redraw a bar."""
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
+def _bar(first_step: int, steps: int) -> Any:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, transient=True)
+    bar.add_task("training", total=steps, completed=first_step)
+    bar.start()
+    return bar

@@ -1,0 +1,117 @@
+"""A step's gradient computed twice: arithmetic that went wrong once does not go wrong twice alike.
+
+Digests (`train.observers.digests`) compare copies; what a rank adds to a gradient that all of them sum has no copy, and a
+wrong product there reaches every replica alike. In the same layout the same step gives the same bits, so its passes are played
+twice, and of both are compared, bit by bit,
+
+    a rank's own gradients    before any sum over ranks: they name the rank
+    the summed gradients      which also tell of a sum that went wrong on the way
+    the loss
+
+Nothing has been updated then. It costs the passes of one step in `faults.repeat_every_steps`, no memory to speak of, and finds
+what happens in those steps alone. On GPUs kernels that add in any order would be taken for faults, so it is refused there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.parallel.share import local_gradient
+from ultrascale.train.observers.anomalies import CorruptStateError
+from ultrascale.train.observers.digests import digest
+from ultrascale.train.observers.expert_balance import forget_load
+from ultrascale.train.optimizers.gradients import watched_gradients
+from ultrascale.train.step import Observer, Step
+
+if TYPE_CHECKING:
+    from ultrascale.train.trainer import Trainer
+
+MOST_NAMED = 3
+
+
+@dataclass
+class Passes:
+    """Gradient digests and losses of one execution of a step's passes on this rank."""
+
+    own: dict[str, Tensor] = field(default_factory=dict)
+    """By parameter the sum, modulo 2^64, of the digests of its gradients of all micro-batches."""
+    summed: dict[str, Tensor] = field(default_factory=dict)
+    loss: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    def see(self, name: str, gradient: Tensor) -> None:
+        """Take note of one parameter's gradient of one micro-batch."""
+        bits = digest(gradient)
+        self.own[name] = self.own[name] + bits if name in self.own else bits
+
+
+def expect_repeatable(trainer: Trainer) -> None:
+    """Raises SpecError where bits need not repeat."""
+    if trainer.run.faults.repeat_every_steps is not None and trainer.ranks.device.type != "cpu":
+        rule = f"compares bits, which need not repeat on {trainer.ranks.device.type}: some kernels add in any order"
+        raise SpecError([Problem("faults.repeat_every_steps", rule, "Leave it out on GPUs.")])
+
+
+class RepeatedSteps(Observer):
+    """Plays the passes of every `faults.repeat_every_steps`th step twice."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+
+    def around(self, step: Step, play: Callable[[], None]) -> None:
+        """Play once, or twice if it is due."""
+        if step.step % (self.trainer.run.faults.repeat_every_steps or 1) == 0:
+            _played_twice(self.trainer, step, play)
+        else:
+            play()
+
+
+def _played_twice(trainer: Trainer, step: Step, play: Callable[[], None]) -> None:
+    """Collective. Raises CorruptStateError on every rank if anything differed on any; then no gradient is left."""
+    first = _observed(trainer, step, play)
+    trainer.optimizer.zero_grad(set_to_none=True)
+    forget_load(trainer.share)
+    second = _observed(trainer, step, play)
+    reports = trainer.ranks.gather_text(_difference(first, second))
+    if any(reports):
+        trainer.optimizer.zero_grad(set_to_none=True)
+        forget_load(trainer.share)
+        raise CorruptStateError(_told(trainer.steps_done + 1, reports))
+
+
+def _observed(trainer: Trainer, step: Step, play: Callable[[], None]) -> Passes:
+    passes = Passes()
+    with watched_gradients(trainer.share.stages.values(), passes.see):
+        play()
+    for name, parameter in trainer.share.named():
+        if (gradient := local_gradient(parameter)) is not None:
+            passes.summed[name] = digest(gradient)
+    passes.loss = step.sums[0].clone()
+    return passes
+
+
+def _difference(first: Passes, second: Passes) -> str:
+    """Difference on this rank: `own ...` if it arose here, `summed ...` if only a sum over ranks differs; else empty."""
+    for kind in ("own", "summed"):
+        before, after = getattr(first, kind), getattr(second, kind)
+        names = [name for name in after if name not in before or not torch.equal(before[name], after[name])]
+        if names:
+            more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+            return f"{kind} gradient of {', '.join(names[:MOST_NAMED])}{more}"
+    return "own loss" if not torch.equal(first.loss, second.loss) else ""
+
+
+def _told(step: int, reports: list[str]) -> str:
+    """Ranks where it began; if none, those to which a sum came out differently."""
+    began = [f"rank {rank}: {text.removeprefix('own ')}" for rank, text in enumerate(reports) if text.startswith("own ")]
+    summed = [f"rank {rank}: {text}" for rank, text in enumerate(reports) if text]
+    where = "; ".join(began or summed)
+    return (
+        f"step {step} done twice gave other bits ({where}): memory, arithmetic or a message failed there. Nothing was updated. "
+        'Go on from the newest checkpoint, without that machine; faults.on_anomaly = "rewind" goes back by itself.'
+    )

@@ -1,0 +1,107 @@
+"""AdamW whose moments take 2 or 1 bytes: bf16, or 8 bits with a scale for every 256 (Dettmers et al. 2022).
+
+An update reads moments, widens them, computes, and rounds them back stochastically (`kernels.optimizers.narrow_moments`).
+Which way a moment is rounded follows from the run's seed, the number of the update, the weight's name and the element's place
+in the whole weight. So no layout, and no resumption, changes a bit of it.
+
+    bytes per parameter     master   moments            (AdamW: 4 + 8)
+    adamw-bf16              4        4
+    adamw-8bit              4        2 + 8/256
+
+Vectors (norms, biases) keep fp32: they are few, and ZeRO cuts them inside blocks. Checkpoints hold what 8-bit codes stand for
+in fp32, so that any layout and AdamW itself can go on from them, and this form gets its own codes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ultrascale.description.run import Optimizer
+from ultrascale.kernels.optimizers.block_quantise import BLOCK, Widest, itself, num_blocks
+from ultrascale.kernels.optimizers.narrow_moments import (
+    FIRST,
+    SECOND,
+    Box,
+    Kind,
+    Moments,
+    Update,
+    empty_moments,
+    rows_of,
+    update_,
+)
+from ultrascale.kernels.optimizers.stochastic import rounding_key
+from ultrascale.models.initialise import own_boxes
+from ultrascale.parallel.data.whole_matrices import spans_over
+from ultrascale.parallel.lost import waiting
+from ultrascale.parallel.share import Held, Share, local
+
+
+class CompactAdamW(torch.optim.Optimizer):
+    """Over the parameters of a share, in two groups, with and without weight decay."""
+
+    def __init__(self, share: Share, settings: Optimizer, kind: Kind, *, seed: int):
+        decays, others = ([one for one in share.held if one.weight.decay is wanted] for wanted in (True, False))
+        groups = [
+            {"params": [one.parameter for one in some], "weight_decay": decay}
+            for some, decay in ((decays, settings.weight_decay), (others, 0.0))
+            if some
+        ]
+        super().__init__(groups, {"lr": settings.learning_rate})
+        self.settings, self.seed, self.share = settings, seed, share
+        self.kind: Kind = kind
+        self.held = {one.parameter: one for one in share.held}
+        self.updates_done = 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Update every parameter that has a gradient."""
+        assert closure is None
+        self.updates_done += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(self.held[parameter], group["lr"], group["weight_decay"])
+
+    def _update(self, one: Held, rate: float, decay: float) -> None:
+        parameter, gradient = rows_of(local(one.parameter)), rows_of(local(one.parameter.grad))  # pyright: ignore
+        settings, count = self.settings, self.updates_done
+        first, second = (rounding_key(self.seed, count, one.name, moment) for moment in (FIRST, SECOND))
+        update = Update(rate, decay, settings.beta1, settings.beta2, settings.eps, count, (first, second))
+        update_(parameter, gradient, self.store(one), update)
+
+    def store(self, one: Held) -> Moments:
+        """Moments of a parameter, with the boxes of the unsharded weight that they belong to."""
+        own = own_boxes(one.parameter, one.place)
+        found = [Box(offsets, tuple(box.shape), one.weight.shape) for offsets, box in own]
+        return Moments(self.state[one.parameter], *found, widest=self._widest(one))
+
+    def create_state(self, steps_done: int) -> None:
+        """Give every parameter its moments (zero)."""
+        self.updates_done = steps_done
+        for one in self.held.values():
+            own = local(one.parameter)
+            box = Box(one.place.offsets, tuple(own.shape), one.weight.shape)  # all that counts here is its shape and its width
+            self.state[one.parameter] = empty_moments(box, self.kind, own)
+
+    def _widest(self, one: Held) -> Widest:
+        """Scales of blocks that tp cuts are the largest of its ranks': one process would have found that."""
+        dim, whole = one.weight.tp_dim, one.weight.shape
+        group = self.share.mesh.group("expert_tp" if one.weight.is_expert else "tp")
+        if group is None or dim != len(whole) - 1 or one.place.shape[-1] == whole[-1] or self.kind != "8bit":
+            return itself
+        if all(span.first % BLOCK == 0 for span in spans_over(self.share, one, group)):
+            return itself
+        before, count = one.place.offsets[-1] // BLOCK, num_blocks(whole[-1])
+
+        def widest(scales: Tensor) -> Tensor:
+            every = scales.new_zeros(len(scales), count)
+            every[:, before : before + scales.shape[1]] = scales
+            with waiting("scales of blocks that tp cuts", group):
+                dist.all_reduce(every, op=dist.ReduceOp.MAX, group=group)
+            return every[:, before : before + scales.shape[1]]
+
+        return widest

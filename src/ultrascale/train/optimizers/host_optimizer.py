@@ -1,0 +1,100 @@
+"""AdamW whose masters and moments live, and are updated, in the host's memory (ZeRO-Offload, Ren et al. 2021).
+
+    device   gradients (fp32, reduced)  --down-->          --up-->   parameters, for the next gathers
+    host                                  masters, moments, gradients: 16 bytes a parameter of this rank's part
+
+    down     b0 b1 b2 b3 ...                    copies of gradients, all queued when the step begins
+    update      b0 b1 b2 b3 ...                 the CPU, on a block's parameters at a time
+    up             b0 b1 b2 b3 ...              copies of what was updated
+
+so that a block is updated while the gradients of the next come down and the parameters of the one before go up; what shows is
+the slowest of the three, and the others' first or last block. The device is left with its fp32 parameters (FSDP2 gathers from
+them) and gradients: 8 bytes a parameter less.
+
+The maths is torch's fused AdamW, the same operation that updates on a CPU without offload: there the results are the same bits.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from ultrascale.parallel.activations.host_memory import host_twin
+from ultrascale.parallel.share import Held, local
+from ultrascale.train.optimizers.local_adamw import update
+
+MASTER, GRADIENT = "master", "gradient"
+
+
+class Piece(NamedTuple):
+    """Parameters of one block and one group of settings."""
+
+    parameters: list[nn.Parameter]
+    group: dict[str, Any]
+
+
+class HostAdamW(AdamW):
+    """AdamW over `groups`, as torch's; `held` says which parameters are of one block, and are copied and updated together."""
+
+    def __init__(self, groups: list[dict[str, Any]], held: list[Held], **settings: Any):
+        super().__init__(groups, **settings)
+        layer = {one.parameter: one.weight.layer for one in held}
+        blocks: dict[tuple[int | None, int], Piece] = {}
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                key = (layer[parameter], number)
+                blocks.setdefault(key, Piece([], group)).parameters.append(parameter)
+        self.pieces = list(blocks.values())
+        on_cuda = any(parameter.is_cuda for parameter in layer)
+        self.down, self.up = (torch.cuda.Stream(), torch.cuda.Stream()) if on_cuda else (None, None)
+
+    def create_host_state(self, parameter: nn.Parameter, moments: tuple[str, ...]) -> dict[str, Tensor]:
+        """Zero moments, the master, and room for the gradient, on the host."""
+        state = {name: host_twin(parameter) for name in (*moments, MASTER, GRADIENT)}
+        for moment in moments:
+            local(state[moment]).zero_()
+        return state
+
+    @torch.no_grad()
+    def read_parameters(self) -> None:
+        """Take the masters' values from the parameters, which were drawn or loaded. Not needed after a step."""
+        for parameter, state in self.state.items():
+            local(state[MASTER]).copy_(local(parameter))
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update the parameters that have a gradient. When it returns the gradients are no longer read, and the parameters are
+        there for what the device does next."""
+        under_way = [self._bring_down(piece) for piece in self.pieces]
+        for piece, event in zip(self.pieces, under_way, strict=True):
+            if event is not None:
+                event.synchronize()
+            self._update(piece)
+            self._bring_up(piece)
+        if self.up is not None:
+            torch.cuda.current_stream().wait_stream(self.up)
+
+    def _bring_down(self, piece: Piece) -> torch.Event | None:
+        if self.down is not None:
+            self.down.wait_stream(torch.cuda.current_stream())
+        with nullcontext() if self.down is None else torch.cuda.stream(self.down):
+            for parameter in piece.parameters:
+                if parameter.grad is not None:
+                    local(self.state[parameter][GRADIENT]).copy_(local(parameter.grad), non_blocking=True)
+        return None if self.down is None else self.down.record_event()
+
+    def _update(self, piece: Piece) -> None:
+        changed = [self.state[parameter] for parameter in piece.parameters if parameter.grad is not None]
+        if not changed:
+            return
+        update(piece.group, [state[MASTER] for state in changed], [state[GRADIENT] for state in changed], changed)
+
+    def _bring_up(self, piece: Piece) -> None:
+        with nullcontext() if self.up is None else torch.cuda.stream(self.up):
+            for parameter in piece.parameters:
+                if parameter.grad is not None:
+                    local(parameter).copy_(local(self.state[parameter][MASTER]), non_blocking=True)

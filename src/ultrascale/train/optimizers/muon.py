@@ -1,0 +1,101 @@
+"""Muon: hidden matrices move by an orthogonal matrix, all else by AdamW (Jordan et al. 2024; Liu et al. 2025).
+
+    B = momentum B + G                       the momentum, fp32, cut as the matrix is
+    O = orthogonalise(G + momentum B)        of the *whole* matrix: `parallel.data.whole_matrices` brings it together
+    W = (1 - rate decay) W - rate 0.2 sqrt(max(m, n)) O
+
+The factor makes an update as large as AdamW's usually is (Liu et al. 2025, section 2.2), so that both share one learning rate
+and one weight decay. Hidden matrices are those of attention and MLP, of experts each expert's; embedding, head, router, norms
+and biases are AdamW's. With this factor it is `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`, which knows neither cut
+matrices nor experts; a test holds this to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.adamw import adamw
+
+from ultrascale.description.architecture.weights import is_hidden_matrix
+from ultrascale.description.run import Optimizer
+from ultrascale.kernels.optimizers.newton_schulz import iteration_dtype, orthogonalise
+from ultrascale.parallel.data.whole_matrices import WholeMatrices
+from ultrascale.parallel.share import Held, Share, local
+
+RMS_OF_ADAMW = 0.2
+"""Root mean square of an update of AdamW over its learning rate, as training shows it (Liu et al. 2025)."""
+
+
+class Muon(torch.optim.Optimizer):
+    """Over the parameters of a share. Groups: matrices, then the others with and without decay."""
+
+    def __init__(self, share: Share, settings: Optimizer):
+        self.matrices = [one for one in share.held if is_hidden_matrix(one.weight)]
+        others = [one for one in share.held if not is_hidden_matrix(one.weight)]
+        groups = [
+            {"params": _parameters(self.matrices), "weight_decay": settings.weight_decay},
+            {"params": _parameters([one for one in others if one.weight.decay]), "weight_decay": settings.weight_decay},
+            {"params": _parameters([one for one in others if not one.weight.decay]), "weight_decay": 0.0},
+        ]
+        super().__init__(groups, {"lr": settings.learning_rate})
+        self.settings, self.whole = settings, WholeMatrices(share, self.matrices)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Update every parameter that has a gradient; a matrix without one has a zero one, for its owner waits."""
+        assert closure is None
+        matrices, *others = self.param_groups
+        if self.matrices:
+            self._update_matrices(matrices)
+        for group in others:
+            self._update_others(group)
+
+    def _update_matrices(self, group: dict[str, Any]) -> None:
+        parts = []
+        for parameter in group["params"]:
+            momentum = local(self.state[parameter]["momentum_buffer"])
+            momentum.mul_(self.settings.momentum)
+            part = momentum * self.settings.momentum
+            if parameter.grad is not None:
+                gradient = local(parameter.grad)
+                momentum.add_(gradient)
+                part = torch.add(gradient, momentum, alpha=self.settings.momentum)
+            parts.append(part.to(iteration_dtype(part.dtype)))
+        for one, update in zip(self.matrices, self.whole.apply(parts, orthogonalise), strict=True):
+            parameter = local(one.parameter)
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.add_(update.to(parameter.dtype), alpha=-group["lr"] * update_size(one.weight.shape))
+
+    def _update_others(self, group: dict[str, Any]) -> None:
+        some = [parameter for parameter in group["params"] if parameter.grad is not None]
+        states = [self.state[parameter] for parameter in some]
+        settings = self.settings
+        adamw(
+            [local(parameter) for parameter in some], [local(p.grad) for p in some],
+            [local(state["exp_avg"]) for state in states], [local(state["exp_avg_sq"]) for state in states], [],
+            [state["step"] for state in states], fused=True, amsgrad=False, beta1=settings.beta1, beta2=settings.beta2,
+            lr=group["lr"], weight_decay=group["weight_decay"], eps=settings.eps, maximize=False,
+        )  # fmt: skip
+
+    def create_state(self, steps_done: int) -> None:
+        """Give every parameter its moments (zero)."""
+        matrices, *others = self.param_groups
+        for parameter in matrices["params"]:
+            self.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+        for parameter in (parameter for group in others for parameter in group["params"]):
+            count = torch.tensor(float(steps_done), dtype=torch.float32, device=parameter.device)
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            self.state[parameter] = {"step": count, **moments}
+
+
+def update_size(shape: Sequence[int]) -> float:
+    """Factor on an orthogonal matrix [m, n] (experts: on each of [X, m, n]) in the update, beside the learning rate."""
+    return RMS_OF_ADAMW * sqrt(max(shape[-2:]))
+
+
+def _parameters(held: Sequence[Held]) -> list[nn.Parameter]:
+    return [one.parameter for one in held]

@@ -1,0 +1,45 @@
+"""Ranks that were started with different descriptions are refused at the start: what they would compute together is nothing."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Run
+from ultrascale.parallel.mesh import Ranks
+
+
+def expect_same_run(run: Run, ranks: Ranks) -> None:
+    """Raise SpecError, on every rank, naming each key of which ranks were given different values. Collective."""
+    everybody = [json.loads(text) for text in ranks.gather_text(json.dumps(settings(run)))]
+    problems = [_problem(key, [one.get(key) for one in everybody]) for key in sorted({key for one in everybody for key in one})]
+    if found := [problem for problem in problems if problem is not None]:
+        raise SpecError(found)
+
+
+def settings(run: Run) -> dict[str, str]:
+    """Every setting of `run`, as text, by its dotted key."""
+    found: dict[str, str] = {}
+
+    def add(prefix: str, values: dict[str, Any]) -> None:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                add(f"{prefix}{key}.", value)
+            else:
+                found[f"{prefix}{key}"] = json.dumps(value, default=str)
+
+    add("", asdict(run))
+    return found
+
+
+def _problem(key: str, values: list[str | None]) -> Problem | None:
+    """Problem of a setting that differs between ranks, from its value on each rank; None if all agree."""
+    if len(set(values)) == 1:
+        return None
+    most = Counter(values).most_common(1)[0][0]
+    odd = next(rank for rank, value in enumerate(values) if value != most)
+    rule = f"differs between ranks: rank {odd} was started with {values[odd]}, rank {values.index(most)} with {most}"
+    return Problem(key, rule, "Start every rank with the same description.")

@@ -1,0 +1,203 @@
+"""Cause of the end of the previous attempt, where nobody saw it end.
+
+`ultrascale train --processes N` sees its ranks end and writes down why. torchrun starts them again and tells the new ones
+nothing, so they look for themselves:
+
+    attempt.json        in the run's folder while ranks train: on which nodes their signs of life are, and where
+    the signs           of each rank the last sign of life, and what it died of if it could say; the watchdog's verdict
+
+The last signs also tell when it ended. What no rank can know is the signal or exit code that ended another one, which torchrun
+saw and keeps to itself: that one has ended "without a word". Nor can it be told before the next start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from ultrascale import console, heartbeat
+from ultrascale.contact import names
+from ultrascale.description.problems import SpecError
+from ultrascale.launch.events import read_rows, stamp
+from ultrascale.launch.restarts import read_account, summary
+from ultrascale.launch.scratch import scratch_places
+from ultrascale.launch.watchdog import HANG_FILE, disagreement, keep_hang, meanwhile
+from ultrascale.parallel.arrival import give_up
+from ultrascale.parallel.mesh import Ranks
+from ultrascale.train.folder.run_folder import RunFolder, RunFolderLostError
+from ultrascale.train.watch.signs_of_life import FOLDER_PREFIX, Signs
+
+ATTEMPT_FILE = "attempt.json"
+_FOLDER = re.compile(f"{FOLDER_PREFIX}[A-Za-z0-9_]+")
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+MOST_TOLD = 2
+"""Most messages quoted of ranks that lost contact with the rank that ended."""
+
+
+@contextmanager
+def attempt(folder: RunFolder, ranks: Ranks, signs: Signs) -> Iterator[None]:
+    """While inside, ranks train that no launcher of ours watches. Says in the events first what became of those before, if they
+    did not end in order. Collective; rank 0 owns the folder."""
+    nodes = [json.loads(text) for text in ranks.gather_text(json.dumps(_here(signs)))]
+    before = json.loads(ranks.gather_text(json.dumps(_before(folder) if ranks.is_first else None))[0])
+    found = [json.loads(text) for text in ranks.gather_text(json.dumps(_look(before) if signs.leads else []))]
+    again = any(int(text) > 0 for text in ranks.gather_text(os.environ.get(RESTARTS, "0")))  # each agent counts its own
+    if ranks.is_first:
+        if before is not None:
+            _record(folder, failure_of([one for some in found for one in some], before, folder, again=again))
+        own = [node for node in nodes if node is not None]
+        with suppress(OSError):  # a full disk ends no run
+            folder.write_json(ATTEMPT_FILE, {"world": ranks.world, "nodes": own})
+    ranks.barrier()
+    if signs.leads:
+        _take_away(before, folder)
+    signs.is_kept = True
+    try:
+        yield
+    except SpecError:  # refused before any step: nothing was attempted, and the next start has nothing to tell of it
+        signs.is_kept = False
+        if ranks.is_first:
+            folder.remove(ATTEMPT_FILE)
+        raise
+    except RunFolderLostError as error:  # saved elsewhere: ranks that torchrun starts again would begin anew at the old path
+        signs.is_kept = False
+        if ranks.is_first:
+            folder.remove(ATTEMPT_FILE)
+            give_up(str(error))
+        raise
+    signs.is_kept = False
+    if ranks.is_first:
+        folder.remove(ATTEMPT_FILE)
+        for line in summary(read_account(folder.path / "events.jsonl")):
+            console.put(line)
+            with suppress(OSError):
+                folder.append("log.txt", line)
+
+
+def failure_of(
+    found: Iterable[dict[str, Any]], before: dict[str, Any], folder: RunFolder, *, again: bool = True
+) -> dict[str, Any]:
+    """The row of events that says how the ranks of `before` ended. `found`: what the nodes have of each rank; `again`: whether
+    torchrun started them again, and not somebody by hand."""
+    ranks = {one["rank"]: one for one in found}
+    rank, cause = _blame(ranks, before)
+    told = {"event": "failure", "rank": rank, "cause": cause, "again": again}
+    if not ranks:
+        return {**_last_row(folder), **told, "node": ""}
+    last = max(ranks.values(), key=lambda one: one["stamp"]["time"])
+    steps = [one["step"] for one in ranks.values() if one["step"] is not None]
+    return {**last["stamp"], **told, "node": ranks.get(rank, {}).get("node", ""), "step": max(steps, default=None)}
+
+
+def _blame(ranks: dict[int, dict[str, Any]], before: dict[str, Any]) -> tuple[int | None, str]:
+    """Rank that ended first, None if that cannot be said, and the reason. Unlike a launcher, nobody here knows exit codes."""
+    for one in ranks.values():
+        if one["hang"] is not None:
+            return min(one["hang"]["culprits"], default=None), f"hang: {one['hang']['reason']}"
+    for rank, one in ranks.items():
+        if one["cause"] is not None and not one["cause"]["lost_contact"]:
+            return rank, f"rank {rank} failed: {one['cause']['text']}"
+    if (odd := next((one["odd"] for one in ranks.values() if one["odd"]), None)) is not None:
+        return min(odd[0]), f"the ranks do not agree: {odd[1]}"
+    missed = [one["cause"]["text"].partition(": ")[2] for one in ranks.values() if one["cause"] is not None]
+    gone = [rank for rank in range(before["world"]) if rank not in ranks]
+    if not before["nodes"]:
+        return None, "the attempt before ended, and nobody watched it (faults.hang_seconds)"
+    if gone:
+        nodes = sorted({node["node"] for node in before["nodes"]} - {one["node"] for one in ranks.values()})
+        where = f" of {', '.join(nodes)}" if nodes else ""
+        return None, "; ".join([f"{names(gone)}{where} left no signs of life: gone, or started anew", *missed[:MOST_TOLD]])
+    silent = [rank for rank, one in ranks.items() if one["cause"] is None and not one["is_done"]]
+    if len(silent) == 1:
+        told = "".join(f"; {text}" for text in missed[:MOST_TOLD]) if missed else ranks[silent[0]]["meanwhile"]
+        return silent[0], f"rank {silent[0]} ended without a word at {ranks[silent[0]]['doing']}{told}"
+    if silent:
+        return None, f"{names(silent)} ended without a word"
+    return None, "; ".join(missed[:MOST_TOLD]) or "the ranks ended without a word"
+
+
+def _here(signs: Signs) -> dict[str, str] | None:
+    return {"node": socket.gethostname(), "folder": signs.folder.name} if signs.leads and signs.folder else None
+
+
+def _before(folder: RunFolder) -> dict[str, Any] | None:
+    """Record of the previous attempt; None if it ended in order. From a damaged file, as much as can be read."""
+    if not (folder.path / ATTEMPT_FILE).exists():
+        return None
+    told = folder.read_json(ATTEMPT_FILE)
+    world, nodes = (told.get("world"), told.get("nodes")) if isinstance(told, dict) else (0, [])
+    good = [node for node in (nodes if isinstance(nodes, list) else []) if _is_node(node)]
+    return {"world": world if isinstance(world, int) else 0, "nodes": good}
+
+
+def _is_node(node: object) -> bool:
+    """Its folder will be removed: only a name is taken, and only of the kind that is given here."""
+    return (
+        isinstance(node, dict)
+        and isinstance(node.get("node"), str)
+        and isinstance(node.get("folder"), str)
+        and _FOLDER.fullmatch(node["folder"]) is not None
+    )
+
+
+def _folders(before: dict[str, Any] | None) -> Iterator[Path]:
+    for node in [] if before is None else before["nodes"]:
+        for place in scratch_places() if node["node"] == socket.gethostname() else ():
+            if (path := place / node["folder"]).is_dir() and not path.is_symlink():
+                yield path
+
+
+def _look(before: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Reports on the previous attempt's ranks that are on this node."""
+    return [one for folder in _folders(before) for one in _left_in(folder)]
+
+
+def _left_in(folder: Path) -> Iterator[dict[str, Any]]:
+    beats, now = heartbeat.read(folder), stamp()
+    odd, hang = disagreement(beats), _read(folder / HANG_FILE)
+    for beat in beats:
+        age = now["monotonic"] - beat.time
+        if age >= 0:  # else of an earlier start of this machine
+            yield {
+                "rank": beat.rank, "node": socket.gethostname(), "doing": beat.doing, "is_done": beat.doing == heartbeat.DONE,
+                "step": beat.steps_done if beat.started_at >= 0 else None, "odd": odd, "hang": hang,
+                "cause": _read(folder / f"{beat.rank}.cause"),
+                "meanwhile": meanwhile([one for one in beats if one.rank != beat.rank], beat.rank, []),
+                "stamp": now | {"time": now["time"] - age, "monotonic": beat.time},
+            }  # fmt: skip
+
+
+def _take_away(before: dict[str, Any] | None, folder: RunFolder) -> None:
+    for old in _folders(before):
+        if (old / HANG_FILE).exists():
+            with suppress(OSError):
+                keep_hang(old, folder.path)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _last_row(folder: RunFolder) -> dict[str, Any]:
+    """When the run was last heard of, where no node has anything of it: as its metrics tell."""
+    rows = [row for row in read_rows(folder.metrics) if isinstance(row, dict)] if folder.metrics.is_file() else []
+    step, when = (rows[-1].get(key) for key in ("step", "time")) if rows else (None, None)
+    step = step + 1 if isinstance(step, int) else None
+    return {"time": when if isinstance(when, float) else time.time(), "step": step}
+
+
+def _record(folder: RunFolder, event: dict[str, Any]) -> None:
+    with suppress(OSError):
+        folder.append("events.jsonl", json.dumps(event))

@@ -1,0 +1,160 @@
+"""Choice of a run's kernels: measured once at its start, reported in one line each, kept in its folder, and used again by those
+who resume the run, so that the bits are the same.
+
+All ranks measure at the same time, and decide from the times of all. What is kept holds for the same model, shapes, layout,
+device and torch; under others the contest is held again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ultrascale import heartbeat
+from ultrascale.description.attention_cores import attention_wanted, why_not
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Run
+from ultrascale.kernels.attention.attention_contest import AttentionShape, contest
+from ultrascale.kernels.attention.flash_packages import not_importable
+from ultrascale.kernels.choice.contest import Outcomes, Verdict, decide
+from ultrascale.kernels.choice.fused_contest import UPDATES, fused_shape, kernels_of, outside_graphs
+from ultrascale.kernels.choice.fused_contest import contest as fused_contest
+from ultrascale.kernels.choice.implementation import FORMS, Kernel, choose
+from ultrascale.kernels.fp8.fp8_matrices import multiplies_fp8
+from ultrascale.parallel.mesh import Ranks
+from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE
+from ultrascale.train.folder.run_folder import RunFolder
+from ultrascale.work.fp8_slots import products_line
+
+FILE = "chosen_kernels.json"
+SLOW_COMPILER_SECONDS = 600.0
+"""Kernels that are compiled when they are first called may take so long before the watchdog takes it for a hang."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A run with its kernels named."""
+
+    run: Run
+    forms: dict[str, str]
+    """Form of each kernel: norm, rotary positions, SwiGLU and loss (`kernels.choice.implementation`)."""
+    lines: tuple[str, ...]
+    """Lines for people: each choice and its reason."""
+
+
+def choose_kernels(run: Run, ranks: Ranks, folder: RunFolder) -> Chosen:
+    """`run` with its attention core named where that is left to us, and the forms of its other kernels. Collective.
+
+    Raises SpecError if what is asked for cannot do what the run wants on its device.
+    """
+    asked = _asked(run, ranks.device)
+    kept = _kept(ranks, folder, asked)
+    attention = _attention(run, ranks, kept.get("attention"))
+    verdicts = {"attention": attention} | _fused(run, ranks, kept)
+    if ranks.is_first and any(verdict.seconds for verdict in verdicts.values()):
+        folder.write_json(FILE, {"asked": asked, "verdicts": {name: asdict(one) for name, one in verdicts.items()}})
+    lines = [one.line() + (", as before" if one is kept.get(name) else "") for name, one in verdicts.items()]
+    if run.layout.precision == "fp8":
+        lines.append(f"fp8: {products_line(run.model, run.layout)}")
+        if not multiplies_fp8(ranks.device):
+            lines.append("fp8: emulated, since this device has no products of it: its rounding, but slower than bf16")
+    core: Any = attention.chosen if attention.seconds else run.layout.attention
+    forms = {name: one.chosen for name, one in verdicts.items() if name in FORMS}
+    return Chosen(replace(run, layout=replace(run.layout, attention=core)), forms, tuple(lines))
+
+
+def _attention(run: Run, ranks: Ranks, kept: Verdict | None) -> Verdict:
+    wanted = attention_wanted(run, ranks.device.type)
+    core = run.layout.attention
+    if core == "auto" and ranks.device.type == "cpu":
+        told = "torch's flash attention for the CPU" + ", under a mask" * wanted.is_masked
+        return Verdict("attention", "sdpa", f'{told} (timed only with layout.attention = "fastest")')
+    if core not in ("auto", "fastest"):
+        if reason := why_not(core, wanted) or not_importable(core):
+            raise SpecError([Problem("layout.attention", f'"{core}" {reason}', "Leave it out.")])
+        return Verdict("attention", core, "as layout.attention says")
+    if kept is not None:
+        _expect_importable(kept.chosen, ranks)
+        return kept
+    shape = attention_shape(run)
+    hold = partial(contest, shape, wanted, ranks.device, compiled=run.compile, bitwise=run.deterministic)
+    return decide_together("attention", ranks, hold)
+
+
+def _expect_importable(core: str, ranks: Ranks) -> None:
+    """Raise SpecError, on every rank, if one of them has lost the package that the run began with. Collective."""
+    reasons = [f"rank {rank}: {reason}" for rank, reason in enumerate(ranks.gather_text(not_importable(core))) if reason]
+    if reasons:
+        rule = f"this run began with {core}, but {reasons[0]}"
+        remedy = f"Install it, or name another core, or remove {FILE} of the run's folder to choose anew: bits will differ."
+        raise SpecError([Problem("layout.attention", rule, remedy)])
+
+
+def _fused(run: Run, ranks: Ranks, kept: dict[str, Verdict]) -> dict[str, Verdict]:
+    """Verdicts by kernel, on those that no compiler fuses; one on all kernels together where nothing is timed."""
+    if run.kernels != "auto":
+        choose(run.kernels, ranks.device)  # refuses what is not there
+        return {"kernels": Verdict("kernels", run.kernels, "as the key kernels says")}
+    kernels = tuple(kernels_of(run.model, run.layout)) if not run.compile else outside_graphs(run.model)
+    kernels = (*kernels, *update_of(run))
+    reason = "the compiler fuses them" if run.compile and not kernels else ""
+    if ranks.device.type == "cpu":
+        reason = "PyTorch's operations, the only ones for the CPU"
+    elif run.layout.precision == "fp64":
+        reason = "the only ones in fp64"
+    if reason:
+        return {"kernels": Verdict("kernels", "torch", reason)}
+    shape = fused_shape(run.model, run.layout, run.batch.sequence_length, TORCH_DTYPE[run.layout.precision])
+    hold = partial(fused_contest, model=run.model, shape=shape, device=ranks.device, bitwise=run.deterministic)
+    return {kernel: kept.get(kernel) or decide_together(kernel, ranks, partial(hold, kernel)) for kernel in kernels}
+
+
+def update_of(run: Run) -> tuple[Kernel, ...]:
+    """The optimizer's, if it has forms."""
+    return tuple(name for name in UPDATES if name == run.optimizer.name)
+
+
+def decide_together(what: str, ranks: Ranks, hold: Callable[[], Outcomes]) -> Verdict:
+    """The verdict on what all ranks measured, on every rank. Collective."""
+    heartbeat.beat(f"timing kernels: {what}", extra_seconds=SLOW_COMPILER_SECONDS)
+    of_ranks = [json.loads(text) for text in ranks.gather_text(json.dumps(hold()))]
+    heartbeat.beat("choosing kernels")
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return decide(what, of_ranks)
+
+
+def attention_shape(run: Run) -> AttentionShape:
+    """Shape of attention on the first rank; under cp, of a rank's queries with its own keys."""
+    model, layout = run.model, run.layout
+    places, heads_swapped = layout.cp_grid
+    cut = layout.tp * heads_swapped
+    key_heads = model.num_attention_heads if model.latent_attention else model.num_key_value_heads
+    return AttentionShape(
+        layout.micro_batch_size, run.batch.sequence_length // places, model.num_attention_heads // cut,
+        max(1, key_heads // cut), model.head_dim, model.value_head_dim, TORCH_DTYPE[layout.precision],
+    )  # fmt: skip
+
+
+def _kept(ranks: Ranks, folder: RunFolder, asked: dict[str, Any]) -> dict[str, Verdict]:
+    """The verdicts that rank 0 finds in the run's folder, if they were on the same question."""
+    before = folder.read_json(FILE) if ranks.is_first else None
+    known = json.loads(ranks.gather_text(json.dumps(before))[0])
+    if not isinstance(known, dict) or known.get("asked") != asked:
+        return {}
+    return {name: Verdict(**one) for name, one in known["verdicts"].items() if one["seconds"]}
+
+
+def _asked(run: Run, device: torch.device) -> dict[str, Any]:
+    """Facts that a choice depends on, as plain data."""
+    parts = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type, "torch": torch.__version__,
+        "attention": attention_wanted(run, device.type)._asdict(), "shape": str(attention_shape(run)), "compile": run.compile,
+        "model": asdict(run.model), "tp": run.layout.tp, "sequence_parallel": run.layout.sequence_parallel,
+    }  # fmt: skip
+    return json.loads(json.dumps(parts))

@@ -1,0 +1,44 @@
+"""recompute = "auto" at the start of a run: chosen once, kept in the run's folder, and found there by whoever goes on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+from ultrascale.catalogue.cluster import Cluster, Sourced
+from ultrascale.description.run import Run
+from ultrascale.parallel.mesh import Ranks
+from ultrascale.plan.search.recompute_choice import with_recomputation
+from ultrascale.train.folder.run_folder import RunFolder
+
+FILE = "recompute.json"
+
+
+def choose_recomputation(run: Run, ranks: Ranks, folder: RunFolder, cluster: Cluster, capacity_bytes: int) -> Run:
+    """`run` with each block's way to recompute; as it is unless its recompute is "auto". Collective.
+
+    What was chosen for the same model, batch and layout before is taken again. `capacity_bytes`: of this rank's device; all
+    ranks go by the smallest. Raises SpecError as `with_recomputation`.
+    """
+    if run.layout.recompute != "auto":
+        return run
+    asked = _asked(run)
+    before = folder.read_json(FILE) if ranks.is_first else None
+    told = [json.loads(text) for text in ranks.gather_text(json.dumps([capacity_bytes, before]))]
+    known: dict[str, Any] | None = told[0][1]
+    if known is not None and known.get("asked") == asked:
+        blocks = tuple(known["recompute_blocks"])
+        return replace(run, layout=replace(run.layout, recompute="blocks", recompute_budget=None, recompute_blocks=blocks))
+    memory = Sourced(min(capacity for capacity, _ in told), "the devices of this run, the smallest", "now")
+    node = replace(cluster.node, accelerator=replace(cluster.accelerator, memory_bytes=memory))
+    chosen = with_recomputation(run, replace(cluster, node=node))
+    if ranks.is_first:
+        folder.write_json(FILE, {"asked": asked, "recompute_blocks": list(chosen.layout.recompute_blocks)})
+    return chosen
+
+
+def _asked(run: Run) -> dict[str, Any]:
+    """Facts that the choice depends on, as plain data."""
+    parts = {"model": asdict(run.model), "layout": asdict(run.layout), "batch": asdict(run.batch), "compile": run.compile}
+    return json.loads(json.dumps(parts | {"document_mask": run.data.document_mask}))

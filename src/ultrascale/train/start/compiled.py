@@ -1,0 +1,78 @@
+"""Compiled blocks kept for the next start, and how long compiling took.
+
+What torch's compiler made of the blocks (`torch.compiler.save_cache_artifacts`: Python, C++ and Triton's binaries, by a hash of
+the graph, torch's version and the device) is one file of the run's folder. A run that goes on reads it before its first step
+and compiles nothing, on another machine of the same kind too; what does not fit is not found, and compiled. It is code: a
+run's folder is trusted like the program itself.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from ultrascale.heap import return_free_memory
+from ultrascale.torch_private import seconds_of_compiling
+from ultrascale.train.session.moments import LoopObserver, Session, StepDone
+from ultrascale.train.step import Observer, Step
+
+TOTAL = "total_wall_time"
+"""Entry of torch's table of times for all phases of compilation, forward and backward."""
+
+
+def load_compiled(path: Path) -> bool:
+    """Make what `path` keeps known to the compiler. False if there is nothing, or nothing that this torch reads."""
+    try:
+        return torch.compiler.load_cache_artifacts(path.read_bytes()) is not None
+    except (OSError, RuntimeError, ValueError, EOFError):
+        return False
+
+
+def save_compiled(path: Path) -> bool:
+    """Keep what this process has compiled, or found compiled, in `path`. False if there is nothing, or no room for it."""
+    found = torch.compiler.save_cache_artifacts()
+    if found is None:
+        return False
+    written = path.with_suffix(".partial")
+    try:
+        written.write_bytes(found[0])
+        os.replace(written, path)
+    except OSError:
+        written.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def compile_seconds() -> float:
+    """Seconds that this process has spent compiling so far; what was found compiled takes little."""
+    return float(seconds_of_compiling().get(TOTAL, 0.0))
+
+
+class KeptCompiled(LoopObserver):
+    """Keeps compiled blocks for the next start, once: after the first step."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def after_step(self, session: Session, done: StepDone) -> None:
+        """Keep them."""
+        if not self.is_done and session.ranks.is_first:
+            save_compiled(session.folder.compiled)
+        self.is_done = True
+
+
+class FreedAfterCompiling(Observer):
+    """Returns the compiler's memory to the system, once: after the first step."""
+
+    def __init__(self, trainer: object):
+        self.is_done = False
+
+    def updated(self, step: Step) -> None:
+        """Give it back."""
+        if not self.is_done:
+            return_free_memory()
+        self.is_done = True
+
+    passed_over = updated

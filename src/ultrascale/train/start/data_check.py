@@ -1,0 +1,171 @@
+"""Comparison of the data with their manifests: in part before the first step, the rest while the run trains.
+
+    at most 64 MiB a rank    everything is compared with the manifests before the first step
+    more                     a sample of each shard is, and everything meanwhile: 64 MiB/s a rank, at the lowest priority
+
+Shards are shared out over ranks. A prefix without a manifest has no checksum: the run's folder keeps the one that the first
+start found, for later starts. What is found meanwhile ends the run as a stop signal does, with everything saved, and then with
+the error on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from ultrascale.data.corpus import Corpus
+from ultrascale.data.errors import DataError
+from ultrascale.data.files import sha256_of
+from ultrascale.data.indexed import prefix_paths
+from ultrascale.data.manifest import ShardRecord
+from ultrascale.data.preparing.verify import BLOCK_BYTES, BLOCKS, expect_sample, expect_whole
+from ultrascale.description.units import format_bytes
+from ultrascale.parallel.mesh import Ranks
+from ultrascale.train.folder.run_folder import RunFolder
+from ultrascale.train.session.moments import LoopObserver, Outcome, Session, StepDone
+
+FOREIGN_FILE = ".data.json"
+"""File in a run's folder with checksums, by fingerprint, of prefixes that have no manifest."""
+AT_ONCE_BYTES = 64 << 20
+BYTES_PER_SECOND = 64 << 20
+MOST_SAMPLED = 1024
+"""Shards of a rank, evenly spread: on slow storage their 16 reads each take a few seconds."""
+LOWEST_PRIORITY, LEAVING_SECONDS = 19, 5.0
+
+
+class _LeftError(Exception):
+    """The run is over."""
+
+
+class DataCheck(LoopObserver):
+    """The data of one rank's share, on their way through the check."""
+
+    def __init__(self, corpora: Iterable[Corpus], ranks: Ranks, folder: RunFolder, *, allow_changes: bool):
+        self.ranks, self.folder, self.allow_changes = ranks, folder, allow_changes
+        every = list({corpus.path: corpus for corpus in corpora}.values())
+        self.corpora = [corpus for corpus in every if corpus.streamed is None]
+        self.num_streamed = len(every) - len(self.corpora)
+        prepared = [shard for corpus in self.corpora if corpus.manifest for shard in _shards(corpus)]
+        foreign = [shard for corpus in self.corpora if not corpus.manifest for shard in _shards(corpus)]
+        self.num_sampled = sum(bool(record and record.sample_sha256) for _, record in prepared)
+        self.mine = prepared[ranks.rank :: ranks.world] + (foreign if ranks.is_first else [])
+        self.total_bytes = sum(corpus.num_bytes for corpus in self.corpora)
+        self.is_small = self.total_bytes <= AT_ONCE_BYTES * ranks.world
+        self._problem: DataError | None = None
+        self._found: list[str] = []
+        self._thread: threading.Thread | None = None
+        self._leaving = threading.Event()
+        self._done_bytes, self._began = 0, 0.0
+
+    def before_first_step(self) -> list[str]:
+        """Compare what there is time for, and say what was done. Collective; raises DataError on every rank."""
+        try:
+            if self.is_small:
+                self._expect_all(lambda num_bytes: None)
+            for prefix, record in [] if self.is_small else self.mine[:: -(-len(self.mine) // MOST_SAMPLED) or 1]:
+                if record is not None:
+                    expect_sample(prefix, record)
+        except DataError as error:
+            self._problem = error
+        except OSError as error:
+            self._problem = DataError(str(error.filename), f"cannot be read: {error.strerror}", "Check the disk and the path")
+        warnings = self._tell_all()
+        if self.num_streamed:
+            told = "sources" if self.num_streamed > 1 else "source"
+            warnings.append(
+                f"data: of {self.num_streamed} {told} in a store, each shard's index and a sample is compared when opened"
+            )
+        if not self.corpora:
+            return warnings
+        if self.is_small:
+            return [f"data: all {format_bytes(self.total_bytes)} read and compared with the checksums kept", *warnings]
+        size = format_bytes(min(self.num_sampled, MOST_SAMPLED * self.ranks.world) * 2 * BLOCKS * BLOCK_BYTES)
+        told = f"data: {size} of {format_bytes(self.total_bytes)} compared with the manifests, in {2 * BLOCKS} blocks a shard"
+        return [f"{told}; all of it is read and compared meanwhile", *warnings]
+
+    def started(self, session: Session, until_end: ExitStack) -> None:
+        """Read everything in the background, unless that is done; ask to stop if something is wrong."""
+        if not self.is_small:
+            asked = (session.trainer.request_stop,)
+            self._thread = threading.Thread(target=self._read_all, args=asked, daemon=True, name="data check")
+            self._thread.start()
+            until_end.callback(self._leave_off)
+
+    def after_step(self, session: Session, done: StepDone) -> None:
+        """Say what there is to say since the last step."""
+        found, self._found = self._found, []
+        for line in found:
+            session.metrics.line(line)
+
+    def ended(self, session: Session, outcome: Outcome) -> None:
+        """Say what was found. Collective; raises DataError on every rank."""
+        for line in (*self._found, *self._tell_all()):
+            session.metrics.line(line)
+
+    def _leave_off(self) -> None:
+        self._leaving.set()
+        if self._thread is not None:
+            self._thread.join(LEAVING_SECONDS)
+
+    def _tell_all(self) -> list[str]:
+        """Raises what any rank has found, on every rank; the same as warnings where changes are allowed. Collective."""
+        own, self._problem = self._problem, None
+        told = self.ranks.gather_text(json.dumps(own and [own.where, own.problem, own.remedy]))
+        found = [one for one in map(json.loads, told) if one is not None]
+        for where, problem, remedy in found if not self.allow_changes else ():
+            raise DataError(where, problem, f"{remedy.rstrip('.')}, or go on all the same with --allow-changes.")
+        return [f"warning: {where}: {problem}; training goes on (--allow-changes)" for where, problem, _ in found]
+
+    def _read_all(self, on_change: Callable[[], None]) -> None:
+        with suppress(OSError):  # of this thread alone, as Linux has it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+        self._began = time.monotonic()
+        try:
+            self._expect_all(self._after_block)
+            self._found.append(f"data: {self._read()} and compared with the checksums kept")
+        except _LeftError:
+            self._found.append(f"data: no more than {self._read()} when the run ended")
+        except OSError as error:  # if it stays, the loader's own reading ends the run
+            self._found.append(f"warning: data are no longer compared with the checksums kept: {error}")
+        except DataError as error:
+            self._problem = error
+            if not self.allow_changes:
+                on_change()
+
+    def _read(self) -> str:
+        whose = "" if self.ranks.world == 1 else " of rank 0's share"
+        return f"{format_bytes(self._done_bytes)}{whose} read in {time.monotonic() - self._began:.0f} s"
+
+    def _after_block(self, num_bytes: int) -> None:
+        self._done_bytes += num_bytes
+        early = self._began + self._done_bytes / BYTES_PER_SECOND - time.monotonic()
+        if self._leaving.wait(max(0.0, early)):
+            raise _LeftError
+
+    def _expect_all(self, after_block: Callable[[int], None]) -> None:
+        for prefix, record in self.mine:
+            if record is None:
+                self._expect_as_before(prefix, after_block)
+            else:
+                expect_whole(prefix, record, after_block)
+
+    def _expect_as_before(self, prefix: Path, after_block: Callable[[int], None]) -> None:
+        """Compares files without a manifest with their checksums of this run's first read. Raises DataError on a change."""
+        fingerprint = next(corpus.fingerprint() for corpus in self.corpora if corpus.prefixes == [prefix])
+        found = [sha256_of(path, after_block) for path in prefix_paths(prefix)]
+        known = self.folder.read_json(FOREIGN_FILE)
+        known = known if isinstance(known, dict) else {}
+        if known.setdefault(fingerprint, found) != found and not self.allow_changes:
+            raise DataError(str(prefix), "has changed since this run first read it", "Bring back what it was.")
+        with suppress(OSError):  # a full disk is told by others
+            self.folder.write_json(FOREIGN_FILE, known | {fingerprint: found})
+
+
+def _shards(corpus: Corpus) -> list[tuple[Path, ShardRecord | None]]:
+    records = corpus.manifest.shards if corpus.manifest else (None,)
+    return list(zip(corpus.prefixes, records, strict=True))

@@ -1,0 +1,138 @@
+"""Check that a run fits its devices, reported in one line before it starts.
+
+The plan is asked first: it takes no time, and is held to traces within `AGREES_WITHIN`. Where that is too little to tell, as
+a stage needs nearly what there is, the fullest stage is traced, and the trace decides. The line says which of the two did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ultrascale import console, heartbeat
+from ultrascale.catalogue.cluster import Cluster, parse_cluster
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Run
+from ultrascale.description.units import format_bytes
+from ultrascale.measure.machine.ceilings import this_gpu
+from ultrascale.parallel.mesh import Ranks
+from ultrascale.plan.memory.replay import MemoryPlan, plan_memory
+from ultrascale.plan.report import HEADROOM_BYTES, HEADROOM_FRACTION
+from ultrascale.train.watch.traced_rank import TRACE_SECONDS, NoTraceError, traced_rank
+
+AGREES_WITHIN = 0.03
+"""Share of a peak within which plans and traces agree (`tests/agree/test_trace_agrees.py`)."""
+SHARE_OF_TIMEOUT = 0.5
+"""Share of the collective timeout that a trace may take; the rest is for the ranks to come together."""
+Trace = Callable[[int], str]
+"""Live bytes at the peak of a rank, as a number; or in words why there is no trace of it."""
+
+
+def _stage_plans(run: Run) -> list[MemoryPlan]:
+    """Memory plans of the first rank of every pipeline stage, for CUDA."""
+    layout, batch = run.layout, run.batch
+    return [
+        plan_memory(
+            run.model, layout, sequence_length=batch.sequence_length, sequences_per_batch=batch.sequences_per_batch,
+            documents=run.data.document_mask, device="cuda", rank=rank, steps=2,
+            optimizer=run.optimizer.name,
+        )
+        for rank in range(0, layout.world_size, layout.world_size // layout.pp)
+    ]  # fmt: skip
+
+
+def expect_fits(run: Run, capacity_bytes: int, *, anyway: bool = False, trace: Trace | None = None) -> str | None:
+    """Line on the memory that each stage needs of a device with `capacity_bytes`.
+
+    `trace`: asked of the fullest stage, where the plan is too near to what there is. Raises SpecError if a stage cannot fit,
+    unless `anyway`. Compiled blocks may keep less for the backward pass than planned, so that of those only weights, gradients
+    and optimizer states must fit; those are exact, and not traced.
+    """
+    plans = _stage_plans(run)
+    peaks = [plan.peak.total for plan in plans]
+    least = [plan.before_update.total for plan in plans] if run.compile else peaks
+    usable = usable_bytes(capacity_bytes)
+    worst = max(range(len(least)), key=least.__getitem__)
+    rank = worst * (run.layout.world_size // run.layout.pp)
+    told = ", ".join(map(format_bytes, peaks)) if len(set(map(format_bytes, peaks))) > 1 else format_bytes(max(peaks))
+    whom = f"the {len(peaks)} pipeline stages need" if len(peaks) > 1 else "each rank needs"
+    has = f"a device has {format_bytes(capacity_bytes)}, {format_bytes(usable)} for them"
+    is_near = abs(least[worst] - usable) <= AGREES_WITHIN * least[worst]
+    judged = Judged(least[worst], "")
+    if is_near and trace is not None and not run.compile and not anyway:
+        judged = _asked(rank, trace, least[worst], usable)
+    line = f"memory: {whom} {told} of tensors, as planned; {has}{judged.told}"
+    if judged.needed > usable and not anyway:
+        states = f"; weights, gradients and optimizer states alone take {format_bytes(least[worst])}" if run.compile else ""
+        rule = f"does not fit: {line.removeprefix('memory: ')}{states}"
+        remedy = (
+            f"`ultrascale trace RUN.TOML --rank {rank} --explain-oom` says what to change; --ignore-memory starts it anyway."
+        )
+        raise SpecError([Problem("layout", rule, remedy)])
+    return line
+
+
+def usable_bytes(capacity_bytes: int) -> int:
+    """Bytes of a GPU's memory for tensors: all but the headroom."""
+    return round(capacity_bytes * (1 - HEADROOM_FRACTION["cuda"])) - HEADROOM_BYTES["cuda"]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """By what it is decided whether the fullest stage fits."""
+
+    needed: int
+    told: str
+    """Clause of the line about the trace; empty if none was asked for."""
+
+
+def _asked(rank: int, trace: Trace, planned: int, usable: int) -> Judged:
+    """Judgement by a trace of `rank`, or by the plan if there is no trace."""
+    near, answer = f"; that is within {AGREES_WITHIN:.0%}", trace(rank)
+    if not answer.isdigit():
+        return Judged(planned, f"{near}, and there is no trace to decide ({answer}), so the plan does")
+    traced = int(answer)
+    does = "fits" if traced <= usable else "does not"
+    return Judged(traced, f"{near}, so a trace decides: rank {rank} needs {format_bytes(traced)}, which {does}")
+
+
+def smallest_bytes(ranks: Ranks, capacity_bytes: int) -> int:
+    """Bytes of the smallest device of all ranks. Collective, so that all ranks judge alike and ask for a trace together."""
+    return min(map(int, ranks.gather_text(str(capacity_bytes))))
+
+
+def traced_by_first(run: Run, ranks: Ranks) -> Trace:
+    """A trace by rank 0, on its host's processor, while the others wait; for `expect_fits`. What it returns is collective."""
+    limit = SHARE_OF_TIMEOUT * run.collective_timeout_seconds
+    seconds = min(TRACE_SECONDS, limit)
+
+    def trace(rank: int) -> str:
+        heartbeat.beat("waiting for the trace of a stage that hardly fits", extra_seconds=seconds)
+        return ranks.gather_text(_peak_or_why(run, rank, seconds) if ranks.is_first else "")[0]
+
+    return trace
+
+
+def _peak_or_why(run: Run, rank: int, seconds: float) -> str:
+    console.put(f"memory: the plan is too near to the limit; tracing rank {rank}, some ten seconds, {seconds:.0f} at most")
+    try:
+        return str(traced_rank(run, rank, seconds=seconds)["peak_bytes"])
+    except NoTraceError as failure:
+        return str(failure)
+
+
+def cluster_of(run: Run, device: torch.device) -> Cluster:
+    """The machines a run is on: those it names, or as many of this rank's device as it has ranks."""
+    if run.cluster != "auto":
+        return parse_cluster(run.cluster)
+    here = this_gpu(device)
+    return parse_cluster(f"{run.layout.world_size}x{here.name if here is not None else 'cpu'}")
+
+
+def memory_bytes(run: Run, device: torch.device) -> int:
+    """Bytes of memory of this rank's device; of a CPU an equal share of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return int(parse_cluster(f"{run.layout.world_size}xcpu").accelerator.memory_bytes.value)

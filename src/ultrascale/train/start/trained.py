@@ -1,0 +1,149 @@
+"""Weights that training made, from wherever they lie, and a first checkpoint from weights that lie elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+
+from ultrascale.checkpoint import load_full, save, search
+from ultrascale.checkpoint.disk.folders import candidates
+from ultrascale.checkpoint.manifest import MANIFEST_NAME
+from ultrascale.config.resolve import run_from_toml, to_toml
+from ultrascale.config.rules.trainable import expect_trainable
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import score_biases
+from ultrascale.description.architecture.weights import weights as weights_of
+from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Run
+from ultrascale.models.decoder import Decoder
+from ultrascale.models.files.huggingface import import_folder
+from ultrascale.models.files.tokenizer_files import TOKENIZER_FILE
+from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE
+from ultrascale.train.corpora import build_loader, with_absolute_paths
+from ultrascale.train.folder.export import NARROW, PREFIX, dtype_of, tokenizer_of, weights_in
+from ultrascale.train.folder.facts import expect_facts
+from ultrascale.train.folder.resume import decisive_parts
+from ultrascale.train.folder.run_folder import RunFolder
+from ultrascale.train.optimizers.optimizer import moments_of, saved_dtype
+
+_OF_TRAINING = (
+    "dropout", "mtp_loss_coef", "router_aux_loss_coef", "router_aux_loss_scope", "router_bias_update_rate",
+    "router_z_loss_coef",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model with its weights."""
+
+    model: Model
+    weights: dict[str, torch.Tensor]
+    """Whole tensors on the CPU, under the names of `description.architecture.weights`; biases that balance experts too."""
+    tokenizer: Path | None
+    """The `tokenizer.json` that goes with it."""
+    source: Path
+    """The folder that was read: a checkpoint or a Hugging Face folder."""
+    steps_done: int | None = None
+    """Steps done at the checkpoint; None for a Hugging Face folder."""
+    dtype: torch.dtype | None = None
+    """Dtype of the Hugging Face folder that a checkpoint's run began with, if it was narrower than the checkpoint's."""
+
+    def decoder(self, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
+        """The model with these weights, for inference."""
+        with torch.device("meta"):
+            decoder = Decoder(self.model)
+        wide = {bias.name for bias in score_biases(self.model)}  # they moved by thousandths, which bf16 would swallow
+        weights = {name: value.to(device, value.dtype if name in wide else dtype) for name, value in self.weights.items()}
+        decoder.load_state_dict(weights, assign=True)
+        return decoder.requires_grad_(False).eval()
+
+
+def open_trained(path: str | Path) -> Trained:
+    """Read a checkpoint, the newest whole one of a run folder, or a Hugging Face folder.
+
+    Raises SpecError if `path` is none of these, and CheckpointError if a checkpoint is damaged.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise SpecError([Problem(str(path), "is no folder", "Give a checkpoint, a run folder, or a Hugging Face folder.")])
+    if (path / "config.json").exists():
+        model, weights = import_folder(path)
+        tokenizer = path / TOKENIZER_FILE
+        return Trained(model, weights, tokenizer if tokenizer.exists() else None, path)
+    return _open_checkpoint(_find_checkpoint(path))
+
+
+def import_as_first_checkpoint(folder: str | Path, run: Run) -> Path:
+    """Make the weights of a Hugging Face folder the state of `run` before its first step; `train` then goes on from them.
+
+    Returns the checkpoint. Raises SpecError if the run's model is another one, or the run has checkpoints already, and
+    DataError if its data cannot be read.
+    """
+    expect_trainable(run.model, run.layout)
+    model, weights = import_folder(folder)
+    run = with_absolute_paths(run)
+    root = RunFolder.of(run).checkpoints
+    problems = _model_differences(run.model, model, folder)
+    if candidates(root):
+        problems.append(Problem(str(root), "has checkpoints already", "Give the run another name, or remove them."))
+    if problems:
+        raise SpecError(problems)
+    dtype = TORCH_DTYPE[run.layout.master_dtype]
+    tensors = {f"{PREFIX}{name}": weight.to(dtype) for name, weight in weights.items()}
+    zeros = {
+        f"optimizer.{moment}.{one.name}": torch.zeros(one.shape, dtype=saved_dtype(one, run.optimizer, dtype))
+        for one in weights_of(model)
+        for moment in moments_of(one, run.optimizer)
+    }
+    facts = {
+        "steps_done": 0,
+        "run": to_toml(run),
+        "decides": decisive_parts(run),
+        "data": build_loader(run, run.data.sources).fingerprint(),
+        "noise_scale": None,
+        "optimizer": run.optimizer.name,
+        "imported_dtype": _narrow_dtype(model, weights),
+    }
+    return save(root, 0, tensors | zeros, facts)
+
+
+def _narrow_dtype(model: Model, weights: dict[str, torch.Tensor]) -> str | None:
+    wide = {bias.name for bias in score_biases(model)}  # in fp32 whatever the rest is
+    found = {weight.dtype for name, weight in weights.items() if name not in wide}
+    return NARROW.get(next(iter(found))) if len(found) == 1 else None
+
+
+def _find_checkpoint(path: Path) -> Path:
+    if (path / MANIFEST_NAME).exists() or path in [one.path for one in candidates(path.parent)]:
+        return path
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    found = search(root)
+    if found.folder is not None:
+        return found.folder
+    if found.rejected:
+        damage = "; ".join(f"{rejected.folder.name}: {rejected.reason}" for rejected in found.rejected)
+        raise SpecError([Problem(str(root), f"holds only damaged checkpoints ({damage})", "Give another folder.")])
+    rule = "holds neither config.json with weights nor a checkpoint"
+    raise SpecError([Problem(str(path), rule, "Give a checkpoint, a run folder, or a Hugging Face folder.")])
+
+
+def _open_checkpoint(folder: Path) -> Trained:
+    tensors, facts = load_full(folder)
+    expect_facts(facts, folder)
+    run = run_from_toml(facts["run"], where=f"{folder}, metadata")
+    kept = folder.resolve().parent.parent / TOKENIZER_FILE  # in the run's folder, also if that has moved
+    tokenizer = kept if kept.exists() else tokenizer_of(run)
+    return Trained(run.model, weights_in(tensors), tokenizer, folder, facts["steps_done"], dtype_of(facts))
+
+
+def _model_differences(expected: Model, found: Model, folder: str | Path) -> list[Problem]:
+    """Fields that change what the model computes and differ; how it is trained is the run's own affair."""
+    passed_over = {"name", "model_type", "initializer_range", *_OF_TRAINING}
+    remedy = f'Set model.path = "{folder}" in the run; of the other fields only {", ".join(_OF_TRAINING)} may be set beside it.'
+    return [
+        Problem(f"model.{f.name}", f"is {getattr(expected, f.name)!r}, in {folder} {getattr(found, f.name)!r}", remedy)
+        for f in fields(Model)
+        if f.name not in passed_over and getattr(expected, f.name) != getattr(found, f.name)
+    ]

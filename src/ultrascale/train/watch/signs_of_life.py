@@ -1,0 +1,130 @@
+"""This rank's part in being watched: signs of life, a stack on demand, torch's flight recorder on demand.
+
+Under `ultrascale train --processes N` the launcher has made the folder and started the watchdog. Under torchrun the first rank
+of each node does, and tells the others of its node; after a failure the next attempt reads what is in it
+(`train.start.attempts`).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ultrascale import console, heartbeat
+from ultrascale.description.run import Run
+from ultrascale.launch.scratch import SIGNS_PREFIX, folder_with_room, sweep
+from ultrascale.launch.warm import FOLDER_VARIABLE
+from ultrascale.launch.watchdog import DUMP_MARK, RECORDED, STACK_SIGNAL
+from ultrascale.parallel.mesh import Ranks
+from ultrascale.torch_private import flight_record
+
+FOLDER_PREFIX = SIGNS_PREFIX
+LOOK_SECONDS = 0.5
+
+
+_given: Path | None = None
+
+
+@dataclass
+class Signs:
+    """Folder of this rank's signs of life, and its owner."""
+
+    folder: Path | None = None
+    """None: nobody watches."""
+    leads: bool = False
+    """True if this rank made the folder, for the ranks of its node."""
+    is_kept: bool = False
+    """Leave the folder where it is, for the next attempt to find."""
+
+
+def signs_folder() -> Path | None:
+    """Folder that this rank's watchdog and the next attempt read; None if nobody watches."""
+    return Path(os.environ[FOLDER_VARIABLE]) if has_launcher() else _given
+
+
+def started_by_torchrun() -> bool:
+    """True if torchrun started this rank, and will start it again if it fails."""
+    return not has_launcher() and "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def has_launcher() -> bool:
+    """True if `ultrascale train --processes N` started this rank."""
+    return FOLDER_VARIABLE in os.environ
+
+
+@contextmanager
+def watched(run: Run, ranks: Ranks) -> Iterator[Signs]:
+    """While inside, somebody outside this process sees whether it gets on."""
+    global _given
+    if ranks.world * run.islands.count == 1 or run.faults.hang_seconds is None:
+        yield Signs()
+        return
+    with ExitStack() as leaving:
+        given = os.environ.get(FOLDER_VARIABLE)
+        signs = Signs(Path(given)) if given else leaving.enter_context(_folder_of_node(ranks))
+        folder = _given = signs.folder
+        if folder is None:
+            yield signs
+            return
+        try:
+            stack = leaving.enter_context(open(folder / f"{ranks.process}.stack", "w"))
+            faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
+            leaving.callback(faulthandler.unregister, STACK_SIGNAL)
+            among = "" if ranks.store is None else f"island {ranks.island}, "
+            # From here on the signal may come.
+            heartbeat.start(folder, ranks.process, hang_seconds=run.faults.hang_seconds, among=among)
+            leaving.callback(heartbeat.stop)
+        except OSError as error:
+            told = f"a hang of it will not be seen: no room for its signs of life in {folder} ({error.strerror})"
+            console.put(f"warning: rank {ranks.rank} is not watched, and {told}", "stderr")
+        over = threading.Event()
+        threading.Thread(target=_record_on_demand, args=(folder, ranks.process, over), daemon=True, name="recorder").start()
+        leaving.callback(over.set)
+        yield signs
+
+
+@contextmanager
+def _folder_of_node(ranks: Ranks) -> Iterator[Signs]:
+    """A folder of this node's ranks, with a watchdog. Collective over all ranks."""
+    signs = Signs()
+    node, own = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '0')}", ""
+    leads = os.environ.get("LOCAL_RANK", "0") == "0"
+    with ExitStack() as leaving:
+        if leads:
+            sweep()
+            try:
+                own = str(folder_with_room(FOLDER_PREFIX, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))))
+            except OSError as error:
+                told = f"no place has room for signs of life ({error.strerror})"
+                console.put(f"warning: ranks are not watched, and a hang of them will not be seen: {told}", "stderr")
+        if own:
+            leaving.callback(lambda: None if signs.is_kept else shutil.rmtree(own, ignore_errors=True))
+            words = [sys.executable, "-m", "ultrascale.launch.watchdog", own, "--parent", str(os.getpid())]
+            watchdog = subprocess.Popen(words, stdin=subprocess.DEVNULL)
+            leaving.callback(watchdog.wait)
+            leaving.callback(watchdog.terminate)
+        told = [text.partition("\n") for text in ranks.gather_text(f"{node}\n{own}")]
+        found = next((folder for name, _, folder in told if name == node and folder), None)
+        signs.folder, signs.leads = Path(found) if found else None, leads
+        yield signs
+
+
+def _record_on_demand(folder: Path, rank: int, over: threading.Event) -> None:
+    """Write torch's flight recorder once the watchdog has asked for it. (It cannot, where the interpreter's lock is held: the
+    other ranks' then tell what they wait for.)"""
+    while not over.wait(LOOK_SECONDS):
+        if (folder / DUMP_MARK).exists():
+            with suppress(OSError):
+                if (record := flight_record()) is not None:
+                    (folder / f"{rank}.trace.json").write_text(record)
+                (folder / f"{rank}.{RECORDED}").touch()
+            return

@@ -1,0 +1,92 @@
+"""Links that a row's interconnect cell names: `8x HDR 200 Gb/s per node; NVLink in node`.
+
+A clause between commas says one rate, inside a node (of a GPU) or between nodes:
+
+    per node, server, in total          of all cards together
+    8x HDR 200 Gb/s, 200 Gb/s x 4       so many cards
+    per GPU, card, NIC; NDR 400 Gb/s    of one of the node's cards: InfiniBand's and RoCE's speeds are those of cards
+    EFA 3200 Gb/s; 800 Gb/s             of all together: clouds tell machines
+    busbw 340 GB/s, measured            what large collectives reach, of whatever the cards could
+    NVLink 900 GB/s                     both directions, where that is twice what the link has in one
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from ultrascale.catalogue.cluster import Link, Node, Sourced
+
+_WORDS = r"(?:(?:[EFHNX]DR|InfiniBand|IB|RoCE|EFA|Omni-?Path|OPA|Slingshot|ConnectX|CX|Ethernet|RDMA)[-\w]*\s+){0,3}"
+_RATE = re.compile(
+    rf"(?:(?P<front>\d+)\s*[x\u00d7]\s*{_WORDS})?(?P<rate>\d+(?:\.\d+)?)\s*-?"
+    r"(?P<unit>[GT](?:b/s|bps|bit/s|bit|B/s|Bps|bE)?\b)(?:\s*[x\u00d7]\s*(?P<behind>\d+))?",
+    re.IGNORECASE,
+)
+_COUNTED = re.compile(rf"\b(?P<front>\d+)\s*[x\u00d7]\s*{_WORDS}(?P<rate>25|40|50|56|100|200|400|800)\b", re.IGNORECASE)
+"""Cards without a unit, such as 4x400: gigabits, as cards are sold."""
+_INSIDE = re.compile(r"intra-?node|in-?side|in node|within|nvlink|nvswitch|pcie", re.IGNORECASE)
+_MEASURED = re.compile(r"measured|achiev|bus-?\s?bw|bus (?:bandwidth|rate)|nccl-?tests", re.IGNORECASE)
+_OF_NODE = re.compile(r"per (?:node|server|machine|host|box)|/node|in total|aggregate|altogether", re.IGNORECASE)
+_OF_CARD = re.compile(r"per (?:gpu|accelerator|card|nic|hca|port|rail)|/(?:gpu|nic|card)", re.IGNORECASE)
+_CARD_SPEEDS = re.compile(r"\b(?:[EFHNX]DR|InfiniBand|IB|RoCE|ConnectX|CX-?\d)", re.IGNORECASE)
+FASTEST_CARD = 100e9
+"""Bytes per second: 800 Gb/s; more is a machine's."""
+
+
+def with_links(node: Node, text: str) -> tuple[Node, bool]:
+    """`node` with the links that `text` names, and whether it names the network between nodes."""
+    between: Link | None = None
+    cards: int | None = None
+    for clause in re.split(r"[;,]", re.sub(r"\bIB\b", "InfiniBand", re.sub(r"\([^)]*\)", "", text))):
+        found = _RATE.search(clause) or _COUNTED.search(clause)
+        if found is None:
+            continue
+        said = Sourced(_bytes_per_second(found), f"the row's interconnect: {text}", "the row's")
+        if _INSIDE.search(clause):
+            node = replace(node, intra_link=_inside(node, clause, said))
+        elif _MEASURED.search(clause):
+            known = between or node.inter_link
+            nominal = said if known is None or known.bytes_per_second.value < said.value else known.bytes_per_second
+            between = Link(known.name if known else clause.strip(), nominal, said)
+        else:
+            count = int(found["front"] or found.groupdict().get("behind") or 0)
+            cards = count or None
+            times = count or (_cards(node, clause) if _is_of_a_card(clause, said.value) else 1)
+            reached = between and between.achieved_bytes_per_second
+            between = Link(clause.strip(), replace(said, value=said.value * times), reached)
+    if between is None:
+        return node, False
+    return replace(node, inter_link=between, num_network_cards=cards), True
+
+
+def _bytes_per_second(found: re.Match[str]) -> float:
+    unit = found.groupdict().get("unit") or "Gb"
+    return float(found["rate"]) * (1e12 if unit[0] in "tT" else 1e9) / (1 if unit[1:2] == "B" else 8)
+
+
+def _is_of_a_card(clause: str, rate: float) -> bool:
+    if _OF_CARD.search(clause):
+        return True
+    return not _OF_NODE.search(clause) and bool(_CARD_SPEEDS.search(clause)) and rate <= FASTEST_CARD
+
+
+def _cards(node: Node, clause: str) -> int:
+    """Cards of a node: one a GPU where the rate is a GPU's, else as many as such machines have."""
+    of_gpu = re.search(r"per (?:gpu|accelerator)|/gpu", clause, re.IGNORECASE)
+    return node.num_accelerators if of_gpu else node.num_network_cards or node.num_accelerators
+
+
+def _inside(node: Node, clause: str, said: Sourced) -> Link:
+    usual = node.intra_link
+    if _MEASURED.search(clause):
+        # Laws start from the nominal rate: the one at which the usual link would reach what was measured.
+        reached = usual.achieved_bytes_per_second if usual else None
+        share = reached.value / usual.bytes_per_second.value if usual and reached else USUAL_REACH
+        return Link(usual.name if usual else clause.strip(), replace(said, value=said.value / share), said)
+    both_ways = usual is not None and said.value == 2 * usual.bytes_per_second.value
+    return Link("links inside a node", replace(said, value=said.value / 2) if both_ways else said)
+
+
+USUAL_REACH = 0.8
+"""Fraction of a link's nominal rate that large all-gathers reach where nobody measured it (NVLink 3 to 5: 0.70 to 0.85)."""

@@ -1,0 +1,120 @@
+"""The program of a measured run: which stack its `framework` names, and the settings that its cells state.
+
+Nothing here knows a source, a year or a release: a stack's file says what its program does (`catalogue/stacks`), the row's own
+cells say what was different (`compile`, `flash_attention`, `stack.KEY`), and what neither says and differs between runs
+(`usual`) is open. What a source's text states and no cell of its rows holds is in `stated.toml`, as cells.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from ultrascale.catalogue.stacks.stack import Stack
+from ultrascale.catalogue.stacks.stack_files import Usual, program_of, stack_file, stack_names, with_settings
+from ultrascale.description.problems import SpecError
+from ultrascale.plan.constants import CONSTANTS, Constants
+from ultrascale.validation.cells.models import UnrepresentableError
+from ultrascale.validation.rows import Asked
+
+WITH_AXES, WITHOUT_AXES = "eager", "torchtitan"
+"""Stand-ins for an unknown program: with tensor or pipeline parallelism, and without."""
+UNFUSED = {"kernels.norm": False, "kernels.rotary": False, "kernels.swiglu": False, "kernels.cross_entropy": "eager"}
+"""Norms, rotary positions, SwiGLU and the loss as torch's own operations: what a program of FSDP2 is that does not compile."""
+LIMITED_POWER = 0.75
+"""Fraction of a device's power, where it is said to be limited and not to what: an assumption, reported with the prediction.
+Clocks follow its third root, as for an H100 of 500 W (`constants.DEVICE_DERATES`)."""
+_SELECTIVE = (
+    ("save_dot", "wide-products"), ("norm", "elementwise"), ("moe_act", "elementwise"), ("mla_up_proj", "elementwise"),
+    ("core", "attention"),
+)  # fmt: skip
+"""Words of `recompute_detail`, and what is computed again."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """All numbers of the time model that come from whole runs, to try others than those in the code."""
+
+    constants: Constants = CONSTANTS
+    shared: Mapping[str, float] = field(default_factory=dict)
+    """Values of settings that several stacks share, by the name that stacks' files give them (`shared = "eager launches"`)."""
+    without: frozenset[str] = frozenset()
+    """Sources of which nothing may be known: neither what is stated of them nor stacks that only they judge."""
+
+
+TUNING = Tuning()
+
+
+@dataclass(frozen=True)
+class Program:
+    """The program that a row may mean."""
+
+    stacks: tuple[Stack, ...]
+    """One; several where settings are open."""
+    usual: Usual
+    open_settings: tuple[str, ...]
+    assumed: tuple[str, ...]
+
+
+def program_of_row(asked: Asked, tuning: Tuning = TUNING) -> Program:
+    """The row's program. Raises UnrepresentableError for a stack or setting that does not exist."""
+    assumed: list[str] = []
+    file = stack_file(_name(asked, tuning, assumed))
+    shared = {key: tuning.shared[name] for key, name in file.shared.items() if name in tuning.shared}
+    try:
+        stack = with_settings(with_settings(file.stack, shared), _of_cells(asked, file.stack, assumed))
+        stack = with_settings(stack, dict(asked.settings))
+    except SpecError as error:
+        raise UnrepresentableError("; ".join(f"{one.key} {one.rule}" for one in error.problems)) from None
+    choices = file.usual.open_settings(asked.precision.lower())
+    choices = {key: values for key, values in choices.items() if key not in dict(asked.settings)}
+    if not asked.experts:
+        choices.pop("dispatcher", None)
+    stacks = tuple(with_settings(stack, dict(zip(choices, values, strict=True))) for values in product(*choices.values()))
+    return Program(stacks, file.usual, tuple(choices), tuple(assumed))
+
+
+def _name(asked: Asked, tuning: Tuning, assumed: list[str]) -> str:
+    if asked.stack:
+        if asked.stack not in stack_names():
+            raise UnrepresentableError(f"stack {asked.stack!r} is not one of {', '.join(stack_names())}")
+        return asked.stack
+    found = program_of(asked.framework, tuning.without) if asked.framework else None
+    if found is not None:
+        if not found[1]:
+            assumed.append(f"stack {found[0]}, the closest to {asked.framework}")
+        return found[0]
+    cut = (asked.tp or 1) > 1 or (asked.pp or 1) > 1
+    name = WITH_AXES if cut else WITHOUT_AXES
+    assumed.append(f"stack {name}, as {'tp or pp is used' if cut else 'only data parallelism is used'}")
+    return name
+
+
+def _of_cells(asked: Asked, stack: Stack, assumed: list[str]) -> dict[str, Any]:
+    """Settings that the row's own columns state."""
+    found: dict[str, Any] = {}
+    if asked.compile is not None:
+        found["kernels.compiled"] = asked.compile
+        if not asked.compile and stack.kernels.compiled:
+            found |= UNFUSED
+    if asked.flash_attention is False:
+        found["kernels.attention"] = "math"
+    detail = asked.recompute_detail.lower()
+    found |= next(({"selective": what} for word, what in _SELECTIVE if word in detail), {})
+    products, attention = stack.overheads.products, stack.overheads.attention
+    if re.search(r"power.?(?:limited|capped)", asked.gpu, re.IGNORECASE):
+        slower = LIMITED_POWER ** (-1 / 3)
+        found |= {"overheads.products": products * slower, "overheads.attention": attention * slower}
+        assumed.append("three quarters of its power, as the GPU is said to be limited")
+    return found
+
+
+def stated_cells(asked: Asked, stated: Mapping[str, Any]) -> Asked:
+    """The row with cells that its source states elsewhere; a row's own cells win."""
+    own = dict(asked.settings)
+    settings = {key.removeprefix("stack."): value for key, value in stated.items() if key.startswith("stack.")}
+    cells = {key: value for key, value in stated.items() if not key.startswith("stack.") and not getattr(asked, key)}
+    return replace(asked, **cells, settings=tuple(sorted((settings | own).items())))

@@ -1,0 +1,362 @@
+"""Activation checkpointing (recomputation): the tensors that a block saves for its backward pass, those it computes again, and
+the communication of that. The one place.
+
+Three ways, of which a block has one (`description.recomputed` has the words):
+
+    whole      its input; all of it runs again, up to the last operation that saves something
+    results    what some operations made, `kept_results`; the others run again, all before the block's backward pass
+    modules    all that it keeps anyway but what `regions` make: each is made again when its first reader comes, and stays
+               until its last has been
+
+A region keeps what it reads. So a norm costs its input, which the residual stream keeps anyway, and an activation function the
+two results that its own backward pass reads. The trainer does it in `parallel.activations.remade` and
+`parallel.activations.recompute`; `plan` replays it (`stage_replay`, `block_memory`) and prices it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from ultrascale.catalogue.stacks.stack import Selective, Stack
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import NARROW, Layout, Precision
+from ultrascale.description.recomputed import CHOSEN, ELEMENTWISE, MODULES, SELECTIVE, Again, modules_name, parse_mode
+from ultrascale.work.fp8_slots import fp8_layers
+from ultrascale.work.op_builders import is_fp8
+from ultrascale.work.ops import Op, Shape
+from ultrascale.work.work import block_work
+
+EXPERTS = "mlp.experts."
+SELECTIVE_LIMIT = 0.15
+"""Largest fraction of a block's forward pass that its selective recomputation may take, which is 5 percent of its step. What
+DeepSeek-V3 is published to make again (section 3.2.3 of its report: norms, SwiGLU, up-projections of latents) takes 13."""
+LEAST_SAVED = 0.02
+"""Least fraction of a block's saved bytes: below it running modules again is not worth the call. Norm and activation save 32
+percent of a block of Llama-3 8B in bf16, and 0.01 in fp8."""
+NOMINAL_LENGTH = 4096
+NOMINAL_FLOPS_PER_SECOND, NOMINAL_BYTES_PER_SECOND = 500e12, 2.5e12
+"""Rates by which `selective_modules` weighs: GEMMs and memory of one H100. Only their ratio decides, and it is the same for
+all, so that trainer, trace and plan agree on any machine."""
+
+_GATE_AND_UP = ("gate_proj", "up_proj", "gate_up_proj")
+_ACTIVATIONS = ("swiglu", "gelu", "silu", "multiply")
+_AROUND_CORE = ("_repeat", "_swapped", ".swap_back")
+
+
+class Region(NamedTuple):
+    """Operations whose results are let go of and made again together."""
+
+    module: str
+    ops: tuple[Op, ...]
+    """Operations that run again, in their order."""
+    reads: tuple[str, ...]
+    """Activations saved for that."""
+    drops: frozenset[str]
+    """Results that a backward pass reads, and that are not saved."""
+    hidden: frozenset[str]
+    """Results that no operation outside reads."""
+
+    @property
+    def end(self) -> str:
+        """Name of its last operation."""
+        return self.ops[-1].name
+
+
+def available_modules(model: Model) -> tuple[str, ...]:
+    """The modules that some block of `model` has."""
+    dense = any(not model.is_moe(layer) for layer in range(model.num_hidden_layers))
+    shared = bool(model.num_experts and model.shared_expert_intermediate_size)
+    has = {
+        "norm": True, "core_attn": True, "mla_up_proj": model.latent_attention, "mlp": dense, "mlp_act": dense or shared,
+        "moe": model.num_experts > 0, "moe_act": model.num_experts > 0, "moe_permute": model.num_experts > 0,
+        "shared_experts": shared,
+    }  # fmt: skip
+    return tuple(name for name in MODULES if has[name])
+
+
+def resolved(again: Again | None, model: Model, layer: int, cut: Layout | Shape) -> Again | None:
+    """Recomputation with the modules that `model` chooses for block `layer`, if it is to choose; in fp8, where those save next
+    to nothing, what keeps results of products and attention alone: there products keep what they read as they rounded it."""
+    if again is None or CHOSEN not in again.modules:
+        return again
+    layer = min(layer, model.num_hidden_layers - 1)
+    asked = model, model.is_moe(layer), travels(cut)
+    rounds = cut.precision in NARROW and (isinstance(cut, Shape) or layer in fp8_layers(model, cut))
+    if rounds and not _saves_rounded(*asked, cut.precision):
+        return ELEMENTWISE
+    return Again(False, modules=frozenset(selective_modules(*asked)))
+
+
+@lru_cache(maxsize=256)
+def _saves_rounded(model: Model, of_experts: bool, tokens_travel: bool, precision: Precision) -> bool:
+    """True if the modules of `selective_modules` free a worthwhile share of a block's saved bytes in this precision."""
+    layer = next(layer for layer in range(model.num_hidden_layers) if model.is_moe(layer) == of_experts)
+    ops = block_work(model, layer, Shape(1, min(NOMINAL_LENGTH, model.max_position_embeddings), precision, device="cuda"))
+    sizes = {one.name: one.num_bytes for op in ops for one in op.makes}
+    kept = sum(sizes.get(name, 0) for name in {name for op in ops for name in op.saves})
+    some = regions(ops, selective_modules(model, of_experts, tokens_travel))
+    return saved_bytes(ops, some) >= LEAST_SAVED * kept
+
+
+def travels(cut: Layout | Shape) -> bool:
+    """True if tokens go to experts on other ranks."""
+    return cut.ep * cut.expert_tp > 1
+
+
+def block_again(mode: str, model: Model, layer: int, shape: Shape, stack: Stack) -> Again | None:
+    """Recomputation of block `layer` under `mode` in this stack: "selective" is what the stack means by it."""
+    return again_in(stack, parse_mode(mode), model, layer, shape)
+
+
+def again_in(stack: Stack, again: Again | None, model: Model, layer: int, cut: Layout | Shape) -> Again | None:
+    """Recomputation of the block in this stack, from what a layout says of it."""
+    if again != SELECTIVE or stack.selective == "modules":
+        return resolved(again, model, layer, cut)
+    return Again(False, modules=frozenset({"core_attn"})) if stack.selective == "attention" else ELEMENTWISE
+
+
+@lru_cache(maxsize=256)
+def selective_modules(model: Model, of_experts: bool, tokens_travel: bool = False) -> tuple[str, ...]:
+    """Modules that selective recomputation makes again in blocks with, or without, experts: modules that send nothing on one
+    rank of tp, by the bytes that each saves a second, as long as all together stay below `SELECTIVE_LIMIT` of the block's
+    forward pass. Never attention's core, whose price grows with the sequence, of which this must not depend."""
+    layer = next(layer for layer in range(model.num_hidden_layers) if model.is_moe(layer) == of_experts)
+    shape = Shape(1, min(NOMINAL_LENGTH, model.max_position_embeddings), "bf16", device="cuda")
+    ops = block_work(model, layer, shape)
+    limit = SELECTIVE_LIMIT * _nominal_seconds(ops)
+    never = {"moe", "core_attn", "moe_permute"} if tokens_travel else {"moe", "core_attn"}
+    left, chosen = set(available_modules(model)) - never, frozenset[str]()
+    while left:
+        saved, seconds = _gain(ops, chosen)
+        gains = {name: _gain(ops, chosen | {name}) for name in left}
+        worth = [
+            ((more - saved) / (later - seconds), name)
+            for name, (more, later) in gains.items()
+            if more > saved and later <= limit
+        ]
+        if not worth:
+            break
+        chosen |= {max(worth)[1]}
+        left -= chosen
+    return tuple(name for name in MODULES if name in chosen)
+
+
+def _gain(ops: tuple[Op, ...], modules: frozenset[str]) -> tuple[int, float]:
+    """Bytes saved, and seconds taken."""
+    some = regions(ops, modules)
+    return saved_bytes(ops, some), _nominal_seconds(op for region in some for op in region.ops)
+
+
+def _nominal_seconds(ops: Iterable[Op]) -> float:
+    return sum(
+        op.flops * (op.scores.share if op.scores is not None else 1.0) / NOMINAL_FLOPS_PER_SECOND
+        + op.moved_bytes / NOMINAL_BYTES_PER_SECOND
+        for op in ops
+    )
+
+
+def selective_words(model: Model, cut: Layout | Shape) -> str:
+    """Modules that `selective` makes again, in words, block by block where they differ."""
+    kinds = {model.is_moe(layer): layer for layer in range(model.num_hidden_layers // 2, -1, -1)}
+    kinds |= {model.is_moe(layer): layer for layer in range(model.num_hidden_layers) if model.is_moe(layer) not in kinds}
+    chosen = {kind: resolved(SELECTIVE, model, layer, cut) for kind, layer in kinds.items()}
+    told = {kind: modules_name(one.modules) if one is not None and one.modules else "element-wise work"
+            for kind, one in chosen.items()}  # fmt: skip
+    if len(set(told.values())) == 1:
+        return next(iter(told.values()))
+    return f"{told[False]} in dense blocks, {told[True]} in those of experts"
+
+
+# Modules
+
+
+def saved_bytes(ops: Sequence[Op], some: Sequence[Region]) -> int:
+    """Bytes that these regions save of a block's activations."""
+    sizes = {one.name: one.num_bytes for op in ops for one in op.makes}
+    dropped = {name for region in some for name in region.drops}
+    kept = {name for op in ops for name in op.saves}
+    new = {name for region in some for name in region.reads} - kept - dropped
+    return sum(sizes.get(name, 0) for name in dropped) - sum(sizes.get(name, 0) for name in new)
+
+
+def regions(ops: tuple[Op, ...], modules: Collection[str], *, keeps_attended: bool = False) -> tuple[Region, ...]:
+    """Regions of a block's operations that are computed again where `modules` are named. `keeps_attended`: attention's core is
+    its kernel alone, and what that made stays, for the projection behind it reads it; else (ours) what swaps or repeats heads
+    around it is of it, and its result goes too."""
+    return _regions(ops, frozenset(modules), keeps_attended) if modules else ()
+
+
+@lru_cache(maxsize=8192)
+def _regions(ops: tuple[Op, ...], modules: frozenset[str], keeps_attended: bool) -> tuple[Region, ...]:
+    places = {op.name: index for index, op in enumerate(ops)}
+    after = places["post_attention_layernorm"]
+    is_moe, is_alone = "mlp.choose" in places, "mlp.whole" not in places
+    groups: dict[tuple[str, str], list[Op]] = {}
+    for index, op in enumerate(ops):
+        around = keeps_attended and op.kind != "attention" and op.name.endswith(_AROUND_CORE)
+        if not around and (place := _place(op, modules, is_moe=is_moe, in_mlp=index > after)) is not None:
+            groups.setdefault(place, []).append(op)
+        elif "moe_permute" in modules and op.name == "mlp.permute" and op.makes[0].name == "expert_in" and is_alone:
+            groups["moe_permute", ""] = [_without_order(op)]
+    found = [_region(module, tuple(own), ops, keeps_attended) for (module, _), own in groups.items()]
+    return tuple(region for region in found if region.drops)
+
+
+def _place(op: Op, modules: Collection[str], *, is_moe: bool, in_mlp: bool) -> tuple[str, str] | None:
+    """The module that makes `op` again, the outermost of those named, and which of its regions does."""
+    owner, _, leaf = op.name.rpartition(".")
+    of_input = op.name.startswith("mlp_in")  # gathered, or rounded
+    if "moe" in modules and is_moe and in_mlp and (op.name.startswith("mlp.") or leaf == "quantise" or of_input):
+        return "moe", ""
+    wide = of_input or leaf in _GATE_AND_UP or leaf in _ACTIVATIONS
+    if wide and in_mlp and (of_input or owner in ("mlp", "mlp.shared_experts")):
+        module = "shared_experts" if is_moe else "mlp"
+        if module in modules:
+            return module, ""
+    if leaf in _ACTIVATIONS and in_mlp:
+        module = "moe_act" if owner == "mlp.experts" else "mlp_act"
+        return (module, owner) if module in modules else None
+    if "core_attn" in modules and (op.kind == "attention" or (owner == "self_attn" and op.name.endswith(_AROUND_CORE))):
+        return "core_attn", ""
+    if "norm" in modules and op.name in ("input_layernorm", "post_attention_layernorm"):
+        return "norm", op.name
+    if "mla_up_proj" in modules and (half := _half_of_latents(op)):
+        return "mla_up_proj", half
+    return None
+
+
+def _without_order(op: Op) -> Op:
+    """Rows put into an order that is kept."""
+    rows, order = op.makes
+    return replace(op, makes=(rows,), reads=(*op.reads, order.name), saves=())
+
+
+def _half_of_latents(op: Op) -> str:
+    if op.name == "self_attn.q_b_proj" or op.name.startswith("q_narrow."):
+        return "queries"
+    in_keys = op.name in ("self_attn.kv_b_proj", "self_attn.k_join", "self_attn.v_copy") and "qkv" not in op.reads
+    return "keys" if in_keys or op.name.startswith("kv_narrow.") else ""
+
+
+def _region(module: str, own: tuple[Op, ...], ops: tuple[Op, ...], keeps_attended: bool) -> Region:
+    made = {one.name for op in own for one in op.makes}
+    names = {op.name for op in own}
+    outside = {name for op in ops if op.name not in names for name in op.saves}
+    read = {name for op in own for name in op.saves}
+    drops = made & (outside | read)
+    if module == "core_attn" and keeps_attended:
+        drops -= outside
+    if module == "mla_up_proj" and own[0].name != "self_attn.kv_b_proj":
+        own, drops = _with_rotary(own, ops, drops)
+        made = {one.name for op in own for one in op.makes}
+    wanted = drops & outside
+    last = max((index for index, op in enumerate(own) if op.saves or any(one.name in wanted for one in op.makes)), default=-1)
+    run = own[: last + 1]
+    reads = dict.fromkeys(name for op in run for name in (*op.reads, *op.saves) if name not in made)
+    names = {op.name for op in own}
+    hidden = made - outside - {name for op in ops if op.name not in names for name in op.reads}
+    return Region(module, run, tuple(reads), frozenset(drops), frozenset(hidden))
+
+
+def _with_rotary(own: tuple[Op, ...], ops: tuple[Op, ...], drops: set[str]) -> tuple[tuple[Op, ...], set[str]]:
+    """Queries of latents are turned in their region."""
+    if not any(op.name == "self_attn.q_b_proj" for op in own):
+        return own, drops
+    turned = [op for op in ops if op.name == "self_attn.q_rotary"]
+    return (*own, *turned), drops | {one.name for op in turned for one in op.makes}
+
+
+# Results
+
+
+def kept_results(ops: tuple[Op, ...], again: Again, selective: Selective = "elementwise") -> frozenset[str]:
+    """Names of what is kept of a block that is recomputed but for the results of some operations. `selective`: where `again`
+    names no kinds, what the stack means by it."""
+    kept = [op for op in ops if op.kept(again.kinds)]
+    if selective == "alternate-products" and not again.kinds:
+        # Of aten.mm: grouped products of experts are another operator, and not kept.
+        products = [op for op in kept if op.kind == "matmul" and not op.name.startswith(EXPERTS)]
+        kept = [op for op in kept if op.kind != "matmul" or (op in products and products.index(op) % 2 == 0)]
+    if selective == "wide-products" and not again.kinds:
+        kept = [op for op in kept if op.kind == "matmul" and op.name.startswith("self_attn.")]
+    return frozenset(one.name for op in kept for one in op.makes)
+
+
+# What runs again
+
+
+def stops_behind(ops: Iterable[Op], *, tp: int, splits: bool) -> bool:
+    """True if a whole block's last operation that saves something is run too, as one that autograd sees whole: torch stops
+    before a plain product, whose input is all it keeps, but behind an operation of our own: over tp (with its sum), of experts,
+    in fp8, and where the schedule `splits` backward passes, which makes products operations."""
+    return splits or tp > 1 or any(op.name.startswith(EXPERTS) or is_fp8(op) for op in ops)
+
+
+def computed_again(again: Again | None, ops: tuple[Op, ...], *, stops_behind: bool) -> list[Op]:
+    """Operations of a block that run again. `stops_behind`: see there."""
+    if again is None:
+        return []
+    if again.modules:
+        assert again != SELECTIVE, "the model has not chosen: `resolved`"
+        return [op for region in regions(ops, again.modules) for op in region.ops]
+    last = max(index for index, op in enumerate(ops) if op.saves)
+    run = ops[: last + (stops_behind or bool(ops[last].inside))]
+    if again.whole:
+        return list(run)
+    sums = {name for op in ops if op.kept(again.kinds) for name in op.reads}
+    return [op for op in run if not op.kept(again.kinds) and not (op.makes_partial_sums and op.makes[0].name in sums)]
+
+
+def sent_again(again: Again | None, ops: tuple[Op, ...]) -> list[Op]:
+    """Operations whose messages recomputation repeats: of a whole block up to the last that saves something, with the sum that
+    it is one with; or those whose results are not kept."""
+    if again is None:
+        return []
+    if again.modules:
+        return [op for op in computed_again(again, ops, stops_behind=False) if op.collectives]
+    last = max(index for index, op in enumerate(ops) if op.saves)
+    run = ops[: last + 1 + ops[last].makes_partial_sums]
+    if again.whole:
+        return list(run)
+    made_again = [op for op in run if op.again_kind in again.kinds]
+    read = {name for op in made_again for name in op.reads}
+    return [op for op in run if op in made_again or op.name == "mlp.expert_gather"
+            or op.kind == "router" or any(item.axis == "cp" for item in op.collectives)
+            or ((op.kind == "gather" or op.makes_partial_sums) and op.makes[0].name in read)]  # fmt: skip
+
+
+def adds_bias_apart(op: Op) -> bool:
+    """True if a product's bias is added by an operation of its own: then a kept result is the product without it, beside the
+    sum that the next operation reads. So with experts and in fp8; elsewhere a bias is part of the product."""
+    if op.kind != "matmul" or not any(name.endswith(".bias") for name in op.weights):
+        return False
+    return op.name.startswith(EXPERTS) or is_fp8(op)
+
+
+def kept_bytes_by_kind(
+    ops: tuple[Op, ...], again: Again | None, hidden_bytes: int, selective: Selective = "modules"
+) -> dict[str, int]:
+    """Bytes a block holds between its passes, by the kind of operation that made them; `residual` is the stream. `selective`:
+    the stack's."""
+    made = {one.name: (op, one.num_bytes) for op in ops for one in op.makes}
+    saved = dict.fromkeys(name for op in ops for name in op.saves if name in made)  # a set has another order in every process
+    if again is not None:
+        if again.whole:
+            saved = {}
+        elif again.modules:
+            some = regions(ops, again.modules, keeps_attended=selective != "modules")
+            dropped = {name for region in some for name in region.drops}
+            saved |= dict.fromkeys(name for region in some for name in region.reads if name in made)
+            saved = {name: None for name in saved if name not in dropped}
+        else:
+            names = kept_results(ops, again, selective)
+            saved = dict.fromkeys(one.name for op in ops for one in op.makes if one.name in names)
+    by_kind = {"residual": hidden_bytes}
+    for name in saved:
+        op, num_bytes = made[name]
+        kind = op.kind if name != "hidden_mid" else "residual"
+        by_kind[kind] = by_kind.get(kind, 0) + num_bytes
+    return by_kind

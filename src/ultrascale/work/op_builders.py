@@ -1,0 +1,362 @@
+"""Operations that all parts of a block are made of: products, norms, sums, and what goes between tensor-parallel ranks.
+
+Column-parallel products read the whole sequence, row-parallel ones make partial sums (Shoeybi et al. 2019). With sequence
+parallelism (Korthikanti et al. 2022) what is between such regions is cut along the sequence:
+
+                  before a column product            after a row product
+    plain         -; all-reduce of the gradient      all-reduce; -
+    sequence      all-gather; reduce-scatter         reduce-scatter; all-gather
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+from typing import Literal, NamedTuple
+
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import NARROW
+from ultrascale.work.ops import Activation, Collective, Op, Product, Shape
+
+FP8_BYTES, FP8_MULTIPLE = 1, 16
+"""Bytes per element and divisor of sizes of GEMMs in fp8 on CUDA, whose factors are padded with zeros to it
+(`kernels.fp8.fp8_matrices`)."""
+SCALE_BYTES = 4
+HASHED_BYTES, HASH_PASSES = 4, 20
+"""Bytes of the words that decide what is dropped, and how often memory is read or written for one (`kernels.dropout`)."""
+SUM_OF_A_PAIR = 2
+"""Ranks that add each other's whole tensors over gloo, where more use its all-reduce."""
+
+
+class Source(NamedTuple):
+    """Input of a product, and the part of it that is saved for the gradient of the weight."""
+
+    read: str
+    saved: tuple[str, ...]
+    again_bytes: int = 0
+    """Made again in the backward pass, for a moment."""
+    collectives: tuple[Collective, ...] = ()
+    """Communication of the first product that reads it."""
+
+
+def cut(size: int, ranks: int) -> int:
+    """The largest of `ranks` parts of `size`."""
+    return -(-size // ranks)
+
+
+def exchanged_bytes(shape: Shape, whole: int) -> int:
+    """Temporary bytes while ranks of tp sum `whole` bytes, beside it and the result (`parallel.tensor.tensor_traffic`).
+
+    On the CPU parts from other ranks and copies of those for them; without parts two ranks send all of it. NCCL sends from
+    copies of all parts, and adds whole tensors in place. Parts of a single sequence lie together already.
+    """
+    several = shape.micro_batch_size > 1
+    if shape.cuts_sequence:
+        others = whole * (shape.tp - 1) // shape.tp
+        return (1 + several) * others if shape.device == "cpu" else several * whole
+    return whole if shape.device == "cpu" and shape.tp == SUM_OF_A_PAIR else 0
+
+
+def gathered_room(shape: Shape, whole: int) -> int:
+    """Temporary bytes beside `whole` bytes while they are all-gathered over tp: on the CPU parts from other ranks, on CUDA all
+    parts of several sequences, or of different lengths, by rank."""
+    if shape.device == "cpu":
+        return whole * (shape.tp - 1) // shape.tp
+    return whole if shape.micro_batch_size > 1 or shape.local_length % shape.tp else 0
+
+
+def linear(
+    shape: Shape,
+    name: str,
+    source: Source,
+    make: str,
+    columns: int,
+    rows: int,
+    *,
+    num_tokens: int | None = None,
+    bias: bool = False,
+    weights: tuple[str, ...] = (),
+    collectives: tuple[Collective, ...] = (),
+) -> Op:
+    """[tokens, columns] x [columns, rows], sizes of this rank. `weights`: of which there are several, joined in one product."""
+    n = shape.num_tokens if num_tokens is None else num_tokens
+    names = weights or (name,)
+    suffixes = ("weight", "bias") if bias else ("weight",)
+    flops, backward_flops = _product_flops(shape, source, n, columns, rows)
+    unbiased = (
+        n * rows * shape.itemsize if bias and in_own_fp8(shape, source) else 0
+    )  # the product beside its sum with the bias
+    room, backward_room = fp8_room(shape, source, n, columns, rows, biased_bytes=unbiased)
+    return Op(
+        name, "matmul", (source.read,), (Activation(make, n * rows * shape.itemsize),), source.saved,
+        tuple(f"{one}.{suffix}" for one in names for suffix in suffixes), flops, backward_flops,
+        scratch_bytes=room, backward_scratch_bytes=source.again_bytes + backward_room, product=Product(n, rows, columns),
+        collectives=collectives,
+    )  # fmt: skip
+
+
+def is_fp8(op: Op) -> bool:
+    """True if it is a product of ours in fp8, which saves its input so."""
+    return any(name.endswith("_fp8") for name in op.saves)
+
+
+def fp8_multiple(shape: Shape, size: int) -> int:
+    """Padded size of the dimension that a product in fp8 sums over, or of its result's last."""
+    return size if shape.device == "cpu" else cut(size, FP8_MULTIPLE) * FP8_MULTIPLE
+
+
+def _product_flops(shape: Shape, source: Source, n: int, columns: int, rows: int) -> tuple[int, int]:
+    """FLOPs of a product and of its two of the backward pass, with padding."""
+    flops = 2 * n * rows * columns
+    if not in_own_fp8(shape, source):
+        return flops, 2 * flops
+    whole_n, whole_columns, whole_rows = (fp8_multiple(shape, size) for size in (n, columns, rows))
+    forward = 2 * n * whole_rows * whole_columns  # that of dx has the same sizes
+    return forward, forward + 2 * rows * whole_n * whole_columns
+
+
+def in_own_fp8(shape: Shape, source: Source) -> bool:
+    """True if a product that reads `source` is in fp8, and made by us."""
+    return shape.kernels.own_fp8 and any(name.endswith("_fp8") for name in source.saved)
+
+
+def fp8_room(
+    shape: Shape, source: Source, n: int, columns: int, rows: int, *, experts: int = 1, biased_bytes: int = 0
+) -> tuple[int, int]:
+    """Temporary bytes beside a product in fp8, if it is one, and beside its two of the backward pass: the weight rounded,
+    before that divided in fp32; the gradient as both want it, each of which is scaled and divided in fp32 before; and while
+    products are made, on CUDA the copies that `native_room` counts, on the CPU the factors and the result in fp32
+    (`kernels.fp8.fp8_linear`). `experts`: one after the other, and each row with its expert's scales beside it. `biased_bytes`:
+    what adding biases takes beside a product, in fp8 or not, when weights are rounded already."""
+    if not in_own_fp8(shape, source):
+        return biased_bytes, 0
+    a, w = FP8_BYTES, shape.wide_itemsize
+    forward = backward = w * ((n * columns + n * rows) // experts + rows * columns)
+    if shape.device != "cpu":
+        each, turned = n // experts, (False, False)
+        forward = native_room(shape, each, columns, rows)
+        home = native_room(shape, each, rows, columns, lies=(True, False))
+        backward = max(home, native_room(shape, rows, each, columns, lies=turned))
+    narrow = 0 if shape.fp8_gathered else experts * rows * columns * a
+    by_row = shape.fp8_scaling == "row"  # else dW takes the gradient as dx does, turned, and nothing is scaled before
+    roundings, wides = (2, 3 if experts > 1 else 2) if by_row else (1, 1)
+    quotient = narrow // a * w - n * rows * shape.itemsize  # while the weight is rounded there is no result yet
+    return narrow + max(forward + biased_bytes, quotient), narrow + roundings * n * rows * a + max(
+        wides * n * rows * w, backward
+    )
+
+
+def native_room(shape: Shape, m: int, k: int, n: int, *, lies: tuple[bool, bool] = (True, True)) -> int:
+    """Temporary bytes of a product in fp8 of [m, k] and [n, k] on CUDA: copies of factors that do not lie row by row (`lies`),
+    or are padded, and a result with more columns than are wanted."""
+    whole_k, whole_n = fp8_multiple(shape, k), fp8_multiple(shape, n)
+    left = 0 if lies[0] and whole_k == k else m * whole_k
+    right = 0 if lies[1] and (whole_n, whole_k) == (n, k) else whole_n * whole_k
+    return (left + right) * FP8_BYTES + (0 if whole_n == n else m * whole_n * shape.itemsize)
+
+
+def narrow_bytes(shape: Shape, elements: int) -> int:
+    """Bytes of a factor of narrow products, with the scales of its blocks."""
+    return ceil(elements * NARROW[shape.precision])
+
+
+def local_source(shape: Shape, read: str, width: int, num_tokens: int, *, cheap: bool = False) -> tuple[tuple[Op, ...], Source]:
+    """Source of a product whose input is on this rank already, and its operations. `cheap`: a compiler would make it again."""
+    num_bytes = num_tokens * width * shape.itemsize
+    if shape.precision in NARROW:
+        narrow = Activation(f"{read}_fp8", narrow_bytes(shape, num_tokens * width))
+        quotient = num_tokens * width * shape.wide_itemsize if shape.kernels.own_fp8 else 0
+        op = Op(f"{read}.quantise", "elementwise", (), (narrow,), moved_bytes=num_bytes + narrow.num_bytes,
+                scratch_bytes=quotient)  # fmt: skip
+        return (op,), Source(read, (narrow.name,))
+    if cheap and shape.kernels.compiled:
+        return (), Source(read, (), num_bytes)
+    return (), Source(read, (read,))
+
+
+def column_source(shape: Shape, read: str, width: int, *, projections: int = 1) -> tuple[tuple[Op, ...], Source]:
+    """Source of column-parallel products of `read` [outer tokens, width], with the part that is saved; norms make it, so it is
+    cheap.
+
+    `projections`: how many weights multiply it."""
+    scales = column_scales(shape, "tp", shape.num_tokens, 1, projections)
+    if not shape.cuts_sequence:
+        ops, source = local_source(shape, read, width, shape.num_tokens, cheap=True)
+        if shape.tp > 1:
+            whole = shape.num_tokens * width * shape.itemsize
+            source = source._replace(collectives=(Collective("all_reduce", "tp", whole, "backward", "product"), *scales))
+        return ops, source
+    gathered = f"{read}_whole"
+    whole = shape.num_tokens * width * shape.itemsize
+    narrow = narrow_bytes(shape, shape.num_tokens * width) if shape.precision in NARROW else whole
+    traffic = [Collective("all_gather", "tp", narrow, "forward", "product")]
+    traffic += [Collective("reduce_scatter", "tp", whole, "backward", "product"), *scales]
+    if shape.precision == "fp8" and shape.fp8_scaling == "row" and shape.kernels.own_fp8:
+        traffic.append(Collective("all_gather", "tp", shape.num_tokens * SCALE_BYTES, "forward"))
+    if shape.kernels.gathers_again:
+        ops, source = local_source(shape, read, width, shape.outer_tokens, cheap=True)
+        traffic.append(Collective("all_gather", "tp", narrow, "backward", "product"))
+        source = Source(gathered, source.saved, narrow)
+    else:
+        ops, source = local_source(shape, gathered, width, shape.num_tokens)
+    gather = Op(
+        f"{read}.gather", "gather", (read,), (Activation(gathered, whole),), collectives=tuple(traffic),
+        scratch_bytes=gathered_room(shape, whole), backward_scratch_bytes=exchanged_bytes(shape, whole),
+    )  # fmt: skip
+    return ((*ops, gather) if source.saved != (f"{gathered}_fp8",) else (gather, *ops)), source
+
+
+def _agrees_on_scales(shape: Shape, ranks: int) -> bool:
+    """True if ranks agree on scales product by product: delayed scales follow from one message a step."""
+    return shape.precision == "fp8" and ranks > 1 and shape.kernels.own_fp8 and shape.fp8_scaling != "delayed"
+
+
+def column_scales(
+    shape: Shape, axis: Literal["tp", "expert_tp"], num_tokens: int, experts: int, projections: int
+) -> tuple[Collective, ...]:
+    """The largest magnitudes that ranks of column products agree on in fp8: of what has one scale and is cut. Those of weights
+    that were gathered in fp8 are known."""
+    ranks = shape.tp if axis == "tp" else shape.expert_tp
+    if not _agrees_on_scales(shape, ranks):
+        return ()
+    if shape.fp8_scaling == "row":
+        return (Collective("all_reduce", axis, projections * num_tokens * SCALE_BYTES, "backward"),)
+    counts = (1 if shape.fp8_gathered else 1 + projections), projections
+    of_inputs, of_grads = (count * experts * SCALE_BYTES for count in counts)
+    return Collective("all_reduce", axis, of_inputs, "forward"), Collective("all_reduce", axis, of_grads, "backward")
+
+
+def row_scales(
+    shape: Shape, axis: Literal["tp", "expert_tp"], num_tokens: int, experts: int, rows: int
+) -> tuple[Collective, ...]:
+    """Scales of a row-parallel product, whose input and weight are sharded, and whose gradient is whole. The scales of weights
+    that were all-gathered in fp8 are known."""
+    ranks = shape.tp if axis == "tp" else shape.expert_tp
+    if not _agrees_on_scales(shape, ranks):
+        return ()
+    of_input, of_weight = (num_tokens, experts * rows) if shape.fp8_scaling == "row" else (experts, experts)
+    count = of_input + (0 if shape.fp8_gathered else of_weight)
+    return (Collective("all_reduce", axis, count * SCALE_BYTES, "forward"),)
+
+
+def without_fp8(shape: Shape) -> Shape:
+    """Shape for products that stay in bf16 beside those in fp8."""
+    return replace(shape, precision="bf16") if shape.precision in NARROW else shape
+
+
+def row_linear(
+    shape: Shape, name: str, source: Source, make: str, columns: int, rows: int, *, bias: bool = False
+) -> tuple[Op, ...]:
+    """A row-parallel product and the sum over its ranks: `make` [outer tokens, rows]."""
+    whole = shape.num_tokens * rows * shape.itemsize
+    if shape.tp == 1:
+        return (linear(shape, name, source, make, columns, rows, bias=bias),)
+    scales = row_scales(shape, "tp", shape.num_tokens, 1, rows)
+    if not shape.cuts_sequence:
+        sums = (Collective("all_reduce", "tp", whole, "forward", "product"), *scales)
+        return (linear(shape, name, source, make, columns, rows, bias=bias, collectives=sums),)
+    product = linear(shape, name, source, f"{make}_partial", columns, rows, bias=bias, collectives=scales)
+    total = scatter(shape, f"{name}.scatter", f"{make}_partial", make, rows)
+    if in_own_fp8(shape, source):  # one operation, whose factors stay until its end
+        rounded = 0 if shape.fp8_gathered else columns * rows * FP8_BYTES
+        total = replace(total, holds=source.saved, scratch_bytes=total.scratch_bytes + rounded)
+    return product, total
+
+
+def held_to_the_end(ops: tuple[Op, ...], names: tuple[str, ...]) -> tuple[Op, ...]:
+    """`ops` of a module whose variables name all of `names` until its last operation is done."""
+    return (*ops[:-1], replace(ops[-1], holds=(*ops[-1].holds, *names)))
+
+
+def scatter(shape: Shape, name: str, read: str, make: str, width: int) -> Op:
+    """Partial sums [tokens, width] to the cut sum [outer tokens, width]."""
+    whole = shape.num_tokens * width * shape.itemsize
+    return Op(
+        name, "exchange", (read,), (Activation(make, shape.outer_tokens * width * shape.itemsize),),
+        collectives=(
+            Collective("reduce_scatter", "tp", whole, "forward", "product"),
+            Collective("all_gather", "tp", whole, "backward", "product"),
+        ),
+        scratch_bytes=exchanged_bytes(shape, whole), backward_scratch_bytes=gathered_room(shape, whole),
+    )  # fmt: skip
+
+
+def norm(
+    model: Model,
+    shape: Shape,
+    name: str,
+    read: str,
+    make: str,
+    size: int,
+    width: int,
+    num_tokens: int,
+    *,
+    bias: bool = True,
+    over_tp: bool = False,
+) -> Op:
+    """Norm over the last `size` of `width` elements a token; the result has the dtype of the input, inside it is at least fp32.
+
+    `bias`: it has one where the model's norms have. `over_tp`: the elements are cut over tp, and each pass sums a number a row.
+    """
+    a, w = shape.itemsize, shape.wide_itemsize
+    elements, rows = num_tokens * width, num_tokens * (width // size)
+    scratch = backward_scratch = 0
+    if model.norm == "layernorm":
+        # Two numbers a row; torch's CPU kernel keeps them in the dtype of the input, CUDA's in fp32.
+        kept_itemsize = a if shape.device == "cpu" else w
+        kept = tuple(Activation(f"{make}_{x}", rows * kept_itemsize) for x in ("mean", "rstd"))
+    else:
+        kept = (Activation(f"{make}_inverse_rms", rows * w),)
+        in_parts = shape.device == "cpu" or over_tp  # operation by operation; alone on CUDA it is one kernel
+        narrow = a < w and in_parts
+        scratch = 2 * elements * w if narrow else 0
+        backward_scratch = elements * w * (4 if narrow else 2) if in_parts else 0
+    saves = (read, *(k.name for k in kept))
+    forward, backward = 2 * a, 3 * a  # reads and writes of an element
+    if not shape.kernels.norm:
+        # A copy in fp32 and the normalised elements are kept in place of the input, one kernel each.
+        kept = (*kept, Activation(f"{make}_wide", elements * w), Activation(f"{make}_normalised", elements * a))
+        saves = tuple(k.name for k in kept)
+        scratch, forward, backward = elements * w, 5 * a + 5 * w, 6 * a + 8 * w
+    suffixes = ("weight", "bias") if model.norm_bias and bias else ("weight",)
+    sums = tuple(Collective("all_reduce", "tp", rows * w, when) for when in ("forward", "backward")) if over_tp else ()
+    return Op(
+        name, "norm", (read,), (Activation(make, elements * a), *kept), saves, tuple(f"{name}.{s}" for s in suffixes),
+        collectives=sums, scratch_bytes=scratch, backward_scratch_bytes=backward_scratch,
+        moved_bytes=elements * forward, backward_moved_bytes=elements * backward,
+    )  # fmt: skip
+
+
+def add(shape: Shape, name: str, left: str, right: str, make: str, width: int, num_tokens: int) -> Op:
+    """left + right. Backward, the two branches' gradients are summed where they meet again."""
+    num_bytes = num_tokens * width * shape.itemsize
+    passes = 2 if shape.kernels.compiled else 3
+    return Op(
+        name, "elementwise", (left, right), (Activation(make, num_bytes),),
+        moved_bytes=passes * num_bytes, backward_moved_bytes=(passes - 1) * num_bytes,
+    )  # fmt: skip
+
+
+def dropout(shape: Shape, name: str, read: str, make: str, width: int, num_tokens: int) -> Op:
+    """Keeps a mask of one byte an element if the stack does; ours (`kernels.dropout`) makes its bits again."""
+    elements = num_tokens * width
+    if not shape.kernels.dropout:
+        return _hashed_dropout(shape, name, read, make, width, num_tokens)
+    kept = Activation(f"{make}_kept", elements)
+    moved = elements * (2 * shape.itemsize + 1)
+    return Op(
+        name, "elementwise", (read,), (Activation(make, elements * shape.itemsize), kept), (kept.name,),
+        moved_bytes=moved, backward_moved_bytes=moved,
+    )  # fmt: skip
+
+
+def _hashed_dropout(shape: Shape, name: str, read: str, make: str, width: int, num_tokens: int) -> Op:
+    elements, a = num_tokens * width, shape.itemsize
+    made = elements * a
+    # Bits and a scratch copy of them, with the words of rows and columns; then the result and what is dropped of it.
+    room = max(2 * elements * HASHED_BYTES + (num_tokens + width) * HASHED_BYTES, made + elements) - made
+    moved = elements * (2 * a if shape.kernels.compiled else 3 * a + HASHED_BYTES * HASH_PASSES)
+    return Op(
+        name, "elementwise", (read,), (Activation(make, made),), scratch_bytes=room, backward_scratch_bytes=room,
+        moved_bytes=moved, backward_moved_bytes=moved,
+    )  # fmt: skip

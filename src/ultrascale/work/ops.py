@@ -1,0 +1,278 @@
+"""Operations of the decoder: the words in which `work.work` describes the model.
+
+reads, makes    named activations; views are left out, they are the memory they look at
+saves           those of them that autograd keeps; two operations that save one activation keep it once
+scratch         bytes that exist only while the operation runs; they matter where the peak is
+flops           one multiply-add is two. Attention counts the full square of scores, as FlopCounterMode does
+product, scores shapes for whoever prices the operation (`plan.laws.compute`); `scores.share` is the part of the square computed
+moved_bytes     what an operation that is neither reads from and writes to memory
+collectives     what it sends to the other ranks of an axis
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ultrascale.catalogue.stacks.stack import Kernels
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.description.layout import DTYPE_BYTES, Fp8Scaling, Precision
+from ultrascale.work.sharding.places import Coordinates, even_part
+
+OpKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "gather", "exchange", "router", "permute"]
+CpMethod = Literal["ring", "all-gather", "all-to-all", "ring+all-to-all"]
+When = Literal["forward", "backward"]
+
+
+class Product(NamedTuple):
+    """`count` matrix products [m, k] x [k, n] of the forward pass; the backward pass does its two transposed ones."""
+
+    m: int
+    n: int
+    k: int
+    count: int = 1
+
+
+HEAD_DIM_MULTIPLE = 8
+"""Elements in 16 bytes of bf16: attention's kernels on CUDA load no less."""
+
+
+class Scores(NamedTuple):
+    """One fused attention on one rank; field names are the arguments of `plan.laws.compute.attention_seconds`."""
+
+    batch: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    value_head_dim: int
+    queries: int
+    keys: int
+    share: float
+    """Part of the queries x keys that is computed: about a half if causal, 1 under an explicit mask."""
+
+    def kernel_width(self, device: str) -> int:
+        """Elements of a head as the kernels of a ring want them: of queries and values the wider, filled up on CUDA."""
+        width = max(self.head_dim, self.value_head_dim)
+        return width if device == "cpu" else -(-width // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
+
+
+class Collective(NamedTuple):
+    """A rank's communication over one axis in one pass."""
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+    axis: Literal["tp", "cp", "ep", "expert_tp"]
+    num_bytes: int
+    """Bytes of the whole buffer that is gathered or reduced; for all_to_all, of what one rank holds, its own part included."""
+    when: When
+    hideable: Literal["", "product", "attention"] = ""
+    """Computation that it can overlap with: a ring of keys and values with attention, Megatron's tp communication with
+    GEMMs."""
+    sent_share: float = 1.0
+    """Ratio of the bytes that a rank sends to its bytes for the whole buffer, the mean of all ranks. The rank that waits
+    longest gets all of it, so that time is that of the whole buffer."""
+    window: int | None = None
+    """Sliding window of attention, if it is shorter than the sequence. Keys out of reach of all do not travel."""
+    num_messages: int = 1
+    """Messages to each other rank; 0: it travels in another one's."""
+    leaving_bytes: int | None = None
+    """Bytes that leave the rank in an all_to_all over cp whose parts differ; None: all but one even part."""
+
+
+class Activation(NamedTuple):
+    """A tensor an operation makes."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation of the forward pass, with its backward pass."""
+
+    name: str
+    kind: OpKind
+    reads: tuple[str, ...]
+    makes: tuple[Activation, ...]
+    """The result first; then what else it keeps for itself (mean, logsumexp)."""
+    saves: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    """Weights whose gradients its backward pass makes."""
+    flops: int = 0
+    backward_flops: int = 0
+    hands_on_saved: bool = False
+    """True if it saved the gradients of its input and of its weights already: its backward pass scales them in place."""
+    scratch_bytes: int = 0
+    backward_scratch_bytes: int = 0
+    product: Product | None = None
+    forward_products: int = 1
+    """Times the forward product is made."""
+    scores: Scores | None = None
+    moved_bytes: int = 0
+    backward_moved_bytes: int = 0
+    collectives: tuple[Collective, ...] = ()
+    pieces: int = 1
+    inside: tuple[Op, ...] = ()
+    """Operations inside it for each of `pieces`: forward, and all but the last once more before their backward passes."""
+    holds: tuple[str, ...] = ()
+    """Activations that variables of our own trainer still name while it runs: alive even where nothing is saved."""
+
+    @property
+    def passes_gradient(self) -> bool:
+        """True if the gradient of its input is that of its result, the same memory: a sum."""
+        return len(self.reads) == 2 and self.kind == "elementwise" and not self.saves
+
+    @property
+    def kept_by_selective(self) -> bool:
+        """True if selective recomputation keeps its result: `parallel.activations.recompute.KEPT_OPS`, and what came over the
+        network.
+
+        Not partial sums: the cut sum is kept instead, and the two are one operation there. Nor what cp swapped, which is
+        swapped again.
+        """
+        swaps = any(one.axis == "cp" for one in self.collectives) and self.kind == "exchange"
+        return self.kind in ("matmul", "attention", "exchange") and not self.makes_partial_sums and not swaps
+
+    @property
+    def again_kind(self) -> str:
+        """Kind, one of `description.recomputed.KINDS`; empty: never computed again alone."""
+        if self.kind == "attention":
+            return "attention"
+        if self.name.startswith("mlp.experts."):
+            return "experts" if "down" not in self.name else ""
+        if self.kind not in ("matmul", "exchange") or self.makes_partial_sums or self.name == "mlp.router":
+            return ""
+        if self.name.startswith("self_attn."):
+            return "output" if self.name.startswith("self_attn.o_proj") else "qkv"
+        is_product = self.name.endswith("_proj") or self.name.endswith("_proj.scatter")
+        return ("down" if "down_proj" in self.name else "mlp") if is_product else ""
+
+    def kept(self, kinds: Collection[str]) -> bool:
+        """True if selective recomputation that makes `kinds` again too keeps its result."""
+        return self.kept_by_selective and self.again_kind not in kinds
+
+    @property
+    def makes_partial_sums(self) -> bool:
+        """True if its result is still to be summed over tp, and sharded."""
+        return self.makes[0].name.endswith("_partial")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One micro-batch on one rank."""
+
+    micro_batch_size: int
+    sequence_length: int
+    """Length of the whole sequence, before `cp` shards it."""
+    precision: Precision = "fp32"
+    documents: bool = False
+    """Packed documents with a mask and positions of their own."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    tp: int = 1
+    sequence_parallel: bool = True
+    """Read only if tp > 1: norms, residuals and what else is not inside a tensor-parallel region is cut along the sequence."""
+    cp: int = 1
+    cp_method: CpMethod = "ring"
+    cp_heads: int = 1
+    """Ranks at each place of the ring that swap sequence for heads, for cp_method = "ring+all-to-all"."""
+    ep: int = 1
+    expert_tp: int = 1
+    mlp_chunks: int = 1
+    """Pieces of the tokens that a dense feed-forward layer works on one after the other."""
+    partition_checkpoints: bool = False
+    """True if ranks of tp save a shard each of the input of a block that is computed again."""
+    expert_imbalance: float = 1.0
+    """Tokens of the busiest rank's experts over the mean."""
+    at: Coordinates | None = None
+    """Rank whose share it is, to the token, where ranks do not divide sequence, vocabulary or widths; None: a mean share of the
+    sequence and the largest of the others, for comparing layouts."""
+    fp8_scaling: Fp8Scaling = "row"
+    fp8_gathered: bool = False
+    """True if products in fp8 find their weights rounded (`work.fp8_slots.gathers_fp8`)."""
+    kernels: Kernels = STACKS["ultrascale"].kernels
+
+    @property
+    def cp_grid(self) -> tuple[int, int]:
+        """(places of the ring, ranks at each place that swap sequence for heads), as `Layout.cp_grid`."""
+        heads = min(self.cp, {"all-to-all": self.cp, "ring+all-to-all": self.cp_heads}.get(self.cp_method, 1))
+        return self.cp // heads, heads
+
+    @property
+    def masks_in_kernel(self) -> bool:
+        """True if documents and windows are given to the attention kernel, and no mask exists."""
+        by_spans = self.kernels.spans and self.device == "cuda" and self.itemsize == 2 and self.cp == 1
+        return by_spans or (self.kernels.masks_in_kernel and not (self.kernels.spans and self.cp > 1))
+
+    @property
+    def rings(self) -> bool:
+        """True if keys and values travel hop by hop, overlapped with attention on the last ones."""
+        return self.cp_grid[0] > 1 and self.cp_method != "all-gather"
+
+    @property
+    def swapped_length(self) -> int:
+        """Tokens of each sequence at this rank's place of the ring, which attention works on: what ranks that swap heads have
+        together."""
+        places, heads = self.cp_grid
+        if self.at is None:
+            return self.sequence_length // self.cp * heads
+        return even_part(self.sequence_length, places, self.at.cp // heads)[1]
+
+    @property
+    def swapped_tokens(self) -> int:
+        """Tokens of all sequences of which this rank has some heads each."""
+        return self.num_tokens * self.cp_grid[1] if self.at is None else self.micro_batch_size * self.swapped_length
+
+    @property
+    def local_length(self) -> int:
+        """S/cp."""
+        if self.at is None:
+            return self.sequence_length // self.cp
+        heads = self.cp_grid[1]
+        return even_part(self.swapped_length, heads, self.at.cp % heads)[1]
+
+    @property
+    def num_tokens(self) -> int:
+        """B*S/cp, N below: tokens of one rank inside tensor-parallel regions."""
+        if self.at is None:
+            return self.micro_batch_size * self.sequence_length // self.cp
+        return self.micro_batch_size * self.local_length
+
+    @property
+    def cuts_sequence(self) -> bool:
+        """True if sequence parallelism is on."""
+        return self.tp > 1 and self.sequence_parallel
+
+    @property
+    def outer_length(self) -> int:
+        """Part of `local_length` that a rank has outside tensor-parallel regions."""
+        return self.tp_part(self.local_length) if self.cuts_sequence else self.local_length
+
+    @property
+    def outer_tokens(self) -> int:
+        """Tokens of one rank outside tensor-parallel regions, M below: N/tp with sequence parallelism, else N."""
+        if self.at is None:
+            return -(-self.num_tokens // self.tp) if self.cuts_sequence else self.num_tokens
+        return self.micro_batch_size * self.outer_length
+
+    def tp_part(self, size: int) -> int:
+        """This rank's part of `size`, sharded over tp as evenly as can be; the largest where no rank is given."""
+        return even_part(size, self.tp, 0 if self.at is None else self.at.tp)[1]
+
+    def expert_tp_part(self, size: int) -> int:
+        """This rank's part of `size` over expert_tp."""
+        return even_part(size, self.expert_tp, 0 if self.at is None else self.at.expert_tp)[1]
+
+    def own_experts(self, num_experts: int) -> range:
+        """The experts of this rank of ep, or of the first."""
+        first, count = even_part(num_experts, self.ep, 0 if self.at is None else self.at.ep)
+        return range(first, first + count)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one activation element."""
+        return DTYPE_BYTES[self.precision]
+
+    @property
+    def wide_itemsize(self) -> int:
+        """Bytes of an element of what is computed in at least fp32."""
+        return max(4, self.itemsize)

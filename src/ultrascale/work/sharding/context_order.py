@@ -1,0 +1,339 @@
+"""Order of context parallelism: the positions of a sequence that each rank holds, and what it sees of the others'. Plain
+integers.
+
+A causal token works in proportion to what it sees, so an even cut by position is uneven work. Zigzag (Brandon et al. 2023,
+"Striped Attention"; Llama 3, section 3.3.2) cuts a document into 2 n pieces and gives rank r the r-th from either end:
+
+    pieces of one document, n = 4     0 1 2 3 4 5 6 7       ranks     0 1 2 3 3 2 1 0
+
+Packed documents are each zigzagged if they are long. Short ones stay whole on one rank, dealt out so that work and tokens come
+out even; their keys and values then never travel. How many of the longest are cut is the least that brings work within
+`GOOD_BALANCE` of even: the others' tokens, which all see fewer, make up what cutting leaves over. Tokens per rank are equal, or
+differ by one where the ranks do not divide the sequence. Not taken: zigzag over the packed sequence, whose work is as uneven as
+its documents; per-document zigzag with padding (Transformer Engine), which computes the padding; and pieces as small as a tile
+(FlexAttention's balancer in torch), which cuts every document and so sends all keys and values to all.
+
+Work is that of the causal mask; sliding windows make tokens more equal than these orders assume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from ultrascale.work.sharding.places import even_part
+
+GOOD_BALANCE = 0.01
+"""Largest work of a rank over the mean, less one, at which no more documents are cut: half of the promised 2 percent."""
+
+
+class Piece(NamedTuple):
+    """Positions `start` to `stop` - 1 of a sequence, all of the document that begins at position `document`."""
+
+    start: int
+    stop: int
+    document: int
+
+    @property
+    def work(self) -> int:
+        """Pairs of these queries and the keys they see."""
+        first, last = self.start - self.document, self.stop - self.document
+        return (last * (last + 1) - first * (first + 1)) // 2
+
+
+_NOTHING = (0, 0)
+Pieces = tuple[Piece, ...]
+"""Pieces of one sequence that a rank holds, in order: the rank's slots."""
+
+
+class View(NamedTuple):
+    """The least rectangle around the pairs that see each other: slots of queries, and slots of keys."""
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    is_full: bool
+    """True if every query in it sees every key in it."""
+
+
+@lru_cache(maxsize=4096)
+def ring_order(length: int, ring: int, document_starts: tuple[int, ...] = (0,)) -> tuple[Pieces, ...]:
+    """The pieces of each of `ring` ranks, for a sequence whose documents begin at `document_starts`, ascending from 0."""
+    stops = (*document_starts[1:], length)
+    documents = sorted((start - stop, start, stop) for start, stop in zip(document_starts, stops, strict=True))
+    longest_first = [Piece(start, stop, start) for _, start, stop in documents]
+    best, least = None, float("inf")
+    for num_cut in _counts(len(documents)):
+        hands = _Hands(length, ring)
+        hands.cut(longest_first[:num_cut])
+        hands.deal(longest_first[num_cut:])
+        hands.level()
+        imbalance = max(hands.work) * ring / sum(hands.work) - 1
+        if imbalance < least:
+            best, least = hands, imbalance
+        if least <= GOOD_BALANCE:
+            break
+    assert best is not None
+    return best.in_slot_order()
+
+
+def own_pieces(order: Sequence[Pieces], heads: int, rank: int) -> Pieces:
+    """The pieces of rank `rank` of cp = len(order) * heads before `heads` neighbours swap sequence for heads: its run of the
+    slots of their common place in the ring."""
+    pieces = order[rank // heads]
+    first, length = even_part(num_slots(pieces), heads, rank % heads)
+    cut = (
+        Piece(piece.start + max(0, first - slot), min(piece.stop, piece.start + first + length - slot), piece.document)
+        for slot, piece in _with_slots(pieces)
+    )
+    return tuple(piece for piece in cut if piece.start < piece.stop)
+
+
+def num_slots(pieces: Pieces) -> int:
+    """Tokens in them."""
+    return sum(piece.stop - piece.start for piece in pieces)
+
+
+def views(queries: Pieces, keys: Pieces, window: int | None) -> list[View]:
+    """Views that each piece of `queries` has of `keys` under a causal mask and a sliding window; none for those that see
+    nothing.
+
+    Neighbours that see all of the same keys become one.
+    """
+    found: list[View] = []
+    documents: dict[int, list[tuple[int, Piece]]] = {}
+    for slot, piece in _with_slots(keys):
+        documents.setdefault(piece.document, []).append((slot, piece))
+    for first, piece in _with_slots(queries):
+        others = documents.get(piece.document, ())
+        seen = [view for slot, other in others if (view := _view(piece, first, other, slot, window))]
+        if not seen:
+            continue
+        view = hull(seen)
+        last = found[-1] if found else None
+        if last and last.is_full and view.is_full and last.keys == view.keys and last.queries[1] == view.queries[0]:
+            found[-1] = View((last.queries[0], view.queries[1]), view.keys, True)
+        else:
+            found.append(view)
+    return found
+
+
+class RingTraffic(NamedTuple):
+    """Communication of one place of a ring for one layer: (messages, slots of keys and values in them)."""
+
+    keys: tuple[int, int]
+    """Messages and slots each time that keys and values go round."""
+    gradients: tuple[int, int]
+    """Messages and slots of gradients on the way back to the ranks that own the keys."""
+
+
+@lru_cache(maxsize=1024)
+def ring_traffic(length: int, ring: int, place: int, window: int | None) -> RingTraffic:
+    """Communication of `place` for a sequence of one document (`parallel.context.context_ring`): of the keys that it holds at a
+    hop those that a later rank needs, and their gradients as far as any rank has added to them, until the last that does
+    returns them to the rank that owns them.
+    """
+    needs, keys, gradients = _needs(length, ring, window), [], []
+    for distance in range(ring):
+        source = needs[(place + distance) % ring]
+        last = max(d for d in range(ring) if source[d] != _NOTHING)
+        keys.append(_span_of_some(source[distance + 1 :]))
+        if 1 <= distance <= last:
+            gradients.append(_span_of_some(source[1 : distance + 1]))
+    return RingTraffic(_messages(keys), _messages(gradients))
+
+
+@lru_cache(maxsize=1024)
+def gathered_traffic(length: int, ring: int, place: int, window: int | None) -> RingTraffic:
+    """Communication of places that are of different lengths and gather by messages (`parallel.context.context_gather`): all
+    keys to each other place, and back to each the gradients of those that this one worked on."""
+    needs, own = _needs(length, ring, window), num_slots(ring_order(length, ring)[place])
+    worked_on = [needs[(place + distance) % ring][distance] for distance in range(1, ring)]
+    return RingTraffic((ring - 1, (ring - 1) * own), _messages(worked_on))
+
+
+@lru_cache(maxsize=1024)
+def pairs_worked_on(length: int, ring: int, place: int, window: int | None) -> int:
+    """Pairs of queries of `place` and keys that kernels are given, those included that a causal mask or a window hides."""
+    order = ring_order(length, ring)
+    own = num_slots(order[place])
+    pairs = own * own if window is None else _pairs(views(order[place], order[place], window))
+    return pairs + sum(_pairs(views(order[place], keys, window)) for keys in (*order[:place], *order[place + 1 :]))
+
+
+@lru_cache(maxsize=1024)
+def rows_made(length: int, ring: int, place: int, window: int | None) -> int:
+    """Rows of results that `place` makes of its queries, hop by hop, before they are merged to one for each query."""
+    order = ring_order(length, ring)
+    seen = [view for keys in (*order[:place], *order[place + 1 :]) for view in views(order[place], keys, window)]
+    own = num_slots(order[place])
+    at_home = own if window is None else sum(v.queries[1] - v.queries[0] for v in views(order[place], order[place], window))
+    return at_home + sum(view.queries[1] - view.queries[0] for view in seen)
+
+
+class Masks(NamedTuple):
+    """Masks of one window: elements, rows padded, and peak temporary bytes of booleans while they are made, beyond the
+    masks."""
+
+    elements: int
+    room_bytes: int
+
+
+@lru_cache(maxsize=1024)
+def windowed_masks(length: int, ring: int, place: int | None, window: int, row_multiple: int, itemsize: int) -> Masks:
+    """The masks that `place` makes of a sequence of one document, one for each block of queries and keys that a sliding window
+    cuts; None: of the place that has most. Rows take a multiple of `row_multiple` elements of `itemsize` bytes."""
+    order = ring_order(length, ring)
+    if place is None:
+        return max(windowed_masks(length, ring, each, window, row_multiple, itemsize) for each in range(ring))
+    made = most = 0
+    for distance in range(ring):
+        for view in views(order[place], order[(place + distance) % ring], window):
+            if not view.is_full:
+                rows, keys = (stop - start for start, stop in (view.queries, view.keys))
+                made += rows * -(-keys // row_multiple) * row_multiple
+                most = max(most, made * itemsize + 2 * rows * keys)  # what is seen, and what is not
+    return Masks(made, max(0, most - made * itemsize))
+
+
+@lru_cache(maxsize=64)
+def _needs(length: int, ring: int, window: int | None) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """[source][d]: slots of keys of `source` that the place d before it works on."""
+    order = ring_order(length, ring)
+    return tuple(
+        tuple(span([view.keys for view in views(order[source - distance], order[source], window)]) for distance in range(ring))
+        for source in range(ring)
+    )
+
+
+def _messages(sent: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    some = [stop - start for start, stop in sent if stop > start]
+    return len(some), sum(some)
+
+
+def _span_of_some(ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return span([one for one in ranges if one != _NOTHING])
+
+
+def _pairs(seen: Sequence[View]) -> int:
+    return sum((view.queries[1] - view.queries[0]) * (view.keys[1] - view.keys[0]) for view in seen)
+
+
+def hull(parts: Sequence[View]) -> View:
+    """The least rectangle around all of `parts`, which do not overlap."""
+    queries, keys = span([p.queries for p in parts]), span([p.keys for p in parts])
+    area = sum((p.queries[1] - p.queries[0]) * (p.keys[1] - p.keys[0]) for p in parts if p.is_full)
+    return View(queries, keys, area == (queries[1] - queries[0]) * (keys[1] - keys[0]))
+
+
+def span(ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Range from the first start to the last stop; (0, 0) for none."""
+    return min((r[0] for r in ranges), default=0), max((r[1] for r in ranges), default=0)
+
+
+def _view(query: Piece, query_slot: int, key: Piece, key_slot: int, window: int | None) -> View | None:
+    """View between two pieces of one document."""
+    reach = query.stop if window is None else window  # no query sees further back than this
+    first_query, last_key = max(query.start, key.start), min(key.stop, query.stop) - 1
+    first_key, last_query = max(key.start, first_query - reach + 1), min(query.stop - 1, last_key + reach - 1)
+    if first_query > last_query or first_key > last_key:
+        return None
+    is_full = last_key <= first_query and first_key > last_query - reach
+    move_query, move_key = query_slot - query.start, key_slot - key.start
+    return View(
+        (first_query + move_query, last_query + 1 + move_query), (first_key + move_key, last_key + 1 + move_key), is_full
+    )
+
+
+def _with_slots(pieces: Pieces) -> Iterator[tuple[int, Piece]]:
+    slot = 0
+    for piece in pieces:
+        yield slot, piece
+        slot += piece.stop - piece.start
+
+
+def _counts(most: int) -> Iterator[int]:
+    """0, 1, 2, 4, 8, ... and `most`."""
+    yield 0
+    count = 1
+    while count < most:
+        yield count
+        count *= 2
+    yield most
+
+
+class _Hands:
+    """The slots that each rank has been given so far."""
+
+    def __init__(self, length: int, ring: int):
+        self.wanted = [even_part(length, ring, rank)[1] for rank in range(ring)]
+        self.pieces: list[list[Piece]] = [[] for _ in self.wanted]
+        self.tokens, self.work = [0] * ring, [0] * ring
+
+    def give(self, rank: int, piece: Piece) -> None:
+        if piece.start < piece.stop:
+            self.pieces[rank].append(piece)
+            self.tokens[rank] += piece.stop - piece.start
+            self.work[rank] += piece.work
+
+    def cut(self, documents: Sequence[Piece]) -> None:
+        """Zigzag each over all ranks."""
+        ring = len(self.wanted)
+        for document in documents:
+            each, rest = divmod(document.stop - document.start, ring)
+            fewest_tokens = sorted(range(ring), key=lambda rank: (self.tokens[rank], self.work[rank]))[:rest]
+            # Of an odd number of tokens the early piece has one more, and later places then do a little more work.
+            most_work_first = sorted(range(ring), key=lambda rank: -self.work[rank])
+            lengths = [each + (rank in fewest_tokens) for rank in most_work_first]
+            early = [(rank, (length + 1) // 2) for rank, length in zip(most_work_first, lengths, strict=True)]
+            late = [(rank, length // 2) for rank, length in zip(most_work_first, lengths, strict=True)]
+            start = document.start
+            for rank, size in (*early, *reversed(late)):
+                self.give(rank, Piece(start, start + size, document.document))
+                start += size
+
+    def deal(self, documents: Sequence[Piece]) -> None:
+        """One whole document to each rank, round after round, the longest to whom has the least work."""
+        ring = len(self.wanted)
+        for first in range(0, len(documents), ring):
+            least_work_first = sorted(range(ring), key=lambda rank: self.work[rank])
+            for rank, document in zip(least_work_first, documents[first : first + ring], strict=False):
+                self.give(rank, document)
+
+    def level(self) -> None:
+        """Let every rank have its number of tokens: who has too many gives an end of a piece to who has too few, the one that
+        makes their work most equal."""
+        while True:
+            surplus = [have - want for have, want in zip(self.tokens, self.wanted, strict=True)]
+            giver, taker = surplus.index(max(surplus)), surplus.index(min(surplus))
+            if not surplus[giver]:
+                return
+            number, kept, moved = min(
+                self._gifts(giver, min(surplus[giver], -surplus[taker])), key=self._unevenness(giver, taker)
+            )
+            whole = self.pieces[giver].pop(number)
+            self.tokens[giver] -= whole.stop - whole.start
+            self.work[giver] -= whole.work
+            self.give(giver, kept)
+            self.give(taker, moved)
+
+    def _gifts(self, giver: int, most: int) -> Iterator[tuple[int, Piece, Piece]]:
+        """(number of a piece, what stays of it, what goes), for either end of each."""
+        longest = max(piece.stop - piece.start for piece in self.pieces[giver])
+        for number, (start, stop, document) in enumerate(self.pieces[giver]):
+            if stop - start >= min(most, longest):
+                size = min(most, stop - start)
+                yield number, Piece(start + size, stop, document), Piece(start, start + size, document)
+                yield number, Piece(start, stop - size, document), Piece(stop - size, stop, document)
+
+    def _unevenness(self, giver: int, taker: int) -> Callable[[tuple[int, Piece, Piece]], int]:
+        difference = self.work[giver] - self.work[taker]
+        return lambda gift: abs(difference - 2 * gift[2].work)
+
+    def in_slot_order(self) -> tuple[Pieces, ...]:
+        """Pieces of documents that others hold too come first, so that what others see is one run of slots."""
+        holders: dict[int, set[int]] = {}
+        for rank, pieces in enumerate(self.pieces):
+            for piece in pieces:
+                holders.setdefault(piece.document, set()).add(rank)
+        return tuple(tuple(sorted(ps, key=lambda p: (len(holders[p.document]) == 1, p.start))) for ps in self.pieces)

@@ -1,0 +1,178 @@
+"""Owners of whole matrices, for updates that need all of a matrix, and the communication for it
+(`parallel.data.whole_matrices`).
+
+    shard          rows of a matrix over the ranks that share a copy of the state   -->  each rank the slices of some matrices
+    expert_shard   rows of experts, where ZeRO does not leave them whole            -->  each rank all experts of some weights
+    tp, expert_tp  rows or columns of it over tensor-parallel ranks                 -->  each rank some whole matrices
+
+Trainer and planner both ask here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import NamedTuple
+
+from ultrascale.description.architecture.weights import Weight
+from ultrascale.description.layout import Axis, Layout
+from ultrascale.work.sharding.places import Coordinates, place, zero_shape
+
+NEWTON_SCHULZ_STEPS = 5
+"""Steps of the iteration that makes a matrix orthogonal (Jordan et al. 2024)."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """The part of one dimension that a rank holds."""
+
+    first: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Division of a tensor among the ranks of a group, and the rank that gets all of it."""
+
+    dim: int
+    spans: tuple[Span, ...]
+    """Span of each rank of the group; several may hold the same."""
+    shape: tuple[int, ...]
+    """Shape of all that the group has together."""
+    cost: int
+    """Cost of the work on all of it, relative to others'."""
+    whole: tuple[int, ...]
+    """Shape in which its owner works on it: experts as [X, F, D], though their rows are sharded."""
+    owner: int = 0
+
+    def numel(self, rank: int) -> int:
+        """Elements of what a rank holds."""
+        return prod(self.shape) // self.shape[self.dim] * self.spans[rank].length
+
+
+class Exchange(NamedTuple):
+    """Parts to owners over the groups of an axis; later, with the results, backwards."""
+
+    axis: Axis
+    rank: int
+    """Rank in the group."""
+    cuts: dict[int, Cut]
+    """Cut of each weight, by its number."""
+
+    def is_mine(self, number: int) -> bool:
+        return self.cuts[number].owner == self.rank
+
+    @property
+    def sent_elements(self) -> tuple[int, int]:
+        """Elements that the rank sends to owners, its own part included, and elements that it sends back."""
+        there = sum(cut.numel(self.rank) for cut in self.cuts.values())
+        back = sum(cut.numel(rank) for n, cut in self.cuts.items() if self.is_mine(n) for rank in range(len(cut.spans)))
+        return there, back
+
+
+def exchanges(some: Sequence[Weight], layout: Layout, rank: int) -> list[Exchange]:
+    """Exchanges that bring `some` matrices of a rank to their owners, one after the other; none where all are whole."""
+    numbers = range(len(some))
+    found: list[Exchange] = []
+    cuts = {n: _shard_cut(some[n], layout, rank) for n in numbers if not _lies_whole(some[n], layout, rank)}
+    shards: tuple[tuple[Axis, bool], ...] = (("shard", False), ("expert_shard", True))
+    for axis, wanted in shards:
+        if own := {n: cut for n, cut in cuts.items() if some[n].is_expert == wanted}:
+            found.append(_exchange(axis, own, some, layout, rank))
+    # What this rank owns after these exchanges meets the other slices of it, which their ranks of tp own alike.
+    mine = [n for n in numbers if n not in cuts or any(n in one.cuts and one.is_mine(n) for one in found)]
+    axes: tuple[tuple[Axis, bool], ...] = (("tp", False), ("expert_tp", True))
+    for axis, wanted in axes:
+        cut = [n for n in mine if some[n].is_expert == wanted and some[n].tp_dim is not None]
+        if cut and layout.group(axis)[0] > 1:
+            found.append(_exchange(axis, {n: _slice_cut(some[n], axis, layout, rank) for n in cut}, some, layout, rank))
+    return found
+
+
+def owned_shapes(some: Sequence[Weight], layout: Layout, rank: int) -> list[tuple[int, ...]]:
+    """Shapes of the whole matrices that a rank works on, of experts [X, m, n] of those that are there."""
+    stages = exchanges(some, layout, rank)
+    kept = [n for n in range(len(some)) if all(n not in one.cuts or one.is_mine(n) for one in stages)]
+    return [_whole_shape(some[n], layout, rank) for n in kept]
+
+
+def part_shape(weight: Weight, layout: Layout, rank: int) -> tuple[int, ...]:
+    """Shape of the part that a rank holds of a matrix."""
+    at = Coordinates.of(layout, rank)
+    ranks = _sharers(weight, layout, rank)
+    rows, *rest = zero_shape(place(weight, layout, at).shape, len(ranks))
+    return (chunk(rows, len(ranks), ranks.index(rank)).length, *rest)
+
+
+def orthogonalising_flops(shape: Sequence[int]) -> int:
+    """FLOPs for matrices [..., m, n]: each step makes X X^T, its square, and a product of both with X
+    (`kernels.optimizers.newton_schulz`)."""
+    *several, m, n = shape
+    short, long = min(m, n), max(m, n)
+    return NEWTON_SCHULZ_STEPS * 2 * prod(several) * (2 * short * short * long + short**3)
+
+
+def members(layout: Layout, axis: Axis, rank: int) -> range:
+    """The ranks of the group along `axis` that `rank` is in."""
+    size, stride = layout.group(axis)
+    first = rank - rank // stride % size * stride
+    return range(first, first + size * stride, stride)
+
+
+def chunk(rows: int, ranks: int, rank: int) -> Span:
+    """Span of a rank as FSDP2 shards: equal parts, the last ones shorter."""
+    size = -(-rows // ranks)
+    first = min(rank * size, rows)
+    return Span(first, min(size, rows - first))
+
+
+def slice_spans(weight: Weight, layout: Layout, ranks: Sequence[int]) -> tuple[Span, ...]:
+    """Span that each of `ranks`, along tp or expert_tp, holds of the dimension of a weight that is sharded over it."""
+    dim = weight.tp_dim
+    assert dim is not None
+    places = [place(weight, layout, Coordinates.of(layout, rank)) for rank in ranks]
+    return tuple(Span(there.offsets[dim], there.shape[dim]) for there in places)
+
+
+def _exchange(axis: Axis, cuts: dict[int, Cut], some: Sequence[Weight], layout: Layout, rank: int) -> Exchange:
+    """An owner for each, the dearest first to whoever has least."""
+    ranks, load = members(layout, axis, rank), [0] * layout.group(axis)[0]
+    owned: dict[int, Cut] = {}
+    for number in sorted(cuts, key=lambda n: (-cuts[n].cost, some[n].name)):
+        owner = load.index(min(load))
+        owned[number] = replace(cuts[number], owner=owner)
+        load[owner] += cuts[number].cost
+    return Exchange(axis, ranks.index(rank), dict(sorted(owned.items())))
+
+
+def _sharers(weight: Weight, layout: Layout, rank: int) -> range:
+    """The ranks over which ZeRO cuts what `rank` has of a weight."""
+    return members(layout, "expert_shard" if weight.is_expert else "shard", rank)
+
+
+def _lies_whole(weight: Weight, layout: Layout, rank: int) -> bool:
+    """True if ZeRO leaves every matrix of a weight on one rank."""
+    ranks, shape = len(_sharers(weight, layout, rank)), place(weight, layout, Coordinates.of(layout, rank)).shape
+    return ranks == 1 or (weight.is_expert and zero_shape(shape, ranks) == shape)
+
+
+def _shard_cut(weight: Weight, layout: Layout, rank: int) -> Cut:
+    whole, ranks = place(weight, layout, Coordinates.of(layout, rank)).shape, len(_sharers(weight, layout, rank))
+    shape = zero_shape(whole, ranks)
+    return Cut(0, tuple(chunk(shape[0], ranks, one) for one in range(ranks)), shape, prod(weight.shape), whole)
+
+
+def _slice_cut(weight: Weight, axis: Axis, layout: Layout, rank: int) -> Cut:
+    dim, shape = weight.tp_dim, _whole_shape(weight, layout, rank)
+    assert dim is not None
+    return Cut(dim, slice_spans(weight, layout, members(layout, axis, rank)), shape, prod(weight.shape), shape)
+
+
+def _whole_shape(weight: Weight, layout: Layout, rank: int) -> tuple[int, ...]:
+    """Shape of a whole matrix; of experts, as many as the rank has of them, before or after the exchange of rows."""
+    if not weight.is_expert:
+        return weight.shape
+    if _lies_whole(weight, layout, rank):
+        return (part_shape(weight, layout, rank)[0], *weight.shape[1:])
+    return (place(weight, layout, Coordinates.of(layout, rank)).shape[0], *weight.shape[1:])

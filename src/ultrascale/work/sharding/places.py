@@ -1,0 +1,127 @@
+"""Coordinates of each rank, and the part of each weight that it holds before data parallelism shards it further.
+
+    weight                     cut                           ranks that hold the same part
+    column or row parallel     along `tp_dim`, over tp       none; of keys and values tp / heads neighbours, if tp is more
+    other                      not                           all of tp
+    experts                    dim 0 over ep, and `tp_dim`   none but expert data parallelism
+                               over expert_tp
+
+ZeRO cuts dim 0 of that part in equal parts (`work.sharding.owners.chunk`), of stacked experts whole ones or rows of them
+(`zero_shape`).
+
+Every rank that holds a part computes with it on tokens or heads of its own, so that its gradient is a share of the sum. One
+exception: without sequence parallelism all ranks of tp do the same outside the cut products, and each has the whole sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ultrascale.description.architecture.weights import Weight
+from ultrascale.description.layout import Layout
+
+HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
+"""Norms that are not sharded, but that each rank of tp applies to its own heads only."""
+
+
+class Coordinates(NamedTuple):
+    """A rank's place along each axis, counted from 0."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+    expert_dp: int
+    ep: int
+    expert_tp: int
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int) -> Coordinates:
+        """Coordinates of `rank` = ((pp_i * dp + dp_i) * cp + cp_i) * tp + tp_i. Raises ValueError if the layout has no such
+        rank."""
+        if not 0 <= rank < layout.world_size:
+            raise ValueError(f"a layout of {layout.world_size} ranks has no rank {rank}")
+        pp, in_stage = divmod(rank, layout.dp * layout.cp * layout.tp)
+        dp, in_replica = divmod(in_stage, layout.cp * layout.tp)
+        expert_dp, in_experts = divmod(in_stage, layout.ep * layout.expert_tp)
+        return cls(pp, dp, *divmod(in_replica, layout.tp), expert_dp, *divmod(in_experts, layout.expert_tp))
+
+    @property
+    def leads_replica(self) -> bool:
+        """True for the first of the tp ranks that see the same tokens: what all of them know counts once."""
+        return self.tp == 0
+
+
+class Place(NamedTuple):
+    """A rank's part of a weight."""
+
+    offsets: tuple[int, ...]
+    """Offsets of its first element in the whole weight."""
+    shape: tuple[int, ...]
+    copies: int = 1
+    """Neighbours along tp (of an expert: along expert_tp) that hold the same part."""
+    copy: int = 0
+    """Index of this rank among the copies."""
+    is_partial: bool = False
+    """True if the gradient is the sum of what those neighbours compute; otherwise each computes all of it."""
+
+
+def place(weight: Weight, layout: Layout, at: Coordinates) -> Place:
+    """The part of `weight` that the rank at `at` holds of it, data parallelism left aside."""
+    offsets, shape = [0] * len(weight.shape), list(weight.shape)
+
+    def cut(dim: int, ranks: int, rank: int) -> None:
+        offsets[dim], shape[dim] = even_part(weight.shape[dim], ranks, rank)
+
+    if weight.is_expert:
+        cut(0, layout.ep, at.ep)
+        if weight.tp_dim is not None:
+            cut(weight.tp_dim, layout.expert_tp, at.expert_tp)
+            return Place(tuple(offsets), tuple(shape))
+        return Place(tuple(offsets), tuple(shape), layout.expert_tp, at.expert_tp, is_partial=layout.expert_tp > 1)
+    parts = 1 if weight.tp_dim is None else min(layout.tp, weight.tp_most or layout.tp)
+    copies = layout.tp // parts
+    if weight.tp_dim is not None:
+        cut(weight.tp_dim, parts, at.tp // copies)
+    differs = weight.tp_dim is not None or layout.sequence_parallel or weight.name.endswith(HEAD_NORMS)
+    return Place(tuple(offsets), tuple(shape), copies, at.tp % copies, is_partial=copies > 1 and differs)
+
+
+def zero_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """The shape in which ZeRO cuts a part of a weight, along dim 0, over `ranks`: its own, but of stacked experts [X, F, D]
+    that ranks do not divide [X F, D], the rows of all of them.
+
+    FSDP2 pads the last ranks' parts of dim 0, which would be whole experts: 8 experts over 64 ranks would take the room of 64.
+    """
+    experts, *matrix = shape
+    return (experts * matrix[0], matrix[1]) if len(shape) == 3 and experts % ranks else shape
+
+
+def boxes(shape: tuple[int, ...], cut: tuple[int, ...], first: int, length: int) -> Iterator[tuple[slice, Place]]:
+    """Boxes of a part of `shape` that `length` entries of dim 0 from `first` on are, where it is cut as `cut` (`zero_shape`),
+    each with its entries, counted from `first`: one box, but where these are rows of several experts.
+
+    Raises ValueError if `cut` is no form of `shape`.
+    """
+    if cut == shape:
+        yield slice(0, length), Place((first, *(0 for _ in shape[1:])), (length, *shape[1:]))
+        return
+    if len(shape) != 3 or cut != (shape[0] * shape[1], shape[2]):
+        raise ValueError(f"{list(cut)} is not how {list(shape)} is cut")
+    _, rows, columns = shape
+    if not length:
+        yield slice(0, 0), Place((0, 0, 0), (0, rows, columns))
+    done = 0
+    while done < length:
+        expert, row = divmod(first + done, rows)
+        whole = 0 if row else (length - done) // rows
+        count = whole * rows or min(length - done, rows - row)
+        yield slice(done, done + count), Place((expert, row, 0), (whole or 1, count // (whole or 1), columns))
+        done += count
+
+
+def even_part(length: int, parts: int, part: int) -> tuple[int, int]:
+    """(first, length) of one of `parts` consecutive parts, as even as can be, longer ones first (as `torch.tensor_split`)."""
+    size, longer = divmod(length, parts)
+    return part * size + min(part, longer), size + (part < longer)

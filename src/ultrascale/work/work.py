@@ -1,0 +1,376 @@
+"""The table of every operation of the decoder: FLOPs, what it makes, and what it saves for the backward pass.
+
+This is `models.decoder.Decoder` in eager mode, told as data: operations (`work.ops`) that read and make named activations, of
+one rank under tensor, sequence, context and expert parallelism, with the kernels of a stack. Whoever needs to know what is
+computed reads it: `plan.memory.replay` and `plan.columns.footprint` replay it, `plan.flops` and `plan.time.blocks` sum it.
+`tests/agree` holds it to the real decoder, name by name and byte by byte (FlopCounterMode, saved-tensor hooks), in fp32, bf16
+and fp64; what the decoder cannot do yet is held to published formulas (`tests/plan/test_work_table.py`).
+
+Masks (documents, sliding windows) and rotary angles are made once per micro-batch and shared by all blocks. Shapes: N tokens of
+a rank inside tensor-parallel regions (B*S/cp), M outside them (N/tp with sequence parallelism).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from ultrascale.description.architecture.model import Model
+from ultrascale.work.attention_work import attended_share, attention_work, mask_elements, mask_name, mask_room
+from ultrascale.work.mlp_work import mlp_work
+from ultrascale.work.op_builders import (
+    add,
+    column_source,
+    cut,
+    dropout,
+    exchanged_bytes,
+    gathered_room,
+    linear,
+    norm,
+    without_fp8,
+)
+from ultrascale.work.ops import Activation, Collective, Op, Product, Scores, Shape
+
+CHUNK_BYTES = {"cpu": 2**23, "cuda": 2**29}
+"""Bytes of fp32 logits that exist at a time in `kernels.loss.cross_entropy`; other devices than the CPU are taken for CUDA."""
+MIN_CHUNK_ROWS = 128
+SLAB_BYTES = 2**27
+"""Bytes of fp32 logits of a slab of the vocabulary (`kernels.loss.cross_entropy_columns`)."""
+SLAB_COLUMNS_MULTIPLE = 128
+"""Tiles of matrix products on CUDA are this wide."""
+INDEX_BYTES = 8
+
+__all__ = [
+    "Activation", "Collective", "Op", "Product", "Scores", "Shape", "attended_share", "block_work", "chunk_rows", "coming_work",
+    "embedding_work", "head_work", "mask_elements", "mask_name", "prediction_block_work", "prediction_head_work",
+    "prediction_work", "shared_work", "slab_columns", "work",
+]  # fmt: skip
+
+
+def shared_work(model: Model, shape: Shape, layers: tuple[int, ...] | None = None) -> tuple[Op, ...]:
+    """Work that blocks share: RoPE angles, and a mask for each sliding window that one of them has. They carry no gradient.
+    `layers`: of a stage; None: of the whole model."""
+    rows = shape.num_tokens if shape.documents or shape.cp > 1 else shape.local_length  # over cp sequences differ in order
+    ops: list[Op] = []
+    for window in dict.fromkeys(map(model.window, range(model.num_hidden_layers) if layers is None else layers)):
+        if elements := mask_elements(window, shape):
+            mask = Activation(mask_name(window), elements * shape.itemsize)
+            ops.append(Op(mask.name, "elementwise", (), (mask,), scratch_bytes=mask_room(window, shape)))
+    if model.position_embedding == "rotary":
+        planes = rows * model.rotary_dim // 2
+        angles = tuple(Activation(name, planes * shape.itemsize) for name in ("cos", "sin"))
+        # Angles in fp32, and their cosines before they are rounded.
+        ops.append(Op("angles", "elementwise", (), angles, scratch_bytes=planes * 8))
+    return tuple(ops)
+
+
+@lru_cache(maxsize=4096)
+def embedding_work(model: Model, shape: Shape) -> tuple[Op, ...]:
+    """Work from tokens to the residual stream `hidden` [M, D]. With tp each rank looks up its part of the vocabulary."""
+    n, d, a = shape.num_tokens, model.hidden_size, shape.itemsize
+    whole = n * d * a
+    learned = model.position_embedding != "rotary"
+    result = "embedded" if model.dropout else "hidden"
+    name = "token" if learned else result
+    partial = f"{name}_partial" if shape.cuts_sequence else name
+    sums = () if shape.tp == 1 or shape.cuts_sequence else (Collective("all_reduce", "tp", whole, "forward"),)
+    # Of a part of the vocabulary: which row each token is here, and whether it is elsewhere.
+    places = (Activation("embed_rows", n * INDEX_BYTES), Activation("embed_elsewhere", n))
+    kept = places if shape.tp > 1 else ()
+    ops = [
+        Op("embed_tokens", "embedding", (), (Activation(partial, whole), *kept), tuple(one.name for one in kept),
+           ("embed_tokens.weight",), moved_bytes=2 * whole, backward_moved_bytes=3 * whole, collectives=sums,
+           scratch_bytes=whole + 2 * exchanged_bytes(shape, whole) if sums else 0)  # summed in a copy
+    ]  # fmt: skip
+    if shape.cuts_sequence:
+        traffic = (Collective("reduce_scatter", "tp", whole, "forward"), Collective("all_gather", "tp", whole, "backward"))
+        ops.append(
+            Op("embed_scatter", "exchange", (partial,), (Activation(name, shape.outer_tokens * d * a),), collectives=traffic,
+               scratch_bytes=exchanged_bytes(shape, whole), backward_scratch_bytes=gathered_room(shape, whole))
+        )  # fmt: skip
+    if learned:
+        ops += _positions(model, shape, result)
+    if model.dropout:
+        ops.append(dropout(shape, "embedding_dropout", result, "hidden", d, shape.outer_tokens))
+    return tuple(ops)
+
+
+def _positions(model: Model, shape: Shape, result: str) -> tuple[Op, ...]:
+    """Learned positions, added to the tokens."""
+    m, d, a = shape.outer_tokens, model.hidden_size, shape.itemsize
+    given = shape.documents or shape.cp > 1
+    rows = m if given else shape.outer_length
+    position = Activation("position", rows * d * a)
+    # Positions are made in the forward pass unless the batch brings its own, and kept as the indices of the lookup.
+    indices = () if given or shape.tp > 1 else (Activation("positions", rows * INDEX_BYTES),)
+    return (
+        Op("embed_positions", "embedding", (), (position, *indices), tuple(i.name for i in indices),
+           ("embed_positions.weight",), moved_bytes=2 * position.num_bytes, backward_moved_bytes=2 * position.num_bytes),
+        add(shape, "add_positions", "token", "position", result, d, m),
+    )  # fmt: skip
+
+
+def block_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
+    """One decoder block, from `hidden` to `hidden_out`, both [M, D]. The same object for layers that are equal."""
+    return _work_of_kind(model, first_alike(model)[layer], shape)
+
+
+@lru_cache(maxsize=256)
+def first_alike(model: Model) -> tuple[int, ...]:
+    """First block that does the same work, for every block, those of multi-token prediction too."""
+    first: dict[tuple[bool, int | None, bool], int] = {}
+    layers = range(model.num_hidden_layers + model.num_nextn_predict_layers)
+    kinds = ((model.is_moe(layer), model.window(layer), model.uses_rotary(layer)) for layer in layers)
+    return tuple(first.setdefault(kind, layer) for layer, kind in enumerate(kinds))
+
+
+@lru_cache(maxsize=4096)
+def _work_of_kind(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
+    m, d = shape.outer_tokens, model.hidden_size
+    drops_any = bool(shape.kernels.dropout or model.dropout)
+    attended, fed = ("attention_dropped", "mlp_dropped") if drops_any else ("attention_out", "mlp_out")
+    drops = [
+        (dropout(shape, f"{name}_dropout", f"{name}_out", f"{name}_dropped", d, m),) if drops_any else ()
+        for name in ("attention", "mlp")
+    ]
+    return (
+        norm(model, shape, "input_layernorm", "hidden", "attention_in", d, d, m),
+        *attention_work(model, layer, shape),
+        *drops[0],
+        add(shape, "attention_residual", "hidden", attended, "hidden_mid", d, m),
+        norm(model, shape, "post_attention_layernorm", "hidden_mid", "mlp_in", d, d, m),
+        *mlp_work(model, layer, shape),
+        *drops[1],
+        add(shape, "mlp_residual", "hidden_mid", fed, "hidden_out", d, m),
+    )
+
+
+def input_gather(model: Model, shape: Shape) -> Collective:
+    """All-gather of a block's input over tp, where each rank has kept a part (`Layout.partition_checkpoints`)."""
+    return Collective("all_gather", "tp", shape.num_tokens * model.hidden_size * shape.itemsize, "backward")
+
+
+@lru_cache(maxsize=4096)
+def prediction_work(model: Model, shape: Shape) -> tuple[Op, ...]:
+    """Work of a multi-token prediction block before it is a block like the last: the embedding of the tokens to come
+    (`coming_work`), beside what was made of those before, through one product (DeepSeek-V3, section 2.2)."""
+    return (*coming_work(model, shape), *_joining_work(model, shape))
+
+
+@lru_cache(maxsize=4096)
+def coming_work(model: Model, shape: Shape) -> tuple[Op, ...]:
+    """Work from tokens to come to `coming` [M, D]: the embedding once more, of indices that are made for it."""
+    first, *rest = (_renamed(op, {"hidden": "coming"}) for op in embedding_work(replace(model, dropout=0.0), shape))
+    if shape.tp == 1:
+        indices = Activation("coming_tokens", shape.num_tokens * INDEX_BYTES)
+        first = replace(first, makes=(*first.makes, indices), saves=(*first.saves, indices.name))
+    return (first, *rest)
+
+
+@lru_cache(maxsize=4096)
+def prediction_block_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
+    """A block of multi-token prediction, from `hidden` and `coming` to `hidden_out`, all [M, D]; none is in fp8."""
+    block = (_renamed(op, {"hidden": "predicted"}) for op in block_work(model, layer, without_fp8(shape)))
+    return (*_joining_work(model, shape), *block)
+
+
+@lru_cache(maxsize=4096)
+def prediction_head_work(model: Model, shape: Shape) -> tuple[Op, ...]:
+    """Work from a prediction block's `hidden` to its `loss`: a norm of its own, and the model's head."""
+    first, *rest = head_work(model, shape)
+    return (replace(first, name="shared_head.norm", weights=("shared_head.norm.weight",)), *rest)
+
+
+def _renamed(op: Op, names: dict[str, str]) -> Op:
+    """The operation with other names of activations, whole or before `_partial`."""
+
+    def name(old: str) -> str:
+        whole = old.removesuffix("_partial")
+        return names.get(whole, whole) + old[len(whole) :]
+
+    return replace(
+        op, reads=tuple(map(name, op.reads)), saves=tuple(map(name, op.saves)),
+        makes=tuple(one._replace(name=name(one.name)) for one in op.makes),
+    )  # fmt: skip
+
+
+def _joining_work(model: Model, shape: Shape) -> tuple[Op, ...]:
+    """Work from `hidden` and `coming` to `predicted`, [M, D]: one product, whose columns tp joins again."""
+    m, d = shape.outer_tokens, model.hidden_size
+    joined = Activation("joined", m * 2 * d * shape.itemsize)
+    gather, source = column_source(without_fp8(shape), joined.name, 2 * d)
+    make = "predicted" if shape.tp == 1 else "columns"
+    project = linear(shape, "eh_proj", source, make, 2 * d, shape.tp_part(d), collectives=source.collectives)
+    return (
+        norm(model, shape, "enorm", "coming", "coming_in", d, d, m),
+        norm(model, shape, "hnorm", "hidden", "hidden_in", d, d, m),
+        Op("join", "elementwise", ("coming_in", "hidden_in"), (joined,), moved_bytes=2 * joined.num_bytes,
+           backward_moved_bytes=2 * joined.num_bytes),
+        *gather,
+        project,
+        *_columns_home(shape, d),
+    )  # fmt: skip
+
+
+def _columns_home(shape: Shape, d: int) -> tuple[Op, ...]:
+    """Columns of a product back to whole rows, as a sum of what every rank has with zeros elsewhere."""
+    if shape.tp == 1:
+        return ()
+    whole = shape.num_tokens * d * shape.itemsize
+    if shape.cuts_sequence:
+        traffic = (Collective("reduce_scatter", "tp", whole, "forward"), Collective("all_gather", "tp", whole, "backward"))
+    else:
+        traffic = (Collective("all_reduce", "tp", whole, "forward"),)
+    made = Activation("predicted", shape.outer_tokens * d * shape.itemsize)
+    room = whole + exchanged_bytes(shape, whole)  # zeros around the columns
+    return (Op("columns_home", "exchange", ("columns",), (made,), scratch_bytes=room, collectives=traffic),)
+
+
+@lru_cache(maxsize=4096)
+def head_work(model: Model, shape: Shape) -> tuple[Op, ...]:
+    """Work from `hidden` [M, D] to `loss`: final norm, head and its loss. With tp each rank has its part of the vocabulary."""
+    final = norm(model, shape, "norm", "hidden", "final", model.hidden_size, model.hidden_size, shape.outer_tokens)
+    head = "embed_tokens" if model.tie_word_embeddings else "lm_head"
+    gather, source = column_source(without_fp8(shape), "final", model.hidden_size)
+    if shape.kernels.cross_entropy == "chunked":
+        gather = tuple(replace(op, collectives=op.collectives[:1]) for op in gather if op.kind == "gather")
+        return final, *gather, _chunked_loss(model, shape, head, source.read)
+    vocabulary = shape.tp_part(model.vocab_size)
+    project = linear(shape, head, source, "logits", model.hidden_size, vocabulary, collectives=source.collectives)
+    if shape.tp == 1 or not shape.kernels.gathers_logits:
+        return final, *gather, project, _loss(shape, "logits", shape.num_tokens * vocabulary)
+    elements = shape.num_tokens * vocabulary * shape.tp
+    whole = Activation("logits_whole", elements * shape.wide_itemsize)
+    traffic = (Collective("all_gather", "tp", whole.num_bytes, "forward"),)
+    collect = Op("logits.gather", "gather", ("logits",), (whole,), collectives=traffic)
+    return final, *gather, project, collect, _loss(shape, whole.name, elements)
+
+
+def _chunked_loss(model: Model, shape: Shape, head: str, read: str) -> Op:
+    """Head and loss in one (`kernels.loss.cross_entropy`, over tp `parallel.tensor.tensor_loss`).
+
+    It does the backward pass of the head in its forward pass, a chunk of rows at a time, and keeps the two gradients, that of
+    `hidden` already summed over tp. Of each row of a chunk three numbers are gathered: maximum, sum of exponentials, target.
+    Slab by slab (`kernels.loss.cross_entropy_columns`) logits are made twice, and two numbers of all rows are gathered at once.
+    """
+    n, d, a, w = shape.num_tokens, model.hidden_size, shape.itemsize, shape.wide_itemsize
+    v, largest = shape.tp_part(model.vocab_size), cut(model.vocab_size, shape.tp)  # ranks agree on chunks by the largest
+    kept = (
+        Activation("head_hidden_gradient", shape.outer_tokens * d * a),
+        Activation("head_weight_gradient", v * d * a),
+    )
+    by_slabs = slab_columns(n, largest, a, shape.device) is not None
+    if by_slabs:
+        room = _slab_loss_room(shape, d, largest)
+    else:
+        room = _loss_room(shape, d, v) if shape.tp == 1 else _cut_loss_room(shape, d, v, chunk_rows(n, largest, shape.device))
+    if by_slabs:
+        # Per logit: written and copied twice, log-softmax and softmax, scaled into place, two products read it.
+        moved, sums, parts = n * v * (7 * a + 7 * w), n * d, -(-v // (slab_columns(n, largest, a, shape.device) or v))
+    else:
+        # Per logit: written, read into its wide copy, log-softmax, exponential, gradient, two products read it.
+        moved, sums, parts = n * v * (2 * a + 6 * w), v * d, -(-n // chunk_rows(n, largest, shape.device))
+    moved += parts * sums * 2 * (w + (a if a < w else 0))  # read, and written, with a narrow product between
+    return Op(
+        "loss", "loss", (read,), (Activation("loss", w), *kept), tuple(k.name for k in kept), (f"{head}.weight",),
+        flops=(8 if by_slabs else 6) * n * v * d, hands_on_saved=True, scratch_bytes=room, product=Product(n, v, d),
+        forward_products=2 if by_slabs else 1, moved_bytes=moved, collectives=_chunked_traffic(shape, d, largest),
+    )  # fmt: skip
+
+
+def _chunked_traffic(shape: Shape, d: int, v: int) -> tuple[Collective, ...]:
+    if shape.tp == 1:
+        return ()
+    n, rows = shape.num_tokens, chunk_rows(shape.num_tokens, v, shape.device)
+    by_slabs = slab_columns(n, v, shape.itemsize, shape.device) is not None
+    sizes = [n] if by_slabs else [rows] * (n // rows) + ([n % rows] if n % rows else [])
+    each = 2 if by_slabs else 3
+    joined = [Collective("all_gather", "tp", shape.tp * size * each * shape.wide_itemsize, "forward") for size in sizes]
+    kind = "reduce_scatter" if shape.cuts_sequence else "all_reduce"
+    return *joined, Collective(kind, "tp", n * d * shape.itemsize, "forward")
+
+
+def _loss_room(shape: Shape, d: int, v: int) -> int:
+    """Bytes that exist beside the two gradients at the loss's own peak."""
+    a, w = shape.itemsize, shape.wide_itemsize
+    rows, narrow = chunk_rows(shape.num_tokens, v, shape.device), a < w
+    # One chunk's logits, their wide copy where they are narrow, log-probabilities, and rows of hidden that count.
+    room = rows * v * (a + w + (w if narrow else 0)) + rows * d * a
+    # A narrow product is made before it is added to the wide gradient, which is rounded when the chunks are gone.
+    room += v * d * (a + (w if shape.device == "cpu" else 0)) if narrow else 0
+    return room + v * d * (w - a)
+
+
+def _cut_loss_room(shape: Shape, d: int, v: int, rows: int) -> int:
+    """Temporary bytes of the loss over tp: exponentials take the logits' place, and the gradient of hidden is summed when
+    chunks are gone."""
+    a, w, n = shape.itemsize, shape.wide_itemsize, shape.num_tokens
+    narrow = a < w
+    chunk = rows * v * (a + (w if narrow else 0)) + rows * d * a + (v * d * a if narrow else 0)
+    in_chunks = chunk + (n - shape.outer_tokens) * d * a + v * d * (w - a)
+    summed = n * d * a + exchanged_bytes(shape, n * d * a) + v * d * (w - a)
+    own = shape.outer_tokens * d * a if shape.cuts_sequence else 0  # what was gathered: the decoder's own hold on it
+    return own + max(in_chunks, summed)
+
+
+def _slab_loss_room(shape: Shape, d: int, v: int) -> int:
+    """Temporary bytes where the loss goes through the vocabulary slab by slab, on one rank or over tp."""
+    a, w, n = shape.itemsize, shape.wide_itemsize, shape.num_tokens
+    columns = slab_columns(n, v, a, shape.device)
+    assert columns is not None
+    # A slab, its wide copy and the softmax of that. The gradient of hidden is summed in fp32, in narrow parts, one a slab.
+    in_slabs = n * columns * (a + 2 * w) + n * d * (w + a) - shape.outer_tokens * d * a
+    if shape.tp == 1:
+        return in_slabs
+    summed = n * d * a + exchanged_bytes(shape, n * d * a)
+    own = shape.outer_tokens * d * a if shape.cuts_sequence else 0  # what was gathered: the decoder's own hold on it
+    return own + max(in_slabs, summed)
+
+
+def _loss(shape: Shape, read: str, elements: int) -> Op:
+    """Cross-entropy of so many logits, as `Kernels.cross_entropy` says."""
+    a, w, way = shape.itemsize, shape.wide_itemsize, shape.kernels.cross_entropy
+    traffic, result = _loss_traffic(shape), Activation("loss", w)
+    if way in ("fused", "compiled"):
+        return Op("loss", "loss", (read,), (result,), (read,), hands_on_saved=way == "fused",
+                  moved_bytes=4 * elements * a, backward_moved_bytes=2 * elements * a, collectives=traffic)  # fmt: skip
+    kept = Activation("softmax", elements * w)
+    eager = way == "eager"
+    # eager: the copy lives beside logits and log-softmax, and backward two more wide ones, of which one is narrowed.
+    held = (read,) if shape.kernels.gathers_logits and shape.tp > 1 else ()  # the program's own hold on what it gathered
+    return Op(
+        "loss", "loss", (read,), (result, kept), (kept.name, *held), scratch_bytes=elements * (w if eager else w - a),
+        backward_scratch_bytes=elements * (2 * w - a) if eager else 0, moved_bytes=elements * (a + 6 * w),
+        backward_moved_bytes=elements * (a + 4 * w), collectives=traffic,
+    )  # fmt: skip
+
+
+def _loss_traffic(shape: Shape) -> tuple[Collective, ...]:
+    """A vocabulary cut over ranks: each row's maximum, sum of exponentials and target logit are reduced in fp32."""
+    if shape.tp == 1 or shape.kernels.gathers_logits:
+        return ()
+    return (Collective("all_reduce", "tp", shape.num_tokens * 4, "forward"),) * 3
+
+
+def work(model: Model, shape: Shape) -> list[tuple[int | None, Op]]:
+    """Every operation of one forward pass in order, each with the block it belongs to (None outside the blocks)."""
+    blocks = [(layer, op) for layer in range(model.num_hidden_layers) for op in block_work(model, layer, shape)]
+    before = [(None, op) for op in (*embedding_work(model, shape), *shared_work(model, shape))]
+    return [*before, *blocks, *((None, op) for op in head_work(model, shape))]
+
+
+def slab_columns(num_rows: int, vocab_size: int, itemsize: int, device: str) -> int | None:
+    """Columns of logits the loss makes at a time where it goes through the vocabulary slab by slab; None: it goes row by row.
+
+    Slabs are for activations narrower than fp32 on CUDA whose logits take several chunks of rows: see
+    `kernels.loss.cross_entropy_columns`. `vocab_size`: of this rank.
+    """
+    if device == "cpu" or itemsize >= 4 or chunk_rows(num_rows, vocab_size, device) >= num_rows:
+        return None
+    columns = SLAB_BYTES // (4 * num_rows) // SLAB_COLUMNS_MULTIPLE * SLAB_COLUMNS_MULTIPLE
+    return min(vocab_size, max(SLAB_COLUMNS_MULTIPLE, columns))
+
+
+def chunk_rows(num_rows: int, vocab_size: int, device: str) -> int:
+    """Rows of logits the loss makes at a time."""
+    return min(num_rows, max(MIN_CHUNK_ROWS, CHUNK_BYTES["cpu" if device == "cpu" else "cuda"] // (4 * vocab_size)))

@@ -1,0 +1,140 @@
+"""Words of the command line: units, wrong flags and their hints, and what is refused before torch is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ultrascale.api.check import fault_names
+from ultrascale.api.planning.plan_request import PlanOptions
+from ultrascale.cli.main import main
+from ultrascale.cli.terminal.words import read_words
+from ultrascale.cli.weights.checkpoint import List, Verify
+from ultrascale.config.resolve import resolve
+from ultrascale.config.rules.early import sees_gpu
+from ultrascale.description.problems import SpecError
+
+MODEL = ["--model", "llama-3-8b", "--gpus", "64xh100"]
+
+
+def read(*words: str):
+    return read_words(PlanOptions, "plan", [*words], positional={"run": "[RUN.TOML]"}, settings=True)
+
+
+@pytest.mark.parametrize("text, tokens", [("128k", 131072), ("8k", 8192), ("1M", 2**20), ("8192", 8192), ("8_192", 8192)])
+def test_the_length_of_a_sequence_takes_a_unit(text, tokens):
+    assert read("--seq-len", text)[0].seq_len == tokens
+    found = resolve(None, ["--model.preset", "tiny-llama", "--batch.sequence-length", "1k"])
+    assert found.run.batch.sequence_length == 1024
+
+
+def test_steps_take_a_unit_on_the_command_line():
+    assert resolve(None, ["--model.preset", "tiny-llama", "--steps", "10k"]).run.steps == 10_000
+
+
+def test_flags_are_read_with_equals_underscores_and_after_the_file():
+    options, rest = read("--zero_stage=3", "run.toml", "--json", "--top", "3")
+    assert (options.zero_stage, options.run, options.json, options.top, rest) == ("3", ("run.toml",), True, 3, [])
+
+
+def test_a_choice_of_verbs_is_read_by_its_first_word():
+    found, _ = read_words(List | Verify, "checkpoint", ["verify", "out", "--json"], positional={})
+    assert found == Verify(Path("out"), json=True)
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["plan", *MODEL, "--seqlen", "8192"], "Did you mean --seq-len?"),
+        (["plan", "--model", "llama-3-8b", "--gpu", "64xh100"], "Did you mean --gpus?"),
+        (["plan", *MODEL, "--seq-len", "8192.5"], "Write 8192, 8k or 128k."),
+        (["plan", *MODEL, "--seq-len", "0"], "must be at least 1, is 0"),
+        (["plan", *MODEL, "--seq-len", "128k"], "--model.max-position-embeddings 131072"),
+        (["plan", *MODEL, "--top"], "is given without a value"),
+        (["show", "presets"], "Did you mean `ultrascale show models`?"),
+        (["data", "prepar"], "Did you mean prepare?"),
+        (["checkpoint", "lst"], "Did you mean list?"),
+        (["check", "--matrix", "--plant", "nosuch"], "--matrix"),
+        (["check", "run.toml", "--plant", "cp-ordr"], "Did you mean cp-order"),
+        (["generate", ".", "--max-new-tokens", "-1"], "holds neither config.json"),
+        (["checkpoint", "list", "nowhere"], "there is no such folder"),
+        (["sweep", "run.toml", "--procesess", "2"], "Did you mean --processes?"),
+    ],
+)
+def test_what_is_wrong_is_told_with_the_right_word(words, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert told in " ".join(error.split())
+    assert error.startswith("ultrascale: error: invalid configuration")
+
+
+@pytest.mark.parametrize("words", [["--zero-stage", "4"], ["--precision", "int8"]])
+def test_who_wrote_no_quotes_is_told_of_none(words, capsys):
+    assert main(["plan", *MODEL, *words]) == 2
+    assert "quotes" not in capsys.readouterr().err
+
+
+def test_gpipe_is_the_schedule_that_papers_call_so():
+    found = resolve(None, ["--model.preset", "tiny-llama", "--layout.schedule", "gpipe"])
+    assert found.run.layout.schedule == "afab"
+
+
+RUN = """
+[model]
+preset = "tiny-llama"
+[data]
+sources = ["nowhere"]
+"""
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["checkpoint", "list", "nowhere"], "no such folder"),
+        (["generate", "full", "--temperature", "-1"], "temperature"),
+        (["generate", "empty"], "holds neither"),
+        (["export", "empty", "out"], "holds neither"),
+        (["train", "run.toml"], "no prepared text at nowhere"),
+        (["train", "run.toml", "--device", "cuda"], "no prepared text at nowhere"),
+        (["check", "run.toml", "--plant", "nosuch"], "knows no fault"),
+    ],
+)
+def test_what_is_not_there_is_told_before_torch_is_imported(words, told, tmp_path):
+    (tmp_path / "run.toml").write_text(RUN)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "config.json").write_text("{}")
+    code = f"import sys; from ultrascale.cli.main import main; print(main({words!r}), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, told in done.stderr) == ("2 False\n", True), done.stderr
+
+
+def test_a_plan_starts_without_the_parser_library_and_its_type_checker(tmp_path):
+    (tmp_path / "run.toml").write_text(RUN)
+    heavy = "{'tyro', 'typeguard', 'torch'}"
+    code = f"import sys; from ultrascale.cli.main import main; main(['plan', 'run.toml']); print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("set()\n")
+
+
+def test_a_gpu_is_what_a_driver_shows(tmp_path):
+    (tmp_path / "null").touch()
+    assert not sees_gpu(tmp_path)
+    (tmp_path / "nvidia0").touch()
+    assert sees_gpu(tmp_path)
+
+
+def test_the_names_of_faults_are_those_that_can_be_planted():
+    from ultrascale.check.faults.all_faults import FAULTS
+
+    assert sorted(fault_names()) == sorted(FAULTS)
+
+
+def test_all_mistakes_of_a_command_are_told_at_once():
+    with pytest.raises(SpecError) as caught:
+        read("--seqlen", "8", "--top", "x", "--gpus")
+    assert [problem.key for problem in caught.value.problems] == ["--seqlen", "--gpus", "--top"]

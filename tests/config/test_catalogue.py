@@ -1,0 +1,78 @@
+"""Packaged tables: what is wrong with an entry is told with its file, its name and its key."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from ultrascale.catalogue.accelerators import ACCELERATORS, USUAL_NODE
+from ultrascale.catalogue.machines import ALIASES, NODES
+from ultrascale.catalogue.tables import Entry, entries, read_tables, with_aliases
+from ultrascale.description.problems import SpecError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "watts: is missing"),
+        ({"watts": 700}, "watts: must be a list, is 700"),
+        ({"watts": [700, "NVIDIA H100 datasheet"]}, "Write [number"),
+        ({"watts": ["700", "NVIDIA H100 datasheet", "2023"]}, "Write [number"),
+        ({"watts": [700, "NVIDIA H100 datasheet", 2023]}, "Write [number"),
+    ],
+)
+def test_a_number_without_source_or_date_is_refused_by_its_place(values: dict, message: str):
+    with pytest.raises(SpecError) as caught:
+        Entry("accelerators.toml: h100", values).sourced("watts")
+    assert message in str(caught.value) and "accelerators.toml: h100.watts" in str(caught.value)
+
+
+def test_numbers_keep_their_unit_source_and_date():
+    said = Entry("x", {"memory_mib": [81559, "nvidia-smi", "2023"]}).sourced("memory_mib", 2**20)
+    assert (said.value, said.source, said.date) == (81559 * 2**20, "nvidia-smi", "2023")
+
+
+def test_unknown_keys_names_and_shared_aliases_are_refused():
+    with pytest.raises(SpecError, match=re.escape("machines.toml: dgx.wats: is no key")):
+        list(entries("machines.toml", {"dgx": {"wats": 1}}, "watts"))
+    with pytest.raises(SpecError, match="Choose one of nvlink-4, pcie"):
+        Entry("x", {"inside": "nvlink-9"}).one_of("inside", {"nvlink-4": 1, "pcie": 2})
+    shared = {name: Entry(name, {"aliases": ["h100"]}) for name in ("h100-sxm", "h100-pcie")}
+    with pytest.raises(SpecError, match="'h100' is taken by h100-sxm"):
+        with_aliases(shared)
+
+
+def test_a_file_that_is_not_toml_says_so(tmp_path: Path):
+    (tmp_path / "broken.toml").write_text("[h100\n")
+    with pytest.raises(SpecError, match="is not TOML"):
+        read_tables("broken.toml", tmp_path)
+
+
+def test_every_table_is_packaged():
+    catalogue = ROOT / "src" / "ultrascale" / "catalogue"
+    packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
+        "ultrascale.catalogue"
+    ]
+    found = {path for pattern in packaged for path in catalogue.glob(pattern)}
+    assert found == {*catalogue.rglob("*.toml")} and {"accelerators.toml", "machines.toml"} <= {path.name for path in found}
+
+
+def test_names_are_one_to_one_and_lead_somewhere():
+    assert not set(ALIASES) & (set(ACCELERATORS) | set(NODES))
+    assert set(USUAL_NODE) == set(ACCELERATORS) and set(ALIASES.values()) <= set(ACCELERATORS) | set(NODES)
+
+
+def test_amd_s_accelerators_are_there_with_what_their_datasheets_say():
+    peaks = {name: ACCELERATORS[name].peak_flops for name in ("mi300x", "mi325x", "mi350x", "mi355x")}
+    assert [round(one["bf16"].value / 1e12) for one in peaks.values()] == [1307, 1307, 2307, 2517]
+    assert [round(one["fp8"].value / one["bf16"].value, 2) for one in peaks.values()] == [2, 2, 2, 2]
+    assert ["mxfp8" in one for one in peaks.values()] == [False, False, True, True]
+    for name in peaks:
+        node = NODES[USUAL_NODE[name]]
+        assert node.num_accelerators == 8 and node.inter_link is not None
+        assert node.inter_link.bytes_per_second.value == 8 * 50e9

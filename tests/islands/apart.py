@@ -1,0 +1,84 @@
+"""Islands that are started by themselves, and may be killed, stopped and started again, in forked processes of this machine."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from train.small_runs import train_here
+
+from ultrascale.description.run import Run
+from ultrascale.train.trainer import Trainer
+
+BeforeStep = Callable[[Trainer], None]
+LONGEST_SECONDS = 300.0
+
+
+class Started:
+    """All ranks of one island."""
+
+    def __init__(self, run: Run, island: int, folder: Path, before_step: BeforeStep | None):
+        self.island, self.folder = island, folder / f"{island}-{uuid.uuid4().hex[:6]}"
+        self.folder.mkdir(parents=True)
+        context = multiprocessing.get_context("fork")
+        world = run.layout.world_size
+        self.processes = [
+            context.Process(target=_rank, args=(run, island, rank, world, self.folder, before_step), daemon=True)
+            for rank in range(world)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send all ranks a signal."""
+        for process in self.processes:
+            assert process.pid is not None
+            os.kill(process.pid, number)
+
+    def outcome(self) -> dict[str, Any]:
+        """Of rank 0, once all have ended."""
+        for process in self.processes:
+            process.join(LONGEST_SECONDS)
+            if process.is_alive():
+                process.kill()
+        told = self.folder / "0.json"
+        return json.loads(told.read_text()) if told.exists() else {"exit": self.processes[0].exitcode}
+
+
+def _rank(run: Run, island: int, rank: int, world: int, folder: Path, before_step: BeforeStep | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    try:
+        outcome = train_here(run, before_step=before_step, rendezvous=f"file://{folder}/store", island=island)
+        found = {"steps_done": outcome.steps_done, "stopped": outcome.stopped}
+    except Exception as error:
+        found = {"error": type(error).__name__, "text": str(error)}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    os._exit(0)
+
+
+def start(run: Run, home: Path, *, before_step: BeforeStep | None = None) -> list[Started]:
+    """All islands of a run."""
+    return [Started(run, island, home / "processes", before_step) for island in range(run.islands.count)]
+
+
+def until(true: Callable[[], object], what: str) -> None:
+    """Wait for it."""
+    end = time.monotonic() + LONGEST_SECONDS
+    while not true():
+        assert time.monotonic() < end, f"waited in vain for {what}"
+        time.sleep(0.02)

@@ -1,0 +1,117 @@
+"""What islands compute, held to runs that compute the same in another way, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from islands.runs import ONE, island, run_of, trained, weights
+from train.small_runs import curve, largest_error, make_corpus, same
+
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Optimizer, Run
+from ultrascale.description.sections.islands import Islands, Outer
+from ultrascale.parallel.mesh import Ranks
+from ultrascale.train import trainer as trainer_module
+from ultrascale.train.corpora import build_loader
+from ultrascale.train.trainer import Trainer
+
+AVERAGE = Outer("sgd", lr=1.0, momentum=0.0)
+TOLERANCE = 1e-11
+NOBODY: dict[int, int] = {}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("islands")
+    make_corpus(folder / "tokens")
+    return folder
+
+
+@pytest.fixture
+def plain_sgd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the inner optimizer."""
+
+    def build(share: Any, settings: Optimizer, *, seed: int) -> torch.optim.Optimizer:
+        return torch.optim.SGD(share.parameters(), lr=settings.learning_rate)
+
+    monkeypatch.setattr(trainer_module, "build_optimizer", build)
+    monkeypatch.setattr(trainer_module, "create_state", lambda optimizer, steps_done: None)
+    monkeypatch.setattr("ultrascale.train.folder.resume.moments_of", lambda weight, settings: ())
+
+
+@pytest.mark.parametrize("layout", [ONE, replace(ONE, dp=2), replace(ONE, dp=2, zero_stage=3), replace(ONE, tp=2)])
+def test_averaging_after_every_step_of_sgd_is_data_parallelism(home: Path, plain_sgd: None, layout: Layout) -> None:
+    whole = run_of(home, "whole")
+    if not (home / "whole").exists():
+        trained(whole)
+    apart = run_of(home, f"apart-{layout.dp}-{layout.zero_stage}-{layout.tp}", layout,
+                   islands=Islands(2, every_steps=1, outer=AVERAGE))  # fmt: skip
+    trained(apart)
+    assert largest_error(weights(apart), weights(whole)) < TOLERANCE
+    assert same(weights(apart), weights(island(apart, 1)))
+
+
+@pytest.mark.parametrize(("settings", "outer"), [
+    (Islands(2, every_steps=4), "nesterov"),
+    (Islands(2, every_steps=3, outer=Outer("sgd", lr=0.5, momentum=0.8)), "sgd"),
+    (Islands(2, every_steps=4, overlap_steps=2), "nesterov"),
+])  # fmt: skip
+def test_outer_steps_are_torchs_sgd_on_the_mean_of_moves(home: Path, settings: Islands, outer: str) -> None:
+    run = run_of(home, f"outer-{outer}-{settings.overlap_steps}", islands=settings)
+    trained(run)
+    expected = by_hand(run)
+    found = weights(run)
+    assert found.keys() == expected.keys()
+    assert largest_error(found, expected) < TOLERANCE
+
+
+def by_hand(run: Run, left_out: dict[int, int] = NOBODY) -> dict[str, torch.Tensor]:
+    """The weights after `run`, of trainers side by side in this process, and torch's own SGD. `left_out`: islands and the outer
+    step from which on they take no part; not the first."""
+    settings, outer = run.islands, run.islands.outer
+    device, count = torch.device("cpu"), run.islands.count
+    both = [Trainer(run, Ranks(0, 1, device, island=i), build_loader(run, run.data.sources)) for i in range(count)]
+    anchors = [p.detach().clone().requires_grad_() for p in both[0].share.parameters()]
+    sgd = torch.optim.SGD(anchors, outer.lr, outer.momentum, nesterov=outer.optimizer == "nesterov")
+    sent: dict[int, list[list[torch.Tensor]]] = {}
+
+    def apply(weights: list[list[torch.Tensor]]) -> None:
+        for anchor, *moved in zip(anchors, *weights, strict=True):
+            anchor.grad = torch.stack([anchor.detach() - one for one in moved]).mean(0)
+        sgd.step()
+        for trainer, before in zip(both, weights, strict=True):
+            for parameter, anchor, old in zip(trainer.share.parameters(), anchors, before, strict=True):
+                parameter.data.copy_(anchor.detach() + (parameter.detach() - old))
+
+    for step in range(1, run.steps + 1):
+        both = [trainer for trainer in both if step < left_out.get(trainer.ranks.island, run.steps + 1)]
+        for trainer in both:
+            trainer.train_step()
+        if step in sent:
+            apply(sent.pop(step))
+        if step == run.steps:
+            for late in sent.values():
+                apply(late)
+        if step % settings.every_steps == 0 or step == run.steps:
+            now = [[p.detach().clone() for p in trainer.share.parameters()] for trainer in both]
+            if settings.overlap_steps and step < run.steps:
+                sent[step + settings.overlap_steps] = now
+            else:
+                apply(now)
+    return {f"model.{name}": p.detach() for name, p in both[0].share.named()}
+
+
+def test_fragments_all_at_once_are_the_unfragmented(home: Path) -> None:
+    settings = Islands(2, every_steps=1)
+    whole, parts = run_of(home, "one-part", islands=settings), run_of(home, "parts", islands=replace(settings, fragments=2))
+    assert same(trained(parts), trained(whole))
+
+
+def test_one_island_is_the_run_without_islands(home: Path) -> None:
+    plain, alone = run_of(home, "plain"), run_of(home, "alone", islands=Islands(1, every_steps=3, overlap_steps=2))
+    assert same(trained(alone), trained(plain))
+    assert curve(alone) == curve(plain)

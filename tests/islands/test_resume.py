@@ -1,0 +1,70 @@
+"""A run of islands that is stopped and goes on is the run that was not; islands that come anew take the state of another."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from islands.runs import island, run_of, train, trained, weights
+from train.small_runs import at_step, curve, make_corpus, rows, same, state
+
+from ultrascale.description.run import Checkpoint
+from ultrascale.description.sections.islands import Islands
+from ultrascale.train.trainer import Trainer
+
+HARD = Islands(2, every_steps=4, fragments=2, overlap_steps=1, dtype="int4")
+"""Momentum, residuals, and fragments under way at most steps."""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("islands")
+    make_corpus(folder / "tokens")
+    return folder
+
+
+def end_one(trainer: Trainer) -> None:
+    if trainer.ranks.island == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("step", [6, 7])
+def test_a_run_that_was_stopped_ends_with_the_same_bits(home: Path, step: int) -> None:
+    calm, stopped = run_of(home, "calm", islands=HARD), run_of(home, f"stopped-{step}", islands=HARD)
+    if not (home / "calm").exists():
+        trained(calm)
+    outcomes = train(stopped, before_step=at_step(step, lambda trainer: os.kill(os.getpid(), signal.SIGTERM)))
+    assert [one["steps_done"] for one in outcomes] == [step, step]
+    assert same(trained(stopped), state(calm))
+    assert same(state(island(stopped, 1)), state(island(calm, 1)))
+    assert curve(stopped) == curve(calm)
+    assert rows(stopped, "outer/steps")[-1] == rows(calm, "outer/steps")[-1]
+
+
+def test_an_island_that_leaves_stops_the_others_at_their_next_outer_step(home: Path) -> None:
+    settings = Islands(2, every_steps=4)
+    calm, left = run_of(home, "calm-of-4", islands=settings), run_of(home, "left", islands=settings)
+    outcomes = train(left, before_step=at_step(6, end_one))
+    assert [(one["steps_done"], one["stopped"]) for one in outcomes] == [(8, True), (6, True)]
+    assert same(trained(left), trained(calm))
+
+
+def test_any_number_of_islands_goes_on_as_any_other(home: Path) -> None:
+    two = run_of(home, "grows", islands=Islands(2, every_steps=4), steps=8, checkpoint=Checkpoint(every_steps=4, export=False))
+    trained(two)
+    four = replace(two, islands=replace(two.islands, count=4), steps=12)
+    trained(four)
+    assert all(same(weights(four), weights(island(four, number))) for number in (1, 2, 3))
+    one = replace(two, islands=Islands(), steps=14)
+    trained(one)
+    again = replace(two, islands=replace(two.islands, count=2), steps=16)
+    trained(again)
+    assert "islands 1 took the state of island 0, at step 14" in (home / "grows" / "log.txt").read_text().replace(
+        "island 1 took", "islands 1 took"
+    )
+    tokens = [json.loads(line)["progress/tokens"] for line in (home / "grows" / "metrics.jsonl").read_text().splitlines()]
+    assert tokens == [min(4, n) * 44 + max(0, n - 4) * 88 for n in range(1, 17)]

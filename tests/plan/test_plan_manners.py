@@ -1,0 +1,163 @@
+"""`ultrascale plan` as people meet it: short answers, headroom, budgets, two plans side by side, output into a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import datetime
+
+import pytest
+
+import ultrascale as us
+from ultrascale.api.schedule import Schedule
+from ultrascale.catalogue.models.model_presets import PRESETS
+from ultrascale.cli.main import main
+from ultrascale.description.units import UnitError
+from ultrascale.plan.costs.budget import Budget, budget_problems, parse_budget, usual_tokens
+from ultrascale.plan.view.notes import TIGHT_BYTES, mask_fraction, notes
+
+SMALL = ["--model", "llama-3.2-1b", "--gpus", "8xh100", "--seq-len", "4k", "--tokens-per-batch", "512k"]
+RUN = '[model]\npreset = "tiny-llama-4m"\n[layout]\ndp = {dp}\nzero_stage = 1\n[batch]\nsequences_per_batch = 16\n'
+
+
+@pytest.fixture(scope="module")
+def small():
+    return us.plan("llama-3.2-1b", "8xh100", seq_len="4k", tokens_per_batch="512k")
+
+
+def test_a_brief_answer_has_fifteen_lines_with_the_ranking_and_what_is_next(capsys):
+    assert main(["plan", *SMALL, "--brief", "--budget", "$10k"]) == 0
+    lines = capsys.readouterr().out.rstrip("\n").split("\n")
+    assert len(lines) <= 15
+    assert lines[-1].startswith("next  ultrascale plan") and "--brief" not in lines[-1]
+    assert any(line.startswith(" 1  ") or line.startswith("1  ") for line in lines) and any("fits" in line for line in lines)
+
+
+def test_the_ranking_stands_once_more_at_the_end_and_no_line_ends_in_blanks(capsys):
+    assert main(["plan", *SMALL]) == 0
+    out = capsys.readouterr().out
+    again = out[out.index("the ranking again") :].split("\n")
+    assert again[1].split()[:3] == ["step", "MFU", "memory"] and len(out.split("the ranking again")[0].split("\n")) > 40
+    assert [line for line in out.split("\n") if line != line.rstrip()] == []
+
+
+def test_a_file_gets_tables_wider_than_eighty_columns(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert main(["show", "clusters"]) == 0
+    assert any("NVIDIA V100 SXM 16 GB" in line for line in capsys.readouterr().out.split("\n"))
+
+
+def test_little_headroom_is_a_warning(small):
+    chosen = small.chosen
+    tight = replace(chosen, capacity_bytes=chosen.needed_bytes + chosen.headroom_bytes + 2**20)
+    assert notes(tight)[0].startswith("warning: 1 MiB of headroom")
+    assert not any("headroom" in note for note in notes(replace(tight, capacity_bytes=tight.capacity_bytes + TIGHT_BYTES)))
+
+
+def test_masks_between_documents_are_named_where_they_cost(small):
+    long = us.plan("llama-3.2-1b", "8xh100", seq_len="16k", tokens_per_batch="1Mi", cp=1)
+    assert mask_fraction(long.chosen) > 0.05
+    assert any("--data.document-mask false" in note for note in long.to_dict()["notes"])
+    without = us.plan("llama-3.2-1b", "8xh100", seq_len="16k", tokens_per_batch="1Mi", cp=1, **{"data.document_mask": False})
+    assert mask_fraction(without.chosen) == 0.0 and not any("document" in note for note in without.notes)
+
+
+def test_the_batch_is_one_that_the_chosen_layout_shares_and_not_all_gpus():
+    """DeepSeek-V3's own batch, 15,360 sequences of 4096: a multiple of its dp, not of its 2,048 GPUs."""
+    words = {"seq_len": 4096, "tokens_per_batch": "62.9M", "tp": 1, "pp": 16, "ep": 64, "dp": 128}
+    found = us.plan("deepseek-v3", "2048xh800", schedule="dualpipe-v", zero_stage=1, micro_batch_size=1, **words)
+    assert found.run.batch.sequences_per_batch == 15360
+
+
+def test_a_batch_rounded_for_all_gpus_is_searched_again_for_the_ranks_of_the_best():
+    found = us.plan("llama-3-70b", "96xh100", seq_len=8192, tokens_per_batch="1.1M", tp=8, recompute="full")
+    asked, layout, batch = 1_100_000, found.layout, found.run.batch
+    shared = layout.dp * layout.micro_batch_size * 8192
+    assert batch.sequences_per_batch % (layout.dp * layout.micro_batch_size) == 0
+    assert abs(batch.sequences_per_batch * 8192 - asked) <= min(shared / 2, 0.1 * asked)
+
+
+def test_tokens_of_a_mixture_of_experts_are_told_of_the_active_parameters():
+    tokens, why = usual_tokens(PRESETS["deepseek-v3"])
+    assert 7e11 < tokens < 8e11 and "active parameters" in why
+    assert usual_tokens(PRESETS["llama-3-8b"])[1] == "20 a parameter (Hoffmann et al. 2022)"
+
+
+@pytest.mark.parametrize(
+    "text, budget",
+    [
+        ("$1M", Budget("$1M", dollars=1e6)), ("250k$", Budget("250k$", dollars=2.5e5)), ("30d", Budget("30d", 30 * 86400.0)),
+        ("30 days", Budget("30 days", 30 * 86400.0)), ("36h", Budget("36h", 36 * 3600.0)),
+        ("2027-01-02", Budget("2027-01-02", 86400.0)),
+    ],
+)  # fmt: skip
+def test_a_budget_is_money_a_time_or_a_date(text, budget):
+    assert parse_budget(text, now=datetime(2027, 1, 1)) == budget
+
+
+@pytest.mark.parametrize("text", ["soon", "$0", "0d", "2020-01-01", "2027-13-01", "$", "1e400d"])
+def test_what_is_no_budget_is_told_with_what_to_write(text):
+    with pytest.raises((UnitError, ValueError)):
+        parse_budget(text, now=datetime(2027, 1, 1))
+    assert budget_problems(text)[0].remedy == "Write $1M, 30d or 2027-03-01."
+
+
+def test_a_budget_of_days_trains_as_many_tokens_as_the_speed_says():
+    found = us.plan("llama-3.2-1b", "8xh100", seq_len="4k", tokens_per_batch="512k", budget="30d")
+    bought = found.to_dict()["budget"]
+    assert found.tokens_per_second is not None
+    assert bought["tokens"] == pytest.approx(30 * 86400 * found.tokens_per_second)
+    assert 1e9 < bought["optimal_parameters"] < 1e11
+
+
+def test_money_is_spent_at_the_list_price():
+    found = us.plan("llama-3.2-1b", "8xh100", seq_len="4k", tokens_per_batch="512k", budget="$1M")
+    price = found.chosen.cluster.accelerator.dollars_per_hour
+    assert price is not None and found.bought is not None
+    assert found.bought.seconds == pytest.approx(1e6 / (8 * price.value) * 3600)
+
+
+def test_two_runs_stand_side_by_side(tmp_path, capsys):
+    files = []
+    for dp in (1, 2):
+        files.append(str(tmp_path / f"dp{dp}.toml"))
+        (tmp_path / f"dp{dp}.toml").write_text(RUN.format(dp=dp))
+    assert main(["plan", files[0], "--compare", files[1]]) == 0
+    out = capsys.readouterr().out
+    assert ["layout.dp", "1", "2"] in [line.split() for line in out.split("\n")]
+    assert main(["plan", files[0], "--compare", files[1], "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["schema"] == "ultrascale/compare/1" and told["settings"][0]["name"] == "layout.dp"
+
+
+def test_a_comparison_needs_two_files(capsys):
+    assert main(["plan", *SMALL, "--compare", "b.toml"]) == 2
+    assert "--compare" in capsys.readouterr().err
+
+
+def test_a_command_that_takes_more_than_a_second_says_so_on_a_terminal():
+    code = "import time; from ultrascale.cli.terminal.waiting import waiting\nwith waiting('planning'):\n"
+    code += "    end = time.time() + 2.5\n    while time.time() < end: pass\n"
+    ours, theirs = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", code], stderr=theirs) as process:
+        os.close(theirs)
+        said = b""
+        while True:
+            try:
+                piece = os.read(ours, 1000)
+            except OSError:
+                break
+            if not piece:
+                break
+            said += piece
+    os.close(ours)
+    assert process.returncode == 0 and b"ultrascale: planning, " in said and said.endswith(b"\r\x1b[K")
+
+
+def test_the_schedule_of_the_best_layout_is_played():
+    found = us.schedule("1f1b", model="llama-3-8b", gpus="16xh100", seq_len="2k", tokens_per_batch="128k", pp=4)
+    assert isinstance(found, Schedule) and (found.name, found.num_ranks) == ("1f1b", 4)

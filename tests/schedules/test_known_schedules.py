@@ -1,0 +1,138 @@
+"""Facts of schedules: tied to their lists of actions, said in one place, and all that a new schedule needs beside its order."""
+
+import ast
+import re
+import subprocess
+import sys
+
+import pytest
+from tidy.sources import MODULES, PACKAGE, ROOT, parsed
+
+from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
+from ultrascale.description.schedules import SCHEDULE_ALIASES, SCHEDULES
+from ultrascale.plan.columns.rank_loads import Pipeline, enough_micro_batches, loads_of
+from ultrascale.plan.layouts import LayoutTable
+from ultrascale.schedules.actions import Kind
+from ultrascale.schedules.build import build_schedule, stages_of_ranks
+
+KNOWN = pytest.mark.parametrize("one", SCHEDULES.values(), ids=list(SCHEDULES))
+PP, COUNT = 4, 32
+SPELLED = {
+    "description/schedules.py": "the table",
+    "check/matrix.py": "cells of the proof that are chosen by hand, beside those of every schedule",
+}
+"""Files that name schedules, and why."""
+
+
+@KNOWN
+def test_facts_of_a_schedule_are_those_of_its_lists(one):
+    virtual_stages = one.stages_a_rank(3)
+    schedule = build_schedule(one.name, PP, COUNT, virtual_stages)
+    held = stages_of_ranks(one.name, PP, virtual_stages)
+    kinds = {part.kind for row in schedule for action in row for part in action.parts}
+    halves = "" if Kind.INPUT_GRADIENT not in kinds else "ends" if Kind.BACKWARD in kinds else "all"
+    assert one.splits_backward == halves
+    assert [sorted(stages) for stages in one.stages_of_ranks(PP, PP * virtual_stages)] == held
+    assert one.copies == sum(map(len, held)) / (PP * virtual_stages)
+    assert one.pairs == any(action.beside for row in schedule for action in row)
+    ahead = [next(n for n, action in enumerate(row) if action.parts[-1].kind is not Kind.FORWARD) for row in schedule]
+    assert one.forward_first == (min(ahead) == COUNT * virtual_stages)
+
+
+@KNOWN
+@pytest.mark.parametrize("pp", [2, 6])
+def test_a_few_micro_batches_hold_as_much_as_many(one, pp):
+    virtual_stages, many = one.stages_a_rank(2), 7 * pp
+    few = enough_micro_batches(one.name, pp, many)
+    if one.forward_first:
+        assert few == 1
+        return
+    one_each = (1,) * (pp * virtual_stages)
+    rows = [loads_of(Pipeline(one.name, pp, virtual_stages, count, one_each, (0,) * len(one_each), 1)) for count in (few, many)]
+    assert few < many
+    assert rows[0].rows.tolist() == rows[1].rows.tolist()
+
+
+def names_spelled(path):
+    """Strings of a file, docstrings apart, that name a schedule."""
+    if not any(name in path.read_text() for name in (*SCHEDULES, *SCHEDULE_ALIASES)):
+        return []
+    words = re.compile(rf"(?<![\w-])(?:{'|'.join(SCHEDULES)})(?![\w-])|^(?:{'|'.join(SCHEDULE_ALIASES)})$")
+    told = {id(node.value) for node in ast.walk(parsed(path)) if isinstance(node, ast.Expr)}
+    strings = (node for node in ast.walk(parsed(path)) if isinstance(node, ast.Constant) and id(node) not in told)
+    return [node.value for node in strings if isinstance(node.value, str) and words.search(node.value)]
+
+
+def test_no_file_but_the_table_names_a_schedule():
+    found = {str(path.relative_to(PACKAGE)) for path in MODULES if names_spelled(path)}
+    assert found == set(SPELLED)
+
+
+def test_a_table_of_layouts_refuses_a_schedule_that_it_lacks():
+    with pytest.raises(SpecError, match="known by name alone"):
+        LayoutTable.of([Layout(pp=2, schedule="own.csv")])
+    assert LayoutTable.of([Layout(schedule="own.csv")]).layout(0) == Layout()
+
+
+NEW = """
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+
+from ultrascale.description import schedules
+
+schedules.SCHEDULES["later"] = replace(schedules.SCHEDULES["zb-h1"], name="later", builder="later", words="later", aliases=())
+from ultrascale.schedules.kinds.zb_h1 import zb_h1
+
+order = sys.modules["ultrascale.schedules.kinds.later"] = ModuleType("later")
+order.later = lambda pp, num_micro_batches: zb_h1(pp, num_micro_batches)
+
+import ultrascale as us
+from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import PRESETS
+from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.check.matrix import cells
+from ultrascale.config.rules.trainable import untrainable_layout
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Batch, Run
+from ultrascale.page.controls import CONTROLS
+from ultrascale.plan.pipeline.pipeline_bounds import bubble_seconds
+from ultrascale.plan.report import workload_of
+from ultrascale.plan.time.price import predict
+from ultrascale.schedules.for_layout import schedule_of
+
+EXAMPLE = Run(PRESETS["llama-3.2-1b"], batch=Batch(2048, 64))
+new, old = Layout(dp=2, pp=4, schedule="later"), Layout(dp=2, pp=4, schedule="zb-h1")
+assert new.problems() == untrainable_layout(new) == []
+assert schedule_of(new, 8) == schedule_of(old, 8)
+assert untrainable_layout(replace(new, mlp_chunks=2)) != []
+sizes = ([2, 4, 4], 1, [5, 64, 9], [1.0, 2.0, 1.5], 1.0, [0.5, 1.0, 2.0])
+assert bubble_seconds("later", *sizes) == pytest.approx(bubble_seconds("zb-h1", *sizes))
+assert any("later" in control.choices for control in CONTROLS)
+assert any(cell.row == "later" and not cell.refused for cell in cells())
+assert {one.name for one in us.schedule(pp=2, micro_batches=4)} == {*schedules.SCHEDULES}
+runs = [replace(EXAMPLE, layout=layout) for layout in (new, old)]
+first, second = (predict(workload_of(run, parse_cluster("8xh100"), STACKS["ultrascale"]), run.layout) for run in runs)
+assert (first.step_seconds, first.memory.allocated) == (second.step_seconds, second.memory.allocated)
+"""
+
+
+def test_a_new_schedule_is_its_order_and_a_row():
+    done = subprocess.run([sys.executable, "-c", NEW], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@KNOWN
+def test_the_page_about_schedules_has_its_facts(one):
+    also = ", ".join([*one.aliases, *([f"torch's {one.torch}"] if one.torch else [])])
+    cut = {"": "", "all": "all", "ends": "filling, draining"}[one.splits_backward]
+    facts = [f"`{one.name}`", also, str(one.virtual_stages or "2 or more"), one.placement, cut, one.paper]
+    assert f"| {' | '.join(facts)} |" in (ROOT / "docs" / "schedules.md").read_text().splitlines()
+
+
+def test_torch_has_the_schedules_that_it_is_said_to_have():
+    theirs = pytest.importorskip("torch.distributed.pipelining.schedules")
+    assert all(hasattr(theirs, f"Schedule{one.torch}") for one in SCHEDULES.values() if one.torch)

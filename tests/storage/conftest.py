@@ -1,0 +1,52 @@
+"""One server a vendor for all tests of this folder, and a fresh prefix of its bucket for each."""
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from azure_server import CONTAINER, azure_at, azure_server
+from s3_server import BUCKET, Proxy, proxied, reached_at, s3_server
+
+from ultrascale.storage import Store, open_store
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[str]:
+    with s3_server() as address:
+        yield address
+
+
+@pytest.fixture
+def url(server: str) -> Iterator[str]:
+    """A prefix of the bucket that nothing is under yet; the environment leads to the server."""
+    with reached_at(server):
+        yield f"s3://{BUCKET}/{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def proxy(server: str) -> Iterator[Proxy]:
+    """A proxy before the server, to which the environment leads."""
+    with proxied(server) as between, reached_at(between.address):
+        yield between
+
+
+@pytest.fixture(scope="session")
+def azure() -> Iterator[str]:
+    with azure_server() as address:
+        yield address
+
+
+@pytest.fixture
+def azure_url(azure: str) -> Iterator[str]:
+    """A prefix of the container that nothing is under yet; the environment leads to the server."""
+    with azure_at(azure):
+        yield f"az://{CONTAINER}/{uuid.uuid4().hex}"
+
+
+@pytest.fixture(params=["files", "s3", "azure"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """Folders, and the servers of two vendors, in turn."""
+    if request.param == "files":
+        return open_store(tmp_path / "store")
+    return open_store(request.getfixturevalue("url" if request.param == "s3" else "azure_url"), patience_seconds=5)

@@ -1,0 +1,149 @@
+"""A prepared folder in a bucket: the same order and bits as on a disk, within a bounded cache, and fetched ahead."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from s3_server import Answer, Proxy
+from train.small_runs import MODEL, curve, same, small_run, state, train_here
+
+from ultrascale.data import streamed
+from ultrascale.data.corpus import Corpus
+from ultrascale.data.errors import DataError
+from ultrascale.data.loader import Loader
+from ultrascale.description.run import Data, Source
+from ultrascale.storage import Store, open_store
+
+PREPARE = """
+import sys
+from pathlib import Path
+from data.little_text import lines, recipe
+from ultrascale.data.preparing.prepare import prepare
+from ultrascale.data.tokenizer import train_tokenizer
+folder = Path(sys.argv[1])
+train_tokenizer([" ".join(lines()[:50])], 300).save(str(folder / "tokenizer.json"))
+(folder / "text.jsonl").write_text("\\n".join('{"text": "%s"}' % line for line in lines()))
+prepare([folder / "text.jsonl"], output=folder / "prepared", recipe=recipe(folder / "tokenizer.json"), workers=1)
+"""
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Several shards, made by a process of its own: what has used a bucket must not fork."""
+    folder = tmp_path_factory.mktemp("text")
+    tests = Path(__file__).parents[1]
+    code = f"import sys; sys.path[:0] = [{str(tests)!r}]\n{PREPARE}"
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, timeout=200)
+    assert len(list((folder / "prepared").glob("*.bin"))) > 3
+    return folder / "prepared"
+
+
+def put(store: Store, folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_file():
+            store.write(path.name, path.read_bytes())
+
+
+def loader(path: str | Path, *, length: int = 24) -> Loader:
+    return Loader((Source(str(path)),), sequence_length=length, vocab_size=400, seed=5)
+
+
+def test_sequences_are_those_of_the_folder_bit_for_bit(url: str, prepared: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(streamed, "BLOCK_BYTES", 256)
+    put(open_store(url), prepared)
+    here, there = loader(prepared), loader(url)
+    assert here.fingerprint() == there.fingerprint() and here.sequences_per_epoch == there.sequences_per_epoch
+    numbers = list(range(2 * here.sequences_per_epoch[0] + 3))
+    for at in range(0, len(numbers), 7):
+        left, right = here.read(numbers[at : at + 7]), there.read(numbers[at : at + 7])
+        for name, value in vars(left).items():
+            assert np.array_equal(value, getattr(right, name)), name
+
+
+def test_documents_and_counts_are_those_of_the_folder(url: str, prepared: Path):
+    put(open_store(url), prepared)
+    here, there = Corpus(prepared), Corpus(url)
+    assert (here.num_tokens, here.num_documents, here.num_bytes) == (there.num_tokens, there.num_documents, there.num_bytes)
+    assert str(there.path) == url and there.tokenizer == here.tokenizer and there.tokenizer_path is not None
+    for number in (0, 57, here.num_documents - 1):
+        assert np.array_equal(here.document(number), there.document(number))
+
+
+def test_a_cache_holds_no_more_than_it_may_and_still_gives_the_same(url: str, prepared: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(streamed, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(streamed.BlockCache.__init__, "__defaults__", (1024,))
+    put(open_store(url), prepared)
+    here, there = loader(prepared), loader(url)
+    for number in range(60):
+        assert np.array_equal(here.read([number]).tokens, there.read([number]).tokens)
+    corpus = there.corpora[0]
+    assert corpus.streamed is not None and len(corpus.streamed.cache._blocks) <= 4
+
+
+def test_what_is_expected_is_there_when_it_is_read(proxy: Proxy, prepared: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each range takes 0.2 s: read one after the other, 32 sequences would take seconds; expected before, next to nothing."""
+    monkeypatch.setattr(streamed, "BLOCK_BYTES", 256)
+    put(open_store("s3://bucket/ahead"), prepared)
+    there = loader("s3://bucket/ahead")
+    for index in range(len(there.corpora[0].prefixes)):
+        there.corpora[0].shard(index)
+    there.expect(range(32))
+    deadline = time.monotonic() + 60
+    cache = there.corpora[0].streamed.cache  # pyright: ignore[reportOptionalMemberAccess]
+    while not all(block.done() for block in list(cache._blocks.values())) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    asked = len(proxy.seen)
+    proxy.rule = lambda request: Answer(delay=0.2)
+    there.read(range(32))
+    assert len(proxy.seen) == asked
+
+
+def test_connections_that_break_are_got_over(proxy: Proxy, prepared: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(streamed, "BLOCK_BYTES", 256)
+    put(open_store("s3://bucket/breaks"), prepared)
+    proxy.rule = lambda request: (
+        Answer(status=503) if request.number % 4 == 0 else Answer(cut=0.5) if request.number % 7 == 0 else None
+    )
+    there = loader("s3://bucket/breaks")
+    assert np.array_equal(loader(prepared).read(range(12)).tokens, there.read(range(12)).tokens)
+
+
+@pytest.mark.parametrize("harm", ["no manifest", "no index", "index changed", "ids changed", "ids cut short"])
+def test_what_is_not_what_was_prepared_is_refused(url: str, prepared: Path, harm: str):
+    store = open_store(url)
+    put(store, prepared)
+    name = json.loads((prepared / "manifest.json").read_text())["shards"][0]["name"]
+    ids, index = store.read(f"{name}.bin"), store.read(f"{name}.idx")
+    if harm == "no manifest":
+        store.remove(["manifest.json"])
+    elif harm == "no index":
+        store.remove([f"{name}.idx"])
+    elif harm == "index changed":
+        store.write(f"{name}.idx", index[:-1] + b"\x7f")
+    else:
+        store.write(f"{name}.bin", bytes([ids[0] ^ 1]) + ids[1:] if harm == "ids changed" else ids[:-2])
+    with pytest.raises(DataError) as caught:
+        loader(url).corpora[0].shard(0)
+    assert url in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_place_without_data_is_told(url: str):
+    with pytest.raises(DataError, match=r"holds no manifest\.json, so it is no prepared folder"):
+        Corpus(url)
+
+
+def test_a_run_trains_from_a_bucket_to_the_same_bits(url: str, prepared: Path, tmp_path: Path):
+    put(open_store(url), prepared)
+    runs = []
+    for name, path in (("disk", str(prepared)), ("bucket", url)):
+        run = small_run(tmp_path / name, data=Data(sources=(Source(path),)), model=replace(MODEL, vocab_size=400), steps=8)
+        train_here(run)
+        runs.append(run)
+    assert same(state(runs[0]), state(runs[1])) and curve(runs[0]) == curve(runs[1])
+    assert (tmp_path / "bucket/small/tokenizer.json").exists()
+    assert "data: of 1 source in a store" in (tmp_path / "bucket/small/log.txt").read_text()

@@ -1,0 +1,3 @@
+from train.conftest import home
+
+__all__ = ["home"]
