@@ -7,11 +7,13 @@
 #   make lint docs-check bench   the checkers; the commands of README and docs; the CPU benchmarks
 #
 #   PYTHON=python3.12            another interpreter            TORCH=2.11.0   one torch release
+#   LOCK=                        the newest releases, instead of those of locks/py311.txt
 #   PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"         torch without CUDA (Linux, a tenth of the size)
 
 PYTHON ?= python3
 TORCH ?=
 PIP_FLAGS ?=
+LOCK ?= $(if $(TORCH),,locks/py311.txt)
 # One process more than cores: a good part of the tests waits, for ranks that are killed and started again.
 workers = $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
 PYTEST_FLAGS ?= -n $(workers) --dist loadfile
@@ -20,6 +22,15 @@ python := .venv/bin/python
 installed := .venv/installed$(addprefix -torch-,$(TORCH))
 pip = $(PYTHON) -m pip --disable-pip-version-check --python $(python)
 export OMP_NUM_THREADS ?= 1
+
+# Releases that the tests have seen, of whatever the lock file names: a new one of somebody else's breaks nothing here. Where an
+# index does not have them (another system, one taken back) the newest do.
+define installed-as-locked
+$(if $(LOCK),sed -n 's/^\([^ #]*==[^ +]*\).*/\1/p' $(LOCK) >.venv/constraints.txt && \
+	$(pip) install --quiet $(PIP_FLAGS) --constraint .venv/constraints.txt $(1) || { \
+	echo "Not all releases of $(LOCK) can be had here: taking the newest." >&2; \
+	$(pip) install --quiet $(PIP_FLAGS) $(1); },$(pip) install --quiet $(PIP_FLAGS) $(1))
+endef
 
 .PHONY: demo test test-fast nightly lint docs-check bench install
 .DELETE_ON_ERROR:
@@ -63,9 +74,9 @@ $(installed): pyproject.toml
 	@echo "Installing into .venv (once; some minutes, most of it torch)."
 	@if [ -e .venv/half-made ] || [ ! -x $(python) ]; then $(PYTHON) -m venv --without-pip --clear .venv; fi
 	@rm -f .venv/installed* && touch .venv/half-made
-	@$(pip) install --quiet $(PIP_FLAGS) pip --editable '.[test]' $(if $(TORCH),'torch==$(TORCH)')
+	@$(call installed-as-locked,pip --editable '.[test]' $(if $(TORCH),'torch==$(TORCH)'))
 	@touch .venv/half-made && mv .venv/half-made $@
 
 .venv/linters: $(installed)
-	@$(pip) install --quiet $(PIP_FLAGS) --editable '.[lint]'
+	@$(call installed-as-locked,--editable '.[lint]')
 	@touch $@

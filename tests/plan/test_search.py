@@ -16,7 +16,7 @@ from ultrascale.config.rules.cut_rules import cut_problems
 from ultrascale.description.layout import Layout, Precision
 from ultrascale.description.problems import SpecError
 from ultrascale.plan.layouts import COLUMNS, LayoutTable
-from ultrascale.plan.search.bounds import memory_floors, time_floor
+from ultrascale.plan.search.bounds import memory_floors
 from ultrascale.plan.search.scaling import counts, most_that_pay, scaling, smallest_that_fits
 from ultrascale.plan.search.search import TIE, expected_seconds, needed_bytes, pareto, price_all, search
 from ultrascale.plan.search.space import MIN_TOKENS_PER_CP_RANK, divisors, legal_layouts
@@ -91,7 +91,6 @@ def test_bounds_are_below_the_prices_and_pruning_changes_neither_ranking_nor_fro
     everything = price(workload, space.table)
     for floor in memory_floors(workload, space.table):
         assert (floor <= everything.memory.allocated * (1 + 1e-9)).all()
-    assert (time_floor(workload, space.table) <= everything.step_seconds).all()
     plain, pruned = (price_all(workload, space, kept=20, prunes=prunes) for prunes in (False, True))
     assert plain.was_priced.all() and plain.fits.any()
     for kept in (plain, pruned):

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
@@ -19,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale.launch.scratch import scratch_folder
+
+OTHERS_SECONDS = 5.0
+"""How long a rank that another one lost has to end, until what that other one says is all that is known."""
 
 
 class RankFailed(RuntimeError):
@@ -29,7 +33,7 @@ def run_forked(world: int, function: Callable[..., Any], *arguments: Any) -> lis
     """Call `function(rendezvous, *arguments)` in `world` processes and return their JSON-able results in order of rank.
 
     Each process finds RANK, LOCAL_RANK and WORLD_SIZE in its environment, and meets the others at `rendezvous`, a file:// URL.
-    Raises RankFailed with the traceback of the first rank that failed.
+    Raises RankFailed with the traceback of the first rank that failed, or of the one that it lost.
     """
     context = multiprocessing.get_context("fork")
     with scratch_folder("ranks") as folder:
@@ -48,7 +52,9 @@ def run_forked(world: int, function: Callable[..., Any], *arguments: Any) -> lis
             while waiting:
                 for sentinel in wait(list(waiting)):
                     rank = waiting.pop(sentinel)  # pyright: ignore[reportArgumentType, reportCallIssue]
-                    _expect_success(folder, rank, processes[rank])
+                    processes[rank].join()
+                    if not (folder / f"{rank}.json").exists():
+                        raise RankFailed(_first_cause(folder, rank, processes))
         finally:
             for process in processes:
                 process.kill()
@@ -56,13 +62,20 @@ def run_forked(world: int, function: Callable[..., Any], *arguments: Any) -> lis
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
 
-def _expect_success(folder: Path, rank: int, process: Any) -> None:
-    process.join()
-    if (folder / f"{rank}.json").exists():
-        return
-    told = folder / f"{rank}.error"
-    reason = told.read_text() if told.exists() else _ending(process.exitcode) + (folder / f"{rank}.crash").read_text()
-    raise RankFailed(f"rank {rank}: {reason}")
+def _first_cause(folder: Path, failed: int, processes: list[Any]) -> str:
+    """Why `failed` did; if it lost another rank, which may still be on its way out, why that one did."""
+    if (folder / f"{failed}.lost").exists():
+        deadline = time.monotonic() + OTHERS_SECONDS
+        for rank, process in enumerate(processes):
+            process.join(max(0.0, deadline - time.monotonic()))
+            own = not any((folder / f"{rank}.{ending}").exists() for ending in ("json", "lost"))
+            if process.exitcode is not None and own:
+                failed = rank
+                break
+    told = next((one for one in (folder / f"{failed}.error", folder / f"{failed}.lost") if one.exists()), None)
+    crash = folder / f"{failed}.crash"
+    reason = told.read_text() if told else _ending(processes[failed].exitcode) + (crash.read_text() if crash.exists() else "")
+    return f"rank {failed}: {reason}"
 
 
 def _ending(exit_code: int) -> str:
@@ -81,8 +94,9 @@ def _rank_main(folder: Path, rank: int, world: int, function: Callable[..., Any]
         partial = folder / f"{rank}.tmp"
         partial.write_text(json.dumps(result))
         partial.rename(folder / f"{rank}.json")
-    except BaseException:
-        (folder / f"{rank}.error").write_text(traceback.format_exc())
+    except BaseException as error:
+        ending = "lost" if getattr(error, "lost_another", False) else "error"
+        (folder / f"{rank}.{ending}").write_text(traceback.format_exc())
         raise SystemExit(1) from None
 
 

@@ -20,6 +20,9 @@ AWAITED = "ultrascale: wait: "
 class LostRankError(RuntimeError):
     """A message did not arrive or could not be sent: a rank has died, or is too late."""
 
+    lost_another = True
+    """The cause lies elsewhere (`launch.forked` looks there first)."""
+
 
 @contextmanager
 def waiting(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -102,6 +103,7 @@ class TransformersLoop:
             told = export_folder(decoder.state_dict(), self.run.model, Path(folder) / "hf")
             options = {"dtype": torch.float64, "attn_implementation": "eager", "experts_implementation": "eager"}
             self.model = transformers.AutoModelForCausalLM.from_pretrained(told, **options).eval()
+            _widen_parameters(self.model, Path(told))
         settings, named = self.run.optimizer, dict(self.model.named_parameters())
         groups = [
             {"params": [p for n, p in named.items() if _decays(n, p) == decays], "weight_decay": settings.weight_decay * decays}
@@ -157,6 +159,16 @@ def _expect_family(family: str) -> None:
     if family not in known:
         rule = f"transformers {transformers.__version__} has no family {family}"
         raise SpecError([Problem("--against", rule, "Install a newer one, or leave --against out.")])
+
+
+@torch.no_grad()
+def _widen_parameters(model: torch.nn.Module, folder: Path) -> None:
+    """Read again in float64 what transformers makes in fp32 whatever it is told: routers, since 5.24."""
+    narrow = {name: parameter for name, parameter in model.named_parameters() if parameter.dtype != torch.float64}
+    for file in folder.glob("*.safetensors") if narrow else ():
+        with safe_open(file, "pt") as stored:
+            for name in narrow.keys() & set(stored.keys()):
+                narrow[name].data = stored.get_tensor(name)
 
 
 def _decays(name: str, parameter: Tensor) -> bool:

@@ -18,14 +18,7 @@ from ultrascale.catalogue.cluster import Cluster, Link
 from ultrascale.description.layout import Layout
 from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.layouts import COLUMNS, LayoutTable
-from ultrascale.plan.search.search import (
-    Priced,
-    SearchResult,
-    fastest_of_each_schedule,
-    needed_bytes,
-    price_least,
-    price_unfit,
-)
+from ultrascale.plan.search.search import Priced, SearchResult, fastest_of_each_schedule, needed_bytes, price_rest
 from ultrascale.plan.time.price import Prediction, predict, price
 from ultrascale.plan.workload import Workload
 
@@ -75,6 +68,7 @@ class Marginal:
 
 def rungs(result: SearchResult) -> list[Rung]:
     """Ladder to a model that fits and then is fast: kinds of sharding, added in the order of their price."""
+    price_rest(result.workload, result.priced)
     table = result.priced.table
     alone = (table.tp == 1) & (table.pp == 1) & (table.cp == 1)
     whole, no_recompute = table.zero_stage == 0, table.recompute == 0
@@ -99,12 +93,8 @@ def rungs(result: SearchResult) -> list[Rung]:
 def _rung(name: str, result: SearchResult, rows: NDArray[np.bool_]) -> Rung:
     priced = result.priced
     fitting = rows & priced.fits
-    if not fitting.any():
-        price_least(result.workload, priced, rows)
     fastest = float(priced.step_seconds[fitting].min()) if fitting.any() else None
-    known = rows & ~priced.too_slow  # of those only a bound is known, far below what they need
-    least = float(priced.peak_bytes[known if known.any() else rows].min())
-    return Rung(name, int(rows.sum()), least, bool(fitting.any()), fastest)
+    return Rung(name, int(rows.sum()), float(priced.peak_bytes[rows].min()), bool(fitting.any()), fastest)
 
 
 # The choices of a layout, and the columns each of them takes along; dp always is what remains of the devices.
@@ -164,7 +154,7 @@ def marginals(result: SearchResult) -> list[Marginal]:
     best = result.best
     if best is None:
         return []
-    price_unfit(result.workload, result.priced)
+    price_rest(result.workload, result.priced)
     pool = _pool(result.priced, result.workload.cluster.accelerator.memory_bytes.value)
     workload = result.workload
     base, own = best.step_seconds, best.layout

@@ -1,8 +1,8 @@
 """The best layouts of a cluster: all legal ones bounded, the promising ones priced, the best few simulated, ranked, compared.
 
     plan.space   every legal layout, tens of thousands of rows
-    plan.bounds  rows that cannot fit by what they hold at the least, or cannot matter, leave
-    plan.price   the rest in chunks, those with the least time first, so that bounds bite early
+    plan.bounds  rows that cannot fit by what they hold at the least leave
+    plan.price   the time of all others; then memory, the fastest first, until no other can matter
     predict      the best of each schedule again, one by one, with their pipelines played action by action
     replay       memory of the first of these: what is printed is never a column
 
@@ -23,20 +23,23 @@ from numpy.typing import NDArray
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.units import count_of, divisors
-from ultrascale.plan.columns.footprint import MARGIN, Footprint, outside_bytes, reserved_bytes
+from ultrascale.plan.columns.footprint import MARGIN, Footprint, outside_bytes, reserved_bytes, stage_memory
 from ultrascale.plan.columns.rank_activations import know_blocks
 from ultrascale.plan.intervals import out_of_memory_risk
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.layouts import distinct as distinct_values
 from ultrascale.plan.search.asked import unmet
-from ultrascale.plan.search.bounds import memory_floors, time_floor
+from ultrascale.plan.search.bounds import memory_floors
 from ultrascale.plan.search.replayed import with_replay
 from ultrascale.plan.search.space import Asked, Refusal, Space, legal_layouts
-from ultrascale.plan.time.price import Prediction, predict, price
+from ultrascale.plan.time.price import Prediction, predict, price, price_time
+from ultrascale.plan.time.stages import cut_stages
 from ultrascale.plan.workload import Workload
 
 Floats = NDArray[np.float64]
 Progress = Callable[[float], None]
+FIRST = 1024
+"""Layouts whose memory is worked out first; then twice as many each time, up to `CHUNK`."""
 CHUNK = 16_384
 """Layouts priced at once: small enough that their columns stay in the cache, large enough that NumPy's calls do not show."""
 FEW = 256
@@ -170,31 +173,45 @@ def price_all(
 ) -> Priced:  # fmt: skip
     """Bound or price every layout of `space`; the `kept` fastest that fit, the front of time and memory and, where nothing
     fits, the layout that needs least are right. `told` is called with the share that is done."""
-    table, seconds_floor = space.table, time_floor(workload, space.table)
-    at_rest, peak = _floors(workload, table)
+    table = space.table
+    at_rest, in_pass = _floors(workload, table)
     seconds, fits, too_slow, unfit = (np.full(len(table), value) for value in (np.nan, False, False, False))
     too_large = at_rest > workload.cluster.accelerator.memory_bytes.value
     if not prunes or too_large.all():
         too_large = np.zeros_like(too_large)
     if prunes:
-        unfit = ~too_large & (peak > _usable(workload))
-    peak = np.where(unfit, peak, at_rest)
-    found = Priced(space, seconds, peak, fits, too_large, too_slow, unfit)
+        unfit = ~too_large & (in_pass > _usable(workload))
+    least = np.maximum(at_rest, in_pass)
+    found = Priced(space, seconds, np.where(too_large, at_rest, least), fits, too_large, too_slow, unfit)
     waiting = np.flatnonzero(found.was_priced)
-    waiting = waiting[np.argsort(seconds_floor[waiting], kind="stable")]
-    count = max(len(waiting), 1)
+    for start in range(0, len(waiting), CHUNK):
+        rows = waiting[start : start + CHUNK]
+        some = table.take(rows)
+        seconds[rows] = price_time(workload, some, cut_stages(workload, some))[0]
+    waiting = waiting[np.argsort(seconds[waiting], kind="stable")]
+    kinds = np.where(table.pp > 1, table.schedule + 1, 0)
+    count, size = max(len(waiting), 1), FIRST if prunes else CHUNK
     while len(waiting):
-        chunk, waiting = waiting[:CHUNK], waiting[CHUNK:]
-        _price_some(workload, found, chunk)
+        chunk, waiting = waiting[:size], waiting[size:]
+        _price_memory(workload, found, chunk)
         if prunes and len(waiting):
-            drop = _cannot_matter(seconds_floor[waiting], at_rest[waiting], seconds[fits], peak[fits], kept)
+            drop = _cannot_matter(found, waiting, kinds, kept)
             too_slow[waiting[drop]] = True
             waiting = waiting[~drop]
+        size = min(2 * size, CHUNK)
         if told is not None:
             told(1 - len(waiting) / count)
+    seconds[too_slow] = np.nan
     if not fits.any():
         price_least(workload, found, np.ones(len(table), dtype=bool))
     return found
+
+
+def _price_memory(workload: Workload, priced: Priced, rows: NDArray[np.intp]) -> None:
+    """Memory of these rows into its columns."""
+    some = priced.table.take(rows)
+    memory = stage_memory(workload, some, cut_stages(workload, some))
+    priced.peak_bytes[rows], priced.fits[rows] = needed_bytes(memory), memory.fits
 
 
 def _price_some(workload: Workload, priced: Priced, rows: NDArray[np.intp]) -> None:
@@ -215,9 +232,11 @@ def price_least(workload: Workload, priced: Priced, rows: NDArray[np.bool_]) -> 
         least = min(least, float(priced.peak_bytes[chunk].min()))
 
 
-def price_unfit(workload: Workload, priced: Priced) -> None:
-    """Price of all that are `unfit`, for whoever asks what more memory would be worth."""
-    rows = np.flatnonzero(priced.unfit)
+def price_rest(workload: Workload, priced: Priced) -> None:
+    """Price of all that were dropped but do not take more than the device for their state alone, for whoever asks what more
+    memory would be worth."""
+    rows = np.flatnonzero(priced.unfit | priced.too_slow)
+    priced.unfit[rows] = priced.too_slow[rows] = False
     for start in range(0, len(rows), CHUNK):
         _price_some(workload, priced, rows[start : start + CHUNK])
 
@@ -239,16 +258,14 @@ def _usable(workload: Workload) -> float:
     return workload.cluster.accelerator.memory_bytes.value * (1 - MARGIN) * (1 + 1e-9)
 
 
-def _cannot_matter(least_seconds: Floats, least_bytes: Floats, seconds: Floats, peak: Floats, kept: int) -> NDArray[np.bool_]:
-    """True for layouts that can be neither among the `kept` fastest nor on the front, given what has been priced and fits."""
-    if len(seconds) < kept:
-        return np.zeros(len(least_seconds), dtype=bool)
-    slowest_kept = np.partition(seconds, kept - 1)[kept - 1]
-    order = np.argsort(seconds)
-    least_peak = np.minimum.accumulate(peak[order])
-    faster = np.searchsorted(seconds[order], least_seconds, side="right") - 1
-    dominated = (faster >= 0) & (least_peak[np.maximum(faster, 0)] <= least_bytes)
-    return (least_seconds > slowest_kept) & dominated
+def _cannot_matter(priced: Priced, rows: NDArray[np.intp], kinds: NDArray[np.int64], kept: int) -> NDArray[np.bool_]:
+    """True for `rows`, all of them slower than those whose memory is known, that can be neither among the `kept` fastest, nor
+    among the best `EXACT` of their kind, nor on the front."""
+    if np.count_nonzero(priced.fits) < kept:
+        return np.zeros(len(rows), dtype=bool)
+    enough = np.bincount(kinds[priced.fits], minlength=kinds.max() + 1) >= EXACT
+    least = priced.peak_bytes[priced.fits].min()
+    return enough[kinds[rows]] & (priced.peak_bytes[rows] >= least)
 
 
 def _fastest(priced: Priced, count: int) -> NDArray[np.intp]:
