@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 
 import psutil
 import pytest
@@ -26,6 +27,20 @@ def die_on_rank_0(rendezvous: str) -> None:
     if os.environ["RANK"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
+
+
+class Lost(RuntimeError):
+    lost_another = True
+
+
+def lose_rank_0(rendezvous: str, ending: str) -> None:
+    if os.environ["RANK"] == "1":
+        raise Lost("rank 0 has ended")
+    time.sleep(0.5)  # its connections are closed, and it is still on its way out
+    if ending == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if ending == "raises":
+        raise ValueError("why")
 
 
 class Threaded:
@@ -58,6 +73,19 @@ def test_an_exception_is_raised_with_its_rank_and_traceback_and_the_others_are_e
 def test_a_killed_rank_is_told():
     with pytest.raises(RankFailed, match="rank 0: was ended by SIGKILL"):
         run_forked(2, die_on_rank_0)
+
+
+@pytest.mark.parametrize(
+    ("ending", "told"),
+    [
+        ("raises", r"rank 0: (.|\n)*ValueError: why"),
+        ("killed", "rank 0: was ended by SIGKILL"),
+        ("returns", "rank 1: (.|\n)*has ended"),
+    ],
+)
+def test_of_a_rank_that_was_lost_and_one_that_lost_it_the_first_says_why(ending, told):
+    with pytest.raises(RankFailed, match=told):
+        run_forked(2, lose_rank_0, ending)
 
 
 def test_a_rank_does_not_collect_its_parents_garbage():

@@ -1,43 +1,157 @@
-"""The built folder names what it lacks, and holds all parts where they are there."""
+"""The page as a folder: parts that are missing are named, and in a browser it plans what the command line plans."""
 
 from __future__ import annotations
 
+import json
 import os
+import random
+import shutil
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
+from page.dropped import LLAMA
+from page.test_question import without_its_own_time
 
+from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.cli.main import main
-from ultrascale.page.folder import RUNTIME, WHEELS
+from ultrascale.cli.plan.page import question
+from ultrascale.page.folder import PACKAGES
+
+LARGEST = 15_000_000
+"""Bytes of the whole folder."""
+DRAWN = 200 if os.environ.get("ULTRASCALE_NIGHTLY") == "1" else 8
+SMALL = {"model": "gpt2", "count": "8", "machine": "h100-sxm", "seq_len": "1024"}
+VALUES = {
+    "tokens_per_batch": ("1M", "4M"), "tp": ("1", "2", "8"), "pp": ("1", "2", "4"), "ep": ("1", "8"),
+    "zero_stage": ("0", "1", "2", "3"), "recompute": ("none", "full", "selective"), "precision": ("bf16", "fp8"),
+    "stack": ("megatron", "torchtitan", "automodel"),
+}  # fmt: skip
 
 
-def test_without_parts_it_names_every_one(tmp_path, capsys):
+def drawn(count: int) -> list[dict[str, str]]:
+    """Questions about models and machines of the catalogue; some have no answer but a sentence."""
+    draw = random.Random(0)
+    models = [name for name, model in PRESETS.items() if not name.startswith("tiny") and model.num_hidden_layers < 100]
+    machines = ["h100-sxm", "a100-80", "b200", "mi300x", "v100-32", "rtx-5090"]
+    found = []
+    for _ in range(count):
+        one = {"model": draw.choice(models), "count": draw.choice(["1", "8", "64"]), "machine": draw.choice(machines)}
+        one |= {"seq_len": draw.choice(["1024", "4096"])}
+        found.append(one | {name: draw.choice(values) for name, values in VALUES.items() if draw.random() < 0.3})
+    return found
+
+
+@pytest.fixture(scope="module")
+def parts():
+    """npm's packages, which `.ci/run` fetches; tests fetch nothing."""
+    found = Path(os.environ.get("ULTRASCALE_PAGE_PARTS", ".venv/page-parts"))
+    if not all((found / file).is_file() for file, _ in PACKAGES.values()):
+        pytest.skip(f"no built page: {found} has no npm packages of Pyodide and NumPy (npm pack {' '.join(PACKAGES)})")
+    return found
+
+
+@pytest.fixture(scope="module")
+def site(parts, tmp_path_factory):
+    """Where a built folder is served, by a server of plain files."""
+    folder = tmp_path_factory.mktemp("page") / "site"
+    assert main(["page", "--build", str(folder), "--parts", str(parts)]) == 0
+    assert sum(path.stat().st_size for path in folder.rglob("*")) < LARGEST
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
+        server.shutdown()
+
+
+def test_without_npm_and_its_packages_a_sentence_says_how_to_get_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     assert main(["page", "--build", str(tmp_path / "site")]) == 2
-    told = capsys.readouterr().err
-    assert [name for name in (*RUNTIME, "numpy-*wasm32.whl", *WHEELS) if name not in told] == []
+    told = " ".join(capsys.readouterr().err.split())
+    assert "needs npm, which is not installed" in told and f"npm pack {' '.join(PACKAGES)}" in told
     assert not (tmp_path / "site").exists()
 
 
-def test_only_what_is_missing_is_named(tmp_path, capsys):
-    for name in (*RUNTIME, *(f"{name}-1.0-py3-none-any.whl" for name in WHEELS)):
-        (tmp_path / name).touch()
-    assert main(["page", "--build", str(tmp_path / "site"), "--pyodide", str(tmp_path)]) == 2
-    assert "lacks numpy-*wasm32.whl\n" in capsys.readouterr().err
+def test_parts_that_are_missing_or_others_are_refused_by_name(tmp_path, capsys):
+    words = ["page", "--build", str(tmp_path / "site"), "--parts", str(tmp_path)]
+    assert main(words) == 2
+    assert "has no pyodide-0.24.1.tgz" in " ".join(capsys.readouterr().err.split())
+    (tmp_path / "pyodide-0.24.1.tgz").write_bytes(b"another")
+    assert main(words) == 2
+    assert "is not what was published under that name" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "site").exists()
 
 
-def test_it_plans_in_the_browser(tab, tmp_path):
-    """With the folder of parts that PYODIDE_PARTS names: NumPy for it is in no registry of packages."""
-    from functools import partial
-    from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-    from threading import Thread
-
-    if "PYODIDE_PARTS" not in os.environ:
-        pytest.skip("no built page: PYODIDE_PARTS names no folder with Pyodide and its wheel of NumPy")
+@pytest.mark.parametrize("there", ["a folder with a file", "a file"])
+def test_nothing_is_written_over(there, tmp_path, capsys):
     site = tmp_path / "site"
-    assert main(["page", "--build", str(site), "--pyodide", os.environ["PYODIDE_PARTS"]]) == 0
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(Path(site)))) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        tab.goto(f"http://127.0.0.1:{server.server_address[1]}/?model=gpt2&count=8&seq_len=1024")
-        tab.wait_for_selector("#status:has-text('Planned in')", timeout=120_000)
-        assert "gpt2" in tab.inner_text("#facts")
-        server.shutdown()
+    if there == "a file":
+        site.touch()
+    else:
+        site.mkdir()
+        (site / "mine.txt").touch()
+    assert main(["page", "--build", str(site)]) == 2
+    assert "is not an empty folder" in " ".join(capsys.readouterr().err.split())
+
+
+def test_parts_are_for_a_build(capsys):
+    assert main(["page", "--parts", "here"]) == 2
+    assert "nothing is built" in capsys.readouterr().err
+
+
+def test_it_plans_in_the_browser_and_a_link_is_a_plan(tab, site):
+    tab.goto(f"{site}?model=gpt2&count=8&seq_len=1024")
+    tab.wait_for_selector("#status:has-text('Planned in')")
+    assert "gpt2" in tab.inner_text("#facts")
+    tab.fill("[name=count]", "16")
+    tab.press("[name=count]", "Enter")
+    tab.wait_for_function("document.querySelector('#facts').innerText.includes('16 x')")
+    assert "count=16" in tab.url
+    tab.go_back()
+    tab.wait_for_function("document.querySelector('#facts').innerText.includes('8 x')")
+
+
+def test_nothing_is_asked_of_another_host(tab, site):
+    asked: list[str] = []
+    tab.on("request", lambda request: asked.append(request.url))
+    tab.goto(f"{site}?model=gpt2&count=8&seq_len=1024")
+    tab.wait_for_selector("#status:has-text('Planned in')")
+    assert asked and [url for url in asked if not url.startswith((site, "data:"))] == []
+
+
+def ask(tab, asked):
+    """The answer of the worker to a question."""
+    return tab.evaluate("question => source.ask(question)", asked)
+
+
+def test_its_answers_are_those_of_the_command_line(tab, site):
+    """To the last digit: the same package, on another machine's arithmetic."""
+    tab.goto(f"{site}?model=gpt2&count=8&seq_len=1024")
+    tab.wait_for_selector("#status:has-text('Planned in')")
+    for asked in drawn(DRAWN):
+        here, there = question(asked), ask(tab, asked)
+        for answer in (here, there):
+            if "json" in answer:
+                answer["json"] = without_its_own_time(answer["json"])
+        assert json.loads(json.dumps(here)) == there, asked
+
+
+NONSENSE = [
+    {"model": "lama-3-8b"}, {"count": "-8"}, {"count": "1000000000000"}, {"seq_len": "many"},
+    {"file": {"name": "config.json", "text": json.dumps(LLAMA | {"hidden_size": None})}},
+    {"file": {"name": "config.json", "text": "x" * 50_000_000}},
+]  # fmt: skip
+
+
+def test_nonsense_gets_the_same_sentence(tab, site):
+    tab.goto(f"{site}?model=gpt2&count=8&seq_len=1024")
+    tab.wait_for_selector("#status:has-text('Planned in')")
+    for wrong in NONSENSE:
+        here = question(SMALL | wrong)
+        assert "error" in here and ask(tab, SMALL | wrong) == here

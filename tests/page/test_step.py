@@ -94,3 +94,10 @@ def test_no_operation_is_above_the_roof_and_a_product_is_what_it_is():
     assert layers in (7, 8, 9)
     assert gate.flops == 3 * 2 * tokens * wide * hidden * gate.count
     assert gate.num_bytes == 3 * 2 * (tokens * hidden + hidden * wide + tokens * wide) * gate.count
+
+
+def test_casts_to_fp8_are_counted_once():
+    """As element-wise work: an operation that does nothing else is no product."""
+    _, plan = chosen("--stack", "megatron", "--precision", "fp8")
+    casts = [one for one in step_work(plan) if one.name.endswith(".quantise")]
+    assert casts and {one.kind for one in casts} == {"element-wise"}

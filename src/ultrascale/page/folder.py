@@ -1,53 +1,190 @@
 """The page as a folder that any web server serves, and that plans inside the browser: CPython of Pyodide in a Web Worker.
 
-Nothing is fetched here. The parts are handed in as one folder, all of one release of Pyodide: its runtime (npm package
-`pyodide`), its wheel of NumPy, which is in no registry of packages but in Pyodide's own distribution, and plain wheels of this
-package and of what it needs (`pip download ultrascale --no-deps`, tyro, rich and theirs). What is missing is named.
+    pyodide.asm.*   the interpreter, from npm's pyodide; the WebAssembly is gzipped, and the worker unpacks it
+    stdlib.zip      its standard library
+    site.zip        NumPy, from emscripten-forge's npm package; this package; what it needs, as it is installed here
+
+NumPy has no wheel for Pyodide on PyPI. emscripten-forge builds it with the compiler of Pyodide 0.24, Emscripten 3.1.45, for the
+same Python: it loads there. The one function that it misses is `backtrace`: NumPy asks it whether memory of temporaries may be
+reused, and here it finds nothing.
 """
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import importlib.util
+import io
 import json
+import re
 import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata, resources
+from importlib._bootstrap_external import _code_to_hash_pyc  # type: ignore[attr-defined]
 from pathlib import Path
 
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.page.controls import controls_json
 from ultrascale.page.server import static_text
 
-RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
-"""Files of npm's pyodide, version 314 and later."""
-NUMPY = "numpy-*wasm32.whl"
-WHEELS = (
-    "ultrascale", "tyro", "rich", "docstring_parser", "typeguard", "typing_extensions", "markdown_it_py", "mdurl", "pygments",
-)  # fmt: skip
-"""Plain wheels, by the name before the version."""
-STATIC = ("page.css", "charts.js", "page.js")
+PACKAGES = {
+    "pyodide@0.24.1": (
+        "pyodide-0.24.1.tgz",
+        "7e436894dc22bf8d44d8a2823f66e05be770afde41fb42920bf586f560a695633d30d15b4555f4ac5f62e0e8a444cefc6c679552f2dd549c3c8d8d7bc312a845",
+    ),
+    "@emscripten-forge/numpy@2.1.1-py311hc8e14bb-0": (
+        "emscripten-forge-numpy-2.1.1-py311hc8e14bb-0.tgz",
+        "54f9d283e46e402f73cf46e7073cc8fe6695ca892e6d28322ac7d2aafb3368bb65c91498f8b76d9805298d9f4d944a42dd2592608df48d65d8ea1ad35355e2ac",
+    ),
+}
+"""npm packages, with the files that `npm pack` makes of them and their SHA-512."""
+PYTHON = (3, 11)
+"""Of this Pyodide."""
+SITE = "/lib/python3.11/site-packages/"
+RUNTIME = ("pyodide.mjs", "pyodide.asm.js", "pyodide.asm.wasm", "python_stdlib.zip")
+IMPORTS = "wasmImports={"
+"""Where the interpreter lists what WebAssembly may call."""
+NOT_OF_NUMPY = {"tests", "f2py", "testing", "distutils", "_pyinstaller", "include", "doc"}
+TRAINS = {
+    "check", "checkpoint", "data", "demo", "islands", "jobs", "kernels", "measure", "models", "parallel", "primer", "soak",
+    "sweep", "trackers", "train", "validation",
+}  # fmt: skip
+"""Folders of this package that no plan needs."""
+NOT_NEEDED = {"numpy", "pygments", "markdown-it-py", "mdurl"}
+"""Dependencies that come from elsewhere, or that only text in colours needs."""
+REQUIRED = re.compile(r"[\w.-]+")
+STATIC = ("page.css", "charts.js", "page.js", "browser.js", "worker.mjs")
 
 
 def build(folder: Path, parts: Path | None) -> str:
-    """Write the page into `folder` and say what was written. Raises SpecError with all that is missing of `parts`."""
-    if folder.exists() and any(folder.iterdir()):
-        raise SpecError([Problem("--build", f"{folder} is not empty", "Name a folder that is not there yet.")])
-    needed = [*RUNTIME, NUMPY, *(f"{name}-*.whl" for name in WHEELS)]
-    found = {pattern: sorted(parts.glob(pattern)) if parts is not None else [] for pattern in needed}
-    if lacks := [pattern for pattern, paths in found.items() if not paths]:
-        rule = f"lacks {', '.join(lacks)}" if parts is not None else f"is not given; the page needs {', '.join(lacks)}"
-        remedy = "Put them into one folder: npm pack pyodide, Pyodide's numpy of the same release, pip download for the rest."
-        raise SpecError([Problem("--pyodide", rule, remedy)])
-    target = folder / "pyodide"
-    target.mkdir(parents=True)
-    paths = [paths[-1] for paths in found.values()]
-    for path in paths:
-        shutil.copy(path, target / path.name)
+    """Write the page into `folder` and say what was written.
+
+    `parts`: a folder with both files of `PACKAGES`; None: `npm pack` fetches them. Raises SpecError if they cannot be had, are
+    not those, or the folder is not empty.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise SpecError([Problem("--build", f"{folder} is not an empty folder", "Name a folder that is not there yet.")])
+    with tempfile.TemporaryDirectory() as scratch:
+        runtime, numpy = (_checked(package, parts or _packed(Path(scratch))) for package in PACKAGES)
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_runtime(folder, runtime)
+        _write_zip(folder / "site.zip", [*_numpy(numpy), *_own(), *_dependencies()])
     for name in STATIC:
-        (folder / name).write_text(static_text(name), encoding="utf-8")
-    for name in ("browser.js", "worker.mjs"):
         (folder / name).write_text(static_text(name), encoding="utf-8")
     page = static_text("index.html").replace("server.js", "browser.js")
     (folder / "index.html").write_text(page, encoding="utf-8")
     (folder / "controls.json").write_text(json.dumps(controls_json()), encoding="utf-8")
-    wheels = [path.name for path in paths if path.suffix == ".whl"]
-    (folder / "wheels.json").write_text(json.dumps(wheels), encoding="utf-8")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return f"wrote {folder}: {size / 1e6:.1f} MB. Serve it with any web server, such as python -m http.server -d {folder}"
+    slow = "" if _compiles() else " Built by Python 3.11 it would start in half the time."
+    return f"wrote {folder}: {size / 1e6:.1f} MB. Serve it with any web server, such as python -m http.server -d {folder}{slow}"
+
+
+def _packed(folder: Path) -> Path:
+    """Both npm packages, fetched into `folder`."""
+    words = ["npm", "pack", "--silent", "--pack-destination", str(folder), *PACKAGES]
+    by_hand = f"Where there is npm and a network: npm pack {' '.join(PACKAGES)}; then --parts with the folder that has both."
+    if shutil.which("npm") is None:
+        raise SpecError([Problem("--build", "needs npm, which is not installed, for Pyodide and NumPy", by_hand)])
+    if any((folder / file).exists() for file, _ in PACKAGES.values()):
+        return folder
+    done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        last = (done.stderr.strip() or done.stdout.strip() or "no reason given").splitlines()[-1]
+        raise SpecError([Problem("--build", f"npm could not fetch Pyodide and NumPy: {last}", by_hand)])
+    return folder
+
+
+def _checked(package: str, parts: Path) -> bytes:
+    """The file of an npm package. Raises SpecError if it is not there, or another one."""
+    name, digest = PACKAGES[package]
+    remedy = f"npm pack {package} makes it."
+    if not (parts / name).is_file():
+        raise SpecError([Problem("--parts", f"{parts} has no {name}", remedy)])
+    found = (parts / name).read_bytes()
+    if hashlib.sha512(found).hexdigest() != digest:
+        raise SpecError([Problem("--parts", f"{parts / name} is not what was published under that name", remedy)])
+    return found
+
+
+def _write_runtime(folder: Path, packed: bytes) -> None:
+    with tarfile.open(fileobj=io.BytesIO(packed)) as files:
+        loader, code, machine, library = (files.extractfile(f"package/{name}").read() for name in RUNTIME)  # type: ignore[union-attr]
+    (folder / "pyodide.mjs").write_bytes(loader)
+    text = code.decode()
+    assert text.count(IMPORTS) == 1
+    (folder / "pyodide.asm.js").write_text(text.replace(IMPORTS, f"{IMPORTS}backtrace:()=>0,"), encoding="utf-8")
+    (folder / "pyodide.asm.wasm.packed").write_bytes(gzip.compress(machine, mtime=0))
+    with zipfile.ZipFile(io.BytesIO(library)) as stored:
+        _write_zip(folder / "stdlib.zip", [(one, stored.read(one)) for one in stored.namelist()], base="/lib/python311.zip/")
+    info = {"arch": "wasm32", "platform": "emscripten_3_1_45", "version": "0.24.1", "python": "3.11.3"}
+    (folder / "pyodide-lock.json").write_text(json.dumps({"info": info, "packages": {}}), encoding="utf-8")
+
+
+def _numpy(packed: bytes) -> Iterator[tuple[str, bytes]]:
+    """Files of the package, which is a conda package in an npm package."""
+    with tarfile.open(fileobj=io.BytesIO(packed)) as files:
+        inner = next(one for one in files.getmembers() if one.name.endswith(".tar.gz"))
+        conda = files.extractfile(inner).read()  # type: ignore[union-attr]
+    prefix = SITE.removeprefix("/")
+    with tarfile.open(fileobj=io.BytesIO(conda)) as files:
+        for one in files.getmembers():
+            name = one.name.removeprefix(prefix)
+            if (
+                one.isfile()
+                and name.startswith("numpy/")
+                and not NOT_OF_NUMPY & {*name.split("/")}
+                and not name.endswith(".pyi")
+            ):
+                yield name, files.extractfile(one).read()  # type: ignore[union-attr]
+
+
+def _own() -> Iterator[tuple[str, bytes]]:
+    """Files of this package that plan, and what tells its version."""
+    root = Path(str(resources.files("ultrascale")))
+    for path in sorted(root.rglob("*")):
+        parts = path.relative_to(root).parts
+        if path.is_file() and parts[0] not in TRAINS and "__pycache__" not in parts and parts[:2] != ("page", "static"):
+            yield f"ultrascale/{'/'.join(parts)}", path.read_bytes()
+
+
+def _dependencies() -> Iterator[tuple[str, bytes]]:
+    """Python files of all that this package needs without extras, as they are installed here."""
+    waiting, seen = ["ultrascale"], set(NOT_NEEDED)
+    while waiting:
+        found = metadata.distribution(waiting.pop())
+        for text in found.requires or []:
+            name, marker = re.sub("[-_.]+", "-", REQUIRED.match(text)[0]).lower(), text.partition(";")[2]  # type: ignore[index]
+            if name not in seen and "extra" not in marker and _is_installed(name):
+                seen.add(name)
+                waiting.append(name)
+                for file in metadata.distribution(name).files or []:
+                    if file.suffix == ".py":
+                        yield str(file), Path(str(file.locate())).read_bytes()
+
+
+def _is_installed(name: str) -> bool:
+    """True if a dependency is there: one that another Python or system needs is not."""
+    try:
+        metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _compiles() -> bool:
+    return sys.version_info[:2] == PYTHON
+
+
+def _write_zip(path: Path, files: list[tuple[str, bytes]], base: str = SITE) -> None:
+    """Files by name; Python's compiled, where this Python is the page's."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as out:
+        for name, data in files:
+            if name.endswith(".py") and _compiles():
+                code = compile(data, base + name, "exec", dont_inherit=True)
+                name, data = name + "c", bytes(_code_to_hash_pyc(code, importlib.util.source_hash(data), False))
+            out.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)

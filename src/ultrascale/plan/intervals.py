@@ -62,7 +62,7 @@ of its logarithm: 1,544 runs and failures of two whole scans (the playbook's, Al
 
 
 def out_of_memory_risk(needed_bytes: float, capacity_bytes: float) -> float:
-    """Chance that a run which is predicted to need so much of a device ends out of memory."""
+    """Chance, to a millionth, that a run which is predicted to need so much of a device ends out of memory."""
     if needed_bytes <= 0:
         return 0.0
-    return 0.5 * erfc(-log(needed_bytes / capacity_bytes / FULL) / SPREAD / sqrt(2))
+    return round(0.5 * erfc(-log(needed_bytes / capacity_bytes / FULL) / SPREAD / sqrt(2)), 6)

@@ -162,7 +162,7 @@ def by_schedule(fact: Callable[[KnownSchedule], Any]) -> NDArray[Any]:
 
 def distinct(column: Column) -> Column:
     """The values that occur, none below 0; of one layout as they are. (`np.unique` would import masked arrays.)"""
-    return column if len(column) < 2 else np.flatnonzero(np.bincount(column))
+    return column if len(column) < 2 else np.flatnonzero(np.bincount(column.astype(np.intp)))
 
 
 COLUMNS = tuple(field.name for field in fields(LayoutTable) if field.name != "modes")

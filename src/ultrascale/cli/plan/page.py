@@ -30,7 +30,7 @@ def page(
     port: int = 0,
     no_browser: bool = False,
     build: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None,
-    pyodide: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None,
+    parts: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None,
 ) -> dict[str, Any]:
     """The planner in a browser: controls, memory, time, schedule, reasons.
 
@@ -40,7 +40,7 @@ def page(
 
         ultrascale page --port 8080 --no-browser
 
-        ultrascale page --build site --pyodide pyodide
+        ultrascale page --build site
 
     Serves on 127.0.0.1 only, to whoever has the link that is printed; ctrl-C ends it.
 
@@ -48,8 +48,7 @@ def page(
         port: To serve on. Default: one that is free.
         no_browser: Print the link, and open no browser.
         build: Write the page as a folder that any web server serves, and that plans in the browser, without a network.
-        pyodide: With --build: a folder with Pyodide (npm package pyodide), its wheel of NumPy and the wheels of ultrascale,
-            tyro and rich with what they need.
+        parts: With --build: a folder with the npm packages of Pyodide and NumPy. Default: npm fetches them.
     """
     return locals()
 
@@ -60,10 +59,10 @@ def command(arguments: list[str]) -> int:
     if asked["build"] is not None:
         from ultrascale.page.folder import build
 
-        print(build(Path(asked["build"]), None if asked["pyodide"] is None else Path(asked["pyodide"])))
+        print(build(Path(asked["build"]), None if asked["parts"] is None else Path(asked["parts"])))
         return 0
-    if asked["pyodide"] is not None:
-        raise SpecError([Problem("--pyodide", "is for --build, and nothing is built", "Add --build DIR, or leave it out.")])
+    if asked["parts"] is not None:
+        raise SpecError([Problem("--parts", "is for --build, and nothing is built", "Add --build DIR, or leave it out.")])
     if not 0 <= asked["port"] <= 65535:
         raise SpecError([Problem("--port", f"must be from 0 to 65535, is {asked['port']}", "Leave it out for a free one.")])
     from ultrascale.page.server import serve

@@ -1,11 +1,23 @@
 // Python in the browser: the package's own planner, asked by the same function as the server's.
-import { loadPyodide } from "./pyodide/pyodide.mjs";
+import { loadPyodide } from "./pyodide.mjs";
+
+const beside = (name) => new URL(name, self.location.href).href;
+const fetched = self.fetch.bind(self);
+// The interpreter's machine code lies there gzipped: servers of plain files do not pack it for the way.
+self.fetch = async (asked, options) => {
+  const url = String(asked.url ?? asked);
+  if (!url.endsWith(".wasm")) return fetched(asked, options);
+  const reply = await fetched(`${url}.packed`, options);
+  if (!reply.ok) return reply;
+  const unpacked = reply.body.pipeThrough(new DecompressionStream("gzip"));
+  return new Response(unpacked, { headers: { "Content-Type": "application/wasm" } });
+};
 
 const ready = (async () => {
-  const pyodide = await loadPyodide({ indexURL: new URL("./pyodide/", self.location.href).href });
-  const wheels = await (await fetch("wheels.json")).json();
-  await pyodide.loadPackage(wheels.map((name) => new URL(`./pyodide/${name}`, self.location.href).href));
-  return pyodide.runPython("import json\nfrom ultrascale.cli.page import question\nlambda asked: json.dumps(question(json.loads(asked)))");
+  const site = fetched(beside("site.zip")).then((reply) => reply.arrayBuffer());
+  const pyodide = await loadPyodide({ indexURL: beside("./"), stdLibURL: beside("stdlib.zip") });
+  pyodide.unpackArchive(await site, "zip", { extractDir: "/lib/python3.11/site-packages" });
+  return pyodide.runPython("import json\nfrom ultrascale.cli.plan.page import question\nlambda asked: json.dumps(question(json.loads(asked)))");
 })();
 
 self.onmessage = async ({ data }) => {

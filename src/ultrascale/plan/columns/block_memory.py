@@ -103,18 +103,18 @@ def _played_together(
     """[4, shapes] of shapes whose blocks make the same moves."""
     itemsize = shapes[0].itemsize
     weights = [local_weights(model, layer, shape.tp, shape.ep, shape.expert_tp) for shape in shapes]
-    hidden = np.array([shape.outer_tokens * model.hidden_size * itemsize for shape in shapes])
-    of_weights = {name: np.array([one[name] for one in weights]) for name in weights[0]}
+    hidden = np.array([shape.outer_tokens * model.hidden_size * itemsize for shape in shapes], dtype=np.int64)
+    of_weights = {name: np.array([one[name] for one in weights], dtype=np.int64) for name in weights[0]}
     part = _Part(works[0], {"hidden": hidden}, "hidden_out", hidden, of_weights, itemsize, weight_gradients(stack))
     part.cuts = shapes[0] if cuts else None
     part.results = {
-        (op.name, one.name): np.array([ops[number].makes[place].num_bytes for ops in works])
+        (op.name, one.name): np.array([ops[number].makes[place].num_bytes for ops in works], dtype=np.int64)
         for number, op in enumerate(works[0])
         for place, one in enumerate(op.makes)
     }
     part.made |= {name: num_bytes for (_, name), num_bytes in part.results.items()}
-    part.scratch = {op.name: (np.array([ops[number].scratch_bytes for ops in works]),
-                              np.array([ops[number].backward_scratch_bytes for ops in works]))
+    part.scratch = {op.name: (np.array([ops[number].scratch_bytes for ops in works], dtype=np.int64),
+                              np.array([ops[number].backward_scratch_bytes for ops in works], dtype=np.int64))
                     for number, op in enumerate(works[0])}  # fmt: skip
     found = part.measure(again, stack.selective)
     saved = found.saved_bytes

@@ -112,7 +112,7 @@ def rank_activations(
     kept = np.where(offloads, 0.0, 1.0)
 
     made = [[one.num_bytes for op in shared_work(model, shape) for one in op.makes] for shape in shapes]
-    shared = np.array(list(map(sum, made)))[shape_of]
+    shared = np.array(list(map(sum, made)), dtype=float)[shape_of]
     # Multi-token prediction goes through the same head, and its loss comes first: what it saves is there beside the other's.
     columns = np.concatenate([
         kept * blocks.saved, blocks.waits, blocks.forward_peak - blocks.saved, blocks.backward_peak - blocks.saved,

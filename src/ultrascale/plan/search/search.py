@@ -79,6 +79,11 @@ class Priced:
     def was_priced(self) -> NDArray[np.bool_]:
         return ~self.too_large & ~self.too_slow & ~self.unfit
 
+    @property
+    def num_unfit(self) -> int:
+        """Layouts that are known not to fit; whether those that are too slow would is not known."""
+        return int((~self.too_slow & ~self.fits).sum())
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -189,7 +194,7 @@ def price_all(
         some = table.take(rows)
         seconds[rows] = price_time(workload, some, cut_stages(workload, some))[0]
     waiting = waiting[np.argsort(seconds[waiting], kind="stable")]
-    kinds = np.where(table.pp > 1, table.schedule + 1, 0)
+    kinds = np.where(table.pp > 1, table.schedule + 1, 0).astype(np.intp)
     count, size = max(len(waiting), 1), FIRST if prunes else CHUNK
     while len(waiting):
         chunk, waiting = waiting[:size], waiting[size:]
@@ -258,7 +263,7 @@ def _usable(workload: Workload) -> float:
     return workload.cluster.accelerator.memory_bytes.value * (1 - MARGIN) * (1 + 1e-9)
 
 
-def _cannot_matter(priced: Priced, rows: NDArray[np.intp], kinds: NDArray[np.int64], kept: int) -> NDArray[np.bool_]:
+def _cannot_matter(priced: Priced, rows: NDArray[np.intp], kinds: NDArray[np.intp], kept: int) -> NDArray[np.bool_]:
     """True for `rows`, all of them slower than those whose memory is known, that can be neither among the `kept` fastest, nor
     among the best `EXACT` of their kind, nor on the front."""
     if np.count_nonzero(priced.fits) < kept:

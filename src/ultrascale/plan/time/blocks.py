@@ -318,7 +318,8 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
             inputs += pieces * over * attention_seconds(accelerator, **scores, dtype=wide, backward=True, kernel=kernel)
         over = 1.0 if op.kind == "loss" else workload.overheads.elementwise  # every pass of a loss is in the table
         if op.name.endswith(".quantise"):  # the law of fp8 products was measured with the cast
-            elementwise += elementwise_seconds(accelerator, op.moved_bytes * cast_bytes / NARROW_BYTES) if shares else 0.0
+            cast = elementwise_seconds(accelerator, op.moved_bytes * cast_bytes / NARROW_BYTES)
+            elementwise += cast if shares and op.moved_bytes else 0.0
         elif op.moved_bytes:
             elementwise += over * elementwise_seconds(accelerator, op.moved_bytes)
         if op.backward_moved_bytes:

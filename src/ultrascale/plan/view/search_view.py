@@ -60,7 +60,7 @@ def _summary(result: SearchResult) -> str:
     cluster = result.workload.cluster
     gpus = f"{cluster.num_accelerators}x{cluster.accelerator.name}"
     capacity = format_bytes(cluster.accelerator.memory_bytes.value)
-    slow, unfit = int(priced.too_slow.sum()), int((~priced.too_slow & ~priced.fits).sum())
+    slow = int(priced.too_slow.sum())
     lines = [
         f"  = within {TIE:.0%} of the first, {tied} with those that differ only in details: only a" if tied > 1 else "",
         "    measurement can tell them apart." if tied > 1 else "",
@@ -73,7 +73,7 @@ def _summary(result: SearchResult) -> str:
         else "",
         "  2 x 8: micro-batch size x number of them.",
         f"  {cluster.num_nodes} machines, {cluster.places_words}; {gpus}/N takes N of each." if cluster.places_words else "",
-        f"  {len(priced.fits):,} legal layouts: {unfit:,} do not fit, {slow:,} are slower and larger than others.",
+        f"  {len(priced.fits):,} legal layouts: {priced.num_unfit:,} do not fit, {slow:,} are slower and larger than others.",
         _stops_note(result.workload),
         _batch_note(result),
     ]
