@@ -16,7 +16,7 @@ PIP_FLAGS ?=
 LOCK ?= $(if $(TORCH),,locks/py311.txt)
 # One process more than cores: a good part of the tests waits, for ranks that are killed and started again.
 workers = $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
-PYTEST_FLAGS ?= -n $(workers) --dist loadfile
+PYTEST_FLAGS ?= -n $(workers) --dist loadfile --no-loadscope-reorder
 
 python := .venv/bin/python
 installed := .venv/installed$(addprefix -torch-,$(TORCH))

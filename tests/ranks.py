@@ -31,6 +31,8 @@ import torch._dynamo  # FSDP2 and optimizers load it at first use: seconds, here
 import torch.distributed as dist
 import torch.distributed.fsdp
 
+from ultrascale.launch.forked import keep_to_own_garbage, nothing_collected
+
 GRACE_SECONDS = 20.0
 """How long the other ranks may go on after one has failed; a rank blocked in a collective learns of it much sooner."""
 
@@ -61,29 +63,47 @@ def run_ranks(
     `environment` is set in every rank before `fn` runs. Collectives time out with the test. `failures="return"` puts a
     `RankError` in the place of a failed rank's result instead of raising the first one; that is for tests that kill ranks.
     """
+    options = (timeout_seconds, environment or {})
+    outcomes, order = _run_once(world, fn, arguments, *options)
+    if failures == "raise" and _only_missed_each_other(outcomes):
+        outcomes, order = _run_once(world, fn, arguments, *options)
+    failed = [outcomes[rank] for rank in order if isinstance(outcomes[rank], RankError)]
+    if failed and failures == "raise":
+        raise next((error for error in failed if error.kind == "died"), failed[0])
+    return outcomes
+
+
+def _only_missed_each_other(outcomes: list[Any]) -> bool:
+    """True if no rank failed but in connecting to others: with thousands of ports opened and closed on one machine gloo now and
+    then meets one that is just being closed."""
+    failed = [one for one in outcomes if isinstance(one, RankError)]
+    return bool(failed) and all("connectFullMesh failed" in one.text for one in failed)
+
+
+def _run_once(
+    world: int, fn: Callable[..., Any], arguments: tuple[Any, ...], timeout_seconds: float, environment: dict[str, str]
+) -> tuple[list[Any], list[int]]:
+    """Every rank's result or `RankError`, and the ranks in the order in which they ended."""
     context: Any = multiprocessing.get_context("forkserver" if torch.cuda.is_available() else "fork")
     context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp"])
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         store = os.path.join(folder, "store")
         ends, processes = [], []
-        for rank in range(world):
-            receiving, sending = context.Pipe(duplex=False)
-            work = (rank, world, store, timeout_seconds, environment or {}, fn, arguments)
-            process = context.Process(target=_rank_main, args=(sending, *work), name=f"rank-{rank}", daemon=True)
-            process.start()
-            sending.close()
-            ends.append(receiving)
-            processes.append(process)
+        with nothing_collected():
+            for rank in range(world):
+                receiving, sending = context.Pipe(duplex=False)
+                work = (rank, world, store, timeout_seconds, environment, fn, arguments)
+                process = context.Process(target=_rank_main, args=(sending, *work), name=f"rank-{rank}", daemon=True)
+                process.start()
+                sending.close()
+                ends.append(receiving)
+                processes.append(process)
         try:
-            outcomes, order = _collect(ends, processes, timeout_seconds)
+            return _collect(ends, processes, timeout_seconds)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
-    failed = [outcomes[rank] for rank in order if isinstance(outcomes[rank], RankError)]
-    if failed and failures == "raise":
-        raise next((error for error in failed if error.kind == "died"), failed[0])
-    return outcomes
 
 
 def _rank_main(
@@ -96,6 +116,7 @@ def _rank_main(
     fn: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
+    keep_to_own_garbage()
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}

@@ -93,6 +93,9 @@ def test_a_rank_does_not_collect_its_parents_garbage():
     try:
         Threaded()
         run_forked(2, collect)
+        assert not gc.isenabled()
     finally:
         gc.enable()
-    assert gc.get_freeze_count() == 0
+    frozen = gc.get_freeze_count()
+    run_forked(2, collect)
+    assert gc.isenabled() and gc.get_freeze_count() == frozen

@@ -14,7 +14,8 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,9 @@ def run_forked(world: int, function: Callable[..., Any], *arguments: Any) -> lis
             context.Process(target=_rank_main, args=(folder, rank, world, function, arguments), daemon=True)
             for rank in range(world)
         ]
-        gc.freeze()  # the caller's garbage is not a rank's to collect: stores of torch's join threads, which are not forked
-        try:
+        with nothing_collected():
             for process in processes:
                 process.start()
-        finally:
-            gc.unfreeze()
         try:
             waiting = {process.sentinel: rank for rank, process in enumerate(processes)}
             while waiting:
@@ -60,6 +58,25 @@ def run_forked(world: int, function: Callable[..., Any], *arguments: Any) -> lis
                 process.kill()
                 process.join()
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Fork inside: until it calls `keep_to_own_garbage`, no process collects what it has from its caller."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def keep_to_own_garbage() -> None:
+    """Leave all that was there before the fork alone: stores of torch's wait for threads, which are not forked, and looking at
+    all of a large process copies it."""
+    gc.freeze()
+    gc.enable()
 
 
 def _first_cause(folder: Path, failed: int, processes: list[Any]) -> str:
@@ -84,6 +101,7 @@ def _ending(exit_code: int) -> str:
 
 
 def _rank_main(folder: Path, rank: int, world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    keep_to_own_garbage()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told as well, and ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
