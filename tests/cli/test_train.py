@@ -40,7 +40,7 @@ def test_a_run_is_trained_and_its_end_told_as_json(run_file, capsys):
     told = capsys.readouterr()
     summary = json.loads(told.out)  # nothing else is there
     assert f"step {STEPS}/{STEPS}  loss" in told.err
-    assert summary["finished"] and summary["last"]["step"] == STEPS - 1
+    assert summary["finished"] and summary["last"]["step"] == STEPS
     assert resolve(run_file.parent / "small").run.optimizer.learning_rate == 1e-3
 
 
@@ -187,5 +187,5 @@ def test_of_ranks_that_are_started_too_only_json_goes_to_stdout(run_file):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["last"]["step"] == STEPS - 1
+    assert json.loads(done.stdout)["last"]["step"] == STEPS
     assert f"step {STEPS}/{STEPS}  loss" in done.stderr

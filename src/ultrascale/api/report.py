@@ -68,7 +68,7 @@ class Report:
         found = figure(repr(self))
         axes = found.add_subplot()
         rows = [row for row in self.metrics() if row.get("train/loss") is not None]
-        axes.plot([row["step"] + 1 for row in rows], [row["train/loss"] for row in rows], linewidth=1.4)
+        axes.plot([row["step"] for row in rows], [row["train/loss"] for row in rows], linewidth=1.4)
         axes.set_xlabel("step")
         axes.set_ylabel("loss, nats per token")
         return found

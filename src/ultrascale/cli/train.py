@@ -25,6 +25,7 @@ from ultrascale.description.rank_environment import expect_rank_environment, tol
 from ultrascale.description.run import Run
 from ultrascale.launch.apart import launch_islands
 from ultrascale.plan.memory.replay import num_micro_batches
+from ultrascale.run_rows import event_line
 from ultrascale.schedules.for_layout import schedule_of
 from ultrascale.storage import url_of
 from ultrascale.train.folder.own_island import of_own_island, where_they_meet
@@ -199,7 +200,7 @@ def _launch(run: Run, max_restarts: int, flags: tuple[str, ...], island: int | N
             max_restarts=max_restarts,
             say=say,
             progress=folder.progress,
-            record=lambda event: _append(folder, "events.jsonl", json_module.dumps(event)),
+            record=lambda event: _append(folder, "events.jsonl", event_line(event)),
             keep=folder.path,
             grace=grace_seconds(run),
         )

@@ -10,6 +10,7 @@ from ultrascale.description.parsing import parse_json
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.launch.events import event_of, read_rows
 from ultrascale.measure.run_marks import Mark, marks_of
+from ultrascale.run_rows import metric_row
 
 INK, GRID = "#22272e", "#e3e6ea"
 LINE, SECOND = "#3b6fb6", "#d1603d"
@@ -97,16 +98,15 @@ def last_timed_start(folder: Path, rows: Sequence[Mapping[str, Any]]) -> int:
     events = folder / "events.jsonl"
     found = map(event_of, read_rows(events) if events.is_file() else ())
     starts = [event.step for event in found if event is not None and event.kind == "start" and event.step is not None]
-    last = max((row["step"] for row in rows if row.get("perf/tokens_per_s") is not None), default=-1)
-    return next((step for step in reversed(starts) if step <= last), 0)
+    last = max((row["step"] for row in rows if row.get("perf/tokens_per_s") is not None), default=0)
+    return next((step for step in reversed(starts) if step < last), 0)
 
 
 def _row_of(line: bytes) -> dict[str, Any] | None:
     try:
-        row = parse_json(line)
+        return metric_row(parse_json(line))
     except ValueError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def plot_loss(
@@ -229,8 +229,8 @@ def _validation_name(key: str) -> str:
 
 
 def _series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps, counted from 1 as the log does, and values of the rows that have one; of a step written twice the later."""
-    values = {int(row["step"]) + 1: float(row[key]) for row in rows if row.get(key) is not None}
+    """Steps and values of the rows that have one; of a step written twice the later."""
+    values = {int(row["step"]): float(row[key]) for row in rows if row.get(key) is not None}
     return sorted(values), [values[step] for step in sorted(values)]
 
 

@@ -242,7 +242,7 @@ def _point(words: str, x: float, y: float, text: Any) -> dict[str, Any]:
 
 def _series(metrics: Sequence[Mapping[str, Any]], key: str, text: str) -> dict[str, Any]:
     """A series of points: of a step that was run twice the later run; a long line is thinned evenly."""
-    known = {int(row["step"]) + 1: float(row[key]) for row in metrics if isinstance(row.get(key), int | float)}
+    known = {int(row["step"]): float(row[key]) for row in metrics if isinstance(row.get(key), int | float)}
     steps = sorted(step for step, value in known.items() if abs(value) < float("inf"))
     kept = steps[:: -(-len(steps) // MOST_POINTS) or 1]
     return {"name": key, "points": [[step, known[step], text.format(known[step])] for step in kept]}
