@@ -1,7 +1,8 @@
-"""Rows of a run's `metrics.jsonl` and `events.jsonl`, as they are written, and as one of them is read.
+"""JSON of a run's folder: rows of `metrics.jsonl` and `events.jsonl`, and whole files. Each names the schema that it follows.
 
-`step` of a row is the number of steps done: 1 in the row of the first step, as the log and checkpoints count. Rows of earlier
-releases have no `schema`. Their events count alike; their metrics counted steps from 0, and are read as if they were new.
+`step` of a row is the number of steps done: 1 in the row of the first step, as the log and checkpoints count. What an earlier
+release wrote has no `schema`. Its events count alike; its metrics and the timelines of its `memory.json` counted steps from 0,
+and are read as if they were new.
 """
 
 from __future__ import annotations
@@ -11,6 +12,21 @@ from collections.abc import Mapping
 from typing import Any
 
 METRICS, EVENTS = "ultrascale/metrics/1", "ultrascale/events/1"
+
+
+def document(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The contents of `KIND.json` in a run's folder."""
+    return {"schema": f"ultrascale/run-{kind}/1", **values}
+
+
+def memory_document(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The contents of a memory.json, as parsed."""
+    if "schema" in value:
+        return dict(value)
+    lifted = {
+        key: [row | {"step": row["step"] + 1} for row in rows] for key, rows in value.items() if key.endswith("_timeline")
+    }
+    return document("memory", {**value, **lifted})
 
 
 def metric_line(step: int, values: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from ultrascale.description.parsing import parse_json
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.launch.events import event_of, read_rows
 from ultrascale.measure.run_marks import Mark, marks_of
-from ultrascale.run_rows import metric_row
+from ultrascale.run_rows import memory_document, metric_row
 
 INK, GRID = "#22272e", "#e3e6ea"
 LINE, SECOND = "#3b6fb6", "#d1603d"
@@ -87,8 +87,8 @@ def read_memory(folder: Path) -> dict[str, Any]:
     try:
         memory = parse_json(path.read_bytes()) if path.exists() else {}
         if isinstance(memory, dict):
-            return memory
-    except ValueError:
+            return memory_document(memory)
+    except (ValueError, TypeError, KeyError):
         pass
     raise SpecError([Problem(str(path), "is not what a run wrote there", "Remove it: the report then has no memory.")])
 
@@ -216,7 +216,7 @@ def _draw_memory(axes: Any, rows: Sequence[Mapping[str, Any]], shown: Sequence[s
     for index, row in enumerate(rows):
         if index == 0 or row["step"] != rows[index - 1]["step"]:
             axes.axvline(index, color=INK, linewidth=0.6, alpha=0.5)
-            axes.text(index + len(rows) * 0.006, top * 0.985, f"step {row['step'] + 1}", fontsize=8, color=INK, va="top")
+            axes.text(index + len(rows) * 0.006, top * 0.985, f"step {row['step']}", fontsize=8, color=INK, va="top")
     axes.set_xlim(0, len(rows) - 1)
     axes.set_ylim(0, top)
     axes.set_xticks([])

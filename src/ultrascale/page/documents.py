@@ -39,14 +39,14 @@ def trace_document(found: Mapping[str, Any]) -> Document:
     """The page of `ultrascale trace --json` of one rank."""
     compared, timeline = found["comparison"], found["timeline"]
     names = [name for name in COLOURS if any(row["bytes"].get(name) for row in timeline)]
-    marks = [{"at": 0, "text": f"step {timeline[0]['step'] + 1}"}] if timeline else []
+    marks = [{"at": 0, "text": f"step {timeline[0]['step']}"}] if timeline else []
     marks += [
-        {"at": at, "text": f"step {row['step'] + 1}"}
+        {"at": at, "text": f"step {row['step']}"}
         for at, (before, row) in enumerate(pairwise(timeline), start=1)
         if before["step"] != row["step"]
     ]
     facts = [
-        ("Live at the peak", format_bytes(found["peak_bytes"]), f"step {found['step'] + 1}"),
+        ("Live at the peak", format_bytes(found["peak_bytes"]), f"step {found['step']}"),
         ("Reserved by the allocator", format_bytes(found["reserved_bytes"]), found["device"]),
         ("Rank", f"{found['rank']:,} of {found['world']:,}", ""),
         ("Micro-batches", f"{found['micro_batches']:,}", f"{found['micro_batches_traced']:,} traced"),

@@ -15,6 +15,7 @@ from ultrascale.launch.events import longest_seconds
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.time_limits import START_SECONDS
 from ultrascale.plan.report import plan_run
+from ultrascale.run_rows import document
 from ultrascale.train.corpora import build_loader, expect_one_tokenizer, validation_loaders
 from ultrascale.train.evaluate import HeldOut
 from ultrascale.train.folder.export import keep_tokenizer
@@ -68,8 +69,8 @@ def begin(
     if ranks.is_first and trainer.steps_done <= run.steps:
         folder.write_text("run.toml", to_toml(run))
         keep_tokenizer(run)
-        folder.write_json("environment.json", environment())
-        folder.write_json("plan.json", plan_run(run, cluster_of(run, ranks.device)).to_json())
+        folder.write_json("environment.json", document("environment", environment()))
+        folder.write_json("plan.json", document("plan", plan_run(run, cluster_of(run, ranks.device)).to_json()))
         folder.forget_metrics_after(trainer.steps_done)
     metrics = Metrics(run, folder, first_step=trainer.steps_done, writes=ranks.is_first)
     metrics.has_console = ranks.island == 0  # each has its log.txt
