@@ -49,7 +49,7 @@ def test_a_run_goes_on_in_its_folder_also_after_that_was_renamed(run_file, tmp_p
     (tmp_path / "small").rename(tmp_path / "renamed")
     assert train(tmp_path / "renamed", "--steps", "12") == 0
     assert "resumed from" in capsys.readouterr().out
-    assert [step for step, *_ in curve(small_run(tmp_path, name="renamed"))] == list(range(STEPS))
+    assert [step for step, *_ in curve(small_run(tmp_path, name="renamed"))] == list(range(1, STEPS + 1))
     assert not (tmp_path / "small").exists()
 
 

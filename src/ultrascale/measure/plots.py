@@ -114,16 +114,29 @@ def plot_loss(
 ) -> Path:
     """Training loss by step, faint, and smoothed over it; validation losses as points, `reference` as a dashed line."""
     figure, axes = new_figure("Loss", "step", "nats per token")
-    steps, losses = _series(rows, "train/loss")
-    axes.plot(steps, losses, color=LINE, linewidth=0.8, alpha=0.35)
-    axes.plot(steps, smoothed(losses), color=LINE, linewidth=1.8, label="training, smoothed")
+    draw_loss(axes, rows, marks, reference=reference)
+    return save_figure(figure, path)
+
+
+def draw_loss(
+    axes: Any, rows: Sequence[Mapping[str, Any]], marks: Sequence[Mark], *, reference: tuple[str, float] | None = None
+) -> None:
+    """Draw on `axes` what `plot_loss` does."""
+    steps = _draw_smoothed(axes, rows, "train/loss", "training, smoothed")
     for key in sorted({key for row in rows for key in row if key.startswith("val/") and key.endswith("loss")}):
         axes.plot(*_series(rows, key), color=SECOND, marker="o", markersize=4, linewidth=1.2, label=_validation_name(key))
     if reference is not None:
         axes.axhline(reference[1], color=INK, linewidth=1, linestyle=(0, (4, 3)), label=f"{reference[0]}, {reference[1]:.2f}")
-    _draw_marks(axes, marks, steps[-1])
+    _draw_marks(axes, marks, max(steps, default=0))
     axes.legend(frameon=False)
-    return save_figure(figure, path)
+
+
+def _draw_smoothed(axes: Any, rows: Sequence[Mapping[str, Any]], key: str, label: str) -> list[int]:
+    """Values by step, faint, and smoothed over them. Returns the steps."""
+    steps, values = _series(rows, key)
+    axes.plot(steps, values, color=LINE, linewidth=0.8, alpha=0.35)
+    axes.plot(steps, smoothed(values), color=LINE, linewidth=1.8, label=label)
+    return steps
 
 
 def smoothed(values: Sequence[float], share: float = 0.02) -> list[float]:
@@ -147,13 +160,14 @@ def _draw_marks(axes: Any, marks: Sequence[Mark], last: int) -> None:
 def plot_tokens_per_second(
     rows: Sequence[Mapping[str, Any]], path: Path, *, since: int = 0, marks: Sequence[Mark] = ()
 ) -> Path:
-    """Tokens per second by step, and their median after `since` steps: before it the run may have had another layout."""
+    """Tokens per second by step, faint, smoothed over it, and their median after `since` steps: before it the run may have had
+    another layout."""
     from statistics import median
 
     figure, axes = new_figure("Throughput", "step", "tokens per second")
     steps, rates = _series(rows, "perf/tokens_per_s")
     middle = median(rate for step, rate in zip(steps, rates, strict=True) if step > since)
-    axes.plot(steps, rates, color=LINE, linewidth=1.2, alpha=0.85)
+    _draw_smoothed(axes, rows, "perf/tokens_per_s", "smoothed")
     label = f"median {middle:,.0f}" + (f" after step {since:,}" if since else "")
     axes.plot([max(since + 1, steps[0]), steps[-1]], [middle, middle], color=SECOND, linewidth=1.2, label=label)
     axes.set_ylim(0, max(rates) * 1.15)

@@ -10,6 +10,7 @@ from ultrascale.config.resolve import to_toml
 from ultrascale.config.rules.run_rules import run_notes
 from ultrascale.config.rules.time_limits import grace_notes
 from ultrascale.data.loader import Loader
+from ultrascale.description.layout import Layout
 from ultrascale.description.run import Run
 from ultrascale.launch.events import longest_seconds
 from ultrascale.parallel.mesh import Ranks
@@ -119,7 +120,8 @@ def _tell(trainer: Trainer, folder: RunFolder, metrics: Metrics, found: Search, 
     """Say where the run begins, and what was found on the way there."""
     run, resumed = trainer.run, None if found.folder is None else found.folder.name
     damaged = [one.folder.name for one in found.rejected]
-    metrics.event("start", step=trainer.steps_done, world=trainer.ranks.world, checkpoint=resumed, damaged=damaged)
+    ranks = {"world": trainer.ranks.world, "layout": _layout_words(run.layout)}
+    metrics.event("start", step=trainer.steps_done, **ranks, checkpoint=resumed, damaged=damaged)
     for note in (*run_notes(run), *grace_notes(run, os.environ)):
         metrics.line(f"note: {note}")
     for rescued in folder.rescued() if found.folder is None else ():
@@ -132,3 +134,10 @@ def _tell(trainer: Trainer, folder: RunFolder, metrics: Metrics, found: Search, 
         metrics.line(f"resumed from {found.folder} at step {trainer.steps_done}")
         for change in changes_since(found.folder, run):
             metrics.line(change)
+
+
+def _layout_words(layout: Layout) -> list[str]:
+    """The layout as pictures tell a change of it; each time the same parts."""
+    recompute = " + ".join(layout.recompute_blocks) or layout.recompute
+    axes = layout.axes_words or "one rank"
+    return [axes, layout.zero_words, f"micro-batch {layout.micro_batch_size}", f"recompute {recompute}", layout.precision]
