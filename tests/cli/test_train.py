@@ -40,6 +40,7 @@ def test_a_run_is_trained_and_its_end_told_as_json(run_file, capsys):
     told = capsys.readouterr()
     summary = json.loads(told.out)  # nothing else is there
     assert f"step {STEPS}/{STEPS}  loss" in told.err
+    assert told.err.splitlines()[-1].endswith(f": ultrascale report {run_file.parent / 'small'}")
     assert summary["finished"] and summary["last"]["step"] == STEPS
     assert resolve(run_file.parent / "small").run.optimizer.learning_rate == 1e-3
 

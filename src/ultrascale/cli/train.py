@@ -9,6 +9,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import tyro
@@ -73,6 +74,8 @@ def command(arguments: list[str]) -> int:
     parsed, rest = parse_with_overrides(train, "train", arguments)
     with console.stdout_on_stderr() if parsed[-1] else nullcontext():
         run, code = _trained(*parsed[:-1], rest)
+        if code == 0 and told_rank(os.environ) == 0 and (folder := RunFolder.of(run)).metrics.exists():
+            console.put(f"its loss, speed and memory, drawn and in numbers: ultrascale report {quote(str(folder.path))}")
     if parsed[-1] and told_rank(os.environ) == 0:
         console.put(json_module.dumps(stamped("train", _summary(run, code))))
     return code

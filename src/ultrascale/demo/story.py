@@ -296,6 +296,7 @@ def _close(demo: Demo) -> None:
     screen.say(f"\n[dim]{format_seconds(seconds)} in all, {format_seconds(cpu)} of CPU time. Seconds by stage: {spent}[/]\n")
     screen.say(f"Everything is in [bold]{demo.folder}[/]. To look around:")
     screen.command("show", str(demo.run_file))
+    screen.command("report", str(demo.run_folder))
     screen.command("checkpoint", "list", str(demo.run_folder))
     screen.command("generate", str(demo.run_folder), "--prompt", "import ")
     screen.say("\nNext, your own text: a folder of files, and the same run on it.")
