@@ -302,7 +302,9 @@ def test_the_end_names_the_commands_to_go_on_with(in_tmp):
     demo = Demo(Path("."), screen())
     story._close(demo)
     told = printed(demo.screen)
-    assert all(f"ultrascale {words}" in told for words in ("show run.toml", "report run", "checkpoint list run", "generate run"))
+    assert all(
+        f"ultrascale {words}" in told for words in ("show run.toml", "report run", "checkpoint list run", "generate run")
+    )
 
 
 # The command and the screen

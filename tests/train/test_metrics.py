@@ -139,7 +139,7 @@ def test_a_row_torn_by_a_crash_and_rows_to_be_done_again_are_dropped(home):
     with open(folder.metrics, "ab") as file:
         file.write(b'\xff{"st\n{"step": 4, "trai')
     assert [row["step"] for row in folder.metric_rows()] == [1, 2, 3]
-    folder.forget_metrics_after(2)
+    folder.forget_metrics_from(2)
     assert folder.metrics.read_text() == "".join(whole.splitlines(keepends=True)[:2])
 
 

@@ -275,8 +275,9 @@ class RunFolder:
         rows = read_rows(self.metrics) if self.metrics.exists() else ()
         return [row for row in map(metric_row, rows) if row is not None]
 
-    def forget_metrics_after(self, steps_done: int) -> None:
-        """Drop rows of steps that will be done again, and a row torn by a crash, so that every step stands there once."""
+    def forget_metrics_from(self, steps_done: int) -> None:
+        """Drop rows of steps after `steps_done`, which will be done again, and a row torn by a crash, so that every step stands
+        there once."""
         if not self.metrics.exists():
             return
         kept = [json.dumps(row) for row in self.metric_rows() if row["step"] <= steps_done]

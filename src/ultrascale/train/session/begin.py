@@ -72,7 +72,7 @@ def begin(
         keep_tokenizer(run)
         folder.write_json("environment.json", document("environment", environment()))
         folder.write_json("plan.json", document("plan", plan_run(run, cluster_of(run, ranks.device)).to_json()))
-        folder.forget_metrics_after(trainer.steps_done)
+        folder.forget_metrics_from(trainer.steps_done)
     metrics = Metrics(run, folder, first_step=trainer.steps_done, writes=ranks.is_first)
     metrics.has_console = ranks.island == 0  # each has its log.txt
     _tell(trainer, folder, metrics, found, [*data_lines, *[joined] * bool(joined)])

@@ -36,7 +36,7 @@ class Rewind(LoopObserver):
                 raise error
             restore_newest(trainer, session.folder.checkpoints, allow_changes=True)
         if session.ranks.is_first:
-            session.folder.forget_metrics_after(trainer.steps_done)
+            session.folder.forget_metrics_from(trainer.steps_done)
         heartbeat.steps_done(trainer.steps_done)
         saves.restored(trainer.steps_done)
         session.has_stepped = False
