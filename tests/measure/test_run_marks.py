@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -67,6 +68,14 @@ def test_marks_and_the_smoothed_loss_are_drawn(tmp_path, monkeypatch):
     assert [text.get_text() for text in axes.texts] == ["killed"]
     raw, smooth = (line.get_ydata() for line in axes.lines[:2])
     assert max(raw) - min(raw) == 1.0 and max(smooth[2:-2]) - min(smooth[2:-2]) < 0.3
+
+
+def test_a_mark_that_is_longer_than_the_picture_is_high_leaves_the_curve_its_room(tmp_path):
+    rows = [{"step": step, "train/loss": 5.0} for step in range(1, 101)]
+    long = "resumed as tp2, ZeRO 0, micro-batch 4, recompute full (was dp2, ZeRO 1, micro-batch 1, recompute none)"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib's, that axes have collapsed
+        plot_loss(rows, tmp_path / "loss.png", marks=[Mark(46, f"stopped, {long}")])
 
 
 def test_the_speed_is_drawn_faint_and_smoothed_over_that(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from ultrascale.description.parsing import parse_json
@@ -19,6 +20,8 @@ COLORS = {
     "temporary": "#a5d0a8", "communication": "#d1603d", "other": "#a9b0b8",
 }  # fmt: skip
 GIB, MIB = 2**30, 2**20
+MARK_LETTERS = 50
+"""Most letters of a line of a mark, which stands upright in the axes."""
 
 
 def plot_run(
@@ -151,10 +154,11 @@ def _draw_marks(axes: Any, marks: Sequence[Mark], last: int) -> None:
     for mark in marks:
         if 0 < mark.step < last:
             axes.axvline(mark.step, color=INK, linewidth=0.9, linestyle=":")
-            axes.annotate(
-                mark.text, (mark.step, 1.0), xycoords=("data", "axes fraction"), xytext=(3, -4), textcoords="offset points",
-                rotation=90, va="top", fontsize=7, color=INK,
+            told = axes.annotate(
+                fill(mark.text, MARK_LETTERS), (mark.step, 1.0), xycoords=("data", "axes fraction"), xytext=(3, -4),
+                textcoords="offset points", rotation=90, va="top", fontsize=7, color=INK,
             )  # fmt: skip
+            told.set_in_layout(False)  # else a long one takes the room of the axes
 
 
 def plot_tokens_per_second(

@@ -41,7 +41,7 @@ const DRAWN = {
     const [low, high, first, last] = [find(1, 1), find(1, -1), find(0, 1), find(0, -1)];
     const { picture, x, y, left, base } = frame(width, 260, title, first[0], last[0], low[1], high[1]);
     const colour = (index) => (index > part.series.findIndex((one) => !one.faint) ? 6 : 0);
-    for (const mark of part.marks.filter((one) => one.at > first[0] && one.at < last[0])) picture.append(make("line", { class: "mark", x1: x(mark.at), x2: x(mark.at), y1: 12, y2: base }), make("text", { transform: `translate(${(x(mark.at) + 11).toFixed(1)} 14) rotate(90)` }, mark.text));
+    for (const mark of part.marks.filter((one) => one.at > first[0] && one.at < last[0])) picture.append(make("line", { class: "mark", x1: x(mark.at), x2: x(mark.at), y1: 12, y2: base }), ...mark.text.match(/.{1,32}(?= |$)/g).reverse().map((line, number) => make("text", { transform: `translate(${(x(mark.at) + 4 + 13 * number).toFixed(1)} 14) rotate(90)` }, line.trim())));
     part.series.forEach((one, index) => picture.append(make("path", { class: `line l${colour(index)}${one.faint ? " faint" : ""}`, d: `M${one.points.map((point) => `${x(point[0]).toFixed(1)} ${y(point[1]).toFixed(1)}`).join("L")}` })));
     picture.append(make("text", { class: "end", x: left - 6, y: y(high[1]) + 8 }, high[2]), make("text", { class: "end", x: left - 6, y: y(low[1]) }, low[2]),
       make("text", { x: left, y: base + 18 }, `step ${first[0].toLocaleString("en")}`), make("text", { class: "end", x: width - 12, y: base + 18 }, `step ${last[0].toLocaleString("en")}`));
