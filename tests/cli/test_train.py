@@ -40,7 +40,8 @@ def test_a_run_is_trained_and_its_end_told_as_json(run_file, capsys):
     told = capsys.readouterr()
     summary = json.loads(told.out)  # nothing else is there
     assert f"step {STEPS}/{STEPS}  loss" in told.err
-    assert summary["finished"] and summary["last"]["step"] == STEPS - 1
+    assert told.err.splitlines()[-1].endswith(f": ultrascale report {run_file.parent / 'small'}")
+    assert summary["finished"] and summary["last"]["step"] == STEPS
     assert resolve(run_file.parent / "small").run.optimizer.learning_rate == 1e-3
 
 
@@ -49,7 +50,7 @@ def test_a_run_goes_on_in_its_folder_also_after_that_was_renamed(run_file, tmp_p
     (tmp_path / "small").rename(tmp_path / "renamed")
     assert train(tmp_path / "renamed", "--steps", "12") == 0
     assert "resumed from" in capsys.readouterr().out
-    assert [step for step, *_ in curve(small_run(tmp_path, name="renamed"))] == list(range(STEPS))
+    assert [step for step, *_ in curve(small_run(tmp_path, name="renamed"))] == list(range(1, STEPS + 1))
     assert not (tmp_path / "small").exists()
 
 
@@ -187,5 +188,5 @@ def test_of_ranks_that_are_started_too_only_json_goes_to_stdout(run_file):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["last"]["step"] == STEPS - 1
+    assert json.loads(done.stdout)["last"]["step"] == STEPS
     assert f"step {STEPS}/{STEPS}  loss" in done.stderr

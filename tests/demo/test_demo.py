@@ -178,8 +178,9 @@ TRAINS_AND_SURVIVES = """
 import json, pathlib, signal, subprocess, sys, time
 folder = pathlib.Path(sys.argv[1])
 def row(step, loss):
+    values = {"schema": "ultrascale/metrics/1", "step": step + 1, "time": time.time(), "train/loss": loss}
     with open(folder / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"step": step, "time": time.time(), "train/loss": loss}) + "\\n")
+        file.write(json.dumps(values) + "\\n")
 def start(step):
     with open(folder / "events.jsonl", "a") as file:
         file.write(json.dumps({"event": "start", "step": step}) + "\\n")
@@ -278,7 +279,7 @@ def test_a_planted_fault_that_is_missed_fails_the_claim(in_tmp, monkeypatch):
 @pytest.mark.parametrize(("loss", "verdict"), [(4.3, "holds"), (5.5, "fails")])
 def test_the_loss_must_be_a_nat_below_the_unigram_entropy(loss, verdict):
     demo = Demo(Path("demo"), screen())
-    _loss(demo, [{"step": 0, "train/loss": 7.9}, {"step": 1, "train/loss": 5.0, "val/loss": loss}], 6.2)
+    _loss(demo, [{"step": 1, "train/loss": 7.9}, {"step": 2, "train/loss": 5.0, "val/loss": loss}], 6.2)
     assert demo.claims[0].verdict == verdict
     assert "6.20" in printed(demo.screen)
 
@@ -295,6 +296,15 @@ def test_without_matplotlib_the_plots_are_skipped_and_say_what_to_install(monkey
     story._plots(demo, [], {}, 6.2)
     assert demo.claims[0].verdict == "skipped"
     assert "pip install matplotlib" in printed(demo.screen)
+
+
+def test_the_end_names_the_commands_to_go_on_with(in_tmp):
+    demo = Demo(Path("."), screen())
+    story._close(demo)
+    told = printed(demo.screen)
+    assert all(
+        f"ultrascale {words}" in told for words in ("show run.toml", "report run", "checkpoint list run", "generate run")
+    )
 
 
 # The command and the screen

@@ -98,7 +98,7 @@ def test_of_four_nodes_one_dies_three_go_on_and_it_comes_back_in_the_same_order_
                 os.kill(pid, signal.SIGTERM)
         wait_until(lambda: not any(node.processes() for node in nodes), run)
     done = steps_done(run)
-    assert [row[0] for row in curve(run)] == list(range(done))
+    assert [row[0] for row in curve(run)] == list(range(1, done + 1))
     expect_every_sequence_once_a_step(tmp_path, done)
     expect_bits_of_ranks_told_to(run, done)
 

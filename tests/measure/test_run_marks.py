@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import warnings
+from dataclasses import replace
 
 import pytest
+from train.small_runs import make_corpus, small_run, stop_at, train_ranks
 
+import ultrascale as us
 from ultrascale.demo.picture import loss_curve
-from ultrascale.measure.plots import plot_loss, smoothed
+from ultrascale.description.layout import Layout
+from ultrascale.measure.plots import plot_loss, plot_tokens_per_second, smoothed
 from ultrascale.measure.run_marks import Mark, marks_of
+from ultrascale.run_rows import metric_line
 
 EVENTS = [
     {"event": "start", "step": 0, "world": 2, "time": 0.0},
@@ -25,6 +31,30 @@ def test_a_kill_a_resume_and_a_change_of_ranks_are_marked_at_their_steps(tmp_pat
     assert marks_of(tmp_path) == told
 
 
+@pytest.mark.parametrize(
+    "layout, told",
+    [
+        (["tp2", "ZeRO 1", "micro-batch 2"], "resumed as tp2 (was dp2)"),
+        (["one rank", "ZeRO 0", "micro-batch 2"], "resumed as one rank, ZeRO 0 (was dp2, ZeRO 1)"),
+        (["dp2", "ZeRO 1", "micro-batch 2"], "resumed"),
+        (None, "resumed on 1 rank (was 2)"),
+    ],
+)
+def test_a_change_of_layout_is_marked_also_where_the_ranks_are_as_many(tmp_path, layout, told):
+    before = {"event": "start", "step": 0, "world": 2, "time": 0.0, "layout": ["dp2", "ZeRO 1", "micro-batch 2"]}
+    after = {"event": "start", "step": 7, "world": 1, "time": 1.0} | ({} if layout is None else {"layout": layout})
+    (tmp_path / "events.jsonl").write_text(f"{json.dumps(before)}\n{json.dumps(after)}\n")
+    assert marks_of(tmp_path) == [Mark(7, told)]
+
+
+def test_a_run_that_goes_on_in_another_layout_says_so_in_its_events(tmp_path):
+    make_corpus(tmp_path / "tokens")
+    run = small_run(tmp_path, layout=Layout(dp=2))
+    train_ranks(run, before_step=stop_at(5))
+    train_ranks(replace(run, layout=Layout(tp=2, micro_batch_size=2)))
+    assert marks_of(tmp_path / "small") == [Mark(5, "stopped, resumed as tp2, micro-batch 2 (was dp2, micro-batch 1)")]
+
+
 def test_a_run_without_events_has_no_marks(tmp_path):
     assert marks_of(tmp_path) == []
 
@@ -38,6 +68,34 @@ def test_marks_and_the_smoothed_loss_are_drawn(tmp_path, monkeypatch):
     assert [text.get_text() for text in axes.texts] == ["killed"]
     raw, smooth = (line.get_ydata() for line in axes.lines[:2])
     assert max(raw) - min(raw) == 1.0 and max(smooth[2:-2]) - min(smooth[2:-2]) < 0.3
+
+
+def test_a_mark_that_is_longer_than_the_picture_is_high_leaves_the_curve_its_room(tmp_path):
+    rows = [{"step": step, "train/loss": 5.0} for step in range(1, 101)]
+    long = "resumed as tp2, ZeRO 0, micro-batch 4, recompute full (was dp2, ZeRO 1, micro-batch 1, recompute none)"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib's, that axes have collapsed
+        plot_loss(rows, tmp_path / "loss.png", marks=[Mark(46, f"stopped, {long}")])
+
+
+def test_the_speed_is_drawn_faint_and_smoothed_over_that(tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr("ultrascale.measure.plots.save_figure", lambda figure, path: drawn.setdefault("axes", figure.axes[0]))
+    rows = [{"step": step, "perf/tokens_per_s": 100.0 + step % 2} for step in range(1, 101)]
+    plot_tokens_per_second(rows, tmp_path / "tokens_per_second.png", marks=[Mark(46, "killed")])
+    raw, smooth, middle = drawn["axes"].lines[:3]
+    assert list(smooth.get_ydata()) == smoothed(list(raw.get_ydata())) and middle.get_label() == "median 100"
+    assert [text.get_text() for text in drawn["axes"].texts] == ["killed"]
+
+
+def test_a_report_draws_the_loss_as_the_pictures_do(tmp_path):
+    """`report().plot()`: marked and smoothed."""
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in EVENTS))
+    rows = [metric_line(step, {"train/loss": 5.0 - step % 2}) for step in range(1, 101)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    axes = us.report(tmp_path).plot().axes[0]
+    assert [text.get_text() for text in axes.texts] == ["resumed", "killed", "stopped, resumed on 4 ranks (was 2)"]
+    assert list(axes.lines[1].get_ydata()) == smoothed(list(axes.lines[0].get_ydata()))
 
 
 def test_smoothing_keeps_the_mean_of_a_line():

@@ -11,6 +11,8 @@ from train.small_runs import make_corpus, small_run
 from ultrascale.cli.main import main
 from ultrascale.config.resolve import to_toml
 from ultrascale.description.run import Batch
+from ultrascale.measure.plots import smoothed
+from ultrascale.measure.run_marks import Mark
 from ultrascale.page.documents import run_document, stages_document, step_document, sweep_document, trace_document
 from ultrascale.page.one_file import document_file
 
@@ -104,7 +106,20 @@ def test_a_run_is_one_file(tmp_path, capsys):
 def test_of_a_long_run_a_thousand_steps_are_drawn():
     metrics = [{"step": step, "train/loss": 3.0} for step in range(100_000)]
     (section,) = run_document([], metrics, "out")["sections"]
-    assert len(section["part"]["series"][0]["points"]) == 1000
+    assert [len(one["points"]) for one in section["part"]["series"]] == [1000, 1000]
+
+
+def test_the_loss_and_the_speed_are_smoothed_and_marked_as_the_pictures_are():
+    metrics = [
+        {"step": step, "train/loss": 5.0 - step % 2, "perf/tokens_per_s": 9.0, "train/lr": 1.0} for step in range(1, 101)
+    ]
+    marks = [Mark(46, "killed"), Mark(50, "resumed as tp2 (was dp2)")]
+    parts = [one["part"] for one in run_document([], metrics, "out", marks)["sections"]]
+    told = [[(one["name"], one["faint"]) for one in part["series"]] for part in parts]
+    speed = [("perf/tokens_per_s", True), ("perf/tokens_per_s, smoothed", False)]
+    assert told == [[("train/loss", True), ("train/loss, smoothed", False)], speed, [("train/lr", False)]]
+    assert [value for _, value, _ in parts[0]["series"][1]["points"]] == smoothed([row["train/loss"] for row in metrics])
+    assert all(part["marks"] == [{"at": mark.step, "text": mark.text} for mark in marks] for part in parts)
 
 
 @pytest.mark.parametrize("verb", [["trace"], ["sweep", "--layout.micro-batch-size", "1,4"], ["measure", "step"]], ids=" ".join)
@@ -126,7 +141,8 @@ def test_every_part_is_drawn_by_a_browser_at_a_phones_width(tab, tmp_path):
         {"kind": "bars", "rows": [bars]},
         {"kind": "areas", "names": ["parameters"], "colours": [0], "rows": [[1], [2]], "marks": [{"at": 0, "text": "step 1"}],
          "top": {"value": 2, "text": "2 B"}},
-        {"kind": "lines", "series": [{"name": "train/loss", "points": [[1, 7.0, "7.0"], [2, 6.0, "6.0"]]}]},
+        {"kind": "lines", "series": [{"name": "train/loss", "points": [[1, 7.0, "7.0"], [3, 6.0, "6.0"]], "faint": False}],
+         "marks": [{"at": 2, "text": "killed"}, {"at": 9, "text": "after the end"}]},
         {"kind": "points", "points": [point, point | {"x": 2.0}], "across": "planned", "up": "measured"},
     ]  # fmt: skip
     sections = [{"title": one["kind"], "about": "", "part": one} for one in parts]
@@ -141,4 +157,5 @@ def test_every_part_is_drawn_by_a_browser_at_a_phones_width(tab, tmp_path):
     tab.locator("#part-4 circle").first.focus()
     assert tab.inner_text("#part-4 .told") == "cell"
     tab.locator("#part-3 svg").hover()
-    assert tab.inner_text("#part-3 .told").startswith("train/loss ")
+    assert tab.inner_text("#part-3 .told").startswith("train/loss ") and "killed" in tab.inner_html("#part-3 svg")
+    assert "after the end" not in tab.inner_html("#part-3 svg")

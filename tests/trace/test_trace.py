@@ -147,6 +147,8 @@ def test_a_perfetto_trace_has_every_action_and_message(traced: RankTrace, tmp_pa
     events = json.loads(write_file(traced, tmp_path / "trace.json").read_text())["traceEvents"]
     assert events == perfetto(traced)["traceEvents"]
     names = [event["name"] for event in events if event["ph"] == "X"]
+    assert [name for name in names if name.startswith("step ")] == ["step 1", "step 2"]
+    assert {event["args"]["step"] for event in events if "step" in event.get("args", {})} == {1, 2}
     assert sum(name in ("F0", "B0", "F1", "B1") for name in names) == 8
     assert sum(name == "reduce_scatter dp" for name in names) == sum(
         sent.kind == "reduce_scatter" and sent.axis == "dp" for sent in traced.sent

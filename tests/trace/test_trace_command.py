@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> str:
 def test_a_rank_is_told_in_tables(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", run, "--rank", "9"]) == 0
     told = capsys.readouterr().out
-    assert "rank 9 of 16 as on cuda: step 1, 4 micro-batches" in told
+    assert "rank 9 of 16 as on cuda: step 2, 4 micro-batches" in told
     for word in (
         "memory at the peak",
         "messages of a step",
@@ -57,8 +57,8 @@ def test_the_same_for_machines_and_in_files(run: str, tmp_path: Path, capsys: py
     assert told["comparison"]["memory"][-1]["name"] == "peak"
     assert {"line", "axis", "kind", "num_bytes"} <= told["messages"][0].keys()
     assert {(sent["axis"], sent["tier"]) for sent in told["messages"]} >= {("tp", "node"), ("pp", "network")}
-    highest = max(sum(point["bytes"].values()) for point in told["timeline"] if point["step"] == 1)
-    assert highest == told["peak_bytes"] and {point["step"] for point in told["timeline"]} >= {0, 1}
+    highest = max(sum(point["bytes"].values()) for point in told["timeline"] if point["step"] == told["step"] == 2)
+    assert highest == told["peak_bytes"] and {point["step"] for point in told["timeline"]} >= {1, 2}
     assert told["actions"][0] == "F0@0" and told["alive_at_peak"] and 0 < len(told["edits"]) <= 3
     assert all(Path(file).stat().st_size > 1000 for file in files)
 

@@ -16,6 +16,7 @@ from train.small_runs import small_run
 
 from ultrascale.config.resolve import to_toml
 from ultrascale.description.sections.trackers import Log
+from ultrascale.run_rows import metric_line
 from ultrascale.trackers import follow, to_tensorboard
 from ultrascale.trackers.system import read_gpus
 from ultrascale.trackers.tracker import Known, plan_values
@@ -60,7 +61,7 @@ def folder_of(home: Path, *, name: str = "small") -> Path:
 def write_rows(folder: Path, steps: range, mode: str = "a") -> None:
     with open(folder / "metrics.jsonl", mode) as file:
         for step in steps:
-            file.write(json.dumps({"step": step, "time": 1.0, "train/loss": 1.0 / (step + 1), "moe/load": [[1]]}) + "\n")
+            file.write(metric_line(step, {"time": 1.0, "train/loss": 1.0 / step, "moe/load": [[1]]}) + "\n")
 
 
 def send(folder: Path, *, close_seconds: float = 20.0) -> list[str]:
@@ -71,16 +72,16 @@ def send(folder: Path, *, close_seconds: float = 20.0) -> list[str]:
 
 def test_a_tracker_that_fails_and_answers_again_has_every_row_once_and_it_is_said_once(home, fake):
     folder = folder_of(home)
-    write_rows(folder, range(3))
+    write_rows(folder, range(1, 4))
     fake.failures = [ConnectionError("no route")] * 4
     said, over = [], threading.Event()
     thread = threading.Thread(target=lambda: follow.follow(folder, said.append, over.is_set, close_seconds=20))
     thread.start()
-    wait_for(lambda: fake.rows == [0, 1, 2])
-    write_rows(folder, range(3, 5))
+    wait_for(lambda: fake.rows == [1, 2, 3])
+    write_rows(folder, range(4, 6))
     over.set()
     thread.join(20)
-    assert fake.rows == [0, 1, 2, 3, 4] and fake.endings == ["crash"]
+    assert fake.rows == [1, 2, 3, 4, 5] and fake.endings == ["crash"]
     assert [line.partition(" (")[0] for line in said] == [
         "warning: tensorboard takes no rows", "tensorboard takes rows again, and has been given those it lacked",
     ]  # fmt: skip
@@ -89,19 +90,19 @@ def test_a_tracker_that_fails_and_answers_again_has_every_row_once_and_it_is_sai
 
 def test_steps_that_are_done_again_after_a_rewind_are_not_given_again(home, fake):
     folder = folder_of(home)
-    write_rows(folder, range(5))
+    write_rows(folder, range(1, 6))
     send(folder)
     (folder / "new").write_text("")
     (folder / "new").replace(folder / "metrics.jsonl")
-    write_rows(folder, range(2, 8))
+    write_rows(folder, range(3, 9))
     (folder / "events.jsonl").write_text('{"event": "start"}\n{"event": "end"}\n')
     send(folder)
-    assert fake.rows == list(range(8)) and fake.endings == ["crash", "end"]
+    assert fake.rows == list(range(1, 9)) and fake.endings == ["crash", "end"]
 
 
 def test_a_tracker_that_hangs_is_left_after_a_while(home, fake, monkeypatch):
     folder = folder_of(home)
-    write_rows(folder, range(3))
+    write_rows(folder, range(1, 4))
     monkeypatch.setattr(fake, "write", lambda *arguments: time.sleep(60))
     started = time.monotonic()
     (told,) = send(folder, close_seconds=0.3)
@@ -109,12 +110,25 @@ def test_a_tracker_that_hangs_is_left_after_a_while(home, fake, monkeypatch):
     assert told.startswith("warning: tensorboard has not taken every row") and f"ultrascale.trackers {folder}` sends" in told
 
 
+def test_a_run_of_an_earlier_release_goes_on_with_the_same_tracked_run_and_is_given_nothing_twice(home, fake):
+    """Which counted steps from 0 in its rows and in what it had given."""
+    folder = folder_of(home)
+    rows = [{"step": step, "time": 1.0, "train/loss": 2.0} for step in range(3)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    known = {"name": "small", "trackers": {"tensorboard": {"id": "old", "step": 1}}}
+    (folder / "tracked.json").write_text(json.dumps(known))
+    write_rows(folder, range(4, 6))
+    send(folder)
+    assert fake.rows == [3, 4, 5]
+    assert Known.read(folder, "small").last_step("tensorboard", "old") == 5
+
+
 def test_a_copy_of_a_folder_under_another_name_is_another_tracked_run(home):
     folder = folder_of(home)
     Known.read(folder, "small").keep("wandb", "small-1", 7)
     again, copy = Known.read(folder, "small"), Known.read(folder, "copy")
     assert (again.id("wandb", None), again.last_step("wandb", "small-1")) == ("small-1", 7)
-    assert (again.id("wandb", "other"), again.last_step("wandb", "other")) == ("other", -1)
+    assert (again.id("wandb", "other"), again.last_step("wandb", "other")) == ("other", 0)
     assert copy.id("wandb", None) is None and again.id("mlflow", None) is None
 
 
@@ -128,11 +142,11 @@ def test_it_ends_with_a_rank_that_is_killed_and_has_given_every_row(home):
     rank = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
     assert rank.stdout is not None
     pid = int(rank.stdout.readline())
-    write_rows(folder, range(4))
+    write_rows(folder, range(1, 5))
     rank.send_signal(signal.SIGKILL)
     rank.wait()
     wait_for(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2], 60)
-    assert json.loads((folder / "tracked.json").read_text())["trackers"]["tensorboard"]["step"] == 3
+    assert json.loads((folder / "tracked.json").read_text())["trackers"]["tensorboard"]["step"] == 4
 
 
 def test_a_full_disk_costs_a_line(home):
@@ -149,7 +163,7 @@ from trackers.test_follow import folder_of, write_rows
 from ultrascale.trackers import follower
 follower.WAIT_SECONDS = 100.0
 place = folder_of(Path({str(folder)!r}))
-write_rows(place, range(3))
+write_rows(place, range(1, 4))
 fill(Path({str(folder)!r}))
 print(follower.Follower(place).close())
 """,

@@ -47,13 +47,13 @@ def test_a_run_that_is_cut_off_and_goes_on_is_one_tracked_run_with_every_step_on
     with pytest.raises(PowerCutError):
         train_here(run, before_step=at_step(7, cut_off))
     ((first, tracked),) = READ[sink](home / "small").items()
-    assert [step for step, _ in tracked.rows] == list(range(7))
+    assert [step for step, _ in tracked.rows] == list(range(1, 8))
 
-    train_here(run)  # from step 4: steps 4 to 6 once more
+    train_here(run)  # from step 4: steps 5 to 7 once more
     ((identity, tracked),) = READ[sink](home / "small").items()
     assert identity == first
     lines = [json.loads(line) for line in (home / "small" / "metrics.jsonl").read_text().splitlines()]
-    assert [step for step, _ in tracked.rows] == [line["step"] for line in lines] == list(range(STEPS))
+    assert [step for step, _ in tracked.rows] == [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for (_, values), line in zip(tracked.rows, lines, strict=True):
         for key in ("train/loss", "train/grad_norm", "train/lr", "plan/peak_gib"):
             assert values[key] == pytest.approx(line[key], rel=1e-6)
@@ -104,4 +104,4 @@ def test_a_run_without_a_network_is_sent_later_by_hand_also_to_another_tracker(h
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
     (tracked,) = READ["tensorboard"](home / "small").values()
-    assert [step for step, _ in tracked.rows] == list(range(STEPS))
+    assert [step for step, _ in tracked.rows] == list(range(1, STEPS + 1))

@@ -78,7 +78,7 @@ def test_training_goes_on_without_its_console_and_says_so_once(tmp_path, redirec
     code, told = in_shell(redirection, *words)
     assert (code, "Traceback" in told) == (0, False), told
     run = small_run(tmp_path)
-    assert rows(run, "step") == [(step,) for step in range(steps)]
+    assert rows(run, "step") == [(step + 1,) for step in range(steps)]
     assert len(state(run)) > 0
     events = [json.loads(line)["event"] for line in (folder / "events.jsonl").read_text().splitlines()]
     assert sorted(events) == ["console gone", "end", "start", "stepped"]

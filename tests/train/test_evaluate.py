@@ -79,7 +79,7 @@ def test_an_evaluation_reads_weights_that_have_changed_since_the_last_one(run, s
 def validation_losses(run: Run) -> list[float]:
     lines = (Path(run.folder) / run.name / "metrics.jsonl").read_text().splitlines()
     found = {row["step"]: row["val/loss"] for row in map(json.loads, lines) if "val/loss" in row}
-    assert list(found) == [3, 7, 11]
+    assert list(found) == [4, 8, 12]
     return list(found.values())
 
 
@@ -102,7 +102,7 @@ def test_a_run_is_evaluated_at_its_end_whatever_the_interval(run):
     run = replace(run, evaluation=replace(run.evaluation, every_steps=5))
     train_here(run)
     lines = (Path(run.folder) / run.name / "metrics.jsonl").read_text().splitlines()
-    assert [row["step"] for row in map(json.loads, lines) if "val/loss" in row] == [4, 9, 11]
+    assert [row["step"] for row in map(json.loads, lines) if "val/loss" in row] == [5, 10, 12]
 
 
 def test_the_held_out_loss_is_the_sum_over_its_first_sequences_by_their_valid_targets(run):
@@ -143,7 +143,7 @@ def test_what_was_evaluated_is_told_also_at_steps_that_are_not_logged(run):
     train_here(run)
     lines = (Path(run.folder) / run.name / "metrics.jsonl").read_text().splitlines()
     found = {row["step"]: "val/loss" in row and row["perf/eval_s"] > 0 for row in map(json.loads, lines)}
-    assert found == {2: True, 3: False, 5: True, 7: False, 8: True, 11: True}
+    assert found == {3: True, 4: False, 6: True, 8: False, 9: True, 12: True}
 
 
 def test_several_held_out_corpora_have_a_metric_each_even_if_their_folders_have_one_name(run):

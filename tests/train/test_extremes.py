@@ -41,7 +41,7 @@ def test_a_run_with_every_count_and_wait_at_its_bound_starts_steps_and_saves_on_
     assert MOST - 8 * 11 < tokens_after(run.batch, run.steps) <= MOST
     outcomes = train_ranks(accepted(run, home), before_step=at_step(2, Trainer.request_stop))
     assert [(one.get("steps_done"), one.get("stopped")) for one in outcomes] == [(2, True)] * 2, outcomes
-    assert rows(run, "step") == [(0,), (1,)]
+    assert rows(run, "step") == [(1,), (2,)]
     assert [path.name for path in (home / "small" / "checkpoints").glob("step-*")] == ["step-00000002"]
 
 

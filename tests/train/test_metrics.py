@@ -10,12 +10,13 @@ from train.small_runs import STEPS, rows, small_run, stop_at, train_here
 
 from ultrascale.description.run import Checkpoint, Log
 from ultrascale.measure.machine.ceilings import Peak
+from ultrascale.run_rows import metric_line
 from ultrascale.train.folder.run_folder import RunFolder
 from ultrascale.train.observers import metrics, performance
 from ultrascale.train.observers.metrics import Metrics, console_line, duration
 
 ALWAYS = {
-    "step", "time", "train/loss", "train/grad_norm", "train/lr", "progress/tokens", "progress/tokens_per_batch",
+    "schema", "step", "time", "train/loss", "train/grad_norm", "train/lr", "progress/tokens", "progress/tokens_per_batch",
     "plan/peak_gib",
 }  # fmt: skip
 SPEED = {"perf/step_s", "perf/data_wait_s", "perf/tokens_per_s", "perf/tokens_per_s_per_gpu", "perf/mfu", "perf/hfu"}
@@ -61,7 +62,7 @@ def test_the_first_step_after_a_start_or_resume_has_no_speed(home):
     run = small_run(home)
     train_here(run, before_step=stop_at(5))
     train_here(run)
-    assert [row["step"] for row in read_rows(run) if "perf/step_s" not in row] == [0, 5]
+    assert [row["step"] for row in read_rows(run) if "perf/step_s" not in row] == [1, 6]
 
 
 def test_the_planned_peak_stands_in_every_row_and_is_that_of_the_whole_batch(home):
@@ -75,7 +76,7 @@ def test_the_row_after_a_save_says_how_long_training_waited_for_it(home):
     run = small_run(home, checkpoint=Checkpoint(every_steps=5, export=False))
     train_here(run)
     saves = {row["step"]: row["perf/save_s"] for row in read_rows(run) if "perf/save_s" in row}
-    assert list(saves) == [5, 10] and min(saves.values()) > 0
+    assert list(saves) == [6, 11] and min(saves.values()) > 0
 
 
 @pytest.mark.parametrize("memory_steps, stop", [(4, 2), (40, None)], ids=["stopped", "longer than the run"])
@@ -91,7 +92,7 @@ def test_a_run_shorter_than_its_memory_count_ends_well_and_one_that_goes_on_coun
 def test_rows_are_thinned_and_the_last_step_is_always_there(home):
     run = small_run(home, log=Log(memory_steps=0, every_steps=5))
     train_here(run)
-    assert rows(run, "step") == [(4,), (9,), (11,)]
+    assert rows(run, "step") == [(5,), (10,), (12,)]
 
 
 def test_a_run_folder_tells_everything_about_its_run(home):
@@ -132,10 +133,36 @@ def test_only_the_first_rank_writes(home, capsys):
 def test_a_row_torn_by_a_crash_and_rows_to_be_done_again_are_dropped(home):
     folder = RunFolder(home / "torn")
     folder.path.mkdir()
-    for step in range(3):
-        folder.append("metrics.jsonl", json.dumps({"step": step}))
+    for step in (1, 2, 3):
+        folder.append("metrics.jsonl", metric_line(step, {}))
+    whole = folder.metrics.read_text()
     with open(folder.metrics, "ab") as file:
-        file.write(b'\xff{"st\n{"step": 3, "trai')
-    assert [row["step"] for row in folder.metric_rows()] == [0, 1, 2]
+        file.write(b'\xff{"st\n{"step": 4, "trai')
+    assert [row["step"] for row in folder.metric_rows()] == [1, 2, 3]
     folder.forget_metrics_from(2)
-    assert folder.metrics.read_text() == '{"step": 0}\n{"step": 1}\n'
+    assert folder.metrics.read_text() == "".join(whole.splitlines(keepends=True)[:2])
+
+
+def test_a_row_has_its_schema_and_the_number_that_the_log_and_the_checkpoint_have(home):
+    train_here(small_run(home, checkpoint=Checkpoint(every_steps=5, export=False)))
+    last, folder = read_rows(small_run(home))[-1], home / "small"
+    assert (last["schema"], last["step"]) == ("ultrascale/metrics/1", STEPS)
+    assert f"step {STEPS}/{STEPS} " in (folder / "log.txt").read_text() and (folder / f"checkpoints/step-{STEPS:08}").is_dir()
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert {row["schema"] for row in events} == {"ultrascale/events/1"} and events[-1]["step"] == STEPS
+
+
+def test_a_run_with_rows_of_an_earlier_release_goes_on_and_every_step_stands_there_once(home):
+    """Those count steps from 0, and have no schema. Of seven the last two are done again."""
+    run = small_run(home)
+    train_here(run, before_step=stop_at(5))
+    folder = RunFolder(home / "small")
+    new = folder.metric_rows()
+    old = [{key: value for key, value in row.items() if key != "schema"} | {"step": row["step"] - 1} for row in new]
+    again = [old[-1] | {"step": step} for step in (5, 6)]
+    folder.write_text("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in [*old[:2], *new[2:3], *old[3:], *again]))
+    assert [row["step"] for row in folder.metric_rows()] == [1, 2, 3, 4, 5, 6, 7]
+    train_here(run)
+    assert rows(run, "step") == [(step,) for step in range(1, STEPS + 1)]
+    assert {schema for (schema,) in rows(run, "schema")} == {"ultrascale/metrics/1"}
+    assert folder.metric_rows()[:5] == new

@@ -30,7 +30,7 @@ def test_a_run_lives_in_a_folder_of_any_name(home, tmp_path, name):
     run = replace(small_run(place), steps=2)
     assert train_here(run).steps_done == 2
     assert train_here(replace(run, steps=3)).steps_done == 3
-    assert [step for (step,) in rows(run, "step")] == [0, 1, 2]
+    assert [step for (step,) in rows(run, "step")] == [1, 2, 3]
 
 
 @pytest.mark.catalogue(62)

@@ -60,7 +60,7 @@ def test_a_run_in_which_a_rank_has_no_memory_left_compares_what_was_planned_trac
     assert f"`ultrascale trace {home / 'small' / 'run.toml'} --rank 1 --explain-oom`" in lines[4]
     assert f"ultrascale: error on rank 1: {told['message']}" in capfd.readouterr().err
     rows = (home / "small" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row)["step"] for row in rows] == [0, 1]
+    assert [json.loads(row)["step"] for row in rows] == [1, 2]
 
 
 @pytest.mark.catalogue(15)

@@ -32,7 +32,7 @@ def test_a_rank_is_waited_for_longer_in_the_first_step_than_in_those_after_it(ru
     run = replace(run, layout=layout)
     found = train_ranks(run, before_step=both(at_step(0, slow_forward, rank=0), at_step(3, slow_forward, rank=0)))
     assert "it did not come in time (collective_timeout_seconds)" in found[1]["text"]
-    assert [step for (step,) in rows(run, "step")] == [0, 1, 2]
+    assert [step for (step,) in rows(run, "step")] == [1, 2, 3]
 
 
 def both(*acts: BeforeStep) -> BeforeStep:
@@ -76,7 +76,7 @@ def test_ranks_wait_for_the_slowest_on_the_way_back_to_a_checkpoint_and_not_as_l
     run = replace(run, faults=Faults(on_anomaly="rewind"))
     found = train_ranks(run, before_step=both(at_step(3, spoil_and_slow_the_way_back), at_step(5, slow_forward, rank=0)))
     assert "collective_timeout_seconds" in found[1]["text"]
-    assert [step for (step,) in rows(run, "step")] == [0, 1, 2, 3, 4]
+    assert [step for (step,) in rows(run, "step")] == [1, 2, 3, 4, 5]
     assert '"rewind", "step": 3, "to": 2' in (Path(run.folder) / run.name / "events.jsonl").read_text()
 
 

@@ -62,13 +62,14 @@ class Report:
         return frame(self.metrics())
 
     def plot(self) -> Any:
-        """The training loss by step, as a matplotlib figure."""
+        """The loss by step, as in `plots/loss.png`, as a matplotlib figure."""
         from ultrascale.api.shown import figure
+        from ultrascale.measure.plots import draw_loss
+        from ultrascale.measure.run_marks import marks_of
 
         found = figure(repr(self))
         axes = found.add_subplot()
-        rows = [row for row in self.metrics() if row.get("train/loss") is not None]
-        axes.plot([row["step"] + 1 for row in rows], [row["train/loss"] for row in rows], linewidth=1.4)
+        draw_loss(axes, self.metrics(), marks_of(self.folder))
         axes.set_xlabel("step")
         axes.set_ylabel("loss, nats per token")
         return found
@@ -102,15 +103,15 @@ def report(folder: str | PathLike[str], **settings: Any) -> Report:
 def answer(options: ReportOptions) -> Report:
     """The report that is asked for."""
     from ultrascale.measure.plots import plot_run_folder
+    from ultrascale.measure.run_marks import marks_of
     from ultrascale.measure.summary import summarise
 
     expect_writable(options.html)
     summary = summarise(options.folder)
     found = Report(options.folder, summary, tuple(plot_run_folder(options.folder)))
     if options.html is not None:
-        write_document(
-            options.html, run_document(found.lines(), found.metrics(), str(options.folder)), ["report", str(options.folder)]
-        )
+        document = run_document(found.lines(), found.metrics(), str(options.folder), marks_of(options.folder))
+        write_document(options.html, document, ["report", str(options.folder)])
     return found
 
 

@@ -99,7 +99,7 @@ class Trace:
     reserved_bytes: int
     """Bytes reserved by torch's allocator at its peak."""
     step: int
-    """The one that is told of."""
+    """The one that is told of, counted from 0; `to_dict` and all that is printed count steps from 1."""
     parts: tuple[Part, ...]
     """Largest parts at the peak."""
     edits: tuple[Edit, ...]
@@ -134,11 +134,12 @@ class Trace:
         found, step, tier = self.found, self.step, self.tiers
         return stamped("trace", {
             "model": found.model.name, "rank": found.rank, "world": found.layout.world_size, "device": found.device,
-            "step": step,
+            "step": step + 1,
             "micro_batches_traced": found.micro_batches[0], "micro_batches": found.micro_batches[1],
             "peak_bytes": self.peak_bytes, "reserved_bytes": self.reserved_bytes, "comparison": self.comparison.to_json(),
             "messages": [
-                {name: getattr(sent, name) for name in sent.__dataclass_fields__} | {"tier": tier[f"{sent.size}/{sent.stride}"]}
+                {name: getattr(sent, name) for name in sent.__dataclass_fields__}
+                | {"step": step + 1, "tier": tier[f"{sent.size}/{sent.stride}"]}
                 for sent in found.sent if sent.step == step
             ],
             "flops": [

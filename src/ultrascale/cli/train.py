@@ -9,6 +9,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import tyro
@@ -25,6 +26,7 @@ from ultrascale.description.rank_environment import expect_rank_environment, tol
 from ultrascale.description.run import Run
 from ultrascale.launch.apart import launch_islands
 from ultrascale.plan.memory.replay import num_micro_batches
+from ultrascale.run_rows import event_line
 from ultrascale.schedules.for_layout import schedule_of
 from ultrascale.storage import url_of
 from ultrascale.train.folder.own_island import of_own_island, where_they_meet
@@ -72,6 +74,8 @@ def command(arguments: list[str]) -> int:
     parsed, rest = parse_with_overrides(train, "train", arguments)
     with console.stdout_on_stderr() if parsed[-1] else nullcontext():
         run, code = _trained(*parsed[:-1], rest)
+        if code == 0 and told_rank(os.environ) == 0 and (folder := RunFolder.of(run)).metrics.exists():
+            console.put(f"its loss, speed and memory, drawn and in numbers: ultrascale report {quote(str(folder.path))}")
     if parsed[-1] and told_rank(os.environ) == 0:
         console.put(json_module.dumps(stamped("train", _summary(run, code))))
     return code
@@ -199,7 +203,7 @@ def _launch(run: Run, max_restarts: int, flags: tuple[str, ...], island: int | N
             max_restarts=max_restarts,
             say=say,
             progress=folder.progress,
-            record=lambda event: _append(folder, "events.jsonl", json_module.dumps(event)),
+            record=lambda event: _append(folder, "events.jsonl", event_line(event)),
             keep=folder.path,
             grace=grace_seconds(run),
         )

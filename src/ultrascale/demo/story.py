@@ -197,8 +197,8 @@ def _progress(rows: list[dict[str, Any]], run: Run) -> tuple[float, str]:
         return 0, "starting the processes"
     last = rows[-1]
     speed = last.get("perf/tokens_per_s")
-    note = f"{last['step'] + 1:>3} of {run.steps} steps   loss {last['train/loss']:.2f}"
-    return last["step"] + 1, note + (f"   {speed:,.0f} tokens/s" if speed else "")
+    note = f"{last['step']:>3} of {run.steps} steps   loss {last['train/loss']:.2f}"
+    return last["step"], note + (f"   {speed:,.0f} tokens/s" if speed else "")
 
 
 def _compare(demo: Demo, planned: float, rows: list[dict[str, Any]], memory: dict[str, Any]) -> None:
@@ -296,6 +296,7 @@ def _close(demo: Demo) -> None:
     screen.say(f"\n[dim]{format_seconds(seconds)} in all, {format_seconds(cpu)} of CPU time. Seconds by stage: {spent}[/]\n")
     screen.say(f"Everything is in [bold]{demo.folder}[/]. To look around:")
     screen.command("show", str(demo.run_file))
+    screen.command("report", str(demo.run_folder))
     screen.command("checkpoint", "list", str(demo.run_folder))
     screen.command("generate", str(demo.run_folder), "--prompt", "import ")
     screen.say("\nNext, your own text: a folder of files, and the same run on it.")

@@ -151,6 +151,23 @@ class Layout:
         return self.dp * self.tp * self.cp * self.pp
 
     @property
+    def axes_words(self) -> str:
+        """Axes that are cut, and what pp and cp go by: `dp16 tp2 pp2 interleaved x4`; empty for one rank."""
+        names = {"dp": "dp", "tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep", "expert_tp": "etp"}
+        axes = [f"{short}{getattr(self, name)}" for name, short in names.items() if getattr(self, name) > 1]
+        if self.pp > 1:
+            axes.append(f"{self.schedule} x{self.virtual_stages}" if self.virtual_stages > 1 else self.schedule)
+        if self.cp > 1:
+            swap = self.cp_grid[1]
+            axes.append(f"{self.cp_method} {swap}" if 1 < swap < self.cp else self.cp_method)
+        return " ".join(axes)
+
+    @property
+    def zero_words(self) -> str:
+        """`ZeRO 1`; `ZeRO 1/4` where dp holds several copies of what four ranks share."""
+        return f"ZeRO {self.zero_stage}" + (f"/{self.shard_size}" if self.zero_stage and self.dp_replicate > 1 else "")
+
+    @property
     def num_stages(self) -> int:
         """Stages that the pipeline cuts the model into."""
         return self.pp * self.virtual_stages

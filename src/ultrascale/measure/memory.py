@@ -103,7 +103,7 @@ class LiveMemory(TorchDispatchMode):
         stride = -(-len(self.samples) // max_points) or 1
         stretches = (self.samples[start : start + stride] for start in range(0, len(self.samples), stride))
         kept = (max(stretch, key=lambda sample: sample.total) for stretch in stretches)
-        return [{"step": s.step, "phase": s.phase, "bytes": s.by_category} for s in kept]
+        return [{"step": s.step + 1, "phase": s.phase, "bytes": s.by_category} for s in kept]
 
     def __enter__(self) -> LiveMemory:
         self._count_what_is_there()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from ultrascale.description.parsing import parse_json
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.launch.events import event_of, read_rows
 from ultrascale.measure.run_marks import Mark, marks_of
+from ultrascale.run_rows import memory_document, metric_row
 
 INK, GRID = "#22272e", "#e3e6ea"
 LINE, SECOND = "#3b6fb6", "#d1603d"
@@ -18,6 +20,8 @@ COLORS = {
     "temporary": "#a5d0a8", "communication": "#d1603d", "other": "#a9b0b8",
 }  # fmt: skip
 GIB, MIB = 2**30, 2**20
+MARK_LETTERS = 50
+"""Most letters of a line of a mark, which stands upright in the axes."""
 
 
 def plot_run(
@@ -86,8 +90,8 @@ def read_memory(folder: Path) -> dict[str, Any]:
     try:
         memory = parse_json(path.read_bytes()) if path.exists() else {}
         if isinstance(memory, dict):
-            return memory
-    except ValueError:
+            return memory_document(memory)
+    except (ValueError, TypeError, KeyError):
         pass
     raise SpecError([Problem(str(path), "is not what a run wrote there", "Remove it: the report then has no memory.")])
 
@@ -97,16 +101,15 @@ def last_timed_start(folder: Path, rows: Sequence[Mapping[str, Any]]) -> int:
     events = folder / "events.jsonl"
     found = map(event_of, read_rows(events) if events.is_file() else ())
     starts = [event.step for event in found if event is not None and event.kind == "start" and event.step is not None]
-    last = max((row["step"] for row in rows if row.get("perf/tokens_per_s") is not None), default=-1)
-    return next((step for step in reversed(starts) if step <= last), 0)
+    last = max((row["step"] for row in rows if row.get("perf/tokens_per_s") is not None), default=0)
+    return next((step for step in reversed(starts) if step < last), 0)
 
 
 def _row_of(line: bytes) -> dict[str, Any] | None:
     try:
-        row = parse_json(line)
+        return metric_row(parse_json(line))
     except ValueError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def plot_loss(
@@ -114,16 +117,29 @@ def plot_loss(
 ) -> Path:
     """Training loss by step, faint, and smoothed over it; validation losses as points, `reference` as a dashed line."""
     figure, axes = new_figure("Loss", "step", "nats per token")
-    steps, losses = _series(rows, "train/loss")
-    axes.plot(steps, losses, color=LINE, linewidth=0.8, alpha=0.35)
-    axes.plot(steps, smoothed(losses), color=LINE, linewidth=1.8, label="training, smoothed")
+    draw_loss(axes, rows, marks, reference=reference)
+    return save_figure(figure, path)
+
+
+def draw_loss(
+    axes: Any, rows: Sequence[Mapping[str, Any]], marks: Sequence[Mark], *, reference: tuple[str, float] | None = None
+) -> None:
+    """Draw on `axes` what `plot_loss` does."""
+    steps = _draw_smoothed(axes, rows, "train/loss", "training, smoothed")
     for key in sorted({key for row in rows for key in row if key.startswith("val/") and key.endswith("loss")}):
         axes.plot(*_series(rows, key), color=SECOND, marker="o", markersize=4, linewidth=1.2, label=_validation_name(key))
     if reference is not None:
         axes.axhline(reference[1], color=INK, linewidth=1, linestyle=(0, (4, 3)), label=f"{reference[0]}, {reference[1]:.2f}")
-    _draw_marks(axes, marks, steps[-1])
+    _draw_marks(axes, marks, max(steps, default=0))
     axes.legend(frameon=False)
-    return save_figure(figure, path)
+
+
+def _draw_smoothed(axes: Any, rows: Sequence[Mapping[str, Any]], key: str, label: str) -> list[int]:
+    """Values by step, faint, and smoothed over them. Returns the steps."""
+    steps, values = _series(rows, key)
+    axes.plot(steps, values, color=LINE, linewidth=0.8, alpha=0.35)
+    axes.plot(steps, smoothed(values), color=LINE, linewidth=1.8, label=label)
+    return steps
 
 
 def smoothed(values: Sequence[float], share: float = 0.02) -> list[float]:
@@ -138,22 +154,24 @@ def _draw_marks(axes: Any, marks: Sequence[Mark], last: int) -> None:
     for mark in marks:
         if 0 < mark.step < last:
             axes.axvline(mark.step, color=INK, linewidth=0.9, linestyle=":")
-            axes.annotate(
-                mark.text, (mark.step, 1.0), xycoords=("data", "axes fraction"), xytext=(3, -4), textcoords="offset points",
-                rotation=90, va="top", fontsize=7, color=INK,
+            told = axes.annotate(
+                fill(mark.text, MARK_LETTERS), (mark.step, 1.0), xycoords=("data", "axes fraction"), xytext=(3, -4),
+                textcoords="offset points", rotation=90, va="top", fontsize=7, color=INK,
             )  # fmt: skip
+            told.set_in_layout(False)  # else a long one takes the room of the axes
 
 
 def plot_tokens_per_second(
     rows: Sequence[Mapping[str, Any]], path: Path, *, since: int = 0, marks: Sequence[Mark] = ()
 ) -> Path:
-    """Tokens per second by step, and their median after `since` steps: before it the run may have had another layout."""
+    """Tokens per second by step, faint, smoothed over it, and their median after `since` steps: before it the run may have had
+    another layout."""
     from statistics import median
 
     figure, axes = new_figure("Throughput", "step", "tokens per second")
     steps, rates = _series(rows, "perf/tokens_per_s")
     middle = median(rate for step, rate in zip(steps, rates, strict=True) if step > since)
-    axes.plot(steps, rates, color=LINE, linewidth=1.2, alpha=0.85)
+    _draw_smoothed(axes, rows, "perf/tokens_per_s", "smoothed")
     label = f"median {middle:,.0f}" + (f" after step {since:,}" if since else "")
     axes.plot([max(since + 1, steps[0]), steps[-1]], [middle, middle], color=SECOND, linewidth=1.2, label=label)
     axes.set_ylim(0, max(rates) * 1.15)
@@ -216,7 +234,7 @@ def _draw_memory(axes: Any, rows: Sequence[Mapping[str, Any]], shown: Sequence[s
     for index, row in enumerate(rows):
         if index == 0 or row["step"] != rows[index - 1]["step"]:
             axes.axvline(index, color=INK, linewidth=0.6, alpha=0.5)
-            axes.text(index + len(rows) * 0.006, top * 0.985, f"step {row['step'] + 1}", fontsize=8, color=INK, va="top")
+            axes.text(index + len(rows) * 0.006, top * 0.985, f"step {row['step']}", fontsize=8, color=INK, va="top")
     axes.set_xlim(0, len(rows) - 1)
     axes.set_ylim(0, top)
     axes.set_xticks([])
@@ -229,8 +247,8 @@ def _validation_name(key: str) -> str:
 
 
 def _series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps, counted from 1 as the log does, and values of the rows that have one; of a step written twice the later."""
-    values = {int(row["step"]) + 1: float(row[key]) for row in rows if row.get(key) is not None}
+    """Steps and values of the rows that have one; of a step written twice the later."""
+    values = {int(row["step"]): float(row[key]) for row in rows if row.get(key) is not None}
     return sorted(values), [values[step] for step in sorted(values)]
 
 

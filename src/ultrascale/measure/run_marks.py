@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ultrascale.description.units import count_of
 from ultrascale.launch.events import read_rows
 
 WHAT = {"failure": "killed", "rewind": "rewound", "stop": "stopped"}
@@ -32,19 +33,25 @@ def marks_of(folder: Path) -> list[Mark]:
 
 
 def _marks(rows: list[dict[str, Any]]) -> Iterator[Mark]:
-    world: Any = None
+    before: Mapping[str, Any] = {}
     for row in rows:
         kind, step = row.get("event"), row.get("step")
         if not isinstance(step, int):
             continue
         if kind == "start":
             if step > 0:
-                yield Mark(step, _resumed(row, world))
-            world = row.get("world", world)
+                yield Mark(step, _resumed(row, before))
+            before = row
         elif kind in WHAT:
             yield Mark(step, WHAT[kind])
 
 
-def _resumed(row: Mapping[str, Any], world: Any) -> str:
-    now = row.get("world")
-    return f"resumed on {now} ranks (was {world})" if world is not None and now is not None and now != world else "resumed"
+def _resumed(row: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """`resumed as tp2 (was dp2)`: the parts of the layout that changed; in rows of earlier releases the ranks, if those did."""
+    layouts = [one.get("layout") for one in (row, before)]
+    if all(isinstance(one, list) for one in layouts):
+        now, was = ([str(part) for part in one if part not in other] for one, other in (layouts, layouts[::-1]))
+        return f"resumed as {', '.join(now)} (was {', '.join(was)})" if now else "resumed"
+    ranks, were = row.get("world"), before.get("world")
+    changed = isinstance(ranks, int) and were is not None and ranks != were
+    return f"resumed on {count_of(ranks, 'rank')} (was {were})" if changed else "resumed"

@@ -57,11 +57,11 @@ def summarise(folder: Path) -> Summary:
 
 def summary_of(rows: Sequence[Mapping[str, Any]], memory: Mapping[str, Any], timed_since: int = 0) -> Summary:
     """Summary of rows of metrics.jsonl, at least one, and of memory.json."""
-    timed = [row for row in rows if row["step"] >= timed_since]
+    timed = [row for row in rows if row["step"] > timed_since]
     losses = _values(rows, "train/loss")
     validation = sorted({key for row in rows for key in row if key.startswith("val/loss")})
     return Summary(
-        steps=rows[-1]["step"] + 1,
+        steps=rows[-1]["step"],
         tokens=_last(rows, "progress/tokens"),
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,

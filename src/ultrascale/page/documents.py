@@ -7,19 +7,22 @@ facts    names and values
 table    columns and rows of text
 bars     rows of parts one after another, each with its colour
 areas    layers one above the other, over operations in order
-lines    values by step
+lines    values by step, and marks at steps
 points   one quantity against another, on a diagonal where they agree
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ultrascale.description.units import format_bytes, format_count, format_seconds, format_share
+
+if TYPE_CHECKING:
+    from ultrascale.measure.run_marks import Mark
 
 COLOURS = {
     "parameters": 0, "gathered": 1, "gradients": 2, "optimizer": 3, "activations": 4, "temporary": 5, "communication": 6,
@@ -32,6 +35,8 @@ MOST_ROWS = 200
 """Most rows of a table in a file that is mailed."""
 MOST_POINTS = 1000
 """Most points of a line."""
+SMOOTHED = ("train/loss", "perf/tokens_per_s")
+"""Series that are drawn faint, and smoothed over that, as the pictures of a run are."""
 Document = dict[str, Any]
 
 
@@ -39,14 +44,14 @@ def trace_document(found: Mapping[str, Any]) -> Document:
     """The page of `ultrascale trace --json` of one rank."""
     compared, timeline = found["comparison"], found["timeline"]
     names = [name for name in COLOURS if any(row["bytes"].get(name) for row in timeline)]
-    marks = [{"at": 0, "text": f"step {timeline[0]['step'] + 1}"}] if timeline else []
+    marks = [{"at": 0, "text": f"step {timeline[0]['step']}"}] if timeline else []
     marks += [
-        {"at": at, "text": f"step {row['step'] + 1}"}
+        {"at": at, "text": f"step {row['step']}"}
         for at, (before, row) in enumerate(pairwise(timeline), start=1)
         if before["step"] != row["step"]
     ]
     facts = [
-        ("Live at the peak", format_bytes(found["peak_bytes"]), f"step {found['step'] + 1}"),
+        ("Live at the peak", format_bytes(found["peak_bytes"]), f"step {found['step']}"),
         ("Reserved by the allocator", format_bytes(found["reserved_bytes"]), found["device"]),
         ("Rank", f"{found['rank']:,} of {found['world']:,}", ""),
         ("Micro-batches", f"{found['micro_batches']:,}", f"{found['micro_batches_traced']:,} traced"),
@@ -169,8 +174,11 @@ def step_document(found: Mapping[str, Any]) -> Document:
     return _document("measure step", "A profiled step", facts, sections)
 
 
-def run_document(lines: Iterable[tuple[str, str]], metrics: Sequence[Mapping[str, Any]], folder: str) -> Document:
-    """The lines that `ultrascale report` prints, and rows of metrics.jsonl."""
+def run_document(
+    lines: Iterable[tuple[str, str]], metrics: Sequence[Mapping[str, Any]], folder: str, marks: Sequence[Mark] = ()
+) -> Document:
+    """The lines that `ultrascale report` prints, and rows of metrics.jsonl; `marks` say where the run was killed, went on, or
+    changed its layout."""
     charts = (
         ("Loss", "Nats per token, by step.", r"train/loss|val/.*loss", "{:.4f}"),
         ("Tokens per second", "All ranks together, by step.", r"perf/tokens_per_s", "{:,.0f}"),
@@ -180,9 +188,10 @@ def run_document(lines: Iterable[tuple[str, str]], metrics: Sequence[Mapping[str
     keys = list(dict.fromkeys(key for row in metrics for key in row))
     sections = []
     for title, about, wanted, text in charts:
-        found = [_series(metrics, key, text) for key in keys if re.fullmatch(wanted, key)]
+        found = [one for key in keys if re.fullmatch(wanted, key) for one in _series(metrics, key, text)]
         series = [one for one in found if len(one["points"]) > 1]
-        sections.append(_section(title, about, {"kind": "lines", "series": series} if series else None))
+        told = [{"at": mark.step, "text": mark.text} for mark in marks]
+        sections.append(_section(title, about, {"kind": "lines", "series": series, "marks": told} if series else None))
     facts = [(name, text, "") for name, text in lines]
     return _document("report", folder, facts, sections)
 
@@ -240,9 +249,16 @@ def _point(words: str, x: float, y: float, text: Any) -> dict[str, Any]:
     }
 
 
-def _series(metrics: Sequence[Mapping[str, Any]], key: str, text: str) -> dict[str, Any]:
-    """A series of points: of a step that was run twice the later run; a long line is thinned evenly."""
-    known = {int(row["step"]) + 1: float(row[key]) for row in metrics if isinstance(row.get(key), int | float)}
+def _series(metrics: Sequence[Mapping[str, Any]], key: str, text: str) -> Iterator[dict[str, Any]]:
+    """A series of points, and of what the pictures smooth that series too: of a step that was run twice the later run; a long
+    line is thinned evenly."""
+    from ultrascale.measure.plots import smoothed  # here: the page in a browser's Python has nothing of `measure`
+
+    known = {int(row["step"]): float(row[key]) for row in metrics if isinstance(row.get(key), int | float)}
     steps = sorted(step for step, value in known.items() if abs(value) < float("inf"))
-    kept = steps[:: -(-len(steps) // MOST_POINTS) or 1]
-    return {"name": key, "points": [[step, known[step], text.format(known[step])] for step in kept]}
+    values = [known[step] for step in steps]
+    stride = -(-len(steps) // MOST_POINTS) or 1
+    lines = {key: values} | ({f"{key}, smoothed": smoothed(values)} if key in SMOOTHED else {})
+    for name, line in lines.items():
+        points = [[step, value, text.format(value)] for step, value in zip(steps, line, strict=True)]
+        yield {"name": name, "points": points[::stride], "faint": name in SMOOTHED}

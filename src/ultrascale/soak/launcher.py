@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.launch.local import launch_local
+from ultrascale.run_rows import event_line
 from ultrascale.train.folder.run_folder import RunFolder
 
 WITHOUT_END = 1_000_000
@@ -23,7 +23,7 @@ def main() -> int:
         run.layout.world_size,
         max_restarts=WITHOUT_END,
         progress=folder.progress,
-        record=lambda event: folder.append("events.jsonl", json.dumps(event)),
+        record=lambda event: folder.append("events.jsonl", event_line(event)),
         keep=folder.path,
         worker="ultrascale.soak.worker",
     )

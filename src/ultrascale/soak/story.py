@@ -318,9 +318,8 @@ def _detector(failure: dict[str, Any] | None) -> str:
 
 
 def _curve(run: Run) -> list[tuple[Any, ...]]:
-    lines = RunFolder.of(run).metrics.read_text().splitlines()
     keys = ("step", "train/loss", "train/grad_norm", "train/lr")
-    return [tuple(json.loads(line)[key] for key in keys) for line in lines]
+    return [tuple(row[key] for key in keys) for row in RunFolder.of(run).metric_rows()]
 
 
 def same_state(one: Run, other: Run) -> bool:

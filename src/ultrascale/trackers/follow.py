@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ultrascale.run_rows import metric_row
 from ultrascale.trackers.system import System
 from ultrascale.trackers.tracker import Known, Told, Tracker
 
@@ -58,8 +59,8 @@ class Rows:
 
 def _row(line: bytes) -> dict[str, Any]:
     with suppress(ValueError, RecursionError):
-        row = json.loads(line)
-        if isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("time"), int | float):
+        row = metric_row(json.loads(line))
+        if row is not None and isinstance(row.get("time"), int | float):
             return row
     return {}
 
@@ -79,7 +80,7 @@ class Feed:
     ending: Callable[[], str] = lambda: "crash"
     done: bool = field(default=False, init=False)
     _tracker: Tracker | None = field(default=None, init=False)
-    _last: int = field(default=-1, init=False)
+    _last: int = field(default=0, init=False)
     _failed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:

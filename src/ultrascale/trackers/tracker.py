@@ -15,6 +15,7 @@ from ultrascale.description.run import Run
 
 FILE = "tracked.json"
 """File in the run's folder: the name under which each tracker knows the run, and the last step that each was given."""
+SCHEMA = "ultrascale/tracked/1"
 
 
 class Tracker(Protocol):
@@ -23,10 +24,10 @@ class Tracker(Protocol):
     id: str
     """Identifier by which the tracker finds the run again."""
     last_step: int | None
-    """The last step it has; -1: none. None if it cannot say."""
+    """The last step it has; 0 or less: none. None if it cannot say."""
 
     def write(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
-        """Take the values of a step (counted from zero) that ended at `seconds` of the wall clock."""
+        """Take the values of a step, the `step`th of the run, that ended at `seconds` of the wall clock."""
 
     def close(self, ending: str) -> None:
         """Finish: `end`, the run is complete; `stop`, it stopped in order; `crash`."""
@@ -79,22 +80,25 @@ class Known:
     @classmethod
     def read(cls, folder: Path, name: str) -> Known:
         found = _json(folder / FILE)
-        return cls(folder, name, found.get("trackers", {}) if found.get("name") == name else {})
+        by_sink = found.get("trackers", {}) if found.get("name") == name else {}
+        if "schema" not in found:  # of an earlier release, which counted steps from 0
+            by_sink = {sink: known | {"step": known.get("step", -1) + 1} for sink, known in by_sink.items()}
+        return cls(folder, name, by_sink)
 
     def id(self, sink: str, asked: str | None) -> str | None:
         """Identifier of the tracked run to resume; None to begin one."""
         return asked or self.by_sink.get(sink, {}).get("id")
 
     def last_step(self, sink: str, identity: str) -> int:
-        """The last step that this tracked run was given; -1: none."""
+        """The last step that this tracked run was given; 0: none."""
         known = self.by_sink.get(sink, {})
-        return known.get("step", -1) if known.get("id") == identity else -1
+        return known.get("step", 0) if known.get("id") == identity else 0
 
     def keep(self, sink: str, identity: str, step: int) -> None:
         """Note the last step of a tracked run. Raises OSError."""
         self.by_sink[sink] = {"id": identity, "step": step}
         partial = self.folder / f".{FILE}.tmp"
-        partial.write_text(json.dumps({"name": self.name, "trackers": self.by_sink}, indent=1) + "\n")
+        partial.write_text(json.dumps({"schema": SCHEMA, "name": self.name, "trackers": self.by_sink}, indent=1) + "\n")
         partial.replace(self.folder / FILE)
 
 

@@ -414,6 +414,7 @@ class Trace(TypedDict):
     world: int
     device: str
     step: int
+    """The one that is told of; steps count from 1."""
     micro_batches_traced: int
     micro_batches: int
     peak_bytes: int

@@ -89,9 +89,9 @@ def worker_pids(launcher: int) -> list[int]:
 def _account(
     victim: int, killed_at: float, before: dict[int, Any], after: dict[int, Any], starts: list[dict[str, Any]]
 ) -> Interruption:
-    resumed_at, steps_before = starts[-1]["step"], max(before) + 1
-    pairs = [(before[n]["train/loss"], after[n]["train/loss"]) for n in range(resumed_at, steps_before)]
-    return Interruption(victim, steps_before, resumed_at, after[resumed_at]["time"] - killed_at, pairs)
+    resumed_at, steps_before = starts[-1]["step"], max(before)
+    pairs = [(before[n]["train/loss"], after[n]["train/loss"]) for n in range(resumed_at + 1, steps_before + 1)]
+    return Interruption(victim, steps_before, resumed_at, after[resumed_at + 1]["time"] - killed_at, pairs)
 
 
 @contextmanager

@@ -40,7 +40,9 @@ const DRAWN = {
     const find = (index, sign) => all.reduce((best, one) => (sign * one[index] < sign * best[index] ? one : best));
     const [low, high, first, last] = [find(1, 1), find(1, -1), find(0, 1), find(0, -1)];
     const { picture, x, y, left, base } = frame(width, 260, title, first[0], last[0], low[1], high[1]);
-    part.series.forEach((one, index) => picture.append(make("path", { class: `line l${index ? 6 : 0}`, d: `M${one.points.map((point) => `${x(point[0]).toFixed(1)} ${y(point[1]).toFixed(1)}`).join("L")}` })));
+    const colour = (index) => (index > part.series.findIndex((one) => !one.faint) ? 6 : 0);
+    for (const mark of part.marks.filter((one) => one.at > first[0] && one.at < last[0])) picture.append(make("line", { class: "mark", x1: x(mark.at), x2: x(mark.at), y1: 12, y2: base }), ...mark.text.match(/.{1,32}(?= |$)/g).reverse().map((line, number) => make("text", { transform: `translate(${(x(mark.at) + 4 + 13 * number).toFixed(1)} 14) rotate(90)` }, line.trim())));
+    part.series.forEach((one, index) => picture.append(make("path", { class: `line l${colour(index)}${one.faint ? " faint" : ""}`, d: `M${one.points.map((point) => `${x(point[0]).toFixed(1)} ${y(point[1]).toFixed(1)}`).join("L")}` })));
     picture.append(make("text", { class: "end", x: left - 6, y: y(high[1]) + 8 }, high[2]), make("text", { class: "end", x: left - 6, y: y(low[1]) }, low[2]),
       make("text", { x: left, y: base + 18 }, `step ${first[0].toLocaleString("en")}`), make("text", { class: "end", x: width - 12, y: base + 18 }, `step ${last[0].toLocaleString("en")}`));
     picture.addEventListener("pointermove", (event) => {
@@ -48,7 +50,7 @@ const DRAWN = {
       const near = part.series.map((one) => [one.name, one.points.reduce((best, point) => (Math.abs(x(point[0]) - at) < Math.abs(x(best[0]) - at) ? point : best))]);
       told.textContent = near.map(([name, point]) => `${name} ${point[2]} at step ${point[0].toLocaleString("en")}`).join("; ");
     });
-    return make("div", {}, picture, told, part.series.length > 1 ? drawLegend(part.series.map((one, index) => [one.name, index ? 6 : 0])) : null);
+    return make("div", {}, picture, told, part.series.length > 1 ? drawLegend(part.series.map((one, index) => [one.name, colour(index)])) : null);
   },
   points(part, title, width) {
     const values = part.points.flatMap((one) => [one.x, one.y]), [low, high] = [Math.min(...values), Math.max(...values)], told = make("output", { class: "told" }, "Point at a cell, or move to it with the tab key.");

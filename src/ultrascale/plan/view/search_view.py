@@ -111,23 +111,11 @@ def _runs(one: Prediction) -> str:
 
 def layout_words(layout: Layout, num_micro_batches: int) -> str:
     """A layout in a line: `dp16 tp2 pp2 interleaved x4, ZeRO 1, 2 x 8, recompute full`; 2 x 8: micro-batch size, number."""
-    axes = [f"{name}{size}" for name, size in _axes(layout) if size > 1] or ["one GPU"]
-    if layout.pp > 1:
-        axes.append(f"{layout.schedule} x{layout.virtual_stages}" if layout.virtual_stages > 1 else layout.schedule)
-    if layout.cp > 1:
-        swap = layout.cp_grid[1]
-        axes.append(f"{layout.cp_method} {swap}" if 1 < swap < layout.cp else layout.cp_method)
-    partly = f"/{layout.shard_size}" if layout.zero_stage and layout.dp_replicate > 1 else ""
-    words = [" ".join(axes), f"ZeRO {layout.zero_stage}{partly}", f"{layout.micro_batch_size} x {num_micro_batches}"]
+    words = [layout.axes_words or "one GPU", layout.zero_words, f"{layout.micro_batch_size} x {num_micro_batches}"]
     if layout.recompute != "none":
         every = f"every {layout.recompute_every}" if layout.recompute == "every-k" else layout.recompute
         words.append(" + ".join(layout.recompute_blocks) or every)
     return ", ".join(words)
-
-
-def _axes(layout: Layout) -> tuple[tuple[str, int], ...]:
-    names = {"dp": "dp", "tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep", "expert_tp": "etp"}
-    return tuple((short, getattr(layout, name)) for name, short in names.items())
 
 
 def show_explanation(

@@ -53,7 +53,7 @@ def points(trace: RankTrace) -> list[dict[str, Any]]:
     for tick, by_category in kept:
         while at + 1 < len(marks) and marks[at + 1].tick <= tick:
             at += 1
-        found.append({"tick": tick, "step": marks[at].step, "phase": marks[at].phase, "bytes": by_category})
+        found.append({"tick": tick, "step": marks[at].step + 1, "phase": marks[at].phase, "bytes": by_category})
     return found
 
 
@@ -74,11 +74,11 @@ def _events(trace: RankTrace) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": name}}
     for step in sorted({mark.step for mark in trace.marks}):
         start, end = trace.span(step)
-        yield {"ph": "X", "pid": 0, "tid": 0, "name": f"step {step}", "ts": start, "dur": end - start}
+        yield {"ph": "X", "pid": 0, "tid": 0, "name": f"step {step + 1}", "ts": start, "dur": end - start}
     for mark, following in pairwise([*trace.marks, None]):
         assert mark is not None
         end = trace.ticks if following is None else following.tick
-        name, args = mark.action or mark.phase, {"phase": mark.phase, "step": mark.step}
+        name, args = mark.action or mark.phase, {"phase": mark.phase, "step": mark.step + 1}
         yield {"ph": "X", "pid": 0, "tid": 1, "name": name, "ts": mark.tick, "dur": max(1, end - mark.tick), "args": args}
     for sent in trace.sent:
         args = {"bytes": sent.num_bytes, "ranks": sent.size, "stride": sent.stride, "line": sent.line, "during": sent.during}

@@ -25,7 +25,7 @@ def show_trace(
     seen, count = trace.micro_batches
     console.print(
         f"[bold]{trace.model.name or trace.model.model_type}[/bold], rank {trace.rank} of {layout.world_size} as on "
-        f"{trace.device}: step {step}, {count_of(count, 'micro-batch')}"
+        f"{trace.device}: step {step + 1}, {count_of(count, 'micro-batch')}"
         + ("" if seen == count else f", of which {seen} are traced (those between are alike)")
         + ("; experts are chosen equally often" if trace.model.num_experts else "")
         + (f"; {trace.documents} in each sequence" if trace.documents else ""),

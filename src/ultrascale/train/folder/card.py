@@ -19,7 +19,7 @@ def training_facts(place: Path, steps_done: int | None) -> dict[str, str]:
         return {}
     with suppress(SpecError):
         run = resolve(folder / "run.toml").run
-        rows = [row for row in RunFolder(folder).metric_rows() if row["step"] < steps_done]
+        rows = [row for row in RunFolder(folder).metric_rows() if row["step"] <= steps_done]
         losses = {key: value for row in rows for key, value in row.items() if key == "train/loss" or key.startswith("val/loss")}
         return {
             "steps": f"{steps_done:,}",

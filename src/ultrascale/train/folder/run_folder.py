@@ -33,6 +33,7 @@ from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.run import Run
 from ultrascale.held_folder import HeldFolder
 from ultrascale.launch.events import read_rows
+from ultrascale.run_rows import metric_row
 
 RANK_LOCK = ".lock"
 """Held by the rank that writes here."""
@@ -272,13 +273,14 @@ class RunFolder:
     def metric_rows(self) -> list[dict[str, Any]]:
         """Rows of `metrics.jsonl`, without those that a crash or a full disk tore; none if it is not there."""
         rows = read_rows(self.metrics) if self.metrics.exists() else ()
-        return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+        return [row for row in map(metric_row, rows) if row is not None]
 
-    def forget_metrics_from(self, step: int) -> None:
-        """Drop rows of steps that will be done again, and a row torn by a crash, so that every step stands there once."""
+    def forget_metrics_from(self, steps_done: int) -> None:
+        """Drop rows of steps after `steps_done`, which will be done again, and a row torn by a crash, so that every step stands
+        there once."""
         if not self.metrics.exists():
             return
-        kept = [json.dumps(row) for row in self.metric_rows() if row["step"] < step]
+        kept = [json.dumps(row) for row in self.metric_rows() if row["step"] <= steps_done]
         self.write_text(self.metrics.name, "".join(f"{row}\n" for row in kept))
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_count, format_share
 from ultrascale.launch.events import stamp
+from ultrascale.run_rows import event_line, metric_line
 from ultrascale.trackers.follower import Follower
 from ultrascale.train.folder.run_folder import RunFolder
 
@@ -48,14 +48,14 @@ class Metrics:
         self.has_console = True
 
     def row(self, step: int, values: Row, *, tables: Mapping[str, list[list[int]]] | None = None) -> None:
-        """Record the values of a step (counted from zero). `tables` are kept beside them, not given to trackers."""
+        """Record the values of the `step`th step of the run. `tables` are kept beside them, not given to trackers."""
         known = {key: value for key, value in values.items() if value is not None}
-        self._append(self.folder.metrics.name, {"step": step, "time": time.time(), **known, **(tables or {})})
+        self._append(self.folder.metrics.name, metric_line(step, {"time": time.time(), **known, **(tables or {})}))
         self._say(self.follower.lines() if self.follower is not None else [])
 
     def event(self, kind: str, **facts: Any) -> None:
         """Add a row to events.jsonl."""
-        self._append("events.jsonl", {**stamp(), "event": kind, **facts})
+        self._append("events.jsonl", event_line({**stamp(), "event": kind, **facts}))
 
     def save_failed(self, step: int, told: str) -> None:
         """Say that a checkpoint could not be written."""
@@ -118,8 +118,8 @@ class Metrics:
             with suppress(OSError):  # a terminal that is gone
                 self.bar.stop()
 
-    def _append(self, name: str, row: dict[str, Any]) -> None:
-        self._try(name, partial(self.folder.append, name, json.dumps(row)))
+    def _append(self, name: str, line: str) -> None:
+        self._try(name, partial(self.folder.append, name, line))
 
     def _try(self, name: str, write: Callable[[], None]) -> None:
         if not self.writes:

@@ -18,6 +18,7 @@ from ultrascale.measure.memory import LiveMemory
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.plan.flops import hardware_flops_per_token, model_flops_per_token
 from ultrascale.plan.memory.replay import MemoryPlan, plan_memory, rank_shape
+from ultrascale.run_rows import document
 from ultrascale.train.observers.metrics import Metrics, Row
 from ultrascale.train.session.moments import LoopObserver, Session, StepDone
 from ultrascale.train.start.compiled import compile_seconds
@@ -142,7 +143,7 @@ class Performance(LoopObserver):
         plan = self._plan(sequences, steps=self._last_watched, keeps_timeline=True)
         if self.memory is not None:
             report = compare_run(plan, self.memory) | {
-                "planned_timeline": [{"step": s, "phase": p, "bytes": b} for s, p, b in plan.timeline],
+                "planned_timeline": [{"step": s + 1, "phase": p, "bytes": b} for s, p, b in plan.timeline],
                 "measured_timeline": self.memory.timeline(),
             }
             rows = compare_memory(plan, self.memory.peak.by_category)
@@ -153,7 +154,7 @@ class Performance(LoopObserver):
             report |= {"planned_peak_bytes": plan.peak.total, "by_category": [asdict(row) for row in rows]}
         self._watching.close()
         self.memory = None
-        self.metrics.report("memory.json", report)
+        self.metrics.report("memory.json", document("memory", report))
         for row in rows:
             self.metrics.line(_memory_line(row))
 

@@ -42,6 +42,7 @@ from ultrascale.parallel.activations.remade import Region
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.plan.report import plan_run
 from ultrascale.plan.time.step_parts import parts_at, step_parts
+from ultrascale.run_rows import document
 from ultrascale.train.folder.run_folder import environment
 from ultrascale.train.start.aside import begun_aside, counted_steps, planned_memory, settle, timed_steps
 from ultrascale.train.start.fit import cluster_of
@@ -94,7 +95,7 @@ def _watch_memory(trainer: Trainer, steps: int, folder: Path) -> None:
         torch.cuda.memory._record_memory_history(enabled=None)
     plan = planned_memory(trainer, steps)
     if ranks.is_first:
-        told: dict[str, Any] = {"planned_timeline": [{"step": s, "phase": p, "bytes": b} for s, p, b in plan.timeline]}
+        told: dict[str, Any] = {"planned_timeline": [{"step": s + 1, "phase": p, "bytes": b} for s, p, b in plan.timeline]}
         if memory is not None:
             told |= compare_run(plan, memory) | {"measured_timeline": memory.timeline()}
         if on_cuda:
@@ -102,7 +103,9 @@ def _watch_memory(trainer: Trainer, steps: int, folder: Path) -> None:
                 "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
                 "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
             }
-        (folder / "memory.json").write_text(json.dumps(told | {"planned_peak_bytes": plan.peak.total}) + "\n")
+        (folder / "memory.json").write_text(
+            json.dumps(document("memory", told | {"planned_peak_bytes": plan.peak.total})) + "\n"
+        )
 
 
 def _profiled_steps(trainer: Trainer, count: int, path: Path) -> None:
@@ -227,7 +230,7 @@ def write_report(report: StepReport, folder: Path, *, pictures: bool = True) -> 
     plot_steps(report, folder / "steps.png")
     memory = json.loads((folder / "memory.json").read_text())
     planned, measured = memory["planned_timeline"], memory.get("measured_timeline", ())
-    title = f"Memory of rank 0 in the first {count_of(planned[-1]['step'] + 1, 'step')}"
+    title = f"Memory of rank 0 in the first {count_of(planned[-1]['step'], 'step')}"
     plot_memory(
         measured or planned,
         folder / "memory.png",

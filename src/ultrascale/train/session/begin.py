@@ -10,11 +10,13 @@ from ultrascale.config.resolve import to_toml
 from ultrascale.config.rules.run_rules import run_notes
 from ultrascale.config.rules.time_limits import grace_notes
 from ultrascale.data.loader import Loader
+from ultrascale.description.layout import Layout
 from ultrascale.description.run import Run
 from ultrascale.launch.events import longest_seconds
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.time_limits import START_SECONDS
 from ultrascale.plan.report import plan_run
+from ultrascale.run_rows import document
 from ultrascale.train.corpora import build_loader, expect_one_tokenizer, validation_loaders
 from ultrascale.train.evaluate import HeldOut
 from ultrascale.train.folder.export import keep_tokenizer
@@ -68,8 +70,8 @@ def begin(
     if ranks.is_first and trainer.steps_done <= run.steps:
         folder.write_text("run.toml", to_toml(run))
         keep_tokenizer(run)
-        folder.write_json("environment.json", environment())
-        folder.write_json("plan.json", plan_run(run, cluster_of(run, ranks.device)).to_json())
+        folder.write_json("environment.json", document("environment", environment()))
+        folder.write_json("plan.json", document("plan", plan_run(run, cluster_of(run, ranks.device)).to_json()))
         folder.forget_metrics_from(trainer.steps_done)
     metrics = Metrics(run, folder, first_step=trainer.steps_done, writes=ranks.is_first)
     metrics.has_console = ranks.island == 0  # each has its log.txt
@@ -118,7 +120,8 @@ def _tell(trainer: Trainer, folder: RunFolder, metrics: Metrics, found: Search, 
     """Say where the run begins, and what was found on the way there."""
     run, resumed = trainer.run, None if found.folder is None else found.folder.name
     damaged = [one.folder.name for one in found.rejected]
-    metrics.event("start", step=trainer.steps_done, world=trainer.ranks.world, checkpoint=resumed, damaged=damaged)
+    ranks = {"world": trainer.ranks.world, "layout": _layout_words(run.layout)}
+    metrics.event("start", step=trainer.steps_done, **ranks, checkpoint=resumed, damaged=damaged)
     for note in (*run_notes(run), *grace_notes(run, os.environ)):
         metrics.line(f"note: {note}")
     for rescued in folder.rescued() if found.folder is None else ():
@@ -131,3 +134,10 @@ def _tell(trainer: Trainer, folder: RunFolder, metrics: Metrics, found: Search, 
         metrics.line(f"resumed from {found.folder} at step {trainer.steps_done}")
         for change in changes_since(found.folder, run):
             metrics.line(change)
+
+
+def _layout_words(layout: Layout) -> list[str]:
+    """The layout as pictures tell a change of it; each time the same parts."""
+    recompute = " + ".join(layout.recompute_blocks) or layout.recompute
+    axes = layout.axes_words or "one rank"
+    return [axes, layout.zero_words, f"micro-batch {layout.micro_batch_size}", f"recompute {recompute}", layout.precision]

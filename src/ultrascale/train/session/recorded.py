@@ -24,7 +24,7 @@ class Recorded(LoopObserver):
             done.values["perf/save_s"], self.save_seconds = self.save_seconds, None
             balance = done.result.expert_balance
             tables = None if balance is None else {"moe/load": balance.load.tolist()}
-            session.metrics.row(done.result.gradients.step, done.values, tables=tables)
+            session.metrics.row(steps_done, done.values, tables=tables)
             session.metrics.line(console_line(run, done.values, steps_done))
         session.metrics.advance(steps_done)
 

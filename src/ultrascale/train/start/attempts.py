@@ -26,12 +26,13 @@ from typing import Any
 from ultrascale import console, heartbeat
 from ultrascale.contact import names
 from ultrascale.description.problems import SpecError
-from ultrascale.launch.events import read_rows, stamp
+from ultrascale.launch.events import stamp
 from ultrascale.launch.restarts import read_account, summary
 from ultrascale.launch.scratch import scratch_places
 from ultrascale.launch.watchdog import HANG_FILE, disagreement, keep_hang, meanwhile
 from ultrascale.parallel.arrival import give_up
 from ultrascale.parallel.mesh import Ranks
+from ultrascale.run_rows import event_line
 from ultrascale.train.folder.run_folder import RunFolder, RunFolderLostError
 from ultrascale.train.watch.signs_of_life import FOLDER_PREFIX, Signs
 
@@ -192,12 +193,11 @@ def _read(path: Path) -> Any:
 
 def _last_row(folder: RunFolder) -> dict[str, Any]:
     """When the run was last heard of, where no node has anything of it: as its metrics tell."""
-    rows = [row for row in read_rows(folder.metrics) if isinstance(row, dict)] if folder.metrics.is_file() else []
+    rows = folder.metric_rows()
     step, when = (rows[-1].get(key) for key in ("step", "time")) if rows else (None, None)
-    step = step + 1 if isinstance(step, int) else None
     return {"time": when if isinstance(when, float) else time.time(), "step": step}
 
 
 def _record(folder: RunFolder, event: dict[str, Any]) -> None:
     with suppress(OSError):
-        folder.append("events.jsonl", json.dumps(event))
+        folder.append("events.jsonl", event_line(event))
