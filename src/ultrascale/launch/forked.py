@@ -23,7 +23,7 @@ from typing import Any
 from ultrascale.launch.scratch import scratch_folder
 
 OTHERS_SECONDS = 5.0
-"""How long a rank that another one lost has to end, until what that other one says is all that is known."""
+"""Time that a rank which another one lost has to end; then what that other one says is all that is known."""
 
 
 class RankFailed(RuntimeError):

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import importlib.util
 import io
 import json
+import py_compile
 import re
 import shutil
 import subprocess
@@ -25,7 +25,6 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from importlib import metadata, resources
-from importlib._bootstrap_external import _code_to_hash_pyc  # type: ignore[attr-defined]
 from pathlib import Path
 
 from ultrascale.description.problems import Problem, SpecError
@@ -44,11 +43,11 @@ PACKAGES = {
 }
 """npm packages, with the files that `npm pack` makes of them and their SHA-512."""
 PYTHON = (3, 11)
-"""Of this Pyodide."""
+"""Version of this Pyodide's Python."""
 SITE = "/lib/python3.11/site-packages/"
 RUNTIME = ("pyodide.mjs", "pyodide.asm.js", "pyodide.asm.wasm", "python_stdlib.zip")
 IMPORTS = "wasmImports={"
-"""Where the interpreter lists what WebAssembly may call."""
+"""Beginning of the list of what WebAssembly may call."""
 NOT_OF_NUMPY = {"tests", "f2py", "testing", "distutils", "_pyinstaller", "include", "doc"}
 TRAINS = {
     "check", "checkpoint", "data", "demo", "islands", "jobs", "kernels", "measure", "models", "parallel", "primer", "soak",
@@ -185,6 +184,15 @@ def _write_zip(path: Path, files: list[tuple[str, bytes]], base: str = SITE) -> 
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as out:
         for name, data in files:
             if name.endswith(".py") and _compiles():
-                code = compile(data, base + name, "exec", dont_inherit=True)
-                name, data = name + "c", bytes(_code_to_hash_pyc(code, importlib.util.source_hash(data), False))
+                name, data = name + "c", _compiled(data, base + name)
             out.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
+
+
+def _compiled(source: bytes, place: str) -> bytes:
+    """Bytecode of a module, which says that it lies at `place`."""
+    with tempfile.TemporaryDirectory() as scratch:
+        module, made = Path(scratch, "module.py"), Path(scratch, "module.pyc")
+        module.write_bytes(source)
+        unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+        py_compile.compile(str(module), str(made), place, doraise=True, invalidation_mode=unchecked)
+        return made.read_bytes()
