@@ -14,7 +14,9 @@ from ultrascale.cli.main import main
 from ultrascale.cli.terminal.words import read_words
 from ultrascale.cli.weights.checkpoint import List, Verify
 from ultrascale.config.resolve import resolve
-from ultrascale.config.rules.early import sees_gpu
+from ultrascale.config.rules.early import expect_ready, sees_gpu
+from ultrascale.data.indexed import ShardWriter
+from ultrascale.data.manifest import Manifest, ShardRecord, TokenizerFacts, save_manifest
 from ultrascale.description.problems import SpecError
 
 MODEL = ["--model", "llama-3-8b", "--gpus", "64xh100"]
@@ -101,6 +103,11 @@ sources = ["nowhere"]
         (["train", "run.toml"], "no prepared text at nowhere"),
         (["train", "run.toml", "--device", "cuda"], "no prepared text at nowhere"),
         (["check", "run.toml", "--plant", "nosuch"], "knows no fault"),
+        (["convert", "nowhere", "out"], "is not there"),
+        (["export", "full", "gpt2"], "exists already"),
+        (["import", "empty", "run.toml"], "there is no empty/config.json"),
+        (["import", "full", "run.toml"], "model_type"),
+        (["import", "gpt2", "run.toml"], "holds no safetensors weights"),
     ],
 )
 def test_what_is_not_there_is_told_before_torch_is_imported(words, told, tmp_path):
@@ -108,9 +115,53 @@ def test_what_is_not_there_is_told_before_torch_is_imported(words, told, tmp_pat
     (tmp_path / "empty").mkdir()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "config.json").write_text("{}")
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
     code = f"import sys; from ultrascale.cli.main import main; print(main({words!r}), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert (done.stdout, told in done.stderr) == ("2 False\n", True), done.stderr
+
+
+@pytest.mark.parametrize(
+    "verb, words, told, code",
+    [
+        ("train", ["--data.sources", "empty"], "is not a folder of prepared text", 1),
+        ("train --processes=2", ["--data.sources", "little"], "holds 9 tokens, a sequence needs 65", 1),
+        ("train", ["--data.validation", "little", "--evaluation.every-steps", "2"], "holds 9 tokens", 1),
+        ("measure step", ["--device", "cuda"], "asks for CUDA", 2),
+        ("measure speed", ["--data.sources", "nowhere"], "no prepared text at nowhere", 2),
+        ("measure speed", ["--data.sources", "little"], "holds 9 tokens", 1),
+        ("sweep", ["--device", "cuda"], "asks for CUDA", 2),
+        ("sweep", ["--data.sources", "empty", "--layout.zero-stage", "0,1"], "is not a folder of prepared text", 1),
+    ],
+)
+def test_what_cannot_start_is_told_before_torch_is_imported_and_no_rank_is_at_fault(verb, words, told, code, tmp_path):
+    if words[0] == "--device" and sees_gpu():
+        pytest.skip("there is a GPU")
+    prepared(tmp_path / "enough", 900)
+    prepared(tmp_path / "little", 9)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run.toml").write_text(RUN.replace("nowhere", "enough") + "[batch]\nsequence_length = 64\n")
+    script = "import sys; from ultrascale.cli.main import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    said = [sys.executable, "-c", script, *verb.split(), "run.toml", *words]
+    done = subprocess.run(said, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout.splitlines()[-1:], told in done.stderr) == ([f"{code} False"], True), done.stderr
+    assert "rank" not in done.stderr and not list(tmp_path.rglob("events.jsonl"))
+
+
+def test_a_source_in_a_store_is_for_the_ranks_to_look_for(tmp_path):
+    found = resolve(None, ["--model.preset", "tiny-llama", "--data.sources", f"file://{tmp_path}/none,s3://bucket/none"])
+    expect_ready(found.run)
+
+
+def prepared(folder: Path, tokens: int) -> None:
+    """A prepared folder of one document."""
+    folder.mkdir()
+    writer = ShardWriter(folder / "shard", "uint16")
+    writer.add_documents(range(tokens), [tokens])
+    written = writer.finish()
+    record = ShardRecord("shard", 1, tokens, written.bin_sha256, written.idx_sha256)
+    save_manifest(Manifest("uint16", TokenizerFacts("0" * 64, 900, "end", 0), (record,), {}), folder)
 
 
 def test_a_plan_starts_without_the_parser_library_and_its_type_checker(tmp_path):

@@ -20,6 +20,7 @@ from ultrascale.description.rank_environment import told_rank
 from ultrascale.description.run import Run
 from ultrascale.page.documents import step_document
 from ultrascale.page.one_file import expect_writable, write_document
+from ultrascale.train.corpora import expect_startable
 from ultrascale.train.folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def command(arguments: list[str]) -> int:
     first, last = parse_steps(steps)
     expect_writable(html)
     run = resolve(path, rest, require_data=True, processes=processes).run
+    expect_startable(run)
     folder = out or RunFolder.of(run).path / "profile"
     code = _profile(run, first, last, folder)
     if code == 0 and told_rank(os.environ) == 0:
