@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import ultrascale
 from ultrascale.api.check import fault_names
 from ultrascale.api.planning.plan_request import PlanOptions
 from ultrascale.cli.main import main
@@ -33,8 +34,14 @@ def test_the_length_of_a_sequence_takes_a_unit(text, tokens):
     assert found.run.batch.sequence_length == 1024
 
 
-def test_steps_take_a_unit_on_the_command_line():
-    assert resolve(None, ["--model.preset", "tiny-llama", "--steps", "10k"]).run.steps == 10_000
+def test_whole_numbers_and_times_take_a_unit_on_the_command_line():
+    words = ["--steps", "10k", "--layout.micro-batch-size", "1k", "--faults.hang-seconds", "1h30m", "--seed", str(2**63 - 1)]
+    run = resolve(None, ["--model.preset", "tiny-llama", *words, "--batch.sequences-per-batch", "1,000k"]).run
+    assert (run.steps, run.layout.micro_batch_size, run.batch.sequences_per_batch) == (10_000, 1000, 1_000_000)
+    assert (run.faults.hang_seconds, run.seed) == (5400.0, 2**63 - 1)
+    assert read("--checkpoint-minutes", "90s", "--sequences-per-batch", "1.5k")[0] == PlanOptions(
+        checkpoint_minutes=1.5, sequences_per_batch=1500
+    )
 
 
 def test_flags_are_read_with_equals_underscores_and_after_the_file():
@@ -56,6 +63,19 @@ def test_a_choice_of_verbs_is_read_by_its_first_word():
         (["plan", *MODEL, "--seq-len", "0"], "must be at least 1, is 0"),
         (["plan", *MODEL, "--seq-len", "128k"], "--model.max-position-embeddings 131072"),
         (["plan", *MODEL, "--top"], "is given without a value"),
+        (["plan", *MODEL, "--tp", "banana"], "is banana -> Write digits"),
+        (["plan", *MODEL, "--top", "1.5"], "is 1.5 -> Write it without a decimal point"),
+        (["train", "run.toml", "--layout.pp", "1,2"], "must be a whole number, is 1,2 -> Write digits"),
+        (["plan", *MODEL, "--save-seconds", "soon"], "is soon -> Write it as 90, or with a unit, such as 30m"),
+        (["plan", *MODEL, "--seed", "-1"], "must be at least 0, is -1 -> Give 0 or more."),
+        (["plan", *MODEL, "--model.hidden-size", "0"], "must be at least 1, is 0 -> Give 1 or more."),
+        (["plan", *MODEL, "--zero", "3"], "Did you mean --zero-stage?"),
+        (["plan", *MODEL, "--tensor-parallel", "2"], "Did you mean --tp?"),
+        (["train", "run.toml", "--zero", "3"], "Did you mean --layout.zero-stage?"),
+        (["show", "run.toml", "--data.document-mask", "maybe"], "must be true or false"),
+        (["measure", "stp"], "Did you mean step?"),
+        (["measure", "stp", "run.toml"], "Did you mean step?"),
+        (["show", "schedule", "--pp", "0"], "--pp must be at least 1, is 0"),
         (["show", "presets"], "Did you mean `ultrascale show models`?"),
         (["data", "prepar"], "Did you mean prepare?"),
         (["checkpoint", "lst"], "Did you mean list?"),
@@ -68,6 +88,7 @@ def test_a_choice_of_verbs_is_read_by_its_first_word():
 )
 def test_what_is_wrong_is_told_with_the_right_word(words, told, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN)
     assert main(words) == 2
     error = capsys.readouterr().err
     assert told in " ".join(error.split())
@@ -78,6 +99,13 @@ def test_what_is_wrong_is_told_with_the_right_word(words, told, tmp_path, monkey
 def test_who_wrote_no_quotes_is_told_of_none(words, capsys):
     assert main(["plan", *MODEL, *words]) == 2
     assert "quotes" not in capsys.readouterr().err
+
+
+def test_functions_name_what_they_were_given():
+    with pytest.raises(SpecError, match=r"is 8192\.5\. Write it without a decimal point"):
+        ultrascale.plan("llama-3-8b", "8xh100", sequences_per_batch=8192.5)
+    with pytest.raises(SpecError, match="b: must be a plan or the file of a run, is 3"):
+        ultrascale.compare("run.toml", 3)  # pyright: ignore[reportArgumentType]
 
 
 def test_gpipe_is_the_schedule_that_papers_call_so():

@@ -251,9 +251,16 @@ def schedule(name: str | PathLike[str] | None = None, **settings: Any) -> Schedu
 
 def answer(options: ScheduleOptions) -> Schedule | ExecutedSchedule:
     """One schedule, with the files that were asked for written."""
+    given = {"pp": options.pp, "micro_batches": options.micro_batches}
+    problems = [
+        Problem(f"--{key.replace('_', '-')}", f"must be at least 1, is {value}", "Give a whole number from 1 on.")
+        for key, value in given.items() if value is not None and value < 1
+    ]  # fmt: skip
     if not options.name and options.model is None:
         remedy = f"Take {', '.join(SCHEDULES)}, or a .csv or .json file."
-        raise SpecError([Problem("name", "which schedule is missing", remedy)])
+        problems.append(Problem("NAME", "which schedule is missing", remedy))
+    if problems:
+        raise SpecError(problems)
     options = _of_a_plan(options)
     options = replace(options, name=SCHEDULE_ALIASES.get(options.name.lower(), options.name))
     program = _program(options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from inspect import getdoc, signature
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -97,9 +98,15 @@ def set_aside(arguments: list[str], *, own: Collection[str]) -> tuple[list[str],
             continue
         settings.append(word)
         is_switch = key in leaves() and leaves()[key].kind is bool
-        if words and not equals and not words[0].startswith("--") and (not is_switch or words[0].lower() in SWITCHED):
+        if words and not equals and not words[0].startswith("--") and (not is_switch or _switches(*list(words)[:2])):
             settings.append(words.popleft())
     return settings, others
+
+
+def _switches(word: str, following: str = "--") -> bool:
+    """True if `word` says whether a setting is on, or was meant to: a mere word before a flag or the end, that names no run."""
+    meant = word.isalpha() and following.startswith("--") and not Path(word).exists()
+    return word.lower() in SWITCHED or meant
 
 
 def _asks_for_help(arguments: list[str]) -> bool:
