@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,30 @@ def test_what_is_wrong_is_told_with_the_right_word(words, told, tmp_path, monkey
 def test_who_wrote_no_quotes_is_told_of_none(words, capsys):
     assert main(["plan", *MODEL, *words]) == 2
     assert "quotes" not in capsys.readouterr().err
+
+
+def test_axes_that_plan_names_are_kept_by_who_else_takes_a_model():
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for home in ("trace", "check", "show.show_schedule"):
+            module = import_module(f"ultrascale.cli.{home}")
+            patch.setattr(module, "answer", lambda *asked, **told: found.append(asked) or stop())
+        for verb in ("trace", "check", "show schedule"):
+            with suppress(StopIteration):
+                main([*verb.split(), *MODEL, "--tp", "8", "--zero-stage=3", "--layout.cp", "2"])
+    words = ["--layout.tp", "8", "--layout.zero_stage=3", "--layout.cp", "2"]
+    assert [list(asked[1] if len(asked) > 1 else asked[0].settings) for asked in found] == [words] * 3
+
+
+def stop() -> None:
+    raise StopIteration
+
+
+def test_the_schedule_of_a_plan_keeps_its_axes_and_one_without_a_model_has_none():
+    found = ultrascale.schedule(model="llama-3-8b", gpus="64xh100", tp=8, **{"layout.pp": 4})
+    assert (found.num_ranks, found.num_micro_batches) == (4, 16)
+    with pytest.raises(SpecError, match=r"--layout.pp: is a setting of a run.* or say --pp"):
+        ultrascale.schedule("1f1b", layout={"pp": 4})
 
 
 def test_functions_name_what_they_were_given():

@@ -90,4 +90,4 @@ def test_experts_are_asked_for_by_their_own_flag(capsys) -> None:
     assert main([*SEARCH, "--model", "llama-3-8b", "--ep", "8"]) == 2
     assert "the model has none" in capsys.readouterr().err
     assert main([*SEARCH, "--model", "llama-3-8b", "--dp-shard", "0"]) == 2
-    assert "must be at least 1, is 0" in capsys.readouterr().err
+    assert "must be from 1" in capsys.readouterr().err
