@@ -94,7 +94,30 @@ def test_what_is_wrong_is_told_with_the_right_word(words, told, tmp_path, monkey
     assert main(words) == 2
     error = capsys.readouterr().err
     assert told in " ".join(error.split())
-    assert error.startswith("ultrascale: error: invalid configuration")
+    assert error.startswith(("ultrascale: error: invalid configuration", "ultrascale: error: invalid arguments"))
+
+
+@pytest.mark.parametrize(
+    "words, head",
+    [
+        (["plam"], "invalid arguments:\n\n  plam\n    there is no verb `plam`\n    -> Did you mean `plan`? The verbs are demo"),
+        (["generate", "nowhere"], "invalid arguments:\n\n  nowhere\n    is no folder\n    -> "),
+        (["plan", "nowhere.toml"], "invalid arguments:\n\n  nowhere.toml\n"),
+        (["train", "run.toml", "--max-restarts", "-1"], "invalid arguments:\n\n  --max-restarts\n"),
+        (["train", "run.toml"], "invalid configuration:\n\n  data.sources\n"),
+        (["plan", "torn.toml"], "invalid configuration:\n\n  torn.toml:1\n"),
+        (
+            ["plan", "run.toml", "--layout.tp", "x", "--seed", "y"],
+            "invalid configuration, 2 mistakes:\n\n  layout.tp  (flag)\n",
+        ),
+    ],
+)
+def test_what_is_no_setting_of_a_run_is_not_called_its_configuration(words, head, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN)
+    (tmp_path / "torn.toml").write_text("[model")
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(f"ultrascale: error: {head}")
 
 
 @pytest.mark.parametrize("words", [["--zero-stage", "4"], ["--precision", "int8"]])
