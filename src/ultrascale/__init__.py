@@ -11,7 +11,11 @@ The verbs of the command line as functions, with the same names, words and defau
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+
+TYPE_CHECKING = False
+"""True to type checkers alone. `typing` itself takes 10 ms to import, in which Ctrl-C would be a traceback."""
+if TYPE_CHECKING:
+    from typing import Any
 
 __version__ = "0.1.0"
 __all__ = ["SpecError", "__version__", "check", "compare", "plan", "report", "schedule", "search", "sweep", "trace"]
@@ -29,11 +33,11 @@ _PACKAGES = ("check", "plan", "sweep", "trace")
 class _CallablePackage(ModuleType):
     """A package with the name of a verb, `ultrascale.plan`: its modules are imported as ever, and calling it calls the verb."""
 
-    def __call__(self, *args: Any, **settings: Any) -> Any:
+    def __call__(self, *args: "Any", **settings: "Any") -> "Any":
         return _at_home(self.__name__.rpartition(".")[2])(*args, **settings)
 
     @property
-    def __signature__(self) -> Any:
+    def __signature__(self) -> "Any":
         """Signature that `help` and editors show."""
         from inspect import signature
 
@@ -43,17 +47,17 @@ class _CallablePackage(ModuleType):
 class _Front(ModuleType):
     """Class of this package. The import system sets a package's name here when it is first imported."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: "Any") -> None:
         if name in _PACKAGES and isinstance(value, ModuleType):
             value.__class__ = _CallablePackage
         super().__setattr__(name, value)
 
 
-def _at_home(name: str) -> Any:
+def _at_home(name: str) -> "Any":
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _PACKAGES:

@@ -223,7 +223,7 @@ def schedule(
         virtual_stages: Stages a rank, for schedules that take any number, such as interleaved; 2 if not given.
         model: Model, as `ultrascale plan` takes it: the pipeline of the best layout of this model, --pp and NAME as
             given...
-        gpus: ... on these machines, such as 64xh100.
+        gpus: ... on these machines, such as 64xh100. Axes are kept as `plan` keeps them: --tp 8 --zero-stage 3.
         seq_len: Tokens of a sequence, such as 8192 or 128k; with --model.
         tokens_per_batch: Tokens of a step, such as 4M; with --model.
         cost: See `Costs`.
@@ -258,7 +258,7 @@ def trace(
 
     Args:
         model: Model in place of a file, as `ultrascale plan` takes it: the best layout of this model...
-        gpus: ... on these machines, such as 64xh100.
+        gpus: ... on these machines, such as 64xh100. Axes are kept as `plan` keeps them: --tp 8 --zero-stage 3.
         seq_len: Tokens of a sequence, such as 8192 or 128k; with --model.
         tokens_per_batch: Tokens of a step, such as 4M; with --model.
         world: Ranks of the job. What tp, cp and pp leave of them shares the batch (layout.dp). Default: the run's own.
@@ -295,7 +295,7 @@ def check(
 
     Args:
         model: Model in place of a file, as `ultrascale plan` takes it: the best layout of this model...
-        gpus: ... on these machines, such as 64xh100.
+        gpus: ... on these machines, such as 64xh100. Axes are kept as `plan` keeps them: --tp 8 --zero-stage 3.
         seq_len: Tokens of a sequence, such as 8192 or 128k; with --model.
         tokens_per_batch: Tokens of a step, such as 4M; with --model.
         processes: Number of processes. Default: the run's own up to 8, else the least that has its axes. With --matrix:
@@ -362,5 +362,5 @@ def report(
     ...
 
 def compare(a: Plan | str | PathLike[str], b: Plan | str | PathLike[str]) -> Comparison:
-    """Two plans side by side, what differs first. A run's file stands for its plan."""
+    """Two plans side by side, what differs first. A run's file stands for its plan. Raises SpecError."""
     ...

@@ -2,23 +2,26 @@
 
 Ctrl-C is met before anything else is imported. An exception may come up anywhere in an import, and libraries swallow it
 there, or turn it into one of their own: so while something is imported, and before and after the verb, the process ends at
-once. Elsewhere it is a KeyboardInterrupt, as usual.
+once. Elsewhere it is a KeyboardInterrupt, as usual. While Python itself ends, it is ignored: what was asked for is done.
 """
 
+import _signal as signal  # signal itself imports enum first, and a Ctrl-C in there would be a traceback
 import os
-import signal
 import sys
-from types import FrameType
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
 
 STOPPED = 130
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _leave(number: int, frame: "FrameType | None") -> None:
     os.write(2, b"ultrascale: error: stopped.\n")
     os._exit(STOPPED)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def _interrupt(number: int, frame: "FrameType | None") -> None:
     at = frame
     while at is not None:
         if at.f_code.co_filename.startswith("<frozen importlib"):
@@ -37,8 +40,11 @@ _handle(_leave, instead_of=signal.default_int_handler)
 
 def main() -> int:
     """Run the command that the process was started with; returns its exit code."""
+    import atexit
+
     from ultrascale.cli.main import main
 
+    atexit.register(_handle, signal.SIG_IGN, instead_of=_leave)  # runs last: from there on the system would kill the process
     try:
         _handle(_interrupt, instead_of=_leave)
         if "RANK" in os.environ:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+import ultrascale
 from ultrascale.api.check import fault_names
 from ultrascale.api.planning.plan_request import PlanOptions
 from ultrascale.cli.main import main
 from ultrascale.cli.terminal.words import read_words
 from ultrascale.cli.weights.checkpoint import List, Verify
 from ultrascale.config.resolve import resolve
-from ultrascale.config.rules.early import sees_gpu
+from ultrascale.config.rules.early import expect_ready, sees_gpu
+from ultrascale.data.indexed import ShardWriter
+from ultrascale.data.manifest import Manifest, ShardRecord, TokenizerFacts, save_manifest
 from ultrascale.description.problems import SpecError
 
 MODEL = ["--model", "llama-3-8b", "--gpus", "64xh100"]
@@ -31,8 +36,14 @@ def test_the_length_of_a_sequence_takes_a_unit(text, tokens):
     assert found.run.batch.sequence_length == 1024
 
 
-def test_steps_take_a_unit_on_the_command_line():
-    assert resolve(None, ["--model.preset", "tiny-llama", "--steps", "10k"]).run.steps == 10_000
+def test_whole_numbers_and_times_take_a_unit_on_the_command_line():
+    words = ["--steps", "10k", "--layout.micro-batch-size", "1k", "--faults.hang-seconds", "1h30m", "--seed", str(2**63 - 1)]
+    run = resolve(None, ["--model.preset", "tiny-llama", *words, "--batch.sequences-per-batch", "1,000k"]).run
+    assert (run.steps, run.layout.micro_batch_size, run.batch.sequences_per_batch) == (10_000, 1000, 1_000_000)
+    assert (run.faults.hang_seconds, run.seed) == (5400.0, 2**63 - 1)
+    assert read("--checkpoint-minutes", "90s", "--sequences-per-batch", "1.5k")[0] == PlanOptions(
+        checkpoint_minutes=1.5, sequences_per_batch=1500
+    )
 
 
 def test_flags_are_read_with_equals_underscores_and_after_the_file():
@@ -54,6 +65,19 @@ def test_a_choice_of_verbs_is_read_by_its_first_word():
         (["plan", *MODEL, "--seq-len", "0"], "must be at least 1, is 0"),
         (["plan", *MODEL, "--seq-len", "128k"], "--model.max-position-embeddings 131072"),
         (["plan", *MODEL, "--top"], "is given without a value"),
+        (["plan", *MODEL, "--tp", "banana"], "is banana -> Write digits"),
+        (["plan", *MODEL, "--top", "1.5"], "is 1.5 -> Write it without a decimal point"),
+        (["train", "run.toml", "--layout.pp", "1,2"], "must be a whole number, is 1,2 -> Write digits"),
+        (["plan", *MODEL, "--save-seconds", "soon"], "is soon -> Write it as 90, or with a unit, such as 30m"),
+        (["plan", *MODEL, "--seed", "-1"], "must be at least 0, is -1 -> Give 0 or more."),
+        (["plan", *MODEL, "--model.hidden-size", "0"], "must be at least 1, is 0 -> Give 1 or more."),
+        (["plan", *MODEL, "--zero", "3"], "Did you mean --zero-stage?"),
+        (["plan", *MODEL, "--tensor-parallel", "2"], "Did you mean --tp?"),
+        (["train", "run.toml", "--zero", "3"], "Did you mean --layout.zero-stage?"),
+        (["show", "run.toml", "--data.document-mask", "maybe"], "must be true or false"),
+        (["measure", "stp"], "Did you mean step?"),
+        (["measure", "stp", "run.toml"], "Did you mean step?"),
+        (["show", "schedule", "--pp", "0"], "--pp must be at least 1, is 0"),
         (["show", "presets"], "Did you mean `ultrascale show models`?"),
         (["data", "prepar"], "Did you mean prepare?"),
         (["checkpoint", "lst"], "Did you mean list?"),
@@ -66,16 +90,71 @@ def test_a_choice_of_verbs_is_read_by_its_first_word():
 )
 def test_what_is_wrong_is_told_with_the_right_word(words, told, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN)
     assert main(words) == 2
     error = capsys.readouterr().err
     assert told in " ".join(error.split())
-    assert error.startswith("ultrascale: error: invalid configuration")
+    assert error.startswith(("ultrascale: error: invalid configuration", "ultrascale: error: invalid arguments"))
+
+
+@pytest.mark.parametrize(
+    "words, head",
+    [
+        (["plam"], "invalid arguments:\n\n  plam\n    there is no verb `plam`\n    -> Did you mean `plan`? The verbs are demo"),
+        (["generate", "nowhere"], "invalid arguments:\n\n  nowhere\n    is no folder\n    -> "),
+        (["plan", "nowhere.toml"], "invalid arguments:\n\n  nowhere.toml\n"),
+        (["train", "run.toml", "--max-restarts", "-1"], "invalid arguments:\n\n  --max-restarts\n"),
+        (["train", "run.toml"], "invalid configuration:\n\n  data.sources\n"),
+        (["plan", "torn.toml"], "invalid configuration:\n\n  torn.toml:1\n"),
+        (
+            ["plan", "run.toml", "--layout.tp", "x", "--seed", "y"],
+            "invalid configuration, 2 mistakes:\n\n  layout.tp  (flag)\n",
+        ),
+    ],
+)
+def test_what_is_no_setting_of_a_run_is_not_called_its_configuration(words, head, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN)
+    (tmp_path / "torn.toml").write_text("[model")
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(f"ultrascale: error: {head}")
 
 
 @pytest.mark.parametrize("words", [["--zero-stage", "4"], ["--precision", "int8"]])
 def test_who_wrote_no_quotes_is_told_of_none(words, capsys):
     assert main(["plan", *MODEL, *words]) == 2
     assert "quotes" not in capsys.readouterr().err
+
+
+def test_axes_that_plan_names_are_kept_by_who_else_takes_a_model():
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for home in ("trace", "check", "show.show_schedule"):
+            module = import_module(f"ultrascale.cli.{home}")
+            patch.setattr(module, "answer", lambda *asked, **told: found.append(asked) or stop())
+        for verb in ("trace", "check", "show schedule"):
+            with suppress(StopIteration):
+                main([*verb.split(), *MODEL, "--tp", "8", "--zero-stage=3", "--layout.cp", "2"])
+    words = ["--layout.tp", "8", "--layout.zero_stage=3", "--layout.cp", "2"]
+    assert [list(asked[1] if len(asked) > 1 else asked[0].settings) for asked in found] == [words] * 3
+
+
+def stop() -> None:
+    raise StopIteration
+
+
+def test_the_schedule_of_a_plan_keeps_its_axes_and_one_without_a_model_has_none():
+    found = ultrascale.schedule(model="llama-3-8b", gpus="64xh100", tp=8, **{"layout.pp": 4})
+    assert (found.num_ranks, found.num_micro_batches) == (4, 16)
+    with pytest.raises(SpecError, match=r"--layout.pp: is a setting of a run.* or say --pp"):
+        ultrascale.schedule("1f1b", layout={"pp": 4})
+
+
+def test_functions_name_what_they_were_given():
+    with pytest.raises(SpecError, match=r"is 8192\.5\. Write it without a decimal point"):
+        ultrascale.plan("llama-3-8b", "8xh100", sequences_per_batch=8192.5)
+    with pytest.raises(SpecError, match="b: must be a plan or the file of a run, is 3"):
+        ultrascale.compare("run.toml", 3)  # pyright: ignore[reportArgumentType]
 
 
 def test_gpipe_is_the_schedule_that_papers_call_so():
@@ -101,6 +180,11 @@ sources = ["nowhere"]
         (["train", "run.toml"], "no prepared text at nowhere"),
         (["train", "run.toml", "--device", "cuda"], "no prepared text at nowhere"),
         (["check", "run.toml", "--plant", "nosuch"], "knows no fault"),
+        (["convert", "nowhere", "out"], "is not there"),
+        (["export", "full", "gpt2"], "exists already"),
+        (["import", "empty", "run.toml"], "there is no empty/config.json"),
+        (["import", "full", "run.toml"], "model_type"),
+        (["import", "gpt2", "run.toml"], "holds no safetensors weights"),
     ],
 )
 def test_what_is_not_there_is_told_before_torch_is_imported(words, told, tmp_path):
@@ -108,9 +192,53 @@ def test_what_is_not_there_is_told_before_torch_is_imported(words, told, tmp_pat
     (tmp_path / "empty").mkdir()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "config.json").write_text("{}")
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
     code = f"import sys; from ultrascale.cli.main import main; print(main({words!r}), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert (done.stdout, told in done.stderr) == ("2 False\n", True), done.stderr
+
+
+@pytest.mark.parametrize(
+    "verb, words, told, code",
+    [
+        ("train", ["--data.sources", "empty"], "is not a folder of prepared text", 1),
+        ("train --processes=2", ["--data.sources", "little"], "holds 9 tokens, a sequence needs 65", 1),
+        ("train", ["--data.validation", "little", "--evaluation.every-steps", "2"], "holds 9 tokens", 1),
+        ("measure step", ["--device", "cuda"], "asks for CUDA", 2),
+        ("measure speed", ["--data.sources", "nowhere"], "no prepared text at nowhere", 2),
+        ("measure speed", ["--data.sources", "little"], "holds 9 tokens", 1),
+        ("sweep", ["--device", "cuda"], "asks for CUDA", 2),
+        ("sweep", ["--data.sources", "empty", "--layout.zero-stage", "0,1"], "is not a folder of prepared text", 1),
+    ],
+)
+def test_what_cannot_start_is_told_before_torch_is_imported_and_no_rank_is_at_fault(verb, words, told, code, tmp_path):
+    if words[0] == "--device" and sees_gpu():
+        pytest.skip("there is a GPU")
+    prepared(tmp_path / "enough", 900)
+    prepared(tmp_path / "little", 9)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run.toml").write_text(RUN.replace("nowhere", "enough") + "[batch]\nsequence_length = 64\n")
+    script = "import sys; from ultrascale.cli.main import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    said = [sys.executable, "-c", script, *verb.split(), "run.toml", *words]
+    done = subprocess.run(said, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout.splitlines()[-1:], told in done.stderr) == ([f"{code} False"], True), done.stderr
+    assert "rank" not in done.stderr and not list(tmp_path.rglob("events.jsonl"))
+
+
+def test_a_source_in_a_store_is_for_the_ranks_to_look_for(tmp_path):
+    found = resolve(None, ["--model.preset", "tiny-llama", "--data.sources", f"file://{tmp_path}/none,s3://bucket/none"])
+    expect_ready(found.run)
+
+
+def prepared(folder: Path, tokens: int) -> None:
+    """A prepared folder of one document."""
+    folder.mkdir()
+    writer = ShardWriter(folder / "shard", "uint16")
+    writer.add_documents(range(tokens), [tokens])
+    written = writer.finish()
+    record = ShardRecord("shard", 1, tokens, written.bin_sha256, written.idx_sha256)
+    save_manifest(Manifest("uint16", TokenizerFacts("0" * 64, 900, "end", 0), (record,), {}), folder)
 
 
 def test_a_plan_starts_without_the_parser_library_and_its_type_checker(tmp_path):

@@ -147,12 +147,14 @@ def test_of_a_run_that_ends_before_its_first_save_no_checkpoint_is_promised(run_
     assert "stopped by SIGINT. Nothing is saved yet." in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("code, told", [(1, 2), (2, 0)])
-def test_what_restarts_have_cost_is_not_told_of_a_start_that_was_refused(run_file, tmp_path, capsys, monkeypatch, code, told):
+@pytest.mark.parametrize("code, step, told", [(1, None, 0), (2, None, 0), (1, 3, 2)])
+def test_what_restarts_have_cost_is_not_told_of_a_start_that_was_refused(
+    run_file, tmp_path, capsys, monkeypatch, code, step, told
+):
     events = [{"event": "failure", "time": 1.0, "cause": "no"}, {"event": "start", "time": 2.0, "step": 0}]
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
-    ending = Ending("rank 0 failed: no", exit_code=code, explained=True)
+    ending = Ending("rank 0 failed: no", exit_code=code, explained=True, step=step)
     monkeypatch.setattr(local, "launch_local", lambda file, processes, **options: ending)
     assert train(run_file, "--processes", "2") == code
     assert len(capsys.readouterr().out.splitlines()) == told

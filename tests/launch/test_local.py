@@ -260,8 +260,8 @@ def test_a_run_is_started_again_only_where_that_may_help(monkeypatch, endings, p
     assert found.reason.startswith(ending.reason)
 
 
-@pytest.mark.parametrize("ending, recorded", [(WRONG, 0), (at(WRONG, 3), 1), (replace(WRONG, exit_code=1), 1)])
-def test_a_description_that_the_ranks_refuse_is_no_failure_of_the_run(monkeypatch, ending, recorded):
+@pytest.mark.parametrize("ending, recorded", [(WRONG, 0), (at(WRONG, 3), 1), (replace(WRONG, exit_code=1), 0), (FAILED, 3)])
+def test_what_the_ranks_refuse_before_any_step_is_no_failure_of_the_run(monkeypatch, ending, recorded):
     events: list[dict[str, Any]] = []
     monkeypatch.setattr(local, "_launch_once", lambda *arguments: ending)
     launch_local("", 2, say=lambda text: None, record=events.append)

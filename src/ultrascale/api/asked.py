@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from json import dumps
 from os import PathLike, fspath
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 from ultrascale.config.schema import BAD, STAND_INS, At, convert, default_of, leaves, sections
@@ -39,8 +39,12 @@ class Asked(Generic[T]):
     """Words that would be typed after the verb for the same request."""
 
 
-def read_keywords(kind: type[T], verb: str, given: Mapping[str, Any], *, positional: tuple[str, ...] = ()) -> Asked[T]:
-    """`given` as options of `kind` and settings beside them; None is not given. `positional`: options that have no flag.
+def read_keywords(
+    kind: type[T], verb: str, given: Mapping[str, Any], *, positional: tuple[str, ...] = (),
+    short: Mapping[str, str] = MappingProxyType({}),
+) -> Asked[T]:  # fmt: skip
+    """`given` as options of `kind` and settings beside them; None is not given. `positional`: options that have no flag;
+    `short`: settings by other names, which are read where `kind` has no such option.
 
     Raises SpecError with everything that is wrong.
     """
@@ -51,7 +55,7 @@ def read_keywords(kind: type[T], verb: str, given: Mapping[str, Any], *, positio
     for key, value in ((key.replace("-", "_"), value) for key, value in given.items()):
         is_table = isinstance(value, Mapping) and (key in sections() or key == "stack")
         if key not in hints or is_table:
-            settings += _settings(key, value)
+            settings += _settings(key if value is None else short.get(key, key), value)
         elif value is not None:
             values[key] = as_kind(value, hints[key], key if key in positional else f"--{key.replace('_', '-')}", problems)
     problems += [_unknown(key, hints, verb) for key, _ in settings if "." not in key and key not in leaves()]

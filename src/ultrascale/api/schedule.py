@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ultrascale.api.asked import read_keywords
 from ultrascale.api.extras import naming_extras
 from ultrascale.api.planned_run import Described, planned_run
+from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.schemas.stamp import stamped
 from ultrascale.api.shown import Facts, bars, figure, frame, html
 from ultrascale.description.layout import PipelineRuntime
@@ -77,7 +79,7 @@ class ScheduleOptions:
     model: str | None = None
     """Model, as `ultrascale plan` takes it: the pipeline of the best layout of this model, --pp and NAME as given..."""
     gpus: str | None = None
-    """... on these machines, such as 64xh100."""
+    """... on these machines, such as 64xh100. Axes are kept as `plan` keeps them: --tp 8 --zero-stage 3."""
     seq_len: int | None = None
     """Tokens of a sequence, such as 8192 or 128k; with --model."""
     tokens_per_batch: str | None = None
@@ -244,17 +246,25 @@ def schedule(name: str | PathLike[str] | None = None, **settings: Any) -> Schedu
 
     Raises SpecError for an unknown schedule, or numbers that do not suit it.
     """
-    asked = read_keywords(ScheduleOptions, "show schedule", {"name": name, **settings}, positional=("name",))
+    asked = read_keywords(ScheduleOptions, "show schedule", {"name": name, **settings}, positional=("name",), short=SHORT)
     with naming_extras("show schedule"):
-        return answer(asked.options) if asked.options.name else play_all(asked.options)
+        is_one = asked.options.name or asked.options.model is not None
+        return answer(asked.options, asked.settings) if is_one else play_all(asked.options, asked.settings)
 
 
-def answer(options: ScheduleOptions) -> Schedule | ExecutedSchedule:
-    """One schedule, with the files that were asked for written."""
+def answer(options: ScheduleOptions, settings: Sequence[str] = ()) -> Schedule | ExecutedSchedule:
+    """One schedule, with the files that were asked for written. `settings`: of the model's run."""
+    given = {"pp": options.pp, "micro_batches": options.micro_batches}
+    problems = [
+        Problem(f"--{key.replace('_', '-')}", f"must be at least 1, is {value}", "Give a whole number from 1 on.")
+        for key, value in given.items() if value is not None and value < 1
+    ]  # fmt: skip
     if not options.name and options.model is None:
         remedy = f"Take {', '.join(SCHEDULES)}, or a .csv or .json file."
-        raise SpecError([Problem("name", "which schedule is missing", remedy)])
-    options = _of_a_plan(options)
+        problems.append(Problem("NAME", "which schedule is missing", remedy))
+    if problems:
+        raise SpecError(problems)
+    options = _of_a_plan(options, settings)
     options = replace(options, name=SCHEDULE_ALIASES.get(options.name.lower(), options.name))
     program = _program(options)
     if options.pipeline_runtime != "ultrascale" and not options.executed:
@@ -265,15 +275,16 @@ def answer(options: ScheduleOptions) -> Schedule | ExecutedSchedule:
     return found
 
 
-def _of_a_plan(options: ScheduleOptions) -> ScheduleOptions:
+def _of_a_plan(options: ScheduleOptions, settings: Sequence[str]) -> ScheduleOptions:
     """The schedule, ranks, stages and micro-batches of the best layout of the model and machines that are given, if they are;
     costs stay those of `cost`."""
     described = Described(options.model, options.gpus, options.seq_len, options.tokens_per_batch)
     if not described.is_given:
+        _expect_no_settings(settings)
         return options
     words = {"schedule": options.name or None, "pp": options.pp, "virtual_stages": options.virtual_stages}
     flags = [word for key, value in words.items() if value for word in (f"--layout.{key}", str(value))]
-    run = planned_run(described, flags, run=None, verb="show schedule")
+    run = planned_run(described, [*flags, *settings], run=None, verb="show schedule")
     layout = run.layout
     if layout.pp == 1:
         rule = f"the best layout of {options.model} on {options.gpus} has no pipeline"
@@ -286,10 +297,20 @@ def _of_a_plan(options: ScheduleOptions) -> ScheduleOptions:
     )
 
 
-def play_all(options: ScheduleOptions) -> Schedules:
-    """Every schedule that such a pipeline can have. Raises SpecError for a name, or a file to write."""
+def _expect_no_settings(settings: Sequence[str]) -> None:
+    if settings:
+        flag = settings[0].partition("=")[0]
+        last = flag.rpartition(".")[2].replace("_", "-")
+        own = f"say --{last}" if last.replace("-", "_") in ScheduleOptions.__dataclass_fields__ else "leave it out"
+        rule = "is a setting of a run, and no model says of which"
+        raise SpecError([Problem(flag, rule, f"Give --model and --gpus too, or {own}.")])
+
+
+def play_all(options: ScheduleOptions, settings: Sequence[str] = ()) -> Schedules:
+    """Every schedule that such a pipeline can have. Raises SpecError for a name, settings of a run, or a file to write."""
     from ultrascale.plan.pipeline.play import program_of
 
+    _expect_no_settings(settings)
     if options.name:
         raise SpecError([Problem("name", f"`show schedules` takes no name, got {options.name}", "Say `show schedule`.")])
     for flag in ("executed", "svg", "perfetto", "csv"):

@@ -14,6 +14,7 @@ from ultrascale.api.asked import read_keywords
 from ultrascale.api.extras import naming_extras
 from ultrascale.api.schemas.stamp import stamped
 from ultrascale.api.shown import Facts, figure, frame, html
+from ultrascale.data.errors import DataError
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.rank_environment import told_world
 from ultrascale.description.units import format_bytes, format_seconds, format_share
@@ -27,6 +28,7 @@ from ultrascale.sweep.held import Held, Measured, fastest_first, hold
 from ultrascale.sweep.measured import measure_cells
 from ultrascale.sweep.rows import write_rows
 from ultrascale.sweep.shared import SharedCells
+from ultrascale.train.corpora import expect_startable
 
 STORE_PATIENCE_SECONDS = 20.0
 
@@ -235,7 +237,20 @@ def _measure(places: Sequence[Place], options: SweepOptions, shared: SharedCells
         done(place)
 
     todo = places if shared is None else shared.brought(places)
+    _expect_one_startable([place for place in todo if place.result is None and place.failure is None])
     measure_cells(todo, steps=options.steps, warm=options.warm, limit_seconds=60 * options.minutes, done=both)
+
+
+def _expect_one_startable(places: Sequence[Place]) -> None:
+    """Raise what is wrong with the device or the data of the first cell if every cell would fail at its start."""
+    wrong: list[SpecError | DataError] = []
+    for place in places:
+        try:
+            return expect_startable(place.run)
+        except (SpecError, DataError) as error:
+            wrong.append(error)
+    if wrong:
+        raise wrong[0]
 
 
 def _default_folder(found: Sequence[Cell]) -> Path:

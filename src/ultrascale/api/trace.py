@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ultrascale.api.asked import Asked, read_keywords
 from ultrascale.api.extras import naming_extras
 from ultrascale.api.planned_run import Described, planned_run
+from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.planning.run_of import cluster_of
 from ultrascale.api.schemas.stamp import stamped
 from ultrascale.api.shown import Facts, bars, figure, frame, html
@@ -62,7 +63,7 @@ class TraceOptions:
     model: str | None = None
     """Model in place of a file, as `ultrascale plan` takes it: the best layout of this model..."""
     gpus: str | None = None
-    """... on these machines, such as 64xh100."""
+    """... on these machines, such as 64xh100. Axes are kept as `plan` keeps them: --tp 8 --zero-stage 3."""
     seq_len: int | None = None
     """Tokens of a sequence, such as 8192 or 128k; with --model."""
     tokens_per_batch: str | None = None
@@ -227,7 +228,7 @@ def trace(run: str | PathLike[str] | None = None, **settings: Any) -> Trace | St
 
     `settings` are the flags of `ultrascale trace`, and settings of the run, `layout={"tp": 8}`. Needs torch. Raises SpecError.
     """
-    asked = read_keywords(TraceOptions, "trace", {"run": run, **settings}, positional=("run",))
+    asked = read_keywords(TraceOptions, "trace", {"run": run, **settings}, positional=("run",), short=SHORT)
     with naming_extras("trace"):
         return answer(asked)
 

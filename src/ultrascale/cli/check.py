@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ultrascale.api.asked import Asked
 from ultrascale.api.check import NOT_SEEN, Check, CheckMatrix, CheckOptions, answer, expect_numbers
+from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import console_for_people
 from ultrascale.cli.terminal.waiting import waiting
@@ -28,7 +29,7 @@ BAR_WIDTH = 30
 
 def command(arguments: list[str]) -> int:
     """Run the verb; 0 when everything is proven (or every planted fault was seen)."""
-    options, rest = parse_with_overrides(CheckOptions, "check", arguments, positional={"run": "[RUN.TOML]"})
+    options, rest = parse_with_overrides(CheckOptions, "check", arguments, positional={"run": "[RUN.TOML]"}, short=SHORT)
     if options.plant == "list" and not options.matrix:
         expect_numbers(options, rest)
         return list_faults()

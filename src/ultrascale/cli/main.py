@@ -19,7 +19,7 @@ from importlib import import_module
 from ultrascale import __version__, console
 from ultrascale.api.extras import sentence_of
 from ultrascale.cli.terminal.screen import console_for_people
-from ultrascale.description.problems import SpecError
+from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.rank_environment import told_rank, told_world
 
 
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"ultrascale {__version__}")
         return 0
     if words[0] not in VERBS:
-        return unknown_verb(words[0])
+        return explain(unknown_verb(words[0]), words[0])
     return run_verb(words[0], words[1:])
 
 
@@ -131,23 +131,33 @@ def told(error: Exception, word: str) -> tuple[int, str]:
 
 
 def problem_list(error: SpecError) -> str:
-    """Every mistake of a description: its key, where the value came from, the rule, and the remedy."""
+    """Every mistake of a description or a command: its key, where the value came from, the rule, and the remedy."""
     count = len(error.problems)
-    lines = [f"invalid configuration, {count} mistakes:" if count > 1 else "invalid configuration:"]
+    head = "invalid configuration" if any(map(_is_configured, error.problems)) else "invalid arguments"
+    lines = [f"{head}, {count} mistakes:" if count > 1 else f"{head}:"]
     for problem in error.problems:
         origin = f"  ({problem.where})" if problem.where else ""
         lines += ["", f"  {problem.key}{origin}", f"    {problem.rule}", f"    -> {problem.remedy}"]
     return "\n".join(lines)
 
 
-def unknown_verb(word: str) -> int:
-    """Say which verb was probably meant. Returns exit code 2."""
+def _is_configured(problem: Problem) -> bool:
+    """True if the problem is about a value of a run's description, and not a word of the command."""
+    from ultrascale.config.schema import STAND_INS, leaves, sections
+
+    key, in_line = problem.key.partition("[")[0], problem.key.rpartition(":")[2].isdigit()
+    is_key = key in leaves() or key in STAND_INS or not {key, key.partition(".")[0]}.isdisjoint(sections())
+    return is_key or in_line or problem.where != ""
+
+
+def unknown_verb(word: str) -> SpecError:
+    """The mistake of a word that is no verb, with the verb that was probably meant."""
     from difflib import get_close_matches
 
     close = get_close_matches(word, VERBS, n=1, cutoff=0.5)
-    hint = f" Did you mean `{close[0]}`?" if close else ""
-    say(f"there is no verb `{word}`.{hint}\nThe verbs are {', '.join(VERBS)}; `ultrascale --help` says what each does.")
-    return 2
+    hint = f"Did you mean `{close[0]}`? " if close else ""
+    verbs = f"The verbs are {', '.join(VERBS)}; `ultrascale --help` says what each does."
+    return SpecError([Problem(word, f"there is no verb `{word}`", f"{hint}{verbs}")])
 
 
 def say(message: str) -> None:

@@ -6,6 +6,7 @@ import json as json_module
 import sys
 
 from ultrascale.api.asked import Asked
+from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.trace import StageTraces, Trace, TraceOptions, answer
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import console_for_people
@@ -15,7 +16,7 @@ from ultrascale.description.units import format_bytes
 
 def command(arguments: list[str]) -> int:
     """Run the verb: 0, or 1 if the rank does not fit its device and why was asked."""
-    options, rest = parse_with_overrides(TraceOptions, "trace", arguments, positional={"run": "[RUN.TOML]"})
+    options, rest = parse_with_overrides(TraceOptions, "trace", arguments, positional={"run": "[RUN.TOML]"}, short=SHORT)
     asked = Asked(options, tuple(rest), words=tuple(arguments))
     with waiting("tracing"):
         found = answer(asked, tell=lambda note: print(f"ultrascale: {note}", file=sys.stderr))

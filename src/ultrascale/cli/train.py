@@ -18,7 +18,6 @@ from ultrascale import console
 from ultrascale.api.schemas.stamp import stamped
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.config.resolve import resolve, to_toml
-from ultrascale.config.rules.early import expect_ready
 from ultrascale.config.rules.time_limits import grace_seconds
 from ultrascale.config.usual import usual
 from ultrascale.description.problems import Problem, SpecError
@@ -29,6 +28,7 @@ from ultrascale.plan.memory.replay import num_micro_batches
 from ultrascale.run_rows import event_line
 from ultrascale.schedules.for_layout import schedule_of
 from ultrascale.storage import url_of
+from ultrascale.train.corpora import expect_startable
 from ultrascale.train.folder.own_island import of_own_island, where_they_meet
 from ultrascale.train.folder.run_folder import RunFolder
 from ultrascale.train.folder.store_check import expect_store
@@ -112,7 +112,7 @@ def _trained(
             raise SpecError([Problem("--elastic", rule, "Leave one of the two out.")])
         here = told_world(os.environ) if "WORLD_SIZE" in os.environ else resolved.layout.world_size
         resolved = _elastic(resolved, here if processes is None else processes)
-    expect_ready(resolved)
+    expect_startable(resolved)
     if told_rank(os.environ) == 0:
         for line in choices:
             console.put(line)

@@ -49,7 +49,8 @@ def read_text(text: str, path: Path, problems: list[Problem], *, chain: tuple[Pa
         values = parse_toml(text)
     except ValueError as error:
         line = re.search(r"line (\d+)", str(error))
-        place = f"{path}:{line[1]}" if line else str(path)
+        last = str(text.rstrip().count("\n") + 1) if "at end of document" in str(error) else None
+        place = f"{path}:{line[1] if line else last}" if line or last else str(path)
         problems.append(Problem(place, f"is not TOML: {error}", "Repair this line."))
         return []
     lines = key_lines(text)

@@ -58,7 +58,7 @@ def range_problem(key: str, value: Any) -> Problem | None:
     if key in _RANGES:
         low, high = _RANGES[key]
         if not low <= value <= high:
-            if value < low and high in (inf, MOST):
+            if value < low:
                 return Problem(key, f"must be at least {low}, is {value}", f"Give {low} or more.")
             if high == MOST:
                 return Problem(key, f"must be at most {high:,}, is {value}", "Give a smaller number.")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -24,8 +25,6 @@ STAND_INS = {"model.preset": str, "model.path": str, "batch.tokens_per_batch": i
 TOKEN_KEYS = ("tokens_per_batch", "until_tokens")
 LENGTH_KEYS = ("sequence_length", "seq_len", "max_position_embeddings", "original_max_position_embeddings", "sliding_window")
 BYTE_KEYS = ("recompute_budget", "shard_bytes", "memory_bytes")
-# On a command line these may be 10k.
-COUNT_KEYS = ("steps", "decay_steps", "warmup_steps", "every_steps", "keep_every_steps")
 UNITS: dict[str, tuple[Callable[[str], int], str]] = {
     **dict.fromkeys(TOKEN_KEYS, (parse_tokens, "Write 4M, 4Mi or 4194304.")),
     **dict.fromkeys(LENGTH_KEYS, (parse_length, "Write 8192, 8k or 128k.")),
@@ -33,14 +32,19 @@ UNITS: dict[str, tuple[Callable[[str], int], str]] = {
 }
 """Last words of keys that are whole numbers with a unit: how one is read, and what to write."""
 TIME_KEYS = ("launch.time_limit",)
+TIMES = {"seconds": 1, "minutes": 60}
+"""Last words of names of times, which on a command line may be 30m or 1h30m, and seconds of their unit."""
 # What other trainers call fields of ours.
-_ELSEWHERE = {
+ELSEWHERE = {
+    "zero": "layout.zero_stage", "zero_level": "layout.zero_stage",
     "sp": "layout.sequence_parallel", "tensor_parallel": "layout.tp", "tensor_parallel_size": "layout.tp",
     "pipeline_parallel": "layout.pp", "pipeline_parallel_size": "layout.pp", "context_parallel": "layout.cp",
     "expert_parallel": "layout.ep", "data_parallel": "layout.dp", "vpp": "layout.virtual_stages", "etp": "layout.expert_tp",
     "num_local_experts": "model.num_experts", "n_routed_experts": "model.num_experts",
     "activation_checkpointing": "layout.recompute", "gradient_checkpointing": "layout.recompute",
 }  # fmt: skip
+_COMMAS = re.compile(r"[^,]*|\d{1,3}(,\d{3})+[^,]*")
+"""Texts of numbers in which a comma, if any, is one between thousands: 1,2 is no 12."""
 _NEVER_IN_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
@@ -144,8 +148,8 @@ def _nearest(section: str, last: str) -> list[str]:
     here = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
     if last in by_name:
         return by_name[last]
-    if last in _ELSEWHERE:
-        return [_ELSEWHERE[last]]
+    if last in ELSEWHERE:
+        return [ELSEWHERE[last]]
     if close := get_close_matches(last, here, n=2, cutoff=0.6):
         return [here[name] for name in close]
     return [key for name in get_close_matches(last, by_name, n=1, cutoff=0.75) for key in by_name[name]]
@@ -190,7 +194,7 @@ def _bool(value: Any, at: At) -> Any:
 
 
 def _int(value: Any, at: At) -> Any:
-    name = at.key.rpartition(".")[2].lstrip("-").replace("-", "_")
+    name = _name_of(at)
     if isinstance(value, str) and name in UNITS:
         read, remedy = UNITS[name]
         try:
@@ -198,23 +202,39 @@ def _int(value: Any, at: At) -> Any:
         except UnitError as error:
             return at.wrong(str(error), remedy)
     if at.text and isinstance(value, str):
-        try:
-            return parse_count(value) if name in COUNT_KEYS and not value.startswith("-") else int(value)
-        except ValueError:
-            pass
+        for read in (int, parse_count):  # the first is exact
+            with suppress(ValueError):
+                if _COMMAS.fullmatch(value):
+                    return read(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    remedy = "Write it without a decimal point." if at.text else "Write it without quotes and without a decimal point."
-    return at.wrong(f"must be a whole number, is {value if at.text else _described(value)}", remedy)
+    return at.wrong(f"must be a whole number, is {value if at.text else _described(value)}", _whole_remedy(value, at))
+
+
+def _whole_remedy(value: Any, at: At) -> str:
+    quoted = isinstance(value, str) and not at.text
+    if not quoted and not re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", str(value), re.IGNORECASE):
+        return "Write digits, such as 8 or 10k." if at.text else "Write digits, such as 8."
+    return "Write it without quotes and without a decimal point." if quoted else "Write it without a decimal point."
+
+
+def _name_of(at: At) -> str:
+    """Last word of a key or a flag: `seq_len` of `--seq-len`."""
+    return at.key.rpartition(".")[2].lstrip("-").replace("-", "_")
 
 
 def _float(value: Any, at: At) -> Any:
+    unit = TIMES.get(_name_of(at).rpartition("_")[2])
     try:
         number = float(value) if (at.text or not isinstance(value, str)) and not isinstance(value, bool) else None
     except (ValueError, TypeError, OverflowError):
         number = None
+    if number is None and at.text and unit:
+        with suppress(UnitError):
+            number = parse_seconds(str(value)) / unit
     if number is None:
         remedy = "Write it as 0.1 or 3e-4." if at.text else "Write it without quotes, such as 3e-4."
+        remedy = "Write it as 90, or with a unit, such as 30m." if at.text and unit else remedy
         return at.wrong(f"must be a number, is {value if at.text else _described(value)}", remedy)
     return number if math.isfinite(number) else at.wrong(f"must be finite, is {number}", "Give an ordinary number.")
 

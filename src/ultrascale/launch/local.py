@@ -71,8 +71,9 @@ class Ending:
 
     @property
     def refused(self) -> bool:
-        """The ranks did not take the description, and began nothing: the run has neither failed nor lost anything."""
-        return self.explained and self.exit_code == 2 and self.step is None
+        """A rank has said what is wrong before any began a step, such as a description or data that do not fit: the run has
+        neither failed nor lost anything."""
+        return self.explained and self.step is None
 
 
 def launch_local(

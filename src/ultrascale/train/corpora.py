@@ -1,4 +1,4 @@
-"""The corpora of a run and the one tokenizer that they share."""
+"""The corpora of a run and the one tokenizer that they share. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from ultrascale.config.rules.early import expect_ready
 from ultrascale.data.loader import Loader
 from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.rank_environment import told_world
 from ultrascale.description.run import Run, Source
 from ultrascale.models.files.tokenizer_files import find_tokenizer
 from ultrascale.storage import url_of
@@ -41,6 +43,22 @@ def build_loader(run: Run, sources: tuple[Source, ...]) -> Loader:
         seed=run.seed,
         document_mask=run.data.document_mask,
     )
+
+
+def expect_startable(run: Run) -> None:
+    """Raise SpecError or DataError if the run's device or data are missing, or its prepared folders cannot be trained on:
+    before any rank starts. Stores and foreign prefixes are opened by the ranks, and so is everything if they are there."""
+    expect_ready(run)
+    if told_world(os.environ) > 1:
+        return
+    data = run.data
+    training, *validation = (
+        tuple(source for source in sources if url_of(source.path) is None and Path(source.path).is_dir())
+        for sources in (data.sources, *((one,) for one in data.validation))
+    )
+    held_out = {str(place): build_loader(run, one) for place, one in enumerate(validation) if one}
+    if training:
+        expect_one_tokenizer(run, build_loader(run, training), held_out)
 
 
 def validation_loaders(run: Run) -> dict[str, Loader]:

@@ -71,7 +71,11 @@ def search(
 
 
 def compare(a: Plan | str | PathLike[str], b: Plan | str | PathLike[str]) -> Comparison:
-    """Two plans side by side, what differs first. A run's file stands for its plan."""
+    """Two plans side by side, what differs first. A run's file stands for its plan. Raises SpecError."""
+    for name, one in (("a", a), ("b", b)):
+        if not isinstance(one, Plan | str | PathLike):
+            rule = f"must be a plan or the file of a run, is {one!r}"
+            raise SpecError([Problem(name, rule, 'Give what us.plan returned, or "run.toml".')])
     return Comparison(*(one if isinstance(one, Plan) else plan(one) for one in (a, b)))
 
 

@@ -6,6 +6,7 @@ import json as jsonlib
 import os
 import re
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +21,7 @@ from ultrascale.description.rank_environment import told_rank
 from ultrascale.description.run import Run
 from ultrascale.page.documents import step_document
 from ultrascale.page.one_file import expect_writable, write_document
+from ultrascale.train.corpora import expect_startable
 from ultrascale.train.folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -87,16 +89,18 @@ def command(arguments: list[str]) -> int:
     if arguments[0] in ("-h", "--help"):
         print(_HELP, end="")
         return 0
+    if arguments[0].isalpha() and arguments[0] != "step":
+        raise SpecError([_unknown(arguments[0], "RUN.TOML")])
     parsed, rest = parse_with_overrides(measure, "measure", arguments)
     what, path, steps, out, processes, top, html, as_json = parsed
     if what != "step":
-        remedy = f"`ultrascale measure step {path}` or `ultrascale measure speed {path}`, settings after it."
-        raise SpecError([Problem("measure", f"knows `step`, `speed` and `network`, and here is {what!r}", remedy)])
+        raise SpecError([_unknown(what, path)])
     if top < 0:
         raise SpecError([Problem("--top", f"must be at least 0, is {top}", "0 lists none.")])
     first, last = parse_steps(steps)
     expect_writable(html)
     run = resolve(path, rest, require_data=True, processes=processes).run
+    expect_startable(run)
     folder = out or RunFolder.of(run).path / "profile"
     code = _profile(run, first, last, folder)
     if code == 0 and told_rank(os.environ) == 0:
@@ -104,6 +108,13 @@ def command(arguments: list[str]) -> int:
         if html is not None:
             write_document(html, step_document(_report(folder).to_json()), ["measure", *arguments])
     return code
+
+
+def _unknown(what: str, path: str) -> Problem:
+    near = get_close_matches(what, ("step", "speed", "network"), n=1)
+    remedy = f"`ultrascale measure step {path}` or `ultrascale measure speed {path}`, settings after it."
+    remedy = f"Did you mean {near[0]}?" if near else remedy
+    return Problem("measure", f"knows `step`, `speed` and `network`, and here is {what!r}", remedy)
 
 
 def parse_steps(text: str) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from ultrascale.description.rank_environment import told_rank
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes, format_share
 from ultrascale.sweep.cells import TIMED, WARM
+from ultrascale.train.corpora import expect_startable
 from ultrascale.train.folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def command(arguments: list[str]) -> int:
         if value < 1:
             raise SpecError([Problem(flag, f"must be at least 1, is {value}", f"Such as {usual}.")])
     run = resolve(path, rest, require_data=True, processes=processes).run
+    expect_startable(run)
     file = out or RunFolder.of(run).path / "speed" / "speed.json"
     if file.is_dir():
         raise SpecError([Problem("--out", f"{file} is a folder", f"Name a file, such as {file / 'speed.json'}.")])

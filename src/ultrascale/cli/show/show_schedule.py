@@ -6,9 +6,10 @@ import json as jsonlib
 
 from rich.table import Table
 
+from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.schedule import ExecutedSchedule, Schedule, ScheduleOptions, Schedules, answer, play_all
 from ultrascale.cli.show.show_executed import show_executed
-from ultrascale.cli.terminal.parse import parse
+from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import console_for_people, drawing_width
 from ultrascale.description.units import count_of
 
@@ -21,8 +22,9 @@ MOST_LINES = 256
 def command(arguments: list[str]) -> int:
     """Run the verb. Raises SpecError if the schedule is unknown or the numbers do not suit it."""
     word = arguments[0]
-    options = parse(ScheduleOptions, f"show {word}", arguments[1:], positional={"name": None})
-    found = play_all(options) if word == "schedules" else answer(options)
+    positional, name = {"name": None}, f"show {word}"
+    options, rest = parse_with_overrides(ScheduleOptions, name, arguments[1:], positional=positional, short=SHORT)
+    found = play_all(options, rest) if word == "schedules" else answer(options, rest)
     if options.json:
         print(jsonlib.dumps(found.to_dict()))
     elif isinstance(found, Schedules):

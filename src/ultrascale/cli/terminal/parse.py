@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from inspect import getdoc, signature
-from types import NoneType, UnionType
+from pathlib import Path
+from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ultrascale.cli.terminal.words import read_words
@@ -35,15 +36,17 @@ def parse(
 
 
 def parse_with_overrides(
-    verb: Callable[..., T], name: str, arguments: list[str], *, positional: Mapping[str, str | None] | None = None
-) -> tuple[T, list[str]]:
+    verb: Callable[..., T], name: str, arguments: list[str], *, positional: Mapping[str, str | None] | None = None,
+    short: Mapping[str, str] | None = None,
+) -> tuple[T, list[str]]:  # fmt: skip
     """The verb's result, and the words that it did not know: settings of a run, which `config.resolve` reads and checks.
 
-    Settings may stand before the words of the verb too: `ultrascale train --layout.tp 2 run.toml`.
+    Settings may stand before the words of the verb too: `ultrascale train --layout.tp 2 run.toml`. `short`: settings by names
+    that they have as flags here, if the verb has none so named itself: `--tp 2`.
     """
     if _asks_for_help(arguments):
         _print_help(verb, name, arguments, about=None, positional=positional or {})
-    settings, words = set_aside(arguments, own=signature(verb).parameters.keys())
+    settings, words = set_aside(arguments, own=signature(verb).parameters.keys(), short=short or {})
     try:
         result, unknown = read_words(verb, name, words, positional=positional or {}, settings=True)
     except SpecError as error:  # told with what is wrong with the names of settings
@@ -78,8 +81,11 @@ def what_it_does(verb: Any) -> str | None:
     return (getdoc(verb) or "").partition("\n\nArgs:")[0].replace("\n\n    ", "\n    ")
 
 
-def set_aside(arguments: list[str], *, own: Collection[str]) -> tuple[list[str], list[str]]:
-    """Flags of a run's settings, with their values, and all other words. `own`: flags that the verb has itself.
+def set_aside(
+    arguments: list[str], *, own: Collection[str], short: Mapping[str, str] = MappingProxyType({})
+) -> tuple[list[str], list[str]]:
+    """Flags of a run's settings, with their values, and all other words. `own`: flags that the verb has itself; `short`: other
+    names of settings, which are returned by their own.
 
     A setting that is on or off takes the next word only if that says so.
     """
@@ -89,17 +95,26 @@ def set_aside(arguments: list[str], *, own: Collection[str]) -> tuple[list[str],
     words = deque(arguments)
     while words:
         word = words.popleft()
-        flag, equals, _ = word.partition("=")
+        flag, equals, value = word.partition("=")
         key = flag.removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and key in short and key not in own:
+            key = short[key]
+            word = f"--{key}{equals}{value}"
         is_setting = key in leaves() or key in STAND_INS or ("." in key and key.partition(".")[0] in sections)
         if not flag.startswith("--") or key in own or not is_setting:
             others.append(word)
             continue
         settings.append(word)
         is_switch = key in leaves() and leaves()[key].kind is bool
-        if words and not equals and not words[0].startswith("--") and (not is_switch or words[0].lower() in SWITCHED):
+        if words and not equals and not words[0].startswith("--") and (not is_switch or _switches(*list(words)[:2])):
             settings.append(words.popleft())
     return settings, others
+
+
+def _switches(word: str, following: str = "--") -> bool:
+    """True if `word` says whether a setting is on, or was meant to: a mere word before a flag or the end, that names no run."""
+    meant = word.isalpha() and following.startswith("--") and not Path(word).exists()
+    return word.lower() in SWITCHED or meant
 
 
 def _asks_for_help(arguments: list[str]) -> bool:

@@ -20,7 +20,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ultrascale.api.asked import as_kind
-from ultrascale.config.schema import STAND_INS, leaves
+from ultrascale.config.schema import ELSEWHERE, STAND_INS, leaves
 from ultrascale.description.problems import Problem, SpecError
 
 ALIKE = 0.7
@@ -200,6 +200,9 @@ def _unknown(flag: str, known: list[str], name: str, settings: bool) -> Problem:
     near = get_close_matches(word, letters, n=1, cutoff=ALIKE)
     last = {key.rpartition(".")[2].replace("_", ""): key for key in leaves()} if settings and word not in letters else {}
     meant = letters[near[0]] if near else f"--{last[word].replace('_', '-')}" if word in last else None
+    if (ours := ELSEWHERE.get(flag.removeprefix("--").replace("-", "_"))) is not None and word not in letters:
+        short = f"--{ours.rpartition('.')[2].replace('_', '-')}"
+        meant = short if short in known else f"--{ours.replace('_', '-')}" if settings else meant
     remedy = f"Did you mean {meant}?" if meant else f"See `ultrascale {name} --help`."
     return Problem(flag, f"is no flag of {name}", remedy)
 

@@ -13,6 +13,7 @@ from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.stores import brought, sent, store_of
 from ultrascale.cli.terminal.waiting import waiting
 from ultrascale.cli.weights.opening import expect_folder, open_and_tell
+from ultrascale.description.problems import Problem, SpecError
 
 
 def export(
@@ -42,10 +43,14 @@ def export(
         public: A model that is new on the Hub is for everybody.
         json: Print one JSON object.
     """
-    if store_of(checkpoint) is None:
+    here = store_of(checkpoint) is None
+    if here:
         expect_folder(checkpoint)
-    from ultrascale.description.problems import Problem, SpecError
+    if store_of(out) is None:
+        from ultrascale.models.files.folders import expect_replaceable
+        from ultrascale.models.files.weight_files import is_exported
 
+        expect_replaceable(out, is_ours=is_exported, overwrite=overwrite, source=checkpoint if here else None)
     if not 0 < max_shard_gb < float("inf"):
         raise SpecError([Problem("max_shard_gb", f"must be a number above 0, is {max_shard_gb}", "5 is usual.")])
     if push_to_hub is not None:

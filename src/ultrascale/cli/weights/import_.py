@@ -11,6 +11,10 @@ import tyro
 
 from ultrascale.api.schemas.stamp import stamped
 from ultrascale.cli.terminal.parse import parse_with_overrides
+from ultrascale.config.resolve import resolve
+from ultrascale.config.rules.trainable import expect_trainable
+from ultrascale.description.architecture.huggingface import from_hf
+from ultrascale.models.files.weight_files import weight_files
 
 
 def import_(
@@ -37,10 +41,11 @@ def command(arguments: list[str]) -> int:
     """Run the verb; returns its exit code."""
     parsed, overrides = parse_with_overrides(import_, "import", arguments)
     folder, path, as_json = parsed
-    from ultrascale.config.resolve import resolve
+    run = resolve(path, overrides, require_data=True).run
+    expect_trainable(from_hf(folder))
+    weight_files(folder)
     from ultrascale.train.start.trained import import_as_first_checkpoint
 
-    run = resolve(path, overrides, require_data=True).run
     checkpoint = import_as_first_checkpoint(folder, run)
     if as_json:
         print(jsonlib.dumps(stamped("import", {"source": str(folder), "checkpoint": str(checkpoint)})))

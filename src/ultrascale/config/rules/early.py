@@ -11,6 +11,8 @@ from ultrascale.description.run import Run
 
 GPU_FILES = ("nvidia[0-9]*", "nvidiactl", "kfd", "dxg")
 """File patterns under /dev that a GPU's driver makes: NVIDIA's, AMD's, and that of the Windows Subsystem for Linux."""
+_STORE = re.compile(r"[a-z][a-z0-9+.-]*:/")
+"""Beginning of a URL; what is in a store is asked for by the ranks."""
 _CHECKPOINT = re.compile(r"\.?step-\d{8,18}.*")
 
 
@@ -31,7 +33,7 @@ def expect_ready(run: Run) -> None:
     problems = [*device_problems(run.device)]
     for key in ("sources", "validation"):
         for source in getattr(run.data, key):
-            if not _is_corpus(Path(source.path)):
+            if not _STORE.match(source.path) and not _is_corpus(Path(source.path)):
                 rule = f"there is no prepared text at {source.path}"
                 remedy = f"Make it: ultrascale data prepare TEXT --train-tokenizer 4096 --output {source.path}"
                 problems.append(Problem(f"data.{key}", rule, remedy))

@@ -22,8 +22,8 @@ from ultrascale.description.parsing import parse_json
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.models.files import unpickle
 from ultrascale.models.files.folders import fill_folder
-from ultrascale.models.files.huggingface import INDEX_FILE, WEIGHTS_FILE, indexed_shards, is_exported
 from ultrascale.models.files.tokenizer_files import TOKENIZER_FILES
+from ultrascale.models.files.weight_files import INDEX_FILE, WEIGHTS_FILE, indexed_shards, is_exported
 
 PICKLE_INDEX = "pytorch_model.bin.index.json"
 _BESIDE = ("config.json", "generation_config.json", *TOKENIZER_FILES)

@@ -25,12 +25,10 @@ def fill_folder(
     """Give an empty folder to write into; on leaving without an error it is synced to disk and renamed to `folder`.
 
     With `overwrite` an earlier folder is replaced, if `is_ours` knows the names of all files in it. Folders and files follow
-    the umask. Raises SpecError if `folder` must not be replaced or made (see `_refusal`), and FolderError as the disk does.
+    the umask. Raises SpecError if `folder` must not be replaced or made, and FolderError as the disk does.
     """
     folder = folder.resolve()
-    refusal = _refusal(folder, is_ours, overwrite, source)
-    if refusal is not None:
-        raise SpecError([refusal])
+    expect_replaceable(folder, is_ours=is_ours, overwrite=overwrite, source=source)
     partial = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.partial"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -46,6 +44,15 @@ def fill_folder(
         raise FolderError(f"{folder}: cannot be written ({error}). {remedy}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def expect_replaceable(
+    folder: Path, *, is_ours: Callable[[str], bool], overwrite: bool = False, source: Path | None = None
+) -> None:
+    """Raise SpecError if what stands at `folder` would be lost, and is no earlier folder of this kind to be replaced."""
+    refusal = _refusal(folder.resolve(), is_ours, overwrite, source)
+    if refusal is not None:
+        raise SpecError([refusal])
 
 
 def _refusal(folder: Path, is_ours: Callable[[str], bool], overwrite: bool, source: Path | None) -> Problem | None:

@@ -6,7 +6,6 @@ Only safetensors is read, never pickle. `models.files.stored` says how our weigh
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from math import prod
@@ -19,18 +18,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ultrascale.config.rules.trainable import expect_trainable
-from ultrascale.description.architecture.huggingface import CONVERT, PICKLES, from_hf, to_hf
+from ultrascale.description.architecture.huggingface import from_hf, to_hf
 from ultrascale.description.architecture.model import Model
-from ultrascale.description.parsing import MOST_JSON, parse_json, read_bounded
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.models.files.folders import fill_folder
 from ultrascale.models.files.stored import Stored, stored_weights, weight_shapes
-from ultrascale.models.files.tokenizer_files import TOKENIZER_FILES, copy_tokenizer
+from ultrascale.models.files.tokenizer_files import copy_tokenizer
+from ultrascale.models.files.weight_files import INDEX_FILE, WEIGHTS_FILE, is_exported, weight_files
 
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
-_SHARD_FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 # Tables that old files carry and that follow from config.json.
 _DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 _FLOATS = ("F64", "F32", "BF16", "F16")
@@ -64,12 +59,6 @@ def export_folder(
         _write_json(partial / "config.json", config | special)
         _write_json(partial / "generation_config.json", {"do_sample": True, **special})
     return Path(folder)
-
-
-def is_exported(name: str) -> bool:
-    """True if `export_folder` writes files of this name."""
-    known = (WEIGHTS_FILE, INDEX_FILE, "config.json", "generation_config.json", *TOKENIZER_FILES)
-    return name in known or _SHARD_FILE.fullmatch(name) is not None
 
 
 def import_folder(path: str | Path) -> tuple[Model, dict[str, Tensor]]:
@@ -160,7 +149,7 @@ def _pack(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
 def _open_tensors(folder: Path, files: ExitStack) -> dict[str, Any]:
     """Every tensor's name and the open file that holds it."""
     found: dict[str, Any] = {}
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         try:
             opened = files.enter_context(safe_open(file, framework="pt"))
         except FileNotFoundError:
@@ -169,28 +158,6 @@ def _open_tensors(folder: Path, files: ExitStack) -> dict[str, Any]:
             raise SpecError([Problem(str(file), f"is no safetensors file: {error}", "Copy it again.")]) from None
         found |= dict.fromkeys(opened.keys(), opened)
     return found
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / INDEX_FILE).exists():
-        return indexed_shards(folder / INDEX_FILE)
-    if (folder / WEIGHTS_FILE).exists():
-        return [folder / WEIGHTS_FILE]
-    remedy = f"A folder with {WEIGHTS_FILE}, or with shards and {INDEX_FILE}, is needed."
-    if any(path.suffix in PICKLES for path in folder.glob("*")):
-        remedy += f" {CONVERT}"
-    raise SpecError([Problem(str(folder), "holds no safetensors weights", remedy)])
-
-
-def indexed_shards(index: Path) -> list[Path]:
-    """The files beside `index` that its `weight_map` names. Raises SpecError if it is none, or names a file elsewhere."""
-    try:
-        names = sorted(set(parse_json(read_bounded(index, 4 * MOST_JSON))["weight_map"].values()))
-        if not names or not all(_PLAIN_NAME.fullmatch(name) for name in names):
-            raise ValueError("names what is no file beside it")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise SpecError([Problem(str(index), f"is no index of shards: {error!r:.200}", "Copy it again.")]) from None
-    return [index.parent / name for name in names]
 
 
 def _match_names(found: Any, table: Mapping[str, Stored], model: Model) -> dict[str, str]:
