@@ -70,7 +70,7 @@ def test_a_word_that_finds_nothing_is_told(words, told):
 
 def test_a_schema_is_printed_and_all_are_listed(capsys):
     assert command(["schema", "plan"]) == 0
-    assert json.loads(capsys.readouterr().out)["$id"] == "ultrascale/plan/1"
+    assert json.loads(capsys.readouterr().out)["$id"] == "ultrascale/plan/2"
     assert command(["schema"]) == 0
     listed = dict(line.split() for line in capsys.readouterr().out.splitlines())
     assert all(Path(path).is_file() for path in listed.values()) and "run.toml" in listed

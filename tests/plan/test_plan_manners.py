@@ -16,7 +16,8 @@ import ultrascale as us
 from ultrascale.api.schedule import Schedule
 from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.cli.main import main
-from ultrascale.description.units import UnitError
+from ultrascale.description.units import UnitError, format_bytes
+from ultrascale.page.ranked import ranking
 from ultrascale.plan.costs.budget import Budget, budget_problems, parse_budget, usual_tokens
 from ultrascale.plan.view.notes import TIGHT_BYTES, mask_fraction, notes
 
@@ -37,6 +38,18 @@ def test_a_brief_answer_has_fifteen_lines_with_the_ranking_and_what_is_next(caps
     assert any(line.startswith(" 1  ") or line.startswith("1  ") for line in lines) and any("fits" in line for line in lines)
 
 
+@pytest.mark.parametrize("words", [
+    ["--model", "deepseek-v3", "--gpus", "2048xh800", "--tokens", "14.8T", "--budget", "$10M"],
+    ["--model", "llama-3.1-405b", "--gpus", "16384xh100", "--tokens-per-batch", "16M", "--seq-len", "8k"],
+], ids=["deepseek-v3", "llama-3.1-405b"])  # fmt: skip
+def test_a_brief_answer_on_a_large_cluster_has_fifteen_lines_with_failures_in_one(words, capsys):
+    assert main(["plan", *words, "--brief"]) == 0
+    lines = capsys.readouterr().out.rstrip("\n").split("\n")
+    assert len(lines) <= 15
+    (failures,) = (line for line in lines if line.startswith("failures"))
+    assert all(word in failures for word in ("one in", "apart", "spare", "goodput"))
+
+
 def test_the_ranking_stands_once_more_at_the_end_and_no_line_ends_in_blanks(capsys):
     assert main(["plan", *SMALL]) == 0
     out = capsys.readouterr().out
@@ -53,9 +66,25 @@ def test_a_file_gets_tables_wider_than_eighty_columns(capsys, monkeypatch):
 
 def test_little_headroom_is_a_warning(small):
     chosen = small.chosen
-    tight = replace(chosen, capacity_bytes=chosen.needed_bytes + chosen.headroom_bytes + 2**20)
+    tight = replace(chosen, capacity_bytes=chosen.needed_bytes + chosen.reserve_bytes + 2**20)
     assert notes(tight)[0].startswith("warning: 1 MiB of headroom")
     assert not any("headroom" in note for note in notes(replace(tight, capacity_bytes=tight.capacity_bytes + TIGHT_BYTES)))
+
+
+def test_headroom_is_one_number_in_python_in_json_in_the_ranking_and_on_the_page(small, capsys):
+    plan, memory = small, small.to_dict()["memory"]
+    headroom = memory["capacity_bytes"] - memory["reserve_bytes"] - memory["needed_bytes"]
+    assert headroom == memory["headroom_bytes"] == plan.headroom_bytes and plan.reserve_bytes == memory["reserve_bytes"]
+    (first, *_) = us.search("llama-3.2-1b", "8xh100", seq_len="4k", tokens_per_batch="512k").rows()
+    assert first["headroom_bytes"] == pytest.approx(headroom, abs=2)
+    ranked = small.to_dict()["search"]["ranked"][0]["memory"]["headroom_bytes"]
+    assert ranked == pytest.approx(headroom, abs=2)
+    row = ranking(small.searched.result)["rows"][0]["headroom"]
+    assert row == {"value": pytest.approx(headroom, abs=2), "text": format_bytes(headroom)}
+    assert main(["plan", *SMALL, "--brief"]) == 0
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[1].split()[3] == "headroom" and f" {format_bytes(headroom)} " in lines[2]
+    assert any(line.startswith("fits") and line.endswith(f"{format_bytes(headroom)} of headroom") for line in lines)
 
 
 def test_masks_between_documents_are_named_where_they_cost(small):
@@ -131,7 +160,7 @@ def test_two_runs_stand_side_by_side(tmp_path, capsys):
     assert ["layout.dp", "1", "2"] in [line.split() for line in out.split("\n")]
     assert main(["plan", files[0], "--compare", files[1], "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["schema"] == "ultrascale/compare/1" and told["settings"][0]["name"] == "layout.dp"
+    assert told["schema"] == "ultrascale/compare/2" and told["settings"][0]["name"] == "layout.dp"
 
 
 def test_a_comparison_needs_two_files(capsys):

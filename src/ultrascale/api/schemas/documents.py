@@ -42,8 +42,10 @@ class Memory(TypedDict):
     """Bytes needed of the device, in all."""
     capacity_bytes: int
     """Memory of the device."""
-    headroom_bytes: NotRequired[int]
-    """Headroom: bytes that must stay free."""
+    reserve_bytes: NotRequired[int]
+    """Bytes that must stay free; of the plan."""
+    headroom_bytes: int
+    """What is left of what may be used: capacity less reserve and need; negative where it does not fit."""
 
 
 class Time(TypedDict):

@@ -1,6 +1,6 @@
 """JSON Schemas (draft 2020-12), made of one description each: of what verbs print (`api.schemas.documents`), and of run.toml.
 
-They are files of the package, `schemas/plan-1.json`, which `python -m ultrascale.api.schemas.json_schema` writes anew; a test
+They are files of the package, `schemas/plan-2.json`, which `python -m ultrascale.api.schemas.json_schema` writes anew; a test
 says that they are what would be written.
 """
 
