@@ -163,6 +163,24 @@ def test_two_runs_stand_side_by_side(tmp_path, capsys):
     assert told["schema"] == "ultrascale/compare/2" and told["settings"][0]["name"] == "layout.dp"
 
 
+def test_two_runs_side_by_side_show_quantities_first_and_settings_as_a_file_has_them(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "a-run-with-a-name-that-is-as-long-as-the-names-of-runs-are-wont-to-be-in-practice.toml"
+    (tmp_path / name).write_text(RUN.format(dp=1) + '[data]\ndocument_mask = false\nsources = ["a"]\n')
+    (tmp_path / "b.toml").write_text(RUN.format(dp=1).replace("tiny-llama-4m", "tiny-mixtral"))
+    assert main(["plan", str(tmp_path / name), "--compare", str(tmp_path / "b.toml")]) == 0
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[0] == f"a  {tmp_path / name}" and lines[1] == f"b  {tmp_path / 'b.toml'}"
+    names = [line.split("  ")[0] for line in lines]
+    assert names.index("memory needed") < names.index("model") < names.index("data.document_mask")
+    (model,) = (line.split()[1:] for line in lines if line.startswith("model"))
+    assert model == ['"tiny-llama-4m"', '"tiny-mixtral"']
+    (mask,) = (line.split()[1:] for line in lines if line.startswith("data.document_mask"))
+    assert mask == ["false", "true"]
+    (sources,) = (line for line in lines if line.startswith("data.sources"))
+    assert '{path = "a"' in sources and not any("..." in line or "\u2026" in line or "None" in line for line in lines)
+
+
 def test_a_comparison_needs_two_files(capsys):
     assert main(["plan", *SMALL, "--compare", "b.toml"]) == 2
     assert "--compare" in capsys.readouterr().err

@@ -29,7 +29,7 @@ from ultrascale.plan.report import RunPlan, not_trainable, plan_run, step_interv
 from ultrascale.plan.search.search import SearchResult
 from ultrascale.plan.time.price import Prediction
 from ultrascale.plan.view.cost import cost
-from ultrascale.plan.view.notes import TIGHT_BYTES
+from ultrascale.plan.view.notes import TIGHT_BYTES, notes
 from ultrascale.plan.view.plan_view import FOOTPRINT, TIMES
 from ultrascale.plan.view.search_view import layout_words
 from ultrascale.plan.view.step_timeline import step_timeline
@@ -82,6 +82,7 @@ def _first(found: Planned) -> dict[str, Any]:
     told: dict[str, Any] = {
         "title": _title(chosen),
         "verdict": _verdict(chosen),
+        "notes": notes(chosen),
         "facts": _facts(found),
         "waterfall": [],
         "schedule": None,

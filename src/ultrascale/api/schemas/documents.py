@@ -116,6 +116,7 @@ class Search(TypedDict):
 
     num_legal: int
     num_fitting: int
+    """Layouts that fit, without those that are slower and larger than others: their memory is not computed."""
     num_priced: int
     seconds: float
     """Duration of the search."""
