@@ -13,9 +13,11 @@ from datetime import datetime
 import pytest
 
 import ultrascale as us
+from ultrascale.api.planning.plan import answer
 from ultrascale.api.schedule import Schedule
 from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.cli.main import main
+from ultrascale.cli.plan.plan_command import request_of
 from ultrascale.description.units import UnitError, format_bytes
 from ultrascale.page.ranked import ranking
 from ultrascale.plan.costs.budget import Budget, budget_problems, parse_budget, usual_tokens
@@ -143,6 +145,30 @@ def test_a_budget_of_days_trains_as_many_tokens_as_the_speed_says():
     assert 1e9 < bought["optimal_parameters"] < 1e11
 
 
+def test_parts_of_a_dollar_are_refused_in_words_of_money():
+    assert budget_problems("$0.1")[0].rule == "expected whole dollars, found '$0.1'"
+
+
+@pytest.mark.parametrize("text", ["1M EUR", "€500k", "£1M", "250k euros", "1M€"])
+def test_another_currency_is_refused_with_the_one_of_the_prices(text):
+    (problem,) = budget_problems(text)
+    assert problem.rule.startswith("expected dollars") and text in problem.rule
+
+
+@pytest.mark.parametrize(
+    "model, budget, told",
+    [
+        ("llama-3.2-1b", "12h", "14 for each parameter;"), ("llama-3.2-1b", "$1", "0.053 for each parameter;"),
+        ("llama-3.2-1b", "20s", "less than 0.01 for each parameter;"), ("olmoe-1b-7b", "30d", "for each active parameter;"),
+    ],
+)  # fmt: skip
+def test_tokens_of_a_budget_are_told_of_the_parameters_that_a_token_meets(model, budget, told, capsys):
+    words = ["--gpus", "8xh100", "--seq-len", "4k", "--tokens-per-batch", "512k", "--brief", "--budget", budget]
+    assert main(["plan", "--model", model, *words]) == 0
+    (line,) = (line for line in capsys.readouterr().out.split("\n") if line.startswith("budget"))
+    assert told in line, line
+
+
 def test_money_is_spent_at_the_list_price():
     found = us.plan("llama-3.2-1b", "8xh100", seq_len="4k", tokens_per_batch="512k", budget="$1M")
     price = found.chosen.cluster.accelerator.dollars_per_hour
@@ -203,6 +229,15 @@ def test_a_command_that_takes_more_than_a_second_says_so_on_a_terminal():
             said += piece
     os.close(ours)
     assert process.returncode == 0 and b"ultrascale: planning, " in said and said.endswith(b"\r\x1b[K")
+
+
+def test_each_phase_of_a_plan_is_named_and_none_says_that_nothing_is_done():
+    phases: list[str] = []
+    answer(request_of([*SMALL, "--explain", "--tp", "1", "--pp", "1"]), told=phases.append)
+    *shares, played, counts, others = phases
+    assert all(share.endswith("% of the layouts searched") and share != "100% of the layouts searched" for share in shares)
+    assert played == "the fastest layouts played action by action"
+    assert (counts, others) == ("searching other numbers of GPUs", "searching other GPUs")
 
 
 def test_the_schedule_of_the_best_layout_is_played():

@@ -472,6 +472,21 @@ class MatrixCell(TypedDict):
     verdict: Verdict | None
 
 
+class Fault(TypedDict):
+    """A fault that can be planted."""
+
+    name: str
+    what: str
+    needs: str
+    """What a run must have so that it can be planted."""
+
+
+class Faults(TypedDict):
+    """Faults that `check --plant` knows."""
+
+    faults: list[Fault]
+
+
 class SweepFailure(TypedDict):
     """A cell without a result."""
 
@@ -681,10 +696,10 @@ class ShownModel(TypedDict):
 DOCUMENTS: dict[str, tuple[Any, ...]] = {
     "plan": (Plan,), "compare": (Compare,), "plan-far": (PlanFar,), "schedule": (Schedule,), "schedules": (Timeline,),
     "schedule-executed": (ScheduleExecuted,), "trace": (Trace,), "trace-stages": (TraceStage,), "check": (Verdict,),
-    "check-matrix": (MatrixCell,), "sweep": (Sweep,), "report": (Report,), "run": (ShownRun,), "model": (Model, ShownModel),
-    "clusters": (Clusters,), "stack": (Stack,), "keys": (Keys,), "validate": (Validate,), "doctor": (Doctor,),
-    "checkpoints": (Checkpoints,), "generate": (Generated,), "export": (Exported,), "import": (Imported,), "demo": (Demo,),
-    "rules": (Rules,),
+    "check-matrix": (MatrixCell,), "faults": (Faults,), "sweep": (Sweep,), "report": (Report,), "run": (ShownRun,),
+    "model": (Model, ShownModel), "clusters": (Clusters,), "stack": (Stack,), "keys": (Keys,), "validate": (Validate,),
+    "doctor": (Doctor,), "checkpoints": (Checkpoints,), "generate": (Generated,), "export": (Exported,), "import": (Imported,),
+    "demo": (Demo,), "rules": (Rules,),
 }  # fmt: skip
 """Classes whose keys a document has, by the name in `schema`."""
 OPEN = {

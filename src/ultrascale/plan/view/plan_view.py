@@ -58,6 +58,8 @@ MOST_STAGES = 16
 """Most stages of a pipeline whose numbers of blocks are listed one by one."""
 LOST_SHOWN = 0.01
 """Share of the time that failures cost, from which on it is told."""
+LEAST_RATIO = 0.01
+"""Tokens for each parameter of which no number is told below this."""
 SHOWN_SHARE = 0.0005
 """Parts of a step below this share are not drawn."""
 FOOTPRINT = {
@@ -400,7 +402,14 @@ def _bought_words(text: str, prediction: Prediction) -> str:
         return "no list price is known for these accelerators; give a time such as 30d"
     words = f"{format_seconds(found.seconds)} on these GPUs: {format_count(found.tokens)} tokens, "
     optimal = f"as many FLOPs are the optimum of a dense {format_count(found.optimal_parameters)} (20 tokens a parameter)"
-    return words + f"{found.tokens_per_parameter:,.0f} for each active parameter; {optimal}"
+    each = "active parameter" if prediction.workload.model.num_experts else "parameter"
+    return words + f"{_ratio_words(found.tokens_per_parameter)} for each {each}; {optimal}"
+
+
+def _ratio_words(ratio: float) -> str:
+    if ratio < LEAST_RATIO:
+        return f"less than {LEAST_RATIO}"
+    return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
 
 
 def _goal(plan: RunPlan, tokens: int | None) -> tuple[int, str]:
