@@ -20,7 +20,16 @@ def corpus(tmp_path) -> Path:
 
 
 def chosen(corpus: Path, *words: str, steps: int = 200):
-    found = ["--model.preset", "tiny-llama", "--steps", str(steps), "--data.sources", str(corpus), "--folder", str(corpus.parent)]
+    found = [
+        "--model.preset",
+        "tiny-llama",
+        "--steps",
+        str(steps),
+        "--data.sources",
+        str(corpus),
+        "--folder",
+        str(corpus.parent),
+    ]
     resolved, lines = usual(resolve(None, [*found, *words]))
     return resolved.run, lines
 
