@@ -43,7 +43,8 @@ def test_a_brief_answer_has_fifteen_lines_with_the_ranking_and_what_is_next(caps
 @pytest.mark.parametrize("words", [
     ["--model", "deepseek-v3", "--gpus", "2048xh800", "--tokens", "14.8T", "--budget", "$10M"],
     ["--model", "llama-3.1-405b", "--gpus", "16384xh100", "--tokens-per-batch", "16M", "--seq-len", "8k"],
-], ids=["deepseek-v3", "llama-3.1-405b"])  # fmt: skip
+    ["--model", "llama-3-8b", "--gpus", "2048xh100", "--tokens-per-batch", "16M", "--seq-len", "8k", "--budget", "30d"],
+], ids=["deepseek-v3", "llama-3.1-405b", "with a note"])  # fmt: skip
 def test_a_brief_answer_on_a_large_cluster_has_fifteen_lines_with_failures_in_one(words, capsys):
     assert main(["plan", *words, "--brief"]) == 0
     lines = capsys.readouterr().out.rstrip("\n").split("\n")

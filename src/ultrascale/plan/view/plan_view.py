@@ -126,7 +126,7 @@ def _islands(islands: IslandsPlan) -> Text:
 
 
 def show_briefly(plan: RunPlan, console: Console, *, tokens: int | None = None, budget: str | None = None) -> None:
-    """Print whether one run's plan fits, how long a step and a training take, and what to watch: nine lines and the notes."""
+    """Print whether one run's plan fits, how long a step and a training take, and what to watch: eight lines and the notes."""
     console.print(_headline(plan).split("\n")[0])
     console.print(_verdict(plan).split("\n")[0])
     if plan.prediction is not None:
@@ -343,19 +343,23 @@ def _per_block(memory: MemoryPlan) -> RenderableType:
 
 
 def _speed(plan: RunPlan, prediction: Prediction, tokens: int | None, budget: str | None, *, brief: bool = False) -> Table:
-    """Tokens per second, how well the devices are used, and what a training takes and costs; `brief`: a row on failures."""
+    """Tokens per second, how well the devices are used, and what a training takes and costs; `brief`: in fewer rows."""
     table = _rows()
     per_gpu = prediction.tokens_per_second_per_gpu
     low, high = (format_seconds(at) for at in step_interval(prediction))
     step = "step" if plan.fits else "step, if it fitted"
     table.add_row(step, format_seconds(prediction.step_seconds), f"80% prediction interval {low} to {high}")
-    table.add_row("tokens/s", f"{prediction.tokens_per_second:,.0f}", f"{per_gpu:,.0f} a GPU")
-    full = prediction.mfu(full_attention=True)
-    from ultrascale.plan.time.price import half_precision_peak  # here: a CPU is planned without NumPy
+    rate, each = f"{prediction.tokens_per_second:,.0f}", f"{per_gpu:,.0f} a GPU"
+    if brief:
+        table.add_row("tokens/s", rate, f"{each}, MFU {prediction.mfu():.1%} with causal attention")
+    else:
+        full = prediction.mfu(full_attention=True)
+        from ultrascale.plan.time.price import half_precision_peak  # here: a CPU is planned without NumPy
 
-    rate = format_flops_per_second(half_precision_peak(plan.cluster.accelerator))
-    table.add_row("MFU", f"{prediction.mfu():.1%}", f"of {rate}, causal attention; {full:.1%} if the full square is counted")
-    if not brief:
+        peak = format_flops_per_second(half_precision_peak(plan.cluster.accelerator))
+        table.add_row("tokens/s", rate, each)
+        words = f"of {peak}, causal attention; {full:.1%} if the full square is counted"
+        table.add_row("MFU", f"{prediction.mfu():.1%}", words)
         table.add_row("HFU", f"{prediction.hfu():.1%}", "also counts recomputation and masked-out attention")
     if plan.fits:
         goal, why = _goal(plan, tokens)
