@@ -133,7 +133,7 @@ class _Count:
         self.total, self.done, self.started = total, Value("i", 0), time.monotonic()
 
     def words(self) -> str:
-        """What is being done, in words."""
+        """The phase of the proof, in words."""
         cases = count_of(self.total, "case")
         return f"{self.done.value} of {cases} compared" if self.done.value else f"processes start for the first of {cases}"
 

@@ -45,7 +45,7 @@ class Memory(TypedDict):
     reserve_bytes: NotRequired[int]
     """Bytes that must stay free; of the plan."""
     headroom_bytes: int
-    """What is left of what may be used: capacity less reserve and need; negative where it does not fit."""
+    """Bytes left of those that may be used: capacity less reserve and need; negative where it does not fit."""
 
 
 class Time(TypedDict):
@@ -478,7 +478,7 @@ class Fault(TypedDict):
     name: str
     what: str
     needs: str
-    """What a run must have so that it can be planted."""
+    """Properties of a run in which it can be planted."""
 
 
 class Faults(TypedDict):
@@ -694,7 +694,7 @@ class ShownModel(TypedDict):
 
 
 class ConvertedFolder(TypedDict):
-    """What `ultrascale convert` wrote."""
+    """A folder that `ultrascale convert` wrote."""
 
     folder: str
     files: int
@@ -748,7 +748,7 @@ class PrimerLesson(TypedDict):
 
 
 class Primer(TypedDict):
-    """What the primer's lessons measured."""
+    """Measurements of the primer's lessons."""
 
     place: PrimerPlace
     lessons: list[PrimerLesson]
@@ -769,7 +769,7 @@ class RankSteps(TypedDict):
 
 
 class MeasuredStep(TypedDict):
-    """Where the time of a step went, on every rank."""
+    """Time of a step by category, on every rank."""
 
     steps: list[int]
     """Profiled steps, counted from 1."""
@@ -789,7 +789,7 @@ class MeasuredStep(TypedDict):
 
 
 class MeasuredSpeed(TypedDict):
-    """How fast a run was, beside its plan. null: not planned for this device, or not counted."""
+    """Speed of a run, beside its plan. null: not planned for this device, or not counted."""
 
     step_seconds: list[float]
     """Seconds of each timed step on rank 0."""
@@ -831,7 +831,7 @@ class TimedMessage(TypedDict):
 
 
 class MeasuredNetwork(TypedDict):
-    """How fast messages were."""
+    """Speed of messages."""
 
     device: str
     ranks: int
@@ -864,7 +864,7 @@ class SoakKind(TypedDict):
 
 
 class Soak(TypedDict):
-    """What a storm of faults did."""
+    """Effects of a storm of faults."""
 
     holds: bool
     equal_losses: bool
@@ -881,7 +881,7 @@ class Soak(TypedDict):
 
 
 class Trained(TypedDict):
-    """How a run ended."""
+    """End of a run."""
 
     finished: bool
     folder: str
@@ -964,7 +964,7 @@ class SequenceSample(TypedDict):
 
 
 class DataInspected(TypedDict):
-    """What token files hold."""
+    """Contents of token files."""
 
     path: str
     documents: int
@@ -972,7 +972,7 @@ class DataInspected(TypedDict):
     shards: list[ShardFacts]
     manifest: NotRequired[TokenFiles]
     verified: NotRequired[bool]
-    """With --verify: everything was read and is right."""
+    """True with --verify: everything was read and is right."""
     document: NotRequired[DocumentSample]
     sequence: NotRequired[SequenceSample]
 
