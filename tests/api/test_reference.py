@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ultrascale.api.report import Report
 from ultrascale.cli.show.show_command import command
 from ultrascale.cli.show.show_keys import markdown
 from ultrascale.config.reference import keys
@@ -70,7 +71,14 @@ def test_a_word_that_finds_nothing_is_told(words, told):
 
 def test_a_schema_is_printed_and_all_are_listed(capsys):
     assert command(["schema", "plan"]) == 0
-    assert json.loads(capsys.readouterr().out)["$id"] == "ultrascale/plan/1"
+    assert json.loads(capsys.readouterr().out)["$id"] == "ultrascale/plan/2"
     assert command(["schema"]) == 0
     listed = dict(line.split() for line in capsys.readouterr().out.splitlines())
     assert all(Path(path).is_file() for path in listed.values()) and "run.toml" in listed
+
+
+def test_the_page_of_the_api_names_a_command_for_each_function_and_what_a_report_has_for_rows():
+    text = (PAGE.parent / "api.md").read_text()
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| `us.")]
+    assert len(table) == 8 and all("`ultrascale " in command for _, command, _ in table)
+    assert hasattr(Report, "rows") or "of a `Report` `metrics()`" in text

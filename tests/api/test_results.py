@@ -36,7 +36,7 @@ def test_a_plan_s_numbers_are_there_by_name():
     document = found.to_dict()
     assert found.step_seconds == document["time"]["seconds_per_step"]
     assert list(found.step_interval or ()) == document["time"]["seconds_per_step_interval"]
-    assert found.needed_bytes + found.headroom_bytes == document["memory"]["capacity_bytes"]
+    assert found.needed_bytes + found.headroom_bytes + found.reserve_bytes == document["memory"]["capacity_bytes"]
     assert sum(row["value"] for row in found.rows() if row["of"] == "step") == pytest.approx(found.step_seconds)
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ast
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 from api.asked import CHECKS, OTHERS, PLANS, SCHEDULES, TRACES, printed
-from api.validator import mistakes
+from api.validator import mistakes, wrong
 
 import ultrascale as us
-from ultrascale.api.schemas.documents import DOCUMENTS, OPEN
+from ultrascale.api.schemas.documents import DOCUMENTS
 from ultrascale.api.schemas.json_schema import FOLDER, file_of, names, schema_of, text_of
 from ultrascale.api.schemas.stamp import VERSIONS
 
@@ -21,25 +20,13 @@ NOT_DOCUMENTS = {"measure_network.py": 1, "show_schedule.py": 0, "train.py": 1}
 """What else a verb writes as JSON: an argument for its processes, a line of events.jsonl."""
 
 
-def wrong(document: Any) -> list[str]:
-    """What a document, or each of a list's or of a dictionary's, has that its schema does not allow."""
-    if isinstance(document, list):
-        return [one for item in document for one in wrong(item)]
-    if "schema" not in document:
-        assert document
-        return [one for item in document.values() for one in wrong(item)]
-    name, version = document["schema"].removeprefix("ultrascale/").split("/")
-    assert VERSIONS[name] == int(version)
-    return mistakes(document, schema_of(name))
-
-
 @pytest.mark.parametrize("name", names())
 def test_a_schema_in_the_package_is_the_one_its_description_makes(name):
     assert file_of(name).read_text() == text_of(name), "write it anew: python -m ultrascale.api.schemas.json_schema"
 
 
 def test_every_version_is_described_and_every_file_is_of_one():
-    assert set(DOCUMENTS) | set(OPEN) == set(VERSIONS) and not set(DOCUMENTS) & set(OPEN)
+    assert set(DOCUMENTS) == set(VERSIONS)
     assert {path.name for path in FOLDER.glob("*.json")} == {file_of(name).name for name in names()}
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ultrascale.api.schemas.json_schema import schema_of
+from ultrascale.api.schemas.stamp import VERSIONS
+
 TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,), "array": (list,), "string": (str,), "boolean": (bool,), "null": (type(None),), "integer": (int,),
     "number": (int, float),
@@ -13,6 +16,18 @@ KNOWN = {
     "$schema", "$id", "$defs", "$ref", "title", "description", "default", "type", "properties", "required", "items", "enum",
     "additionalProperties", "const", "anyOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
 }  # fmt: skip
+
+
+def wrong(document: Any) -> list[str]:
+    """What a document, or each of a list's or of a dictionary's, has that its schema does not allow."""
+    if isinstance(document, list):
+        return [one for item in document for one in wrong(item)]
+    if "schema" not in document:
+        assert document
+        return [one for item in document.values() for one in wrong(item)]
+    name, version = document["schema"].removeprefix("ultrascale/").split("/")
+    assert VERSIONS[name] == int(version)
+    return mistakes(document, schema_of(name))
 
 
 def mistakes(value: Any, schema: dict[str, Any], root: dict[str, Any] | None = None, at: str = "$") -> list[str]:

@@ -8,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from api.validator import mistakes
 
+from ultrascale.api.schemas.json_schema import schema_of
 from ultrascale.check import matrix, prove
 from ultrascale.check.compare import Verdict
 from ultrascale.check.faults.fault import FAULTS
 from ultrascale.check.prove import Case
+from ultrascale.cli.check import _Count
 from ultrascale.cli.main import main
 
 CELLS = matrix.cells()
@@ -146,6 +149,20 @@ def test_a_fault_without_a_run_is_planted_where_it_can_be_seen_and_the_list_name
 
 AXES = ("--layout.tp", "8", "--layout.pp", "4", "--layout.dp", "16", "--batch.sequences-per-batch", "64",
         "--model.preset", "llama-3-8b")  # fmt: skip
+
+
+def test_the_list_of_faults_is_json_where_json_is_asked_for(capsys):
+    assert main(["check", "--plant", "list", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["schema"] == "ultrascale/faults/1" and [one["name"] for one in told["faults"]] == list(FAULTS)
+    assert mistakes(told, schema_of("faults")) == []
+
+
+def test_while_a_proof_runs_its_phase_is_told():
+    counted = _Count(12)
+    assert counted.words() == "processes start for the first of 12 cases"
+    counted.done.value = 3
+    assert counted.words() == "3 of 12 cases compared"
 
 
 def test_a_run_of_several_axes_is_proven_with_all_of_them_and_one_that_does_not_fit_is_named(run_file, capsys, monkeypatch):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from api.validator import wrong
 from train.small_runs import make_corpus, small_run
 
 from ultrascale.cli.main import main
@@ -57,11 +58,20 @@ def test_a_step_is_told_line_by_line_and_the_runs_folder_is_left_alone(run_file,
     assert max(map(len, told.partition("\nplanned:")[0].splitlines())) <= 80
 
 
+def test_the_json_of_speed_and_network_follows_its_schema(run_file, tmp_path, capfd):
+    words = ["--steps", "2", "--warm", "1", "--out", str(tmp_path / "speed.json"), "--json"]
+    assert main(["measure", "speed", str(run_file), *words]) == 0
+    assert wrong(json.loads(capfd.readouterr().out)) == []
+    assert main(["measure", "network", "--processes", "2", "--largest", "4KiB", "--kinds", "all_reduce", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["timed"] and wrong(found) == []
+
+
 def test_json_is_one_object_whose_categories_sum_to_the_step(run_file, tmp_path, capfd):
     assert main(["measure", "step", str(run_file), "--steps", "3", "--out", str(tmp_path), "--json"]) == 0
     report = json.loads(capfd.readouterr().out)
     assert sum(report["by_category"].values()) == pytest.approx(report["step_seconds"])
-    assert report["facts"]["run"] == "small"
+    assert report["facts"]["run"] == "small" and wrong(report) == []
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from api.validator import wrong
 from train.small_runs import STEPS, curve, make_corpus, small_run
 
 from ultrascale import checkpoint
@@ -41,7 +42,7 @@ def test_a_run_is_trained_and_its_end_told_as_json(run_file, capsys):
     summary = json.loads(told.out)  # nothing else is there
     assert f"step {STEPS}/{STEPS}  loss" in told.err
     assert told.err.splitlines()[-1].endswith(f": ultrascale report {run_file.parent / 'small'}")
-    assert summary["finished"] and summary["last"]["step"] == STEPS
+    assert summary["finished"] and summary["last"]["step"] == STEPS and wrong(summary) == []
     assert resolve(run_file.parent / "small").run.optimizer.learning_rate == 1e-3
 
 

@@ -52,6 +52,7 @@ def test_quantities_are_printed_with_three_figures():
     assert format_flops_per_second(989.4e12) == "989 TFLOP/s"
     assert [format_count(n) for n in (8_030_261_248, 512, 999_999, 0)] == ["8.03B", "512", "1.00M", "0"]
     assert [format_seconds(t) for t in (0.0123, 4.56, 3720, 273600, 2e-6)] == ["12.3 ms", "4.56 s", "1h02m", "3d04h", "2 us"]
+    assert [format_seconds(days * 86400) for days in (729, 1936, 365_000)] == ["729d00h", "5.3 years", "1,000.0 years"]
 
 
 @given(st.integers(0, 10**15))

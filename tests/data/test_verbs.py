@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from api.validator import wrong
 
 from ultrascale.cli.data import command
 from ultrascale.description.problems import SpecError
@@ -41,7 +42,18 @@ def test_json_output_is_json_with_the_counts(text, capsys):
     assert command(["inspect", str(text.parent / "out"), "--document", "3", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert made["documents"] == shown["documents"] == 30
+    assert wrong(made) == wrong(shown) == []
+    assert (
+        command(["inspect", str(text.parent / "out"), "--sequence", "1", "--sequence-length", "50", "--verify", "--json"]) == 0
+    )
+    assert wrong(json.loads(capsys.readouterr().out)) == []
     assert shown["document"]["text"].startswith("def f11(x)")  # fourth in order of name: 0, 1, 10, 11
+
+
+def test_the_help_names_every_format_that_is_read(capsys):
+    assert command(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(name in told for name in ("text", "JSONL", ".gz", ".zst", "Parquet", "CSV", "TSV"))
 
 
 def test_skipped_documents_are_printed_with_the_first_of_each_reason(text, capsys):

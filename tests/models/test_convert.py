@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from api.validator import wrong
 
 from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.cli.main import main
@@ -67,7 +68,7 @@ def test_one_file_with_weights_behind_a_key_is_taken_and_the_rest_is_named(tmp_p
     torch.save({"epoch": 3, "state_dict": {"a": shared, "b": shared.view(2, 3).t(), "note": "x"}}, tmp_path / "old.ckpt")
     assert main(["convert", str(tmp_path / "old.ckpt"), str(tmp_path / "out"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["tensors"], told["left_out"], told["has_config"]) == (2, ["note"], False)
+    assert (told["tensors"], told["left_out"], told["has_config"]) == (2, ["note"], False) and wrong(told) == []
     from safetensors.torch import load_file
 
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["b"], shared.view(2, 3).t())

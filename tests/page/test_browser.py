@@ -10,6 +10,7 @@ import pytest
 from page.dropped import LLAMA
 
 from ultrascale.cli.main import main
+from ultrascale.cli.plan.page import question
 
 PLANNED = "body[data-state=done] #status:has-text('Planned in')"
 
@@ -96,8 +97,17 @@ def test_the_schedule_tells_of_the_pass_under_the_pointer(tab, link):
     assert tab.inner_text("#schedule .told").startswith("rank 0: forward of micro-batch 0, stage 0, ")
 
 
+def test_the_notes_of_a_plan_are_shown(tab, link):
+    asked = {"model": "llama-3-8b", "count": "64", "machine": "h100-sxm", "seq_len": "8192", "tokens_per_batch": "4M"}
+    (note,) = json.loads(question(asked)["json"])["notes"]
+    assert "--data.document-mask false" in note
+    opened(tab, link)
+    assert tab.locator("#facts .notes li").all_inner_texts() == [note]
+
+
 NONSENSE = {
     "count": ("1000000000000", "more machines than anybody plans for"),
+    "a negative count": ("-8", "-8"),
     "seq_len": ("1000000000000", "1000000000000"),
     "tp": ("3", "tp = 3"),
 }
@@ -107,12 +117,13 @@ NONSENSE |= {"tokens_per_batch": ("many", "many")}
 @pytest.mark.parametrize(("name", "value", "says"), [(n, *v) for n, v in NONSENSE.items()], ids=NONSENSE)
 def test_nonsense_gets_the_command_lines_sentence(tab, link, name, value, says, capsys):
     opened(tab, link)
+    name = name.rpartition(" ")[2]
     tab.fill(f"#control-{name}", value)
     tab.wait_for_selector("#error:visible")
     asked = {"count": "64", "seq_len": "8192", "tokens_per_batch": "4M"} | {name: value}
     gpus = f"{asked.pop('count')}xh100-sxm"
-    words = [word for key, text in asked.items() for word in (f"--{key.replace('_', '-')}", text)]
-    assert main(["plan", "--model", "llama-3-8b", "--gpus", gpus, *words]) == 2
+    words = [f"--{key.replace('_', '-')}={text}" for key, text in asked.items()]
+    assert main(["plan", "--model", "llama-3-8b", f"--gpus={gpus}", *words]) == 2
     assert tab.inner_text("#error").strip() in capsys.readouterr().err
     tab.fill(f"#control-{name}", "64" if name == "count" else "")
     tab.wait_for_selector("#error", state="hidden")
@@ -173,6 +184,8 @@ def test_a_config_json_is_planned_and_weights_are_not_read(tab, link):
     large = {"name": "model.safetensors", "mimeType": "application/octet-stream", "buffer": bytes(50_000_000)}
     tab.set_input_files("#file", large)
     tab.wait_for_selector("#error:has-text('50,000,000 bytes')")
+    whole = {"file": {"name": "model.safetensors", "size": 50_000_000}}
+    assert tab.inner_text("#error").split() == question(whole)["error"].split()
     missing = {"name": "config.json", "mimeType": "application/json", "buffer": b'{"hidden_size": 512}'}
     tab.set_input_files("#file", missing)
     tab.wait_for_selector("#error:has-text('model_type')")
@@ -190,7 +203,7 @@ def test_every_control_has_a_label_a_unit_and_a_range(tab, link):
     fields = tab.locator("#form .field:has([id^=control-])")
     for field in fields.all():
         about = field.locator("[aria-describedby]").get_attribute("aria-describedby")
-        assert field.locator("label .unit").inner_text() or field.locator("label .unit").text_content()
+        assert field.locator("label .unit").is_visible() and field.locator("label .unit").inner_text()
         assert tab.locator(f"#{about}").text_content()
     assert fields.count() == 17
 

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -41,10 +42,12 @@ def without_its_own_time(text):
 EXAMPLES = 200 if os.environ.get("ULTRASCALE_NIGHTLY") == "1" else 20
 DRAWN = st.fixed_dictionaries(
     {
-        "model": st.sampled_from(["llama-3-8b", "gpt2", "llama-3.2-1b", "mixtral-8x7b"]),
+        "model": st.sampled_from(
+            ["llama-3-8b", "gpt2", "llama-3.2-1b", "mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2-lite", "smollm2-135m"]
+        ),
         "count": st.sampled_from(["1", "8", "16", "64"]),
         "machine": st.sampled_from(["h100-sxm", "a100-80", "b200", "mi300x", "v100-32"]),
-        "seq_len": st.sampled_from(["512", "1024"]),
+        "seq_len": st.sampled_from(["512", "1024", "4096", "8192"]),
         "tokens_per_batch": st.sampled_from(["", "64k", "1M"]),
     },
     optional={
@@ -69,6 +72,16 @@ def test_answers_are_those_of_the_command_line(asked, capsys, tmp_path):
     else:
         assert without_its_own_time(answer["json"]) == without_its_own_time(out)
         assert code == (answer["verdict"]["kind"] == "bad")
+
+
+@given(asked=DRAWN)
+@settings(
+    max_examples=EXAMPLES // 4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+)
+def test_the_server_answers_the_same(asked, link):
+    body = json.dumps(asked).encode()
+    with urlopen(Request(f"{link}answer", body, {"Content-Type": "application/json"})) as reply:
+        assert json.load(reply) == question(asked)
 
 
 def test_reasons_are_those_of_explain(capsys, tmp_path):

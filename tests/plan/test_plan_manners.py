@@ -13,10 +13,13 @@ from datetime import datetime
 import pytest
 
 import ultrascale as us
+from ultrascale.api.planning.plan import answer
 from ultrascale.api.schedule import Schedule
 from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.cli.main import main
-from ultrascale.description.units import UnitError
+from ultrascale.cli.plan.plan_command import request_of
+from ultrascale.description.units import UnitError, format_bytes
+from ultrascale.page.ranked import ranking
 from ultrascale.plan.costs.budget import Budget, budget_problems, parse_budget, usual_tokens
 from ultrascale.plan.view.notes import TIGHT_BYTES, mask_fraction, notes
 
@@ -37,6 +40,19 @@ def test_a_brief_answer_has_fifteen_lines_with_the_ranking_and_what_is_next(caps
     assert any(line.startswith(" 1  ") or line.startswith("1  ") for line in lines) and any("fits" in line for line in lines)
 
 
+@pytest.mark.parametrize("words", [
+    ["--model", "deepseek-v3", "--gpus", "2048xh800", "--tokens", "14.8T", "--budget", "$10M"],
+    ["--model", "llama-3.1-405b", "--gpus", "16384xh100", "--tokens-per-batch", "16M", "--seq-len", "8k"],
+    ["--model", "llama-3-8b", "--gpus", "2048xh100", "--tokens-per-batch", "16M", "--seq-len", "8k", "--budget", "30d"],
+], ids=["deepseek-v3", "llama-3.1-405b", "with a note"])  # fmt: skip
+def test_a_brief_answer_on_a_large_cluster_has_fifteen_lines_with_failures_in_one(words, capsys):
+    assert main(["plan", *words, "--brief"]) == 0
+    lines = capsys.readouterr().out.rstrip("\n").split("\n")
+    assert len(lines) <= 15
+    (failures,) = (line for line in lines if line.startswith("failures"))
+    assert all(word in failures for word in ("one in", "apart", "spare", "goodput"))
+
+
 def test_the_ranking_stands_once_more_at_the_end_and_no_line_ends_in_blanks(capsys):
     assert main(["plan", *SMALL]) == 0
     out = capsys.readouterr().out
@@ -53,9 +69,25 @@ def test_a_file_gets_tables_wider_than_eighty_columns(capsys, monkeypatch):
 
 def test_little_headroom_is_a_warning(small):
     chosen = small.chosen
-    tight = replace(chosen, capacity_bytes=chosen.needed_bytes + chosen.headroom_bytes + 2**20)
+    tight = replace(chosen, capacity_bytes=chosen.needed_bytes + chosen.reserve_bytes + 2**20)
     assert notes(tight)[0].startswith("warning: 1 MiB of headroom")
     assert not any("headroom" in note for note in notes(replace(tight, capacity_bytes=tight.capacity_bytes + TIGHT_BYTES)))
+
+
+def test_headroom_is_one_number_in_python_in_json_in_the_ranking_and_on_the_page(small, capsys):
+    plan, memory = small, small.to_dict()["memory"]
+    headroom = memory["capacity_bytes"] - memory["reserve_bytes"] - memory["needed_bytes"]
+    assert headroom == memory["headroom_bytes"] == plan.headroom_bytes and plan.reserve_bytes == memory["reserve_bytes"]
+    (first, *_) = us.search("llama-3.2-1b", "8xh100", seq_len="4k", tokens_per_batch="512k").rows()
+    assert first["headroom_bytes"] == pytest.approx(headroom, abs=2)
+    ranked = small.to_dict()["search"]["ranked"][0]["memory"]["headroom_bytes"]
+    assert ranked == pytest.approx(headroom, abs=2)
+    row = ranking(small.searched.result)["rows"][0]["headroom"]
+    assert row == {"value": pytest.approx(headroom, abs=2), "text": format_bytes(headroom)}
+    assert main(["plan", *SMALL, "--brief"]) == 0
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[1].split()[3] == "headroom" and f" {format_bytes(headroom)} " in lines[2]
+    assert any(line.startswith("fits") and line.endswith(f"{format_bytes(headroom)} of headroom") for line in lines)
 
 
 def test_masks_between_documents_are_named_where_they_cost(small):
@@ -114,6 +146,30 @@ def test_a_budget_of_days_trains_as_many_tokens_as_the_speed_says():
     assert 1e9 < bought["optimal_parameters"] < 1e11
 
 
+def test_parts_of_a_dollar_are_refused_in_words_of_money():
+    assert budget_problems("$0.1")[0].rule == "expected whole dollars, found '$0.1'"
+
+
+@pytest.mark.parametrize("text", ["1M EUR", "€500k", "£1M", "250k euros", "1M€"])
+def test_another_currency_is_refused_with_the_one_of_the_prices(text):
+    (problem,) = budget_problems(text)
+    assert problem.rule.startswith("expected dollars") and text in problem.rule
+
+
+@pytest.mark.parametrize(
+    "model, budget, told",
+    [
+        ("llama-3.2-1b", "12h", "14 for each parameter;"), ("llama-3.2-1b", "$1", "0.053 for each parameter;"),
+        ("llama-3.2-1b", "20s", "less than 0.01 for each parameter;"), ("olmoe-1b-7b", "30d", "for each active parameter;"),
+    ],
+)  # fmt: skip
+def test_tokens_of_a_budget_are_told_of_the_parameters_that_a_token_meets(model, budget, told, capsys):
+    words = ["--gpus", "8xh100", "--seq-len", "4k", "--tokens-per-batch", "512k", "--brief", "--budget", budget]
+    assert main(["plan", "--model", model, *words]) == 0
+    (line,) = (line for line in capsys.readouterr().out.split("\n") if line.startswith("budget"))
+    assert told in line, line
+
+
 def test_money_is_spent_at_the_list_price():
     found = us.plan("llama-3.2-1b", "8xh100", seq_len="4k", tokens_per_batch="512k", budget="$1M")
     price = found.chosen.cluster.accelerator.dollars_per_hour
@@ -131,7 +187,25 @@ def test_two_runs_stand_side_by_side(tmp_path, capsys):
     assert ["layout.dp", "1", "2"] in [line.split() for line in out.split("\n")]
     assert main(["plan", files[0], "--compare", files[1], "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["schema"] == "ultrascale/compare/1" and told["settings"][0]["name"] == "layout.dp"
+    assert told["schema"] == "ultrascale/compare/2" and told["settings"][0]["name"] == "layout.dp"
+
+
+def test_two_runs_side_by_side_show_quantities_first_and_settings_as_a_file_has_them(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "a-run-with-a-name-that-is-as-long-as-the-names-of-runs-are-wont-to-be-in-practice.toml"
+    (tmp_path / name).write_text(RUN.format(dp=1) + '[data]\ndocument_mask = false\nsources = ["a"]\n')
+    (tmp_path / "b.toml").write_text(RUN.format(dp=1).replace("tiny-llama-4m", "tiny-mixtral"))
+    assert main(["plan", str(tmp_path / name), "--compare", str(tmp_path / "b.toml")]) == 0
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[0] == f"a  {tmp_path / name}" and lines[1] == f"b  {tmp_path / 'b.toml'}"
+    names = [line.split("  ")[0] for line in lines]
+    assert names.index("memory needed") < names.index("model") < names.index("data.document_mask")
+    (model,) = (line.split()[1:] for line in lines if line.startswith("model"))
+    assert model == ['"tiny-llama-4m"', '"tiny-mixtral"']
+    (mask,) = (line.split()[1:] for line in lines if line.startswith("data.document_mask"))
+    assert mask == ["false", "true"]
+    (sources,) = (line for line in lines if line.startswith("data.sources"))
+    assert '{path = "a"' in sources and not any("..." in line or "\u2026" in line or "None" in line for line in lines)
 
 
 def test_a_comparison_needs_two_files(capsys):
@@ -156,6 +230,15 @@ def test_a_command_that_takes_more_than_a_second_says_so_on_a_terminal():
             said += piece
     os.close(ours)
     assert process.returncode == 0 and b"ultrascale: planning, " in said and said.endswith(b"\r\x1b[K")
+
+
+def test_each_phase_of_a_plan_is_named_and_none_says_that_nothing_is_done():
+    phases: list[str] = []
+    answer(request_of([*SMALL, "--explain", "--tp", "1", "--pp", "1"]), told=phases.append)
+    *shares, played, counts, others = phases
+    assert all(share.endswith("% of the layouts searched") and share != "100% of the layouts searched" for share in shares)
+    assert played == "the fastest layouts played action by action"
+    assert (counts, others) == ("searching other numbers of GPUs", "searching other GPUs")
 
 
 def test_the_schedule_of_the_best_layout_is_played():

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import pytest
+from api.validator import wrong
 
 LESSONS = ("access", "tiles", "coarsening", "divergence", "softmax", "attention")
 
@@ -20,6 +21,10 @@ def told() -> dict[str, Any]:
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
+
+
+def test_the_json_follows_its_schema(told):
+    assert wrong(told) == []
 
 
 def test_all_lessons_are_told_in_order(told):

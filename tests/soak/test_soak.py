@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from api.validator import wrong
 from train.small_runs import at_step, make_corpus, small_run, state, train_here
 
+from ultrascale.api.schemas.stamp import stamped
 from ultrascale.checkpoint import Slice, save
 from ultrascale.cli.main import main
 from ultrascale.cli.soak import table, to_json
@@ -97,6 +99,7 @@ def test_what_became_of_a_fault_is_read_from_the_events_of_the_run():
     assert lost.recover_seconds is None
     outcome = Outcome([strike], 20, True, True, Account(), 20.0)
     assert outcome.holds and to_json(outcome)["kinds"]["stop"]["recover_seconds"] == {"median": 8.0, "max": 8.0}
+    assert wrong(stamped("soak", to_json(outcome) | {"processes": 2, "seed": 0})) == []
     assert not replace(outcome, strikes=[strike, lost]).holds
     assert not replace(outcome, equal_state=False).holds
 

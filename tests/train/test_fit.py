@@ -15,7 +15,7 @@ from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Batch, Data, Faults, Run
 from ultrascale.description.units import format_bytes
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.plan.report import HEADROOM_BYTES, HEADROOM_FRACTION
+from ultrascale.plan.report import RESERVE_BYTES, RESERVE_FRACTION
 from ultrascale.trace.rank import trace_rank
 from ultrascale.train.start.fit import Trace, _stage_plans, expect_fits, smallest_bytes, traced_by_first
 from ultrascale.train.watch.out_of_memory import Measured, out_of_memory
@@ -30,7 +30,7 @@ RUN = Run(
 
 def capacity_with(usable: int) -> int:
     """Of a device that has so much for tensors."""
-    return round((usable + HEADROOM_BYTES["cuda"]) / (1 - HEADROOM_FRACTION["cuda"]))
+    return round((usable + RESERVE_BYTES["cuda"]) / (1 - RESERVE_FRACTION["cuda"]))
 
 
 def never(rank: int) -> str:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from ultrascale.api.asked import Asked
 from ultrascale.api.check import NOT_SEEN, Check, CheckMatrix, CheckOptions, answer, expect_numbers
 from ultrascale.api.planning.plan_request import SHORT
+from ultrascale.api.schemas.stamp import stamped
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import console_for_people
-from ultrascale.cli.terminal.waiting import waiting
+from ultrascale.cli.terminal.waiting import Words, waiting
 from ultrascale.description.units import count_of, format_seconds
 
 if TYPE_CHECKING:  # imports torch
@@ -32,7 +33,7 @@ def command(arguments: list[str]) -> int:
     options, rest = parse_with_overrides(CheckOptions, "check", arguments, positional={"run": "[RUN.TOML]"}, short=SHORT)
     if options.plant == "list" and not options.matrix:
         expect_numbers(options, rest)
-        return list_faults()
+        return list_faults(json=options.json)
 
     def tell(note: str) -> None:
         print(note, file=sys.stderr if options.json else sys.stdout, flush=True)
@@ -48,10 +49,14 @@ def command(arguments: list[str]) -> int:
     return 0 if found.holds else 1
 
 
-def list_faults() -> int:
+def list_faults(*, json: bool) -> int:
     """Print every fault that can be planted."""
     from ultrascale.check.faults.all_faults import FAULTS
 
+    if json:
+        told = [{"name": one.name, "what": one.what, "needs": one.needs} for one in FAULTS.values()]
+        print(json_module.dumps(stamped("faults", {"faults": told}), indent=1))
+        return 0
     width = max(map(len, FAULTS))
     for fault in FAULTS.values():
         print(f"{fault.name:{width}}  {fault.what}; needs {fault.needs}")
@@ -106,19 +111,20 @@ def _told(verdict: Verdict) -> list[str]:
 
 
 def progress(
-    count: int, most_processes: int, doing: Callable[[str], None] = lambda words: None
+    count: int, most_processes: int, doing: Callable[[Words], None] = lambda words: None
 ) -> Callable[[Verdict], None] | None:
     """A function that takes each verdict in the process of rank 0, and prints progress and the remaining time on stderr.
 
     A bar on a terminal; elsewhere nothing, or, of many processes, which take seconds a case, a line for each verdict.
     """
-    doing(f"{count_of(count, 'case')} to prove, none so far")
+    counted = _Count(count)
+    doing(counted.words)
     lines = most_processes > MANY_PROCESSES
     if lines:
         cores = count_of(os.cpu_count() or 1, "core")
         told = f"{count_of(count, 'case')} on {most_processes} processes, which share {cores}; --processes 2 or 4 take seconds."
         print(told, file=sys.stderr, flush=True)
-    return _Count(count).tell if sys.stderr.isatty() or lines else None
+    return counted.tell if sys.stderr.isatty() or lines else None
 
 
 class _Count:
@@ -126,6 +132,11 @@ class _Count:
 
     def __init__(self, total: int):
         self.total, self.done, self.started = total, Value("i", 0), time.monotonic()
+
+    def words(self) -> str:
+        """The phase of the proof, in words."""
+        cases = count_of(self.total, "case")
+        return f"{self.done.value} of {cases} compared" if self.done.value else f"processes start for the first of {cases}"
 
     def tell(self, verdict: Verdict) -> None:
         self.done.value += 1

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _VERBS = """ultrascale data: text to tokens.
 
-  ultrascale data prepare INPUT... --output FOLDER   text, JSONL (.gz, .zst) or Parquet to token shards
+  ultrascale data prepare INPUT... --output FOLDER   text, JSONL (.gz, .zst), Parquet, CSV or TSV to token shards
   ultrascale data inspect FOLDER                     what a prepared folder holds, with decoded samples
 
 Each has --help with an example.

@@ -105,7 +105,8 @@ def _trained(
         rule = "does not go with --island: an island has the processes of [layout]"
         raise SpecError([Problem("--processes", rule, "Leave one of the two out.")])
     found = resolve(path, overrides, require_data=True, processes=None if elastic else processes)
-    resolved, choices = usual(found)
+    chosen, choices = usual(found)
+    resolved = chosen.run
     if elastic:
         if resolved.islands.count > 1:
             rule = "does not go with islands.count > 1: islands keep their layouts"

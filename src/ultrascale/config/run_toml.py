@@ -24,11 +24,12 @@ def _section(item: Any, name: str) -> list[str]:
         if is_dataclass(value):
             tables += ["", *_section(value, f"{name}.{field.name}" if name else field.name)]
         else:
-            plain.append(f"{field.name} = {_value(value)}")
+            plain.append(f"{field.name} = {toml_value(value)}")
     return plain + tables
 
 
-def _value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A setting as TOML has it."""
     if value is None:
         return '"none"'
     if isinstance(value, bool):
@@ -37,7 +38,7 @@ def _value(value: Any) -> str:
         # JSON's escapes are TOML's, but for DEL, which TOML wants escaped too.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
-        return "[" + ", ".join(_value(item) for item in value) + "]"
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if is_dataclass(value):
-        return "{" + ", ".join(f"{field.name} = {_value(getattr(value, field.name))}" for field in fields(value)) + "}"
+        return "{" + ", ".join(f"{field.name} = {toml_value(getattr(value, field.name))}" for field in fields(value)) + "}"
     return repr(value)

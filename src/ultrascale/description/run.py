@@ -52,7 +52,7 @@ class Data:
     sources: tuple[Source, ...] = ()
     """Corpora to train on, each with its share of the sequences."""
     validation: tuple[Source, ...] = ()
-    """Held-out corpora for `evaluation`; measured separately, weights unused."""
+    """Held-out corpora for `evaluation`; measured separately, weights unused. Not written: see `evaluation.every_steps`."""
     document_mask: bool = True
     """Documents packed into one sequence do not see each other: attention stays inside a document, positions restart, and the
     last token of a document predicts nothing. False: one stream of tokens."""
@@ -73,7 +73,8 @@ class Optimizer:
     """After warm-up: cosine or linear down to `min_learning_rate_ratio`; wsd stays at the peak and goes down linearly over the
     last `decay_steps`; constant stays."""
     warmup_steps: int = 0
-    """The learning rate rises from 0 to its peak over so many steps."""
+    """The learning rate rises from 0 to its peak over so many steps. Where neither this nor `decay_steps` is written, `train`
+    takes a twentieth of the run, at most 2000."""
     decay_steps: int | None = None
     """wsd: steps of the final decay. None: a tenth of the run."""
     min_learning_rate_ratio: float = 0.1
@@ -136,7 +137,8 @@ class Evaluation:
     """Loss on held-out text."""
 
     every_steps: int | None = None
-    """None: never."""
+    """None: never. Where neither this nor `data.validation` is written and `data prepare` held text out, `train` takes a tenth
+    of the run."""
     sequences: int = 32
     """Sequences of each validation source, always the same ones."""
 

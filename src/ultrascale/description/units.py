@@ -18,6 +18,7 @@ BYTES = {
     "": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
 }  # fmt: skip
 EXPECTED_BYTES = "bytes, such as 20GiB, 16GB or 16000000000"
+DAYS_OF_A_YEAR = 365
 SECONDS = {"d": 86400, "h": 3600, "m": 60, "min": 60, "s": 1}
 EXPECTED_SECONDS = "a time with units, such as 24h, 1d12h or 90m"
 EXPECTED = "tokens, such as 4M, 69B, 4Mi or 4194304"
@@ -111,11 +112,13 @@ def format_share(value: float | None) -> str:
 
 
 def format_seconds(value: float) -> str:
-    """`12.3 ms`, `4.56 s`, `1h02m`, `3d04h`."""
+    """`12.3 ms`, `4.56 s`, `1h02m`, `3d04h`, from two years on `5.3 years`."""
     if value < 60:
         return _scaled(value, [(1, "s"), (1e-3, "ms")], "us", last=1e-6)
     seconds = round(value)
     days, hours, minutes = seconds // 86400, seconds % 86400 // 3600, seconds % 3600 // 60
+    if days >= 2 * DAYS_OF_A_YEAR:
+        return f"{days / DAYS_OF_A_YEAR:,.1f} years"
     if days:
         return f"{days}d{hours:02d}h"
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds % 60:02d}s"

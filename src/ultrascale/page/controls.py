@@ -73,9 +73,9 @@ BESIDE = ("file", "why", "part")
 of the answer alone (`page.shown.PARTS`)."""
 
 
-def controls_json() -> list[dict[str, Any]]:
-    """The form, as the page builds it."""
-    return [asdict(one) for one in CONTROLS]
+def controls_json() -> dict[str, Any]:
+    """The form, as the page builds it, and the bytes that a dropped file may have."""
+    return {"controls": [asdict(one) for one in CONTROLS], "largest_file": LARGEST_FILE}
 
 
 def words_of(question: dict[str, Any], folder: Path) -> list[str]:
@@ -118,19 +118,26 @@ def _unreadable(name: str, value: str) -> list[Problem]:
 
 
 def _dropped(file: Any, folder: Path) -> Path:
-    """A config.json or run.toml as a file of the planner's."""
+    """A config.json or run.toml as a file of the planner's; of one that is too large the page gives the size alone."""
+    size = file.get("size") if isinstance(file, dict) else None
+    if isinstance(size, int) and size > LARGEST_FILE:
+        raise SpecError([_too_large(size)])
     if not (isinstance(file, dict) and isinstance(file.get("text"), str)):
         raise SpecError([Problem("file", "is no text", "Drop a config.json or a run.toml.")])
     text, is_toml = file["text"], str(file.get("name", "")).lower().endswith(".toml")
     if len(text.encode()) > LARGEST_FILE:
-        rule = f"has {len(text.encode()):,} bytes, and at most {LARGEST_FILE:,} are read"
-        raise SpecError([Problem("file", rule, "Drop the config.json of a model or a run.toml, and no weights.")])
+        raise SpecError([_too_large(len(text.encode()))])
     if is_toml:
         _expect_no_paths(text)
     path = folder / "dropped" / ("run.toml" if is_toml else "config.json")  # a model is called by its folder
     path.parent.mkdir(exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def _too_large(num_bytes: int) -> Problem:
+    rule = f"has {num_bytes:,} bytes, and at most {LARGEST_FILE:,} are read"
+    return Problem("file", rule, "Drop the config.json of a model or a run.toml, and no weights.")
 
 
 def _expect_no_paths(text: str) -> None:

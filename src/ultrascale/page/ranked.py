@@ -45,7 +45,7 @@ def _front(result: SearchResult) -> list[Prediction]:
 def _row(one: Prediction, result: SearchResult, *, ours: bool) -> dict[str, Any]:
     need, memory = float(needed_bytes(one.memory)), one.memory
     low, high = step_interval(one)
-    spare = float(memory.usable + memory.outside) - need
+    headroom = float(memory.headroom)
     layout = one.layout
     runs = ours and not untrainable(one.workload.model, layout)
     return {
@@ -57,7 +57,7 @@ def _row(one: Prediction, result: SearchResult, *, ours: bool) -> dict[str, Any]
         "interval": f"{format_seconds(low)} to {format_seconds(high)}",
         "mfu": f"{one.mfu():.1%}",
         "memory": {"value": need, "text": format_bytes(need)},
-        "headroom": {"value": spare, "text": format_bytes(spare)},
+        "headroom": {"value": headroom, "text": format_bytes(headroom)},
     }
 
 

@@ -29,12 +29,11 @@ from ultrascale.plan.report import RunPlan, not_trainable, plan_run, step_interv
 from ultrascale.plan.search.search import SearchResult
 from ultrascale.plan.time.price import Prediction
 from ultrascale.plan.view.cost import cost
+from ultrascale.plan.view.notes import TIGHT_BYTES, notes
 from ultrascale.plan.view.plan_view import FOOTPRINT, TIMES
 from ultrascale.plan.view.search_view import layout_words
 from ultrascale.plan.view.step_timeline import step_timeline
 
-TIGHT_BYTES = 2 * 2**30
-"""Headroom below this is warned of: fragments and other libraries take as much."""
 DRAWN_TURNS = 4
 """Micro-batches drawn for each rank of a pipeline: fill, steady state and drain are all in them, and numbers can be read."""
 MOST_DRAWN_RANKS = 64
@@ -83,6 +82,7 @@ def _first(found: Planned) -> dict[str, Any]:
     told: dict[str, Any] = {
         "title": _title(chosen),
         "verdict": _verdict(chosen),
+        "notes": notes(chosen),
         "facts": _facts(found),
         "waterfall": [],
         "schedule": None,
@@ -122,13 +122,13 @@ def _title(chosen: RunPlan) -> dict[str, str]:
 
 def _verdict(chosen: RunPlan) -> dict[str, Any]:
     """The verdict: whether the layout fits, in a sentence, and its rating: good, tight or bad."""
-    spare = chosen.usable_bytes - chosen.needed_bytes
+    headroom = chosen.headroom_bytes
     need, have = format_bytes(chosen.needed_bytes), format_bytes(chosen.capacity_bytes)
     if not chosen.fits:
-        return {"kind": "bad", "text": f"Does not fit: {need} of {have}, {format_bytes(-spare)} too much."}
-    if spare < TIGHT_BYTES:
-        return {"kind": "tight", "text": f"Fits with little headroom: {need} of {have}, {format_bytes(spare)} to spare."}
-    return {"kind": "good", "text": f"Fits: {need} of {have}, {format_bytes(spare)} to spare."}
+        return {"kind": "bad", "text": f"Does not fit: {need} of {have}, {format_bytes(-headroom)} too much."}
+    if headroom < TIGHT_BYTES:
+        return {"kind": "tight", "text": f"Fits with little headroom: {need} of {have}, {format_bytes(headroom)} left."}
+    return {"kind": "good", "text": f"Fits: {need} of {have}, {format_bytes(headroom)} of headroom."}
 
 
 def _facts(found: Planned) -> list[dict[str, str]]:
@@ -160,9 +160,9 @@ def _facts(found: Planned) -> list[dict[str, str]]:
                 ("Training", format_seconds(taken.seconds), f"on {format_count(goal)} tokens{why}, without interruptions")
             )
             rows.append(("GPU hours", f"{taken.gpu_hours:,.0f}", taken.words.removeprefix(", ")))
-    spare = format_bytes(abs(chosen.usable_bytes - chosen.needed_bytes))
-    margin = f"{format_bytes(chosen.headroom_bytes)} more is kept free for the allocator"
-    rows.insert(1, ("Headroom" if chosen.fits else "Too much", spare, margin))
+    headroom = format_bytes(abs(chosen.headroom_bytes))
+    margin = f"{format_bytes(chosen.reserve_bytes)} more is kept free for the allocator"
+    rows.insert(1, ("Headroom" if chosen.fits else "Too much", headroom, margin))
     runs = not not_trainable(chosen.run) and chosen.stack.name == "ultrascale"
     rows.append(
         ("ultrascale train", "runs this layout" if runs else "does not run this layout", f"planned for {chosen.stack.name}")

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from ultrascale.plan.costs.storage import Storage
     from ultrascale.plan.time.price import Prediction
 
-HEADROOM_FRACTION = {"cuda": 0.06, "cpu": 0.0}
-"""Headroom by type of device, as a share of its memory: what the allocator reserves and does not use. SimuMax takes 6
+RESERVE_FRACTION = {"cuda": 0.06, "cpu": 0.0}
+"""Reserve by type of device, as a share of its memory: what the allocator reserves and does not use. SimuMax takes 6
 percent, others 10."""
-HEADROOM_BYTES = {"cuda": 3 * 2**30, "cpu": 2**29}
+RESERVE_BYTES = {"cuda": 3 * 2**30, "cpu": 2**29}
 """CUDA's context and kernels 0.5 to 0.9 GiB, NCCL 1 to 2 GiB; on a CPU the interpreter and torch, about 0.4 GiB a process."""
 DEFAULT_OPTIMIZER = "adamw"
 """Optimizer that reports and command lines leave unnamed."""
@@ -52,14 +52,19 @@ class RunPlan:
     """Time, and what lies outside the replay; None where the device's rates are measured at run time."""
     capacity_bytes: int
     """The device's memory."""
-    headroom_bytes: int
-    """Bytes kept free: a share of the device, and without a prediction what the replay does not count."""
+    reserve_bytes: int
+    """Bytes that must stay free: a share of the device, and without a prediction what the replay does not count."""
     islands: IslandsPlan | None = None
     """Traffic between islands, where there are several: `run` is then one of them, with its share of the batch."""
 
     @property
     def usable_bytes(self) -> int:
-        return max(0, self.capacity_bytes - self.headroom_bytes)
+        return max(0, self.capacity_bytes - self.reserve_bytes)
+
+    @property
+    def headroom_bytes(self) -> int:
+        """Bytes of `usable_bytes` that the run leaves; negative where it does not fit."""
+        return self.usable_bytes - self.needed_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -131,6 +136,7 @@ class RunPlan:
         limits = {
             "needed_bytes": self.needed_bytes,
             "capacity_bytes": self.capacity_bytes,
+            "reserve_bytes": self.reserve_bytes,
             "headroom_bytes": self.headroom_bytes,
         }
         memory = self.memory
@@ -204,6 +210,7 @@ def _footprint_json(memory: Footprint) -> dict[str, Any]:
         "peak_allocated_bytes": round(float(memory.allocated)),
         "peak_reserved_bytes": round(float(memory.reserved)),
         "outside_torch_bytes": round(float(memory.outside)),
+        "headroom_bytes": round(float(memory.headroom)),
         "capacity_bytes": round(float(memory.capacity)),
         "peak_phase": memory.phase,
         "peak_bytes_by_category": {name: round(float(value)) for name, value in memory.categories.items()},
@@ -287,10 +294,10 @@ def plan_run(
             found = [lacks(cluster.accelerator, run.layout.precision)]
         raise SpecError(found or [Problem("cluster", *_NO_RATES)])
     capacity = int(cluster.accelerator.memory_bytes.value)
-    headroom = round(capacity * HEADROOM_FRACTION[device]) + HEADROOM_BYTES[device]
+    reserve = round(capacity * RESERVE_FRACTION[device]) + RESERVE_BYTES[device]
     if prediction is not None:
-        headroom = round(capacity - float(prediction.memory.usable + prediction.memory.outside))
-    return RunPlan(run, cluster, stack, memory, prediction, capacity, headroom)
+        reserve = round(capacity - float(prediction.memory.usable + prediction.memory.outside))
+    return RunPlan(run, cluster, stack, memory, prediction, capacity, reserve)
 
 
 def alternatives(run: Run, cluster: Cluster, *, any_stage: bool = True, any_way: bool = True) -> list[RunPlan]:

@@ -90,8 +90,8 @@ def _is_run(path: str) -> bool:
     return path.endswith(".toml") or Path(path, "run.toml").is_file()
 
 
-def answer(request: PlanRequest, *, told: Callable[[float], None] = lambda share: None) -> Plan:
-    """The plan that is asked for, with the files that were asked for written. `told`: of a search, the share done so far.
+def answer(request: PlanRequest, *, told: Callable[[str], None] = lambda phase: None) -> Plan:
+    """The plan that is asked for, with the files that were asked for written. `told`: of a search, its phase.
 
     Raises SpecError with what makes no sense.
     """
@@ -107,7 +107,7 @@ def answer(request: PlanRequest, *, told: Callable[[float], None] = lambda share
     return found
 
 
-def _answer(request: PlanRequest, told: Callable[[float], None]) -> Plan:
+def _answer(request: PlanRequest, told: Callable[[str], None]) -> Plan:
     options = request.options
     if len(options.run) > 1:
         files = f"names {len(options.run)} files: {', '.join(options.run)}"

@@ -77,8 +77,13 @@ class Plan:
 
     @property
     def headroom_bytes(self) -> int:
-        """Memory of a device that stays free; negative where it does not fit."""
-        return self.chosen.capacity_bytes - self.chosen.needed_bytes
+        """Memory of a device that is left of what may be used; negative where the plan does not fit."""
+        return self.chosen.headroom_bytes
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Memory of a device that must stay free."""
+        return self.chosen.reserve_bytes
 
     @property
     def command(self) -> str:
@@ -215,7 +220,7 @@ class Search:
         result, chosen = self.searched.result, self.plan.chosen
         on = f"{chosen.run.model.name or chosen.run.model.model_type} on {chosen.cluster.name}"
         priced = result.priced
-        count = f"{len(priced.fits):,} legal layouts, {int(priced.fits.sum()):,} fit"
+        count = f"{len(priced.fits):,} legal layouts, {priced.num_unfit:,} do not fit"
         if result.best is None:
             return f"Search({on}: {count})"
         best = result.best
@@ -324,10 +329,10 @@ def _prediction_row(number: int, one: Prediction) -> Facts:
     from ultrascale.plan.search.search import needed_bytes
 
     low, high = step_interval(one)
-    needed, capacity = round(float(needed_bytes(one.memory))), round(float(one.memory.capacity))
+    needed, headroom = round(float(needed_bytes(one.memory))), round(float(one.memory.headroom))
     numbers = {
         "rank": number, "step_seconds": one.step_seconds, "step_seconds_low": low, "step_seconds_high": high, "mfu": one.mfu(),
-        "tokens_per_second": one.tokens_per_second, "needed_bytes": needed, "headroom_bytes": capacity - needed,
+        "tokens_per_second": one.tokens_per_second, "needed_bytes": needed, "headroom_bytes": headroom,
         "num_micro_batches": one.num_micro_batches,
     }  # fmt: skip
     return numbers | {name: getattr(one.layout, name) for name in Layout.__dataclass_fields__}

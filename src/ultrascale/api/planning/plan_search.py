@@ -94,8 +94,8 @@ def _scaled_json(one: Scaled) -> dict[str, Any]:
     return {"num_gpus": one.num_gpus, "brings": one.brings, "pays": one.pays, "best": best}
 
 
-def searched(request: PlanRequest, cluster: Cluster, stack: Stack, told: Callable[[float], None]) -> tuple[Searched, RunPlan]:
-    """All layouts of the machines, and a plan of the best; of the smallest if none fits. `told`: the share searched so far.
+def searched(request: PlanRequest, cluster: Cluster, stack: Stack, told: Callable[[str], None]) -> tuple[Searched, RunPlan]:
+    """All layouts of the machines, and a plan of the best; of the smallest if none fits. `told`: the phase.
 
     Raises SpecError.
     """
@@ -109,10 +109,14 @@ def searched(request: PlanRequest, cluster: Cluster, stack: Stack, told: Callabl
     workload = workload_of(replace(run, layout=base), cluster, stack, **conditions(options))
     if options.runnable:
         _expect_runnable(run.model, base)
-    result = search(workload, base=base, asked=asked, told=told)
+
+    def told_share(share: float) -> None:
+        told(f"{share:.0%} of the layouts searched" if share < 1 else "the fastest layouts played action by action")
+
+    result = search(workload, base=base, asked=asked, told=told_share)
     if tokens_asked is not None and (nearer := _nearer(tokens_asked, run, result.best)) is not None:
         run = replace(run, batch=replace(run.batch, sequences_per_batch=nearer))
-        result = search(replace(workload, sequences_per_batch=nearer), base=base, asked=asked, told=told)
+        result = search(replace(workload, sequences_per_batch=nearer), base=base, asked=asked, told=told_share)
     best = result.best or result.smallest
     assert best is not None
     layout = replace(best.layout, **{name: getattr(base, name) for name in NOT_IN_TABLES})
@@ -135,13 +139,13 @@ def _nearer(tokens_asked: str, run: Run, best: Prediction | None) -> int | None:
     return near if gained > NEARER * wanted else None
 
 
-def explained(found: Searched, told: Callable[[float], None] = lambda share: None) -> Searched:
-    """The search with its explanation: also other numbers of GPUs and other GPUs, which take a search each. `told`: the share
-    done, roughly."""
+def explained(found: Searched, told: Callable[[str], None] = lambda phase: None) -> Searched:
+    """The search with its explanation: also other numbers of GPUs and other GPUs, which take a search each. `told`: the
+    phase."""
     workload, best = found.result.workload, found.result.best
-    told(0.0)
+    told("searching other numbers of GPUs")
     scan = scaling(workload, base=found.base, asked=found.asked, best=best)
-    told(0.5)
+    told("searching other GPUs")
     return replace(found, scan=tuple(scan), others=tuple(elsewhere(workload, base=found.base, asked=found.asked, best=best)))
 
 

@@ -42,8 +42,10 @@ class Memory(TypedDict):
     """Bytes needed of the device, in all."""
     capacity_bytes: int
     """Memory of the device."""
-    headroom_bytes: NotRequired[int]
-    """Headroom: bytes that must stay free."""
+    reserve_bytes: NotRequired[int]
+    """Bytes that must stay free; of the plan."""
+    headroom_bytes: int
+    """Bytes left of those that may be used: capacity less reserve and need; negative where it does not fit."""
 
 
 class Time(TypedDict):
@@ -114,6 +116,7 @@ class Search(TypedDict):
 
     num_legal: int
     num_fitting: int
+    """Layouts that fit, without those that are slower and larger than others: their memory is not computed."""
     num_priced: int
     seconds: float
     """Duration of the search."""
@@ -470,6 +473,21 @@ class MatrixCell(TypedDict):
     verdict: Verdict | None
 
 
+class Fault(TypedDict):
+    """A fault that can be planted."""
+
+    name: str
+    what: str
+    needs: str
+    """Properties of a run in which it can be planted."""
+
+
+class Faults(TypedDict):
+    """Faults that `check --plant` knows."""
+
+    faults: list[Fault]
+
+
 class SweepFailure(TypedDict):
     """A cell without a result."""
 
@@ -676,20 +694,298 @@ class ShownModel(TypedDict):
     """True if `ultrascale train` runs it today."""
 
 
+class ConvertedFolder(TypedDict):
+    """A folder that `ultrascale convert` wrote."""
+
+    folder: str
+    files: int
+    tensors: int
+    left_out: list[str]
+    """Entries that are no tensors."""
+    confined_by: list[str]
+    """Confinement of the processes that read the pickles."""
+    has_config: bool
+
+
+class PrimerPlace(TypedDict):
+    """The device of the lessons, and its ceilings per second."""
+
+    device: str
+    name: str
+    peak_bytes: float | None
+    peak_flops: float | None
+    origin: str
+    """Source of the peaks."""
+    copy_bytes: float | None
+    """Rate that a copy by torch reaches, bytes read and written."""
+    product_flops: float | None
+    """Rate that a large bf16 GEMM by torch reaches."""
+
+
+class PrimerVariant(TypedDict):
+    """Result of a variant of a kernel."""
+
+    name: str
+    error: float
+    """Norm of the difference from torch's result in fp64, over the norm of that."""
+    is_right: bool
+    seconds: float | None
+    """null in the interpreter, which has no speed."""
+    rate: float | None
+    """Bytes or FLOPs per second of what must move or be computed."""
+    unit: str
+    """`B/s` or `FLOP/s`."""
+    share: float | None
+    """Fraction of the device's peak."""
+    note: str
+
+
+class PrimerLesson(TypedDict):
+    """A lesson and its variants."""
+
+    lesson: str
+    title: str
+    variants: list[PrimerVariant]
+
+
+class Primer(TypedDict):
+    """Measurements of the primer's lessons."""
+
+    place: PrimerPlace
+    lessons: list[PrimerLesson]
+    all_right: bool
+
+
+class RankSteps(TypedDict):
+    """Profiled steps of one rank."""
+
+    rank: int
+    step_seconds: list[float]
+    mean: dict[str, float]
+    """Seconds of a step by category."""
+    communication: dict[str, float]
+    """Seconds of a step that NCCL's kernels of an axis took, hidden or not."""
+    top: list[list[Any]]
+    """Name, category, seconds and count of the longest operations, of all profiled steps together."""
+
+
+class MeasuredStep(TypedDict):
+    """Time of a step by category, on every rank."""
+
+    steps: list[int]
+    """Profiled steps, counted from 1."""
+    ranks: list[RankSteps]
+    planned: dict[str, float]
+    """Seconds by category, those that are priced."""
+    planned_origin: str
+    """Basis of the plan."""
+    unprofiled_step_seconds: float
+    """The median of as many steps without the profiler, on the first rank."""
+    facts: dict[str, Any]
+    """Machine, versions, run."""
+    step_seconds: float
+    """The mean over steps and ranks."""
+    by_category: dict[str, float]
+    """Seconds of a step, the mean over ranks; they add up to it."""
+
+
+class MeasuredSpeed(TypedDict):
+    """Speed of a run, beside its plan. null: not planned for this device, or not counted."""
+
+    step_seconds: list[float]
+    """Seconds of each timed step on rank 0."""
+    tokens_per_step: int
+    ranks: int
+    mfu: float
+    """Model FLOPs at the median step over `peak_flops`, attention counted as causal."""
+    peak_flops: float
+    """Per second, of one device."""
+    peak_origin: str
+    planned_step_seconds: float | None
+    planned_peak_bytes: int
+    """Live bytes, of the rank that `measured_peak_bytes` is of."""
+    measured_peak_bytes: int | None
+    """The most of any rank."""
+    planned_reserved_bytes: int | None
+    """Reserved by CUDA's caching allocator, on the rank that the plan says is the fullest."""
+    measured_reserved_bytes: int | None
+    fullest_rank: int
+    device: str
+    environment: dict[str, Any]
+
+
+class TimedMessage(TypedDict):
+    """One kind of message, group of ranks and size, timed."""
+
+    kind: str
+    size: int
+    stride: int
+    num_bytes: int
+    seconds: float
+    """The median round, of the slowest rank."""
+    spread: float
+    """Slowest less fastest, over the median of the rounds."""
+    bus_bytes_per_second: float
+    """Bus bandwidth as nccl-tests defines it."""
+    planned_seconds: float | None
+    """null if this machine is not in the catalogue, or not as it is there."""
+
+
+class MeasuredNetwork(TypedDict):
+    """Speed of messages."""
+
+    device: str
+    ranks: int
+    per_node: int
+    torch: str
+    backend: str
+    planned_for: str | None
+    timed: list[TimedMessage]
+
+
+class Spread(TypedDict):
+    """Median and maximum."""
+
+    median: float
+    max: float
+
+
+class SoakKind(TypedDict):
+    """Faults of one kind."""
+
+    row: int
+    """Row of the table of faults in docs."""
+    struck: int
+    survived: int
+    without_effect: int
+    detect_seconds: Spread | None
+    recover_seconds: Spread | None
+    steps_lost: Spread | None
+    detected_by: list[str]
+
+
+class Soak(TypedDict):
+    """Effects of a storm of faults."""
+
+    holds: bool
+    equal_losses: bool
+    equal_state: bool
+    steps: int
+    seconds: float
+    faults: int
+    """Faults that struck."""
+    kinds: dict[str, SoakKind]
+    steps_lost: int
+    goodput: float | None
+    processes: int
+    seed: int
+
+
+class Trained(TypedDict):
+    """End of a run."""
+
+    finished: bool
+    folder: str
+    last: dict[str, Any] | None
+    """The last row of metrics.jsonl."""
+
+
+class TokenizerFacts(TypedDict):
+    """The tokenizer that gives ids their meaning."""
+
+    fingerprint: str
+    """sha256 of `tokenizer.json`."""
+    vocab_size: int
+    """The largest id, plus one."""
+    eod_token: str
+    eod_id: int
+
+
+class TokenFiles(TypedDict):
+    """Facts of prepared text."""
+
+    documents: int
+    tokens: int
+    dtype: str
+    num_shards: int
+    skipped: dict[str, int]
+    """Documents left out, by reason."""
+    inexact_cuts: int
+    """Cuts of very long documents that may have changed a few ids."""
+    content: str
+    """Fingerprint of all of it."""
+    tokenizer: TokenizerFacts
+
+
+class DataPrepared(TokenFiles):
+    """Token files that were made."""
+
+    output: str
+    validation: TokenFiles | None
+    """Text held out."""
+
+
+class ShardFacts(TypedDict):
+    """A shard of token files."""
+
+    name: str
+    dtype: str
+    sequences: int
+    documents: int
+    tokens: int
+
+
+class DocumentSample(TypedDict):
+    """A document of token files."""
+
+    document: int
+    tokens: int
+    ids: list[int]
+    text: str | None
+    """null without a tokenizer."""
+
+
+class SequencePart(TypedDict):
+    """A part of a document in a sequence."""
+
+    position: int
+    tokens: int
+    begins: bool
+    """True if the document begins there."""
+    ids: list[int]
+    text: str | None
+
+
+class SequenceSample(TypedDict):
+    """A sequence of token files, in stored order."""
+
+    sequence: int
+    sequence_length: int
+    parts: list[SequencePart]
+
+
+class DataInspected(TypedDict):
+    """Contents of token files."""
+
+    path: str
+    documents: int
+    tokens: int
+    shards: list[ShardFacts]
+    manifest: NotRequired[TokenFiles]
+    verified: NotRequired[bool]
+    """True with --verify: everything was read and is right."""
+    document: NotRequired[DocumentSample]
+    sequence: NotRequired[SequenceSample]
+
+
 DOCUMENTS: dict[str, tuple[Any, ...]] = {
     "plan": (Plan,), "compare": (Compare,), "plan-far": (PlanFar,), "schedule": (Schedule,), "schedules": (Timeline,),
     "schedule-executed": (ScheduleExecuted,), "trace": (Trace,), "trace-stages": (TraceStage,), "check": (Verdict,),
-    "check-matrix": (MatrixCell,), "sweep": (Sweep,), "report": (Report,), "run": (ShownRun,), "model": (Model, ShownModel),
-    "clusters": (Clusters,), "stack": (Stack,), "keys": (Keys,), "validate": (Validate,), "doctor": (Doctor,),
-    "checkpoints": (Checkpoints,), "generate": (Generated,), "export": (Exported,), "import": (Imported,), "demo": (Demo,),
-    "rules": (Rules,),
+    "check-matrix": (MatrixCell,), "faults": (Faults,), "sweep": (Sweep,), "report": (Report,), "run": (ShownRun,),
+    "model": (Model, ShownModel), "clusters": (Clusters,), "stack": (Stack,), "keys": (Keys,), "validate": (Validate,),
+    "doctor": (Doctor,), "checkpoints": (Checkpoints,), "generate": (Generated,), "export": (Exported,), "import": (Imported,),
+    "demo": (Demo,), "rules": (Rules,), "convert": (ConvertedFolder,), "primer": (Primer,), "measure-step": (MeasuredStep,),
+    "measure-speed": (MeasuredSpeed,), "measure-network": (MeasuredNetwork,), "soak": (Soak,), "train": (Trained,),
+    "data-prepare": (DataPrepared,), "data-inspect": (DataInspected,),
 }  # fmt: skip
 """Classes whose keys a document has, by the name in `schema`."""
-OPEN = {
-    "convert": "What `ultrascale convert` wrote.", "primer": "What the primer's lessons measured.",
-    "measure-step": "Where the time of a step went, on every rank (`measure.step.step_report.StepReport`).",
-    "measure-speed": "How fast a run was (`train.speed.Speed`).", "measure-network": "How fast messages were.",
-    "soak": "What a storm of faults did.", "train": "How a run ended.", "data-prepare": "Token files that were made.",
-    "data-inspect": "What token files hold.",
-}  # fmt: skip
-"""Documents that have a version and no description of their keys yet."""

@@ -1,6 +1,6 @@
 """JSON Schemas (draft 2020-12), made of one description each: of what verbs print (`api.schemas.documents`), and of run.toml.
 
-They are files of the package, `schemas/plan-1.json`, which `python -m ultrascale.api.schemas.json_schema` writes anew; a test
+They are files of the package, `schemas/plan-2.json`, which `python -m ultrascale.api.schemas.json_schema` writes anew; a test
 says that they are what would be written.
 """
 
@@ -37,20 +37,17 @@ def schema_of(name: str) -> dict[str, Any]:
 
 
 def _document(name: str) -> dict[str, Any]:
-    from ultrascale.api.schemas.documents import DOCUMENTS, OPEN
+    from ultrascale.api.schemas.documents import DOCUMENTS
 
     stamp = f"ultrascale/{name}/{VERSIONS[name]}"
     head: dict[str, Any] = {"$schema": DIALECT, "$id": stamp}
-    if name in OPEN:
-        own: dict[str, Any] = {"description": OPEN[name], "type": "object", "properties": {}, "required": []}
-    else:
-        defs: dict[str, Any] = {}
-        parts = [_object(kind, defs) for kind in DOCUMENTS[name]]
-        own = parts[0] | {
-            "properties": {key: one for part in parts for key, one in part["properties"].items()},
-            "required": [key for part in parts for key in part["required"]],
-            "$defs": defs,
-        }
+    defs: dict[str, Any] = {}
+    parts = [_object(kind, defs) for kind in DOCUMENTS[name]]
+    own = parts[0] | {
+        "properties": {key: one for part in parts for key, one in part["properties"].items()},
+        "required": [key for part in parts for key in part["required"]],
+        "$defs": defs,
+    }
     own["properties"] = {"schema": {"const": stamp}, **own["properties"]}
     own["required"] = ["schema", *own["required"]]
     return head | own

@@ -1,4 +1,4 @@
-"""Stamp of the schema that each JSON of a verb follows, in the key `schema` of the object: `ultrascale/plan/1`.
+"""Stamp of the schema that each JSON of a verb follows, in the key `schema` of the object: `ultrascale/plan/2`.
 
 The number grows when a key goes, or means something else; a further key does not change it. Of a list, or of objects by name,
 each object has the key. The schemas are in the package (`ultrascale show schema`), and `api.schemas.documents` describes them.
@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 VERSIONS = {
-    "plan": 1, "compare": 1, "plan-far": 1, "schedule": 1, "schedules": 1, "schedule-executed": 1, "trace": 2,
-    "trace-stages": 1, "check": 1, "check-matrix": 1, "sweep": 1, "report": 1, "run": 1, "model": 1, "clusters": 1, "stack": 1,
-    "keys": 1, "validate": 1, "doctor": 1, "checkpoints": 1, "generate": 1, "export": 1, "import": 1, "convert": 1, "demo": 1,
-    "primer": 1, "measure-step": 1, "measure-speed": 1, "measure-network": 1, "soak": 1, "train": 1, "data-prepare": 1,
-    "data-inspect": 1, "rules": 1,
+    "plan": 2, "compare": 2, "plan-far": 1, "schedule": 1, "schedules": 1, "schedule-executed": 1, "trace": 2,
+    "trace-stages": 1, "check": 1, "check-matrix": 1, "faults": 1, "sweep": 1, "report": 1, "run": 1, "model": 1,
+    "clusters": 1, "stack": 1, "keys": 1, "validate": 1, "doctor": 1, "checkpoints": 1, "generate": 1, "export": 1,
+    "import": 1, "convert": 1, "demo": 1, "primer": 1, "measure-step": 1, "measure-speed": 1, "measure-network": 1, "soak": 1,
+    "train": 1, "data-prepare": 1, "data-inspect": 1, "rules": 1,
 }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def command(arguments: list[str]) -> int:
 
         return show_comparison(request)
     with waiting("planning") as told:
-        found = answer(request, told=lambda share: told(f"planning, {share:.0%} of the layouts searched"))
+        found = answer(request, told=lambda phase: told(f"planning, {phase}"))
     if found.unwritten:
         print(f"ultrascale: no layout fits; not written: {', '.join(found.unwritten)}.", file=sys.stderr)
     if options.print_flags:

@@ -1,4 +1,5 @@
-"""`ultrascale plan A.toml --compare B.toml` on a terminal: what differs of settings, memory and time, the most first."""
+"""`ultrascale plan A.toml --compare B.toml` on a terminal: what differs of memory and time, the most first, then
+of settings."""
 
 from __future__ import annotations
 
@@ -6,11 +7,13 @@ import json as jsonlib
 from dataclasses import replace
 
 from rich.table import Table
+from rich.text import Text
 
 from ultrascale.api.planning.plan import answer
 from ultrascale.api.planning.plan_request import PlanRequest
 from ultrascale.api.planning.plan_result import Comparison
 from ultrascale.cli.terminal.screen import console_for_people
+from ultrascale.config.run_toml import toml_value
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.units import format_bytes, format_seconds
 
@@ -39,26 +42,40 @@ def _of_one(request: PlanRequest, file: str) -> PlanRequest:
 
 def _show(found: Comparison, first: str, second: str) -> None:
     console = console_for_people()
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("")
-    for column in (f"a: {first}", f"b: {second}", "b / a"):
-        table.add_column(column, justify="right")
-    for one in found.settings():
-        table.add_row(one["name"], str(one["a"]), str(one["b"]), "")
-    rows = found.rows()
-    for one in rows:
+    quantities, settings = _table("", "a", "b", "b / a"), _table("", "a", "b")
+    for one in found.rows():
         ratio = one["b_over_a"]
         if ratio is not None and abs(ratio - 1) < SAME:
             continue
         values = (_words(one[side], one["unit"]) for side in ("a", "b"))
-        table.add_row(one["name"], *values, "" if ratio is None else f"{ratio:.2f}")
-    if table.row_count:
-        console.print(table)
-    else:
+        quantities.add_row(one["name"], *values, "" if ratio is None else f"{ratio:.2f}")
+    for row in _settings(found):
+        settings.add_row(*row)
+    console.print(Text(f"a  {first}\nb  {second}"), soft_wrap=True)
+    for table in (quantities, settings):
+        if table.row_count:
+            console.print(table)
+    if not quantities.row_count + settings.row_count:
         console.print("The two plans are the same.")
     for name, one in (("a", found.a), ("b", found.b)):
         if not one.fits:
             console.print(f"{name} does not fit: {format_bytes(-one.headroom_bytes)} too much.")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left", overflow="fold")
+    return table
+
+
+def _settings(found: Comparison) -> list[tuple[str, str, str]]:
+    """Settings that differ, as TOML has them; of two models with different names only these."""
+    told = [(one["name"], toml_value(one["a"]), toml_value(one["b"])) for one in found.settings()]
+    a, b = (one.run.model.name or one.run.model.model_type for one in (found.a, found.b))
+    if a == b:
+        return told
+    return [("model", toml_value(a), toml_value(b)), *(row for row in told if not row[0].startswith("model."))]
 
 
 def _words(value: float | None, unit: str) -> str:

@@ -13,8 +13,8 @@ from ultrascale.cli.plan.plan_command import next_of_run, num_tokens, words_agai
 from ultrascale.cli.terminal.screen import console_for_people
 from ultrascale.description.units import count_of, format_bytes, parse_tokens
 from ultrascale.plan.report import RunPlan, not_trainable
-from ultrascale.plan.search.search import SearchResult, distinct, needed_bytes
-from ultrascale.plan.view.notes import TIGHT_BYTES, spare_bytes
+from ultrascale.plan.search.search import SearchResult, distinct
+from ultrascale.plan.view.notes import TIGHT_BYTES
 from ultrascale.plan.view.plan_view import show_briefly, show_plan
 from ultrascale.plan.view.search_view import layout_words, no_layout_fits, show_explanation, show_ranking
 from ultrascale.plan.workload import Workload
@@ -56,14 +56,14 @@ def show_search(found: Plan, searched: Searched) -> None:
 def roomier(result: SearchResult, chosen: RunPlan) -> str:
     """The first layout of the ranking with more headroom than the best; empty where the best has enough."""
     best = result.best
-    if best is None or not 0 <= spare_bytes(chosen) < TIGHT_BYTES:
+    if best is None or not 0 <= chosen.headroom_bytes < TIGHT_BYTES:
         return ""
     ranked = distinct(result.ranked)
     for number, one in enumerate(ranked, start=1):
-        spare = float(one.memory.usable + one.memory.outside) - float(needed_bytes(one.memory))
-        if spare >= TIGHT_BYTES:
+        headroom = float(one.memory.headroom)
+        if headroom >= TIGHT_BYTES:
             slower = one.step_seconds / best.step_seconds - 1
-            return f"number {number} has {format_bytes(spare)} of headroom and a step {slower:+.1%} as long"
+            return f"number {number} has {format_bytes(headroom)} of headroom and a step {slower:+.1%} as long"
     return "no layout of the ranking has more"
 
 

@@ -17,6 +17,7 @@ from ultrascale.cli.terminal.screen import console_for_people
 from ultrascale.config.resolve import Resolved, resolve
 from ultrascale.config.rules.run_rules import run_notes
 from ultrascale.config.schema import leaves
+from ultrascale.config.usual import usual
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes, format_bytes_per_second, format_count, format_flops_per_second
@@ -99,7 +100,7 @@ def command(arguments: list[str]) -> int:
         models_catalogue(as_json=as_json) if what == "models" else clusters_catalogue(as_json=as_json, sources=every)
     else:
         _expect_known(what)
-        found = resolve(what, rest)
+        found, _ = usual(resolve(what, rest))
         _expect_schedule(found.run)
         show_run(found, every=every, as_json=as_json)
     return 0

@@ -24,7 +24,7 @@ def show_schema(
         ultrascale show schema plan
 
     Args:
-        name: `run.toml`, or what stands in the key `schema` between the bars: `plan` of `ultrascale/plan/1`.
+        name: `run.toml`, or what stands in the key `schema` between the bars: `plan` of `ultrascale/plan/2`.
     """
     return name
 

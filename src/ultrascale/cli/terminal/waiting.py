@@ -14,24 +14,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 AFTER_SECONDS = 1.0
+Words = str | Callable[[], str]
+"""Text, or what makes it anew each time."""
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[Callable[[str], None]]:
+def waiting(what: str) -> Iterator[Callable[[Words], None]]:
     """While inside, after a second, print `what` and the seconds it takes; what is yielded changes the words."""
     usable = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer") and sys.stderr.isatty()
     if not usable:
         yield lambda words: None
         return
-    started, words, shown = time.monotonic(), what, False
+    words: Words = what
+    started, shown = time.monotonic(), False
 
     def draw(*_: object) -> None:
         nonlocal shown
         if (taken := time.monotonic() - started) >= AFTER_SECONDS:
             shown = True
-            print(f"\rultrascale: {words}, {taken:.0f} s\033[K", end="", file=sys.stderr, flush=True)
+            text = words if isinstance(words, str) else words()
+            print(f"\rultrascale: {text}, {taken:.0f} s\033[K", end="", file=sys.stderr, flush=True)
 
-    def tell(now: str) -> None:
+    def tell(now: Words) -> None:
         nonlocal words
         words = now
         draw()

@@ -232,6 +232,7 @@ function drawScaling(rows) {
 function drawFacts(answer) {
   return section("facts", answer.title.model, `${answer.title.machine}; ${answer.title.layout}`,
     make("p", { class: `verdict ${answer.verdict.kind}` }, answer.verdict.text),
+    answer.notes.length ? make("ul", { class: "notes" }, answer.notes.map((note) => make("li", {}, note))) : null,
     make("dl", { class: "facts" }, answer.facts.map((fact) => make("div", {}, make("dt", {}, fact.name), make("dd", {}, fact.text, make("small", {}, fact.note))))));
 }
 

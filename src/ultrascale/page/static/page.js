@@ -6,8 +6,7 @@ const view = document.getElementById("view");
 const status = document.getElementById("status");
 const failure = document.getElementById("error");
 const WAIT = 250; // milliseconds without a letter before it is asked; a slider asks at once
-const LARGEST_FILE = 1000000;
-let controls = [], dropped = null, shown = null, timer = null, slid = null;
+let controls = [], largestFile = 0, dropped = null, shown = null, timer = null, slid = null;
 let asking = false, again = false; // one question at a time: what changes meanwhile is asked when it is answered
 const keptAnswers = new Map();
 
@@ -184,9 +183,10 @@ function reset() {
 
 async function take(file) {
   if (!file) return;
-  if (file.size > LARGEST_FILE) {
+  if (file.size > largestFile) { // its size is asked about, and no byte of it is read
+    const answer = await source.ask({ file: { name: file.name, size: file.size } });
     failure.hidden = false;
-    failure.textContent = `${file.name} has ${file.size.toLocaleString("en")} bytes, and at most ${LARGEST_FILE.toLocaleString("en")} are read. Drop the config.json of a model or a run.toml, and no weights.`;
+    failure.textContent = answer.error;
     return;
   }
   dropped = { name: file.name, text: await file.text() };
@@ -206,4 +206,4 @@ let widthBefore = innerWidth;
 addEventListener("resize", () => { if (shown && innerWidth !== widthBefore) { widthBefore = innerWidth; render(); } });
 
 dropped = (history.state && history.state.dropped) || null; // loaded again
-source.controls().then((known) => { controls = known; buildForm(); fillForm(); plan(); });
+source.controls().then((known) => { controls = known.controls; largestFile = known.largest_file; buildForm(); fillForm(); plan(); });

@@ -44,8 +44,8 @@ INDEX_BYTES = 8
 FEW = 64
 """Layouts whose columns of bytes are worth keeping: for many, memory is dearer than time."""
 MARGIN = 0.10
-"""Headroom as a share of the device's memory: with less the allocator frees and allocates its cache again and again. See
-docs/memory-model.md for how many published runs this judges rightly."""
+"""Reserve as a share of the device's memory: with less free the allocator frees and allocates its cache again and again.
+See docs/memory-model.md for how many published runs this judges rightly."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,11 @@ class Footprint:
     def usable(self) -> Floats:
         """Bytes that torch's allocator may reserve."""
         return self.capacity * (1 - MARGIN) - self.outside
+
+    @property
+    def headroom(self) -> Floats:
+        """Bytes that torch's allocator may reserve and does not; negative where the layout does not fit."""
+        return self.usable - self.reserved
 
     @property
     def fits(self) -> NDArray[np.bool_]:

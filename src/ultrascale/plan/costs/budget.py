@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 REMEDY = "Write $1M, 30d or 2027-03-01."
 TOKENS_PER_PARAMETER = 20
 _MONEY = re.compile(r"\$\s*([\d.,_]+\s*[kKMB]?)|([\d.,_]+\s*[kKMB]?)\s*(?:\$|usd|dollars?)", re.IGNORECASE)
+_CURRENCY = re.compile(
+    r"[€£¥₹]|\b\d*[\d.,_]*\s*[kKMB]?\s*(?:EUR|GBP|JPY|CNY|RMB|CHF|INR|euros?|pounds?|yen|yuan)\b", re.IGNORECASE
+)
 _DAYS = re.compile(r"([\d.]+)\s*(d|days?|w|weeks?|months?)", re.IGNORECASE)
 _IN_DAYS = {"d": 1, "w": 7, "m": 30}
 
@@ -59,7 +62,10 @@ def parse_budget(text: str, *, now: datetime | None = None) -> Budget:
     """The budget that `text` says. Raises UnitError with what was expected."""
     told, now = text.strip(), now or datetime.now()
     if money := _MONEY.fullmatch(told):
-        amount = float(parse_tokens((money[1] or money[2]).upper().replace("K", "k")))
+        try:
+            amount = float(parse_tokens((money[1] or money[2]).upper().replace("K", "k")))
+        except UnitError:
+            raise UnitError(f"expected whole dollars, found {text!r}") from None
         return Budget(told, dollars=_positive(amount, text))
     if re.fullmatch(r"\d{4}-\d{2}-\d{2}", told):
         try:
@@ -71,6 +77,8 @@ def parse_budget(text: str, *, now: datetime | None = None) -> Budget:
         return Budget(told, seconds=(until - now).total_seconds())
     if days := _DAYS.fullmatch(told):
         return Budget(told, seconds=_positive(float(days[1]) * _IN_DAYS[days[2][0].lower()] * 86400, text))
+    if _CURRENCY.search(told):
+        raise UnitError(f"expected dollars, in which the catalogue has its prices, found {text!r}")
     try:
         return Budget(told, seconds=float(parse_seconds(told)))
     except UnitError:

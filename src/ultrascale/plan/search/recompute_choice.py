@@ -33,7 +33,7 @@ from ultrascale.plan.columns.block_memory import block_memory
 from ultrascale.plan.constants import CONSTANTS
 from ultrascale.plan.memory.replay import num_micro_batches, plan_memory, rank_shape, stage_parts
 from ultrascale.plan.pipeline.pipeline_activations import rank_in_flight
-from ultrascale.plan.report import HEADROOM_BYTES, HEADROOM_FRACTION, device_of, has_rates, workload_of
+from ultrascale.plan.report import RESERVE_BYTES, RESERVE_FRACTION, device_of, has_rates, workload_of
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.time.recompute_prices import forward_seconds
 from ultrascale.plan.workload import Workload
@@ -197,7 +197,7 @@ def with_recomputation(run: Run, cluster: Cluster, stack: Stack = STACKS["ultras
         return run
     workload, device = workload_of(run, cluster, stack), device_of(cluster.accelerator)
     capacity = cluster.accelerator.memory_bytes.value
-    usable = capacity * (1 - HEADROOM_FRACTION[device]) - HEADROOM_BYTES[device]
+    usable = capacity * (1 - RESERVE_FRACTION[device]) - RESERVE_BYTES[device]
     priced = has_rates(cluster.accelerator, layout.precision)
 
     def fits(tried: Layout, pp: int) -> bool:

@@ -8,7 +8,7 @@ from ultrascale.description.units import format_bytes
 from ultrascale.plan.report import RunPlan
 
 TIGHT_BYTES = 2 * 2**30
-"""Headroom above what must stay free, below which a run may still run out of memory: the allocator fragments."""
+"""Headroom below which a run may still run out of memory: the allocator fragments."""
 COSTLY = 0.02
 """Share of the step from which on masks between documents are named."""
 
@@ -16,11 +16,6 @@ COSTLY = 0.02
 def notes(plan: RunPlan) -> list[str]:
     """The sentences; empty where there is nothing to say."""
     return [note for note in (_tight(plan), _masked(plan)) if note]
-
-
-def spare_bytes(plan: RunPlan) -> int:
-    """Headroom above what must stay free; negative where the plan does not fit."""
-    return plan.usable_bytes - plan.needed_bytes
 
 
 def mask_fraction(plan: RunPlan) -> float:
@@ -34,11 +29,10 @@ def mask_fraction(plan: RunPlan) -> float:
 
 
 def _tight(plan: RunPlan) -> str:
-    spare = spare_bytes(plan)
-    if plan.prediction is None or not 0 <= spare < TIGHT_BYTES:
+    if plan.prediction is None or not 0 <= plan.headroom_bytes < TIGHT_BYTES:
         return ""
     less = f"less than {format_bytes(TIGHT_BYTES)}"
-    return f"warning: {format_bytes(spare)} of headroom, {less}: the run may still run out of memory"
+    return f"warning: {format_bytes(plan.headroom_bytes)} of headroom, {less}: the run may still run out of memory"
 
 
 def _masked(plan: RunPlan) -> str:

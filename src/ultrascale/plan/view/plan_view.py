@@ -58,6 +58,8 @@ MOST_STAGES = 16
 """Most stages of a pipeline whose numbers of blocks are listed one by one."""
 LOST_SHOWN = 0.01
 """Share of the time that failures cost, from which on it is told."""
+LEAST_RATIO = 0.01
+"""Tokens for each parameter of which no number is told below this."""
 SHOWN_SHARE = 0.0005
 """Parts of a step below this share are not drawn."""
 FOOTPRINT = {
@@ -124,16 +126,11 @@ def _islands(islands: IslandsPlan) -> Text:
 
 
 def show_briefly(plan: RunPlan, console: Console, *, tokens: int | None = None, budget: str | None = None) -> None:
-    """Print whether one run's plan fits, how long a step and a training take, and what to watch: at most eight lines."""
+    """Print whether one run's plan fits, how long a step and a training take, and what to watch: eight lines and the notes."""
     console.print(_headline(plan).split("\n")[0])
     console.print(_verdict(plan).split("\n")[0])
     if plan.prediction is not None:
-        table = _speed(plan, plan.prediction, tokens, budget)
-        wanted = [*range(3), *range(4, table.row_count)]  # without HFU
-        brief = _rows()
-        for row in wanted:
-            brief.add_row(*(list(column.cells)[row] for column in table.columns))
-        console.print(brief)
+        console.print(_speed(plan, plan.prediction, tokens, budget, brief=True))
     for note in notes(plan):
         console.print(Text(note, style="yellow"))
 
@@ -276,23 +273,23 @@ def _again(layout: Layout) -> str:
 
 
 def _bar(plan: RunPlan, parts: Mapping[str, int]) -> Text:
-    """The device's memory as one line: parts, what is free, what is kept free."""
-    whole = max(plan.capacity_bytes, sum(parts.values()) + plan.headroom_bytes)
+    """The device's memory as one line: parts, headroom, what must stay free."""
+    whole = max(plan.capacity_bytes, sum(parts.values()) + plan.reserve_bytes)
     bar, used = Text(), 0
     for category, num_bytes in parts.items():
         width = round((used + num_bytes) / whole * BAR_WIDTH) - round(used / whole * BAR_WIDTH)
         used += num_bytes
         bar.append("█" * width, style=(PARTS | FOOTPRINT)[category][1])
-    kept_free = round(plan.headroom_bytes / whole * BAR_WIDTH)
+    kept_free = round(plan.reserve_bytes / whole * BAR_WIDTH)
     bar.append("·" * max(0, BAR_WIDTH - len(bar) - kept_free), style="dim")
     bar.append("░" * (BAR_WIDTH - len(bar)), style="dim")
     return bar
 
 
 def _verdict(plan: RunPlan) -> Text:
-    spare = plan.usable_bytes - plan.needed_bytes
+    headroom = plan.headroom_bytes
     text = Text("fits" if plan.fits else "does not fit", style="bold green" if plan.fits else "bold red")
-    rest = f"{format_bytes(spare)} to spare" if spare >= 0 else f"{format_bytes(-spare)} too much"
+    rest = f"{format_bytes(headroom)} of headroom" if headroom >= 0 else f"{format_bytes(-headroom)} too much"
     text.append(f"  {format_bytes(plan.needed_bytes)} of {format_bytes(plan.capacity_bytes)}, {rest}\n", style="not bold")
     text.append(_kept_free(plan), style="not bold dim")
     if plan.stack.name != "ultrascale":
@@ -303,13 +300,13 @@ def _verdict(plan: RunPlan) -> Text:
 
 
 def _kept_free(plan: RunPlan) -> str:
-    free = format_bytes(plan.headroom_bytes)
+    reserve = format_bytes(plan.reserve_bytes)
     if plan.prediction is not None:
-        return f"{free} more kept free as headroom: beyond it the allocator stalls or fails"
+        return f"{reserve} more must stay free: without them the allocator stalls or fails"
     on_cpu, count = plan.cluster.accelerator.name == "cpu", plan.cluster.num_accelerators
     uncounted = "Python and torch" if on_cpu else "allocator, contexts, NCCL"
     shared = f"\n{count} processes share this machine's memory" if on_cpu and count > 1 else ""
-    return f"{free} stay free for what a plan cannot count: {uncounted}{shared}"
+    return f"{reserve} must stay free for what a plan cannot count: {uncounted}{shared}"
 
 
 def _parts(plan: RunPlan, memory: MemoryPlan, parts: Mapping[str, int]) -> Table:
@@ -345,34 +342,40 @@ def _per_block(memory: MemoryPlan) -> RenderableType:
     return Group(title, Padding(Text(kinds, style="dim"), (0, 0, 0, 2)))
 
 
-def _speed(plan: RunPlan, prediction: Prediction, tokens: int | None, budget: str | None) -> Table:
-    """Tokens per second, how well the devices are used, and what a training takes and costs."""
+def _speed(plan: RunPlan, prediction: Prediction, tokens: int | None, budget: str | None, *, brief: bool = False) -> Table:
+    """Tokens per second, how well the devices are used, and what a training takes and costs; `brief`: in fewer rows."""
     table = _rows()
     per_gpu = prediction.tokens_per_second_per_gpu
     low, high = (format_seconds(at) for at in step_interval(prediction))
     step = "step" if plan.fits else "step, if it fitted"
     table.add_row(step, format_seconds(prediction.step_seconds), f"80% prediction interval {low} to {high}")
-    table.add_row("tokens/s", f"{prediction.tokens_per_second:,.0f}", f"{per_gpu:,.0f} a GPU")
-    full = prediction.mfu(full_attention=True)
-    from ultrascale.plan.time.price import half_precision_peak  # here: a CPU is planned without NumPy
+    rate, each = f"{prediction.tokens_per_second:,.0f}", f"{per_gpu:,.0f} a GPU"
+    if brief:
+        table.add_row("tokens/s", rate, f"{each}, MFU {prediction.mfu():.1%} with causal attention")
+    else:
+        full = prediction.mfu(full_attention=True)
+        from ultrascale.plan.time.price import half_precision_peak  # here: a CPU is planned without NumPy
 
-    rate = format_flops_per_second(half_precision_peak(plan.cluster.accelerator))
-    table.add_row("MFU", f"{prediction.mfu():.1%}", f"of {rate}, causal attention; {full:.1%} if the full square is counted")
-    table.add_row("HFU", f"{prediction.hfu():.1%}", "also counts recomputation and masked-out attention")
+        peak = format_flops_per_second(half_precision_peak(plan.cluster.accelerator))
+        table.add_row("tokens/s", rate, each)
+        words = f"of {peak}, causal attention; {full:.1%} if the full square is counted"
+        table.add_row("MFU", f"{prediction.mfu():.1%}", words)
+        table.add_row("HFU", f"{prediction.hfu():.1%}", "also counts recomputation and masked-out attention")
     if plan.fits:
         goal, why = _goal(plan, tokens)
         taken = cost(plan.cluster, goal / prediction.tokens_per_second, num_gpus=plan.run.layout.world_size)
         table.add_row("training", format_seconds(taken.seconds), f"on {format_count(goal)} tokens{why}, without interruptions")
         table.add_row("", f"{taken.gpu_hours:,.0f}", f"GPU hours{taken.words}")
-        for row in _failures(stops(prediction.workload), taken.seconds, measured=prediction.workload.save_seconds is not None):
+        found, measured = stops(prediction.workload), prediction.workload.save_seconds is not None
+        for row in _failures(found, taken.seconds, measured=measured, brief=brief):
             table.add_row(*row)
         if budget is not None:
             table.add_row("budget", budget, _bought_words(budget, prediction))
     return table
 
 
-def _failures(found: Stops, training: float, *, measured: bool) -> list[tuple[str, str, str]]:
-    """Rows on the failures of a training of so many seconds; none where they are rare."""
+def _failures(found: Stops, training: float, *, measured: bool, brief: bool) -> list[tuple[str, str, str]]:
+    """Rows on the failures of a training of so many seconds, one if `brief`; none where they are rare."""
     if found.goodput > 1 - LOST_SHOWN:
         return []
     if not found.goodput:
@@ -380,8 +383,12 @@ def _failures(found: Stops, training: float, *, measured: bool) -> list[tuple[st
     whole = training / found.goodput
     often, took = format_seconds(found.between_seconds), format_seconds(found.save_seconds)
     every, total = format_seconds(found.save_every_seconds), format_seconds(whole)
+    count = f"{whole / found.between_seconds:,.0f}"
+    if brief:
+        told = f"one in {often}, saves {every} apart, {found.spare_nodes:,} spare nodes: goodput {found.goodput:.1%}, {total}"
+        return [("failures", count, told)]
     return [
-        ("failures", f"{whole / found.between_seconds:,.0f}", f"one in {often}: as often a node as Llama 3 405B's"),
+        ("failures", count, f"one in {often}: as often a node as Llama 3 405B's"),
         ("saves", every, f"apart (Young, Daly); each holds training up {took} ({'measured' if measured else 'planned'})"),
         ("spares", f"{found.spare_nodes:,}", f"nodes replace those in repair {SPARES_SUFFICE:.0%} of the time"),
         (
@@ -399,7 +406,14 @@ def _bought_words(text: str, prediction: Prediction) -> str:
         return "no list price is known for these accelerators; give a time such as 30d"
     words = f"{format_seconds(found.seconds)} on these GPUs: {format_count(found.tokens)} tokens, "
     optimal = f"as many FLOPs are the optimum of a dense {format_count(found.optimal_parameters)} (20 tokens a parameter)"
-    return words + f"{found.tokens_per_parameter:,.0f} for each active parameter; {optimal}"
+    each = "active parameter" if prediction.workload.model.num_experts else "parameter"
+    return words + f"{_ratio_words(found.tokens_per_parameter)} for each {each}; {optimal}"
+
+
+def _ratio_words(ratio: float) -> str:
+    if ratio < LEAST_RATIO:
+        return f"less than {LEAST_RATIO}"
+    return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
 
 
 def _goal(plan: RunPlan, tokens: int | None) -> tuple[int, str]:

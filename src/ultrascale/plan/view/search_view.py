@@ -36,7 +36,7 @@ def show_ranking(result: SearchResult, console: Console, *, top: int, legend: bo
     """Print the fastest layouts, of those that differ only in details the fastest; with the `legend`, what was searched."""
     ours = result.workload.stack.name == "ultrascale"
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    for column in ("", "step", "MFU", "memory", "free", "risk"):
+    for column in ("", "step", "MFU", "memory", "headroom", "risk"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("runs" if ours else "", no_wrap=True)
     table.add_column("layout", overflow="fold")
@@ -46,7 +46,7 @@ def show_ranking(result: SearchResult, console: Console, *, top: int, legend: bo
         need, words = float(needed_bytes(one.memory)), layout_words(one.layout, one.num_micro_batches)
         table.add_row(
             mark, format_seconds(one.step_seconds), f"{one.mfu():.1%}", format_bytes(need),
-            format_bytes(float(one.memory.capacity) - need), f"{risk(one):.0%}", _runs(one) if ours else "", words,
+            format_bytes(float(one.memory.headroom)), f"{risk(one):.0%}", _runs(one) if ours else "", words,
             style="bold" if number == 1 else "" if tied else "dim",
         )  # fmt: skip
     console.print(table)
@@ -66,8 +66,8 @@ def _summary(result: SearchResult) -> str:
         "    measurement can tell them apart." if tied > 1 else "",
         f"  step: 80% prediction interval, {_interval_words(result)} of it.",
         f"  memory: of a GPU's {capacity}, allocator and NCCL included; {MARGIN:.0%} must stay free.",
-        "  free, risk: what is left, and the chance that it runs out after all; ranked by",
-        "    step / (1 - risk), the time expected.",
+        "  headroom, risk: what is left above that, and the chance that it runs out after",
+        "    all; ranked by step / (1 - risk), the time expected.",
         "  runs: `ultrascale train` runs it today; --runnable searches only that."
         if result.workload.stack.name == "ultrascale"
         else "",

@@ -19,7 +19,7 @@ from ultrascale.description.units import format_bytes
 from ultrascale.measure.machine.ceilings import this_gpu
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.plan.memory.replay import MemoryPlan, plan_memory
-from ultrascale.plan.report import HEADROOM_BYTES, HEADROOM_FRACTION
+from ultrascale.plan.report import RESERVE_BYTES, RESERVE_FRACTION
 from ultrascale.train.watch.traced_rank import TRACE_SECONDS, NoTraceError, traced_rank
 
 AGREES_WITHIN = 0.03
@@ -75,8 +75,8 @@ def expect_fits(run: Run, capacity_bytes: int, *, anyway: bool = False, trace: T
 
 
 def usable_bytes(capacity_bytes: int) -> int:
-    """Bytes of a GPU's memory for tensors: all but the headroom."""
-    return round(capacity_bytes * (1 - HEADROOM_FRACTION["cuda"])) - HEADROOM_BYTES["cuda"]
+    """Bytes of a GPU's memory for tensors: all but the reserve."""
+    return round(capacity_bytes * (1 - RESERVE_FRACTION["cuda"])) - RESERVE_BYTES["cuda"]
 
 
 @dataclass(frozen=True)
