@@ -5,7 +5,8 @@ there, or turn it into one of their own: so while something is imported, and bef
 once. Elsewhere it is a KeyboardInterrupt, as usual. While Python itself ends, it is ignored: what was asked for is done.
 """
 
-import _signal as signal  # signal itself imports enum first, and a Ctrl-C in there would be a traceback
+# signal itself imports enum first, and a Ctrl-C in there would be a traceback.
+import _signal as signal  # pyright: ignore[reportMissingImports]
 import os
 import sys
 

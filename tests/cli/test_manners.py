@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -144,7 +145,8 @@ def stop() -> None:
 
 
 def test_the_schedule_of_a_plan_keeps_its_axes_and_one_without_a_model_has_none():
-    found = ultrascale.schedule(model="llama-3-8b", gpus="64xh100", tp=8, **{"layout.pp": 4})
+    schedule: Any = ultrascale.schedule
+    found = schedule(model="llama-3-8b", gpus="64xh100", tp=8, **{"layout.pp": 4})
     assert (found.num_ranks, found.num_micro_batches) == (4, 16)
     with pytest.raises(SpecError, match=r"--layout.pp: is a setting of a run.* or say --pp"):
         ultrascale.schedule("1f1b", layout={"pp": 4})
@@ -152,7 +154,7 @@ def test_the_schedule_of_a_plan_keeps_its_axes_and_one_without_a_model_has_none(
 
 def test_functions_name_what_they_were_given():
     with pytest.raises(SpecError, match=r"is 8192\.5\. Write it without a decimal point"):
-        ultrascale.plan("llama-3-8b", "8xh100", sequences_per_batch=8192.5)
+        ultrascale.plan("llama-3-8b", "8xh100", sequences_per_batch=8192.5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(SpecError, match="b: must be a plan or the file of a run, is 3"):
         ultrascale.compare("run.toml", 3)  # pyright: ignore[reportArgumentType]
 

@@ -48,10 +48,11 @@ def _marks(rows: list[dict[str, Any]]) -> Iterator[Mark]:
 
 def _resumed(row: Mapping[str, Any], before: Mapping[str, Any]) -> str:
     """`resumed as tp2 (was dp2)`: the parts of the layout that changed; in rows of earlier releases the ranks, if those did."""
-    layouts = [one.get("layout") for one in (row, before)]
-    if all(isinstance(one, list) for one in layouts):
+    layouts = [one["layout"] for one in (row, before) if isinstance(one.get("layout"), list)]
+    if len(layouts) == 2:
         now, was = ([str(part) for part in one if part not in other] for one, other in (layouts, layouts[::-1]))
         return f"resumed as {', '.join(now)} (was {', '.join(was)})" if now else "resumed"
     ranks, were = row.get("world"), before.get("world")
-    changed = isinstance(ranks, int) and were is not None and ranks != were
-    return f"resumed on {count_of(ranks, 'rank')} (was {were})" if changed else "resumed"
+    if isinstance(ranks, int) and were is not None and ranks != were:
+        return f"resumed on {count_of(ranks, 'rank')} (was {were})"
+    return "resumed"
