@@ -7,7 +7,7 @@
 #   make lint docs-check bench   the checkers; the commands of README and docs; the CPU benchmarks
 #
 #   PYTHON=python3.12            another interpreter            TORCH=2.11.0   one torch release
-#   LOCK=                        the newest releases, instead of those of locks/py311.txt
+#   LOCK=                        the newest releases, instead of those of locks/py311.txt (in a new .venv, or one made so)
 #   PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"         torch without CUDA (Linux, a tenth of the size)
 
 PYTHON ?= python3
@@ -19,7 +19,7 @@ workers = $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1
 PYTEST_FLAGS ?= -n $(workers) --dist loadfile --no-loadscope-reorder
 
 python := .venv/bin/python
-installed := .venv/installed$(addprefix -torch-,$(TORCH))
+installed := .venv/installed$(addprefix -torch-,$(TORCH))$(if $(LOCK),,-newest)
 pip = $(PYTHON) -m pip --disable-pip-version-check --python $(python)
 export OMP_NUM_THREADS ?= 1
 
@@ -28,8 +28,8 @@ export OMP_NUM_THREADS ?= 1
 define installed-as-locked
 $(if $(LOCK),sed -n 's/^\([^ #]*==[^ +]*\).*/\1/p' $(LOCK) >.venv/constraints.txt && \
 	$(pip) install --quiet $(PIP_FLAGS) --constraint .venv/constraints.txt $(1) || { \
-	echo "Not all releases of $(LOCK) can be had here: taking the newest." >&2; \
-	$(pip) install --quiet $(PIP_FLAGS) $(1); },$(pip) install --quiet $(PIP_FLAGS) $(1))
+	echo "pip could not install the releases of $(LOCK), as said above. Trying the newest." >&2; \
+	$(pip) install --quiet $(PIP_FLAGS) $(1); },$(pip) install --quiet --upgrade $(PIP_FLAGS) $(1))
 endef
 
 .PHONY: demo test test-fast nightly lint docs-check bench install
@@ -68,7 +68,7 @@ install: $(installed)
 # Works without python3-venv: the system's pip installs into the new environment. `half-made` outlives an interruption, and the
 # next run then starts afresh; an environment that somebody else made is kept and added to. It gets a pip of its own, so that `make`
 # also works while it is activated.
-$(installed): pyproject.toml
+$(installed): pyproject.toml $(LOCK)
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit("ultrascale needs Python 3.11 or later; $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.12" % v)'
 	@$(PYTHON) -m pip --version >/dev/null 2>&1 || { echo "$(PYTHON) has no pip. On Debian and Ubuntu: apt install python3-pip" >&2; exit 1; }
 	@echo "Installing into .venv (once; some minutes, most of it torch)."

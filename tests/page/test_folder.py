@@ -155,3 +155,21 @@ def test_nonsense_gets_the_same_sentence(tab, site):
     for wrong in NONSENSE:
         here = question(SMALL | wrong)
         assert "error" in here and ask(tab, SMALL | wrong) == here
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("echo 'npm error code E404' >&2; exit 1", "npm error code E404"),
+        ("exit 3", "exit status 3"),
+        ("exit 0", "has no pyodide"),
+    ],
+)
+def test_an_npm_that_fails_says_why(script, told, tmp_path, monkeypatch, capsys):
+    npm = tmp_path / "npm"
+    npm.write_text(f"#!/bin/sh\n{script}\n")
+    npm.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert main(["page", "--build", str(tmp_path / "site")]) == 2
+    assert told in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "site").exists()

@@ -126,3 +126,11 @@ def test_a_ranking_says_how_far_its_times_may_be_off(result: SearchResult) -> No
     console = Console(width=100, record=True, force_terminal=False)
     show_ranking(result, console, top=3)
     assert "step: 80% prediction interval, 0.88 to 1.21 of it." in console.export_text()
+
+
+def test_reasons_change_nothing_of_the_search_that_they_are_of():
+    result = search(Workload(preset("llama-3-8b"), parse_cluster("16xh100"), 4096, 64, STACKS["ultrascale"]))
+    before = int(result.priced.was_priced.sum()), result.priced.num_unfit
+    assert result.priced.too_slow.any()
+    assert rungs(result) == rungs(result) and marginals(result) == marginals(result)
+    assert (int(result.priced.was_priced.sum()), result.priced.num_unfit) == before

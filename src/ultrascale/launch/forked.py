@@ -82,12 +82,13 @@ def keep_to_own_garbage() -> None:
 def _first_cause(folder: Path, failed: int, processes: list[Any]) -> str:
     """Why `failed` did; if it lost another rank, which may still be on its way out, why that one did."""
     if (folder / f"{failed}.lost").exists():
-        deadline = time.monotonic() + OTHERS_SECONDS
-        for rank, process in enumerate(processes):
-            process.join(max(0.0, deadline - time.monotonic()))
-            own = not any((folder / f"{rank}.{ending}").exists() for ending in ("json", "lost"))
-            if process.exitcode is not None and own:
-                failed = rank
+        deadline, others = time.monotonic() + OTHERS_SECONDS, {one.sentinel: rank for rank, one in enumerate(processes)}
+        while failed_first := wait(list(others), timeout=max(0.0, deadline - time.monotonic())):
+            ranks = [others.pop(sentinel) for sentinel in failed_first]  # pyright: ignore[reportArgumentType, reportCallIssue]
+            own = [one for one in ranks if not any((folder / f"{one}.{ending}").exists() for ending in ("json", "lost"))]
+            if own:
+                failed = own[0]
+                processes[failed].join()
                 break
     told = next((one for one in (folder / f"{failed}.error", folder / f"{failed}.lost") if one.exists()), None)
     crash = folder / f"{failed}.crash"

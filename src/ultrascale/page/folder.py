@@ -42,6 +42,7 @@ PACKAGES = {
     ),
 }
 """npm packages, with the files that `npm pack` makes of them and their SHA-512."""
+NPM_SECONDS = 600
 PYTHON = (3, 11)
 """Version of this Pyodide's Python."""
 SITE = "/lib/python3.11/site-packages/"
@@ -69,7 +70,7 @@ def build(folder: Path, parts: Path | None) -> str:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SpecError([Problem("--build", f"{folder} is not an empty folder", "Name a folder that is not there yet.")])
     with tempfile.TemporaryDirectory() as scratch:
-        runtime, numpy = (_checked(package, parts or _packed(Path(scratch))) for package in PACKAGES)
+        runtime, numpy = _checked(parts, "--parts") if parts else _checked(_packed(Path(scratch)), "--build")
         folder.mkdir(parents=True, exist_ok=True)
         _write_runtime(folder, runtime)
         _write_zip(folder / "site.zip", [*_numpy(numpy), *_own(), *_dependencies()])
@@ -85,28 +86,32 @@ def build(folder: Path, parts: Path | None) -> str:
 
 def _packed(folder: Path) -> Path:
     """Both npm packages, fetched into `folder`."""
-    words = ["npm", "pack", "--silent", "--pack-destination", str(folder), *PACKAGES]
+    words = ["npm", "pack", "--loglevel=error", "--pack-destination", str(folder), *PACKAGES]
     by_hand = f"Where there is npm and a network: npm pack {' '.join(PACKAGES)}; then --parts with the folder that has both."
     if shutil.which("npm") is None:
         raise SpecError([Problem("--build", "needs npm, which is not installed, for Pyodide and NumPy", by_hand)])
-    if any((folder / file).exists() for file, _ in PACKAGES.values()):
-        return folder
-    done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        last = (done.stderr.strip() or done.stdout.strip() or "no reason given").splitlines()[-1]
-        raise SpecError([Problem("--build", f"npm could not fetch Pyodide and NumPy: {last}", by_hand)])
+    print("npm fetches Pyodide and NumPy, 11 MB.", file=sys.stderr)
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=NPM_SECONDS)
+        told = [line for line in done.stderr.splitlines() if line.startswith("npm")]
+        why = "; ".join(told[:2]) or f"it ended with exit status {done.returncode}" if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        why = f"it had not ended after {NPM_SECONDS} s"
+    if why:
+        raise SpecError([Problem("--build", f"npm could not fetch Pyodide and NumPy: {why}", by_hand)])
     return folder
 
 
-def _checked(package: str, parts: Path) -> bytes:
-    """The file of an npm package. Raises SpecError if it is not there, or another one."""
-    name, digest = PACKAGES[package]
-    remedy = f"npm pack {package} makes it."
-    if not (parts / name).is_file():
-        raise SpecError([Problem("--parts", f"{parts} has no {name}", remedy)])
-    found = (parts / name).read_bytes()
-    if hashlib.sha512(found).hexdigest() != digest:
-        raise SpecError([Problem("--parts", f"{parts / name} is not what was published under that name", remedy)])
+def _checked(parts: Path, key: str) -> list[bytes]:
+    """The files of both npm packages. Raises SpecError, about `key`, if one is not there, or another one."""
+    found = []
+    for package, (name, digest) in PACKAGES.items():
+        remedy = f"npm pack {package} makes it."
+        if not (parts / name).is_file():
+            raise SpecError([Problem(key, f"{parts} has no {name}", remedy)])
+        found.append((parts / name).read_bytes())
+        if hashlib.sha512(found[-1]).hexdigest() != digest:
+            raise SpecError([Problem(key, f"{parts / name} is not what was published under that name", remedy)])
     return found
 
 
@@ -181,11 +186,11 @@ def _compiles() -> bool:
 
 def _write_zip(path: Path, files: list[tuple[str, bytes]], base: str = SITE) -> None:
     """Files by name; Python's compiled, where this Python is the page's."""
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as out:
+    with zipfile.ZipFile(path, "w") as out:
         for name, data in files:
             if name.endswith(".py") and _compiles():
                 name, data = name + "c", _compiled(data, base + name)
-            out.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
+            out.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED, compresslevel=9)
 
 
 def _compiled(source: bytes, place: str) -> bytes:

@@ -18,7 +18,7 @@ from ultrascale.catalogue.cluster import Cluster, Link
 from ultrascale.description.layout import Layout
 from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.layouts import COLUMNS, LayoutTable
-from ultrascale.plan.search.search import Priced, SearchResult, fastest_of_each_schedule, needed_bytes, price_rest
+from ultrascale.plan.search.search import Priced, SearchResult, fastest_of_each_schedule, needed_bytes
 from ultrascale.plan.time.price import Prediction, predict, price
 from ultrascale.plan.workload import Workload
 
@@ -68,7 +68,6 @@ class Marginal:
 
 def rungs(result: SearchResult) -> list[Rung]:
     """Ladder to a model that fits and then is fast: kinds of sharding, added in the order of their price."""
-    price_rest(result.workload, result.priced)
     table = result.priced.table
     alone = (table.tp == 1) & (table.pp == 1) & (table.cp == 1)
     whole, no_recompute = table.zero_stage == 0, table.recompute == 0
@@ -91,7 +90,7 @@ def rungs(result: SearchResult) -> list[Rung]:
 
 
 def _rung(name: str, result: SearchResult, rows: NDArray[np.bool_]) -> Rung:
-    priced = result.priced
+    priced = result.with_rest
     fitting = rows & priced.fits
     fastest = float(priced.step_seconds[fitting].min()) if fitting.any() else None
     return Rung(name, int(rows.sum()), float(priced.peak_bytes[rows].min()), bool(fitting.any()), fastest)
@@ -154,8 +153,7 @@ def marginals(result: SearchResult) -> list[Marginal]:
     best = result.best
     if best is None:
         return []
-    price_rest(result.workload, result.priced)
-    pool = _pool(result.priced, result.workload.cluster.accelerator.memory_bytes.value)
+    pool = _pool(result.with_rest, result.workload.cluster.accelerator.memory_bytes.value)
     workload = result.workload
     base, own = best.step_seconds, best.layout
     found = []

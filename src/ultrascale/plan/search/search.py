@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,8 @@ Floats = NDArray[np.float64]
 Progress = Callable[[float], None]
 FIRST = 1024
 """Layouts whose memory is worked out first; then twice as many each time, up to `CHUNK`."""
+TIME_SHARE = 0.3
+"""Part of a search that has passed when the time of every layout is known."""
 CHUNK = 16_384
 """Layouts priced at once: small enough that their columns stay in the cache, large enough that NumPy's calls do not show."""
 FEW = 256
@@ -112,6 +115,11 @@ class SearchResult:
     @property
     def refused(self) -> tuple[Refusal, ...]:
         return self.priced.space.refused
+
+    @cached_property
+    def with_rest(self) -> Priced:
+        """The layouts with prices also of those that could not matter, for whoever asks what more memory would be worth."""
+        return _with_rest(self.workload, self.priced)
 
 
 def search(
@@ -193,6 +201,8 @@ def price_all(
         rows = waiting[start : start + CHUNK]
         some = table.take(rows)
         seconds[rows] = price_time(workload, some, cut_stages(workload, some))[0]
+        if told is not None:
+            told(TIME_SHARE * (start + len(rows)) / len(waiting))
     waiting = waiting[np.argsort(seconds[waiting], kind="stable")]
     kinds = np.where(table.pp > 1, table.schedule + 1, 0).astype(np.intp)
     count, size = max(len(waiting), 1), FIRST if prunes else CHUNK
@@ -205,7 +215,7 @@ def price_all(
             waiting = waiting[~drop]
         size = min(2 * size, CHUNK)
         if told is not None:
-            told(1 - len(waiting) / count)
+            told(TIME_SHARE + (1 - TIME_SHARE) * (1 - len(waiting) / count))
     seconds[too_slow] = np.nan
     if not fits.any():
         price_least(workload, found, np.ones(len(table), dtype=bool))
@@ -237,13 +247,14 @@ def price_least(workload: Workload, priced: Priced, rows: NDArray[np.bool_]) -> 
         least = min(least, float(priced.peak_bytes[chunk].min()))
 
 
-def price_rest(workload: Workload, priced: Priced) -> None:
-    """Price of all that were dropped but do not take more than the device for their state alone, for whoever asks what more
-    memory would be worth."""
-    rows = np.flatnonzero(priced.unfit | priced.too_slow)
-    priced.unfit[rows] = priced.too_slow[rows] = False
+def _with_rest(workload: Workload, priced: Priced) -> Priced:
+    """`priced`, with prices of all that were dropped but for those whose state alone is more than the device."""
+    copies = {name: column.copy() for name, column in vars(priced).items() if isinstance(column, np.ndarray)}
+    found, rows = replace(priced, **copies), np.flatnonzero(priced.unfit | priced.too_slow)
+    found.unfit[rows] = found.too_slow[rows] = False
     for start in range(0, len(rows), CHUNK):
-        _price_some(workload, priced, rows[start : start + CHUNK])
+        _price_some(workload, found, rows[start : start + CHUNK])
+    return found
 
 
 def _floors(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:
