@@ -2,6 +2,7 @@
 
     python benchmarks/page/page_speed.py
     python benchmarks/page/page_speed.py --json
+    python benchmarks/page/page_speed.py --built [PARTS]      a folder of `page --build`, which computes in the browser
 
 Needs Chromium (apt-get install chromium) and playwright (pip install playwright). Times are wall clock, beside the seconds that
 the server computed: on a machine that does other things too the second is what counts.
@@ -20,6 +21,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -36,6 +38,9 @@ def main() -> int:
     """Print a line for each, and JSON if asked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--built", nargs="?", const="", metavar="PARTS", help="the built page; its npm packages, or npm is asked"
+    )
     asked = parser.parse_args()
     from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
 
@@ -45,7 +50,8 @@ def main() -> int:
         return 2
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-        found = measured(chromium)
+        with tempfile.TemporaryDirectory() as folder:
+            found = measured(chromium, None if asked.built is None else site(Path(folder) / "site", asked.built))
         chromium.close()
     if asked.json:
         print(json.dumps(found | {"cores": os.cpu_count(), "load": os.getloadavg()[0]}, indent=1))
@@ -56,14 +62,26 @@ def main() -> int:
     return 0
 
 
-def measured(chromium) -> dict[str, dict[str, float]]:
-    """Seconds of each, wall clock and computed by the server; of sliders the median move."""
+def site(folder: Path, parts: str) -> Path:
+    """A built page."""
+    words = [sys.executable, "-m", "ultrascale", "page", "--build", str(folder), *(("--parts", parts) if parts else ())]
+    subprocess.run(words, check=True, stdout=sys.stderr)
+    return folder
+
+
+def measured(chromium, built: Path | None) -> dict[str, dict[str, float]]:
+    """Seconds of each, wall clock and computed by the server; of sliders the median move. Of a `built` page the server has only
+    files, and computes nothing."""
     words = [sys.executable, "-m", "ultrascale", "page", "--no-browser"]
+    if built is not None:
+        words = [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1", "--directory", str(built)]
     started = time.perf_counter()
-    server = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL if built else None, text=True)
     try:
         assert server.stdout is not None
         url = server.stdout.readline().strip()
+        if built is not None:
+            url = url[url.index("http://") : url.rindex("/") + 1]
         tab = chromium.new_context(viewport={"width": 1280, "height": 900}).new_page()
         tab.set_default_timeout(120_000)
         found = {"cold": opened(tab, url, server.pid, started, 0.0)}
