@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ultrascale.cli import train as train_command
 from ultrascale.cli.main import main
 from ultrascale.config.resolve import resolve
 from ultrascale.config.run_toml import to_toml
-from ultrascale.config.usual import ORIGIN, usual
+from ultrascale.config.usual import KEPT, ORIGIN, usual
+from ultrascale.description.run import Run
 
 
 @pytest.fixture
@@ -19,7 +22,7 @@ def corpus(tmp_path) -> Path:
     return tmp_path / "text"
 
 
-def chosen(corpus: Path, *words: str, steps: int = 200):
+def resolved(corpus: Path, *words: str, steps: int = 200):
     found = [
         "--model.preset",
         "tiny-llama",
@@ -30,8 +33,20 @@ def chosen(corpus: Path, *words: str, steps: int = 200):
         "--folder",
         str(corpus.parent),
     ]
-    resolved, lines = usual(resolve(None, [*found, *words]))
-    return resolved.run, lines
+    return usual(resolve(None, [*found, *words]))
+
+
+def chosen(corpus: Path, *words: str, steps: int = 200):
+    found, lines = resolved(corpus, *words, steps=steps)
+    return found.run, lines
+
+
+def begin(run: Run) -> Path:
+    """The folder of a run as one that has begun leaves it."""
+    folder = Path(run.folder) / run.name
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "run.toml").write_text(to_toml(run))
+    return folder
 
 
 def test_held_out_text_that_was_made_is_read_and_the_rate_warms_up(corpus):
@@ -57,15 +72,65 @@ def test_without_held_out_text_nothing_is_evaluated(tmp_path):
 
 def test_a_run_that_goes_on_keeps_what_it_began_with(corpus):
     began, _ = chosen(corpus)
-    folder = corpus.parent / began.name
-    (folder / "checkpoints").mkdir(parents=True)
-    (folder / "run.toml").write_text(to_toml(began))
+    folder = begin(began)
     goes_on, lines = chosen(corpus, steps=4000)
     assert (goes_on.optimizer.warmup_steps, goes_on.evaluation.every_steps) == (10, 20)
     assert goes_on.data.validation == began.data.validation and "10 of 4000" in lines[0]
     assert chosen(corpus, "--optimizer.warmup-steps", "7", steps=4000)[0].optimizer.warmup_steps == 7
     (folder / "checkpoints").rmdir()
     assert chosen(corpus, steps=4000)[0].optimizer.warmup_steps == 200
+
+
+def test_a_run_that_goes_on_with_fewer_steps_than_it_warmed_up_for_warms_up_as_one_of_so_many(corpus):
+    folder = begin(chosen(corpus, steps=10_000)[0])
+    found, lines = resolved(corpus, steps=400)
+    assert found.run.optimizer.warmup_steps == 20 and "20 of 400" in lines[0]
+    assert found.provenance["optimizer.warmup_steps"] == ORIGIN
+    (folder / "run.toml").write_text(to_toml(found.run))
+    assert resolve(folder / "run.toml").run == found.run
+    assert chosen(corpus, steps=400)[0].optimizer.warmup_steps == 20
+
+
+def test_held_out_text_moves_with_its_source(corpus):
+    began, _ = chosen(corpus)
+    begin(began)
+    moved = corpus.rename(corpus.with_name("moved"))
+    found, lines = resolved(moved, steps=4000)
+    assert [source.path for source in found.run.data.validation] == [str(moved / "validation")]
+    assert found.run.evaluation.every_steps == 20 and str(moved / "validation") in lines[1]
+    assert (found.provenance["data.validation"], found.provenance["evaluation.every_steps"]) == (ORIGIN, KEPT)
+    (moved / "validation").rmdir()
+    assert chosen(moved)[0].data.validation == ()
+
+
+def test_what_was_typed_as_the_run_began_is_kept_and_not_called_a_default(corpus):
+    words = ["--optimizer.warmup-steps", "7", "--data.validation", "/other", "--evaluation.every-steps", "3"]
+    began, _ = chosen(corpus, *words)
+    begin(began)
+    found, _ = resolved(corpus, steps=400)
+    assert (found.run.optimizer, found.run.data, found.run.evaluation) == (began.optimizer, began.data, began.evaluation)
+    for key in ("optimizer.warmup_steps", "data.validation", "evaluation.every_steps"):
+        assert found.provenance[key] == "as the run began"
+
+
+def test_a_run_that_began_without_evaluation_goes_on_without(corpus):
+    begin(chosen(corpus, "--evaluation.every-steps", "none")[0])
+    assert chosen(corpus)[0].data.validation == ()
+
+
+@pytest.mark.parametrize("where", ["its own", "the run's"])
+def test_an_island_started_by_itself_goes_on_with_the_warm_up_that_it_or_the_run_began_with(corpus, monkeypatch, where):
+    """On another machine the folder of the first island is not there."""
+    began, _ = chosen(corpus)
+    begin(began if where == "the run's" else replace(began, folder=str(corpus.parent / began.name / "islands"), name="1"))
+    launched = []
+    monkeypatch.setattr(train_command, "expect_startable", lambda run: None)
+    monkeypatch.setattr(train_command, "_launch", lambda run, *rest: launched.append(run) or 0)
+    words = ["--model.preset", "tiny-llama", "--steps", "4000", "--data.sources", str(corpus), "--folder", str(corpus.parent)]
+    path = corpus.parent / "islands.toml"
+    path.write_text(f'name = "{began.name}"\n[islands]\ncount = 2\nquorum = 1\n')
+    assert main(["train", str(path), "--island", "1", *words]) == 0
+    assert launched[0].optimizer.warmup_steps == 10
 
 
 def test_show_says_what_train_will_take(corpus, tmp_path, capsys):

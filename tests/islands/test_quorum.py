@@ -102,6 +102,14 @@ def test_three_islands_started_apart_are_those_started_together(home: Path) -> N
     )
 
 
+def test_an_island_with_another_learning_rate_is_refused(home: Path) -> None:
+    run = run_at(home, "rates", replace(SETTINGS, count=2))
+    other = replace(run, optimizer=replace(run.optimizer, warmup_steps=1))
+    started = [Started(one, number, home / "processes", None) for number, one in enumerate((run, other))]
+    for found in [one.outcome() for one in started]:
+        assert found.get("error") == "SpecError" and "another model, batch, optimizer" in found["text"]
+
+
 def test_islands_go_on_without_one_that_is_killed_as_if_told_to(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_at(home, "killed")
     first, second, third = start(run, home, before_step=dies_at(4, 1))

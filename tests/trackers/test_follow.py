@@ -123,6 +123,26 @@ def test_a_run_of_an_earlier_release_goes_on_with_the_same_tracked_run_and_is_gi
     assert Known.read(folder, "small").last_step("tensorboard", "old") == 5
 
 
+@pytest.mark.parametrize("last, sent", [(2, [4, 5]), (0, [2, 3, 4, 5]), (-1, [1, 2, 3, 4, 5])])
+def test_a_tracker_that_says_which_step_it_has_from_an_earlier_release_is_given_no_step_twice(
+    home, fake, monkeypatch, last, sent
+):
+    """It counts that release's rows from 0, and those that it is given now from 1; also where it is asked twice in between."""
+    folder = folder_of(home)
+    known = {"name": "small", "trackers": {"tensorboard": {"id": "old", "step": 2}, "wandb": {"id": "w", "step": 2}}}
+    (folder / "tracked.json").write_text(json.dumps(known))
+    monkeypatch.setattr(fake, "last_step", last)
+    send(folder)
+    Known.read(folder, "small").keep("wandb", "w", 3)  # of another tracker, which was given a row meanwhile
+    write_rows(folder, range(1, 6))
+    send(folder)
+    assert fake.rows == sent
+    monkeypatch.setattr(fake, "last_step", 5)
+    write_rows(folder, range(6, 8))
+    send(folder)
+    assert fake.rows == [*sent, 6, 7]
+
+
 def test_a_copy_of_a_folder_under_another_name_is_another_tracked_run(home):
     folder = folder_of(home)
     Known.read(folder, "small").keep("wandb", "small-1", 7)

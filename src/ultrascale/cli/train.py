@@ -29,7 +29,7 @@ from ultrascale.run_rows import event_line
 from ultrascale.schedules.for_layout import schedule_of
 from ultrascale.storage import url_of
 from ultrascale.train.corpora import expect_startable
-from ultrascale.train.folder.own_island import of_own_island, where_they_meet
+from ultrascale.train.folder.own_island import of_own_island, own_folder, where_they_meet
 from ultrascale.train.folder.run_folder import RunFolder
 from ultrascale.train.folder.store_check import expect_store
 from ultrascale.train.observers.metrics import expect_trackers
@@ -105,7 +105,7 @@ def _trained(
         rule = "does not go with --island: an island has the processes of [layout]"
         raise SpecError([Problem("--processes", rule, "Leave one of the two out.")])
     found = resolve(path, overrides, require_data=True, processes=None if elastic else processes)
-    chosen, choices = usual(found)
+    chosen, choices = usual(found, own_folder(found.run, island))
     resolved = chosen.run
     if elastic:
         if resolved.islands.count > 1:

@@ -1,7 +1,8 @@
 """Defaults of training for keys that its file leaves out: warm-up, and evaluation on text that `data prepare` held out.
 
 `ultrascale train` takes them and `ultrascale show` shows them. A key that is written, whatever its value, is left alone. A run
-that goes on keeps what it began with, which stands in the run.toml of its folder, however many steps it has now.
+that goes on keeps the warm-up and the evaluations that it began with, which stand in the run.toml of its folder, however many
+steps it has now. Held-out text that was made beside its sources is read beside those it has now, which may have been moved.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from ultrascale.description.run import Run, Source
 
 ORIGIN = "train's default"
 """Source of a value that is chosen here."""
-KEPT = "train's default, as the run began"
+KEPT = "as the run began"
+"""Source of a value that the run has kept, whoever chose it then."""
 WARMUP_SHARE = 20
 """One step in so many warms up, at most `MOST_WARMUP`: Adam's second moments are not known before."""
 MOST_WARMUP = 2000
@@ -23,36 +25,52 @@ EVALUATIONS = 10
 """In a whole run."""
 
 
-def usual(resolved: Resolved) -> tuple[Resolved, list[str]]:
-    """The run with what it leaves open, and a line for each choice that says how to choose otherwise."""
-    run, before, lines, origins = resolved.run, _begun(resolved.run), [], {}
-    origin = ORIGIN if before is None else KEPT
+def usual(resolved: Resolved, own: Path | None = None) -> tuple[Resolved, list[str]]:
+    """The run with what it leaves open, and a line for each choice that says how to choose otherwise.
+
+    `own`: folder of an island, in which it is looked for how the run began before the run's own folder.
+    """
+    run, lines, origins = resolved.run, [], {}
+    folder = Path(run.folder) / run.name
+    before = _begun(folder if own is None else own) or _begun(folder)
     is_open = {key for key, told in resolved.provenance.items() if told == "default"}
-    steps = min(run.steps // WARMUP_SHARE, MOST_WARMUP) if before is None else before.optimizer.warmup_steps
+    steps, origin = min(run.steps // WARMUP_SHARE, MOST_WARMUP), ORIGIN
+    if before is not None and before.optimizer.warmup_steps < run.steps:
+        steps, origin = before.optimizer.warmup_steps, KEPT
     if steps and {"optimizer.warmup_steps", "optimizer.decay_steps"} <= is_open:
         run = replace(run, optimizer=replace(run.optimizer, warmup_steps=steps))
         origins["optimizer.warmup_steps"] = origin
         lines.append(f"warm-up: {steps} of {run.steps} steps (optimizer.warmup_steps = 0 for none)")
-    every, sources = _evaluation(run) if before is None else (before.evaluation.every_steps, before.data.validation)
+    every, sources = _evaluation(run, before)
     if every and sources and {"data.validation", "evaluation.every_steps"} <= is_open:
         run = replace(
             run, data=replace(run.data, validation=sources), evaluation=replace(run.evaluation, every_steps=every)
         )  # fmt: skip
-        origins |= {"data.validation": origin, "evaluation.every_steps": origin}
+        is_kept = before is not None and sources == before.data.validation
+        origins |= {"data.validation": KEPT if is_kept else ORIGIN, "evaluation.every_steps": KEPT if before else ORIGIN}
         told = ", ".join(source.path for source in sources)
         lines.append(f'validation: {told}, every {every} steps (evaluation.every_steps = "none" for never)')
     return replace(resolved, run=run, provenance=resolved.provenance | origins), lines
 
 
-def _evaluation(run: Run) -> tuple[int, tuple[Source, ...]]:
-    """Steps between two evaluations, and the held-out text that was made beside the run's sources."""
-    made = [path for source in run.data.sources if (path := Path(source.path) / "validation").is_dir()]
-    return max(1, run.steps // EVALUATIONS), tuple(Source(str(path)) for path in made)
+def _evaluation(run: Run, before: Run | None) -> tuple[int | None, tuple[Source, ...]]:
+    """Steps between two evaluations, and held-out text: what was made beside the run's sources, wherever they are now, or other
+    text that was named as the run began."""
+    made = tuple(Source(str(path)) for path in _beside(run) if path.is_dir())
+    if before is None:
+        return max(1, run.steps // EVALUATIONS), made
+    kept = before.data.validation
+    is_made = {Path(source.path) for source in kept} <= {*_beside(before)}
+    return before.evaluation.every_steps, made if kept and is_made else kept
 
 
-def _begun(run: Run) -> Run | None:
-    """The run as it stands in its folder; None where it has not begun."""
-    folder = Path(run.folder) / run.name
+def _beside(run: Run) -> list[Path]:
+    """Folders in which `data prepare` keeps the text that it holds out of each source."""
+    return [Path(source.path) / "validation" for source in run.data.sources]
+
+
+def _begun(folder: Path) -> Run | None:
+    """The run as it stands in a folder; None where it has not begun."""
     if not (folder / "checkpoints").is_dir():
         return None
     try:

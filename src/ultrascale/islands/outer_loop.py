@@ -62,7 +62,7 @@ class OuterLoop:
         """Bytes sent by all ranks of this island to other islands, in moves and means, since the run's first step."""
         self._moves: dict[int, list[Future[Mean]]] = {}
         alone = replace(run.islands, quorum=0, silent_seconds=1.0, meet="")  # what each may say in its own way
-        decisive = (alone, run.model, run.batch, run.steps, run.seed)
+        decisive = (alone, run.model, run.batch, run.optimizer, run.steps, run.seed)
         self._described = _number(repr(decisive).encode())
         self._whole: Whole
         self._beside = ThreadPoolExecutor(1, "islands")
@@ -277,7 +277,7 @@ class OuterLoop:
     def _expect_one_description(self, described: list[int], islands: list[int]) -> None:
         if len(set(described)) > 1:
             odd = next(island for island, one in zip(islands, described, strict=True) if one != described[0])
-            other = "another model, batch, seed, number of steps or [islands]"
+            other = "another model, batch, optimizer, seed, number of steps or [islands]"
             rule = f"island {odd} was started with {other} than island {islands[0]}"
             raise SpecError([Problem("islands", rule, "Start all islands with the same description.")])
 

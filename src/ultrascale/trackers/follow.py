@@ -112,9 +112,10 @@ class Feed:
         module = importlib.import_module(f"ultrascale.trackers.to_{self.sink}")
         self._tracker = tracker = getattr(module, OPEN[self.sink])(self.told, self.known.id(self.sink, settings.id))
         with self.lock:
-            own = self.known.last_step(self.sink, tracker.id)
-            self._last = own if tracker.last_step is None else tracker.last_step
-            self._note()
+            own, behind = self.known.last_step(self.sink, tracker.id), self.known.behind(self.sink, tracker.id)
+            self._last = own if tracker.last_step is None else tracker.last_step + behind
+            if not behind:  # else this is remembered until a row is given, whose number the tracker then has
+                self._note()
 
     def _given_all(self) -> bool:
         """Give new rows. Whether those were the last."""

@@ -82,7 +82,7 @@ class Known:
         found = _json(folder / FILE)
         by_sink = found.get("trackers", {}) if found.get("name") == name else {}
         if "schema" not in found:  # of an earlier release, which counted steps from 0
-            by_sink = {sink: known | {"step": known.get("step", -1) + 1} for sink, known in by_sink.items()}
+            by_sink = {sink: known | {"step": known.get("step", -1) + 1, "behind": 1} for sink, known in by_sink.items()}
         return cls(folder, name, by_sink)
 
     def id(self, sink: str, asked: str | None) -> str | None:
@@ -94,8 +94,14 @@ class Known:
         known = self.by_sink.get(sink, {})
         return known.get("step", 0) if known.get("id") == identity else 0
 
+    def behind(self, sink: str, identity: str) -> int:
+        """Number of steps by which the tracked run's own numbers are lower than the run's: 1 after an earlier release, until it
+        is given a row."""
+        known = self.by_sink.get(sink, {})
+        return known.get("behind", 0) if known.get("id") == identity else 0
+
     def keep(self, sink: str, identity: str, step: int) -> None:
-        """Note the last step of a tracked run. Raises OSError."""
+        """Note the last step of a tracked run, of which the tracker has the number. Raises OSError."""
         self.by_sink[sink] = {"id": identity, "step": step}
         partial = self.folder / f".{FILE}.tmp"
         partial.write_text(json.dumps({"schema": SCHEMA, "name": self.name, "trackers": self.by_sink}, indent=1) + "\n")

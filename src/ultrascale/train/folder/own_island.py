@@ -14,20 +14,26 @@ FOLDER = "islands"
 """In the run's folder: those of the other islands, each with its metrics and checkpoints, by number."""
 
 
+def own_folder(run: Run, island: int | None = None) -> Path:
+    """The folder of this process's island, which need not be there yet. `island`: its number, if it was started by itself."""
+    island = told_rank(os.environ) // run.layout.world_size if island is None else island
+    folder = Path(run.folder) / run.name
+    return folder if run.islands.count == 1 or island == 0 else folder / FOLDER / str(island)
+
+
 def of_own_island(run: Run, island: int | None = None) -> Run:
     """`run` as the island of this process does it. The first has the run's own folder, evaluates and exports; another keeps its
     checkpoints and metrics in a folder of its own, `islands/N`, so that islands need no file system in common.
 
     `island`: its number, if it was started by itself."""
-    island = told_rank(os.environ) // run.layout.world_size if island is None else island
-    if run.islands.count == 1 or island == 0:
+    folder = own_folder(run, island)
+    if folder == Path(run.folder) / run.name:
         return run
-    folder = Path(run.folder) / run.name / FOLDER
-    (folder / str(island)).mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     return replace(
         run,
-        folder=str(folder),
-        name=str(island),
+        folder=str(folder.parent),
+        name=folder.name,
         checkpoint=replace(run.checkpoint, export=False),
         data=replace(run.data, validation=()),
         evaluation=Evaluation(),
