@@ -68,12 +68,14 @@ class Ending:
     """The one that failed first, or hung."""
     step: int | None = None
     """Steps done when it failed; None before any was begun."""
+    after_failures: bool = False
+    """An earlier attempt of the same command has failed."""
 
     @property
     def refused(self) -> bool:
-        """A rank has said what is wrong before any began a step, such as a description or data that do not fit: the run has
-        neither failed nor lost anything."""
-        return self.explained and self.step is None
+        """A rank has said what is wrong before any attempt began a step or failed, such as a description or data that do not
+        fit: the run has neither failed nor lost anything."""
+        return self.explained and self.step is None and not self.after_failures
 
 
 def launch_local(
@@ -117,9 +119,10 @@ def _again_and_again(
     attempt: Attempt, budget: Budget, wishes: Wishes,
     say: Callable[[str], None], progress: Callable[[], str], record: Callable[[dict[str, Any]], None],
 ) -> Ending:  # fmt: skip
-    ending = Ending("")
+    before = Ending("")
     while True:
-        ending = _between(wishes.first, ending) if wishes.first is not None else _tried(attempt, wishes)
+        ending = _between(wishes.first, before) if wishes.first is not None else _tried(attempt, wishes)
+        ending = replace(ending, after_failures=before.reason != "")
         wishes.are_kept = True
         if not ending.reason or ending.saved:
             return ending
@@ -133,6 +136,7 @@ def _again_and_again(
         if refusal:
             return replace(ending, reason=f"{ending.reason}. {refusal}")
         say(f"{ending.reason}; starting again from the newest checkpoint ({count_of(budget.left + 1, 'restart')} left)")
+        before = ending
 
 
 def _tried(attempt: Attempt, wishes: Wishes) -> Ending:
