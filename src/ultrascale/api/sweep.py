@@ -236,8 +236,9 @@ def _measure(places: Sequence[Place], options: SweepOptions, shared: SharedCells
             shared.send(place)
         done(place)
 
+    if all(place.result is None for place in places):  # else there is a report to make, beside which cells fail one by one
+        _expect_one_startable([place for place in places if place.failure is None])
     todo = places if shared is None else shared.brought(places)
-    _expect_one_startable([place for place in todo if place.result is None and place.failure is None])
     measure_cells(todo, steps=options.steps, warm=options.warm, limit_seconds=60 * options.minutes, done=both)
 
 
