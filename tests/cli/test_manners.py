@@ -101,7 +101,14 @@ def test_what_is_wrong_is_told_with_the_right_word(words, told, tmp_path, monkey
 @pytest.mark.parametrize(
     "words, head",
     [
-        (["plam"], "invalid arguments:\n\n  plam\n    there is no verb `plam`\n    -> Did you mean `plan`? The verbs are demo"),
+        (["plam"], "invalid arguments:\n\n  VERB\n    there is no verb `plam`\n    -> Did you mean `plan`? The verbs are demo"),
+        (["model"], "invalid arguments:\n\n  VERB\n    there is no verb `model`\n"),
+        (["data.x"], "invalid arguments:\n\n  VERB\n    there is no verb `data.x`\n"),
+        (["5"], "invalid arguments:\n\n  VERB\n    there is no verb `5`\n"),
+        (["generate", "5"], "invalid arguments:\n\n  5\n    is no folder\n"),
+        (["data", "model"], "invalid arguments:\n\n  VERB\n    there is no verb `data model`\n"),
+        (["checkpoint", "data"], "invalid arguments:\n\n  VERB\n    there is no verb `checkpoint data`\n"),
+        (["show", "optimizer"], "invalid arguments:\n\n  show\n    `optimizer` is neither a file nor something"),
         (["generate", "nowhere"], "invalid arguments:\n\n  nowhere\n    is no folder\n    -> "),
         (["plan", "nowhere.toml"], "invalid arguments:\n\n  nowhere.toml\n"),
         (["train", "run.toml", "--max-restarts", "-1"], "invalid arguments:\n\n  --max-restarts\n"),
