@@ -159,6 +159,13 @@ def test_the_schedule_of_a_plan_keeps_its_axes_and_one_without_a_model_has_none(
         ultrascale.schedule("1f1b", layout={"pp": 4})
 
 
+@pytest.mark.parametrize("words", ["schedule", "schedule 1f1b", "schedule --pp 4", "schedules"])
+@pytest.mark.parametrize("flag", ["--schedule zb-v", "--layout.schedule=zb-v"])
+def test_a_schedule_given_as_a_setting_is_told_where_its_name_stands(words, flag, capsys):
+    assert main(["show", *words.split(), *flag.split()]) == 2
+    assert "Give --model and --gpus too, or give it as NAME of `show schedule`." in capsys.readouterr().err
+
+
 def test_functions_name_what_they_were_given():
     with pytest.raises(SpecError, match=r"is 8192\.5\. Write it without a decimal point"):
         ultrascale.plan("llama-3-8b", "8xh100", sequences_per_batch=8192.5)  # pyright: ignore[reportArgumentType]
