@@ -147,6 +147,17 @@ def test_axes_that_plan_names_are_kept_by_who_else_takes_a_model():
     assert [list(asked[1] if len(asked) > 1 else asked[0].settings) for asked in found] == [words] * 3
 
 
+@pytest.mark.parametrize("verb", ["train run.toml", "measure speed run.toml", "sweep run.toml", "soak"])
+def test_more_processes_than_a_machine_starts_are_refused_and_leave_nothing(verb, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    prepared(tmp_path / "enough", 20_000)
+    small = "[batch]\nsequence_length = 8\nsequences_per_batch = 1000\n[layout]\nmicro_batch_size = 1\n"
+    (tmp_path / "run.toml").write_text(RUN.replace("nowhere", "enough") + small)
+    assert main([*verb.split(), "--processes", "1k"]) == 2
+    assert "--processes\n    must be at most 124 on one machine, is 1,000\n" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("events.jsonl"))
+
+
 def stop() -> None:
     raise StopIteration
 

@@ -14,6 +14,7 @@ from ultrascale.api.asked import read_keywords
 from ultrascale.api.extras import naming_extras
 from ultrascale.api.schemas.stamp import stamped
 from ultrascale.api.shown import Facts, figure, frame, html
+from ultrascale.config.rules.early import expect_processes
 from ultrascale.data.errors import DataError
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.rank_environment import told_world
@@ -220,6 +221,8 @@ def _check(options: SweepOptions) -> None:
         wrong.append(Problem("--minutes", f"must be a positive number, is {options.minutes}", "Such as 10."))
     if wrong:
         raise SpecError(wrong)
+    if not options.list:
+        expect_processes(options.processes or 1)
 
 
 def _store(place: str) -> Store:

@@ -24,6 +24,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from ultrascale.config.rules.early import expect_processes
 from ultrascale.config.rules.time_limits import GRACE_SECONDS, TORCHRUN_GRACE
 from ultrascale.description.units import count_of
 from ultrascale.heartbeat import Beat, read
@@ -96,8 +97,10 @@ def launch_local(
 
     `max_restarts`: without a new checkpoint in between, which `progress` names. `record` is given each failure as a row of the
     run's events. What the ranks of a hang left is copied into a folder of its own under `keep`. `grace`: seconds that ranks
-    have after a stop signal until they are killed. `worker`: the module that is one rank.
+    have after a stop signal until they are killed. `worker`: the module that is one rank. Raises SpecError for more processes
+    than one machine starts.
     """
+    expect_processes(num_processes)
     attempt = Attempt(run_toml, num_processes, worker_arguments, worker, grace, keep)
     with stop_signals_kept() as wishes:
         return _again_and_again(attempt, Budget(max_restarts), wishes, say, progress, record)
