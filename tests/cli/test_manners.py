@@ -101,7 +101,14 @@ def test_what_is_wrong_is_told_with_the_right_word(words, told, tmp_path, monkey
 @pytest.mark.parametrize(
     "words, head",
     [
-        (["plam"], "invalid arguments:\n\n  plam\n    there is no verb `plam`\n    -> Did you mean `plan`? The verbs are demo"),
+        (["plam"], "invalid arguments:\n\n  VERB\n    there is no verb `plam`\n    -> Did you mean `plan`? The verbs are demo"),
+        (["model"], "invalid arguments:\n\n  VERB\n    there is no verb `model`\n"),
+        (["data.x"], "invalid arguments:\n\n  VERB\n    there is no verb `data.x`\n"),
+        (["5"], "invalid arguments:\n\n  VERB\n    there is no verb `5`\n"),
+        (["generate", "5"], "invalid arguments:\n\n  5\n    is no folder\n"),
+        (["data", "model"], "invalid arguments:\n\n  VERB\n    there is no verb `data model`\n"),
+        (["checkpoint", "data"], "invalid arguments:\n\n  VERB\n    there is no verb `checkpoint data`\n"),
+        (["show", "optimizer"], "invalid arguments:\n\n  show\n    `optimizer` is neither a file nor something"),
         (["generate", "nowhere"], "invalid arguments:\n\n  nowhere\n    is no folder\n    -> "),
         (["plan", "nowhere.toml"], "invalid arguments:\n\n  nowhere.toml\n"),
         (["train", "run.toml", "--max-restarts", "-1"], "invalid arguments:\n\n  --max-restarts\n"),
@@ -140,6 +147,17 @@ def test_axes_that_plan_names_are_kept_by_who_else_takes_a_model():
     assert [list(asked[1] if len(asked) > 1 else asked[0].settings) for asked in found] == [words] * 3
 
 
+@pytest.mark.parametrize("verb", ["train run.toml", "measure speed run.toml", "sweep run.toml", "soak"])
+def test_more_processes_than_a_machine_starts_are_refused_and_leave_nothing(verb, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    prepared(tmp_path / "enough", 20_000)
+    small = "[batch]\nsequence_length = 8\nsequences_per_batch = 1000\n[layout]\nmicro_batch_size = 1\n"
+    (tmp_path / "run.toml").write_text(RUN.replace("nowhere", "enough") + small)
+    assert main([*verb.split(), "--processes", "1k"]) == 2
+    assert "--processes\n    must be at most 124 on one machine, is 1,000\n" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("events.jsonl"))
+
+
 def stop() -> None:
     raise StopIteration
 
@@ -150,6 +168,13 @@ def test_the_schedule_of_a_plan_keeps_its_axes_and_one_without_a_model_has_none(
     assert (found.num_ranks, found.num_micro_batches) == (4, 16)
     with pytest.raises(SpecError, match=r"--layout.pp: is a setting of a run.* or say --pp"):
         ultrascale.schedule("1f1b", layout={"pp": 4})
+
+
+@pytest.mark.parametrize("words", ["schedule", "schedule 1f1b", "schedule --pp 4", "schedules"])
+@pytest.mark.parametrize("flag", ["--schedule zb-v", "--layout.schedule=zb-v"])
+def test_a_schedule_given_as_a_setting_is_told_where_its_name_stands(words, flag, capsys):
+    assert main(["show", *words.split(), *flag.split()]) == 2
+    assert "Give --model and --gpus too, or give it as NAME of `show schedule`." in capsys.readouterr().err
 
 
 def test_functions_name_what_they_were_given():

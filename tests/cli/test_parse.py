@@ -17,6 +17,8 @@ from ultrascale.cli.terminal.parse import set_aside
         (["--compile", "false", "run.toml", "--rank", "1"], ["--compile", "false"]),
         (["--layout.sequence-parallel", "--cluster", "8xh100", "run.toml", "--rank", "1"],
          ["--layout.sequence-parallel", "--cluster", "8xh100"]),
+        (["--compile", "fasle", "--cluster", "8xh100", "run.toml", "--rank", "1"],
+         ["--compile", "fasle", "--cluster", "8xh100"]),
         (["--layout.unknown", "3", "run.toml", "--rank", "1"], ["--layout.unknown", "3"]),
         (["--model.preset", "tiny-llama", "run.toml", "--rank", "1"], ["--model.preset", "tiny-llama"]),
         (["run.toml", "--rank", "1", "--steps", "3"], []),
@@ -26,6 +28,13 @@ def test_settings_are_told_from_the_words_of_the_verb_wherever_they_stand(words:
     found, others = set_aside(words, own=("rank", "steps"))
     assert found == settings
     assert others == ["run.toml", "--rank", "1", *(["--steps", "3"] if "--steps" in words else [])]
+
+
+@pytest.mark.parametrize("word", ["gpipe", "interleaved", "run", "out", "node"])
+@pytest.mark.parametrize("after", [[], ["--rank", "1"]])
+def test_a_setting_that_is_on_or_off_leaves_the_verb_its_word(word: str, after: list[str]) -> None:
+    words = ["--layout.sequence-parallel", word, *after]
+    assert set_aside(words, own=("rank",)) == (words[:1], words[1:])
 
 
 @pytest.mark.parametrize("verb", ["plan", "check", "trace", "train", "show"])

@@ -148,14 +148,16 @@ def test_of_a_run_that_ends_before_its_first_save_no_checkpoint_is_promised(run_
     assert "stopped by SIGINT. Nothing is saved yet." in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("code, step, told", [(1, None, 0), (2, None, 0), (1, 3, 2)])
+@pytest.mark.parametrize(
+    "code, step, after, told", [(1, None, False, 0), (2, None, False, 0), (1, 3, False, 2), (1, None, True, 2)]
+)
 def test_what_restarts_have_cost_is_not_told_of_a_start_that_was_refused(
-    run_file, tmp_path, capsys, monkeypatch, code, step, told
+    run_file, tmp_path, capsys, monkeypatch, code, step, after, told
 ):
     events = [{"event": "failure", "time": 1.0, "cause": "no"}, {"event": "start", "time": 2.0, "step": 0}]
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
-    ending = Ending("rank 0 failed: no", exit_code=code, explained=True, step=step)
+    ending = Ending("rank 0 failed: no", exit_code=code, explained=True, step=step, after_failures=after)
     monkeypatch.setattr(local, "launch_local", lambda file, processes, **options: ending)
     assert train(run_file, "--processes", "2") == code
     assert len(capsys.readouterr().out.splitlines()) == told

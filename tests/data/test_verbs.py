@@ -99,7 +99,7 @@ def test_an_unknown_option_is_bad_usage(text):
 
 def test_no_verb_and_an_unknown_verb_are_bad_usage(capsys):
     assert [command([]), command(["--help"])] == [2, 0]
-    with pytest.raises(SpecError, match=r"preparing: is no verb of data\. Did you mean prepare"):
+    with pytest.raises(SpecError, match=r"there is no verb `data preparing`\. Did you mean prepare"):
         command(["preparing"])
 
 

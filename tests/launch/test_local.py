@@ -268,6 +268,19 @@ def test_what_the_ranks_refuse_before_any_step_is_no_failure_of_the_run(monkeypa
     assert [event["event"] for event in events] == ["failure"] * recorded
 
 
+@pytest.mark.parametrize("before", [at(KILLED, 50), FAILED])
+def test_what_the_ranks_refuse_after_an_attempt_that_failed_is_a_failure_too(monkeypatch, before):
+    endings, events = [before, WRONG], []
+    monkeypatch.setattr(local, "_launch_once", lambda *arguments: endings.pop(0))
+    found = launch_local("", 2, say=lambda text: None, record=events.append)
+    assert (found.reason, found.refused) == (WRONG.reason, False)
+    assert [(row["event"], row["step"], row["again"]) for row in events] == [
+        ("failure", before.step, True), ("failure", None, False),
+    ]  # fmt: skip
+    (restart,) = account_of([{"event": "start", "time": 0.0, "step": 40}, *events]).restarts
+    assert restart.failed_step == (before.step or 0)
+
+
 def count_no_step(patch: pytest.MonkeyPatch) -> None:
     """The bug: where a run fails does not matter, only how often."""
     patch.setattr(restarts, "MOST_AT_A_STEP", sys.maxsize)

@@ -181,6 +181,7 @@ def test_the_command_prints_times_and_bandwidths(tmp_path, capfd):
     [
         ([], "--processes"),
         (["--processes", "1"], "must be at least 2"),
+        (["--processes", "1k"], "must be at most 124 on one machine, is 1,000"),
         (["--processes", "2", "--kinds", "all_scatter"], "all_scatter"),
         (["--processes", "2", "--groups", "2"], "SIZE:STRIDE"),
         (["--processes", "2", "--machine", "2xnothing"], "2xnothing"),

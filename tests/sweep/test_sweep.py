@@ -287,6 +287,23 @@ def test_the_fastest_comes_first_and_failures_are_rows_too(run, tmp_path):
     assert best_by(ZERO, other, placed, again, fastest_first(again)) == [["OOM"], [50.0]]
 
 
+def test_what_was_measured_is_reported_though_the_last_cell_cannot_start(run, tmp_path, monkeypatch, capfd):
+    """A sweep that finds its data gone, and has a result already; without one it says so and measures nothing."""
+    words = ["sweep", f"{run.folder}/run.toml", "--layout.zero-stage", "0,3", "--data.sources", str(tmp_path / "nowhere")]
+    words += ["--steps", "1", "--warm", "1", "--out", str(tmp_path / "out"), "--json"]
+    _instead(monkeypatch, "print('no data'); raise SystemExit(1)")
+    assert main(words) == 2
+    assert not (tmp_path / "out" / "results.csv").exists()
+    (first,) = (tmp_path / "out" / "cells").glob("*zero_stage0*")
+    _measured(Place(Cell({ZERO.key: "0"}, run), run, first), 1.0, 2.0)
+    capfd.readouterr()
+    assert main(words) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert [one["values"][ZERO.key] for one in told["measured"]] == ["0"]
+    assert [(one["values"][ZERO.key], one["text"]) for one in told["failed"]] == [("3", "no data")]
+    assert len((tmp_path / "out" / "results.csv").read_text().splitlines()) == 3
+
+
 def test_a_machine_whose_file_was_changed_is_planned_for_anew(run, tmp_path):
     file = tmp_path / "ours.toml"
     places = []

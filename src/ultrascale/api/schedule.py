@@ -260,6 +260,7 @@ def answer(options: ScheduleOptions, settings: Sequence[str] = ()) -> Schedule |
         for key, value in given.items() if value is not None and value < 1
     ]  # fmt: skip
     if not options.name and options.model is None:
+        _expect_no_settings([word for word in settings if _key(word) == "layout.schedule"])
         remedy = f"Take {', '.join(SCHEDULES)}, or a .csv or .json file."
         problems.append(Problem("NAME", "which schedule is missing", remedy))
     if problems:
@@ -299,11 +300,16 @@ def _of_a_plan(options: ScheduleOptions, settings: Sequence[str]) -> ScheduleOpt
 
 def _expect_no_settings(settings: Sequence[str]) -> None:
     if settings:
-        flag = settings[0].partition("=")[0]
-        last = flag.rpartition(".")[2].replace("_", "-")
-        own = f"say --{last}" if last.replace("-", "_") in ScheduleOptions.__dataclass_fields__ else "leave it out"
+        flag, key = settings[0].partition("=")[0], _key(settings[0])
+        last = key.rpartition(".")[2]
+        own = f"say --{last.replace('_', '-')}" if last in ScheduleOptions.__dataclass_fields__ else "leave it out"
+        own = "give it as NAME of `show schedule`" if key == "layout.schedule" else own
         rule = "is a setting of a run, and no model says of which"
         raise SpecError([Problem(flag, rule, f"Give --model and --gpus too, or {own}.")])
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].removeprefix("--").replace("-", "_")
 
 
 def play_all(options: ScheduleOptions, settings: Sequence[str] = ()) -> Schedules:

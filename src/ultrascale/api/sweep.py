@@ -14,6 +14,7 @@ from ultrascale.api.asked import read_keywords
 from ultrascale.api.extras import naming_extras
 from ultrascale.api.schemas.stamp import stamped
 from ultrascale.api.shown import Facts, figure, frame, html
+from ultrascale.config.rules.early import expect_processes
 from ultrascale.data.errors import DataError
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.rank_environment import told_world
@@ -220,6 +221,8 @@ def _check(options: SweepOptions) -> None:
         wrong.append(Problem("--minutes", f"must be a positive number, is {options.minutes}", "Such as 10."))
     if wrong:
         raise SpecError(wrong)
+    if not options.list:
+        expect_processes(options.processes or 1)
 
 
 def _store(place: str) -> Store:
@@ -236,8 +239,9 @@ def _measure(places: Sequence[Place], options: SweepOptions, shared: SharedCells
             shared.send(place)
         done(place)
 
+    if all(place.result is None for place in places):  # else there is a report to make, beside which cells fail one by one
+        _expect_one_startable([place for place in places if place.failure is None])
     todo = places if shared is None else shared.brought(places)
-    _expect_one_startable([place for place in todo if place.result is None and place.failure is None])
     measure_cells(todo, steps=options.steps, warm=options.warm, limit_seconds=60 * options.minutes, done=both)
 
 

@@ -43,7 +43,7 @@ def command(arguments: list[str]) -> int:
     if arguments[0] not in verbs:
         near = get_close_matches(arguments[0], verbs, n=1, cutoff=0.5)
         remedy = f"Did you mean {near[0]}?" if near else f"Say one of {', '.join(verbs)}."
-        raise SpecError([Problem(arguments[0], "is no verb of data", remedy)])
+        raise SpecError([Problem("VERB", f"there is no verb `data {arguments[0]}`", remedy)])
     from ultrascale.data.errors import DataError
 
     verb = verbs[arguments[0]]

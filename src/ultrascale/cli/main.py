@@ -145,9 +145,9 @@ def _is_configured(problem: Problem) -> bool:
     """True if the problem is about a value of a run's description, and not a word of the command."""
     from ultrascale.config.schema import STAND_INS, leaves, sections
 
-    key, in_line = problem.key.partition("[")[0], problem.key.rpartition(":")[2].isdigit()
+    key, (_, colon, line) = problem.key.partition("[")[0], problem.key.rpartition(":")
     is_key = key in leaves() or key in STAND_INS or not {key, key.partition(".")[0]}.isdisjoint(sections())
-    return is_key or in_line or problem.where != ""
+    return is_key or (colon != "" and line.isdigit()) or problem.where != ""
 
 
 def unknown_verb(word: str) -> SpecError:
@@ -157,7 +157,7 @@ def unknown_verb(word: str) -> SpecError:
     close = get_close_matches(word, VERBS, n=1, cutoff=0.5)
     hint = f"Did you mean `{close[0]}`? " if close else ""
     verbs = f"The verbs are {', '.join(VERBS)}; `ultrascale --help` says what each does."
-    return SpecError([Problem(word, f"there is no verb `{word}`", f"{hint}{verbs}")])
+    return SpecError([Problem("VERB", f"there is no verb `{word}`", f"{hint}{verbs}")])
 
 
 def say(message: str) -> None:

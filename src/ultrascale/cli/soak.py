@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ultrascale.api.schemas.stamp import stamped
 from ultrascale.cli.terminal.parse import parse
+from ultrascale.config.rules.early import expect_processes
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.launch.restarts import told_goodput
 
@@ -54,6 +55,7 @@ def command(arguments: list[str]) -> int:
     processes, minutes, count, faults, seed, folder, torchrun, as_json = parse(soak, "soak", arguments)
     if processes < 2 or processes % 2:
         raise SpecError([Problem("--processes", f"must be even, is {processes}", "Use 2 or 4.")])
+    expect_processes(processes)
     if not (isfinite(minutes) and minutes > 0) or (count is not None and count < 1):
         raise SpecError([Problem("--minutes, --count", "must be above 0 and finite", "One minute is about six faults.")])
     from ultrascale.soak.storm import KINDS

@@ -18,6 +18,7 @@ from ultrascale import console
 from ultrascale.api.schemas.stamp import stamped
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.config.resolve import resolve, to_toml
+from ultrascale.config.rules.early import expect_processes
 from ultrascale.config.rules.time_limits import grace_seconds
 from ultrascale.config.usual import usual
 from ultrascale.description.problems import Problem, SpecError
@@ -192,6 +193,8 @@ def _launch(run: Run, max_restarts: int, flags: tuple[str, ...], island: int | N
     from ultrascale.launch.restarts import read_account, summary
 
     where_they_meet(run, island)
+    num_processes = run.num_processes if island is None else run.layout.world_size
+    expect_processes(num_processes)
 
     def say(text: str) -> None:
         say_plainly(text if island is None else f"island {island}: {text}")
@@ -199,7 +202,7 @@ def _launch(run: Run, max_restarts: int, flags: tuple[str, ...], island: int | N
     with RunFolder.of(of_own_island(run, island)).commanded() as folder:
         ending = launch_local(
             to_toml(run),
-            run.num_processes if island is None else run.layout.world_size,
+            num_processes,
             worker_arguments=flags if island is None else (*flags, "--island", str(island)),
             max_restarts=max_restarts,
             say=say,

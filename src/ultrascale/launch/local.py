@@ -24,6 +24,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from ultrascale.config.rules.early import expect_processes
 from ultrascale.config.rules.time_limits import GRACE_SECONDS, TORCHRUN_GRACE
 from ultrascale.description.units import count_of
 from ultrascale.heartbeat import Beat, read
@@ -68,12 +69,14 @@ class Ending:
     """The one that failed first, or hung."""
     step: int | None = None
     """Steps done when it failed; None before any was begun."""
+    after_failures: bool = False
+    """An earlier attempt of the same command has failed."""
 
     @property
     def refused(self) -> bool:
-        """A rank has said what is wrong before any began a step, such as a description or data that do not fit: the run has
-        neither failed nor lost anything."""
-        return self.explained and self.step is None
+        """A rank has said what is wrong before any attempt began a step or failed, such as a description or data that do not
+        fit: the run has neither failed nor lost anything."""
+        return self.explained and self.step is None and not self.after_failures
 
 
 def launch_local(
@@ -94,8 +97,10 @@ def launch_local(
 
     `max_restarts`: without a new checkpoint in between, which `progress` names. `record` is given each failure as a row of the
     run's events. What the ranks of a hang left is copied into a folder of its own under `keep`. `grace`: seconds that ranks
-    have after a stop signal until they are killed. `worker`: the module that is one rank.
+    have after a stop signal until they are killed. `worker`: the module that is one rank. Raises SpecError for more processes
+    than one machine starts.
     """
+    expect_processes(num_processes)
     attempt = Attempt(run_toml, num_processes, worker_arguments, worker, grace, keep)
     with stop_signals_kept() as wishes:
         return _again_and_again(attempt, Budget(max_restarts), wishes, say, progress, record)
@@ -117,9 +122,10 @@ def _again_and_again(
     attempt: Attempt, budget: Budget, wishes: Wishes,
     say: Callable[[str], None], progress: Callable[[], str], record: Callable[[dict[str, Any]], None],
 ) -> Ending:  # fmt: skip
-    ending = Ending("")
+    before = Ending("")
     while True:
-        ending = _between(wishes.first, ending) if wishes.first is not None else _tried(attempt, wishes)
+        ending = _between(wishes.first, before) if wishes.first is not None else _tried(attempt, wishes)
+        ending = replace(ending, after_failures=before.reason != "")
         wishes.are_kept = True
         if not ending.reason or ending.saved:
             return ending
@@ -133,6 +139,7 @@ def _again_and_again(
         if refusal:
             return replace(ending, reason=f"{ending.reason}. {refusal}")
         say(f"{ending.reason}; starting again from the newest checkpoint ({count_of(budget.left + 1, 'restart')} left)")
+        before = ending
 
 
 def _tried(attempt: Attempt, wishes: Wishes) -> Ending:

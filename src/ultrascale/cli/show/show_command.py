@@ -112,7 +112,7 @@ def _expect_known(what: str) -> None:
         return
     near = [OTHER_WORDS[what]] if what in OTHER_WORDS else get_close_matches(what, SHOWN, n=1)
     remedy = f"Did you mean `ultrascale show {near[0]}`?" if near else f"Give a run's TOML file, or one of {', '.join(SHOWN)}."
-    raise SpecError([Problem(what, "is neither a file nor something that can be shown", remedy)])
+    raise SpecError([Problem("show", f"`{what}` is neither a file nor something that can be shown", remedy)])
 
 
 def _expect_schedule(run: Run) -> None:

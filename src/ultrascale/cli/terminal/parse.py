@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from difflib import get_close_matches
 from inspect import getdoc, signature
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ultrascale.cli.terminal.words import read_words
+from ultrascale.cli.terminal.words import ALIKE, read_words
 from ultrascale.config.schema import STAND_INS, leaves, unknown_key
 from ultrascale.description.problems import SpecError
 
 T = TypeVar("T")
 SWITCHED = ("true", "false", "yes", "no", "on", "off", "1", "0")
 """Words accepted for a setting that is on or off; which of them it takes is checked where it is read."""
+MEANT = (*SWITCHED, "enabled", "disabled", "maybe")
+"""Words that say so, or were meant to, and those that are like them."""
 
 
 def parse(
@@ -112,8 +115,10 @@ def set_aside(
 
 
 def _switches(word: str, following: str = "--") -> bool:
-    """True if `word` says whether a setting is on, or was meant to: a mere word before a flag or the end, that names no run."""
-    meant = word.isalpha() and following.startswith("--") and not Path(word).exists()
+    """True if `word` says whether a setting is on, or was meant to: nearly one of `MEANT`, before a flag or the end, that is no
+    file."""
+    is_last = following.startswith("--") and not Path(word).exists()
+    meant = is_last and word.isalpha() and get_close_matches(word.lower(), MEANT, n=1, cutoff=ALIKE) != []
     return word.lower() in SWITCHED or meant
 
 

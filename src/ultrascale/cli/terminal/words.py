@@ -78,10 +78,10 @@ def _chosen(verbs: tuple[Any, ...], name: str, words: list[str]) -> tuple[Any, l
     by_word = {one.__name__.lower(): one for one in verbs}
     word = words[0] if words else ""
     if word not in by_word:
-        rule = f"is no verb of {name}" if word else f"is missing: {name} does several things"
+        rule = f"there is no verb `{name} {word}`" if word else f"is missing: {name} does several things"
         near = get_close_matches(word, by_word, n=1)
         remedy = f"Did you mean {near[0]}?" if near else f"Say one of {', '.join(by_word)}."
-        raise SpecError([Problem(word or "VERB", rule, remedy)])
+        raise SpecError([Problem("VERB", rule, remedy)])
     return read_words(by_word[word], f"{name} {word}", words[1:], positional={})
 
 

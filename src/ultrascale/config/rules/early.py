@@ -11,6 +11,8 @@ from ultrascale.description.run import Run
 
 GPU_FILES = ("nvidia[0-9]*", "nvidiactl", "kfd", "dxg")
 """File patterns under /dev that a GPU's driver makes: NVIDIA's, AMD's, and that of the Windows Subsystem for Linux."""
+MOST_PROCESSES = 124
+"""Most processes that one command starts here: torch hands each a pipe of every one, and Linux passes on 253 ends at once."""
 _STORE = re.compile(r"[a-z][a-z0-9+.-]*:/")
 """Beginning of a URL; what is in a store is asked for by the ranks."""
 _CHECKPOINT = re.compile(r"\.?step-\d{8,18}.*")
@@ -26,6 +28,13 @@ def device_problems(device: str, *, key: str = "device") -> Iterator[Problem]:
     if device == "cuda" and not sees_gpu():
         rule = "asks for CUDA, but this machine shows no GPU: /dev has no file of a driver"
         yield Problem(key, rule, "Use the device cpu; `ultrascale doctor` says more.")
+
+
+def expect_processes(count: int) -> None:
+    """Raise SpecError if `count` is more processes than are started on one machine."""
+    if count > MOST_PROCESSES:
+        rule = f"must be at most {MOST_PROCESSES} on one machine, is {count:,}"
+        raise SpecError([Problem("--processes", rule, "Take fewer, or start them on several machines, by torchrun.")])
 
 
 def expect_ready(run: Run) -> None:
