@@ -28,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 define installed-as-locked
 $(if $(LOCK),sed -n 's/^\([^ #]*==[^ +]*\).*/\1/p' $(LOCK) >.venv/constraints.txt && \
 	$(pip) install --quiet $(PIP_FLAGS) --constraint .venv/constraints.txt $(1) || { \
-	echo "pip could not install the releases of $(LOCK), as said above. Trying the newest." >&2; \
+	echo "pip could not install the releases of $(LOCK) (see above). Trying the newest." >&2; \
 	$(pip) install --quiet $(PIP_FLAGS) $(1); },$(pip) install --quiet --upgrade $(PIP_FLAGS) $(1))
 endef
 
