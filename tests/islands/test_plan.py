@@ -91,7 +91,8 @@ def test_islands_are_written_and_read_again() -> None:
     ({"islands.count": 2, "islands.fragments": 9}, "islands.fragments must be at most the model's 2 layers, is 9"),
     ({"islands.count": 2, "faults.on_anomaly": "rewind"}, "faults.on_anomaly is rewind, but an island that goes back alone"),
     ({"islands.count": 2, "islands.outer.lr": 0.0}, "islands.outer.lr must be above 0 and at most 10, is 0"),
-    ({"islands.count": 0}, "islands.count must be from 1 to 1024, is 0"),
+    ({"islands.count": 0}, "islands.count must be at least 1, is 0"),
+    ({"islands.count": 2000}, "islands.count must be from 1 to 1024, is 2000"),
     ({"islands.outer.momentum": 1.0}, "islands.outer.momentum must be at least 0 and below 1, is 1.0"),
     ({"islands.dtype": "int2"}, "islands.dtype must be one of 'fp32', 'bf16', 'int8', 'int4', is 'int2'"),
 ])  # fmt: skip
