@@ -80,7 +80,7 @@ def build(folder: Path, parts: Path | None) -> str:
     (folder / "index.html").write_text(page, encoding="utf-8")
     (folder / "controls.json").write_text(json.dumps(controls_json()), encoding="utf-8")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    slow = "" if _compiles() else " Built by Python 3.11 it would start in half the time."
+    slow = "" if _compiles() else " Built by Python 3.11 it would start faster."
     return f"wrote {folder}: {size / 1e6:.1f} MB. Serve it with any web server, such as python -m http.server -d {folder}{slow}"
 
 
