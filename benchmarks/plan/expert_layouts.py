@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ultrascale.description.layout import Layout
-from ultrascale.plan.search.search import needed_bytes, risk, search
+from ultrascale.plan.search.search import risk, search
 from ultrascale.plan.time.price import Prediction, predict
 from ultrascale.plan.view.search_view import layout_words
 from ultrascale.validation.predict import RowPrediction, predict_rows
@@ -66,7 +66,7 @@ class Judged:
     @property
     def used_share(self) -> float:
         """Of the device's memory, predicted."""
-        return float(needed_bytes(self.expert.memory)) / float(self.expert.memory.capacity)
+        return float(self.expert.memory.needed) / float(self.expert.memory.capacity)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from ultrascale.config.rules.trainable import untrainable
 from ultrascale.description.units import count_of, format_bytes, format_seconds
 from ultrascale.plan.report import step_interval
 from ultrascale.plan.search.explain import binding, marginals
-from ultrascale.plan.search.search import TIE, SearchResult, distinct, needed_bytes
+from ultrascale.plan.search.search import TIE, SearchResult, distinct
 from ultrascale.plan.time.price import Prediction
 from ultrascale.plan.view.search_view import batch_words, layout_words, no_layout_fits
 
@@ -35,15 +35,15 @@ def _front(result: SearchResult) -> list[Prediction]:
     """The front, with what is known better of the ranked: those are played action by action, and their memory is replayed."""
     known = {one.layout: one for one in (*result.front, *result.ranked)}.values()
     front, least = [], float("inf")
-    for one in sorted(known, key=lambda one: (one.step_seconds, float(needed_bytes(one.memory)))):
-        need = float(needed_bytes(one.memory))
+    for one in sorted(known, key=lambda one: (one.step_seconds, float(one.memory.needed))):
+        need = float(one.memory.needed)
         if need < least:
             front, least = [*front, one], need
     return front
 
 
 def _row(one: Prediction, result: SearchResult, *, ours: bool) -> dict[str, Any]:
-    need, memory = float(needed_bytes(one.memory)), one.memory
+    need, memory = float(one.memory.needed), one.memory
     low, high = step_interval(one)
     headroom = float(memory.headroom)
     layout = one.layout

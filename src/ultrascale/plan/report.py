@@ -73,11 +73,11 @@ class RunPlan:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes of device memory in use: with what the allocator caches and what lies outside torch, where a prediction
-        counts them."""
+        """Bytes of device memory that must be there: with what the allocator cannot give back and what lies outside torch,
+        where a prediction counts them."""
         if self.prediction is None:
             return self.peak_bytes
-        return round(float(self.prediction.memory.reserved + self.prediction.memory.outside))
+        return round(float(self.prediction.memory.needed))
 
     @property
     def fits(self) -> bool:
@@ -296,7 +296,9 @@ def plan_run(
     capacity = int(cluster.accelerator.memory_bytes.value)
     reserve = round(capacity * RESERVE_FRACTION[device]) + RESERVE_BYTES[device]
     if prediction is not None:
-        reserve = round(capacity - float(prediction.memory.usable + prediction.memory.outside))
+        from ultrascale.plan.columns.footprint import MARGIN  # NumPy comes with the prediction
+
+        reserve = round(capacity * MARGIN)
     return RunPlan(run, cluster, stack, memory, prediction, capacity, reserve)
 
 

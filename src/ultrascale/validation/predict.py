@@ -118,7 +118,7 @@ class _Prices(NamedTuple):
     step_seconds: np.ndarray
     fits: np.ndarray
     runs: np.ndarray
-    """True where all that is reserved is below the device's memory, without headroom: a row was run."""
+    """True where what is needed is below the device's memory, without headroom: a row was run."""
     reserved: np.ndarray
 
 
@@ -130,7 +130,7 @@ def _priced(workload: Workload, layouts: Sequence[Layout], constants: Constants)
         if len(index):
             found = price(workload, LayoutTable.of(layouts[int(row)] for row in index), constants)
             memory = found.memory
-            runs = memory.reserved + memory.outside <= memory.capacity
+            runs = memory.needed <= memory.capacity
             columns[:, index] = found.step_seconds, found.fits, runs, memory.reserved
     return _Prices(columns[0], columns[1] > 0, columns[2] > 0, columns[3])
 

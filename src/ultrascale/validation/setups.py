@@ -36,7 +36,13 @@ from ultrascale.validation.cells.machines import cluster_of
 from ultrascale.validation.cells.models import UnrepresentableError, UnrunnableError, fill_playbook, model_of
 from ultrascale.validation.cells.programs import TUNING, Program, Tuning, program_of_row
 from ultrascale.validation.cells.stated import with_stated
-from ultrascale.validation.cells.words import RECOMPUTE_WORDS, out_of_range, read_otherwise, zero_stage_of
+from ultrascale.validation.cells.words import (
+    MODULES_IN_PROSE,
+    RECOMPUTE_WORDS,
+    out_of_range,
+    read_otherwise,
+    zero_stage_of,
+)
 from ultrascale.validation.rows import Asked
 from ultrascale.work.kept import available_modules
 
@@ -315,8 +321,9 @@ def _recompute(asked: Asked, program: Program, model: Model) -> tuple[str, ...]:
 
 def _modules(asked: Asked, stack: Stack, model: Model) -> str:
     """The modules that a selective row names, of those that its trainer can name and its model has; nothing without any."""
-    words = re.findall(r"[a-z_]+", asked.recompute_detail.lower()) if asked.recompute.lower() == "selective" else ()
-    named = {str(SPELLINGS.get(word, word)) for word in words} & {*abilities(stack).modules} & {*available_modules(model)}
+    words = re.findall(r"[a-z_-]+", asked.recompute_detail.lower()) if asked.recompute.lower() == "selective" else ()
+    named = {(MODULES_IN_PROSE | SPELLINGS).get(word, word) for word in words}
+    named &= {*abilities(stack).modules} & {*available_modules(model)}
     return modules_name(named) if named else ""
 
 

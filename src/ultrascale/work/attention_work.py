@@ -37,7 +37,7 @@ def attention_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
         result, num_bytes = "attended_copy", _attended_bytes(model, shape)
         back += (Op("self_attn.copy", "elementwise", ("attended",), (Activation(result, num_bytes),),
                     moved_bytes=2 * num_bytes, backward_moved_bytes=2 * num_bytes),)  # fmt: skip
-    saved, source = local_source(shape, result, width, shape.num_tokens)
+    saved, source = local_source(shape, result, width, shape.num_tokens, again=shape.kernels.rounds_again)
     out = row_linear(
         shape, "self_attn.o_proj", source, "attention_out", width, model.hidden_size, bias=model.attention_output_bias
     )

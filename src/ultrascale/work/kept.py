@@ -43,6 +43,11 @@ all, so that trainer, trace and plan agree on any machine."""
 
 _GATE_AND_UP = ("gate_proj", "up_proj", "gate_up_proj")
 _ACTIVATIONS = ("swiglu", "gelu", "silu", "multiply")
+_ROUNDED_WITH = {
+    "attention_in.quantise": ("norm", "input_layernorm"), "mlp_in.quantise": ("norm", "post_attention_layernorm"),
+    "expert_product.quantise": ("moe_act", "mlp.experts"),
+}  # fmt: skip
+"""Megatron's: what is rounded once more behind a module that is made again, by module and region."""
 _AROUND_CORE = ("_repeat", "_swapped", ".swap_back")
 
 
@@ -182,26 +187,30 @@ def saved_bytes(ops: Sequence[Op], some: Sequence[Region]) -> int:
     return sum(sizes.get(name, 0) for name in dropped) - sum(sizes.get(name, 0) for name in new)
 
 
-def regions(ops: tuple[Op, ...], modules: Collection[str], *, keeps_attended: bool = False) -> tuple[Region, ...]:
-    """Regions of a block's operations that are computed again where `modules` are named. `keeps_attended`: attention's core is
-    its kernel alone, and what that made stays, for the projection behind it reads it; else (ours) what swaps or repeats heads
-    around it is of it, and its result goes too."""
-    return _regions(ops, frozenset(modules), keeps_attended) if modules else ()
+def regions(ops: tuple[Op, ...], modules: Collection[str], *, as_megatron: bool = False) -> tuple[Region, ...]:
+    """Regions of a block's operations that are computed again where `modules` are named. `as_megatron`: attention's core is
+    its kernel alone, and what that made stays, for the projection behind it reads it, and what a product reads of a module is
+    rounded with it; else (ours) what swaps or repeats heads around the core is of it, its result goes too, and what products
+    read is kept as they rounded it."""
+    return _regions(ops, frozenset(modules), as_megatron) if modules else ()
 
 
 @lru_cache(maxsize=8192)
-def _regions(ops: tuple[Op, ...], modules: frozenset[str], keeps_attended: bool) -> tuple[Region, ...]:
+def _regions(ops: tuple[Op, ...], modules: frozenset[str], as_megatron: bool) -> tuple[Region, ...]:
     places = {op.name: index for index, op in enumerate(ops)}
     after = places["post_attention_layernorm"]
     is_moe, is_alone = "mlp.choose" in places, "mlp.whole" not in places
     groups: dict[tuple[str, str], list[Op]] = {}
     for index, op in enumerate(ops):
-        around = keeps_attended and op.kind != "attention" and op.name.endswith(_AROUND_CORE)
-        if not around and (place := _place(op, modules, is_moe=is_moe, in_mlp=index > after)) is not None:
+        around = as_megatron and op.kind != "attention" and op.name.endswith(_AROUND_CORE)
+        rounded = _ROUNDED_WITH.get(op.name) if as_megatron else None
+        if rounded is not None and rounded[0] in modules:
+            groups.setdefault(rounded, []).append(op)
+        elif not around and (place := _place(op, modules, is_moe=is_moe, in_mlp=index > after)) is not None:
             groups.setdefault(place, []).append(op)
         elif "moe_permute" in modules and op.name == "mlp.permute" and op.makes[0].name == "expert_in" and is_alone:
             groups["moe_permute", ""] = [_without_order(op)]
-    found = [_region(module, tuple(own), ops, keeps_attended) for (module, _), own in groups.items()]
+    found = [_region(module, tuple(own), ops, as_megatron) for (module, _), own in groups.items()]
     return tuple(region for region in found if region.drops)
 
 
@@ -241,13 +250,13 @@ def _half_of_latents(op: Op) -> str:
     return "keys" if in_keys or op.name.startswith("kv_narrow.") else ""
 
 
-def _region(module: str, own: tuple[Op, ...], ops: tuple[Op, ...], keeps_attended: bool) -> Region:
+def _region(module: str, own: tuple[Op, ...], ops: tuple[Op, ...], as_megatron: bool) -> Region:
     made = {one.name for op in own for one in op.makes}
     names = {op.name for op in own}
     outside = {name for op in ops if op.name not in names for name in op.saves}
     read = {name for op in own for name in op.saves}
     drops = made & (outside | read)
-    if module == "core_attn" and keeps_attended:
+    if module == "core_attn" and as_megatron:
         drops -= outside
     if module == "mla_up_proj" and own[0].name != "self_attn.kv_b_proj":
         own, drops = _with_rotary(own, ops, drops)
@@ -347,7 +356,7 @@ def kept_bytes_by_kind(
         if again.whole:
             saved = {}
         elif again.modules:
-            some = regions(ops, again.modules, keeps_attended=selective != "modules")
+            some = regions(ops, again.modules, as_megatron=selective != "modules")
             dropped = {name for region in some for name in region.drops}
             saved |= dict.fromkeys(name for region in some for name in region.reads if name in made)
             saved = {name: None for name in saved if name not in dropped}

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import NARROW
 from ultrascale.work.op_builders import (
     FP8_BYTES,
     Source,
@@ -22,6 +23,7 @@ from ultrascale.work.op_builders import (
     in_own_fp8,
     linear,
     local_source,
+    narrow_bytes,
     row_linear,
     row_scales,
 )
@@ -70,7 +72,7 @@ def _dense(model: Model, shape: Shape, block: str, width: int, read: str, make: 
             for index, name in enumerate(names)
         ]  # fmt: skip
     ops += _activate(model, shape, block, tuple(prefix + name for name in names), f"{prefix}product", shape.num_tokens * f)
-    saved, source = local_source(shape, f"{prefix}product", f, shape.num_tokens, cheap=True)
+    saved, source = _activated_source(model, shape, f"{prefix}product", f, shape.num_tokens)
     down = row_linear(shape, f"{block}.down_proj", source, make, f, d, bias=bias)
     made = (f"{prefix}{name}" for name in names)
     return (*ops, *saved, *held_to_the_end(down, (read, *made, f"{prefix}product")))
@@ -106,6 +108,14 @@ def _activate(
     """act(gate) * up, or act(up), `elements` of them. `extra`: what else scales the result, and is saved for it."""
     a = shape.itemsize
     product = Activation(make, elements * a)
+    if _keeps_narrow_gates(model, shape):
+        kept = tuple(Activation(f"{name}_kept", narrow_bytes(shape, 2 * elements // len(reads))) for name in reads)
+        names, size = tuple(one.name for one in kept), sum(one.num_bytes for one in kept)
+        return [
+            Op(f"{block}.swiglu", "elementwise", (*reads, *extra), (product, *kept), (*names, *extra),
+               backward_scratch_bytes=3 * product.num_bytes, moved_bytes=3 * elements * a + size,
+               backward_moved_bytes=6 * elements * a + size)
+        ]  # fmt: skip
     fused_name = f"{block}.swiglu" if model.gated_mlp else f"{block}.gelu"
     if not model.gated_mlp:
         return [Op(fused_name, "elementwise", (*reads, *extra), (product,), (*reads, *extra), moved_bytes=2 * elements * a,
@@ -126,6 +136,18 @@ def _activate(
         Op(f"{block}.multiply", "elementwise", (activated.name, up, *extra), (product,), (activated.name, up, *extra),
            moved_bytes=3 * elements * a, backward_moved_bytes=6 * elements * a),
     ]  # fmt: skip
+
+
+def _keeps_narrow_gates(model: Model, shape: Shape) -> bool:
+    return shape.kernels.keeps_narrow_gates and shape.precision in NARROW and model.gated_mlp
+
+
+def _activated_source(model: Model, shape: Shape, read: str, width: int, num_tokens: int) -> tuple[tuple[Op, ...], Source]:
+    """Source of the product of what `_activate` makes; a compiler would make it again."""
+    ops, source = local_source(shape, read, width, num_tokens, cheap=True)
+    if _keeps_narrow_gates(model, shape):
+        source = source._replace(saved=(), again_bytes=num_tokens * width * shape.itemsize)
+    return ops, source
 
 
 def _experts(model: Model, shape: Shape, make: str) -> tuple[Op, ...]:
@@ -264,7 +286,7 @@ def _grouped(model: Model, shape: Shape, tokens: int, local: int, f: int) -> lis
         reads = tuple(f"expert_{name}" for name in names)
     weighed = ("scores",) if shape.kernels.weighs_before_combining else ()
     activated = _activate(model, shape, "mlp.experts", reads, "expert_product", tokens * f, extra=weighed)
-    narrow, down = local_source(shape, "expert_product", f, tokens, cheap=True)
+    narrow, down = _activated_source(model, shape, "expert_product", f, tokens)
     of_down = row_scales(shape, "expert_tp", tokens, local, d)
     last = grouped("down", down, "expert_out", f, d, ("down",), of_down)
     return [*saved, *ops, *activated, *narrow, *held_to_the_end((last,), ("expert_in", *reads, "expert_product"))]

@@ -160,15 +160,18 @@ def narrow_bytes(shape: Shape, elements: int) -> int:
     return ceil(elements * NARROW[shape.precision])
 
 
-def local_source(shape: Shape, read: str, width: int, num_tokens: int, *, cheap: bool = False) -> tuple[tuple[Op, ...], Source]:
-    """Source of a product whose input is on this rank already, and its operations. `cheap`: a compiler would make it again."""
+def local_source(
+    shape: Shape, read: str, width: int, num_tokens: int, *, cheap: bool = False, again: bool = False
+) -> tuple[tuple[Op, ...], Source]:
+    """Source of a product whose input is on this rank already, and its operations. `cheap`: a compiler would make it again.
+    `again`: it is kept as it is, and rounded again."""
     num_bytes = num_tokens * width * shape.itemsize
     if shape.precision in NARROW:
         narrow = Activation(f"{read}_fp8", narrow_bytes(shape, num_tokens * width))
         quotient = num_tokens * width * shape.wide_itemsize if shape.kernels.own_fp8 else 0
         op = Op(f"{read}.quantise", "elementwise", (), (narrow,), moved_bytes=num_bytes + narrow.num_bytes,
                 scratch_bytes=quotient)  # fmt: skip
-        return (op,), Source(read, (narrow.name,))
+        return (op,), Source(read, (read,), narrow.num_bytes) if again else Source(read, (narrow.name,))
     if cheap and shape.kernels.compiled:
         return (), Source(read, (), num_bytes)
     return (), Source(read, (read,))

@@ -326,10 +326,8 @@ def _plain(value: Any) -> Any:
 
 
 def _prediction_row(number: int, one: Prediction) -> Facts:
-    from ultrascale.plan.search.search import needed_bytes
-
     low, high = step_interval(one)
-    needed, headroom = round(float(needed_bytes(one.memory))), round(float(one.memory.headroom))
+    needed, headroom = round(float(one.memory.needed)), round(float(one.memory.headroom))
     numbers = {
         "rank": number, "step_seconds": one.step_seconds, "step_seconds_low": low, "step_seconds_high": high, "mfu": one.mfu(),
         "tokens_per_second": one.tokens_per_second, "needed_bytes": needed, "headroom_bytes": headroom,
@@ -339,9 +337,7 @@ def _prediction_row(number: int, one: Prediction) -> Facts:
 
 
 def _ranking_words(number: int, one: Prediction) -> Facts:
-    from ultrascale.plan.search.search import needed_bytes
-
-    memory = format_bytes(float(needed_bytes(one.memory)))
+    memory = format_bytes(float(one.memory.needed))
     words = _layout_words(one.layout, one.num_micro_batches)
     return {"": number, "step": format_seconds(one.step_seconds), "MFU": f"{one.mfu():.1%}", "memory": memory, "layout": words}
 

@@ -62,6 +62,11 @@ class Kernels:
     (ours)."""
     masks_in_kernel: bool = False
     """The attention kernel knows documents and windows by itself; else they take a mask, and the full square is computed."""
+    rounds_again: bool = False
+    """In 8 bits and fewer the output projection keeps attention's result as the kernel does, and rounds it once more backward
+    (Transformer Engine's save_original_input); else both forms are kept."""
+    keeps_narrow_gates: bool = False
+    """In 8 bits and fewer SwiGLU keeps its inputs rounded, and its result is made again from them (DeepSeek-V3)."""
     drops_unseen_keys: bool = True
     """A ring of keys and values sends on only what a rank further on will look at (ours); else all of it, all the way round."""
     widens_key_gradients: bool = True

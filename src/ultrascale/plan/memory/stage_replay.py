@@ -299,7 +299,7 @@ class StageReplay:
             self._now.tapes.append(checkpoint)
         else:
             attended = self.stack.selective != "modules"
-            some = () if again is None else regions(ops, again.modules, keeps_attended=attended)
+            some = () if again is None else regions(ops, again.modules, as_megatron=attended)
             self._now.tapes.append(self._run(ops, made, "activations", leaves, layer=layer, some=some))
         self.ledger.drop(block_input)
         tape = self._now.tapes[-1]

@@ -18,7 +18,7 @@ from ultrascale.catalogue.cluster import Cluster, Link
 from ultrascale.description.layout import Layout
 from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.layouts import COLUMNS, LayoutTable
-from ultrascale.plan.search.search import Priced, SearchResult, fastest_of_each_schedule, needed_bytes
+from ultrascale.plan.search.search import Priced, SearchResult, fastest_of_each_schedule
 from ultrascale.plan.time.price import Prediction, predict, price
 from ultrascale.plan.workload import Workload
 
@@ -135,7 +135,7 @@ def _fastest_by_value(workload: Workload, table: LayoutTable, name: str) -> list
     if not len(table):
         return []
     prices = price(workload, table)
-    needed = needed_bytes(prices.memory)
+    needed = prices.memory.needed
     found = []
     for value in np.unique(getattr(table, name)):
         rows = np.flatnonzero(getattr(table, name) == value)

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.units import count_of, divisors
-from ultrascale.plan.columns.footprint import MARGIN, Footprint, outside_bytes, reserved_bytes, stage_memory
+from ultrascale.plan.columns.footprint import HELD, MARGIN, outside_bytes, reserved_bytes, stage_memory
 from ultrascale.plan.columns.rank_activations import know_blocks
 from ultrascale.plan.intervals import out_of_memory_risk
 from ultrascale.plan.layouts import LayoutTable
@@ -226,13 +225,13 @@ def _price_memory(workload: Workload, priced: Priced, rows: NDArray[np.intp]) ->
     """Memory of these rows into its columns."""
     some = priced.table.take(rows)
     memory = stage_memory(workload, some, cut_stages(workload, some))
-    priced.peak_bytes[rows], priced.fits[rows] = needed_bytes(memory), memory.fits
+    priced.peak_bytes[rows], priced.fits[rows] = memory.needed, memory.fits
 
 
 def _price_some(workload: Workload, priced: Priced, rows: NDArray[np.intp]) -> None:
     """Prices of these rows into their columns."""
     prices = price(workload, priced.table.take(rows))
-    priced.step_seconds[rows], priced.peak_bytes[rows] = prices.step_seconds, needed_bytes(prices.memory)
+    priced.step_seconds[rows], priced.peak_bytes[rows] = prices.step_seconds, prices.memory.needed
     priced.fits[rows], priced.unfit[rows] = prices.fits, False
 
 
@@ -265,7 +264,8 @@ def _floors(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:
         rows = np.arange(start, min(start + CHUNK, len(table)))
         some = table.take(rows)
         at_rest[rows], live = memory_floors(workload, some)
-        in_pass[rows] = reserved_bytes(live, joins_segments=workload.stack.joins_segments) + outside_bytes(some)
+        beyond = reserved_bytes(live, joins_segments=workload.stack.joins_segments) - live
+        in_pass[rows] = live + HELD * beyond + outside_bytes(some)
     return at_rest, in_pass
 
 
@@ -316,7 +316,8 @@ def _predict_all(workload: Workload, priced: Priced, rows: Sequence[int] | NDArr
 
 def risk(one: Prediction) -> float:
     """Chance that it runs out of memory."""
-    return out_of_memory_risk(float(needed_bytes(one.memory)), float(one.memory.capacity))
+    is_ours = one.workload.stack.selective == "modules"
+    return out_of_memory_risk(float(one.memory.needed), float(one.memory.capacity), is_replayed=is_ours)
 
 
 def expected_seconds(one: Prediction) -> float:
@@ -350,16 +351,11 @@ def _way(one: Prediction) -> tuple[object, ...]:
     return own.tp, own.cp, own.pp, own.ep, own.expert_tp, own.zero_stage, own.recompute
 
 
-def needed_bytes(memory: Footprint) -> Any:
-    """Memory of a device that is taken: what the allocator reserves and what lies outside of it. A column, or one number."""
-    return memory.reserved + memory.outside
-
-
 def pareto(predictions: Sequence[Prediction]) -> list[Prediction]:
     """Pareto front: predictions that no other beats in both time and memory, the fastest first."""
     front: list[Prediction] = []
-    for one in sorted(predictions, key=lambda p: (p.step_seconds, needed_bytes(p.memory))):
-        if not front or needed_bytes(one.memory) < needed_bytes(front[-1].memory):
+    for one in sorted(predictions, key=lambda p: (p.step_seconds, p.memory.needed)):
+        if not front or one.memory.needed < front[-1].memory.needed:
             front.append(one)
     return front
 

@@ -69,7 +69,7 @@ FOOTPRINT = {
     "optimizer": ("optimizer state", "magenta", ""),
     "activations": ("activations", "green", "micro-batches in flight"),
     "buffers": ("buffers", "bright_cyan", "collectives, loss, batch"),
-    "reserve": ("reserved", "white", "by the allocator, unused"),
+    "reserve": ("reserved", "white", "by the allocator, which cannot give it back"),
     "outside": ("outside torch", "bright_black", "CUDA, NCCL, workspaces"),
 }
 BESIDE = {name: FOOTPRINT[name] for name in ("reserve", "outside")}

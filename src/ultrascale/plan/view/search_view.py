@@ -20,7 +20,7 @@ from ultrascale.plan.costs.stops import stops
 from ultrascale.plan.report import step_interval
 from ultrascale.plan.search.explain import Change, Marginal, Rung, binding, changes, marginals, rungs
 from ultrascale.plan.search.scaling import PAYS, Scaled, most_that_pay
-from ultrascale.plan.search.search import TIE, SearchResult, distinct, expected_seconds, needed_bytes, risk
+from ultrascale.plan.search.search import TIE, SearchResult, distinct, expected_seconds, risk
 from ultrascale.plan.time.price import Prediction
 from ultrascale.plan.view.plan_view import LOST_SHOWN
 from ultrascale.plan.workload import Workload
@@ -43,7 +43,7 @@ def show_ranking(result: SearchResult, console: Console, *, top: int, legend: bo
     for number, one in enumerate(distinct(result.ranked)[:top], start=1):
         tied = expected_seconds(one) <= expected_seconds(result.ranked[0]) * (1 + TIE)
         mark = Text(f"{'=' if tied and number > 1 else ''}{number}", style="bold green" if number == 1 else "")
-        need, words = float(needed_bytes(one.memory)), layout_words(one.layout, one.num_micro_batches)
+        need, words = float(one.memory.needed), layout_words(one.layout, one.num_micro_batches)
         table.add_row(
             mark, format_seconds(one.step_seconds), f"{one.mfu():.1%}", format_bytes(need),
             format_bytes(float(one.memory.headroom)), f"{risk(one):.0%}", _runs(one) if ours else "", words,
@@ -230,7 +230,7 @@ def _front_table(front: Sequence[Prediction]) -> Table:
     rows = min(len(front), MAX_FRONT)
     for one in (front[number * (len(front) - 1) // (rows - 1)] for number in range(rows)):
         slower = one.step_seconds / front[0].step_seconds - 1
-        memory, words = format_bytes(float(needed_bytes(one.memory))), layout_words(one.layout, one.num_micro_batches)
+        memory, words = format_bytes(float(one.memory.needed)), layout_words(one.layout, one.num_micro_batches)
         table.add_row(format_seconds(one.step_seconds), f"{slower:+.0%}" if slower else "", memory, words)
     if rows < len(front):
         table.add_row("", "", "", f"{len(front) - rows} more between them (--json lists them)")
@@ -242,7 +242,7 @@ def _others_table(others: Sequence[tuple[Cluster, Prediction]], best: Prediction
     table = _table("cluster", "step", "against this", "memory", "layout")
     for cluster, one in others:
         against = "" if best is None else f"{best.step_seconds / one.step_seconds:.2f} x"
-        memory = format_bytes(float(needed_bytes(one.memory)))
+        memory = format_bytes(float(one.memory.needed))
         words = layout_words(one.layout, one.num_micro_batches)
         table.add_row(cluster.name, format_seconds(one.step_seconds), against, memory, words)
     table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
@@ -269,7 +269,7 @@ def no_layout_fits(result: SearchResult) -> str:
     """One sentence on what is missing, and what would fit."""
     smallest = result.smallest
     assert smallest is not None
-    need, have = float(needed_bytes(smallest.memory)), result.workload.cluster.accelerator.memory_bytes.value
+    need, have = float(smallest.memory.needed), result.workload.cluster.accelerator.memory_bytes.value
     words = layout_words(smallest.layout, smallest.num_micro_batches)
     free = f"{format_bytes(have)} a GPU, of which {MARGIN:.0%} must stay free"
     return f"Nothing fits: the smallest layout ({words}) needs {format_bytes(need)} of {free}."

@@ -30,7 +30,8 @@ RECOMPUTE_WORDS = {
     "selective": "selective", "op": "selective", "partial": "selective",
 }  # fmt: skip
 """Recomputation mode by the word in the column `recompute`; any other word is priced as selective."""
-
+MODULES_IN_PROSE = {"rmsnorm": "norm", "up-projection": "mla_up_proj", "swiglu": "moe_act"}
+"""Modules as papers write them in `recompute_detail`."""
 
 _ZERO_WORDS = (
     (r"(?:deepspeed|zero|stage|[-_ ])*([0-3])(?:[-_ +(].*)?", ""), (r"full_?shard|fsdp2?|fully.?shard(?:ed|ing)?", "3"),
