@@ -13,7 +13,7 @@ from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.description.layout import Layout
 from ultrascale.description.units import format_bytes, format_seconds
 from ultrascale.plan.search.explain import MORE_MEMORY_BYTES, binding, changes, marginals, rungs
-from ultrascale.plan.search.search import SearchResult, needed_bytes, search
+from ultrascale.plan.search.search import SearchResult, search
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.view.cost import cost
 from ultrascale.plan.view.search_view import MAX_FRONT, batch_words, layout_words, show_explanation, show_ranking
@@ -40,7 +40,7 @@ def test_each_rung_needs_no_more_memory_and_allows_no_slower_step(result: Search
 def test_a_rung_needs_what_its_smallest_layout_needs(result: SearchResult) -> None:
     plain = next(rung for rung in rungs(result) if rung.name == "+ recomputation")
     smallest = min(
-        float(needed_bytes(predict(result.workload, layout).memory))
+        float(predict(result.workload, layout).memory.needed)
         for layout in (
             Layout(dp=64, zero_stage=3, precision="bf16", recompute=way, micro_batch_size=1)
             for way in ("none", "selective", "full", "every-k")
@@ -118,7 +118,7 @@ def test_the_front_of_time_and_memory_is_told_from_end_to_end(result: SearchResu
     ends = [result.front[0], result.front[-1]]
     for line, one in zip((lines[0], lines[MAX_FRONT - 1]), ends, strict=True):
         assert line.split()[:2] == format_seconds(one.step_seconds).split()
-        assert format_bytes(float(needed_bytes(one.memory))) in line
+        assert format_bytes(float(one.memory.needed)) in line
     assert f"{len(result.front) - MAX_FRONT} more between them" in lines[MAX_FRONT]
 
 

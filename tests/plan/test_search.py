@@ -18,7 +18,7 @@ from ultrascale.description.problems import SpecError
 from ultrascale.plan.layouts import COLUMNS, LayoutTable
 from ultrascale.plan.search.bounds import memory_floors
 from ultrascale.plan.search.scaling import counts, most_that_pay, scaling, smallest_that_fits
-from ultrascale.plan.search.search import TIE, expected_seconds, needed_bytes, pareto, price_all, search
+from ultrascale.plan.search.search import TIE, expected_seconds, pareto, price_all, search
 from ultrascale.plan.search.space import MIN_TOKENS_PER_CP_RANK, divisors, legal_layouts
 from ultrascale.plan.time.price import price
 from ultrascale.plan.view.search_view import distinct
@@ -136,7 +136,7 @@ def test_even_micro_batches_over_even_cp_are_slower_than_half_of_each(model: str
     instead = LayoutTable(**(vars(left_out) | halves))
     prices = [price(workload, table) for table in (left_out, instead)]
     assert (prices[1].step_seconds <= prices[0].step_seconds * (1 + 1e-3)).all()
-    needed = [needed_bytes(one.memory) for one in prices]
+    needed = [one.memory.needed for one in prices]
     assert (needed[1] <= needed[0] * (1 + 1e-3)).all()
 
 
@@ -181,7 +181,7 @@ def test_the_ranking_is_by_expected_time_and_the_front_holds_nothing_that_is_bea
     seconds = [expected_seconds(one) for one in result.ranked]
     assert seconds == sorted(seconds) and all(one.memory.fits for one in result.ranked)
     assert result.num_tied == sum(s <= seconds[0] * (1 + TIE) for s in seconds) >= 1
-    front = [(one.step_seconds, float(needed_bytes(one.memory))) for one in result.front]
+    front = [(one.step_seconds, float(one.memory.needed)) for one in result.front]
     assert front == sorted(front) and [m for _, m in front] == sorted((m for _, m in front), reverse=True)
     assert pareto(result.front) == list(result.front) and result.front[0].step_seconds == pytest.approx(seconds[0], rel=0.05)
     cuts = [

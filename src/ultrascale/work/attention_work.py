@@ -37,7 +37,9 @@ def attention_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
         result, num_bytes = "attended_copy", _attended_bytes(model, shape)
         back += (Op("self_attn.copy", "elementwise", ("attended",), (Activation(result, num_bytes),),
                     moved_bytes=2 * num_bytes, backward_moved_bytes=2 * num_bytes),)  # fmt: skip
-    saved, source = local_source(shape, result, width, shape.num_tokens, again=shape.kernels.rounds_again)
+    is_kept = shape.kernels.attention == "flash" and not back  # for the kernel's own backward pass
+    again = shape.kernels.rounds_again and is_kept
+    saved, source = local_source(shape, result, width, shape.num_tokens, again=again)
     out = row_linear(
         shape, "self_attn.o_proj", source, "attention_out", width, model.hidden_size, bias=model.attention_output_bias
     )
