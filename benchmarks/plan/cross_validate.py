@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 from validation_tables import Fold, write_markdown
 
 from ultrascale.catalogue.stacks.stack_files import program_of, settings_of, stack_file, stack_names
-from ultrascale.plan.columns import footprint
 from ultrascale.plan.intervals import COVERAGE
 from ultrascale.validation.cells.programs import TUNING, Tuning
 from ultrascale.validation.cells.stated import SCAN
@@ -49,7 +48,7 @@ OF_SCAN = "eager on many nodes"
 SMALLEST_KIND = 5
 """Rows of a kind below which it is not left out as one."""
 MARGINS = (0.0, 0.04, 0.07, 0.10, 0.13, 0.16, 0.20)
-"""Tried for the table: `footprint.MARGIN` is the one in the code."""
+"""Tried for the table; `plan.columns.footprint.MARGIN` is the one in the code."""
 
 
 @dataclass(frozen=True)
@@ -299,20 +298,18 @@ def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional], /, markdown: 
         print(f"without {one.group:30s} {one.count:5d}   {one.median_absolute:6.1%} {one.median_error:+6.1%}")
     print(f"mean of sources, left out: {fmean(fold.left_out.median_absolute for fold in table[:-2]):.1%}")
     if markdown is not None:
-        report = score(rows, predict_rows([row.asked for row in rows]))
-        write_markdown(markdown, report, table, kinds, factors, _margins(rows))
+        predictions = predict_rows([row.asked for row in rows])
+        write_markdown(markdown, score(rows, predictions), table, kinds, factors, _margins(rows, predictions))
     return 0
 
 
-def _margins(rows: Sequence[MeasuredRow]) -> dict[float, list[Verdicts]]:
-    """Verdicts on all rows, and on those of which it is known why they failed, by the share of a device that is kept free."""
+def _margins(rows: Sequence[MeasuredRow], predictions: Sequence[RowPrediction]) -> dict[float, list[Verdicts]]:
+    """Verdicts on all rows, and on those of which it is known why they failed, by the share of a device that is kept free. What
+    a row leaves open is chosen once, with `footprint.MARGIN`."""
     found = {}
-    shipped = footprint.MARGIN
     for margin in MARGINS:
-        footprint.MARGIN = margin
-        verdicts = score(rows, predict_rows([row.asked for row in rows])).verdicts
-        found[margin] = [one for one in verdicts if one.group.startswith("all")]
-    footprint.MARGIN = shipped
+        fits = [replace(one, fits=one.needed_share <= 1 - margin) if one.needed_share else one for one in predictions]
+        found[margin] = [one for one in score(rows, fits).verdicts if one.group.startswith("all")]
     return found
 
 

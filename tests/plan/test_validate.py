@@ -411,7 +411,7 @@ def made_up(identity: str, predicted: float, measured: float | None, *, fits: bo
         identity, 2, Asked(model="m", n_gpus=8, global_batch=8, seq_len=1, source_key="here"),
         Measured(step_time_s=measured, reported="step_time", outcome=outcome, tier="A"),
     )  # fmt: skip
-    one = RowPrediction(predicted, predicted * 0.9, predicted * 1.1, 1.0, 1.0, 0.4, 2**30, 2**31, fits, "dense", "")
+    one = RowPrediction(predicted, predicted * 0.9, predicted * 1.1, 1.0, 1.0, 0.4, 2**30, 2**31, fits, 0.5, "dense", "")
     return row, one
 
 

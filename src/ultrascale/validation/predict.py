@@ -58,6 +58,8 @@ class RowPrediction:
     allocated_bytes: float | None
     reserved_bytes: float | None
     fits: bool | None
+    needed_share: float | None
+    """What must be there of the device's memory, as a share of it: `Footprint.needed`."""
     kind: str
     """The group whose errors its interval comes from: `intervals.kind_of`."""
     reason: str
@@ -162,7 +164,7 @@ def _choose(setup: Setup, prices: Sequence[_Prices], rows: np.ndarray, constants
     flops = rate * flops_per_token(workload.model, workload.sequence_length, convention)
     return RowPrediction(
         step, low, high, rate, flops, flops / _peak(workload, layout), float(memory.allocated), float(memory.reserved),
-        bool(memory.fits), kind, _reason(setup, workload, layout),
+        bool(memory.fits), float(memory.needed / memory.capacity), kind, _reason(setup, workload, layout),
     )  # fmt: skip
 
 
@@ -196,7 +198,7 @@ def _peak(workload: Workload, layout: Layout) -> float:
 
 
 def _without(reason: str, fits: bool | None = None) -> RowPrediction:
-    return RowPrediction(None, None, None, None, None, None, None, None, fits, "", reason)
+    return RowPrediction(None, None, None, None, None, None, None, None, fits, None, "", reason)
 
 
 def _gib(num_bytes: float | None) -> float | None:
