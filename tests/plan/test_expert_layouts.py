@@ -22,9 +22,7 @@ FAR = {
     "automodel-kimi-k2",
 }  # fmt: skip
 """More than 15 percent off."""
-CALLED_TOO_LARGE = {
-    "megatron-bridge-012", "torchtitan-b200-006", "deepseek-v3-001", "llama3-405b-16k", "playbook-8b",
-}  # fmt: skip
+CALLED_TOO_LARGE = {"megatron-bridge-012", "torchtitan-b200-006", "llama3-405b-16k"}
 """Ran, and are predicted to leave less free than must stay free."""
 UNEXPLAINED = {"megatron-bridge-020", "bloom-176b"}
 """Free picks that gain more than 20 percent, with nothing known that the expert could not do."""

@@ -7,18 +7,17 @@ from ultrascale.catalogue.tables import Entry, entries, read_tables, with_aliase
 
 _FILE = "accelerators.toml"
 _KEYS = (
-    "title", "aliases", "machine", "memory_mib", "memory_gbytes", "memory_gbytes_per_second", "tflops", "tflops_from",
-    "matmul_fraction", "watts", "dollars_per_hour",
+    "title", "aliases", "machine", "memory_mib", "memory_gbytes_per_second", "tflops", "tflops_from", "matmul_fraction",
+    "watts", "dollars_per_hour",
 )  # fmt: skip
 _DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
 
 
 def _accelerator(name: str, entry: Entry) -> Accelerator:
-    memory = entry.maybe_sourced("memory_mib", 2**20) or entry.sourced("memory_gbytes", 1e9)
     return Accelerator(
         name,
         entry.get("title", str),
-        memory,
+        entry.sourced("memory_mib", 2**20),
         entry.sourced("memory_gbytes_per_second", 1e9),
         _peaks(entry),
         entry.sourced("matmul_fraction"),
