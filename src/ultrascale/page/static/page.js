@@ -137,7 +137,7 @@ async function planOnce() {
   failure.textContent = problem || "";
   view.classList.toggle("stale", Boolean(answer.error));
   status.textContent = answer.error ? "No plan: the planner says why."
-    : before ? "Planned before, in this browser, by this version of the planner. It is starting again, for what you change."
+    : before ? "Planned before, in this browser, by this version of the planner."
     : `Planned in ${((performance.now() - started) / 1000).toFixed(2)} s${dropped ? `, from ${dropped.name}` : ""}.`;
   if (!answer.error) {
     shown = answer;
