@@ -18,7 +18,7 @@ class DataError(ValueError):
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """What the command line lists."""
+        """Mistakes as the command line lists them."""
         return (Problem(self.where, self.problem, self.remedy),)
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class SeveralDataErrors(DataError):
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """All of theirs."""
+        """Those of all errors."""
         return tuple(problem for error in self.errors for problem in error.problems)
 
     def __str__(self) -> str:
