@@ -35,7 +35,7 @@ class SeveralDataErrors(DataError):
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """Those of all errors."""
+        """Mistakes of all errors."""
         return tuple(problem for error in self.errors for problem in error.problems)
 
     def __str__(self) -> str:
