@@ -84,7 +84,7 @@ def test_a_mistake_gets_the_sentence_of_the_command_line(name, capsys):
     with pytest.raises(us.SpecError) as error:
         call()
     assert main(words) == 2
-    assert capsys.readouterr().err == f"ultrascale: error: {problem_list(error.value)}\n"
+    assert capsys.readouterr().err == f"ultrascale: error: {problem_list(error.value.problems)}\n"
 
 
 def test_a_misspelt_keyword_is_named_with_the_nearest():

@@ -75,7 +75,7 @@ def test_what_a_plan_saves_follows_the_schema_of_run_toml():
 
 @pytest.mark.parametrize("text, told", [
     ("[layout]\nzero_stge = 3", "$.layout: zero_stge is unknown"), ("[layout]\nzero_stage = 4", "$.layout.zero_stage"),
-    ('[layout]\ndp = "2"', "$.layout.dp: '2' is no integer"), ("steps = 0", "$.steps: 0 is out of range"),
+    ('[layout]\ndp = "2"', "$.layout.dp: '2' does not match"), ("steps = 0", "$.steps: 0 is out of range"),
     ("[optimizer]\nbeta1 = 1.0", "$.optimizer.beta1: 1.0 is out of range"), ("[nothing]", "$: nothing is unknown"),
 ])  # fmt: skip
 def test_a_mistake_in_run_toml_is_seen_by_its_schema(text, told):
@@ -86,6 +86,9 @@ def test_a_mistake_in_run_toml_is_seen_by_its_schema(text, told):
 def test_what_stands_for_other_keys_follows_the_schema_of_run_toml():
     text = """
     extends = "other.toml"
+    steps = "10k"
+    [faults]
+    hang_seconds = "2m"
     [model]
     preset = "llama-3-8b"
     rope_scaling = "none"

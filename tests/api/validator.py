@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ TYPES: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 KNOWN = {
     "$schema", "$id", "$defs", "$ref", "title", "description", "default", "type", "properties", "required", "items", "enum",
-    "additionalProperties", "const", "anyOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
+    "additionalProperties", "const", "anyOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern",
 }  # fmt: skip
 
 
@@ -45,10 +46,13 @@ def _mistakes(value: Any, schema: dict[str, Any], root: dict[str, Any], at: str)
         yield f"{at}: {value!r:.60} is not {schema['const']!r}"
     if "enum" in schema and value not in schema["enum"]:
         yield f"{at}: {value!r:.60} is not in {schema['enum']}"
-    kinds = TYPES[schema["type"]] if "type" in schema else ()
+    named = schema.get("type", [])
+    kinds = tuple(kind for name in ([named] if isinstance(named, str) else named) for kind in TYPES[name])
     if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
         yield f"{at}: {value!r:.60} is no {schema['type']}"
         return
+    if isinstance(value, str) and not re.search(schema.get("pattern", ""), value):
+        yield f"{at}: {value!r:.60} does not match {schema['pattern']}"
     if isinstance(value, int | float) and not isinstance(value, bool):
         yield from _out_of_range(value, schema, at)
     if isinstance(value, list) and "items" in schema:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,13 @@ def test_list_looks_at_sizes_only_and_tells_step_shards_and_tensors(run_folder, 
     newest = told["checkpoints"][0]
     assert (newest["step"], newest["shards"], newest["tensors"]) == (2, 1, 2)
     assert newest["bytes"] == (run_folder / "checkpoints/step-00000002/rank-00000.safetensors").stat().st_size
+
+
+def test_a_list_needs_no_torch(run_folder):
+    code = "import sys; from ultrascale.cli.main import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    words = [sys.executable, "-c", code, "checkpoint", "list", str(run_folder)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert "complete" in done.stdout and done.stdout.splitlines()[-1] == "0 False"
 
 
 @pytest.mark.parametrize("told", [1_700_000_000.5, None, "now", -1, 1e30, True])

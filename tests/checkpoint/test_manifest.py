@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from ultrascale import checkpoint
 from ultrascale.checkpoint import CheckpointError
-from ultrascale.checkpoint.manifest import Manifest, decode, encode, overlapping_boxes
+from ultrascale.checkpoint.disk.dtypes import DTYPES
+from ultrascale.checkpoint.manifest import ITEM_BYTES, Manifest, decode, encode, overlapping_boxes
 
 FILE = {"bytes": 264, "checksum": "crc32:00000000"}
 HALVES = [
@@ -51,6 +52,10 @@ def replaced(at: tuple, value: Any) -> dict[str, Any]:
         place = place[key]
     place[at[-1]] = value
     return content
+
+
+def test_sizes_of_dtypes_are_torchs():
+    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == ITEM_BYTES
 
 
 def test_the_manifest_of_this_test_is_good_and_survives_the_way_there_and_back():

@@ -73,7 +73,8 @@ def test_a_rank_under_torchrun_names_itself(verb, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     verb(raising(FileNotFoundError(2, "No such file or directory", "run.toml")))
     assert front.main(["plan"]) == 1
-    assert capsys.readouterr().err == "ultrascale: error on rank 3: run.toml: No such file or directory.\n"
+    said, told = "run.toml\n    no such file or directory\n    -> Check", capsys.readouterr().err
+    assert told.startswith(f"ultrascale: error on rank 3: cannot go on:\n\n  {said}")
 
 
 def test_a_bug_keeps_its_traceback(verb):

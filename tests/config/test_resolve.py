@@ -148,6 +148,29 @@ def test_tokens_of_a_batch_become_sequences_that_divide_among_ranks():
     assert got.provenance["batch.sequences_per_batch"] == "derived from tokens_per_batch 4M (flag): 4,194,304 tokens"
 
 
+def test_counts_and_times_take_units_in_a_file_as_on_the_command_line(tmp_path):
+    text = """
+    steps = "10k"
+    model = {preset = "tiny-llama"}
+    batch = {sequence_length = "1k", sequences_per_batch = "4Ki"}
+    checkpoint = {every_steps = "1.5k"}
+    faults = {hang_seconds = "1m30s"}
+    """
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    run = resolve(file, []).run
+    assert (run.steps, run.batch.sequence_length, run.batch.sequences_per_batch) == (10_000, 1024, 4096)
+    assert (run.checkpoint.every_steps, run.faults.hang_seconds) == (1500, 90.0)
+    file.write_text(text.replace('"1.5k"', '"1.5x"').replace('"1m30s"', '"soon"').replace('"10k"', '"10"'))
+    with pytest.raises(SpecError) as error:
+        resolve(file, [])
+    told = {problem.key: problem.remedy for problem in error.value.problems}
+    assert told == {
+        "steps": "Write it without quotes and without a decimal point.",
+        "checkpoint.every_steps": 'Write digits, such as 8 or "10k".', "faults.hang_seconds": 'Write it as 90, or as "30m".',
+    }  # fmt: skip
+
+
 def test_a_ramp_is_given_in_tokens():
     ramp = '[{until_tokens = "1B", tokens_per_batch = "1Mi"}, {until_tokens = "69B", sequences_per_batch = 256}]'
     batch = ["--batch.sequence_length", "8192", "--batch.ramp", ramp, "--batch.sequences_per_batch", "512"]

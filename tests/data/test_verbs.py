@@ -80,7 +80,7 @@ def test_several_wrong_options_are_told_together(text, capsys):
     words = ["--train-tokenizer", "10000000000", "--workers", "0", "--validation", "held", "--shard-bytes", "0"]
     assert command(arguments(text, *words)) == 2
     told = capsys.readouterr().err
-    expected = ("must be at most 1,000,000, is 10000000000", "--workers: ", "--validation: ", "--shard-bytes: ")
+    expected = ("must be at most 1,000,000, is 10000000000", "  --workers\n", "  --validation\n", "  --shard-bytes\n")
     assert [part for part in expected if part not in told] == []
     assert not (text.parent / "out").exists()
 

@@ -23,6 +23,7 @@ from ultrascale.demo.screen import Screen
 from ultrascale.demo.stages import exported, interrupted, proof, text
 from ultrascale.demo.stages.rehearsal import Rehearsal
 from ultrascale.demo.story import Demo, _loss
+from ultrascale.description.problems import SpecError
 
 WORKER_LINE = f"import time; time.sleep(60)  # {interrupted.WORKER}"
 
@@ -60,7 +61,7 @@ def test_a_second_demo_starts_afresh_and_keeps_the_prepared_text(tmp_path):
 def test_a_folder_of_somebody_elses_is_refused_and_left_alone(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").touch()
-    with pytest.raises(DemoError, match="holds other files"), demo_folder(tmp_path):
+    with pytest.raises(SpecError, match="holds other files"), demo_folder(tmp_path):
         pass
     assert (tmp_path / "run" / "thesis.tex").exists()
 
@@ -68,7 +69,7 @@ def test_a_folder_of_somebody_elses_is_refused_and_left_alone(tmp_path):
 def test_two_demos_do_not_share_a_folder(tmp_path):
     with (
         demo_folder(tmp_path / "demo"),
-        pytest.raises(DemoError, match="another demo is using"),
+        pytest.raises(SpecError, match="another demo is using"),
         demo_folder(tmp_path / "demo"),
     ):
         pass
@@ -76,9 +77,9 @@ def test_two_demos_do_not_share_a_folder(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_named_with_the_reason_and_the_remedy(tmp_path, capfd):
     (tmp_path / "file").touch()
-    assert command_through_main("--folder", str(tmp_path / "file" / "demo")) == 1
+    assert command_through_main("--folder", str(tmp_path / "file" / "demo")) == 2
     told = capfd.readouterr().err
-    assert f"cannot write into {tmp_path / 'file' / 'demo'}: not a directory" in told
+    assert f"{tmp_path / 'file' / 'demo'} cannot be written: not a directory" in told
     assert "--folder" in told
     assert "Traceback" not in told
 

@@ -20,7 +20,6 @@ from ultrascale.description.problems import SpecError
 from ultrascale.launch.forked import run_forked
 from ultrascale.measure.machine.network import (
     MessageTooLargeError,
-    Timed,
     _call,
     _own_group,
     default_groups,
@@ -31,6 +30,7 @@ from ultrascale.measure.machine.network import (
     ranks_per_node,
     sizes_up_to,
 )
+from ultrascale.measure.machine.timed import Timed
 from ultrascale.parallel.mesh import Ranks, process_group
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.laws.nccl import KINDS

@@ -191,11 +191,17 @@ def test_a_config_json_is_planned_and_weights_are_not_read(tab, link):
     tab.wait_for_selector("#error:has-text('model_type')")
 
 
+OUTSIDE = """[...document.querySelectorAll('.group *')].filter((one) =>
+  one.getBoundingClientRect().right > one.closest('.group').getBoundingClientRect().right).map((one) => one.outerHTML)"""
+"""Controls that stand out of their group's box."""
+
+
 @pytest.mark.parametrize("width", [390, 1280, 2560])
 def test_nothing_is_wider_than_the_screen(tab, link, width):
     tab.set_viewport_size({"width": width, "height": 900})
     opened(tab, f"{link}?model=gpt2&count=8&seq_len=1024&pp=2")
     assert tab.evaluate("document.documentElement.scrollWidth") == width
+    assert tab.evaluate(OUTSIDE) == []
 
 
 def test_every_control_has_a_label_a_unit_and_a_range(tab, link):

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import zipfile
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,7 +19,8 @@ from page.test_question import without_its_own_time
 from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.cli.main import main
 from ultrascale.cli.plan.page import question
-from ultrascale.page.folder import PACKAGES
+from ultrascale.page.controls import controls_json
+from ultrascale.page.folder import PACKAGES, digest
 
 LARGEST = 15_000_000
 """Bytes of the whole folder."""
@@ -54,19 +56,25 @@ def parts():
 
 
 @pytest.fixture(scope="module")
-def site(parts, tmp_path_factory):
-    """Where a built folder is served, by a server of plain files."""
+def built(parts, tmp_path_factory):
+    """A built folder."""
     folder = tmp_path_factory.mktemp("page") / "site"
     assert main(["page", "--build", str(folder), "--parts", str(parts)]) == 0
     assert sum(path.stat().st_size for path in folder.rglob("*")) < LARGEST
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(built):
+    """Where it is served, by a server of plain files, and folders beside it."""
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *_):
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(built.parent))) as server:
         Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/"
+        yield f"http://127.0.0.1:{server.server_address[1]}/site/"
         server.shutdown()
 
 
@@ -123,6 +131,56 @@ def test_nothing_is_asked_of_another_host(tab, site):
     tab.goto(f"{site}?model=gpt2&count=8&seq_len=1024")
     tab.wait_for_selector("#status:has-text('Planned in')")
     assert asked and [url for url in asked if not url.startswith((site, "data:"))] == []
+
+
+FORGED = """async () => {
+  const store = (await answers)("readwrite");
+  for (const key of await result(store.getAllKeys())) {
+    const one = await result(store.get(key)), answer = JSON.parse(one.text);
+    if (answer.title) answer.title.model = "kept";
+    store.put({ ...one, text: JSON.stringify(answer) }, key);
+  }
+}"""
+"""Marks what the browser keeps, so that it is seen where it is drawn."""
+
+
+def test_a_plan_of_before_is_drawn_while_python_starts_and_only_of_the_same_build(tab, site, built):
+    asked = "?model=gpt2&count=8&seq_len=1024"
+    tab.goto(site + asked)
+    tab.wait_for_selector("body[data-state=done]")
+    planned = tab.evaluate("shown")
+    tab.wait_for_function("async () => await result((await answers)('readonly').count()) === 2")
+    tab.reload()
+    tab.wait_for_selector("#status:has-text('Planned before')")
+    tab.wait_for_selector("body[data-state=done]")
+    assert tab.evaluate("shown") == planned
+    tab.fill("[name=count]", "16")
+    tab.wait_for_selector("#status:has-text('Planned in')")
+    assert "16 x" in tab.inner_text("#facts")
+    tab.evaluate(FORGED)
+    tab.goto(site + asked)
+    tab.wait_for_function("shown && shown.title.model === 'kept'")
+
+    other = built.parent / "other"
+    shutil.copytree(built, other)
+    with zipfile.ZipFile(other / "site.zip", "a") as archive:
+        archive.writestr("ultrascale/another_version.py", "")
+    (other / "controls.json").unlink()
+    (other / "controls.json").write_text(json.dumps(controls_json() | {"build": digest(other)}))
+    tab.goto(site.replace("/site/", "/other/") + asked)
+    tab.wait_for_selector("#status:has-text('Planned in')")
+    assert tab.evaluate("shown.title") == planned["title"]
+
+
+def test_the_newest_answers_are_kept_and_none_of_a_dropped_file(tab, site):
+    tab.goto(f"{site}?model=gpt2&count=8&seq_len=1024")
+    tab.wait_for_selector("body[data-state=done]")
+    tab.evaluate("async () => { for (let one = 0; one < KEPT + 9; one++) await keepAnswer(`made ${one}`, '{}'); }")
+    keys = tab.evaluate("async () => await result((await answers)('readonly').getAllKeys())")
+    assert len(keys) == tab.evaluate("KEPT") and f"made {len(keys) + 8}" in keys and "made 8" not in keys
+    told = ask(tab, SMALL | {"file": {"name": "config.json", "text": json.dumps(LLAMA)}})
+    assert "error" not in told
+    assert keys == tab.evaluate("async () => await result((await answers)('readonly').getAllKeys())")
 
 
 def ask(tab, asked):

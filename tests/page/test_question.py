@@ -169,7 +169,7 @@ def test_nonsense_in_python_gets_the_same_rule(name):
     plan: Any = us.plan
     with pytest.raises(us.SpecError) as error:
         plan(asked.pop("model", None), gpus, **asked)
-    told, here = question(SMALL | STUPID[name])["error"], problem_list(error.value)
+    told, here = question(SMALL | STUPID[name])["error"], problem_list(error.value.problems)
     if "Error parsing" not in told:
         assert " ".join(here.split()) == " ".join(told.split())
 

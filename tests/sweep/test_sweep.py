@@ -239,6 +239,8 @@ def test_how_a_process_failed_is_read_off_what_it_printed():
     assert failure_of(1, "x\nMemoryError\n") == Failure("out of memory", "MemoryError", 1)
     assert failure_of(1, "ultrascale: error: rank 1 was ended by SIGKILL.\n").outcome == "killed"
     assert failure_of(-signal.SIGSEGV, "").text == "ended by SIGSEGV"
+    listed = "ultrascale: error: cannot go on:\n\n  text\n    cannot be read\n    -> Check it.\nGood bye.\n"
+    assert failure_of(1, listed).text == "cannot go on: text cannot be read -> Check it."
 
 
 def _measured(place: Place, seconds: float, planned: float | None, *, torch: str = "2.13.0") -> Measured:

@@ -1,21 +1,28 @@
-"""Training state to disk and back, any layout to any layout; see `saving`, `loading`, `files` and `folders` for how."""
+"""Training state to disk and back, any layout to any layout; see `saving`, `loading`, `files` and `folders` for how.
 
-from ultrascale.checkpoint.disk.folders import check_writable
-from ultrascale.checkpoint.errors import CheckpointError, LostContactError, SaveFailedError, UnknownVersionError
-from ultrascale.checkpoint.loading import (
-    Rejected,
-    Search,
-    damaged_after,
-    load,
-    load_full,
-    newest_valid,
-    read_metadata,
-    search,
-    verify,
-)
-from ultrascale.checkpoint.saver import Saver
-from ultrascale.checkpoint.saving import save
-from ultrascale.checkpoint.slices import Slice, Tensors
+Nothing is imported before it is used: who lists checkpoints needs no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ultrascale.checkpoint.disk.folders import check_writable
+    from ultrascale.checkpoint.errors import CheckpointError, LostContactError, SaveFailedError, UnknownVersionError
+    from ultrascale.checkpoint.loading import (
+        Rejected,
+        Search,
+        damaged_after,
+        load,
+        load_full,
+        newest_valid,
+        read_metadata,
+        search,
+        verify,
+    )
+    from ultrascale.checkpoint.saver import Saver
+    from ultrascale.checkpoint.saving import save
+    from ultrascale.checkpoint.slices import Slice, Tensors
 
 __all__ = [
     "CheckpointError",
@@ -37,3 +44,18 @@ __all__ = [
     "search",
     "verify",
 ]
+
+_HOMES = {
+    "check_writable": "disk.folders", "Saver": "saver", "save": "saving",
+    **dict.fromkeys(("CheckpointError", "LostContactError", "SaveFailedError", "UnknownVersionError"), "errors"),
+    **dict.fromkeys(("Slice", "Tensors"), "slices"),
+}  # fmt: skip
+"""Modules of names; of all others `loading`."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'loading')}"), name)
+    globals()[name] = found
+    return found

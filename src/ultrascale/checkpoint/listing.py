@@ -9,7 +9,6 @@ from pathlib import Path
 from ultrascale.checkpoint.disk.files import read_manifest, verify_size
 from ultrascale.checkpoint.disk.folders import Candidate, candidates
 from ultrascale.checkpoint.errors import CheckpointError
-from ultrascale.checkpoint.loading import verify
 from ultrascale.checkpoint.manifest import MANIFEST_NAME, Manifest
 
 LATEST = 2.0**35
@@ -65,6 +64,8 @@ def _summary(candidate: Candidate, read_all: bool) -> Summary:
     try:
         manifest = read_manifest(candidate.path)
         if read_all:
+            from ultrascale.checkpoint.loading import verify
+
             verify(candidate.path)
         for file, shard in manifest.shards.items():
             verify_size(candidate.path, file, shard)

@@ -21,12 +21,16 @@ from math import prod
 from typing import Any, NoReturn
 
 from ultrascale.checkpoint.disk.checksum import checksum_text, crc32
-from ultrascale.checkpoint.disk.dtypes import DTYPES
 from ultrascale.checkpoint.errors import CheckpointError, UnknownVersionError
 
 FORMAT, VERSION = "ultrascale-checkpoint", 1
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 30
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Bytes of an element by the dtype's name, which is safetensors'. `disk.dtypes` has torch's; a list needs none."""
 MAX_DIMS = 64
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,200}")
 _CHECKSUM = re.compile(r"crc32:[0-9a-f]{8}")
@@ -48,7 +52,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor: dtype by its name in `DTYPES`, global shape, and the boxes that cover it."""
+    """A tensor: dtype by its name in `ITEM_BYTES`, global shape, and the boxes that cover it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,7 +60,7 @@ class Entry:
 
     @property
     def itemsize(self) -> int:
-        return DTYPES[self.dtype].itemsize
+        return ITEM_BYTES[self.dtype]
 
     @property
     def bytes(self) -> int:
@@ -199,8 +203,8 @@ class _Check:
 
     def entry(self, value: Any, name: str, files: dict[str, Shard]) -> Entry:
         dtype, shape, chunks = self.fields(value, f"tensor {name!r}", "dtype", "shape", "chunks")
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            self.refuse(f"dtype of {name!r}", dtype, f"one of {sorted(DTYPES)}")
+        if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+            self.refuse(f"dtype of {name!r}", dtype, f"one of {sorted(ITEM_BYTES)}")
         shape = self.integers(shape, f"shape of {name!r}")
         if not isinstance(chunks, list):
             self.refuse(f"chunks of {name!r}", chunks, "a list")
@@ -222,7 +226,7 @@ class _Check:
             self.refuse(what, f"offsets {offsets} sizes {sizes}", f"a box inside shape {list(shape)}")
         if not isinstance(file, str) or file not in files:
             self.refuse(f"file of a {what}", file, f"one of the {len(files)} shards listed")
-        end = self.integer(begin, f"begin of a {what}", low=8) + prod(sizes) * DTYPES[dtype].itemsize
+        end = self.integer(begin, f"begin of a {what}", low=8) + prod(sizes) * ITEM_BYTES[dtype]
         if end > files[file].bytes:
             self.refuse(what, f"bytes {begin} to {end} of {file}", f"a range inside its {files[file].bytes} bytes")
         return Chunk(offsets, sizes, file, begin)

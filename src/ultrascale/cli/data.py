@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.cli.main import say
+from ultrascale.cli.main import explain
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import console_for_people
 from ultrascale.description.problems import Problem, SpecError
@@ -50,8 +50,7 @@ def command(arguments: list[str]) -> int:
     try:
         return parse(verb, f"data {arguments[0]}", arguments[1:])
     except DataError as error:
-        say(str(error))
-        return 2 if error.where.startswith("--") else 1
+        return explain(error, "data")
     except KeyboardInterrupt:
         print("Stopped. Finished shards are kept; the same command goes on.", file=sys.stderr)
         return 130

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -113,12 +114,15 @@ def explain(error: Exception, word: str) -> int:
 
 def told(error: Exception, word: str) -> tuple[int, str]:
     """The exit code and what a person can act on; an error that is not meant for people is raised again."""
-    if isinstance(error, SpecError):
-        return 2, problem_list(error)
+    if problems := getattr(error, "problems", ()):
+        is_asked = isinstance(error, SpecError) or all(problem.key.startswith("--") for problem in problems)
+        return 2 if is_asked else 1, problem_list(problems, is_asked=is_asked)
     if isinstance(error, ModuleNotFoundError) and (lacking := sentence_of(error, word)):
         return 1, lacking
     if isinstance(error, OSError) and error.filename is not None:
-        return 1, f"{error.filename}: {error.strerror}."
+        remedy = "Check the path, its permissions and the room on its disk."
+        why = (error.strerror or str(error)).lower()
+        return 1, problem_list([Problem(str(error.filename), why, remedy)], is_asked=False)
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:  # as of `ultrascale plan ... > file` on a full disk
         console.finish_stdout()
         return 1, f"what was to be printed or kept could not be written: {error.strerror}."
@@ -130,12 +134,14 @@ def told(error: Exception, word: str) -> tuple[int, str]:
     raise error
 
 
-def problem_list(error: SpecError) -> str:
-    """Every mistake of a description or a command: its key, where the value came from, the rule, and the remedy."""
-    count = len(error.problems)
-    head = "invalid configuration" if any(map(_is_configured, error.problems)) else "invalid arguments"
+def problem_list(problems: Sequence[Problem], *, is_asked: bool = True) -> str:
+    """Every mistake: its key or file, where the value came from, the rule, and the remedy. `is_asked`: of a description or a
+    command, and not of what a file or a disk holds."""
+    count = len(problems)
+    head = "invalid arguments" if is_asked else "cannot go on"
+    head = "invalid configuration" if any(map(_is_configured, problems)) else head
     lines = [f"{head}, {count} mistakes:" if count > 1 else f"{head}:"]
-    for problem in error.problems:
+    for problem in problems:
         origin = f"  ({problem.where})" if problem.where else ""
         lines += ["", f"  {problem.key}{origin}", f"    {problem.rule}", f"    -> {problem.remedy}"]
     return "\n".join(lines)

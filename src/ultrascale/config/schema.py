@@ -201,7 +201,7 @@ def _int(value: Any, at: At) -> Any:
             return read(value)
         except UnitError as error:
             return at.wrong(str(error), remedy)
-    if at.text and isinstance(value, str):
+    if isinstance(value, str) and (at.text or value[-1:].isalpha()):
         for read in (int, parse_count):  # the first is exact
             with suppress(ValueError):
                 if _COMMAS.fullmatch(value):
@@ -213,8 +213,8 @@ def _int(value: Any, at: At) -> Any:
 
 def _whole_remedy(value: Any, at: At) -> str:
     quoted = isinstance(value, str) and not at.text
-    if not quoted and not re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", str(value), re.IGNORECASE):
-        return "Write digits, such as 8 or 10k." if at.text else "Write digits, such as 8."
+    if (not quoted or value[-1:].isalpha()) and not re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", str(value), re.IGNORECASE):
+        return "Write digits, such as 8 or 10k." if at.text else 'Write digits, such as 8 or "10k".'
     return "Write it without quotes and without a decimal point." if quoted else "Write it without a decimal point."
 
 
@@ -229,12 +229,13 @@ def _float(value: Any, at: At) -> Any:
         number = float(value) if (at.text or not isinstance(value, str)) and not isinstance(value, bool) else None
     except (ValueError, TypeError, OverflowError):
         number = None
-    if number is None and at.text and unit:
+    if number is None and unit and isinstance(value, str):
         with suppress(UnitError):
             number = parse_seconds(str(value)) / unit
     if number is None:
         remedy = "Write it as 0.1 or 3e-4." if at.text else "Write it without quotes, such as 3e-4."
-        remedy = "Write it as 90, or with a unit, such as 30m." if at.text and unit else remedy
+        if unit:
+            remedy = "Write it as 90, or with a unit, such as 30m." if at.text else 'Write it as 90, or as "30m".'
         return at.wrong(f"must be a number, is {value if at.text else _described(value)}", remedy)
     return number if math.isfinite(number) else at.wrong(f"must be finite, is {number}", "Give an ordinary number.")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ultrascale.description.problems import Problem
+
 
 class DataError(ValueError):
     """Something is wrong with input text, a shard, or where it is to be written.
@@ -14,6 +16,11 @@ class DataError(ValueError):
         super().__init__(where, problem, remedy, reason)
         self.where, self.problem, self.remedy, self.reason = where, problem, remedy, reason
 
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """Mistakes as the command line lists them."""
+        return (Problem(self.where, self.problem, self.remedy),)
+
     def __str__(self) -> str:
         return f"{self.where}: {self.problem}. {self.remedy}"
 
@@ -25,6 +32,11 @@ class SeveralDataErrors(DataError):
         first = errors[0]
         super().__init__(first.where, first.problem, first.remedy, first.reason)
         self.errors = tuple(errors)
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """Mistakes of all errors."""
+        return tuple(problem for error in self.errors for problem in error.problems)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.errors))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ultrascale.demo.claims import DemoError
+from ultrascale.description.problems import Problem, SpecError
 
 MARK = ".ultrascale-demo"
 MADE_AFRESH = ("run", "plots", "exported", "run.toml", "training.log", "summary.json")
@@ -17,22 +17,26 @@ MADE_AFRESH = ("run", "plots", "exported", "run.toml", "training.log", "summary.
 
 @contextmanager
 def demo_folder(folder: Path) -> Iterator[None]:
-    """`folder`, there and ours while inside. Raises DemoError if it is somebody else's, in use, or cannot be written."""
+    """`folder`, there and ours while inside. Raises SpecError if it is somebody else's, in use, or cannot be written."""
     try:
         if folder.is_dir() and any(folder.iterdir()) and not (folder / MARK).exists():
-            raise DemoError(f"{folder} holds other files, which the demo must not mix with. Name another with --folder.")
+            raise _refused(f"{folder} holds other files, which the demo must not mix with", "Name another.")
         folder.mkdir(parents=True, exist_ok=True)
         mark = open(folder / MARK, "w")  # noqa: SIM115 (closed below: the lock lives as long as the file is open)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise DemoError(f"cannot write into {folder}: {reason}. Name another folder with --folder.") from None
+        raise _refused(f"{folder} cannot be written: {reason}", "Name another.") from None
     with mark:
         try:
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise DemoError(f"another demo is using {folder}. Wait for it, or name another with --folder.") from None
+            raise _refused(f"another demo is using {folder}", "Wait for it, or name another.") from None
         _clear(folder)
         yield
+
+
+def _refused(rule: str, remedy: str) -> SpecError:
+    return SpecError([Problem("--folder", rule, remedy)])
 
 
 def forget_text(folder: Path) -> None:

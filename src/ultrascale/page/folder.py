@@ -78,10 +78,18 @@ def build(folder: Path, parts: Path | None) -> str:
         (folder / name).write_text(static_text(name), encoding="utf-8")
     page = static_text("index.html").replace("server.js", "browser.js")
     (folder / "index.html").write_text(page, encoding="utf-8")
-    (folder / "controls.json").write_text(json.dumps(controls_json()), encoding="utf-8")
+    (folder / "controls.json").write_text(json.dumps(controls_json() | {"build": digest(folder)}), encoding="utf-8")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     slow = "" if _compiles() else " Built by Python 3.11 it would start faster."
     return f"wrote {folder}: {size / 1e6:.1f} MB. Serve it with any web server, such as python -m http.server -d {folder}{slow}"
+
+
+def digest(folder: Path) -> str:
+    """A digest of every file of `folder`: answers that a browser keeps are of one build."""
+    whole = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        whole.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    return whole.hexdigest()[:16]
 
 
 def _packed(folder: Path) -> Path:

@@ -81,9 +81,10 @@ def command_of(place: Place, *, steps: int, warm: int) -> list[str]:
 
 def failure_of(exit_code: int, printed: str) -> Failure:
     """Failure of a process that `printed` this and ended with `exit_code` (minus the number of a signal)."""
-    said = re.findall(r"ultrascale: error(?: on rank \d+)?: (.*)", printed)
+    said = re.findall(r"ultrascale: error(?: on rank \d+)?: (.*(?:\n\n?  .*)*)", printed)
     lines = [line for line in printed.splitlines() if line.strip()]
-    text = (said or lines[-1:] or ["it said nothing"])[0].strip()
+    text = (said or lines[-1:] or ["it said nothing"])[0]
+    text = " ".join(text.split())
     if re.search(r"ran out of memory|MemoryError|(?:CUDA |failure '|error: )out of memory", printed):
         return Failure("out of memory", text, exit_code)
     if exit_code < 0 or "SIGKILL" in printed:

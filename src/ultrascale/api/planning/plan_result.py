@@ -168,7 +168,7 @@ class Plan:
         return name + f"{_step_words(chosen.prediction)}{memory}{'' if self.fits else ', does not fit'})"
 
     def _repr_html_(self) -> str:
-        rows = [{**row, "value": _value_words(row["value"], row["unit"])} for row in self.rows()]
+        rows = [{**row, "value": value_words(row["value"], row["unit"])} for row in self.rows()]
         return html(repr(self), [{"of": row["of"], "part": row["part"], "": row["value"]} for row in rows])
 
 
@@ -253,6 +253,21 @@ class Comparison:
         named |= {"machines": [one.cluster.name for one in chosen], "stack": [one.stack.name for one in chosen]}
         return [{"name": name, "a": a, "b": b} for name, (a, b) in named.items() if a != b]
 
+    def told_settings(self) -> list[tuple[str, str, str]]:
+        """`settings` as run.toml has them, without quotes; of two models with different names only these."""
+        from ultrascale.config.run_toml import toml_value
+        from ultrascale.config.schema import BYTE_KEYS
+
+        def words(name: str, value: Any) -> str:
+            is_bytes = isinstance(value, int) and name.rpartition(".")[2] in BYTE_KEYS
+            return format_bytes(value) if is_bytes else toml_value(value).strip('"')
+
+        told = [(one["name"], words(one["name"], one["a"]), words(one["name"], one["b"])) for one in self.settings()]
+        a, b = (one.run.model.name or one.run.model.model_type for one in (self.a, self.b))
+        if a == b:
+            return told
+        return [("model", a, b), *(row for row in told if not row[0].startswith("model."))]
+
     def rows(self) -> list[Facts]:
         """Quantities of both, with b over a: bytes, seconds, shares; those that differ most first."""
         of_a, of_b = _quantities(self.a), _quantities(self.b)
@@ -278,15 +293,15 @@ class Comparison:
         a, b = self.a.step_seconds, self.b.step_seconds
         time = "" if a is None or b is None else f"step {format_seconds(a)} and {format_seconds(b)}, "
         memory = " and ".join(format_bytes(one.needed_bytes) for one in (self.a, self.b))
-        told = ", ".join(f"{one['name']} {one['a']} -> {one['b']}" for one in self.settings()[:3]) or "nothing differs"
+        told = ", ".join(f"{name} {a} -> {b}" for name, a, b in self.told_settings()[:3]) or "nothing differs"
         return f"Comparison({told}; {time}{memory})"
 
     def _repr_html_(self) -> str:
         words = [
-            {"": row["name"], "a": _value_words(row["a"], row["unit"]), "b": _value_words(row["b"], row["unit"]),
+            {"": row["name"], "a": value_words(row["a"], row["unit"]), "b": value_words(row["b"], row["unit"]),
              "b / a": "" if row["b_over_a"] is None else f"{row['b_over_a']:.2f}"} for row in self.rows()
         ]  # fmt: skip
-        settings = [{"": row["name"], "a": str(row["a"]), "b": str(row["b"]), "b / a": ""} for row in self.settings()]
+        settings = [{"": name, "a": a, "b": b, "b / a": ""} for name, a, b in self.told_settings()]
         return html(repr(self), settings + words)
 
 
@@ -356,7 +371,8 @@ def _step_words(prediction: Prediction | None) -> str:
     return f"{format_seconds(prediction.step_seconds)} a step ({interval}), MFU {prediction.mfu():.1%}, "
 
 
-def _value_words(value: Any, unit: str) -> str:
+def value_words(value: Any, unit: str) -> str:
+    """A quantity for people: bytes and seconds with their units, shares in percent."""
     if value is None:
         return ""
     if unit in ("bytes", "seconds"):

@@ -11,6 +11,7 @@ from ultrascale.description.layout import Layout
 from ultrascale.description.problems import Problem
 from ultrascale.description.run import Run
 from ultrascale.description.sections.launch import Launch
+from ultrascale.measure.machine.timed import Timed
 from ultrascale.plan.costs.budget import Bought
 from ultrascale.plan.search.explain import Change, Marginal, Rung
 from ultrascale.plan.search.space import Refusal
@@ -814,23 +815,6 @@ class MeasuredSpeed(TypedDict):
     environment: dict[str, Any]
 
 
-class TimedMessage(TypedDict):
-    """One kind of message, group of ranks and size, timed."""
-
-    kind: str
-    size: int
-    stride: int
-    num_bytes: int
-    seconds: float
-    """The median round, of the slowest rank."""
-    spread: float
-    """Slowest less fastest, over the median of the rounds."""
-    bus_bytes_per_second: float
-    """Bus bandwidth as nccl-tests defines it."""
-    planned_seconds: float | None
-    """null if this machine is not in the catalogue, or not as it is there."""
-
-
 class MeasuredNetwork(TypedDict):
     """Speed of messages."""
 
@@ -840,7 +824,7 @@ class MeasuredNetwork(TypedDict):
     torch: str
     backend: str
     planned_for: str | None
-    timed: list[TimedMessage]
+    timed: list[Timed]
 
 
 class Spread(TypedDict):

@@ -19,6 +19,8 @@ FOLDER = Path(__file__).parents[2] / "schemas"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string"}
 RUN_TOML = "run.toml"
+COUNT, TIME = "^[0-9][0-9_,.]* *(k|K|M|B|T|Ki|Mi|Gi|Ti)$", "^([0-9]+ *(d|h|m|min|s) *)+$"
+"""Numbers with units in text."""
 
 
 def names() -> list[str]:
@@ -137,9 +139,10 @@ def _run_toml() -> dict[str, Any]:
 
 
 def _toml_value(key: str, kind: Any) -> dict[str, Any]:
-    """A value as TOML has it: "none" for nothing, "4M" for tokens, "128k" for lengths, "20GiB" for bytes; tables in lists."""
+    """A value as TOML has it: "none" for nothing, "4M" for tokens and counts, "128k" for lengths, "20GiB" for bytes, "30m" for
+    times; tables in lists."""
     from ultrascale.config.ranges import limits_of
-    from ultrascale.config.schema import UNITS, default_of
+    from ultrascale.config.schema import TIMES, UNITS, default_of
     from ultrascale.description.run import RampStage
 
     if get_origin(kind) in (Union, UnionType):
@@ -159,7 +162,10 @@ def _toml_value(key: str, kind: Any) -> dict[str, Any]:
         return {"anyOf": [{"type": "string"}, whole]} if hints[fields(kind)[0].name] is str else whole
     if kind is int and key.rpartition(".")[2] in UNITS:
         return {"anyOf": [{"type": "string"}, {"type": "integer"} | limits_of(key)]}
-    return _of(kind, {}) | limits_of(key)
+    number = _of(kind, {}) | limits_of(key)
+    if kind is float and key.rpartition("_")[2] in TIMES:
+        return number | {"type": ["number", "string"], "pattern": TIME}
+    return number | {"type": ["integer", "string"], "pattern": COUNT} if kind is int else number
 
 
 def _plain(value: Any) -> Any:

@@ -17,11 +17,9 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from ultrascale.checkpoint.disk.checksum import checksum_text, crc32
-from ultrascale.checkpoint.disk.dtypes import DTYPE_NAMES, DTYPES
 from ultrascale.checkpoint.disk.patience import patiently
 from ultrascale.checkpoint.errors import CheckpointError
 from ultrascale.checkpoint.manifest import (
@@ -35,6 +33,9 @@ from ultrascale.checkpoint.manifest import (
     decode,
 )
 from ultrascale.failpoints import failpoint
+
+if TYPE_CHECKING:  # a list of checkpoints needs none
+    import torch
 
 BLOCK_BYTES = 1 << 20
 """Small enough for the cache of a core, large enough that calls cost nothing beside it."""
@@ -199,6 +200,10 @@ def read_box(fd: int, entry: Entry, chunk: Chunk, starts: tuple[int, ...], targe
 
     Reads the one run of bytes from the box's first element to its last; straight into `target` where the memory layouts agree.
     """
+    import torch
+
+    from ultrascale.checkpoint.disk.dtypes import DTYPES
+
     strides = [prod(chunk.sizes[dim + 1 :]) for dim in range(len(chunk.sizes))]
     first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
     count = 1 + sum((size - 1) * stride for size, stride in zip(target.shape, strides, strict=True))
@@ -212,6 +217,8 @@ def read_box(fd: int, entry: Entry, chunk: Chunk, starts: tuple[int, ...], targe
 
 def _header(pieces: list[Piece], about: dict[str, str]) -> tuple[bytes, list[int]]:
     """The safetensors header, length included, and where each piece begins in the data that follows."""
+    from ultrascale.checkpoint.disk.dtypes import DTYPE_NAMES
+
     entries: dict[str, object] = {"__metadata__": about}
     begins, at = [], 0
     for piece in pieces:
@@ -229,6 +236,8 @@ def _header(pieces: list[Piece], about: dict[str, str]) -> tuple[bytes, list[int
 
 def view_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's row-major bytes; a view where it is contiguous on the CPU."""
+    import torch
+
     return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 

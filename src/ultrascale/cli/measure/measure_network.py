@@ -22,7 +22,7 @@ from ultrascale.plan.laws.nccl import KINDS
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ultrascale.measure.machine.network import Timed
+    from ultrascale.measure.machine.timed import Timed
 
 UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 LEAST, MOST = 2**12, 2**36
@@ -135,7 +135,8 @@ def _measured(asked: dict[str, Any], processes: int | None) -> int:
 
 def _show(told: dict[str, Any]) -> None:
 
-    from ultrascale.measure.machine.network import Timed, network_bytes_per_second
+    from ultrascale.measure.machine.network import network_bytes_per_second
+    from ultrascale.measure.machine.timed import Timed
 
     console = console_for_people()
     timed = [Timed(**one) for one in told["timed"]]

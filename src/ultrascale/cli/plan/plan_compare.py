@@ -11,11 +11,10 @@ from rich.text import Text
 
 from ultrascale.api.planning.plan import answer
 from ultrascale.api.planning.plan_request import PlanRequest
-from ultrascale.api.planning.plan_result import Comparison
+from ultrascale.api.planning.plan_result import Comparison, value_words
 from ultrascale.cli.terminal.screen import console_for_people
-from ultrascale.config.run_toml import toml_value
 from ultrascale.description.problems import Problem, SpecError
-from ultrascale.description.units import format_bytes, format_seconds
+from ultrascale.description.units import format_bytes
 
 SAME = 0.0005
 """Relative difference below which two quantities are the same."""
@@ -47,9 +46,9 @@ def _show(found: Comparison, first: str, second: str) -> None:
         ratio = one["b_over_a"]
         if ratio is not None and abs(ratio - 1) < SAME:
             continue
-        values = (_words(one[side], one["unit"]) for side in ("a", "b"))
+        values = (value_words(one[side], one["unit"]) for side in ("a", "b"))
         quantities.add_row(one["name"], *values, "" if ratio is None else f"{ratio:.2f}")
-    for row in _settings(found):
+    for row in found.told_settings():
         settings.add_row(*row)
     console.print(Text(f"a  {first}\nb  {second}"), soft_wrap=True)
     for table in (quantities, settings):
@@ -67,20 +66,3 @@ def _table(*columns: str) -> Table:
     for index, name in enumerate(columns):
         table.add_column(name, justify="right" if index else "left", overflow="fold")
     return table
-
-
-def _settings(found: Comparison) -> list[tuple[str, str, str]]:
-    """Settings that differ, as TOML has them; of two models with different names only these."""
-    told = [(one["name"], toml_value(one["a"]), toml_value(one["b"])) for one in found.settings()]
-    a, b = (one.run.model.name or one.run.model.model_type for one in (found.a, found.b))
-    if a == b:
-        return told
-    return [("model", toml_value(a), toml_value(b)), *(row for row in told if not row[0].startswith("model."))]
-
-
-def _words(value: float | None, unit: str) -> str:
-    if value is None:
-        return ""
-    if unit in ("bytes", "seconds"):
-        return format_bytes(value) if unit == "bytes" else format_seconds(value)
-    return f"{value:.1%}" if unit == "share" else f"{value:,.0f}"

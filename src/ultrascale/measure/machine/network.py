@@ -12,7 +12,6 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -25,6 +24,7 @@ from ultrascale.catalogue.machines import NODES, USUAL_NODE
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.units import format_bytes
 from ultrascale.measure.machine.ceilings import device_name, this_gpu
+from ultrascale.measure.machine.timed import Timed
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.plan.laws.collectives import bus_bytes, collective_seconds
 from ultrascale.plan.laws.nccl import KINDS
@@ -47,24 +47,6 @@ class WrongResultError(RuntimeError):
 
 class MessageTooLargeError(RuntimeError):
     """The buffers of a message do not fit the device."""
-
-
-@dataclass(frozen=True)
-class Timed:
-    """One kind, group and size."""
-
-    kind: str
-    size: int
-    stride: int
-    num_bytes: int
-    seconds: float
-    """The median round, of the slowest rank."""
-    spread: float
-    """(slowest - fastest) / median of the rounds."""
-    bus_bytes_per_second: float
-    """Bus bandwidth as nccl-tests defines it: comparable between kinds and sizes of groups, and with a link's rate."""
-    planned_seconds: float | None
-    """Planned seconds; None if this machine is not in the catalogue, or not as it is there."""
 
 
 def default_groups(world: int, per_node: int) -> list[tuple[int, int]]:

@@ -17,6 +17,10 @@ from ultrascale.description.problems import Problem, SpecError
 class FolderError(RuntimeError):
     """A folder could not be written: the disk is full, or not ours to write. What stood there before still does."""
 
+    def __init__(self, problem: Problem):
+        super().__init__(str(problem))
+        self.problems = (problem,)
+
 
 @contextmanager
 def fill_folder(
@@ -41,7 +45,7 @@ def fill_folder(
         _publish(partial, folder, is_ours)
     except (OSError, SafetensorError) as error:
         remedy = "Nothing was left behind. Free space, or choose another folder."
-        raise FolderError(f"{folder}: cannot be written ({error}). {remedy}") from error
+        raise FolderError(Problem(str(folder), f"cannot be written ({error})", remedy)) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

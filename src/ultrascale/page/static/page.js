@@ -7,6 +7,7 @@ const status = document.getElementById("status");
 const failure = document.getElementById("error");
 const WAIT = 250; // milliseconds without a letter before it is asked; a slider asks at once
 let controls = [], largestFile = 0, dropped = null, shown = null, timer = null, slid = null;
+let progress = "Planning ..."; // what is done before an answer
 let asking = false, again = false; // one question at a time: what changes meanwhile is asked when it is answered
 const keptAnswers = new Map();
 
@@ -108,7 +109,10 @@ function questionOf(search) {
 
 async function plan() {
   again = asking;
-  if (asking) return;
+  if (asking) {
+    status.textContent = progress;
+    return;
+  }
   asking = true;
   do {
     again = false;
@@ -122,23 +126,26 @@ async function planOnce() {
   const link = new URLSearchParams(location.search), started = performance.now(), question = questionOf(location.search);
   if (dropped) question.file = dropped;
   if (link.has("why")) question.why = 1;
-  status.textContent = link.has("why") ? "Planning, and looking for reasons ..." : "Planning ...";
+  status.textContent = link.has("why") ? "Planning, and looking for reasons ..." : progress;
   document.body.dataset.state = "first";
-  const answer = await source.ask({ ...question, part: "first" });
+  const first = { ...question, part: "first" }, before = await source.kept(first);
+  const answer = before ?? await source.ask(first);
   if (again) return;
   const kept = link.has("vs") && !answer.error ? await keptPlan(link.get("vs")) : null;
   const problem = answer.error || (kept && kept.error);
   failure.hidden = !problem;
   failure.textContent = problem || "";
   view.classList.toggle("stale", Boolean(answer.error));
-  status.textContent = answer.error ? "No plan: the planner says why." : `Planned in ${((performance.now() - started) / 1000).toFixed(2)} s${dropped ? `, from ${dropped.name}` : ""}.`;
+  status.textContent = answer.error ? "No plan: the planner says why."
+    : before ? "Planned before, in this browser, by this version of the planner."
+    : `Planned in ${((performance.now() - started) / 1000).toFixed(2)} s${dropped ? `, from ${dropped.name}` : ""}.`;
   if (!answer.error) {
     shown = answer;
     render(kept && !kept.error ? kept : null);
     document.title = `${answer.title.model}: ${answer.title.layout}`;
     document.body.dataset.state = "rest";
     performance.mark("drawn");
-    const rest = await source.ask({ ...question, part: "rest" });
+    const rest = await answered({ ...question, part: "rest" });
     if (again || rest.error) return;
     Object.assign(shown, rest);
     render();
@@ -146,8 +153,10 @@ async function planOnce() {
   document.body.dataset.state = "done";
 }
 
+const answered = async (question) => await source.kept(question) ?? source.ask(question);
+
 async function keptPlan(search) {
-  if (!keptAnswers.has(search)) keptAnswers.set(search, await source.ask(questionOf(search)));
+  if (!keptAnswers.has(search)) keptAnswers.set(search, await answered(questionOf(search)));
   return keptAnswers.get(search);
 }
 
@@ -205,5 +214,9 @@ addEventListener("popstate", (event) => { dropped = (event.state && event.state.
 let widthBefore = innerWidth;
 addEventListener("resize", () => { if (shown && innerWidth !== widthBefore) { widthBefore = innerWidth; render(); } });
 
+source.starts = (told) => {
+  progress = told;
+  if (again || document.body.dataset.state === "first") status.textContent = told;
+};
 dropped = (history.state && history.state.dropped) || null; // loaded again
 source.controls().then((known) => { controls = known.controls; largestFile = known.largest_file; buildForm(); fillForm(); plan(); });

@@ -2,6 +2,8 @@
 import { loadPyodide } from "./pyodide.mjs";
 
 const beside = (name) => new URL(name, self.location.href).href;
+const ofBuild = (name) => beside(name + self.location.search); // no older file that the browser still has
+const starts = (told) => self.postMessage({ starts: told });
 const fetched = self.fetch.bind(self);
 // The interpreter's machine code lies there gzipped: servers of plain files do not pack it for the way.
 self.fetch = async (asked, options) => {
@@ -14,10 +16,15 @@ self.fetch = async (asked, options) => {
 };
 
 const ready = (async () => {
-  const site = fetched(beside("site.zip")).then((reply) => reply.arrayBuffer());
-  const pyodide = await loadPyodide({ indexURL: beside("./"), stdLibURL: beside("stdlib.zip") });
+  starts("Python is starting in this browser ...");
+  const site = fetched(ofBuild("site.zip")).then((reply) => reply.arrayBuffer());
+  const pyodide = await loadPyodide({ indexURL: beside("./"), stdLibURL: ofBuild("stdlib.zip") });
+  starts("NumPy and the planner are unpacked ...");
   pyodide.unpackArchive(await site, "zip", { extractDir: "/lib/python3.11/site-packages" });
-  return pyodide.runPython("import json\nfrom ultrascale.cli.plan.page import question\nlambda asked: json.dumps(question(json.loads(asked)))");
+  starts("The planner is starting ...");
+  const question = pyodide.runPython("import json\nfrom ultrascale.cli.plan.page import question\nlambda asked: json.dumps(question(json.loads(asked)))");
+  starts("Planning ...");
+  return question;
 })();
 
 self.onmessage = async ({ data }) => {

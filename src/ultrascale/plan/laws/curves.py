@@ -101,6 +101,13 @@ class AttentionCurve:
     bytes_per_second: float = math.inf
 
 
+def steady(value: Any) -> Any:
+    """`value`, a number or an array, to 41 of its 53 bits. Powers and logarithms differ in the last bit between C libraries,
+    and so would a plan in a browser from the same plan here."""
+    high = value * (2.0**12 + 1)
+    return high - (high - value)
+
+
 def alignment_work(curve: MatmulCurve, n: Any, k: Any) -> Any:
     """Factor on a product's work for the lengths of its rows: 1 where they are multiples of `ALIGNED_BYTES`. Rows are n or k
     long in the forward product and both gradients; m, the tokens, is the length of none."""
@@ -125,7 +132,7 @@ def matmul_law(
     num_bytes = count * (curve.operand_bytes * (m * k + k * n) + curve.result_bytes * m * n)
     memory = num_bytes / (curve.bytes_per_second * curve.bandwidth_efficiency)
     p = curve.sharpness
-    seconds = curve.launch_seconds + (compute**p + memory**p) ** (1 / p)
+    seconds = curve.launch_seconds + steady((compute**p + memory**p) ** (1 / p))
     if curve.cast_efficiency:
         seconds = seconds + 3 * count * m * k / (curve.bytes_per_second * curve.cast_efficiency)
     return seconds
@@ -169,5 +176,5 @@ def attention_efficiency(curve: AttentionCurve, head_dim: float) -> float:
     for low in range(len(HEAD_DIMS) - 1):
         if head_dim <= HEAD_DIMS[low + 1]:
             part = math.log(head_dim / HEAD_DIMS[low]) / math.log(HEAD_DIMS[low + 1] / HEAD_DIMS[low])
-            return values[low] * (values[low + 1] / values[low]) ** part
+            return steady(values[low] * (values[low + 1] / values[low]) ** part)
     return values[-1]

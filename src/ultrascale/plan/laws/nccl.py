@@ -17,6 +17,7 @@ from __future__ import annotations
 from math import log2
 from typing import NamedTuple
 
+from ultrascale.plan.laws.curves import steady
 from ultrascale.plan.laws.network import Fabric, Placement
 from ultrascale.plan.laws.nvlink_fits import FITS
 
@@ -66,7 +67,7 @@ class Line(NamedTuple):
     per_root: float
 
     def seconds(self, num_bytes: float) -> float:
-        return self.fixed + self.per_byte * num_bytes + self.per_root * num_bytes**0.5
+        return self.fixed + self.per_byte * num_bytes + self.per_root * steady(num_bytes**0.5)
 
 
 def inside_line(fabric: Fabric, kind: str, ranks: int) -> Line:
@@ -182,7 +183,7 @@ def _at(measured: dict[int, tuple[float, float, float]], ranks: int) -> tuple[fl
         added = GROWTH_HOP * max(0, ranks - last)
         # A ring's chunks pass every rank; in a switch they do not: half the growth on 72 GPUs of a rack (CoreWeave, 2025).
         growth = 0.25 if len(points) == 1 else 0.5
-        return a + added, b * share, c * max(1.0, (ranks - 1) / (last - 1)) ** growth
+        return a + added, b * share, c * steady(max(1.0, (ranks - 1) / (last - 1)) ** growth)
     above = next(point for point in points if point >= ranks)
     if above == ranks:
         return measured[above]
@@ -229,4 +230,4 @@ def _root(fabric: Fabric, kind: str | None, per_byte: float) -> float:
     if kind is not None and fabric.gpus_per_node > 1:
         node = inside_line(fabric, kind, fabric.gpus_per_node)
         latency += (node.per_root / 2) ** 2 / node.per_byte
-    return 2 * (latency * per_byte) ** 0.5
+    return 2 * steady((latency * per_byte) ** 0.5)

@@ -28,6 +28,7 @@ from ultrascale.plan.cut_backward import cut_share, cut_share_of
 from ultrascale.plan.flops import hardware_flops_per_token, model_flops_per_token
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.laws.compute import optimizer_seconds
+from ultrascale.plan.laws.curves import steady
 from ultrascale.plan.layouts import PRECISIONS, LayoutTable, by_schedule
 from ultrascale.plan.memory.replay import MemoryPlan
 from ultrascale.plan.pipeline.pipeline_steady import long_step_seconds
@@ -284,7 +285,7 @@ def _step(
     parts["expert_parallel"] = parts["expert_parallel"] - _hidden_by_pairs(workload, table, parts, micro_batches)
     running = sum(parts.values())
     nodes = np.maximum(table.world_size / workload.cluster.node.num_accelerators, 1.0)
-    parts["rest"] = constants.step_seconds + running * constants.straggler_per_doubling * np.log2(nodes)
+    parts["rest"] = constants.step_seconds + running * constants.straggler_per_doubling * steady(np.log2(nodes))
     parts["rest"] += _agreed_amaxes(workload, table) + agreed_scales_seconds(workload, table, stages)
     overheads = workload.overheads
     if overheads.stall_nodes:
