@@ -33,6 +33,7 @@ FAMILIES = {
     "qwen3": replace(LLAMA, model_type="qwen3", qk_norm=True, tie_word_embeddings=True),
     "window": replace(LLAMA, model_type="mistral", sliding_window=16),
     "mixed-window": replace(LLAMA, model_type="qwen2", sliding_window=16, max_window_layers=1, qkv_bias=True),
+    "post-norm": replace(LLAMA, norm_placement="post", qk_norm=True, qk_norm_whole=True),
     "no-rope": replace(LLAMA, model_type="smollm3", no_rope_layer_interval=2),
 }
 _SIZES = {"vocab_size": 512, "num_hidden_layers": 2}

@@ -1,5 +1,4 @@
-"""One decoder for the families of `description.architecture.families`: pre-norm blocks of causal attention and a feed-forward
-layer.
+"""One decoder for the families of `description.architecture.families`: blocks of causal attention and a feed-forward layer.
 
 Parameter names and shapes are those of `description.architecture.weights`. A decoder may be one stage of the model: some of
 its blocks, with the embedding if it is the first and the head if it is the last. The model is plain and knows nothing of
@@ -23,7 +22,7 @@ that is returned is the model's own; the predictions' joins it on the way back a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -40,7 +39,7 @@ from ultrascale.kernels.rotary import Angles, rotary_angles
 from ultrascale.models.attention import Attention, KeyValues, LatentAttention
 from ultrascale.models.experts import MoE
 from ultrascale.models.feed_forward import build_mlp
-from ultrascale.models.norms import RMSNorm, build_norm, norm_of_sum
+from ultrascale.models.norms import RMSNorm, build_norm, norm_of_sum, unchanged
 
 
 class Cache(Protocol):
@@ -81,14 +80,21 @@ class Drops(NamedTuple):
 
 
 class Block(nn.Module):
-    """One decoder block: each half reads a normed copy of the residual stream and adds to it."""
+    """One decoder block: each half reads the residual stream and adds to it; `Model.block_norms` says where norms stand."""
 
     def __init__(self, model: Model, layer: int):
         super().__init__()
-        self.input_layernorm = build_norm(model)
+        self.norm_names = names = model.block_norms
+        self._add_norm(names.before_attention, model)
         self.self_attn = LatentAttention(model) if model.latent_attention else Attention(model)
-        self.post_attention_layernorm = build_norm(model)
+        self._add_norm(names.after_attention, model)
+        self._add_norm(names.before_mlp, model)
         self.mlp = MoE(model) if model.is_moe(layer) else build_mlp(model, model.intermediate_size)
+        self._add_norm(names.after_mlp, model)
+
+    def _add_norm(self, name: str, model: Model) -> None:
+        if name:
+            self.add_module(name, build_norm(model))
 
     def forward(
         self,
@@ -99,16 +105,17 @@ class Block(nn.Module):
         drops: Drops | None = None,
     ) -> Tensor:
         """[B, S, D] to [B, S, D]; `angles` None: no rotary positions; `mask`: what the decoder's `make_mask` made."""
+        before, after, before_mlp, after_mlp = map(self.norm_called, self.norm_names)
         # No variable for what attention made, nor for the norm of the sum: they would outlive who reads them.
         between = [
-            *norm_of_sum(
-                self.post_attention_layernorm,
-                hidden,
-                _dropped(self.self_attn(self.input_layernorm(hidden), angles, mask, earlier), drops, 0),
-            )
+            *norm_of_sum(before_mlp, hidden, _dropped(after(self.self_attn(before(hidden), angles, mask, earlier)), drops, 0))
         ]
         hidden = between.pop()
-        return hidden + _dropped(self.mlp(between.pop()), drops, 1)
+        return hidden + _dropped(after_mlp(self.mlp(between.pop())), drops, 1)
+
+    def norm_called(self, name: str) -> Callable[[Tensor], Tensor]:
+        """The norm of this name; of none, nothing is done."""
+        return getattr(self, name) if name else unchanged
 
 
 class SharedHead(nn.Module):

@@ -128,21 +128,25 @@ def first_alike(model: Model) -> tuple[int, ...]:
 def _work_of_kind(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
     m, d = shape.outer_tokens, model.hidden_size
     drops_any = bool(shape.kernels.dropout or model.dropout)
-    attended, fed = ("attention_dropped", "mlp_dropped") if drops_any else ("attention_out", "mlp_out")
-    drops = [
-        (dropout(shape, f"{name}_dropout", f"{name}_out", f"{name}_dropped", d, m),) if drops_any else ()
-        for name in ("attention", "mlp")
-    ]
-    return (
-        norm(model, shape, "input_layernorm", "hidden", "attention_in", d, d, m),
-        *attention_work(model, layer, shape),
-        *drops[0],
-        add(shape, "attention_residual", "hidden", attended, "hidden_mid", d, m),
-        norm(model, shape, "post_attention_layernorm", "hidden_mid", "mlp_in", d, d, m),
-        *mlp_work(model, layer, shape),
-        *drops[1],
-        add(shape, "mlp_residual", "hidden_mid", fed, "hidden_out", d, m),
+    norms, ops = model.block_norms, list[Op]()
+    halves = (
+        ("attention", "hidden", "hidden_mid", attention_work(model, layer, shape), norms[:2]),
+        ("mlp", "hidden_mid", "hidden_out", mlp_work(model, layer, shape), norms[2:]),
     )
+    for half, stream, total, own, (before, after) in halves:
+        if before:
+            ops += [norm(model, shape, before, stream, f"{half}_in", d, d, m), *own]
+        else:
+            ops += [_renamed(op, {f"{half}_in": stream}) for op in own]
+        added = f"{half}_out"
+        if after:
+            ops.append(norm(model, shape, after, added, f"{half}_normed", d, d, m))
+            added = f"{half}_normed"
+        if drops_any:
+            ops.append(dropout(shape, f"{half}_dropout", added, f"{half}_dropped", d, m))
+            added = f"{half}_dropped"
+        ops.append(add(shape, f"{half}_residual", stream, added, total, d, m))
+    return tuple(ops)
 
 
 def input_gather(model: Model, shape: Shape) -> Collective:
@@ -189,7 +193,7 @@ def _renamed(op: Op, names: dict[str, str]) -> Op:
         return names.get(whole, whole) + old[len(whole) :]
 
     return replace(
-        op, reads=tuple(map(name, op.reads)), saves=tuple(map(name, op.saves)),
+        op, reads=tuple(map(name, op.reads)), saves=tuple(map(name, op.saves)), holds=tuple(map(name, op.holds)),
         makes=tuple(one._replace(name=name(one.name)) for one in op.makes),
     )  # fmt: skip
 

@@ -24,7 +24,7 @@ _NO_BIAS: dict[str, Any] = {"attention_output_bias": False, "mlp_bias": False}
 # What most families do not have. Where one of them is fixed, the rules of `Model` fix the fields that go with it.
 _WITHOUT: dict[str, Any] = {
     "hidden_act": None, "attention_sinks": False, "partial_rotary_factor": 1.0, "sliding_window_interval": 1,
-    "qk_norm_whole": False, "kv_lora_rank": None, "num_nextn_predict_layers": 0,
+    "norm_placement": "pre", "qk_norm_whole": False, "kv_lora_rank": None, "num_nextn_predict_layers": 0,
 }  # fmt: skip
 _DENSE = _WITHOUT | {"num_experts": 0}
 _ALL_SEEN: dict[str, Any] = {"sliding_window": None, "no_rope_layer_interval": None}

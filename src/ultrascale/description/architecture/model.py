@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ultrascale.description.architecture.rope_scaling import RopeScaling as RopeScaling
 from ultrascale.description.problems import Problem
@@ -43,6 +43,23 @@ ModelType = Literal[
     "gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3",
     "glm4_moe", "gpt_oss", "nemotron", "grok", "other",
 ]  # fmt: skip
+NormPlacement = Literal["pre", "post"]
+
+
+class BlockNorms(NamedTuple):
+    """Names of the norms of a block over the hidden size; empty: there is none."""
+
+    before_attention: str
+    after_attention: str
+    before_mlp: str
+    after_mlp: str
+
+
+BLOCK_NORMS: dict[NormPlacement, BlockNorms] = {
+    "pre": BlockNorms("input_layernorm", "", "post_attention_layernorm", ""),
+    "post": BlockNorms("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+}
+"""Hugging Face's names, which say where a norm stands and not what it reads."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +87,9 @@ class Model:
     name: str = ""
     """The preset's name, or the folder it was read from; for printing only."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Normalization of the input of each half of a block (attention, feed-forward layer)."""
+    """Normalization of each half of a block (attention, feed-forward layer)."""
+    norm_placement: NormPlacement = "pre"
+    """Input of the norms of a block. "pre": the input of each half; "post": its result, before it is added (OLMo 2)."""
     norm_eps: float = 1e-5
     """Added to the mean square, or variance, before its root."""
     gated_mlp: bool = True
@@ -163,6 +182,11 @@ class Model:
     """Latent attention: those that turn; one such key is shared by all heads."""
     v_head_dim: int = 0
     """Latent attention: dimensions of a value's head."""
+
+    @property
+    def block_norms(self) -> BlockNorms:
+        """The norms of a block over the hidden size."""
+        return BLOCK_NORMS[self.norm_placement]
 
     @property
     def norm_bias(self) -> bool:

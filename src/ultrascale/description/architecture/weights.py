@@ -90,10 +90,12 @@ def layer_weights(model: Model, layer: int) -> Iterator[Weight]:
         yield from _norm(model, f"{block}.enorm", layer, d)
         yield from _norm(model, f"{block}.hnorm", layer, d)
         yield Weight(f"{block}.eh_proj.weight", (d, 2 * d), "mlp", layer, model.initializer_range, tp_dim=0)
-    yield from _norm(model, f"{block}.input_layernorm", layer, d)
-    yield from _latent_attention(model, layer) if model.latent_attention else _attention(model, layer)
-    yield from _norm(model, f"{block}.post_attention_layernorm", layer, d)
-    yield from _experts(model, layer) if model.is_moe(layer) else _mlp(model, layer, "mlp", model.intermediate_size)
+    attention = _latent_attention(model, layer) if model.latent_attention else _attention(model, layer)
+    mlp = _experts(model, layer) if model.is_moe(layer) else _mlp(model, layer, "mlp", model.intermediate_size)
+    names = model.block_norms
+    norms = [_norm(model, f"{block}.{name}", layer, d) if name else () for name in names]
+    for part in (norms[0], attention, norms[1], norms[2], mlp, norms[3]):
+        yield from part
     if layer >= model.num_hidden_layers:
         yield from _norm(model, f"{block}.shared_head.norm", layer, d)
 
