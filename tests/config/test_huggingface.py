@@ -181,7 +181,7 @@ def test_unknown_rope_keys_are_refused_by_key():
 
 
 def test_another_model_type_is_refused_with_those_that_work():
-    assert "gpt2, llama, mistral, qwen2, qwen3, smollm3" in refused({"model_type": "gemma3"})["model_type"].rule
+    assert "gpt2, llama, mistral, qwen2, qwen3, smollm3, olmo2" in refused({"model_type": "gemma3"})["model_type"].rule
 
 
 def test_all_refusals_are_told_at_once_with_the_file(tmp_path):

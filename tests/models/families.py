@@ -31,6 +31,7 @@ FAMILIES: dict[str, Model] = {
     "qwen2-window": replace(QWEN2, sliding_window=7, max_window_layers=1),
     "qwen3": replace(LLAMA, model_type="qwen3", qk_norm=True, head_dim=16, norm_eps=1e-6),
     "smollm3": replace(LLAMA, model_type="smollm3", no_rope_layer_interval=2, tie_word_embeddings=True, num_hidden_layers=4),
+    "olmo2": replace(LLAMA, model_type="olmo2", norm_placement="post", qk_norm=True, qk_norm_whole=True, rope_theta=5e5),
 }
 
 MIXTRAL = replace(

@@ -100,6 +100,13 @@ FAMILIES: dict[str, Family] = {
             "no_rope_layer_interval": 4,
         },
     ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        _ROTARY | _DENSE | _ALL_SEEN | {
+            "norm_placement": "post", "qk_norm": True, "qk_norm_whole": True, "mlp_bias": False,
+        },
+        {"vocab_size": 50304, "rms_norm_eps": 1e-5},
+    ),
     "nemotron": Family(
         "NemotronForCausalLM",
         _without("partial_rotary_factor") | {"num_experts": 0} | _ALL_SEEN | {
