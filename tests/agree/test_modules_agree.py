@@ -23,6 +23,7 @@ from ultrascale.work.work import block_work
 FAMILIES = {
     "llama": LLAMA,
     "post-norm": DENSE["post-norm"],
+    "gemma": DENSE["gemma"],
     "latent": LATENT,
     "qwen3-moe": WITH_EXPERTS["qwen3-moe"],
     "gpt-oss": WITH_EXPERTS["gpt-oss"],

@@ -28,6 +28,7 @@ from ultrascale.work.work import block_work, work
 FAMILIES = {
     "llama": LLAMA,
     "post-norm": DENSE["post-norm"],
+    "gemma": DENSE["gemma"],
     "latent": LATENT,
     "qwen3-moe": WITH_EXPERTS["qwen3-moe"],
     "deepseek-v3": WITH_EXPERTS["deepseek-v3"],

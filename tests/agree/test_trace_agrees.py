@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import pytest
 from agree.drawn_options import with_options
+from agree.small_models import FAMILIES as DENSE
 from agree.small_models import LLAMA, WITH_EXPERTS
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -69,7 +70,11 @@ GLM = replace(
 POST_NORM = replace(
     MODEL, norm_placement="post", qk_norm=True, qk_norm_whole=True, name="norms of results",
 )  # fmt: skip
-MODELS = (MODEL, MODEL, EXPERTS, EXPERTS, CAPPED, PREDICTS, TIED, GPT_OSS, WHOLE_NORMS, POST_NORM)
+GEMMA = replace(
+    DENSE["gemma"], vocab_size=32_000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=16,
+    num_key_value_heads=8, head_dim=64, max_position_embeddings=LENGTH, sliding_window=128, name="two bases of RoPE",
+)  # fmt: skip
+MODELS = (MODEL, MODEL, EXPERTS, EXPERTS, CAPPED, PREDICTS, TIED, GPT_OSS, WHOLE_NORMS)
 LENGTHS, ODD_VOCABULARY = (LENGTH, LENGTH, 1023, 1021), 32_001
 SCHEDULES = (
     ("1f1b", 1), ("afab", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2), ("dualpipe-v", 2), ("breadth-first", 2),
@@ -247,11 +252,12 @@ def products_of(trace: RankTrace) -> int:
 LAYOUTS_OF_FAMILIES: dict[str, Layout] = {
     "one": Layout(), "tp": Layout(tp=2), "dp": Layout(dp=2, zero_stage=3, recompute="selective"),
     "dp tp": Layout(dp=2, tp=2, zero_stage=1, recompute="core_attn+mlp_act"), "pp": Layout(pp=2, recompute="full"),
+    "cp tp": Layout(cp=2, tp=2, zero_stage=2, recompute="selective+attention"),
 }  # fmt: skip
 """For families that are not drawn."""
 
 
-@pytest.mark.parametrize("model", [GLM, POST_NORM], ids=lambda model: model.name)
+@pytest.mark.parametrize("model", [GLM, POST_NORM, GEMMA], ids=lambda model: model.name)
 @pytest.mark.parametrize("name", [*LAYOUTS_OF_FAMILIES, "ep"])
 def test_a_family_is_planned_as_it_is_traced(model: Model, name: str) -> None:
     if name == "ep" and not model.num_experts:

@@ -39,7 +39,7 @@ from ultrascale.kernels.rotary import Angles, rotary_angles
 from ultrascale.models.attention import Attention, KeyValues, LatentAttention
 from ultrascale.models.experts import MoE
 from ultrascale.models.feed_forward import build_mlp
-from ultrascale.models.norms import RMSNorm, build_norm, norm_of_sum, unchanged
+from ultrascale.models.norms import build_norm, build_rms_norm, norm_of_sum, unchanged
 
 
 class Cache(Protocol):
@@ -52,6 +52,9 @@ class Cache(Protocol):
 
     @property
     def layers(self) -> Sequence[KeyValues]: ...
+
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def own_share(hidden: Tensor) -> Tensor:
@@ -123,7 +126,7 @@ class SharedHead(nn.Module):
 
     def __init__(self, model: Model):
         super().__init__()
-        self.norm = RMSNorm(model.hidden_size, model.norm_eps)
+        self.norm = build_rms_norm(model, model.hidden_size)
 
 
 class PredictionBlock(Block):
@@ -131,8 +134,8 @@ class PredictionBlock(Block):
 
     def __init__(self, model: Model, layer: int):
         super().__init__(model, layer)
-        self.enorm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.hnorm = RMSNorm(model.hidden_size, model.norm_eps)
+        self.enorm = build_rms_norm(model, model.hidden_size)
+        self.hnorm = build_rms_norm(model, model.hidden_size)
         self.eh_proj = nn.Linear(2 * model.hidden_size, model.hidden_size, bias=False)
         self.shared_head = SharedHead(model)
 
@@ -149,13 +152,15 @@ class View(NamedTuple):
     """A micro-batch's positions and documents, as the blocks of a model see them."""
 
     spec: Model
-    angles: Angles | None
+    angles: dict[bool, Angles]
+    """By `Model.is_rope_local`; none without rotary positions."""
     masks: dict[int | None, Any]
     drops: Drops | None = None
 
     def of(self, layer: int) -> tuple[Angles | None, Any]:
         """The angles and the mask of a block."""
-        return self.angles if self.spec.uses_rotary(layer) else None, self.masks[self.spec.window(layer)]
+        angles = self.angles[self.spec.is_rope_local(layer)] if self.spec.uses_rotary(layer) else None
+        return angles, self.masks[self.spec.window(layer)]
 
     def drops_of(self, layer: int) -> Drops | None:
         """The dropout of a block."""
@@ -191,6 +196,8 @@ class Decoder(nn.Module):
             self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
         self.look_up, self.own_share, self.make_mask, self.loss = F.embedding, own_share, attention_mask, linear_cross_entropy
         self.following = following
+        root = torch.tensor(model.hidden_size**0.5, dtype=torch.float64, device="cpu")
+        self.embedding_scale = {dtype: root.to(dtype).item() for dtype in _DTYPES} if model.scale_embedding else {}
 
     def blocks(self) -> Iterator[tuple[int, Block]]:
         """Every block, with its number in the whole model."""
@@ -248,10 +255,13 @@ class Decoder(nn.Module):
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         assert self.embed_tokens is not None
-        hidden = self.look_up(tokens, self.embed_tokens.weight)  # [B, S, D]
+        hidden = self._scaled(self.look_up(tokens, self.embed_tokens.weight))  # [B, S, D]
         if self.embed_positions is not None:
             hidden = hidden + self.own_share(self.embed_positions(positions).expand(len(tokens), -1, -1))
         return hidden
+
+    def _scaled(self, rows: Tensor) -> Tensor:
+        return rows * self.embedding_scale[rows.dtype] if self.spec.scale_embedding else rows
 
     def _drops(self, keys: Tensor | None) -> Drops | None:
         if keys is None or not self.spec.dropout:
@@ -267,7 +277,8 @@ class Decoder(nn.Module):
             )
             for window in {spec.window(number) for number, _ in self.blocks()}
         }
-        angles = rotary_angles(spec, positions, hidden.dtype) if spec.position_embedding == "rotary" else None
+        kinds = {spec.is_rope_local(number) for number, _ in self.blocks()} if spec.position_embedding == "rotary" else set()
+        angles = {kind: rotary_angles(spec, positions, hidden.dtype, is_local=kind) for kind in kinds}
         return View(spec, angles, masks)
 
     def _predict(self, hidden: Tensor, view: View, targets: Tensor) -> Tensor:
@@ -277,7 +288,7 @@ class Decoder(nn.Module):
         losses = []
         for number in range(first, first + count):
             block = cast(PredictionBlock, self.layers[str(number)])
-            coming = self.look_up(targets.clamp(min=0), self.embed_tokens.weight)
+            coming = self._scaled(self.look_up(targets.clamp(min=0), self.embed_tokens.weight))
             hidden = block(hidden, *view.of(number), coming, view.drops_of(number))
             targets = self.following(targets)
             losses.append(self.loss(block.shared_head.norm(hidden), self.head_weight, targets))

@@ -25,6 +25,8 @@ _NO_BIAS: dict[str, Any] = {"attention_output_bias": False, "mlp_bias": False}
 _WITHOUT: dict[str, Any] = {
     "hidden_act": None, "attention_sinks": False, "partial_rotary_factor": 1.0, "sliding_window_interval": 1,
     "norm_placement": "pre", "qk_norm_whole": False, "kv_lora_rank": None, "num_nextn_predict_layers": 0,
+    "zero_centered_norm": False, "scale_embedding": False, "query_pre_attn_scalar": None, "rope_local_base_freq": None,
+    "full_attention_interval": None,
 }  # fmt: skip
 _DENSE = _WITHOUT | {"num_experts": 0}
 _ALL_SEEN: dict[str, Any] = {"sliding_window": None, "no_rope_layer_interval": None}
@@ -205,6 +207,7 @@ KNOWN = tuple(kind for kind, family in FAMILIES.items() if family.architecture)
 """Model types that transformers has."""
 TRAINED = tuple(kind for kind, family in FAMILIES.items() if family.trained)
 WITH_EXPERTS = tuple(kind for kind in KNOWN if FAMILIES[kind].fixed.get("num_experts") != 0)
+WITH_LOCAL_ROPE = tuple(kind for kind in KNOWN if "rope_local_base_freq" not in FAMILIES[kind].fixed)
 WITH_LATENT_ATTENTION = tuple(kind for kind in KNOWN if "kv_lora_rank" not in FAMILIES[kind].fixed)
 IN_DEEPSEEKS_WORDS = tuple(kind for kind in KNOWN if "n_routed_experts" in FAMILIES[kind].defaults)
 """Model types whose `config.json` has DeepSeek's keys for experts, such as `n_routed_experts`."""
@@ -250,7 +253,11 @@ def _parts_problems(model: Model) -> list[Problem]:
     """Parts that a family cannot be without, or has in whole numbers only."""
     kind, found = model.model_type, []
     remedy = "Choose another model_type, or set checkpoint.export = false."
-    for key, kinds in (("num_experts", WITH_EXPERTS), ("kv_lora_rank", WITH_LATENT_ATTENTION)):
+    needed = (
+        ("num_experts", WITH_EXPERTS), ("kv_lora_rank", WITH_LATENT_ATTENTION), ("rope_local_base_freq", WITH_LOCAL_ROPE),
+        ("sliding_window", WITH_LOCAL_ROPE),
+    )  # fmt: skip
+    for key, kinds in needed:
         if kind in kinds and not getattr(model, key):
             found.append(Problem(f"model.{key}", f"is missing, but a Hugging Face {kind} model always has it", remedy))
     if model.moe_intermediate_size and model.shared_expert_intermediate_size % model.moe_intermediate_size:
