@@ -109,6 +109,20 @@ FAMILIES: dict[str, Family] = {
         },
         {"vocab_size": 50304, "rms_norm_eps": 1e-5},
     ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        _ROTARY | _without("query_pre_attn_scalar", "rope_local_base_freq", "full_attention_interval") | {
+            "num_experts": 0, "norm_placement": "both", "zero_centered_norm": True, "scale_embedding": True,
+            "hidden_act": "gelu_pytorch_tanh", "qk_norm": True, "mlp_bias": False, "max_window_layers": 0,
+            "no_rope_layer_interval": None,
+        },
+        {
+            "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
+            "tie_word_embeddings": True, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "query_pre_attn_scalar": 256,
+            "sliding_window": 4096, "sliding_window_pattern": 6, "hidden_activation": "gelu_pytorch_tanh",
+        },
+    ),
     "nemotron": Family(
         "NemotronForCausalLM",
         _without("partial_rotary_factor") | {"num_experts": 0} | _ALL_SEEN | {

@@ -40,8 +40,8 @@ _LIMITS = (
 RANGES = {key: limits for keys, limits in _LIMITS for key in keys}
 """Lowest and highest value of whole numbers. The highest are far above any model: they catch slips of the finger."""
 ModelType = Literal[
-    "gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "mixtral", "qwen3_moe", "olmoe", "deepseek_v2",
-    "deepseek_v3", "glm4_moe", "gpt_oss", "nemotron", "grok", "other",
+    "gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "gemma3_text", "mixtral", "qwen3_moe", "olmoe",
+    "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "nemotron", "grok", "other",
 ]  # fmt: skip
 NormPlacement = Literal["pre", "post", "both"]
 
