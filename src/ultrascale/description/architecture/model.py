@@ -138,7 +138,7 @@ class Model:
     sliding_window_interval: int = 1
     """Every n-th layer (0, n, 2n, ... counted from zero) is windowed, the others see everything (GPT-OSS: 2)."""
     full_attention_interval: int | None = None
-    """With a sliding window: every n-th layer (n, 2n, ... counted from one) sees everything all the same (Gemma 3: 6)."""
+    """Interval of layers without the window: every n-th (n, 2n, ... counted from one) sees everything (Gemma 3: 6)."""
     tie_word_embeddings: bool = False
     """The head is the transposed embedding."""
     initializer_range: float = 0.02
