@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from models.families import EXPERT_FAMILIES
 
-from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.model import Model, RopeScaling
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Optimizer
 from ultrascale.measure.memory import LiveMemory
@@ -33,6 +33,21 @@ FAMILIES = {
     "qwen3": replace(LLAMA, model_type="qwen3", qk_norm=True, tie_word_embeddings=True),
     "window": replace(LLAMA, model_type="mistral", sliding_window=16),
     "mixed-window": replace(LLAMA, model_type="qwen2", sliding_window=16, max_window_layers=1, qkv_bias=True),
+    "post-norm": replace(LLAMA, norm_placement="post", qk_norm=True, qk_norm_whole=True),
+    "gemma": replace(
+        LLAMA,
+        norm_placement="both",
+        zero_centered_norm=True,
+        scale_embedding=True,
+        hidden_act="gelu_pytorch_tanh",
+        qk_norm=True,
+        tie_word_embeddings=True,
+        query_pre_attn_scalar=24,
+        rope_local_base_freq=1e3,
+        rope_scaling=RopeScaling("linear", 8.0, 64),
+        sliding_window=16,
+        full_attention_interval=2,
+    ),
     "no-rope": replace(LLAMA, model_type="smollm3", no_rope_layer_interval=2),
 }
 _SIZES = {"vocab_size": 512, "num_hidden_layers": 2}

@@ -9,6 +9,7 @@ import torch
 from agree.axes import Case
 from agree.layouts import EXPERTS, MODEL
 from agree.small_models import DEMO, LATENT, LLAMA, WITH_EXPERTS
+from agree.small_models import FAMILIES as DENSE
 from agree.test_axes_memory_agrees import differences
 from agree.test_memory_agrees import difference_percent
 from agree.test_recompute_agrees import backward
@@ -21,6 +22,8 @@ from ultrascale.work.work import block_work
 
 FAMILIES = {
     "llama": LLAMA,
+    "post-norm": DENSE["post-norm"],
+    "gemma": DENSE["gemma"],
     "latent": LATENT,
     "qwen3-moe": WITH_EXPERTS["qwen3-moe"],
     "gpt-oss": WITH_EXPERTS["gpt-oss"],

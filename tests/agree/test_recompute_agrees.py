@@ -10,6 +10,7 @@ import torch
 from agree.axes import Case
 from agree.layouts import EXPERTS, MODEL
 from agree.small_models import DEMO, LATENT, LLAMA, WITH_EXPERTS, batch_of
+from agree.small_models import FAMILIES as DENSE
 from agree.test_axes_memory_agrees import differences
 from agree.test_axes_work_agrees import COUNTED
 from agree.test_memory_agrees import difference_percent
@@ -26,6 +27,8 @@ from ultrascale.work.work import block_work, work
 
 FAMILIES = {
     "llama": LLAMA,
+    "post-norm": DENSE["post-norm"],
+    "gemma": DENSE["gemma"],
     "latent": LATENT,
     "qwen3-moe": WITH_EXPERTS["qwen3-moe"],
     "deepseek-v3": WITH_EXPERTS["deepseek-v3"],

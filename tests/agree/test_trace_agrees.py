@@ -15,12 +15,14 @@ from typing import Literal, NamedTuple
 
 import pytest
 from agree.drawn_options import with_options
+from agree.small_models import FAMILIES as DENSE
 from agree.small_models import LLAMA, WITH_EXPERTS
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from ultrascale.config.rules.run_rules import run_problems
 from ultrascale.config.rules.trainable import expect_trainable
+from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Batch, Checkpoint, Data, Run
@@ -64,6 +66,13 @@ GLM = replace(
     WITH_EXPERTS["glm4-moe"], vocab_size=32_000, hidden_size=1024, num_hidden_layers=4, num_nextn_predict_layers=1,
     num_attention_heads=16, num_key_value_heads=4, head_dim=64, moe_intermediate_size=704, shared_expert_intermediate_size=704,
     max_position_embeddings=LENGTH, name="heads that turn by half",
+)  # fmt: skip
+POST_NORM = replace(
+    MODEL, norm_placement="post", qk_norm=True, qk_norm_whole=True, name="norms of results",
+)  # fmt: skip
+GEMMA = replace(
+    DENSE["gemma"], vocab_size=32_000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=16,
+    num_key_value_heads=8, head_dim=64, max_position_embeddings=LENGTH, sliding_window=128, name="two bases of RoPE",
 )  # fmt: skip
 MODELS = (MODEL, MODEL, EXPERTS, EXPERTS, CAPPED, PREDICTS, TIED, GPT_OSS, WHOLE_NORMS)
 LENGTHS, ODD_VOCABULARY = (LENGTH, LENGTH, 1023, 1021), 32_001
@@ -242,15 +251,19 @@ def products_of(trace: RankTrace) -> int:
 
 LAYOUTS_OF_FAMILIES: dict[str, Layout] = {
     "one": Layout(), "tp": Layout(tp=2), "dp": Layout(dp=2, zero_stage=3, recompute="selective"),
-    "dp tp": Layout(dp=2, tp=2, zero_stage=1, recompute="norm+core_attn"), "pp": Layout(pp=2, recompute="full"),
+    "dp tp": Layout(dp=2, tp=2, zero_stage=1, recompute="core_attn+mlp_act"), "pp": Layout(pp=2, recompute="full"),
+    "cp tp": Layout(cp=2, tp=2, zero_stage=2, recompute="selective+attention"),
 }  # fmt: skip
 """For families that are not drawn."""
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS_OF_FAMILIES.values(), Layout(dp=2, tp=2, ep=4)], ids=[*LAYOUTS_OF_FAMILIES, "ep"])
-def test_glm_is_planned_as_it_is_traced(layout: Layout) -> None:
-    layout = replace(layout, precision="bf16", micro_batch_size=2)
-    run = Run(GLM, layout=layout, batch=Batch(LENGTH, 4 * layout.dp * layout.pp), data=Data(document_mask=False))
+@pytest.mark.parametrize("model", [GLM, POST_NORM, GEMMA], ids=lambda model: model.name)
+@pytest.mark.parametrize("name", [*LAYOUTS_OF_FAMILIES, "ep"])
+def test_a_family_is_planned_as_it_is_traced(model: Model, name: str) -> None:
+    if name == "ep" and not model.num_experts:
+        pytest.skip("has no experts")
+    layout = replace((LAYOUTS_OF_FAMILIES | {"ep": Layout(dp=2, tp=2, ep=4)})[name], precision="bf16", micro_batch_size=2)
+    run = Run(model, layout=layout, batch=Batch(LENGTH, 4 * layout.dp * layout.pp), data=Data(document_mask=False))
     assert [compared(Traced(run, rank))[1] for rank in (0, layout.world_size - 1)] == [[], []]
 
 

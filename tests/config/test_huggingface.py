@@ -110,6 +110,17 @@ def test_gpt_oss_has_a_window_on_every_other_layer():
     assert "layer_types" in refused(tiny("gpt_oss"), layer_types=["full_attention", "sliding_attention"])
 
 
+def test_gemma_3_sees_everything_at_every_sixth_layer_and_turns_there_by_another_base():
+    model = PRESETS["gemma-3-4b"]
+    assert [layer for layer in range(14) if model.window(layer) is None] == [5, 11]
+    assert [layer for layer in range(14) if not model.is_rope_local(layer)] == [5, 11]
+    assert "layer_types" in refused(tiny("gemma3_text"), layer_types=["full_attention", "sliding_attention"])
+    local = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    key = "rope_parameters.sliding_attention"
+    assert key in refused(tiny("gemma3_text"), rope_parameters={"full_attention": None, "sliding_attention": local})
+    assert "final_logit_softcapping" in refused(tiny("gemma3_text"), final_logit_softcapping=30.0)
+
+
 def test_the_new_form_of_rotary_parameters_says_the_same():
     new = {key: value for key, value in LLAMA_3_1_8B.items() if key not in ("rope_theta", "rope_scaling")}
     new["rope_parameters"] = LLAMA_3_1_8B["rope_scaling"] | {"rope_theta": 500000.0}
@@ -181,7 +192,7 @@ def test_unknown_rope_keys_are_refused_by_key():
 
 
 def test_another_model_type_is_refused_with_those_that_work():
-    assert "gpt2, llama, mistral, qwen2, qwen3, smollm3" in refused({"model_type": "gemma3"})["model_type"].rule
+    assert "gpt2, llama, mistral, qwen2, qwen3, smollm3, olmo2" in refused({"model_type": "gemma3"})["model_type"].rule
 
 
 def test_all_refusals_are_told_at_once_with_the_file(tmp_path):

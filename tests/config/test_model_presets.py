@@ -13,6 +13,8 @@ PUBLISHED = {
 
 PUBLISHED |= {
     "gpt-neox-20b": 20_554_567_680, "falcon-40b": 41_303_293_952, "falcon-180b": 179_522_565_120, "olmo-2-7b": 7_298_617_344,
+    "olmo-2-1b": 1_484_916_736, "gemma-3-1b": 999_885_952, "gemma-3-4b": 3_880_263_168,
+    "gemma-3-12b": 11_766_034_176, "gemma-3-27b": 27_009_346_304,
     "olmo-2-13b": 13_716_198_400, "olmo-2-32b": 32_234_279_936, "llama-30b": 32_528_943_616, "llama-65b": 65_285_660_672,
     "yi-34b": 34_388_917_248, "phi-3-mini": 3_821_079_552, "phi-4": 14_659_507_200, "mistral-nemo-12b": 12_247_782_400,
     "mistral-small-24b": 23_572_403_200, "mistral-large-2": 122_610_069_504, "opt-1.3b": 1_315_758_080,
@@ -91,6 +93,7 @@ def test_active_parameters_are_those_of_the_papers_but_for_the_embedding(name, a
         ("Qwen/Qwen2.5-72B-Instruct", "qwen2.5-72b"), ("mistralai/Mistral-7B-Instruct-v0.1", "mistral-7b-v0.1"),
         ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"), ("allenai/OLMo-2-1124-7B", "olmo-2-7b"),
         ("deepseek-ai/DeepSeek-V3-Base", "deepseek-v3"), ("google/gemma-2-9b-it", "gemma-2-9b"),
+        ("google/gemma-3-27b-pt", "gemma-3-27b"),
         ("bigscience/bloom", "bloom-176b"), ("moonshotai/Kimi-K2-Instruct-0711", "kimi-k2"),
         ("mistralai/Mistral-Small-24B-Instruct-2501", "mistral-small-24b"), ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"),
         ("allenai/OLMoE-1B-7B-0924-Instruct", "olmoe-1b-7b"), ("deepseek-ai/DeepSeek-R1-0528", "deepseek-v3"),

@@ -1,13 +1,17 @@
+from functools import partial
+
+import pytest
 import torch
 from torch.nn import functional as F
 
-from ultrascale.kernels.swiglu import clamped_swiglu, swiglu
+from ultrascale.kernels.swiglu import clamped_swiglu, geglu, swiglu
 
 
-def test_values_and_gradients_equal_autograds():
+@pytest.mark.parametrize("ours, act", [(swiglu, F.silu), (geglu, partial(F.gelu, approximate="tanh"))], ids=["silu", "gelu"])
+def test_values_and_gradients_equal_autograds(ours, act):
     generator = torch.Generator().manual_seed(0)
     gate, up, grad = (torch.randn(4, 6, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3))
-    found, expected = swiglu(gate, up), F.silu(gate) * up
+    found, expected = ours(gate, up), act(gate) * up
     assert torch.equal(found, expected)
     for one, other in zip(
         torch.autograd.grad(found, (gate, up), grad), torch.autograd.grad(expected, (gate, up), grad), strict=True
@@ -15,11 +19,12 @@ def test_values_and_gradients_equal_autograds():
         torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-15)
 
 
-def test_only_gate_and_up_are_saved():
+@pytest.mark.parametrize("ours", [swiglu, geglu])
+def test_only_gate_and_up_are_saved(ours):
     gate, up = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        swiglu(gate, up)
+        ours(gate, up)
     assert [tensor.data_ptr() for tensor in saved] == [gate.data_ptr(), up.data_ptr()]
 
 

@@ -31,6 +31,24 @@ FAMILIES: dict[str, Model] = {
     "qwen2-window": replace(QWEN2, sliding_window=7, max_window_layers=1),
     "qwen3": replace(LLAMA, model_type="qwen3", qk_norm=True, head_dim=16, norm_eps=1e-6),
     "smollm3": replace(LLAMA, model_type="smollm3", no_rope_layer_interval=2, tie_word_embeddings=True, num_hidden_layers=4),
+    "olmo2": replace(LLAMA, model_type="olmo2", norm_placement="post", qk_norm=True, qk_norm_whole=True, rope_theta=5e5),
+    "gemma3": replace(
+        LLAMA,
+        model_type="gemma3_text",
+        norm_placement="both",
+        zero_centered_norm=True,
+        scale_embedding=True,
+        hidden_act="gelu_pytorch_tanh",
+        qk_norm=True,
+        tie_word_embeddings=True,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        rope_scaling=RopeScaling("linear", 8.0, 64),
+        sliding_window=7,
+        full_attention_interval=2,
+    ),
 }
 
 MIXTRAL = replace(

@@ -1,5 +1,6 @@
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -49,7 +50,13 @@ def widen_norms(theirs) -> None:
     """transformers rounds to fp32 inside every RMSNorm, whatever the model's dtype; nothing else of it stays below fp64."""
     for module in theirs.modules():
         if type(module).__name__.endswith("RMSNorm"):
-            module.forward = lambda x, m=module: F.rms_norm(x, m.weight.shape, m.weight, m.variance_epsilon)
+            module.forward = partial(_wide_norm, module)
+
+
+def _wide_norm(module, x):
+    if "Gemma" in type(module).__name__:
+        return F.rms_norm(x, module.weight.shape, 1 + module.weight, module.eps)
+    return F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -111,7 +118,8 @@ def test_logits_and_every_gradient_of_models_with_experts_equal_transformers_in_
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000], ids=["one file", "shards"])
 @pytest.mark.parametrize(
-    "family", ["gpt2", "llama3-scaling", "llama-yarn", "mistral", "qwen2-window", "smollm3", *EXPERT_FAMILIES]
+    "family",
+    ["gpt2", "llama3-scaling", "llama-yarn", "mistral", "qwen2-window", "smollm3", "olmo2", "gemma3", *EXPERT_FAMILIES],
 )
 def test_export_then_import_is_bit_equal(family, max_shard_bytes, tmp_path):
     model = (FAMILIES | EXPERT_FAMILIES)[family]
@@ -157,7 +165,20 @@ def test_the_bias_that_balances_load_goes_out_in_full_whatever_the_rest_is_cast_
 
 
 @pytest.mark.parametrize(
-    "family", ["gpt2", "llama3-scaling", "qwen2-tied", "qwen3", "smollm3", "mixtral", "olmoe", "deepseek-v3", "gpt-oss"]
+    "family",
+    [
+        "gpt2",
+        "llama3-scaling",
+        "qwen2-tied",
+        "qwen3",
+        "smollm3",
+        "olmo2",
+        "gemma3",
+        "mixtral",
+        "olmoe",
+        "deepseek-v3",
+        "gpt-oss",
+    ],
 )
 def test_what_transformers_saves_is_read_with_equal_logits(family, tmp_path):
     model = (FAMILIES | EXPERT_FAMILIES)[family]

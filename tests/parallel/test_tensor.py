@@ -77,6 +77,8 @@ def test_recomputation_and_packed_documents_change_nothing():
         for recompute, documents in (("none", True), ("selective", False), ("full", True), ("every-k", False))
         for sequence_parallel in (True, False)
     }
+    normed = replace(FAMILIES["llama"], qk_norm=True, qk_norm_whole=True)
+    cases["norms that ranks sum"] = Case(normed, length=19, recompute="selective+attention")
     expect_equal(2, cases)
 
 

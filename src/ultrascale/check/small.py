@@ -103,10 +103,11 @@ def made_small(model: Model, layout: Layout | None = None, *, cuts_rows: bool | 
     heads = lcm(heads, cut.tp * (cut.cp_grid[1] if cut.cp > 1 else 1))
     window = None if model.sliding_window is None else min(model.sliding_window, 24)
     bare = None if model.no_rope_layer_interval is None else min(model.no_rope_layer_interval, 2)
+    full = None if model.full_attention_interval is None else min(model.full_attention_interval, 2)
     small = replace(
         model, vocab_size=211, hidden_size=HEAD_DIM * heads, intermediate_size=11 * lcm(4, cut.tp),
         num_hidden_layers=max(3, cut.num_stages), num_attention_heads=heads, num_key_value_heads=_groups(groups, cut.tp),
-        head_dim=HEAD_DIM, sliding_window=window, no_rope_layer_interval=bare,
+        head_dim=HEAD_DIM, sliding_window=window, no_rope_layer_interval=bare, full_attention_interval=full,
         max_window_layers=min(1, model.max_window_layers),
         max_position_embeddings=min(128, model.max_position_embeddings),
         num_nextn_predict_layers=min(1, model.num_nextn_predict_layers),

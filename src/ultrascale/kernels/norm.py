@@ -22,7 +22,7 @@ LARGEST_ROW = 2**14
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D] over the root of its mean square, times weight [D]; the result has the dtype of x."""
+    """x [..., D] over the root of its mean square, times weight [D], which may be wider than x; the result has x's dtype."""
     form = "torch" if torch.compiler.is_compiling() else form_of("norm", x)
     if form == "triton" and x.shape[-1] <= LARGEST_ROW:
         from ultrascale.kernels import triton_norm  # here: Triton need not be installed
@@ -30,7 +30,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return triton_norm.rms_norm(x, weight, eps)
     if form == "liger":
         return _by_liger(x, weight, eps)
-    if is_cuda(x) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, eps).to(x.dtype)
+    if is_cuda(x) and x.dtype == weight.dtype:  # or torch's is several kernels too
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     return _RMSNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
 
@@ -66,7 +68,7 @@ def _by_liger(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = _at_least_fp32(x)
+        wide = at_least_fp32(x)
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # [..., 1]
         inverse_rms = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse_rms)
@@ -75,8 +77,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse_rms = ctx.saved_tensors
-        grad = _at_least_fp32(grads[0])
-        normed = _at_least_fp32(x) * inverse_rms
+        grad = at_least_fp32(grads[0])
+        normed = at_least_fp32(x) * inverse_rms
         grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
         grad_normed = grad * weight
         along = torch.linalg.vecdot(grad_normed, normed).unsqueeze(-1).div_(-x.shape[-1])
@@ -84,5 +86,6 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight, None
 
 
-def _at_least_fp32(x: Tensor) -> Tensor:
+def at_least_fp32(x: Tensor) -> Tensor:
+    """x, in fp32 if it is narrower."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()

@@ -11,6 +11,7 @@ Angles are computed in fp32 and rounded to the activations' dtype, exactly as tr
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,8 +24,11 @@ Angles = tuple[Tensor, Tensor]
 """cos and sin, each [1 or B, S, 1, E/2]."""
 
 
-def rotary_angles(model: Model, positions: Tensor, dtype: torch.dtype) -> Angles:
-    """cos and sin of every plane at positions [S] or [B, S], each [1 or B, S, 1, E/2] in `dtype`."""
+def rotary_angles(model: Model, positions: Tensor, dtype: torch.dtype, *, is_local: bool = False) -> Angles:
+    """cos and sin of every plane at positions [S] or [B, S], each [1 or B, S, 1, E/2] in `dtype`. `is_local`: of blocks with
+    `rope_local_base_freq`."""
+    if is_local:
+        model = replace(model, rope_theta=model.rope_local_base_freq or model.rope_theta, rope_scaling=None)
     frequencies = inverse_frequencies(model, positions.device)
     angles = (positions.float().unsqueeze(-1) * frequencies).unsqueeze(-2)  # [..., S, 1, E/2]
     if positions.dim() == 1:
@@ -90,6 +94,8 @@ def inverse_frequencies(model: Model, device: torch.device | str = "cpu") -> Ten
     periods = model.rope_theta ** (planes / model.rotary_dim)
     if model.rope_scaling is None:
         return 1.0 / periods
+    if model.rope_scaling.rope_type == "linear":
+        return 1.0 / periods / model.rope_scaling.factor
     if model.rope_scaling.rope_type == "llama3":
         return _llama3(1.0 / periods, model.rope_scaling)
     return _yarn(periods, model, model.rope_scaling)

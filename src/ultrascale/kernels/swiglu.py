@@ -1,4 +1,4 @@
-"""SwiGLU's product, silu(gate) * up (Shazeer 2020), and GPT-OSS's clamped form of it.
+"""SwiGLU's product, silu(gate) * up (Shazeer 2020), GPT-OSS's clamped form of it, and GeGLU's, gelu(gate) * up.
 
 Saves for the backward pass: gate and up. Plain autograd saves silu(gate) too, half as much again of the widest activation of
 a block; computing it again costs one pass over memory. `kernels.triton_swiglu` is the same in one pass each way.
@@ -37,6 +37,13 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _ClampedSwiGLU.apply(gate, up)  # pyright: ignore[reportReturnType]
 
 
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up, by tanh (Gemma); shapes and dtypes are equal."""
+    if torch.compiler.is_compiling():
+        return F.gelu(gate, approximate="tanh") * up
+    return _GeGLU.apply(gate, up)  # pyright: ignore[reportReturnType]
+
+
 def _by_triton(gate: Tensor, up: Tensor, *, clamped: bool) -> Tensor:
     from ultrascale.kernels import triton_swiglu  # here: Triton need not be installed
 
@@ -55,6 +62,19 @@ class _SwiGLU(torch.autograd.Function):
         grad_up = F.silu(gate).mul_(grads[0])
         grad_gate = torch.ops.aten.silu_backward(grads[0] * up, gate)
         return grad_gate, grad_up
+
+
+class _GeGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        gate, up = ctx.saved_tensors
+        grad_up = F.gelu(gate, approximate="tanh").mul_(grads[0])
+        return torch.ops.aten.gelu_backward(grads[0] * up, gate, approximate="tanh"), grad_up
 
 
 class _ClampedSwiGLU(torch.autograd.Function):

@@ -11,7 +11,7 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.kernels.attention.attention_core import attention
 from ultrascale.kernels.rotary import Angles, rotate, score_factor
 from ultrascale.models.feed_forward import fan_in, fan_out
-from ultrascale.models.norms import RMSNorm
+from ultrascale.models.norms import build_rms_norm
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms inside latent attention, whatever the model's other norms have: transformers' and DeepSeek's own
@@ -42,11 +42,11 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(d, kv, bias=model.qkv_bias)
         self.v_proj = nn.Linear(d, kv, bias=model.qkv_bias)
         sizes = (q, kv) if model.qk_norm_whole else (model.head_dim, model.head_dim)
-        self.q_norm = RMSNorm(sizes[0], model.norm_eps) if model.qk_norm else None
-        self.k_norm = RMSNorm(sizes[1], model.norm_eps) if model.qk_norm else None
+        self.q_norm = build_rms_norm(model, sizes[0]) if model.qk_norm else None
+        self.k_norm = build_rms_norm(model, sizes[1]) if model.qk_norm else None
         self.sinks = nn.Parameter(torch.empty(model.num_attention_heads)) if model.attention_sinks else None
         self.o_proj = nn.Linear(q, d, bias=model.attention_output_bias)
-        self.scale = model.head_dim**-0.5 * score_factor(model.rope_scaling)
+        self.scale = (model.query_pre_attn_scalar or model.head_dim) ** -0.5 * score_factor(model.rope_scaling)
         self.core, self.fan_out, self.fan_in = attention, fan_out, fan_in
 
     def forward(self, hidden: Tensor, angles: Angles | None, mask: Any, earlier: KeyValues | None = None) -> Tensor:
@@ -91,11 +91,11 @@ class LatentAttention(nn.Module):
             self.q_proj = nn.Linear(d, model.query_size, bias=False)
         else:
             self.q_a_proj = nn.Linear(d, q_rank, bias=model.qkv_bias)
-            self.q_a_layernorm = RMSNorm(q_rank, LATENT_NORM_EPS)
+            self.q_a_layernorm = build_rms_norm(model, q_rank, LATENT_NORM_EPS)
             self.q_b_proj = nn.Linear(q_rank, model.query_size, bias=False)
         self.is_q_narrow, self.kv_rank = q_rank is not None, kv_rank
         self.kv_a_proj_with_mqa = nn.Linear(d, kv_rank + model.qk_rope_head_dim, bias=model.qkv_bias)
-        self.kv_a_layernorm = RMSNorm(kv_rank, LATENT_NORM_EPS)
+        self.kv_a_layernorm = build_rms_norm(model, kv_rank, LATENT_NORM_EPS)
         self.kv_b_proj = nn.Linear(kv_rank, heads * (model.qk_nope_head_dim + model.v_head_dim), bias=False)
         self.o_proj = nn.Linear(heads * model.v_head_dim, d, bias=model.attention_output_bias)
         self.core, self.fan_out, self.fan_in, self.whole = attention, fan_out, fan_in, whole

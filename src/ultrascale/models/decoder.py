@@ -1,5 +1,4 @@
-"""One decoder for the families of `description.architecture.families`: pre-norm blocks of causal attention and a feed-forward
-layer.
+"""One decoder for the families of `description.architecture.families`: blocks of causal attention and a feed-forward layer.
 
 Parameter names and shapes are those of `description.architecture.weights`. A decoder may be one stage of the model: some of
 its blocks, with the embedding if it is the first and the head if it is the last. The model is plain and knows nothing of
@@ -23,7 +22,7 @@ that is returned is the model's own; the predictions' joins it on the way back a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -40,7 +39,7 @@ from ultrascale.kernels.rotary import Angles, rotary_angles
 from ultrascale.models.attention import Attention, KeyValues, LatentAttention
 from ultrascale.models.experts import MoE
 from ultrascale.models.feed_forward import build_mlp
-from ultrascale.models.norms import RMSNorm, build_norm, norm_of_sum
+from ultrascale.models.norms import build_norm, build_rms_norm, norm_of_sum, unchanged
 
 
 class Cache(Protocol):
@@ -53,6 +52,9 @@ class Cache(Protocol):
 
     @property
     def layers(self) -> Sequence[KeyValues]: ...
+
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def own_share(hidden: Tensor) -> Tensor:
@@ -81,14 +83,21 @@ class Drops(NamedTuple):
 
 
 class Block(nn.Module):
-    """One decoder block: each half reads a normed copy of the residual stream and adds to it."""
+    """One decoder block: each half reads the residual stream and adds to it; `Model.block_norms` says where norms stand."""
 
     def __init__(self, model: Model, layer: int):
         super().__init__()
-        self.input_layernorm = build_norm(model)
+        self.norm_names = names = model.block_norms
+        self._add_norm(names.before_attention, model)
         self.self_attn = LatentAttention(model) if model.latent_attention else Attention(model)
-        self.post_attention_layernorm = build_norm(model)
+        self._add_norm(names.after_attention, model)
+        self._add_norm(names.before_mlp, model)
         self.mlp = MoE(model) if model.is_moe(layer) else build_mlp(model, model.intermediate_size)
+        self._add_norm(names.after_mlp, model)
+
+    def _add_norm(self, name: str, model: Model) -> None:
+        if name:
+            self.add_module(name, build_norm(model))
 
     def forward(
         self,
@@ -99,16 +108,17 @@ class Block(nn.Module):
         drops: Drops | None = None,
     ) -> Tensor:
         """[B, S, D] to [B, S, D]; `angles` None: no rotary positions; `mask`: what the decoder's `make_mask` made."""
+        before, after, before_mlp, after_mlp = map(self.norm_called, self.norm_names)
         # No variable for what attention made, nor for the norm of the sum: they would outlive who reads them.
         between = [
-            *norm_of_sum(
-                self.post_attention_layernorm,
-                hidden,
-                _dropped(self.self_attn(self.input_layernorm(hidden), angles, mask, earlier), drops, 0),
-            )
+            *norm_of_sum(before_mlp, hidden, _dropped(after(self.self_attn(before(hidden), angles, mask, earlier)), drops, 0))
         ]
         hidden = between.pop()
-        return hidden + _dropped(self.mlp(between.pop()), drops, 1)
+        return hidden + _dropped(after_mlp(self.mlp(between.pop())), drops, 1)
+
+    def norm_called(self, name: str) -> Callable[[Tensor], Tensor]:
+        """The norm of this name; of none, nothing is done."""
+        return getattr(self, name) if name else unchanged
 
 
 class SharedHead(nn.Module):
@@ -116,7 +126,7 @@ class SharedHead(nn.Module):
 
     def __init__(self, model: Model):
         super().__init__()
-        self.norm = RMSNorm(model.hidden_size, model.norm_eps)
+        self.norm = build_rms_norm(model, model.hidden_size)
 
 
 class PredictionBlock(Block):
@@ -124,8 +134,8 @@ class PredictionBlock(Block):
 
     def __init__(self, model: Model, layer: int):
         super().__init__(model, layer)
-        self.enorm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.hnorm = RMSNorm(model.hidden_size, model.norm_eps)
+        self.enorm = build_rms_norm(model, model.hidden_size)
+        self.hnorm = build_rms_norm(model, model.hidden_size)
         self.eh_proj = nn.Linear(2 * model.hidden_size, model.hidden_size, bias=False)
         self.shared_head = SharedHead(model)
 
@@ -142,13 +152,15 @@ class View(NamedTuple):
     """A micro-batch's positions and documents, as the blocks of a model see them."""
 
     spec: Model
-    angles: Angles | None
+    angles: dict[bool, Angles]
+    """By `Model.is_rope_local`; none without rotary positions."""
     masks: dict[int | None, Any]
     drops: Drops | None = None
 
     def of(self, layer: int) -> tuple[Angles | None, Any]:
         """The angles and the mask of a block."""
-        return self.angles if self.spec.uses_rotary(layer) else None, self.masks[self.spec.window(layer)]
+        angles = self.angles[self.spec.is_rope_local(layer)] if self.spec.uses_rotary(layer) else None
+        return angles, self.masks[self.spec.window(layer)]
 
     def drops_of(self, layer: int) -> Drops | None:
         """The dropout of a block."""
@@ -184,6 +196,8 @@ class Decoder(nn.Module):
             self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
         self.look_up, self.own_share, self.make_mask, self.loss = F.embedding, own_share, attention_mask, linear_cross_entropy
         self.following = following
+        root = torch.tensor(model.hidden_size**0.5, dtype=torch.float64, device="cpu")
+        self.embedding_scale = {dtype: root.to(dtype).item() for dtype in _DTYPES} if model.scale_embedding else {}
 
     def blocks(self) -> Iterator[tuple[int, Block]]:
         """Every block, with its number in the whole model."""
@@ -241,10 +255,13 @@ class Decoder(nn.Module):
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         assert self.embed_tokens is not None
-        hidden = self.look_up(tokens, self.embed_tokens.weight)  # [B, S, D]
+        hidden = self._scaled(self.look_up(tokens, self.embed_tokens.weight))  # [B, S, D]
         if self.embed_positions is not None:
             hidden = hidden + self.own_share(self.embed_positions(positions).expand(len(tokens), -1, -1))
         return hidden
+
+    def _scaled(self, rows: Tensor) -> Tensor:
+        return rows * self.embedding_scale[rows.dtype] if self.spec.scale_embedding else rows
 
     def _drops(self, keys: Tensor | None) -> Drops | None:
         if keys is None or not self.spec.dropout:
@@ -260,7 +277,8 @@ class Decoder(nn.Module):
             )
             for window in {spec.window(number) for number, _ in self.blocks()}
         }
-        angles = rotary_angles(spec, positions, hidden.dtype) if spec.position_embedding == "rotary" else None
+        kinds = {spec.is_rope_local(number) for number, _ in self.blocks()} if spec.position_embedding == "rotary" else set()
+        angles = {kind: rotary_angles(spec, positions, hidden.dtype, is_local=kind) for kind in kinds}
         return View(spec, angles, masks)
 
     def _predict(self, hidden: Tensor, view: View, targets: Tensor) -> Tensor:
@@ -270,7 +288,7 @@ class Decoder(nn.Module):
         losses = []
         for number in range(first, first + count):
             block = cast(PredictionBlock, self.layers[str(number)])
-            coming = self.look_up(targets.clamp(min=0), self.embed_tokens.weight)
+            coming = self._scaled(self.look_up(targets.clamp(min=0), self.embed_tokens.weight))
             hidden = block(hidden, *view.of(number), coming, view.drops_of(number))
             targets = self.following(targets)
             losses.append(self.loss(block.shared_head.norm(hidden), self.head_weight, targets))

@@ -6,9 +6,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ultrascale.description.architecture.model import Model
-from ultrascale.kernels.swiglu import clamped_swiglu, swiglu
+from ultrascale.kernels.swiglu import clamped_swiglu, geglu, swiglu
 
-_GATED = {"silu": swiglu, "swigluoai": clamped_swiglu}
+_GATED = {"silu": swiglu, "swigluoai": clamped_swiglu, "gelu_pytorch_tanh": geglu}
 
 
 def fan_out(hidden: Tensor, *projections: nn.Linear) -> tuple[Tensor, ...]:

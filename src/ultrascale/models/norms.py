@@ -2,36 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from ultrascale.description.architecture.model import Model
-from ultrascale.kernels.norm import add_rms_norm, fuses_sums, rms_norm
+from ultrascale.kernels.norm import add_rms_norm, at_least_fp32, fuses_sums, rms_norm
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight."""
+    """x / rms(x) * weight, or * (1 + weight) where weights are centered at zero."""
 
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int, eps: float, *, zero_centered: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.eps, self.zero_centered = eps, zero_centered
+
+    @property
+    def scale(self) -> Tensor:
+        """Factors of the normed elements, [D]: the weight, or 1 + weight in at least fp32."""
+        return at_least_fp32(self.weight) + 1 if self.zero_centered else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.scale, self.eps)
 
 
-def norm_of_sum(norm: nn.Module, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+def unchanged(x: Tensor) -> Tensor:
+    """x, where there is no norm."""
+    return x
+
+
+def norm_of_sum(norm: Callable[[Tensor], Tensor], x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
     """(norm(x + added), x + added), both [..., D]; by one kernel where the run has one (`kernels.norm.add_rms_norm`)."""
     if isinstance(norm, RMSNorm) and "forward" not in vars(norm) and fuses_sums(x):  # or one that is made again alone
-        return add_rms_norm(x, added, norm.weight, norm.eps)
+        return add_rms_norm(x, added, norm.scale, norm.eps)
     total = x + added
     del added  # it would stay while the norm is computed
     return norm(total), total
 
 
+def build_rms_norm(model: Model, size: int, eps: float | None = None) -> RMSNorm:
+    """The model's RMSNorm over `size` elements. `eps` None: the model's own."""
+    return RMSNorm(size, model.norm_eps if eps is None else eps, zero_centered=model.zero_centered_norm)
+
+
 def build_norm(model: Model) -> nn.Module:
     """The model's norm over the hidden size."""
     if model.norm == "rmsnorm":
-        return RMSNorm(model.hidden_size, model.norm_eps)
+        return build_rms_norm(model, model.hidden_size)
     return nn.LayerNorm(model.hidden_size, model.norm_eps)

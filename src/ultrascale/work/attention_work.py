@@ -112,7 +112,8 @@ def _heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...], tupl
         ]  # fmt: skip
         query, key = "q_normed", "k_normed"
     if model.uses_rotary(layer):
-        ops += [_rotary(shape, x, read, n * width * a) for x, read, width in (("q", query, q), ("k", key, kv))]
+        angles = angle_names(model.is_rope_local(layer))
+        ops += [_rotary(shape, x, read, n * width * a, angles) for x, read, width in (("q", query, q), ("k", key, kv))]
         query, key = "q_rotated", "k_rotated"
     if _repeats_heads(model, layer, shape) and not model.attention_sinks:
         ops += [
@@ -134,11 +135,16 @@ def _repeats_heads(model: Model, layer: int, shape: Shape) -> bool:
     return fewer and (has_mask or shape.itemsize != 2)
 
 
-def _rotary(shape: Shape, name: str, read: str, num_bytes: int) -> Op:
+def angle_names(is_local: bool) -> tuple[str, str]:
+    """The activations that blocks share: cosines and sines of `rope_theta`, or of `rope_local_base_freq`."""
+    return ("cos_local", "sin_local") if is_local else ("cos", "sin")
+
+
+def _rotary(shape: Shape, name: str, read: str, num_bytes: int, angles: tuple[str, str]) -> Op:
     """Turn `read`. Unfused: halves are swapped, multiplied and added in kernels of their own."""
     moved, scratch = (2 * num_bytes, 0) if shape.kernels.rotary else (9 * num_bytes, 3 * num_bytes)
     return Op(
-        f"self_attn.{name}_rotary", "elementwise", (read,), (Activation(f"{name}_rotated", num_bytes),), ("cos", "sin"),
+        f"self_attn.{name}_rotary", "elementwise", (read,), (Activation(f"{name}_rotated", num_bytes),), angles,
         scratch_bytes=scratch, backward_scratch_bytes=scratch, moved_bytes=moved, backward_moved_bytes=moved,
     )  # fmt: skip
 
@@ -173,9 +179,10 @@ def _latent_heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...
     ops += [
         *gather,
         linear(shape, "self_attn.kv_b_proj", wide, "kv", narrow, heads * nope + value_width, collectives=wide.collectives),
-        _rotary(shape, "q", "q", n * query_width * a),
+        _rotary(shape, "q", "q", n * query_width * a, angle_names(model.is_rope_local(layer))),
         # The one turned key is copied to all heads, behind what does not turn; values are copied out.
-        Op("self_attn.k_join", "elementwise", ("kv", "kv_latent"), (Activation("k", n * query_width * a),), ("cos", "sin"),
+        Op("self_attn.k_join", "elementwise", ("kv", "kv_latent"), (Activation("k", n * query_width * a),),
+           angle_names(model.is_rope_local(layer)),
            moved_bytes=2 * n * query_width * a, backward_moved_bytes=2 * n * query_width * a,
            collectives=_shared_key_traffic(shape, n * rope * a)),
         Op("self_attn.v_copy", "elementwise", ("kv",), (Activation("v", n * value_width * a),),

@@ -75,9 +75,9 @@ def available_modules(model: Model) -> tuple[str, ...]:
     dense = any(not model.is_moe(layer) for layer in range(model.num_hidden_layers))
     shared = bool(model.num_experts and model.shared_expert_intermediate_size)
     has = {
-        "norm": True, "core_attn": True, "mla_up_proj": model.latent_attention, "mlp": dense, "mlp_act": dense or shared,
-        "moe": model.num_experts > 0, "moe_act": model.num_experts > 0, "moe_permute": model.num_experts > 0,
-        "shared_experts": shared,
+        "norm": bool(model.block_norms.before_mlp), "core_attn": True, "mla_up_proj": model.latent_attention,
+        "mlp": dense, "mlp_act": dense or shared, "moe": model.num_experts > 0, "moe_act": model.num_experts > 0,
+        "moe_permute": model.num_experts > 0, "shared_experts": shared,
     }  # fmt: skip
     return tuple(name for name in MODULES if has[name])
 
@@ -198,7 +198,7 @@ def regions(ops: tuple[Op, ...], modules: Collection[str], *, as_megatron: bool 
 @lru_cache(maxsize=8192)
 def _regions(ops: tuple[Op, ...], modules: frozenset[str], as_megatron: bool) -> tuple[Region, ...]:
     places = {op.name: index for index, op in enumerate(ops)}
-    after = places["post_attention_layernorm"]
+    after = places["attention_residual"]
     is_moe, is_alone = "mlp.choose" in places, "mlp.whole" not in places
     groups: dict[tuple[str, str], list[Op]] = {}
     for index, op in enumerate(ops):
@@ -230,7 +230,7 @@ def _place(op: Op, modules: Collection[str], *, is_moe: bool, in_mlp: bool) -> t
         return (module, owner) if module in modules else None
     if "core_attn" in modules and (op.kind == "attention" or (owner == "self_attn" and op.name.endswith(_AROUND_CORE))):
         return "core_attn", ""
-    if "norm" in modules and op.name in ("input_layernorm", "post_attention_layernorm"):
+    if "norm" in modules and op.kind == "norm" and op.makes[0].name in ("attention_in", "mlp_in"):
         return "norm", op.name
     if "mla_up_proj" in modules and (half := _half_of_latents(op)):
         return "mla_up_proj", half

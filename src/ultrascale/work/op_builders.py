@@ -310,7 +310,9 @@ def norm(
         kept = tuple(Activation(f"{make}_{x}", rows * kept_itemsize) for x in ("mean", "rstd"))
     else:
         kept = (Activation(f"{make}_inverse_rms", rows * w),)
-        in_parts = shape.device == "cpu" or over_tp  # operation by operation; alone on CUDA it is one kernel
+        widened = model.zero_centered_norm
+        kept += (Activation(f"{make}_scale", size * w),) if widened else ()  # 1 + weight
+        in_parts = shape.device == "cpu" or over_tp or (widened and a < w)  # one by one; alone on CUDA it is one kernel
         narrow = a < w and in_parts
         scratch = 2 * elements * w if narrow else 0
         backward_scratch = elements * w * (4 if narrow else 2) if in_parts else 0

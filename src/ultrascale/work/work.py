@@ -16,7 +16,14 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ultrascale.description.architecture.model import Model
-from ultrascale.work.attention_work import attended_share, attention_work, mask_elements, mask_name, mask_room
+from ultrascale.work.attention_work import (
+    angle_names,
+    attended_share,
+    attention_work,
+    mask_elements,
+    mask_name,
+    mask_room,
+)
 from ultrascale.work.mlp_work import mlp_work
 from ultrascale.work.op_builders import (
     add,
@@ -58,9 +65,11 @@ def shared_work(model: Model, shape: Shape, layers: tuple[int, ...] | None = Non
             ops.append(Op(mask.name, "elementwise", (), (mask,), scratch_bytes=mask_room(window, shape)))
     if model.position_embedding == "rotary":
         planes = rows * model.rotary_dim // 2
-        angles = tuple(Activation(name, planes * shape.itemsize) for name in ("cos", "sin"))
-        # Angles in fp32, and their cosines before they are rounded.
-        ops.append(Op("angles", "elementwise", (), angles, scratch_bytes=planes * 8))
+        kinds = map(model.is_rope_local, range(model.num_hidden_layers) if layers is None else layers)
+        for names in dict.fromkeys(map(angle_names, kinds)):
+            angles = tuple(Activation(name, planes * shape.itemsize) for name in names)
+            # Angles in fp32, and their cosines before they are rounded.
+            ops.append(Op("angles", "elementwise", (), angles, scratch_bytes=planes * 8))
     return tuple(ops)
 
 
@@ -71,7 +80,8 @@ def embedding_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     whole = n * d * a
     learned = model.position_embedding != "rotary"
     result = "embedded" if model.dropout else "hidden"
-    name = "token" if learned else result
+    total = "token" if learned else result
+    name = "unscaled" if model.scale_embedding else total
     partial = f"{name}_partial" if shape.cuts_sequence else name
     sums = () if shape.tp == 1 or shape.cuts_sequence else (Collective("all_reduce", "tp", whole, "forward"),)
     # Of a part of the vocabulary: which row each token is here, and whether it is elsewhere.
@@ -88,6 +98,10 @@ def embedding_work(model: Model, shape: Shape) -> tuple[Op, ...]:
             Op("embed_scatter", "exchange", (partial,), (Activation(name, shape.outer_tokens * d * a),), collectives=traffic,
                scratch_bytes=exchanged_bytes(shape, whole), backward_scratch_bytes=gathered_room(shape, whole))
         )  # fmt: skip
+    if model.scale_embedding:
+        scaled = Activation(total, shape.outer_tokens * d * a)
+        ops.append(Op("embed_scale", "elementwise", (name,), (scaled,), moved_bytes=2 * scaled.num_bytes,
+                      backward_moved_bytes=2 * scaled.num_bytes))  # fmt: skip
     if learned:
         ops += _positions(model, shape, result)
     if model.dropout:
@@ -128,21 +142,25 @@ def first_alike(model: Model) -> tuple[int, ...]:
 def _work_of_kind(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
     m, d = shape.outer_tokens, model.hidden_size
     drops_any = bool(shape.kernels.dropout or model.dropout)
-    attended, fed = ("attention_dropped", "mlp_dropped") if drops_any else ("attention_out", "mlp_out")
-    drops = [
-        (dropout(shape, f"{name}_dropout", f"{name}_out", f"{name}_dropped", d, m),) if drops_any else ()
-        for name in ("attention", "mlp")
-    ]
-    return (
-        norm(model, shape, "input_layernorm", "hidden", "attention_in", d, d, m),
-        *attention_work(model, layer, shape),
-        *drops[0],
-        add(shape, "attention_residual", "hidden", attended, "hidden_mid", d, m),
-        norm(model, shape, "post_attention_layernorm", "hidden_mid", "mlp_in", d, d, m),
-        *mlp_work(model, layer, shape),
-        *drops[1],
-        add(shape, "mlp_residual", "hidden_mid", fed, "hidden_out", d, m),
+    norms, ops = model.block_norms, list[Op]()
+    halves = (
+        ("attention", "hidden", "hidden_mid", attention_work(model, layer, shape), norms[:2]),
+        ("mlp", "hidden_mid", "hidden_out", mlp_work(model, layer, shape), norms[2:]),
     )
+    for half, stream, total, own, (before, after) in halves:
+        if before:
+            ops += [norm(model, shape, before, stream, f"{half}_in", d, d, m), *own]
+        else:
+            ops += [_renamed(op, {f"{half}_in": stream}) for op in own]
+        added = f"{half}_out"
+        if after:
+            ops.append(norm(model, shape, after, added, f"{half}_normed", d, d, m))
+            added = f"{half}_normed"
+        if drops_any:
+            ops.append(dropout(shape, f"{half}_dropout", added, f"{half}_dropped", d, m))
+            added = f"{half}_dropped"
+        ops.append(add(shape, f"{half}_residual", stream, added, total, d, m))
+    return tuple(ops)
 
 
 def input_gather(model: Model, shape: Shape) -> Collective:
@@ -189,7 +207,7 @@ def _renamed(op: Op, names: dict[str, str]) -> Op:
         return names.get(whole, whole) + old[len(whole) :]
 
     return replace(
-        op, reads=tuple(map(name, op.reads)), saves=tuple(map(name, op.saves)),
+        op, reads=tuple(map(name, op.reads)), saves=tuple(map(name, op.saves)), holds=tuple(map(name, op.holds)),
         makes=tuple(one._replace(name=name(one.name)) for one in op.makes),
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 _OWNER = re.compile(r"^.*/")
-_TUNED = re.compile(r"-(?:instruct|base|chat|it|hf|preview|pretrain)(?=-|$)")
+_TUNED = re.compile(r"-(?:instruct|base|chat|it|pt|hf|preview|pretrain)(?=-|$)")
 _DATE = re.compile(r"(?<=deepseek-v3)-0324$|(?<=deepseek-r1)-0528$|(?<=deepseek-v2)-0628$|(?<=kimi-k2)-0711$|"
                    r"(?<=olmoe-1b-7b)-(?:0924|0125)$|(?<=mistral-nemo)-2407$|(?<=mistral-small-24b)-2501$")  # fmt: skip
 _JOINED = re.compile(r"\b(llama|gpt|olmo|gemma|glm|phi|smollm)-?(?=\d)")

@@ -1,11 +1,11 @@
 """Models known by name, so that planning needs no network. Numbers are those of the published `config.json` of the base model.
 
-Sources: the Hugging Face repositories of openai-community, meta-llama, HuggingFaceTB, Qwen and mistralai; GPT-3: Brown et al.
-2020, table 2.1; Megatron: Korthikanti et al. 2022, "Reducing Activation Recomputation", table 3 (sequence 2048, vocabulary
-51,200); OPT: Zhang et al. 2022, table 1; BLOOM: Le Scao et al. 2022; LLaMA: Touvron et al. 2023; 01-ai, microsoft. GPT-3, OPT,
-BLOOM and Megatron are GPT-2 in shape: sparse attention, ALiBi (positions instead, 0.02 percent of BLOOM's weights), ReLU and
-untold details are not modelled. GPT-3 1.3B and 13B have a whole number of heads, and a width that they divide. Qwen 3's
-positions are those of its tuned models (base: 32,768).
+Sources: the Hugging Face repositories of openai-community, meta-llama, HuggingFaceTB, Qwen, mistralai, allenai and google;
+GPT-3: Brown et al. 2020, table 2.1; Megatron: Korthikanti et al. 2022, "Reducing Activation Recomputation", table 3 (sequence
+2048, vocabulary 51,200); OPT: Zhang et al. 2022, table 1; BLOOM: Le Scao et al. 2022; LLaMA: Touvron et al. 2023; 01-ai,
+microsoft. GPT-3, OPT, BLOOM and Megatron are GPT-2 in shape: sparse attention, ALiBi (positions instead, 0.02 percent of
+BLOOM's weights), ReLU and untold details are not modelled. GPT-3 1.3B and 13B have a whole number of heads, and a width that
+they divide. Qwen 3's positions are those of its tuned models (base: 32,768).
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ _GPT2 = Model(
 )  # fmt: skip
 _LLAMA = replace(_GPT2, model_type="llama", norm="rmsnorm", gated_mlp=True, position_embedding="rotary", qkv_bias=False,
                  attention_output_bias=False, mlp_bias=False, tie_word_embeddings=False)  # fmt: skip
+_OLMO_2 = {"model_type": "olmo2", "norm_placement": "post", "qk_norm": True, "qk_norm_whole": True}
+_GEMMA_3 = {
+    "model_type": "gemma3_text", "norm_eps": 1e-6, "norm_placement": "both", "zero_centered_norm": True,
+    "scale_embedding": True, "hidden_act": "gelu_pytorch_tanh", "qk_norm": True, "tie_word_embeddings": True,
+    "rope_local_base_freq": 1e4, "sliding_window": 1024, "full_attention_interval": 6,
+}  # fmt: skip
 _LLAMA_3_1 = RopeScaling("llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
 _LLAMA_3_2 = replace(_LLAMA_3_1, factor=32.0)
 
@@ -104,12 +110,22 @@ _LLAMA_SIZES = """
      mistral-nemo-12b       131072   5120  14336     40    32  8      128    131072  1e6
      mistral-small-24b      131072   5120  32768     40    32  8      128     32768  1e8
      mistral-large-2         32768  12288  28672     88    96  8      128    131072  1e6
+     olmo-2-1b              100352   2048   8192     16    16 16      128      4096  5e5
+     olmo-2-7b              100352   4096  11008     32    32 32      128      4096  5e5
+     olmo-2-13b             100352   5120  13824     40    40 40      128      4096  5e5
+     olmo-2-32b             100352   5120  27648     64    40  8      128      4096  5e5
+     gemma-3-1b             262144   1152   6912     26     4  1      256     32768  1e6
+     gemma-3-4b             262208   2560  10240     34     8  4      256    131072  1e6
+     gemma-3-12b            262208   3840  15360     48    16  8      256    131072  1e6
+     gemma-3-27b            262208   5376  21504     62    32 16      128    131072  1e6
      tiny-llama               2048    128    384      2     4  2       32      1024  1e4
      tiny-llama-4m            4096    256    768      4     4  2       64      2048  1e4
      tiny-mistral             2048    128    384      2     4  2       32      1024  1e4
      tiny-qwen2               2048    128    384      2     4  2       32      1024  1e4
      tiny-qwen3               2048    128    384      2     4  2       32      1024  1e4
      tiny-smollm3             2048    128    384      4     4  2       32      1024  1e4
+     tiny-olmo2               2048    128    384      2     4  2       32      1024  1e4
+     tiny-gemma3-text         2048    128    384      3     4  2       32      1024  1e6
      bench-llama              8192    256    768      4     4  4       64       256  1e4
 """
 
@@ -133,11 +149,26 @@ _DIFFERENCES: list[tuple[str, dict]] = [
     ("qwen3-1.7b", {"tie_word_embeddings": True}),
     ("qwen3-4b", {"tie_word_embeddings": True}),
     ("mistral", {"model_type": "mistral"}),
+    ("olmo-2", _OLMO_2 | {"norm_eps": 1e-6}),
+    ("gemma-3", _GEMMA_3 | {"rope_scaling": RopeScaling("linear", 8.0, 131072)}),
+    ("gemma-3-1b", {"rope_scaling": None, "sliding_window": 512}),
+    ("gemma-3-27b", {"query_pre_attn_scalar": 168}),
     ("mistral-7b-v0.1", {"sliding_window": 4096}),
     ("tiny", {"tie_word_embeddings": True}),
     ("tiny-mistral", {"model_type": "mistral", "sliding_window": 64, "tie_word_embeddings": False}),
     ("tiny-qwen2", {"model_type": "qwen2", "qkv_bias": True}),
     ("tiny-qwen3", {"model_type": "qwen3", "qk_norm": True}),
+    ("tiny-olmo2", _OLMO_2 | {"tie_word_embeddings": False}),
+    (
+        "tiny-gemma3-text",
+        _GEMMA_3
+        | {
+            "rope_scaling": RopeScaling("linear", 8.0, 1024),
+            "sliding_window": 64,
+            "full_attention_interval": 2,
+            "query_pre_attn_scalar": 24,
+        },
+    ),
     ("tiny-smollm3", {"model_type": "smollm3", "no_rope_layer_interval": 4}),
 ]
 
@@ -152,8 +183,8 @@ ALIASES = {
     "bloom": "bloom-176b", "mt-nlg-530b": "megatron-530b", "mt-nlg": "megatron-530b", "megatron-turing-530b": "megatron-530b",
     "dbrx-132b": "dbrx", "gpt-neox": "gpt-neox-20b", "deepseek-v3-671b": "deepseek-v3", "deepseek-671b": "deepseek-v3",
     "deepseek-r1": "deepseek-v3", "deepseek-v3.1": "deepseek-v3", "deepseek-v2-236b": "deepseek-v2",
-    "smollm-3-3b": "smollm3-3b", "phi-3-mini-4k": "phi-3-mini", "olmo-2-1124-7b": "olmo-2-7b",
-    "olmo-2-1124-13b": "olmo-2-13b", "olmo-2-0325-32b": "olmo-2-32b",
+    "smollm-3-3b": "smollm3-3b", "phi-3-mini-4k": "phi-3-mini", "olmo-2-0425-1b": "olmo-2-1b",
+    "olmo-2-1124-7b": "olmo-2-7b", "olmo-2-1124-13b": "olmo-2-13b", "olmo-2-0325-32b": "olmo-2-32b",
 }  # fmt: skip
 
 

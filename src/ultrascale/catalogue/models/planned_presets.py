@@ -1,8 +1,7 @@
 """Models of other families, known by name and planned only: their shapes, in the parts that `Model` has.
 
-Sources: the `config.json` of EleutherAI, tiiuae, databricks, google and allenai. What costs next to nothing is left
-out: Gemma's two further norms a block and caps on scores. What runs side by side in a block of GPT-NeoX or Falcon runs one
-after the other here, and OLMo 2 has its norms after the layers: as many operations.
+Sources: the `config.json` of EleutherAI, tiiuae, databricks and google. What costs next to nothing is left out: Gemma's two
+further norms a block and caps on scores. What runs side by side in a block of GPT-NeoX or Falcon runs one after the other here.
 """
 
 from __future__ import annotations
@@ -21,9 +20,6 @@ _SIZES = """
      gemma-2-2b             256000   2304   9216     26     8   4      256      8192   1e4       0      0     0      0
      gemma-2-9b             256000   3584  14336     42    16   8      256      8192   1e4       0      0     0      0
      gemma-2-27b            256000   4608  36864     46    32  16      128      8192   1e4       0      0     0      0
-     olmo-2-7b              100352   4096  11008     32    32  32      128      4096   5e5       0      0     0      0
-     olmo-2-13b             100352   5120  13824     40    40  40      128      4096   5e5       0      0     0      0
-     olmo-2-32b             100352   5120  27648     64    40   8      128      4096   5e5       0      0     0      0
 """
 _CLASSIC = {"norm": "layernorm", "gated_mlp": False, "hidden_act": "gelu_pytorch_tanh"}
 
@@ -44,7 +40,6 @@ _DIFFERENCES: list[tuple[str, dict[str, Any]]] = [
             "sliding_window_interval": 2,
         },
     ),
-    ("olmo-2", {"norm_eps": 1e-6, "qk_norm": True, "qk_norm_whole": True}),
 ]  # fmt: skip
 
 

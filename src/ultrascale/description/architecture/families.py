@@ -24,7 +24,9 @@ _NO_BIAS: dict[str, Any] = {"attention_output_bias": False, "mlp_bias": False}
 # What most families do not have. Where one of them is fixed, the rules of `Model` fix the fields that go with it.
 _WITHOUT: dict[str, Any] = {
     "hidden_act": None, "attention_sinks": False, "partial_rotary_factor": 1.0, "sliding_window_interval": 1,
-    "qk_norm_whole": False, "kv_lora_rank": None, "num_nextn_predict_layers": 0,
+    "norm_placement": "pre", "qk_norm_whole": False, "kv_lora_rank": None, "num_nextn_predict_layers": 0,
+    "zero_centered_norm": False, "scale_embedding": False, "query_pre_attn_scalar": None, "rope_local_base_freq": None,
+    "full_attention_interval": None,
 }  # fmt: skip
 _DENSE = _WITHOUT | {"num_experts": 0}
 _ALL_SEEN: dict[str, Any] = {"sliding_window": None, "no_rope_layer_interval": None}
@@ -98,6 +100,27 @@ FAMILIES: dict[str, Family] = {
             "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16,
             "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6, "tie_word_embeddings": True,
             "no_rope_layer_interval": 4,
+        },
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        _ROTARY | _DENSE | _ALL_SEEN | {
+            "norm_placement": "post", "qk_norm": True, "qk_norm_whole": True, "mlp_bias": False,
+        },
+        {"vocab_size": 50304, "rms_norm_eps": 1e-5},
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        _ROTARY | _without("query_pre_attn_scalar", "rope_local_base_freq", "full_attention_interval") | {
+            "num_experts": 0, "norm_placement": "both", "zero_centered_norm": True, "scale_embedding": True,
+            "hidden_act": "gelu_pytorch_tanh", "qk_norm": True, "mlp_bias": False, "max_window_layers": 0,
+            "no_rope_layer_interval": None,
+        },
+        {
+            "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
+            "tie_word_embeddings": True, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "query_pre_attn_scalar": 256,
+            "sliding_window": 4096, "sliding_window_pattern": 6, "hidden_activation": "gelu_pytorch_tanh",
         },
     ),
     "nemotron": Family(
@@ -198,6 +221,7 @@ KNOWN = tuple(kind for kind, family in FAMILIES.items() if family.architecture)
 """Model types that transformers has."""
 TRAINED = tuple(kind for kind, family in FAMILIES.items() if family.trained)
 WITH_EXPERTS = tuple(kind for kind in KNOWN if FAMILIES[kind].fixed.get("num_experts") != 0)
+WITH_LOCAL_ROPE = tuple(kind for kind in KNOWN if "rope_local_base_freq" not in FAMILIES[kind].fixed)
 WITH_LATENT_ATTENTION = tuple(kind for kind in KNOWN if "kv_lora_rank" not in FAMILIES[kind].fixed)
 IN_DEEPSEEKS_WORDS = tuple(kind for kind in KNOWN if "n_routed_experts" in FAMILIES[kind].defaults)
 """Model types whose `config.json` has DeepSeek's keys for experts, such as `n_routed_experts`."""
@@ -243,7 +267,11 @@ def _parts_problems(model: Model) -> list[Problem]:
     """Parts that a family cannot be without, or has in whole numbers only."""
     kind, found = model.model_type, []
     remedy = "Choose another model_type, or set checkpoint.export = false."
-    for key, kinds in (("num_experts", WITH_EXPERTS), ("kv_lora_rank", WITH_LATENT_ATTENTION)):
+    needed = (
+        ("num_experts", WITH_EXPERTS), ("kv_lora_rank", WITH_LATENT_ATTENTION), ("rope_local_base_freq", WITH_LOCAL_ROPE),
+        ("sliding_window", WITH_LOCAL_ROPE),
+    )  # fmt: skip
+    for key, kinds in needed:
         if kind in kinds and not getattr(model, key):
             found.append(Problem(f"model.{key}", f"is missing, but a Hugging Face {kind} model always has it", remedy))
     if model.moe_intermediate_size and model.shared_expert_intermediate_size % model.moe_intermediate_size:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ultrascale.description.architecture.config_reader import Reader
 from ultrascale.description.architecture.expert_config import read_experts, write_experts
-from ultrascale.description.architecture.families import DEFAULTS, KNOWN, WITH_EXPERTS, export_problems, family
+from ultrascale.description.architecture.families import DEFAULTS, KNOWN, WITH_EXPERTS, WITH_LOCAL_ROPE, export_problems, family
 from ultrascale.description.architecture.model import MOST_LAYERS, Model
 from ultrascale.description.architecture.rope_config import Rope, read_rope, write_rope
 from ultrascale.description.parsing import MOST_JSON, line_of, parse_json, read_bounded
@@ -116,6 +116,8 @@ def _read_gpt2(reader: Reader) -> dict[str, Any]:
 def _read_llama_like(reader: Reader, kind: str) -> dict[str, Any]:
     if kind == "nemotron":
         reader.must_be("hidden_act", ("relu2",), "the feed-forward layer has a squared ReLU")
+    elif "hidden_activation" in reader.defaults:
+        reader.must_be("hidden_activation", ("gelu_pytorch_tanh",), "the feed-forward layer is GeGLU")
     else:
         reader.must_be("hidden_act", ("silu",), "the feed-forward layer is SwiGLU")
     take = reader.take
@@ -142,10 +144,27 @@ def _read_llama_like(reader: Reader, kind: str) -> dict[str, Any]:
         fields["qk_norm"] = take("use_qk_norm", bool)
     if kind == "smollm3":
         fields["no_rope_layer_interval"] = _read_no_rope_interval(reader, layers)
+    if "query_pre_attn_scalar" not in fixed:
+        scalar = take("query_pre_attn_scalar", int)
+        fields["query_pre_attn_scalar"] = None if scalar == fields["head_dim"] else scalar
+    if kind in WITH_LOCAL_ROPE:
+        fields["rope_local_base_freq"] = _read_local_base(reader)
     rope = _read_rope(reader, kind, positions)
     fields |= {"rope_theta": rope.theta, "rope_scaling": rope.scaling, "partial_rotary_factor": rope.partial_factor}
     fields |= _read_window(reader, kind, layers)
     return fields | read_experts(reader, kind, fields) if kind in WITH_EXPERTS else fields
+
+
+def _read_local_base(reader: Reader) -> float:
+    """The base of layers with a sliding window; of transformers 5's two tables, the other one is left in the config."""
+    tables = reader.config.get("rope_parameters")
+    if isinstance(tables, dict) and isinstance(local := tables.get("sliding_attention"), dict):
+        if {*local} - {"rope_theta", "rope_type"} or local.get("rope_type", "default") != "default":
+            rule, remedy = "must be of type 'default'", "Choose a model whose windowed layers are not stretched."
+            reader.problem("rope_parameters.sliding_attention", rule, remedy)
+        given = {"rope_local_base_freq": local.get("rope_theta"), "rope_parameters": tables.get("full_attention")}
+        reader.config = reader.config | {key: value for key, value in given.items() if value is not None}
+    return reader.take("rope_local_base_freq", float)
 
 
 def _read_rope(reader: Reader, kind: str, positions: int) -> Rope:
@@ -164,6 +183,8 @@ def _read_rope(reader: Reader, kind: str, positions: int) -> Rope:
 def _read_window(reader: Reader, kind: str, layers: int) -> dict[str, Any]:
     """The sliding window: Mistral's is on all layers; Qwen's on those from `max_window_layers` on, when it is switched on."""
     types = reader.take("layer_types", list, optional=True) if kind != "llama" else None
+    if kind in WITH_LOCAL_ROPE:
+        return _read_full_interval(reader, types, layers)
     if kind == "gpt_oss":
         return _read_alternating_window(reader, types, layers)
     if "sliding_window" in family(kind).fixed:
@@ -194,6 +215,23 @@ def _read_alternating_window(reader: Reader, types: list[Any] | None, layers: in
         rule = "must be sliding_attention and full_attention by turns, sliding first"
         reader.problem("layer_types", rule, "Such a pattern cannot be planned here.")
     return {"sliding_window": reader.take("sliding_window", int), "sliding_window_interval": 2}
+
+
+def _read_full_interval(reader: Reader, types: list[Any] | None, layers: int) -> dict[str, Any]:
+    """Gemma 3: every n-th layer sees everything, the others are windowed."""
+    interval: int | None = reader.take_first(("_sliding_window_pattern", "sliding_window_pattern"), int)
+    if types is not None:
+        interval = types.index("full_attention") + 1 if "full_attention" in types else None
+        if types != _layer_types(layers, interval):
+            rule = "must be full_attention at every n-th layer, n at least 2, and sliding_attention elsewhere"
+            reader.problem("layer_types", rule, "Such a pattern cannot be trained here.")
+    interval = interval if interval is None or interval <= layers else None
+    return {"sliding_window": reader.take("sliding_window", int), "full_attention_interval": interval}
+
+
+def _layer_types(layers: int, interval: int | None) -> list[str]:
+    full = range(interval - 1, layers, interval) if interval else range(0)
+    return ["full_attention" if layer in full else "sliding_attention" for layer in range(layers)]
 
 
 def _read_no_rope_interval(reader: Reader, layers: int) -> int | None:
@@ -231,6 +269,15 @@ def _llama_like_config(model: Model) -> dict[str, Any]:
     config |= {"rms_norm_eps": model.norm_eps, "hidden_act": "silu", "attention_dropout": 0.0} | write_rope(model)
     if kind == "nemotron":
         config |= {"norm_eps": config.pop("rms_norm_eps"), "hidden_act": "relu2"}
+    if "hidden_activation" in family(kind).defaults:
+        config.pop("hidden_act")
+        config["hidden_activation"] = model.activation
+    if "query_pre_attn_scalar" not in fixed:
+        config["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_dim
+    if kind in WITH_LOCAL_ROPE:
+        interval = model.full_attention_interval
+        config |= {"rope_local_base_freq": model.rope_local_base_freq, "sliding_window": model.sliding_window}
+        config |= {"sliding_window_pattern": interval or layers + 1, "layer_types": _layer_types(layers, interval)}
     if "partial_rotary_factor" not in fixed:
         config["partial_rotary_factor"] = model.partial_rotary_factor
     if "qkv_bias" not in fixed:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ultrascale.description.architecture.rope_scaling import RopeScaling as RopeScaling
 from ultrascale.description.problems import Problem
@@ -32,7 +32,7 @@ MOST_LAYERS = 2048
 _LIMITS = (
     (("num_hidden_layers",), (1, MOST_LAYERS)),
     (("num_attention_heads", "num_key_value_heads"), (1, 10_000)),
-    ((*_SIZES, "q_lora_rank", "kv_lora_rank", "n_group", "topk_group"), (1, 2**31 - 1)),
+    ((*_SIZES, "q_lora_rank", "kv_lora_rank", "n_group", "topk_group", "query_pre_attn_scalar"), (1, 2**31 - 1)),
     (_OPTIONAL_SIZES, (0, 2**31 - 1)),
     (("first_k_dense_replace",), (0, MOST_LAYERS)),
     (("num_nextn_predict_layers",), (0, 100)),
@@ -40,9 +40,29 @@ _LIMITS = (
 RANGES = {key: limits for keys, limits in _LIMITS for key in keys}
 """Lowest and highest value of whole numbers. The highest are far above any model: they catch slips of the finger."""
 ModelType = Literal[
-    "gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3",
-    "glm4_moe", "gpt_oss", "nemotron", "grok", "other",
+    "gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "gemma3_text", "mixtral", "qwen3_moe", "olmoe",
+    "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "nemotron", "grok", "other",
 ]  # fmt: skip
+NormPlacement = Literal["pre", "post", "both"]
+
+
+class BlockNorms(NamedTuple):
+    """Names of the norms of a block over the hidden size; empty: there is none."""
+
+    before_attention: str
+    after_attention: str
+    before_mlp: str
+    after_mlp: str
+
+
+BLOCK_NORMS: dict[NormPlacement, BlockNorms] = {
+    "pre": BlockNorms("input_layernorm", "", "post_attention_layernorm", ""),
+    "post": BlockNorms("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    "both": BlockNorms(
+        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    ),
+}
+"""Hugging Face's names, which say where a norm stands and not what it reads."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +90,14 @@ class Model:
     name: str = ""
     """The preset's name, or the folder it was read from; for printing only."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Normalization of the input of each half of a block (attention, feed-forward layer)."""
+    """Normalization of each half of a block (attention, feed-forward layer)."""
+    norm_placement: NormPlacement = "pre"
+    """Input of the norms of a block. "pre": the input of each half; "post": its result, before it is added (OLMo 2); "both":
+    one of each (Gemma 3)."""
+    zero_centered_norm: bool = False
+    """RMSNorms multiply by 1 + weight, and weights start at zero (Gemma)."""
+    scale_embedding: bool = False
+    """Rows of the embedding are multiplied by sqrt(hidden_size), rounded to their dtype (Gemma)."""
     norm_eps: float = 1e-5
     """Added to the mean square, or variance, before its root."""
     gated_mlp: bool = True
@@ -83,6 +110,9 @@ class Model:
     rope_theta: float = 10000.0
     """Base of RoPE's wavelengths."""
     rope_scaling: RopeScaling | None = None
+    rope_local_base_freq: float | None = None
+    """Base of RoPE's wavelengths in layers with a sliding window, which `rope_scaling` leaves alone (Gemma 3). None: as in the
+    others."""
     no_rope_layer_interval: int | None = None
     """SmolLM 3: every n-th layer (n, 2n, ... counted from one) has no rotary positions."""
     qkv_bias: bool = False
@@ -97,6 +127,8 @@ class Model:
     """The norm of `qk_norm` runs over all heads together instead (OLMoE)."""
     attention_sinks: bool = False
     """One learned number a head joins the softmax and attends to nothing (GPT-OSS)."""
+    query_pre_attn_scalar: int | None = None
+    """Scores are divided by the root of this (Gemma). None: of `head_dim`."""
     partial_rotary_factor: float = 1.0
     """Share of a head's dimensions that turn (Nemotron, GLM-4.5: a half)."""
     sliding_window: int | None = None
@@ -105,6 +137,8 @@ class Model:
     """Layers below this index use full attention even when `sliding_window` is set (Qwen)."""
     sliding_window_interval: int = 1
     """Every n-th layer (0, n, 2n, ... counted from zero) is windowed, the others see everything (GPT-OSS: 2)."""
+    full_attention_interval: int | None = None
+    """Interval of layers without the window: every n-th (n, 2n, ... counted from one) sees everything (Gemma 3: 6)."""
     tie_word_embeddings: bool = False
     """The head is the transposed embedding."""
     initializer_range: float = 0.02
@@ -165,6 +199,11 @@ class Model:
     """Latent attention: dimensions of a value's head."""
 
     @property
+    def block_norms(self) -> BlockNorms:
+        """The norms of a block over the hidden size."""
+        return BLOCK_NORMS[self.norm_placement]
+
+    @property
     def norm_bias(self) -> bool:
         return self.norm == "layernorm"
 
@@ -210,7 +249,12 @@ class Model:
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer (counted from zero), or None for full attention."""
         windowed = layer >= self.max_window_layers and layer % self.sliding_window_interval == 0
-        return self.sliding_window if windowed else None
+        sees_all = self.full_attention_interval is not None and (layer + 1) % self.full_attention_interval == 0
+        return self.sliding_window if windowed and not sees_all else None
+
+    def is_rope_local(self, layer: int) -> bool:
+        """True if rotary positions of block `layer` (counted from zero) have `rope_local_base_freq`."""
+        return self.rope_local_base_freq is not None and self.window(layer) is not None
 
     def uses_rotary(self, layer: int) -> bool:
         """True if block `layer` (counted from zero) applies rotary positions (RoPE) to queries and keys."""
@@ -239,6 +283,15 @@ class Model:
         expect(self.max_window_layers >= 0, "max_window_layers", "must be at least 0", "0 puts the window on every layer.")
         alone = self.sliding_window_interval == 1 or window is not None
         expect(alone, "sliding_window_interval", "has no effect without sliding_window", "Leave it out, or set both.")
+        for key in ("full_attention_interval", "rope_local_base_freq"):
+            alone = getattr(self, key) is None or window is not None
+            expect(alone, key, "has no effect without sliding_window", "Leave it out, or set both.")
+        full = self.full_attention_interval
+        expect(full is None or full >= 2, "full_attention_interval", "must be at least 2", "Leave sliding_window out instead.")
+        local = self.rope_local_base_freq
+        expect(local is None or local > 0, "rope_local_base_freq", "must be above 0", "10000 is usual.")
+        centered = not self.zero_centered_norm or self.norm == "rmsnorm"
+        expect(centered, "zero_centered_norm", "has no effect with layernorm", 'Leave it out, or norm = "rmsnorm".')
         interval = self.no_rope_layer_interval
         expect(interval is None or interval >= 1, "no_rope_layer_interval", "must be at least 1", 'Leave it out, or "none".')
         _expect_positions(self, expect)
@@ -289,6 +342,7 @@ def _expect_positions(model: Model, expect: _Expect) -> None:
         unread = (
             ("rope_theta", 10000.0),
             ("rope_scaling", None),
+            ("rope_local_base_freq", None),
             ("no_rope_layer_interval", None),
             ("partial_rotary_factor", 1.0),
         )
@@ -343,6 +397,8 @@ def _expect_latent_attention(model: Model, expect: _Expect) -> None:
     rule = f"must be num_attention_heads = {heads} with latent attention"
     expect(model.num_key_value_heads == heads, "num_key_value_heads", rule, f"Use {heads}.")
     expect(model.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", "must be even", "64 is usual.")
+    scalar = model.query_pre_attn_scalar is None
+    expect(scalar, "query_pre_attn_scalar", "cannot be combined with latent attention", "Leave it out.")
     expect(not model.qk_norm, "qk_norm", "cannot be combined with latent attention", "Leave it out.")
     expect(model.partial_rotary_factor == 1, "partial_rotary_factor", "is said by qk_rope_head_dim here", "Leave it out.")
     rotary = model.position_embedding == "rotary"

@@ -13,11 +13,12 @@ from ultrascale.description.problems import Problem
 _KEYS = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "yarn": ("beta_fast", "beta_slow", "attention_factor"),
+    "linear": (),
 }
 # What only some families read of yarn.
 _FAMILY_KEYS = {"deepseek_v2": ("mscale", "mscale_all_dim"), "deepseek_v3": ("mscale", "mscale_all_dim")}
 _UNROUNDED = ("gpt_oss",)
-_REMEDY = "Choose a model with plain, llama3 or yarn rotary positions."
+_REMEDY = "Choose a model with plain, llama3, yarn or linear rotary positions."
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def read_rope(config: dict[str, Any], default_theta: float, positions: int, wher
         _refuse_rest(rope, f"{key} of type 'default'", refuse)
         return Rope(theta, None, partial, problems)
     if not isinstance(kind, str) or kind not in _KEYS:
-        refuse(f"{key}.rope_type", f"{kind!r} is not supported; supported are default, llama3, yarn")
+        refuse(f"{key}.rope_type", f"{kind!r} is not supported; supported are default, llama3, yarn, linear")
         return Rope(theta, None, partial, problems)
     scaling = _read_scaling(kind, rope, positions, key, family, refuse)
     return Rope(theta, scaling, partial, problems)
@@ -80,7 +81,8 @@ def write_rope(model: Model) -> dict[str, Any]:
     if scaling is None:  # where the family's default is another, "none" must be said
         plain = {"rope_type": "default"} if model.model_type in _UNROUNDED else None
         return {"rope_theta": model.rope_theta, "rope_scaling": plain}
-    names = ["rope_type", "factor", "original_max_position_embeddings", *_KEYS[scaling.rope_type]]
+    length = () if scaling.rope_type == "linear" else ("original_max_position_embeddings",)
+    names = ["rope_type", "factor", *length, *_KEYS[scaling.rope_type]]
     names += _FAMILY_KEYS.get(model.model_type, ())
     values = {name: getattr(scaling, name) for name in names} | ({} if scaling.truncate else {"truncate": False})
     return {"rope_theta": model.rope_theta, "rope_scaling": {k: v for k, v in values.items() if v is not None}}

@@ -12,12 +12,12 @@ from ultrascale.description.problems import Problem
 class RopeScaling:
     """Rotary frequencies (RoPE) scaled beyond the context length that they were trained for."""
 
-    rope_type: Literal["llama3", "yarn"]
-    """The rule by which they are stretched: Llama 3.1's, or YaRN (Peng et al. 2023)."""
+    rope_type: Literal["llama3", "yarn", "linear"]
+    """The rule by which they are stretched: Llama 3.1's, YaRN (Peng et al. 2023), or all alike (Chen et al. 2023)."""
     factor: float
     """Context is stretched by this factor."""
     original_max_position_embeddings: int
-    """Tokens of the sequences it was trained for before."""
+    """Tokens of the sequences it was trained for before; linear: not read."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths longer than original / low_freq_factor are divided by `factor`."""
     high_freq_factor: float = 4.0
@@ -59,10 +59,8 @@ class RopeScaling:
 
 
 # Fields that a type of scaling does not read, and their defaults.
-_UNREAD_ROPE_FIELDS: dict[str, dict[str, float | None]] = {
-    "llama3": {
-        "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None, "truncate": True, "mscale": None,
-        "mscale_all_dim": None,
-    },
-    "yarn": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+_OF_LLAMA3: dict[str, float | None] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_OF_YARN: dict[str, float | None] = {
+    "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None, "truncate": True, "mscale": None, "mscale_all_dim": None,
 }  # fmt: skip
+_UNREAD_ROPE_FIELDS = {"llama3": _OF_YARN, "yarn": _OF_LLAMA3, "linear": _OF_LLAMA3 | _OF_YARN}

@@ -90,10 +90,12 @@ def layer_weights(model: Model, layer: int) -> Iterator[Weight]:
         yield from _norm(model, f"{block}.enorm", layer, d)
         yield from _norm(model, f"{block}.hnorm", layer, d)
         yield Weight(f"{block}.eh_proj.weight", (d, 2 * d), "mlp", layer, model.initializer_range, tp_dim=0)
-    yield from _norm(model, f"{block}.input_layernorm", layer, d)
-    yield from _latent_attention(model, layer) if model.latent_attention else _attention(model, layer)
-    yield from _norm(model, f"{block}.post_attention_layernorm", layer, d)
-    yield from _experts(model, layer) if model.is_moe(layer) else _mlp(model, layer, "mlp", model.intermediate_size)
+    attention = _latent_attention(model, layer) if model.latent_attention else _attention(model, layer)
+    mlp = _experts(model, layer) if model.is_moe(layer) else _mlp(model, layer, "mlp", model.intermediate_size)
+    names = model.block_norms
+    norms = [_norm(model, f"{block}.{name}", layer, d) if name else () for name in names]
+    for part in (norms[0], attention, norms[1], norms[2], mlp, norms[3]):
+        yield from part
     if layer >= model.num_hidden_layers:
         yield from _norm(model, f"{block}.shared_head.norm", layer, d)
 
@@ -149,8 +151,8 @@ def _attention(model: Model, layer: int) -> Iterator[Weight]:
     if model.qk_norm:
         for name, heads in (("q_norm", model.num_attention_heads), ("k_norm", model.num_key_value_heads)):
             size = heads * model.head_dim if model.qk_norm_whole else model.head_dim
-            norm = Weight(f"{block}.{name}.weight", (size,), "norm", layer, init_fill=1.0, decay=False)
-            yield replace(norm, tp_dim=0, tp_most=heads) if model.qk_norm_whole else norm
+            for norm in _norm(replace(model, norm="rmsnorm"), f"{block}.{name}", layer, size):
+                yield replace(norm, tp_dim=0, tp_most=heads) if model.qk_norm_whole else norm
     if model.attention_sinks:
         yield Weight(f"{block}.sinks", (model.num_attention_heads,), "attention", layer, std, decay=False, tp_dim=0)
     yield from _linear(f"{block}.o_proj", "attention", layer, d, q, _residual_std(model), model.attention_output_bias, tp_dim=1)
@@ -216,6 +218,7 @@ def _linear(
 
 
 def _norm(model: Model, name: str, layer: int | None, size: int) -> Iterator[Weight]:
-    yield Weight(f"{name}.weight", (size,), "norm", layer, init_fill=1.0, decay=False)
+    start = 0.0 if model.zero_centered_norm else 1.0
+    yield Weight(f"{name}.weight", (size,), "norm", layer, init_fill=start, decay=False)
     if model.norm_bias:
         yield Weight(f"{name}.bias", (size,), "norm", layer, init_fill=0.0, decay=False)

@@ -96,8 +96,8 @@ def remake(block: Block, modules: frozenset[str]) -> None:
     remade, mlp = Remade(), block.mlp
     dense = mlp.shared_experts if isinstance(mlp, MoE) else mlp
     if "norm" in modules:
-        for norm in (block.input_layernorm, block.post_attention_layernorm):
-            _wrap(remade, norm, "forward")
+        for name in filter(None, (block.norm_names.before_attention, block.norm_names.before_mlp)):
+            _wrap(remade, block.get_submodule(name), "forward")
     if "core_attn" in modules:
         _wrap(remade, block.self_attn, "core")
     if "mla_up_proj" in modules and isinstance(block.self_attn, LatentAttention):

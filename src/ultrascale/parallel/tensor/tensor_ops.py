@@ -265,7 +265,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, group: str, size: int, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
         squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()  # [B, S, 1]
-        inverse_rms = summed(squares, group, 0).div_(size * x.shape[-1]).add_(eps).rsqrt_()
+        inverse_rms = summed(squares, group, 0).div(size * x.shape[-1]).add_(eps).rsqrt_()  # recomputation keeps the sum
         ctx.save_for_backward(x, weight, inverse_rms)
         ctx.group, ctx.width = group, size * x.shape[-1]
         return (wide * inverse_rms).mul_(weight).to(x.dtype)

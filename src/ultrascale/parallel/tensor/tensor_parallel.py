@@ -80,7 +80,7 @@ def cut_parameters(decoder: nn.Module, layout: Layout, at: Coordinates) -> None:
 
 
 def _rms_norm(norm: Any, cut: Cut, x: Tensor) -> Tensor:
-    return cut.rms_norm(x, norm.weight, norm.eps)
+    return cut.rms_norm(x, norm.scale, norm.eps)
 
 
 def _measure(cut: Cut, decoder: Decoder, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:

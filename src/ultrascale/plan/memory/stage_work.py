@@ -109,7 +109,7 @@ class StageWork:
         return block_work(self.model, layer, without_fp8(self.shape) if is_kept else self.shape)
 
     def bucket(self, layer: int) -> Bucket:
-        return self.by_name[f"layers.{layer}.input_layernorm.weight"][0]
+        return self.by_name[f"layers.{layer}.self_attn.o_proj.weight"][0]
 
     def around(self, layer: int) -> list[Bucket]:
         """The buckets of a block, where each has its own, and the one before them, which comes next on the way back."""
