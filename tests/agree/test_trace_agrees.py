@@ -255,14 +255,15 @@ LAYOUTS_OF_FAMILIES: dict[str, Layout] = {
     "cp tp": Layout(cp=2, tp=2, zero_stage=2, recompute="selective+attention"),
 }  # fmt: skip
 """For families that are not drawn."""
+LAYOUTS_OF_EXPERTS = {"ep": Layout(dp=2, tp=2, ep=4), "moe": Layout(tp=2, sequence_parallel=False, recompute="moe")}
 
 
 @pytest.mark.parametrize("model", [GLM, POST_NORM, GEMMA], ids=lambda model: model.name)
-@pytest.mark.parametrize("name", [*LAYOUTS_OF_FAMILIES, "ep"])
+@pytest.mark.parametrize("name", [*LAYOUTS_OF_FAMILIES, *LAYOUTS_OF_EXPERTS])
 def test_a_family_is_planned_as_it_is_traced(model: Model, name: str) -> None:
-    if name == "ep" and not model.num_experts:
+    if name in LAYOUTS_OF_EXPERTS and not model.num_experts:
         pytest.skip("has no experts")
-    layout = replace((LAYOUTS_OF_FAMILIES | {"ep": Layout(dp=2, tp=2, ep=4)})[name], precision="bf16", micro_batch_size=2)
+    layout = replace((LAYOUTS_OF_FAMILIES | LAYOUTS_OF_EXPERTS)[name], precision="bf16", micro_batch_size=2)
     run = Run(model, layout=layout, batch=Batch(LENGTH, 4 * layout.dp * layout.pp), data=Data(document_mask=False))
     assert [compared(Traced(run, rank))[1] for rank in (0, layout.world_size - 1)] == [[], []]
 

@@ -262,7 +262,9 @@ def _region(module: str, own: tuple[Op, ...], ops: tuple[Op, ...], as_megatron: 
         own, drops = _with_rotary(own, ops, drops)
         made = {one.name for op in own for one in op.makes}
     wanted = drops & outside
-    last = max((index for index, op in enumerate(own) if op.saves or any(one.name in wanted for one in op.makes)), default=-1)
+    # What experts computed on each rank of tp is gathered in their module, and so again with it.
+    runs = [op.saves or op.name == "mlp.whole" or any(one.name in wanted for one in op.makes) for op in own]
+    last = max((index for index, is_run in enumerate(runs) if is_run), default=-1)
     run = own[: last + 1]
     reads = dict.fromkeys(name for op in run for name in (*op.reads, *op.saves) if name not in made)
     names = {op.name for op in own}
