@@ -17,6 +17,7 @@ MODEL = replace(
 EXPERTS = replace(MODEL, model_type="mixtral", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, name="experts")
 SCHEDULES = (
     ("1f1b", 1), ("afab", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2), ("dualpipe-v", 2), ("breadth-first", 2),
+    ("dualpipe", 1),
 )  # fmt: skip
 CUTS = (
     Layout(tp=2), Layout(cp=2), Layout(pp=2), Layout(dp=2), Layout(tp=2, cp=2), Layout(tp=2, pp=2), Layout(cp=2, pp=2),

@@ -27,6 +27,7 @@ KINDS = {
     Tag.SEQUENCE_PARTS: "all_gather",
     Tag.SEQUENCE_SUMS: "reduce_scatter",
     Tag.TIED_EMBEDDING: "tied",
+    Tag.MIRROR: "mirror",
     Tag.KEYS: "keys",
     Tag.KEY_GRADIENTS: "gradients of keys",
     Tag.SWAP: "swap",

@@ -8,23 +8,21 @@ from ultrascale.config.rules.trainable import expect_trainable, untrainable_layo
 from ultrascale.description.architecture.families import TRAINED
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
+from ultrascale.description.schedules import SCHEDULES
 
 
 @pytest.mark.parametrize("layout, field", [
-    ({"precision": "fp8", "tp": 2, "tp_overlap": True}, "tp_overlap"), ({"pp": 2, "schedule": "dualpipe"}, "schedule"),
+    ({"precision": "fp8", "tp": 2, "tp_overlap": True}, "tp_overlap"), ({"precision": "mxfp8"}, "precision"),
 ])  # fmt: skip
 def test_layouts_that_are_only_planned_are_refused_by_name(layout, field):
     found = untrainable_layout(Layout(**layout))
     assert [problem.key for problem in found] == [f"layout.{field}"]
     assert all("ultrascale plan" in p.remedy for p in found)
-    assert ["so far" in p.rule for p in found] == [field != "schedule"]  # two copies of a block are refused for good
 
 
-def test_a_schedule_of_two_copies_is_refused_with_its_twin_of_one():
-    (problem,) = untrainable_layout(Layout(pp=2, schedule="dualpipe"))
-    assert problem.key == "layout.schedule" and "dualpipe-v" in problem.remedy
-    assert untrainable_layout(Layout(pp=2, virtual_stages=2, schedule="dualpipe-v")) == []
-    assert untrainable_layout(Layout(schedule="dualpipe")) == []
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_is_trained(name):
+    assert untrainable_layout(Layout(pp=2, schedule=name, virtual_stages=SCHEDULES[name].virtual_stages or 2)) == []
 
 
 def test_data_parallel_layouts_are_trained():
@@ -45,7 +43,10 @@ def test_families_that_are_only_planned_are_refused_by_name(kind):
     assert [problem.key for problem in caught.value.problems] == ["model.model_type"]
 
 
-@pytest.mark.parametrize("words", [["--layout.pp", "2", "--layout.schedule", "dualpipe"], ["--model.preset", "tiny-nemotron"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--layout.precision", "fp8", "--layout.tp", "2", "--layout.tp_overlap", "true"], ["--model.preset", "tiny-nemotron"]],
+)
 def test_a_run_that_is_only_planned_resolves_but_no_verb_starts_it(words, tmp_path):
     from ultrascale.cli import check, train
 
@@ -62,10 +63,10 @@ def test_what_is_only_planned_is_told_together_with_the_corpus_that_is_missing()
     with pytest.raises(SpecError) as caught:
         resolve(
             None,
-            {"model.preset": "tiny-nemotron", "batch.sequence_length": 64, "layout.pp": 2, "layout.schedule": "dualpipe"},
+            {"model.preset": "tiny-nemotron", "batch.sequence_length": 64, "layout.precision": "mxfp8"},
             require_data=True,
         )
-    assert [p.key for p in caught.value.problems] == ["model.model_type", "layout.schedule", "data.sources"]
+    assert [p.key for p in caught.value.problems] == ["model.model_type", "layout.precision", "data.sources"]
 
 
 def test_no_part_of_the_trainer_builds_a_model_that_is_only_planned(tmp_path):
@@ -78,7 +79,7 @@ def test_no_part_of_the_trainer_builds_a_model_that_is_only_planned(tmp_path):
 
     with pytest.raises(SpecError, match=r"model\.model_type"):
         Decoder(PRESETS["tiny-nemotron"])
-    with pytest.raises(SpecError, match=r"layout\.schedule"):
-        build_share(PRESETS["tiny-llama"], Layout(pp=2, schedule="dualpipe"), Ranks(0, 1, torch.device("cpu")), seed=0)
+    with pytest.raises(SpecError, match=r"layout\.precision"):
+        build_share(PRESETS["tiny-llama"], Layout(precision="mxfp8"), Ranks(0, 1, torch.device("cpu")), seed=0)
     with pytest.raises(SpecError, match=r"model\.model_type"):
         export_folder({}, PRESETS["tiny-nemotron"], tmp_path / "out")

@@ -18,7 +18,7 @@ SEEN_IN = {
     "step-forgotten": "weight", "pp-tied-updated-twice": "copies", "router-counts-overwritten": "experts",
     "router-counts-twice": "experts", "expert-bias-local": "experts", "norm-overcount": "gradient norm",
     "norm-of-replicas": "gradient norm", "tied-norm-twice": "gradient norm", "norm-without-experts": "gradient norm",
-    "norm-without-sinks": "gradient norm",
+    "norm-without-sinks": "gradient norm", "norm-of-mirrors": "gradient norm",
 }  # fmt: skip
 """What gives a fault away, where it is not the gradients. A norm that is wrong leaves them right."""
 FIRST_SEEN_IN_THE_SECOND_STEP = {"stale-copy", "step-forgotten"}

@@ -105,6 +105,7 @@ def test_copies_are_those_of_any_stage_and_known_to_all_ranks():
 def test_borders_are_those_of_the_schedule_a_wave_has_none_at_its_turn():
     assert set(borders_of(Layout(pp=4))) == {(0, 1), (1, 2), (2, 3)}
     assert set(borders_of(Layout(pp=4, schedule="interleaved", virtual_stages=2))) == {(0, 1), (1, 2), (2, 3), (0, 3)}
+    assert set(borders_of(Layout(pp=4, schedule="dualpipe"))) == {(0, 1), (1, 2), (2, 3)}
     assert set(borders_of(Layout(pp=3, schedule="zb-v", virtual_stages=2))) == {(0, 1), (1, 2)}
 
 
@@ -204,6 +205,7 @@ LAYOUTS = {
     "three stages, ends tied, tp": (TIED, Layout(pp=3, tp=2, precision="fp64")),
     "interleaved": (replace(TIED, num_hidden_layers=4), Layout(pp=2, virtual_stages=2, schedule="interleaved")),
     "a wave, backward passes in two": (replace(TIED, num_hidden_layers=6), Layout(pp=3, virtual_stages=2, schedule="zb-v")),
+    "two copies of every stage": (replace(TIED, num_hidden_layers=4), Layout(pp=4, schedule="dualpipe")),
     "by torch's runtime": (replace(TIED, tie_word_embeddings=False), Layout(pp=2, tp=2, pipeline_runtime="torch")),
     "interleaved by torch's runtime": (
         replace(TIED, num_hidden_layers=6),

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from parallel.pipelines import MODEL, Step, build, layout_of, one_process, rank_step, tied, whole_of, worst_difference
 from ranks import RankError, run_ranks
 
-from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.parallel.pipeline.pipeline_messages import Mailbox
 from ultrascale.parallel.pipeline.pipeline_parallel import Executed, build_evaluation, build_orders
@@ -29,6 +28,7 @@ from ultrascale.schedules.kinds.zb_v import zb_v
 
 SCHEDULES = (
     ("afab", 1), ("1f1b", 1), ("interleaved", 2), ("breadth-first", 2), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2),
+    ("dualpipe", 1),
 )  # fmt: skip
 LIMIT = 1e-12
 
@@ -90,10 +90,13 @@ def test_in_bf16_gradients_are_summed_in_fp32_whether_backward_passes_are_cut_or
         assert all((gradient - other[name]).norm() < 1e-6 * gradient.norm() for other in cut)
 
 
-def test_a_schedule_from_a_file_is_executed(tmp_path):
-    path = tmp_path / "mine.csv"
+def test_a_schedule_from_a_file_is_executed_also_with_two_copies_of_the_weights(tmp_path):
+    path, both_ends = tmp_path / "mine.csv", tmp_path / "both_ends.csv"
     path.write_text("0F1,0F0,0B0,0B1\n1F1,1I1,1F0,1B0,1W1\n".replace("0B0,0B1", "0B1,0B0"))
-    assert max(worst_of(2, [Step(layout_of(str(path), 2), 2)])) < LIMIT
+    both_ends.write_text("0F0,1F1,1B1,0B0\n0F1,1F0,1B0,0B1\n")
+    assert max(worst_of(2, [Step(layout_of(str(one), 2), 2) for one in (path, both_ends)])) < LIMIT
+    evaluated = build_evaluation(layout_of(str(both_ends), 2), 3).schedule
+    assert [[action.cell for action in row] for row in evaluated] == [["0F0", "1F1", "0F2"], ["1F0", "0F1", "1F2"]]
 
 
 class Faults:
@@ -234,14 +237,16 @@ def test_a_schedule_that_cannot_be_executed_is_refused_before_anything_starts(tm
             build_orders(layout_of(str(path), 2), 2)
 
 
-def test_a_file_with_other_stages_than_the_layout_and_two_copies_of_weights_are_refused(tmp_path):
+def test_a_file_with_other_stages_than_the_layout_and_copies_on_ranks_that_hold_others_are_refused(tmp_path):
     path = tmp_path / "v.csv"
     path.write_text("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n")
     with pytest.raises(SpecError, match="Set it to 2"):
         build_orders(layout_of(str(path), 2), 1)
     assert stages_of_ranks(str(path), 2) == [[0, 3], [1, 2]]
-    with pytest.raises(SpecError, match="dualpipe-v"):
-        build_orders(Layout(schedule="dualpipe", pp=2), 4)
+    path.write_text("0F0,0F1,0B0,0B1\n1F0,2F0,2B0,1B0,2F1,2B1\n1F1,1B1\n")
+    with pytest.raises(SpecError, match="stage 1 on ranks 1, 2") as told:
+        build_orders(layout_of(str(path), 3), 2)
+    assert "two that hold the same stages" in told.value.problems[-1].remedy
 
 
 def back_and_forth(rank: int) -> int:

@@ -23,6 +23,7 @@ from ultrascale.schedules.messages import lowered, receipts
 
 SCHEDULES = (
     ("afab", 1), ("1f1b", 1), ("interleaved", 2), ("breadth-first", 2), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2),
+    ("dualpipe", 1),
 )  # fmt: skip
 
 
@@ -154,7 +155,8 @@ def test_an_error_of_a_pass_keeps_its_words():
 @pytest.mark.parametrize("pp, count", [(2, 3), (4, 8)])
 def test_lists_with_messages_match_and_receive_before_they_read(name, virtual, pp, count):
     orders = build_orders(layout_of(name, pp, virtual), count)
-    holder = {part.stage: rank for rank, row in enumerate(orders.schedule) for action in row for part in action.parts}
+    parts = [(part, rank) for rank, row in enumerate(orders.schedule) for action in row for part in action.parts]
+    holder = {(part.stage, part.micro_batch): rank for part, rank in parts}
     sent, received = defaultdict(list), defaultdict(list)
     for rank, row in enumerate(orders.schedule):
         cells = list(lowered(row, orders.messages, rank, orders.num_stages))
@@ -166,10 +168,10 @@ def test_lists_with_messages_match_and_receive_before_they_read(name, virtual, p
                 users = [f"{stage}F{number}"] if way == "F" else [f"{stage}B{number}", f"{stage}I{number}"]
                 step = 1 if way == "F" else -1
                 if found[2] == "RECV":
-                    received[holder[stage - step], rank].append(f"{way}{number} to {stage}")
+                    received[holder[stage - step, int(number)], rank].append(f"{way}{number} to {stage}")
                     assert any(user in cells[position:] for user in users)
                 else:
-                    sent[rank, holder[stage + step]].append(f"{way}{number} to {stage + step}")
+                    sent[rank, holder[stage + step, int(number)]].append(f"{way}{number} to {stage + step}")
                     assert any(user in cells[:position] for user in users)
     assert sent == received  # from each rank to each other in one order: NCCL goes by nothing else
     assert sum(map(len, sent.values())) == len(orders.messages) > 0

@@ -87,7 +87,7 @@ def test_a_world_shares_the_batch_over_data_parallel_ranks(run: str, capsys: pyt
         (["--steps", "0"], "must be at least 1"),
         (["--layout.tp", "3"], "must divide"),
         (["--world", "9"], "--world\n    9 processes are not a multiple of tp = 2 x pp = 2"),
-        (["--layout.schedule", "dualpipe"], "dualpipe"),
+        (["--layout.precision", "mxfp8"], "mxfp8"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(

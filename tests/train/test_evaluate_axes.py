@@ -27,6 +27,7 @@ DENSE_LAYOUTS = {
     "cp, all-to-all": Layout(cp=2, cp_method="all-to-all"),
     "pp, 1f1b": Layout(pp=2),
     "pp, zb-v": Layout(pp=2, schedule="zb-v", virtual_stages=2, micro_batch_size=2),
+    "pp, dualpipe": Layout(pp=2, schedule="dualpipe"),
 }
 EXPERT_LAYOUTS = {
     "ep in dp": Layout(dp=2, ep=2),
@@ -35,6 +36,7 @@ EXPERT_LAYOUTS = {
     "expert_tp": Layout(tp=2, expert_tp=2),
     "expert_tp, sequences whole": Layout(tp=2, expert_tp=2, sequence_parallel=False),
     "pp": Layout(pp=2),
+    "dualpipe": Layout(pp=2, schedule="dualpipe"),
 }
 
 

@@ -53,6 +53,8 @@ DEEPEST: dict[str, dict[str, Any]] = {
     "dp tp cp ep": {"dp": 2, "tp": 2, "cp": 2, "ep": 2, "zero_stage": 3},
     "dp tp pp zb-v": {"dp": 2, "tp": 2, "pp": 2, "schedule": "zb-v", "virtual_stages": 2, "zero_stage": 1},
     "dp cp pp dualpipe-v": {"dp": 2, "cp": 2, "pp": 2, "schedule": "dualpipe-v", "virtual_stages": 2, "zero_stage": 2},
+    "dp tp pp dualpipe": {"dp": 2, "tp": 2, "pp": 2, "schedule": "dualpipe", "zero_stage": 1},
+    "dp pp dualpipe ep": {"dp": 2, "pp": 4, "ep": 2, "schedule": "dualpipe", "zero_stage": 2},
     "tp cp pp interleaved": {"tp": 2, "cp": 2, "pp": 2, "schedule": "interleaved", "virtual_stages": 2},
     "dp tp cp": {"dp": 2, "tp": 2, "cp": 2, "zero_stage": 3, "recompute": "selective"},
     "hybrid dp 4 pp": {"dp": 4, "dp_shard": 2, "pp": 2, "zero_stage": 2},
@@ -145,10 +147,10 @@ def _schedules() -> Iterator[Cell]:
         pipeline = {"pp": 2, "schedule": schedule, "virtual_stages": known.virtual_stages or 2}
         for column, other in beside.items():
             yield _cell("Schedules", schedule, column, SPARSE if column == "ep" else DENSE, pipeline | other)
-            if column in ("ZeRO 1", "ZeRO 3", "tp", "ep") and known.copies == 1:
+            if column in ("ZeRO 1", "ZeRO 3", "tp", "ep"):
                 yield _cell("Schedules by torch's runtime", schedule, column, SPARSE if column == "ep" else DENSE,
                             pipeline | other | {"pipeline_runtime": "torch"})  # fmt: skip
-    for schedule in ("1f1b", "zb-h1"):
+    for schedule in ("1f1b", "zb-h1", "dualpipe"):
         yield _cell("Schedules", f"{schedule}, 4 ranks", "ZeRO 0", DENSE, {"pp": 4, "schedule": schedule})
 
 
@@ -196,7 +198,7 @@ def _memory() -> Iterator[Cell]:
 def _ties() -> Iterator[Cell]:
     axes = {key: AXES[key] for key in ("ZeRO 3", "tp", "cp", "pp")} | {"tp pp": {"tp": 2, "pp": 2}}
     axes |= {"pp ZeRO 1": {"pp": 2, "dp": 2, "zero_stage": 1}, "pp cp": {"pp": 2, "cp": 2}}
-    axes |= {"zb-v": {"pp": 2, "schedule": "zb-v", "virtual_stages": 2}}
+    axes |= {"zb-v": {"pp": 2, "schedule": "zb-v", "virtual_stages": 2}, "dualpipe": {"pp": 2, "schedule": "dualpipe"}}
     for column, layout in axes.items():
         yield _cell("Embedding and sequence", "tied", column, DENSE, layout, model={"tie_word_embeddings": True})
         if layout.get("tp"):

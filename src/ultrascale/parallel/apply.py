@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -33,8 +32,7 @@ from ultrascale.parallel.share import TIED, Held, Share
 from ultrascale.parallel.tensor.tensor_parallel import apply_tensor_parallel
 from ultrascale.plan.time.stage_cut import stage_layers
 from ultrascale.schedules.actions import Kind
-from ultrascale.schedules.build import build_schedule, is_file, stages_of_ranks
-from ultrascale.schedules.kinds.custom import read_schedule
+from ultrascale.schedules.build import few_micro_batches, stages_of_ranks
 from ultrascale.torch_private import expect_parts
 from ultrascale.work.sharding.places import Place, place
 
@@ -118,8 +116,7 @@ def apply_attention(stage: Decoder, layout: Layout) -> None:
 
 def _cuts_backward_passes(layout: Layout) -> bool:
     """True if some backward pass of the pipeline is split into an input-gradient (I) and a weight-gradient pass (W)."""
-    name = layout.schedule
-    schedule = read_schedule(Path(name)) if is_file(name) else build_schedule(name, layout.pp, 2, layout.virtual_stages)
+    schedule = few_micro_batches(layout.schedule, layout.pp, layout.virtual_stages)
     return any(part.kind is Kind.INPUT_GRADIENT for row in schedule for action in row for part in action.parts)
 
 

@@ -28,7 +28,6 @@ has all its ranks there: this cannot wait for ever.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -40,7 +39,9 @@ from ultrascale.description.layout import Layout
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.tags import Tag
 from ultrascale.parallel.time_limits import wait_for
-from ultrascale.schedules.ends import ranks_of_stages, shares_embedding
+from ultrascale.schedules.build import few_micro_batches
+from ultrascale.schedules.ends import mirror_of, shares_embedding
+from ultrascale.schedules.messages import messages
 from ultrascale.work.sharding.places import Coordinates, place
 
 Queue = Literal["up", "down", "blocks", "experts", "parameters"]
@@ -80,9 +81,9 @@ def groups_of(model: Model, layout: Layout) -> list[AxisGroups]:
     Axes of one rank are left out, but for those of data parallelism, whose grids have two axes always.
     """
     stride = layout.world_size // layout.pp
-    borders, ties = borders_of(layout), shares_embedding(model, layout)
+    borders, exchanges = borders_of(layout), shares_embedding(model, layout) or mirror_of(layout, 0) != 0
     found = [
-        AxisGroups("pp", layout.pp, stride, "up", has_collectives=ties, borders=borders),
+        AxisGroups("pp", layout.pp, stride, "up", has_collectives=exchanges, borders=borders),
         AxisGroups("pp, downwards", layout.pp, stride, "down", has_collectives=False, borders=borders),
         AxisGroups("tp", *layout.group("tp"), "blocks"),
         AxisGroups("cp", *layout.group("cp"), "blocks"),
@@ -127,8 +128,10 @@ def copies_axis(count: int) -> str:
 def borders_of(layout: Layout) -> tuple[Border, ...]:
     """Pairs of ranks of a pipeline that exchange messages. Those of even ranks to higher ones come first: each rank's
     neighbours then need not wait for a chain of all ranks before them."""
-    ranks = ranks_of_stages(layout)
-    pairs = {(min(pair), max(pair)) for pair in pairwise(ranks) if pair[0] != pair[1]}
+    if layout.pp == 1:
+        return ()
+    few = few_micro_batches(layout.schedule, layout.pp, layout.virtual_stages)
+    pairs = {(min(one.sender, one.receiver), max(one.sender, one.receiver)) for one in messages(few)}
     return tuple(sorted(pairs, key=lambda pair: (pair[0] % 2, pair)))
 
 

@@ -3,13 +3,16 @@ pass.
 
 A rank holds the stages that the pipeline gives it; of each weight of theirs the part that tensor and expert parallelism leave
 it (`work.sharding.places`); of that, between steps, the part that ZeRO leaves it (FSDP2's DTensors). Data parallelism sums
-gradients as the backward pass goes (`parallel.data.data_parallel`). Two sums are left for the end of a step, small ones:
+gradients as the backward pass goes (`parallel.data.data_parallel`). Three sums are left for the end of a step, all
+but the last small:
 
     copies along tp     norms under sequence parallelism, heads of keys and values that several ranks hold: each rank computed a
                         share of the gradient
     tied embedding      the first stage and the last one hold it, and each computed its share; so with multi-token prediction
+    mirrors             DualPipe's two ranks of every stage, each with the gradient of half of the micro-batches, exchange what
+                        ZeRO leaves them: both update, so that state and bits are those of one
 
-Both are all-gathered or exchanged and added in order of ranks, so that copies stay equal to the bit.
+All are all-gathered or exchanged and added in order of ranks, so that copies stay equal to the bit.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from ultrascale.parallel.precision.fp8_gather import GatheredWeights
 from ultrascale.parallel.precision.fp8_history import AmaxHistory
 from ultrascale.parallel.tags import Tag
 from ultrascale.parallel.time_limits import wait_for
-from ultrascale.schedules.ends import ends_of, shares_embedding
+from ultrascale.schedules.ends import ends_of, mirror_of, shares_embedding
 from ultrascale.torch_private import norms_of
 from ultrascale.work.sharding.places import Place
 
@@ -76,6 +79,11 @@ class Share:
         (decoder,) = self.stages.values()
         return decoder
 
+    @property
+    def mirror(self) -> int:
+        """The pipeline rank that holds the same as this one; this one if none does."""
+        return mirror_of(self.layout, self.mesh.at.pp)
+
     def parameters(self) -> list[nn.Parameter]:
         """Every parameter of this rank, cut as ZeRO says."""
         return [one.parameter for one in self.held]
@@ -92,6 +100,8 @@ class Share:
         """Add up what the ranks that hold copies have each computed of a gradient. Collective; once a step."""
         self._sum_copies()
         self._sum_tied()
+        if self.mirror != self.mesh.at.pp:
+            self._sum_mirrors()
         if self.amax_history is not None:
             self.amax_history.agree(self.layout.world_size)
         self.expect_other_weights()
@@ -119,7 +129,7 @@ class Share:
 
     def _counts(self, one: Held) -> bool:
         """True if this rank adds `one` to the norm: of the ranks that hold the same elements, only the first does."""
-        if one.is_second or one.place.copy:
+        if one.is_second or one.place.copy or self.mirror < self.mesh.at.pp:
             return False
         mesh = one.parameter.device_mesh if isinstance(one.parameter, DTensor) else None
         return mesh is None or mesh.get_local_rank("dp_replicate") == 0
@@ -142,17 +152,32 @@ class Share:
             return
         if not tied or not shares_embedding(self.model, self.layout):
             return
+        other = next(rank for rank in ends_of(self.layout) if rank != self.mesh.at.pp)
+        self._add_other(_gradient_or_zeros(tied[0]), other, Tag.TIED_EMBEDDING)
+
+    def _sum_mirrors(self) -> None:
+        """Sum gradients of weights that another rank of the pipeline holds too, one after the other; of a tied embedding that
+        both ends of this rank have the sum of both."""
+        firsts: dict[str, Tensor] = {}
+        for one in self.held:
+            gradient = _gradient_or_zeros(one.parameter)
+            if one.is_second and one.name in firsts:
+                gradient.copy_(firsts[one.name])
+            elif gradient.numel():
+                firsts[one.name] = gradient
+                self._add_other(gradient, self.mirror, Tag.MIRROR)
+
+    def _add_other(self, own: Tensor, other: int, tag: Tag) -> None:
+        """Add to `own` what the pipeline rank `other` has, which adds this rank's: of two numbers the order does not matter."""
         group = self.mesh.group("pp")
         assert group is not None
-        other = next(rank for rank in ends_of(self.layout) if rank != group.rank())
-        own, tag = _gradient_or_zeros(tied[0]), Tag.TIED_EMBEDDING
         theirs = torch.empty_like(own)
         operations = [dist.P2POp(dist.isend, own, group=group, group_peer=other, tag=tag)]
         operations.append(dist.P2POp(dist.irecv, theirs, group=group, group_peer=other, tag=tag))
         with waiting(tag.what, group, [other]):
             for work in dist.batch_isend_irecv(operations):
                 wait_for(work, group)
-        own.add_(theirs)  # of two numbers the order does not matter
+        own.add_(theirs)
 
 
 def local(tensor: Tensor) -> Tensor:

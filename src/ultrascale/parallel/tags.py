@@ -20,6 +20,7 @@ class Tag(IntEnum):
     SEQUENCE_SUMS = 4
     TIED_EMBEDDING = 5
     WARM_UP = 6
+    MIRROR = 7
     KEYS = 11
     KEY_GRADIENTS = 12
     SWAP = 13
@@ -37,6 +38,7 @@ _WORDS = {
     Tag.SEQUENCE_PARTS: "a gather over tp",
     Tag.SEQUENCE_SUMS: "a sum over tp",
     Tag.TIED_EMBEDDING: "the sum of a tied embedding's gradients",
+    Tag.MIRROR: "the sum of gradients over two ranks with the same stages",
     Tag.WARM_UP: "the first message between two ranks",
     Tag.KEYS: "an exchange of keys over cp",
     Tag.KEY_GRADIENTS: "an exchange of keys' gradients over cp",

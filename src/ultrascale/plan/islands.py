@@ -13,12 +13,11 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import Weight, num_parameters, weights
 from ultrascale.description.layout import DTYPE_BYTES
 from ultrascale.description.run import Run
 from ultrascale.description.sections.islands import replicas_of
-from ultrascale.plan.memory.replay import stage_parts
+from ultrascale.plan.memory.replay import outside, stage_parts
 from ultrascale.work.sharding.owners import part_shape
 from ultrascale.work.sharding.places import Coordinates
 
@@ -83,16 +82,6 @@ def host_bytes(run: Run, rank: int) -> int:
     """Bytes of host memory in which a rank keeps its tensors of outer steps."""
     elements = sum(prod(part_shape(weight, run.layout, rank)) for weight in _held(run, rank))
     return elements * run.islands.kept_tensors * DTYPE_BYTES[run.layout.master_dtype]
-
-
-def outside(model: Model, is_first: bool, is_last: bool) -> set[str]:
-    """Names of weights outside the blocks that such a stage holds."""
-    read = {"embed_tokens.weight", "embed_positions.weight"}
-    held = set(read) if is_first else set()
-    if is_last:
-        held |= {weight.name for weight in weights(model) if weight.layer is None} - read
-        held |= {"embed_tokens.weight"} if model.tie_word_embeddings or model.num_nextn_predict_layers else set()
-    return held
 
 
 def _held(run: Run, rank: int) -> Iterator[Weight]:

@@ -82,9 +82,14 @@ def stages_of_ranks(name: str, pp: int, virtual_stages: int | None = None) -> li
         known = SCHEDULES[name]
         stages = pp * known.stages_a_rank(virtual_stages or DEFAULT_VIRTUAL_STAGES)
         return [sorted(held) for held in known.stages_of_ranks(pp, stages)]
-    schedule = read_schedule(Path(name)) if is_file(name) else build_schedule(name, pp, 2, virtual_stages)
+    schedule = few_micro_batches(name, pp, virtual_stages)
     held = ranks_of_stages(schedule)
     return [[stage for stage, ranks in enumerate(held) if rank in ranks] for rank in range(len(schedule))]
+
+
+def few_micro_batches(name: str, pp: int, virtual_stages: int | None = None) -> list[list[Action]]:
+    """A step in which every stage passes a micro-batch on every rank that holds it: of a file its own, else of two."""
+    return read_schedule(Path(name)) if is_file(name) else build_schedule(name, pp, 2, virtual_stages)
 
 
 def is_file(name: str) -> bool:

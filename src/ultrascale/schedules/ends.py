@@ -1,4 +1,5 @@
-"""Pipeline ranks of the stages: of the first and the last, and whether both of these hold the embedding."""
+"""Pipeline ranks of the stages: of the first and the last, whether both of these hold the embedding, and mirrors, ranks
+that hold the same stages, each for a part of the micro-batches."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from ultrascale.schedules.build import stages_of_ranks
 def shares_embedding(model: Model, layout: Layout) -> bool:
     """True if two pipeline ranks hold the embedding, and must sum its gradient."""
     first, last = ends_of(layout)
-    return first != last and bool(model.tie_word_embeddings or model.num_nextn_predict_layers)
+    apart = last not in (first, mirror_of(layout, first))  # mirrors hold the stages of both
+    return apart and bool(model.tie_word_embeddings or model.num_nextn_predict_layers)
+
+
+def mirror_of(layout: Layout, rank: int) -> int:
+    """The other pipeline rank that holds the stages of pipeline rank `rank`; `rank` itself if none does."""
+    return _mirrors(layout)[rank]
 
 
 def ends_of(layout: Layout) -> tuple[int, int]:
@@ -23,8 +30,16 @@ def ends_of(layout: Layout) -> tuple[int, int]:
 
 @cache
 def ranks_of_stages(layout: Layout) -> tuple[int, ...]:
-    """The pipeline rank of each stage."""
+    """The pipeline rank of each stage, the lower of two."""
     if layout.pp == 1:
         return (0,) * layout.num_stages
     held = stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)
     return tuple(next(rank for rank, stages in enumerate(held) if stage in stages) for stage in range(layout.num_stages))
+
+
+@cache
+def _mirrors(layout: Layout) -> tuple[int, ...]:
+    if layout.pp == 1:
+        return (0,)
+    held = stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)
+    return tuple(next((r for r in range(layout.pp) if r != rank and held[r] == held[rank]), rank) for rank in range(layout.pp))

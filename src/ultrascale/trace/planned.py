@@ -12,18 +12,19 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ultrascale.catalogue.stacks.stack import SCALED_TOGETHER, UPDATED_TOGETHER
-from ultrascale.description.architecture.weights import Weight, weights
+from ultrascale.description.architecture.weights import Weight
 from ultrascale.description.layout import DTYPE_BYTES, Layout
 from ultrascale.description.run import Run, one_island
-from ultrascale.plan.islands import host_bytes, outside, sent_by_rank
+from ultrascale.plan.islands import host_bytes, sent_by_rank
 from ultrascale.plan.memory.ledger import Moment
 from ultrascale.plan.memory.replay import (
     MemoryPlan,
+    exchanged_bytes,
+    held_weights,
     muon_matrices,
     num_micro_batches,
     plan_memory,
     stage_parts,
-    tied_bytes,
 )
 from ultrascale.plan.memory.sharding import scale_messages, scale_tables
 from ultrascale.plan.memory.tally import Traffic, Way, per_step
@@ -123,18 +124,16 @@ def _scales(run: Run, rank: int, device: Kind) -> Iterator[tuple[tuple[str, tupl
                 yield from [(("all_reduce", layout.group(axis)), num_bytes)] * MOMENTS
 
 
-def _held(run: Run, rank: int) -> Iterator[Weight]:
+def _held(run: Run, rank: int) -> list[Weight]:
     """The weights of a rank's stages."""
-    parts = stage_parts(run.model, run.layout, run.batch.sequence_length, Coordinates.of(run.layout, rank)).values()
-    layers = {layer for part in parts for layer in part.blocks}
-    ends = {name for part in parts for name in outside(run.model, part.is_first, part.is_last)}
-    return (weight for weight in weights(run.model) if weight.layer in layers or weight.name in ends)
+    parts = stage_parts(run.model, run.layout, run.batch.sequence_length, Coordinates.of(run.layout, rank))
+    return held_weights(run.model, parts)
 
 
 def _once(run: Run, rank: int) -> Iterator[tuple[tuple[str, tuple[int, int]], int]]:
     """Messages that `parallel.share` sends once per step, at its end: shares of gradients that tp leaves, a tied embedding's,
-    the norm, maxima from which delayed fp8 scales follow; and before the next step those for the scales of weights gathered in
-    fp8."""
+    a mirror's, the norm, maxima from which delayed fp8 scales follow; and before the next step those for the scales of weights
+    gathered in fp8."""
     model, layout = run.model, run.layout
     itemsize, at = DTYPE_BYTES[layout.master_dtype], Coordinates.of(layout, rank)
     shares: Counter[int] = Counter()
@@ -149,5 +148,6 @@ def _once(run: Run, rank: int) -> Iterator[tuple[tuple[str, tuple[int, int]], in
     whole = [replace(weight, shape=place(weight, layout, at).shape) for weight in _held(run, rank)]
     for group, num_bytes in scale_messages(scale_tables(model, layout, whole), layout):
         yield ("all_reduce", group), num_bytes
-    if shared := tied_bytes(model, layout, rank, at):
+    parts = stage_parts(model, layout, run.batch.sequence_length, at)
+    for shared in exchanged_bytes(model, layout, rank, parts):
         yield ("send", (layout.pp, layout.group("pp")[1])), shared

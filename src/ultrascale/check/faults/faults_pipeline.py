@@ -18,11 +18,19 @@ from ultrascale.parallel.pipeline.pipeline_passes import Passing
 from ultrascale.parallel.pipeline.pipeline_weights import Waiting
 from ultrascale.parallel.share import TIED, Share, local
 from ultrascale.schedules.actions import Action
+from ultrascale.schedules.ends import mirror_of
 from ultrascale.train.trainer import Trainer
 
 HOME = Home(layout={"pp": 2, "layers_per_stage": (2, 1)})
 TIED_ENDS = "pp > 1, tied embedding"
+MIRRORS = "a schedule with two copies of the weights"
+MIRRORED = Home(layout={"pp": 2, "layers_per_stage": (2, 1),
+                        "schedule": next(name for name, one in SCHEDULES.items() if one.copies > 1)})  # fmt: skip
 ZERO_BUBBLE = next(name for name, one in SCHEDULES.items() if one.splits_backward)
+
+
+def _mirrored(run: Run) -> bool:
+    return run.layout.pp > 1 and mirror_of(run.layout, 0) != 0
 
 
 def _tied_ends(run: Run) -> bool:
@@ -118,4 +126,46 @@ def _weights_dropped(trainer: Trainer) -> Iterator[None]:
         make(waiting[:-1])
 
     with patch.object(pipeline_passes, "make_gradients", forgetful):
+        yield
+
+
+@fault("pp-mirror", "the two copies of a stage do not add up their gradients (DualPipe)", needs=MIRRORS, fits=_mirrored,
+       home=MIRRORED)  # fmt: skip
+def _mirror(trainer: Trainer) -> Iterator[None]:
+    with patch.object(Share, "_sum_mirrors", lambda share: None):
+        yield
+
+
+@fault("pp-mirror-twice", "the two copies of a stage add up their gradients twice (DualPipe)", needs=MIRRORS, fits=_mirrored,
+       home=MIRRORED)  # fmt: skip
+def _mirror_twice(trainer: Trainer) -> Iterator[None]:
+    sum_mirrors = Share._sum_mirrors
+
+    def twice(share: Share) -> None:
+        sum_mirrors(share)
+        sum_mirrors(share)
+
+    with patch.object(Share, "_sum_mirrors", twice):
+        yield
+
+
+@fault("pp-mirror-drifts", "one of the two copies of a stage is updated with its own half of the gradient (DualPipe)",
+       needs=MIRRORS, fits=_mirrored, home=MIRRORED)  # fmt: skip
+def _mirror_drifts(trainer: Trainer) -> Iterator[None]:
+    sum_mirrors = Share._sum_mirrors
+
+    def one_sided(share: Share) -> None:
+        own = [None if one.parameter.grad is None else local(one.parameter.grad).clone() for one in share.held]
+        sum_mirrors(share)
+        for one, gradient in zip(share.held, own, strict=True):
+            if share.mirror < share.mesh.at.pp and one.parameter.grad is not None:
+                local(one.parameter.grad).copy_(torch.zeros(()) if gradient is None else gradient)
+
+    with patch.object(Share, "_sum_mirrors", one_sided):
+        yield
+
+
+@fault("norm-of-mirrors", "the norm counts both copies of a stage (DualPipe)", needs=MIRRORS, fits=_mirrored, home=MIRRORED)
+def _norm_of_mirrors(trainer: Trainer) -> Iterator[None]:
+    with patch.object(Share, "_counts", lambda share, one: not one.is_second and not one.place.copy):
         yield

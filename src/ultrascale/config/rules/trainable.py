@@ -57,13 +57,6 @@ def _offloaded_partitions(layout: Layout) -> Iterator[Problem]:
         yield Problem("layout.partition_checkpoints", rule, _remedy("offload_activations alone"))
 
 
-def _two_copies(layout: Layout) -> Iterator[Problem]:
-    """A pipeline holds each block once."""
-    if (known := layout.known_schedule) and known.copies > 1:
-        rule = f"is {known.name}, with every block on two ranks of a pipeline: copies are dp's, a pipeline holds each once"
-        yield Problem("layout.schedule", rule, _remedy(f"{known.inferior_to}, the same order of passes with one copy"))
-
-
 def _narrow(layout: Layout) -> Iterator[Problem]:
     """fp8 is the only narrow precision that the trainer runs, and not together with `tp_overlap`."""
     if layout.precision == "fp8" and layout.tp > 1 and layout.tp_overlap:
@@ -79,7 +72,6 @@ LAYOUT_RULES: tuple[Rule[Layout], ...] = (
     Rule(("layout.recompute", "layout.recompute_blocks", "layout.offload_activations"), _offloaded_results),
     Rule(("layout.mlp_chunks", "layout.tp", "layout.schedule", "layout.recompute", "layout.precision"), _uncut_pieces),
     Rule(("layout.partition_checkpoints", "layout.offload_activations"), _offloaded_partitions),
-    Rule(("layout.schedule", "layout.pp"), _two_copies),
     Rule(("layout.precision", "layout.tp_overlap", "layout.tp"), _narrow),
 )
 """Rules for layouts that are to be trained."""

@@ -26,7 +26,7 @@ UPDATE, BACKWARD = f"{PHASE}optimizer", f"{PHASE}backward"
 
 AXIS_OF = {
     "matrices gathered for the optimizer": "dp",
-    Tag.PARAMETERS.what: "dp", Tag.GRADIENTS.what: "dp", "the sum of experts' loads": "dp",
+    Tag.PARAMETERS.what: "dp", Tag.GRADIENTS.what: "dp", Tag.MIRROR.what: "dp", "the sum of experts' loads": "dp",
     Tag.SEQUENCE_PARTS.what: "tp", Tag.SEQUENCE_SUMS.what: "tp", "a collective over tp": "tp",
     "the sum of copies along tp": "tp", "a sum of rows of tokens": "tp", "a gather of rows of tokens": "tp",
     Tag.KEYS.what: "cp", Tag.KEY_GRADIENTS.what: "cp", Tag.SWAP.what: "cp", Tag.TARGETS.what: "cp",

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -29,9 +31,10 @@ from ultrascale.parallel.pipeline.pipeline_messages import Mailbox
 from ultrascale.parallel.pipeline.pipeline_passes import Passes, Passing
 from ultrascale.parallel.pipeline.pipeline_weights import WeightGradients
 from ultrascale.schedules.actions import Action, Kind, forward
-from ultrascale.schedules.build import is_file, stages_of_ranks
+from ultrascale.schedules.build import is_file
 from ultrascale.schedules.executable import Schedule, shape_of
 from ultrascale.schedules.for_layout import schedule_of
+from ultrascale.schedules.kinds.custom import read_schedule
 from ultrascale.schedules.messages import Message, messages, only_forward
 from ultrascale.schedules.sharded import sharded
 
@@ -68,11 +71,15 @@ def build_orders(layout: Layout, num_micro_batches: int) -> Orders:
 def build_evaluation(layout: Layout, num_micro_batches: int) -> Orders:
     """The forward passes alone, in the schedule's order.
 
-    A schedule from a file is for one number of micro-batches, which an evaluation need not have: then in plain order.
+    A schedule from a file is for one number of micro-batches, which an evaluation need not have: then in plain order, on the
+    ranks that the file's pass, one after the other.
     """
     if is_file(layout.schedule):
-        held = stages_of_ranks(layout.schedule, layout.pp)
-        schedule = [[forward(stage, k) for k in range(num_micro_batches) for stage in stages] for stages in held]
+        own = read_schedule(Path(layout.schedule))
+        ranks = {part[:3]: rank for rank, row in enumerate(own) for action in row for part in action.parts}
+        schedule, count = [[] for _ in own], shape_of(own)[1]
+        for k, stage in product(range(num_micro_batches), range(layout.num_stages)):
+            schedule[ranks[Kind.FORWARD, k % count, stage]].append(forward(stage, k))
     else:
         schedule = only_forward(build_orders(layout, num_micro_batches).schedule)
     return Orders(schedule, messages(schedule), layout.num_stages, num_micro_batches)

@@ -17,7 +17,7 @@ from ultrascale.description.architecture.weights import layer_weights
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.layouts import FP8_SCALINGS, PRECISIONS, LayoutTable
 from ultrascale.plan.time.blocks import layer_kinds
-from ultrascale.plan.time.stages import Stages
+from ultrascale.plan.time.stages import Stages, copies_held
 from ultrascale.plan.workload import Workload
 from ultrascale.work.fp8_slots import SLOT_BYTES, block_slots, num_block_slots
 
@@ -62,7 +62,7 @@ def counts_of_ranks(workload: Workload, table: LayoutTable, stages: Stages) -> B
     kinds, ways = layer_kinds(workload)[0], table.tp
     tps, which = np.unique(ways, return_inverse=True)
     by_kind = np.array([[block_counts(workload.model, layer, int(tp)) for tp in tps] for layer in kinds])[:, which]
-    sums = np.einsum("rkn,knc->crn", stages.layers - stages.kept_layers, by_kind)
+    sums = np.einsum("rkn,knc->crn", (stages.layers - stages.kept_layers) * copies_held(table), by_kind)
     found = BlockCounts(*sums)
     cut = table.ep * table.expert_tp
     return found._replace(

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from ultrascale.description.layout import DTYPE_BYTES
 from ultrascale.plan.columns.fp8_state import gathered_in_fp8
-from ultrascale.plan.layouts import PRECISIONS, LayoutTable, by_schedule
-from ultrascale.plan.time.stages import FIRST, Stages, block_parameters, parameters_by_kind
+from ultrascale.plan.layouts import PRECISIONS, LayoutTable
+from ultrascale.plan.time.stages import FIRST, Stages, block_parameters, copies_held, parameters_by_kind
 from ultrascale.plan.workload import Workload
 
 Floats = NDArray[np.float64]
@@ -30,7 +30,6 @@ MASTER_BYTES = {"fp64": 8}
 MASTERS = np.array([MASTER_BYTES.get(name, 4) for name in PRECISIONS], dtype=float)
 COMPUTE_BYTES = np.array([DTYPE_BYTES[name] for name in PRECISIONS], dtype=float)
 """Both by number of the precision."""
-COPIES = by_schedule(lambda one: one.copies)
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,7 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
     compute, master = COMPUTE_BYTES[table.precision], MASTERS[table.precision]
     wide = compute >= master
     dense, expert, shard, expert_shard = shards(table, stages)
-    # Two pipelines that run towards each other: a rank holds a stage of either.
-    copies = np.where(table.pp > 1, COPIES[table.schedule], 1)
-    dense, expert, root = dense * copies, expert * copies, stages.root_parameters * copies
+    root = stages.root_parameters * copies_held(table)
     if workload.model.num_nextn_predict_layers:
         joins, embedding = _prediction_parameters(workload, table, stages)
         dense, root = dense + joins + embedding, root + embedding
@@ -163,7 +160,8 @@ def shards(table: LayoutTable, stages: Stages) -> tuple[Floats, Floats, Floats, 
     shard = np.where(cuts, table.dp_shard * table.cp, 1).astype(float)
     copies = table.tp * table.cp * table.dp // (table.ep * table.expert_tp)
     expert_shard = np.where(cuts, np.gcd(np.maximum(1, copies), table.dp_shard * table.cp), 1).astype(float)
-    return stages.dense_parameters, stages.expert_parameters, shard, expert_shard
+    held = copies_held(table)
+    return stages.dense_parameters * held, stages.expert_parameters * held, shard, expert_shard
 
 
 def _largest_block(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:

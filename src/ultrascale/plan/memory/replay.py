@@ -37,7 +37,7 @@ from ultrascale.plan.time.stage_cut import stage_layers
 from ultrascale.schedules.accumulate import accumulate
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.build import build_schedule, is_file, stages_of_ranks
-from ultrascale.schedules.ends import ends_of, shares_embedding
+from ultrascale.schedules.ends import ends_of, mirror_of, shares_embedding
 from ultrascale.schedules.messages import Message, messages
 from ultrascale.schedules.sharded import sharded
 from ultrascale.work.fp8_slots import SLOT_BYTES, fp8_layers, gathers_fp8, is_delayed, num_block_slots
@@ -147,14 +147,14 @@ def plan_memory(
         whole = {one: one.master_itemsize + one.apart_itemsize for one in shards}
         on_host, moments = 4 * sum(one.shard_elements(bucket) * whole[one] for one in shards for bucket in one.buckets), 0
     wide = _update_bytes(model, layout, parts, shards, optimizer, device, rank)
-    tied = tied_bytes(model, layout, rank, at)
+    exchanged = max(exchanged_bytes(model, layout, rank, parts), default=0)
     between = before_update = ledger.now()
     for step in range(steps):
         if step == 0 and optimizer_state_exists:
             ledger.take("optimizer", "moments", moments)
         tally.clear()
         _play_step(ledger, tally, stages, orders, step, at, passes, outputs)
-        ledger.touch("communication", "embedding's gradient", tied)
+        ledger.touch("communication", "another rank's gradient", exchanged)
         ledger.mark("optimizer", step)
         before_update = ledger.now()
         ledger.touch("optimizer", "wide copies", wide)
@@ -302,12 +302,34 @@ def _update_bytes(
     return max((one.update_bytes(optimizer, device) for one in shards), default=0)
 
 
-def tied_bytes(model: Model, layout: Layout, rank: int, at: Coordinates) -> int:
-    """Bytes of a tied embedding's gradient, which the two ends of a pipeline exchange; 0 on other ranks."""
-    if not shares_embedding(model, layout) or at.pp not in ends_of(layout):
-        return 0
-    (held,) = (weight for weight in weights(model) if weight.name == TIED)
-    return prod(part_shape(held, layout, rank)) * DTYPE_BYTES[layout.master_dtype]
+def exchanged_bytes(model: Model, layout: Layout, rank: int, parts: Mapping[int, Part]) -> list[int]:
+    """Bytes of each gradient that a rank exchanges with another of its pipeline at the end of a step: a tied embedding's with
+    the other end, all with a mirror (DualPipe)."""
+    at = Coordinates.of(layout, rank).pp
+    if mirror_of(layout, at) != at:
+        shared = held_weights(model, parts)
+    else:
+        is_end = shares_embedding(model, layout) and at in ends_of(layout)
+        shared = [weight for weight in weights(model) if is_end and weight.name == TIED]
+    sizes = (prod(part_shape(weight, layout, rank)) * DTYPE_BYTES[layout.master_dtype] for weight in shared)
+    return [size for size in sizes if size]
+
+
+def held_weights(model: Model, parts: Mapping[int, Part]) -> list[Weight]:
+    """The weights of a rank's stages, each once."""
+    layers = {layer for part in parts.values() for layer in part.blocks}
+    ends = {name for part in parts.values() for name in outside(model, part.is_first, part.is_last)}
+    return [weight for weight in weights(model) if weight.layer in layers or weight.name in ends]
+
+
+def outside(model: Model, is_first: bool, is_last: bool) -> set[str]:
+    """Names of weights outside the blocks that such a stage holds."""
+    read = {"embed_tokens.weight", "embed_positions.weight"}
+    held = set(read) if is_first else set()
+    if is_last:
+        held |= {weight.name for weight in weights(model) if weight.layer is None} - read
+        held |= {"embed_tokens.weight"} if model.tie_word_embeddings or model.num_nextn_predict_layers else set()
+    return held
 
 
 def padded(model: Model, stack: Stack, tp: int) -> Model:

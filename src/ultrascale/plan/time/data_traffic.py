@@ -4,6 +4,7 @@
     stage 1, 2   a gather of parameters, a (2, in buckets: m) reduce-scatter         beside the first forward, and backward
     stage 3      two gathers and a reduce-scatter every micro-batch                  beside every pass
     copies       of the state (hybrid sharding) all-reduce what is left of the gradients, once
+    mirrors      DualPipe's two ranks of a stage exchange what is left after all passes: nothing runs beside it
     nanotron     ZeRO 1 all-reduces whole gradients after the last backward pass, and gathers parameters piece by piece
 
 A collective is hidden as far as there is computation beside it. The first gather and the last reduction never are.
@@ -31,13 +32,13 @@ from numpy.typing import NDArray
 
 from ultrascale.description.architecture.weights import layer_weights
 from ultrascale.plan.columns.fp8_state import gathered_in_fp8
-from ultrascale.plan.columns.rank_state import COMPUTE_BYTES
+from ultrascale.plan.columns.rank_state import COMPUTE_BYTES, shards
 from ultrascale.plan.constants import Constants
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.laws.compute import elementwise_seconds
 from ultrascale.plan.layouts import LayoutTable, by_schedule
 from ultrascale.plan.time.passes import Passes
-from ultrascale.plan.time.stages import Stages
+from ultrascale.plan.time.stages import Stages, copies_held
 from ultrascale.plan.workload import Workload
 
 Floats = NDArray[np.float64]
@@ -68,6 +69,8 @@ def data_parallel_seconds(
     at_once = (table.zero_stage == 1) & workload.stack.sums_whole_gradients
     traffic = _traffic_of_a_step(workload, table, stages, at_once)
     exposed, total = _exposed_of(traffic, workload, table, stages, passes, micro_batches, constants, at_once)
+    exchange = _mirror_seconds(workload, table, stages)
+    exposed, total = exposed + exchange, total + exchange
     return exposed, constants.overlap_slowdown * np.maximum(total - exposed, 0.0)
 
 
@@ -116,7 +119,7 @@ def _sorts_of_parameters(
 ) -> Iterator[tuple[Floats, Floats, Group, Group]]:
     """Dense parameters and those of experts: how many, how many of them are gathered in fp8, and (size, stride) of the groups
     of ranks that share one copy of the state, and that have copies of one part."""
-    in_fp8 = gathered_in_fp8(workload, table, stages)
+    in_fp8 = [narrow / copies_held(table) for narrow in gathered_in_fp8(workload, table, stages)]
     shard = (table.dp_shard * table.cp, table.tp)
     yield stages.dense_parameters, in_fp8[0], shard, (table.dp // table.dp_shard, table.tp * table.cp * table.dp_shard)
     if stages.expert_parameters.any():
@@ -136,7 +139,8 @@ def _exposed_of(
     constants: Constants,
     at_once: NDArray[np.bool_],
 ) -> tuple[Floats, Floats]:
-    """Exposed seconds of a step's traffic, and all its seconds, [sorts of rank, layouts].
+    """Exposed seconds of a step's traffic, and all its seconds, [sorts of rank, layouts]; `traffic` is of one copy of a rank's
+    stages.
 
     A step gathers once, or at ZeRO 3 in every pass; it reduces once, or at ZeRO 2 and 3 in every backward pass. The last
     backward pass also sums over copies.
@@ -144,8 +148,9 @@ def _exposed_of(
     stack, zero = workload.stack, table.zero_stage
     gathers, reductions, copies = traffic
     per_micro_batch = zero == 3
-    often = np.where(per_micro_batch, micro_batches, 1)
-    reduces_often = np.where((zero >= stack.reduces_from) & (stack.gathers == "buckets"), micro_batches, 1)
+    held = copies_held(table)  # a micro-batch passes one of a rank's copies, and the step ends in each
+    often = np.where(per_micro_batch, micro_batches, held)
+    reduces_often = np.where((zero >= stack.reduces_from) & (stack.gathers == "buckets"), np.maximum(micro_batches, held), held)
     forward_window = constants.data_parallel_window * (passes.forward + passes.tensor_parallel / 3)
     backward_window = constants.data_parallel_window * (passes.backward + passes.tensor_parallel * 2 / 3)
     beside = stack.overlaps_data_parallel & ~at_once
@@ -158,9 +163,9 @@ def _exposed_of(
     exposed_backward = np.maximum(in_backward - backward_window, reductions * edge)
     last_backward = _exposed(in_backward + copies, backward_window, (reductions + copies) * edge, chunks, more)
     only_gathers = np.maximum(np.where(per_micro_batch, gathers, 0.0) - backward_window, 0.0)
-    exposed = often * exposed_forward + (reduces_often - 1) * exposed_backward + last_backward
-    exposed = exposed + np.where(per_micro_batch & (reduces_often == 1), (micro_batches - 1) * only_gathers, 0.0)
-    return exposed, often * in_forward + (reduces_often - 1) * in_backward + in_backward + copies
+    exposed = often * exposed_forward + (reduces_often - held) * exposed_backward + held * last_backward
+    exposed = exposed + np.where(per_micro_batch & (reduces_often == held), (micro_batches - held) * only_gathers, 0.0)
+    return exposed, often * in_forward + (reduces_often - held) * in_backward + held * (in_backward + copies)
 
 
 def _exposed(taken: Floats, window: Floats, least: Floats, chunks: Floats, more: Floats) -> Floats:
@@ -194,6 +199,19 @@ def _num_buckets(
     if stack.bucket_bytes:
         return np.maximum(np.ceil(parameters * reduce_bytes / stack.bucket_bytes), 1.0)
     return np.maximum(stages.layers.sum(axis=1), 1.0)
+
+
+def _mirror_seconds(workload: Workload, table: LayoutTable, stages: Stages) -> Floats:
+    """Seconds in which ranks that hold the same stages exchange their gradients, by sort of rank, [3, layouts]: all as far
+    apart as the ends of the pipeline."""
+    mirrored = copies_held(table) > 1
+    if not mirrored.any():
+        return np.zeros((3, 1))
+    dense, expert, shard, expert_shard = shards(table, stages)
+    num_bytes = (dense / shard + expert / expert_shard) * workload.stack.gradient_bytes
+    stride = (table.pp - 1) * (table.world_size // table.pp)
+    size = np.where(mirrored, 2, 1)
+    return collective_seconds(workload.cluster, "all_reduce", num_bytes, size=size, stride=np.maximum(stride, 1))
 
 
 def copy_seconds(workload: Workload, table: LayoutTable, stages: Stages, itemsize: Floats) -> Floats:

@@ -27,6 +27,7 @@ Floats = NDArray[np.float64]
 FIRST, MIDDLE, LAST = range(3)
 FOLDED = by_schedule(lambda one: one.placement != "around")
 """By number: schedules whose ranks do not hold every pp-th stage."""
+COPIES = by_schedule(lambda one: one.copies)
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,12 @@ def cut_stages(workload: Workload, table: LayoutTable, layers_per_stage: tuple[i
         exists=exists,
         layers_per_stage=layers_per_stage,
     )
+
+
+def copies_held(table: LayoutTable) -> NDArray[np.int64]:
+    """Copies of the weights in a pipeline, [layouts]. Of two that run towards each other a rank holds a stage of either, and
+    `Stages` has half of both."""
+    return np.where(table.pp > 1, COPIES[table.schedule], 1)
 
 
 def _distinct_cuts(table: LayoutTable, kept_blocks: Column) -> tuple[Sequence[int] | Column, Sequence[int] | Column]:
