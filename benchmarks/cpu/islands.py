@@ -88,9 +88,10 @@ def _train(rendezvous: str, run: Run) -> None:
 
 def loss(count: int, steps: int, folder: Path, output: Path | None) -> None:
     """Validation loss and bytes of each way."""
-    average, far = Islands(count, 1, AVERAGE), Islands(count, 32, dtype="int4", overlap_steps=4, fragments=2)
     ways: dict[str, tuple[Islands, int]] = {"data parallelism": (Islands(), count)}
-    ways |= {f"H = {h}": (Islands(count, h), 1) for h in (32, 8, 128)} | {"H = 1": (average, 1), "H = 32, int4": (far, 1)}
+    ways |= {"H = 8, int4": (Islands(count, 8, AVERAGE, dtype="int4"), 1)}
+    ways |= {f"H = {h}": (Islands(count, h, AVERAGE), 1) for h in (32, 8, 128)}
+    ways |= {"H = 32, Nesterov": (Islands(count, 32), 1), "H = 1": (Islands(count, 1, AVERAGE), 1)}
     found: dict[str, Any] = {}
     for name, (islands, dp) in ways.items():
         run = run_of(folder, name.replace(" ", "").replace("=", "-").replace(",", "-"), islands, dp=dp, steps=steps)
