@@ -2,12 +2,14 @@
 
     python benchmarks/cpu/islands.py loss --islands 2 --steps 128 --output FILE     # over loopback
     python benchmarks/cpu/islands.py line --islands 2 --output FILE                 # 100 Mbit/s, 100 ms there and back; as root
+    python benchmarks/cpu/islands.py wall --islands 2 --steps 64 --output FILE      # training over that line; as root
     python benchmarks/cpu/islands.py draw FILE ... --output docs/pictures/islands.svg
 
 `loss` trains a model of 4.1M parameters on bytes of this repository's own texts: by data parallelism, and on islands that meet
 every H steps; it gives the validation loss after the last step, where all islands have met, and the bytes that an island sent.
 `line` sends the moves of that model through `islands.link.Link` between network namespaces that a shaped line joins, beside
-what `ultrascale plan far` says of it.
+what `ultrascale plan far` says of it. `wall` trains over that line, and compares its wall time with the mean of steps that have
+no outer step, for all steps, and what `plan far` says of the outer ones.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import num_parameters
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Checkpoint, Data, Evaluation, Log, Optimizer, Run, Source
-from ultrascale.description.sections.islands import Islands, Outer
+from ultrascale.description.sections.islands import Islands, Outer, Wire
 from ultrascale.islands.link import Link
 from ultrascale.launch.forked import run_forked
 from ultrascale.parallel.mesh import Ranks
@@ -88,9 +90,10 @@ def _train(rendezvous: str, run: Run) -> None:
 
 def loss(count: int, steps: int, folder: Path, output: Path | None) -> None:
     """Validation loss and bytes of each way."""
-    average, far = Islands(count, 1, AVERAGE), Islands(count, 32, dtype="int4", overlap_steps=4, fragments=2)
     ways: dict[str, tuple[Islands, int]] = {"data parallelism": (Islands(), count)}
-    ways |= {f"H = {h}": (Islands(count, h), 1) for h in (32, 8, 128)} | {"H = 1": (average, 1), "H = 32, int4": (far, 1)}
+    ways |= {"H = 8, int4": (Islands(count, 8, AVERAGE, dtype="int4"), 1)}
+    ways |= {f"H = {h}": (Islands(count, h, AVERAGE), 1) for h in (32, 8, 128)}
+    ways |= {"H = 32, Nesterov": (Islands(count, 32), 1), "H = 1": (Islands(count, 1, AVERAGE), 1)}
     found: dict[str, Any] = {}
     for name, (islands, dp) in ways.items():
         run = run_of(folder, name.replace(" ", "").replace("=", "-").replace(",", "-"), islands, dp=dp, steps=steps)
@@ -115,10 +118,7 @@ def line(count: int, output: Path | None) -> None:
         with shaped_link(count, bits_per_second=BITS_PER_SECOND, one_way_seconds=ONE_WAY_SECONDS) as names:
             seconds = run_forked(count, _send, names, wire, piece * count)
         slowest = [max(some) for some in zip(*seconds, strict=True)][1:]
-        planned = far_apart(
-            PARAMETERS, distance_kilometres=ONE_WAY_SECONDS * 2e5, line_bits_per_second=BITS_PER_SECOND, step_seconds=1.0,
-            num_sites=count, bits_per_parameter=islands.encoded_bytes(piece, 4) * 8 / piece,
-        ).all_reduce_seconds  # fmt: skip
+        planned = _planned(islands)
         measured = statistics.median(slowest)
         found[wire] = {"measured_seconds": measured, "planned_seconds": planned, "planned_over_measured": planned / measured,
                        "all": slowest, "sent_bytes": islands.sent_bytes(PARAMETERS, 1, 4)}  # fmt: skip
@@ -127,14 +127,56 @@ def line(count: int, output: Path | None) -> None:
                         "parameters": PARAMETERS, "outer_steps": found})  # fmt: skip
 
 
-def _send(rendezvous: str, names: list[str], wire: Any, elements: int) -> list[float]:
-    """On an island, in its namespace: seconds of each exchange."""
-    torch.set_num_threads(1)
+def _planned(islands: Islands) -> float:
+    """Seconds of an outer step's messages over the line."""
+    piece = islands.piece(PARAMETERS, 1)
+    return far_apart(
+        PARAMETERS, distance_kilometres=ONE_WAY_SECONDS * 2e5, line_bits_per_second=BITS_PER_SECOND, step_seconds=1.0,
+        num_sites=islands.count, bits_per_parameter=islands.encoded_bytes(piece, 4) * 8 / piece,
+    ).all_reduce_seconds  # fmt: skip
+
+
+def wall(count: int, steps: int, folder: Path, output: Path | None) -> None:
+    """Wall time of training over the line, measured and planned."""
+    found: dict[str, Any] = {}
+    ways: list[tuple[int, Wire]] = [(8, "fp32"), (32, "fp32"), (8, "int4")]
+    for every, wire in ways:
+        islands, name = Islands(count, every, AVERAGE, dtype=wire), f"H-{every}-{wire}"
+        run = run_of(folder, name, islands, dp=1, steps=steps)
+        with shaped_link(count, bits_per_second=BITS_PER_SECOND, one_way_seconds=ONE_WAY_SECONDS) as names:
+            run_forked(count, _train_over, names, run)
+        rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        known = {row["step"]: row["perf/step_s"] for row in rows if "perf/step_s" in row}
+        outer = [step for step in known if islands.due(step, steps)]
+        inner = statistics.fmean(seconds for step, seconds in known.items() if step not in outer)
+        planned, measured = inner * len(known) + _planned(islands) * len(outer), sum(known.values())
+        found[name] = {"measured_seconds": measured, "planned_seconds": planned, "planned_over_measured": planned / measured,
+                       "step_seconds": inner, "steps": len(known), "outer_steps": len(outer)}  # fmt: skip
+        print(name, found[name], flush=True)
+        _write(output, {"islands": count, "bits_per_second": BITS_PER_SECOND, "one_way_seconds": ONE_WAY_SECONDS,
+                        "parameters": PARAMETERS, "ways": found})  # fmt: skip
+
+
+def _train_over(rendezvous: str, names: list[str], run: Run) -> None:
+    """On an island, in its namespace."""
+    _enter(names)
+    _train(rendezvous, run)
+
+
+def _enter(names: list[str]) -> None:
+    """Move this process into the namespace of its rank."""
     rank = int(os.environ["RANK"])
     with open(f"/var/run/netns/{names[rank]}") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), NEW_NETWORK):
             raise OSError(ctypes.get_errno(), "setns")
     os.environ["GLOO_SOCKET_IFNAME"] = f"line{rank}"
+
+
+def _send(rendezvous: str, names: list[str], wire: Any, elements: int) -> list[float]:
+    """On an island, in its namespace: seconds of each exchange."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    _enter(names)
     store = FileStore(rendezvous.removeprefix("file://"), len(names))
     link = Link(Ranks(0, 1, torch.device("cpu"), island=rank, store=store), len(names), timeout_seconds=120.0)
     own, seconds = torch.randn(elements), []
@@ -175,7 +217,7 @@ def _write(output: Path | None, known: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("loss", "line", "draw"))
+    parser.add_argument("what", choices=("loss", "line", "wall", "draw"))
     parser.add_argument("files", type=Path, nargs="*")
     parser.add_argument("--islands", type=int, default=2)
     parser.add_argument("--steps", type=int, default=128)
@@ -188,7 +230,8 @@ def main() -> None:
     else:
         with tempfile.TemporaryDirectory(prefix="islands-") as text:
             corpus(Path(text))
-            loss(asked.islands, asked.steps, Path(text), asked.output)
+            measure = wall if asked.what == "wall" else loss
+            measure(asked.islands, asked.steps, Path(text), asked.output)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from islands.runs import ONE, island, run_of, trained, weights
 from train.small_runs import curve, largest_error, make_corpus, same
 
 from ultrascale.description.layout import Layout
-from ultrascale.description.run import Optimizer, Run
+from ultrascale.description.run import Batch, Optimizer, Run
 from ultrascale.description.sections.islands import Islands, Outer
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.train import trainer as trainer_module
@@ -22,6 +22,7 @@ from ultrascale.train.trainer import Trainer
 AVERAGE = Outer("sgd", lr=1.0, momentum=0.0)
 TOLERANCE = 1e-11
 NOBODY: dict[int, int] = {}
+SEQUENCE = 11
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +56,39 @@ def test_averaging_after_every_step_of_sgd_is_data_parallelism(home: Path, plain
     assert same(weights(apart), weights(island(apart, 1)))
 
 
+DIFFER = [
+    ((1, 2), ONE), ((2, 1), replace(ONE, zero_stage=1)), ((1, 2), replace(ONE, zero_stage=3)), ((1, 2, 1), ONE),
+    ((2, 4), replace(ONE, zero_stage=3, dp_shard=2)), ((1, 2), replace(ONE, tp=2, zero_stage=3)),
+]  # fmt: skip
+"""Degrees of data parallelism of islands, and the layout of each."""
+
+
+@pytest.mark.parametrize(("degrees", "layout"), DIFFER)
+def test_islands_that_differ_in_dp_are_data_parallelism_over_all_of_them(
+    home: Path, plain_sgd: None, degrees: tuple[int, ...], layout: Layout
+) -> None:
+    """Shares of the batch and weights in the mean are in proportion to dp."""
+    batch = Batch(SEQUENCE, 12)
+    whole = run_of(home, "whole-of-12", batch=batch)
+    if not (home / "whole-of-12").exists():
+        trained(whole)
+    name = f"differ-{'-'.join(map(str, degrees))}-{layout.zero_stage}-{layout.tp}"
+    run = run_of(home, name, replace(layout, dp=degrees[0]), batch=batch,
+                 islands=Islands(len(degrees), 1, AVERAGE, dp=degrees))  # fmt: skip
+    trained(run)
+    assert largest_error(weights(run), weights(whole)) < TOLERANCE
+    assert all(same(weights(run), weights(island(run, number))) for number in range(1, len(degrees)))
+
+
 @pytest.mark.parametrize(("settings", "outer"), [
     (Islands(2, every_steps=4), "nesterov"),
     (Islands(2, every_steps=3, outer=Outer("sgd", lr=0.5, momentum=0.8)), "sgd"),
     (Islands(2, every_steps=4, overlap_steps=2), "nesterov"),
+    (Islands(2, every_steps=4, dp=(1, 2)), "nesterov"),
 ])  # fmt: skip
 def test_outer_steps_are_torchs_sgd_on_the_mean_of_moves(home: Path, settings: Islands, outer: str) -> None:
-    run = run_of(home, f"outer-{outer}-{settings.overlap_steps}", islands=settings)
+    name = f"outer-{outer}-{settings.overlap_steps}-{len(settings.dp)}"
+    run = run_of(home, name, islands=settings, batch=Batch(SEQUENCE, 12))
     trained(run)
     expected = by_hand(run)
     found = weights(run)
@@ -81,7 +108,8 @@ def by_hand(run: Run, left_out: dict[int, int] = NOBODY) -> dict[str, torch.Tens
 
     def apply(weights: list[list[torch.Tensor]]) -> None:
         for anchor, *moved in zip(anchors, *weights, strict=True):
-            anchor.grad = torch.stack([anchor.detach() - one for one in moved]).mean(0)
+            degrees = [run.degrees[trainer.ranks.island] for trainer in both]
+            anchor.grad = sum(dp * (anchor.detach() - one) for dp, one in zip(degrees, moved, strict=True)) / sum(degrees)
         sgd.step()
         for trainer, before in zip(both, weights, strict=True):
             for parameter, anchor, old in zip(trainer.share.parameters(), anchors, before, strict=True):

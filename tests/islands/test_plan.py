@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from islands.runs import ONE, run_of, trained
+from islands.runs import ONE, island, run_of, trained
 from train.small_runs import MODEL, make_corpus, rows
 
 from ultrascale.catalogue.cluster import parse_cluster
@@ -16,6 +16,7 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import num_parameters
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
+from ultrascale.description.run import Batch
 from ultrascale.description.sections.islands import Islands, Outer
 from ultrascale.plan.islands import host_bytes, plan_islands, sent_by_rank
 from ultrascale.plan.report import plan_run
@@ -28,18 +29,22 @@ EXPERTS = replace(
 )  # fmt: skip
 
 
-def test_what_islands_send_is_what_is_planned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("degrees", [(), (2, 3)])
+def test_what_islands_send_is_what_is_planned(tmp_path: Path, degrees: tuple[int, ...]) -> None:
     make_corpus(tmp_path / "tokens")
-    islands = Islands(2, every_steps=3, fragments=2, overlap_steps=1, dtype="int8")
-    run = run_of(tmp_path, "sends", replace(ONE, dp=2), islands=islands)
+    islands = Islands(2, every_steps=3, fragments=2, overlap_steps=1, dtype="int8", dp=degrees)
+    run = run_of(tmp_path, "sends", replace(ONE, dp=2), islands=islands, batch=Batch(11, 20))
     trained(run)
-    planned = plan_islands(run)
     # Of 12 steps each fragment is due after every third one, and both once more after the last if they are not.
     times = [sum(fragment in islands.due(step, run.steps) for step in range(1, run.steps + 1)) for fragment in (0, 1)]
-    each = [sum(sent_by_rank(run, rank)[fragment] for rank in (0, 1)) for fragment in (0, 1)]
-    assert rows(run, "outer/sent_bytes")[-1] == (times[0] * each[0] + times[1] * each[1],)
-    assert planned.sent_bytes == sum(each)
-    assert rows(run, "outer/steps")[-1] == (sum(times),)
+    for number, dp in enumerate(run.degrees):
+        one = replace(run, layout=replace(run.layout, dp=dp))
+        each = [sum(sent_by_rank(one, rank)[fragment] for rank in range(dp)) for fragment in (0, 1)]
+        own = island(run, number) if number else run
+        assert rows(own, "outer/sent_bytes")[-1] == (times[0] * each[0] + times[1] * each[1],)
+        assert plan_islands(one).sent_bytes == sum(each)
+        assert rows(own, "outer/steps")[-1] == (sum(times),)
+        assert rows(own, "progress/tokens", "progress/tokens_per_batch")[-1] == (12 * 220, 220 * dp // sum(run.degrees))
 
 
 @pytest.mark.parametrize(("model", "layout"), [
@@ -50,11 +55,18 @@ def test_what_islands_send_is_what_is_planned(tmp_path: Path) -> None:
     (replace(MODEL, tie_word_embeddings=True), Layout(pp=2)),
     (EXPERTS, Layout(dp=4, ep=2, zero_stage=1)),
 ])  # fmt: skip
-@pytest.mark.parametrize("islands", [Islands(3, 10), Islands(2, 10, fragments=2, overlap_steps=3, dtype="int4")])
+@pytest.mark.parametrize("islands", [
+    Islands(3, 10), Islands(2, 10, fragments=2, overlap_steps=3, dtype="int4"), Islands(2, 10, dp=(2, 1)),
+    Islands(2, 10, fragments=2, dtype="int8", quorum=1),
+])  # fmt: skip
 def test_a_traced_rank_sends_and_keeps_what_is_planned(model: Model, layout: Layout, islands: Islands) -> None:
+    if islands.dp:
+        islands = replace(islands, dp=(layout.dp, layout.dp + (layout.dp_shard or 1)))
+    if islands.differ and model is EXPERTS:
+        return
     for rank in {0, layout.world_size - 1}:
         base = resolve(None, {"model.preset": "tiny-llama"}).run
-        batch = replace(base.batch, sequence_length=8, sequences_per_batch=layout.dp * islands.count)
+        batch = replace(base.batch, sequence_length=8, sequences_per_batch=sum(islands.degrees(layout.dp)))
         run = replace(base, model=model, layout=layout, islands=islands, batch=batch)
         assert trace_rank(run, rank, device="cpu").outer == (sum(sent_by_rank(run, rank).values()), host_bytes(run, rank))
         planned = planned_rank(run, rank, "cpu")
@@ -91,6 +103,14 @@ def test_islands_are_written_and_read_again() -> None:
     ({"islands.count": 2, "islands.fragments": 9}, "islands.fragments must be at most the model's 2 layers, is 9"),
     ({"islands.count": 2, "faults.on_anomaly": "rewind"}, "faults.on_anomaly is rewind, but an island that goes back alone"),
     ({"islands.count": 2, "islands.outer.lr": 0.0}, "islands.outer.lr must be above 0 and at most 10, is 0"),
+    ({"islands.count": 2, "islands.dp": [1]}, "islands.dp must be a degree of 1 or more for each of islands.count = 2, is [1]"),
+    ({"islands.count": 2, "islands.dp": [2, 3], "batch.sequences_per_batch": 10}, "layout.dp is 1, and of islands.dp = [2, 3]"),
+    ({"islands.count": 2, "islands.dp": [1, 2], "islands.quorum": 1, "batch.sequences_per_batch": 6},
+     "islands.quorum is for islands that are alike"),
+    ({"islands.count": 2, "islands.dp": [1, 2], "batch.sequences_per_batch": 4},
+     "batch.sequences_per_batch must be a multiple of the sum of islands.dp x layout.micro_batch_size = 3, is 4"),
+    ({"islands.count": 2, "islands.dp": [2, 3], "layout.dp": 2, "layout.zero_stage": 1, "layout.dp_shard": 2,
+      "batch.sequences_per_batch": 5}, "islands.dp 3: layout.dp_shard must divide dp = 3, is 2"),
     ({"islands.count": 0}, "islands.count must be at least 1, is 0"),
     ({"islands.count": 2000}, "islands.count must be from 1 to 1024, is 2000"),
     ({"islands.outer.momentum": 1.0}, "islands.outer.momentum must be at least 0 and below 1, is 1.0"),

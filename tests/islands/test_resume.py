@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from islands.runs import island, run_of, train, trained, weights
+from islands.runs import ONE, island, run_of, train, trained, weights
 from train.small_runs import at_step, curve, make_corpus, rows, same, state
 
-from ultrascale.description.run import Checkpoint
+from ultrascale.description.run import Batch, Checkpoint
 from ultrascale.description.sections.islands import Islands
 from ultrascale.train.trainer import Trainer
 
@@ -32,13 +33,15 @@ def end_one(trainer: Trainer) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize("step", [6, 7])
-def test_a_run_that_was_stopped_ends_with_the_same_bits(home: Path, step: int) -> None:
-    calm, stopped = run_of(home, "calm", islands=HARD), run_of(home, f"stopped-{step}", islands=HARD)
-    if not (home / "calm").exists():
+@pytest.mark.parametrize(("step", "degrees"), [(6, ()), (7, ()), (7, (1, 2))])
+def test_a_run_that_was_stopped_ends_with_the_same_bits(home: Path, step: int, degrees: tuple[int, ...]) -> None:
+    of, settings = replace(ONE, zero_stage=3), replace(HARD, dp=degrees)
+    names = (f"calm{len(degrees)}", f"stopped-{step}-{len(degrees)}")
+    calm, stopped = (run_of(home, name, of, islands=settings, batch=Batch(11, 12)) for name in names)
+    if not (home / calm.name).exists():
         trained(calm)
     outcomes = train(stopped, before_step=at_step(step, lambda trainer: os.kill(os.getpid(), signal.SIGTERM)))
-    assert [one["steps_done"] for one in outcomes] == [step, step]
+    assert [one["steps_done"] for one in outcomes] == [step] * stopped.num_processes
     assert same(trained(stopped), state(calm))
     assert same(state(island(stopped, 1)), state(island(calm, 1)))
     assert curve(stopped) == curve(calm)
@@ -68,3 +71,16 @@ def test_any_number_of_islands_goes_on_as_any_other(home: Path) -> None:
     )
     tokens = [json.loads(line)["progress/tokens"] for line in (home / "grows" / "metrics.jsonl").read_text().splitlines()]
     assert tokens == [min(4, n) * 44 + max(0, n - 4) * 88 for n in range(1, 17)]
+
+
+def test_an_island_of_another_dp_goes_on_from_a_checkpoint_of_any_other(home: Path) -> None:
+    lost = run_of(home, "lost", islands=Islands(2, every_steps=4, dp=(1, 2)), batch=Batch(11, 12))
+    trained(replace(lost, steps=8))
+    kept = home / "lost" / "islands" / "1" / "checkpoints"
+    shutil.rmtree(kept)
+    told = "islands.dp: gives islands other shards, and islands [1] are not where island 0 is in the run. Copy the newest"
+    found = train(lost)
+    assert all(told in one["text"] for one in found), found
+    shutil.copytree(home / "lost" / "checkpoints", kept, dirs_exist_ok=True)
+    trained(lost)
+    assert same(weights(lost), weights(island(lost, 1))) and len(curve(lost)) == 12

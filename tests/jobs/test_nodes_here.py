@@ -76,6 +76,20 @@ def test_two_hosts_over_ssh_train_one_run_and_a_stop_reaches_both(two):
     expect_calm_bits(two)
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_islands_with_a_quorum_are_jobs_that_find_each_other(two):
+    words = ["--layout.dp", "1", "--islands.count", "2", "--islands.quorum", "2", "--islands.every-steps", "4", "--steps", "20"]
+    assert main(["launch", "ssh", "two.toml", "--nodes", "1", "--launch.hosts", "localhost,user@127.0.0.1", *words]) == 0
+    started = [subprocess.Popen(["bash", f"two-island-{n}.ssh.sh"], stdout=subprocess.PIPE, text=True) for n in (0, 1)]
+    for number, one in enumerate(started):
+        said, _ = one.communicate(timeout=400)
+        assert one.returncode == 0 and said.rstrip().endswith("all have left: complete"), (number, said)
+    other = replace(two, folder=f"{two.folder}/two/islands", name="1")
+    both = [{name: kept for name, kept in state(one).items() if name.startswith("model.")} for one in (two, other)]
+    assert same(*both) and rows(two) == rows(other) == 20
+
+
 @pytest.mark.timeout(300)
 def test_a_host_that_cannot_be_reached_ends_the_others_with_exit_code_1(two):
     assert main(["launch", "ssh", "two.toml", "--launch.hosts", "localhost,gone"]) == 0

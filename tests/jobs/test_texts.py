@@ -344,3 +344,51 @@ def test_the_image_is_built_from_what_is_in_the_repository_and_the_package_index
     assert copied and [name for name in copied if not (ROOT / name).exists()] == []
     ran = [line for line in lines if line.startswith("RUN")]
     assert len(ran) == 1 and "pip install" in ran[0] and not re.search(r"apt|curl|wget|git |ADD ", "\n".join(lines))
+
+
+TWO = ["--cluster", "32xh100", "--layout.dp", "32", "--islands.count", "2"]
+QUORUM, MEET = ["--islands.quorum", "1"], ["--islands.meet", "tcp://head:29400"]
+
+
+@pytest.mark.parametrize("launcher", [*EVERY, "ssh"])
+def test_islands_with_a_quorum_are_a_job_each_with_its_folder_its_port_and_one_place_to_meet(launcher, capsys, there):
+    hosts = ["--launch.hosts", "a,b,c,d,e,f,g,h"] * (launcher == "ssh")
+    words = ["launch", launcher, "run.toml", "--nodes", "4", *hosts, *TWO, *QUORUM, *MEET]
+    assert main(words) == 0
+    files, said = sorted(there.glob("big-island-*")), capsys.readouterr().out
+    assert len(files) == 2 and all(f"{file.name}\nnext  " in said for file in files)
+    for number, told in enumerate([file.read_text() for file in files]):
+        assert f"# big-island-{number}: 20,000 steps on 4 nodes of 8 GPUs\n" in told
+        assert f"# Island {number} of 2; 1 or more go on. They meet at tcp://head:29400: start it there" in told
+        assert f"--island {number}" in told.replace("\n", " ") and "--nproc-per-node 8" in told
+        assert ("big/islands/1" in told) == (number == 1) and "@{" not in told
+        if launcher == "ssh":
+            assert f"hosts=({('a b c d', 'e f g h')[number]})" in told
+    one, other = (re.findall(r"--rdzv-endpoint \S+:(\d+)", file.read_text()) for file in files)
+    assert launcher == "slurm" or one != other  # Slurm draws it from the job's number
+    assert main([*words, "--print", "--island", "1"]) == 0
+    one, other = (told.rpartition("Edit it as you like")[2] for told in (capsys.readouterr().out, files[1].read_text()))
+    assert one == other
+
+
+def test_islands_without_a_quorum_are_one_job_of_all_their_ranks(capsys):
+    assert "--nnodes 8" in text(capsys, "torchrun", *TWO)
+    few = refused(
+        capsys, "torchrun", "run.toml", "--nodes", "4", "--islands.count", "2", "--layout.dp", "32", "--cluster", "32xh100"
+    )
+    assert "4 nodes of 8 ranks are 32 ranks, and 2 islands of it (dp 32) want 64" in few and "Take --nodes 8" in few
+
+
+@pytest.mark.parametrize(("launcher", "words", "said"), [
+    ("slurm", [*QUORUM, "--print"], "--print is one text, and 2 islands with a quorum (islands.quorum) are a job each"),
+    ("torchrun", [*QUORUM, "--submit"], "--submit is one text, and 2 islands with a quorum"),
+    ("slurm", [*QUORUM, "--island", "2"], "--island is 2, of 2 islands"),
+    ("slurm", ["--island", "0"], "--island is given, and without islands.quorum a run is one job"),
+    ("kubernetes", [*QUORUM], "islands.meet is a folder, and each island has a volume of its own"),
+    ("ssh", [*QUORUM, "--launch.hosts", "a,b"], "launch.hosts names 2 hosts for 4 nodes of each of 2 islands"),
+    ("slurm", [*QUORUM, "--launch.gpus-per-node", "16"], "4 nodes of 16 ranks are 64 ranks, and the layout (dp 32) wants 32"),
+])  # fmt: skip
+def test_jobs_of_islands_that_cannot_be_are_refused_in_a_sentence(launcher, words, said, capsys, there):
+    told = refused(capsys, launcher, "run.toml", "--nodes", "4", *TWO, *words)
+    assert said in re.sub(r"\s+", " ", told), told
+    assert not [*there.glob("big*")]

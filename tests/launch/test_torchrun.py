@@ -21,9 +21,10 @@ from launch.families import ended_after
 from train.small_runs import curve, make_corpus, same, small_run, state, stop_at, train_ranks
 
 from ultrascale.config.resolve import to_toml
+from ultrascale.data.errors import DataError
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import Problem, SpecError
-from ultrascale.description.run import Checkpoint, Run
+from ultrascale.description.run import Batch, Checkpoint, Run
 from ultrascale.heartbeat import Heart
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.train.folder.run_folder import RunFolder
@@ -165,12 +166,30 @@ def test_a_spoilt_file_of_the_attempt_before_is_read_as_one_of_nobody_and_leads_
     assert "nobody watched it" in failure_of([], before, RunFolder(tmp_path))["cause"]
 
 
-@pytest.mark.parametrize("error, told", [(SpecError([Problem("seed", "is 4", "Set it back.")]), 0), (ValueError("no"), 1)])
-def test_a_start_that_was_refused_is_no_attempt_that_failed(tmp_path, error, told):
+SPOILT = DataError("tokens", "is 4 tokens, expected 11", "Prepare more text.")
+
+
+@pytest.mark.parametrize("error, has_begun, told", [
+    (SpecError([Problem("seed", "is 4", "Set it back.")]), False, 0), (ValueError("no"), False, 1),
+    (SPOILT, False, 0), (SPOILT, True, 1),
+])  # fmt: skip
+def test_a_start_that_was_refused_is_no_attempt_that_failed(tmp_path, error, has_begun, told):
     folder, ranks = RunFolder(tmp_path), Ranks(0, 1, torch.device("cpu"))
-    with pytest.raises(type(error)), attempt(folder, ranks, Signs()):
+    with pytest.raises(type(error)), attempt(folder, ranks, Signs(has_begun=has_begun)):
         raise error
     with attempt(folder, ranks, Signs()):
         pass
     kept = tmp_path / "events.jsonl"
     assert len(kept.read_text().splitlines() if kept.exists() else []) == told
+
+
+@pytest.mark.nightly
+def test_torchrun_begins_no_run_again_whose_data_cannot_be_trained_on(tmp_path):
+    make_corpus(tmp_path / "tokens")
+    run = small_run(tmp_path, name="short", layout=Layout(dp=2), batch=Batch(100_000, 2))
+    run = replace(run, model=replace(run.model, max_position_embeddings=100_000))
+    with torchrun(run) as process:
+        assert process.wait(MOST_SECONDS) == 1
+    said = (tmp_path / "said.log").read_text()
+    assert said.count("ultrascale: error on rank 0: ") == 4 and said.count("rank 0: not started again: ") == 3, said
+    assert events(run) == []

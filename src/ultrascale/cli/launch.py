@@ -15,9 +15,10 @@ from ultrascale.cli.measure.measure_speed import TIMED, WARM
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.config.resolve import Resolved, resolve
 from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes, format_seconds
 from ultrascale.jobs.hosts import ssh_text, torchrun_text
-from ultrascale.jobs.job import Job, job_of, ranks_per_node
+from ultrascale.jobs.job import job_of, ranks_per_node
 from ultrascale.jobs.kubernetes import kubernetes_text
 from ultrascale.jobs.skypilot import skypilot_text
 from ultrascale.jobs.slurm import slurm_array_text, slurm_text
@@ -41,7 +42,8 @@ def launch(
     measure: bool = False,
     timed: int = TIMED,
     warm: int = WARM,
-) -> tuple[str, str, int | None, bool, bool, Path | None, bool, int, int]:
+    island: int | None = None,
+) -> tuple[str, str, int | None, bool, bool, Path | None, bool, int, int, int | None]:
     """Write the text that starts a run on a cluster: complete, commented, yours to edit.
 
     Slurm's queues itself again until the run is complete; Kubernetes' starts lost pods again; SkyPilot's replaces machines.
@@ -54,15 +56,16 @@ def launch(
     Args:
         launcher: Who starts the nodes.
         run: The run's TOML file. The job reads it again: keep it where all nodes see it.
-        nodes: How many machines.
+        nodes: How many machines; with islands.quorum those of one island, each of which is a job.
         print: Print the text and write nothing.
         submit: Write it and hand it to the launcher.
         out: File for the text. Default: the run's name with an ending, in this folder.
         measure: Measure instead of train: an array of jobs, a cell for each combination of settings with several values.
         timed: Steps that are timed in each cell, with --measure.
         warm: How many before them are not, with --measure.
+        island: With islands.quorum only this island's text. None: those of all.
     """
-    return launcher, run, nodes, print, submit, out, measure, timed, warm
+    return launcher, run, nodes, print, submit, out, measure, timed, warm, island
 
 
 def command(arguments: list[str]) -> int:
@@ -71,28 +74,33 @@ def command(arguments: list[str]) -> int:
 
     axes, words = split_axes(arguments)
     parsed, rest = parse_with_overrides(launch, "launch", words)
-    launcher, path, nodes, only_print, to_submit, out, measuring, steps, warm = parsed
+    launcher, path, nodes, only_print, to_submit, out, measuring, steps, warm, island = parsed
     _expect_sense(launcher, only_print, to_submit, measuring, [axis.key for axis in axes])
     typed = shlex.join(["ultrascale", "launch", *arguments])
     found = resolve(path, rest, require_data=True) if not measuring else resolve(path, rest)
-    text_file = out or Path(f"{found.run.name}{'.measure' if measuring else ''}{TEXTS[launcher][1]}")
     if measuring:
+        text_file = out or Path(f"{found.run.name}.measure{TEXTS[launcher][1]}")
         text = _measuring_text(path, axes, rest, found, nodes, text_file, typed, steps, warm, write=not only_print)
+        texts = {text_file: text}
     else:
-        job = _job(found, path, rest, nodes, typed)
-        text = TEXTS[launcher][0](job, text_file)
+        texts = _texts(launcher, found, path, rest, nodes, typed, out, _islands_of(found, island))
+    if len(texts) > 1 and (only_print or (to_submit and launcher in ("ssh", "torchrun"))):
+        rule = f"is one text, and {len(texts)} islands with a quorum (islands.quorum) are a job each"
+        raise SpecError([Problem("--print" if only_print else "--submit", rule, "Name one of them: --island NUMBER.")])
     if only_print:
-        sys.stdout.write(text)
+        sys.stdout.write(*texts.values())
         return 0
     if to_submit:
         expect_launcher(launcher, nodes if nodes is not None else found.launch.nodes or 1)
-    _write(text_file, text, launcher)
-    if to_submit:
-        said = submit(launcher, text_file)
-        if said:
-            sys.stdout.write(f"{said}\n")
-        return 0
-    sys.stdout.write(f"{text_file}\nnext  {shlex.join([*COMMANDS[launcher], str(text_file)])}\n")
+    _expect_unedited(texts, launcher)
+    for text_file, text in texts.items():
+        text_file.parent.mkdir(parents=True, exist_ok=True)
+        text_file.write_text(text)
+        if to_submit:
+            if said := submit(launcher, text_file):
+                sys.stdout.write(f"{said}\n")
+        else:
+            sys.stdout.write(f"{text_file}\nnext  {shlex.join([*COMMANDS[launcher], str(text_file)])}\n")
     return 0
 
 
@@ -109,13 +117,48 @@ def _expect_sense(launcher: str, only_print: bool, to_submit: bool, measuring: b
         raise SpecError([Problem(f"--{axes[0].replace('_', '-')}", rule, "Give one value, or measure all: --measure.")])
 
 
-def _job(found: Resolved, path: str, rest: Sequence[str], nodes: int | None, typed: str) -> Job:
-    """The job of a run that is trained."""
+def _islands_of(found: Resolved, island: int | None) -> list[int | None]:
+    """Islands that are jobs of their own; None for one job."""
+    islands = found.run.islands
+    apart = islands.quorum > 0 and islands.count > 1
+    if island is not None and not (apart and 0 <= island < islands.count):
+        rule = f"is {island}, of {islands.count} islands" if apart else "is given, and without islands.quorum a run is one job"
+        remedy = f"Give 0 to {islands.count - 1}, or leave it out." if apart else "Leave it out, or set islands.quorum."
+        raise SpecError([Problem("--island", rule, remedy)])
+    return [*range(islands.count)] if apart and island is None else [island]
+
+
+def _texts(
+    launcher: str, found: Resolved, path: str, rest: Sequence[str], nodes: int | None, typed: str, out: Path | None,
+    islands: Sequence[int | None],
+) -> dict[Path, str]:  # fmt: skip
+    """The texts of a run that is trained, by their files: of several islands each has its number before the ending."""
     if Path(path).is_dir():
         path = str(Path(path) / "run.toml")
-    settings = _without_launch(rest)
-    return job_of(
-        found.run, found.launch, file=Path(path), settings=settings, nodes=nodes, command=typed, notes=_planned(found)
+    write, ending = TEXTS[launcher]
+    texts, settings, notes = {}, _without_launch(rest), _planned(found)
+    for island in islands:
+        met = [] if island is None else [_where(found.run, island)]
+        job = job_of(
+            found.run, found.launch, file=Path(path), settings=settings, nodes=nodes, command=typed, notes=[*notes, *met],
+            island=island,
+        )  # fmt: skip
+        file = out or Path(f"{job.name}{ending}")
+        if out is not None and len(islands) > 1:
+            file = out.with_name(f"{out.name.removesuffix(ending)}-island-{island}{ending}")
+        texts[file] = write(job, file)
+    return texts
+
+
+def _where(run: Run, island: int) -> str:
+    """What the islands of a run have in common, for the head of a text."""
+    kind, _, server = run.islands.meet.partition("://")
+    where = {"": "in the run's folder", "file": f"in {server}"}.get(
+        kind, f"at {run.islands.meet}: start it there, for all, with"
+    )
+    start = f"`python -m ultrascale.islands.store {server.replace(':', ' ')}`" if kind == "tcp" else ""
+    return (
+        f"Island {island} of {run.islands.count}; {run.islands.quorum} or more go on. They meet {where} {start}".rstrip() + "."
     )
 
 
@@ -201,13 +244,13 @@ def _measuring_text(
     return slurm_array_text(job, text_file, listing, len(places), steps=steps, warm=warm, results=shlex.join(results))
 
 
-def _write(file: Path, text: str, launcher: str) -> None:
-    """Write a new text; one that was edited is not written over."""
-    if file.is_dir():
-        raise SpecError([Problem("--out", f"{file} is a folder", f"Name a file, such as {file / 'job'}{TEXTS[launcher][1]}.")])
-    if file.exists() and file.read_text() != text:
-        submitted = shlex.join([*COMMANDS[launcher], str(file)])
-        remedy = f"Hand it in as it is (`{submitted}`), remove it, or name another file with --out."
-        raise SpecError([Problem("--out", f"{file} is there and differs: it may have been edited", remedy)])
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
+def _expect_unedited(texts: dict[Path, str], launcher: str) -> None:
+    """Raise SpecError if a file is there that was edited: it is not written over."""
+    for file, text in texts.items():
+        if file.is_dir():
+            remedy = f"Name a file, such as {file / 'job'}{TEXTS[launcher][1]}."
+            raise SpecError([Problem("--out", f"{file} is a folder", remedy)])
+        if file.exists() and file.read_text() != text:
+            submitted = shlex.join([*COMMANDS[launcher], str(file)])
+            remedy = f"Hand it in as it is (`{submitted}`), remove it, or name another file with --out."
+            raise SpecError([Problem("--out", f"{file} is there and differs: it may have been edited", remedy)])

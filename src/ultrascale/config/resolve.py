@@ -250,7 +250,8 @@ def _share_processes(
 ) -> None:
     """Makes data parallel what tp, cp and pp leave of `processes`."""
     axes = {key: values.get(f"layout.{key}", 1) for key in ("tp", "cp", "pp")}
-    axes |= {"islands.count": values.get("islands.count", 1)}
+    degrees = values.get("islands.dp") or ()
+    axes |= {"the sum of islands.dp": sum(degrees)} if degrees else {"islands.count": values.get("islands.count", 1)}
     others, given = prod(axes.values()), entries.get("layout.dp")
     said = " x ".join(f"{key} = {size}" for key, size in axes.items() if size > 1) or "1"
     if processes < 1:
@@ -261,6 +262,10 @@ def _share_processes(
         are = "1 process is" if processes == 1 else f"{processes:,} processes are"
         rule = f"{are} not a multiple of {said}, which the layout cuts each replica over"
         problems.append(Problem(flag, rule, f"Take {near}, or change an axis."))
+    elif degrees:
+        if processes != others:
+            problems.append(Problem(flag, f"is {processes:,}, and {said} is {others:,}", "Leave it out."))
+        return
     elif given is not None and given.origin == "flag" and values.get("layout.dp") not in (None, processes // others):
         rule = f"{processes} processes leave dp = {processes // others} beside {said}, but the flag says {given.value}"
         problems.append(Problem("layout.dp", rule, "Leave out one of the two."))
@@ -275,8 +280,8 @@ def _batch_from_tokens(
     entries: dict[str, Entry], values: dict[str, Any], provenance: dict[str, str], bad: set[str], problems: list[Problem]
 ) -> None:
     """Turns `tokens_per_batch`, of the batch and of the ramp's stages, into sequences."""
-    keys = ("batch.sequence_length", "layout.dp", "layout.micro_batch_size", "islands.count")
-    length, dp, micro, islands = (values.get(key, leaves()[key].default) for key in keys)
+    keys = ("batch.sequence_length", "layout.dp", "layout.micro_batch_size", "islands.count", "islands.dp")
+    length, dp, micro, islands, degrees = (values.get(key, leaves()[key].default) for key in keys)
     known = not bad & {*keys} and dp > 0 and micro > 0
 
     def sequences(key: str, tokens: Any, origin: str) -> int | None:
@@ -284,7 +289,7 @@ def _batch_from_tokens(
             problems.append(Problem(key, f"must be a number of tokens, is {tokens!r}", _WRITE_TOKENS, origin))
         elif known:
             try:
-                return sequences_for_tokens(tokens, length, multiple=dp * micro * islands)
+                return sequences_for_tokens(tokens, length, multiple=(sum(degrees) or dp * islands) * micro)
             except UnfitBatchError as error:
                 problems.append(Problem(key, str(error), "Choose one of these, or another layout.", origin))
             except UnitError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ultrascale.description.run import Batch
@@ -18,10 +19,10 @@ class StepSpan:
     def numbers(self) -> range:
         return range(self.first_sequence, self.first_sequence + self.num_sequences)
 
-    def of_island(self, island: int, count: int) -> StepSpan:
-        """The share of one of `count` islands, which divide the sequences."""
-        share = self.num_sequences // count
-        return StepSpan(self.first_sequence + island * share, share)
+    def of_island(self, island: int, degrees: Sequence[int]) -> StepSpan:
+        """The share of an island, in proportion to its one of `degrees`, whose sum divides the sequences."""
+        each = self.num_sequences // sum(degrees)
+        return StepSpan(self.first_sequence + each * sum(degrees[:island]), each * degrees[island])
 
 
 def step_span(batch: Batch, step: int) -> StepSpan:

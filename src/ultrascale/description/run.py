@@ -206,14 +206,24 @@ class Run:
     @property
     def num_processes(self) -> int:
         """Processes of all islands."""
-        return self.layout.world_size * self.islands.count
+        return sum(self.worlds)
+
+    @property
+    def worlds(self) -> tuple[int, ...]:
+        """Ranks of each island."""
+        return tuple(self.layout.world_size // self.layout.dp * dp for dp in self.degrees)
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Degree of data parallelism of each island; the batch is shared in proportion to it."""
+        return self.islands.degrees(self.layout.dp)
 
 
 def one_island(run: Run) -> Run:
-    """Run of one island between two outer steps: its share of the batch, without the other islands."""
-    count, batch = run.islands.count, run.batch
+    """Run of one island between two outer steps, of the layout's dp: its share of the batch, without the other islands."""
+    dp, of, batch = run.layout.dp, sum(run.degrees), run.batch
     ramp = tuple(
-        RampStage(-(-stage.until_tokens // count), stage.sequences_per_batch // count) for stage in batch.ramp
+        RampStage(-(-stage.until_tokens * dp // of), stage.sequences_per_batch * dp // of) for stage in batch.ramp
     )  # fmt: skip
-    share = replace(batch, sequences_per_batch=batch.sequences_per_batch // count, ramp=ramp)
+    share = replace(batch, sequences_per_batch=batch.sequences_per_batch * dp // of, ramp=ramp)
     return replace(run, batch=share, islands=Islands())

@@ -120,10 +120,20 @@ class Group:
 class Link(Group):
     """This rank's end of the link of all islands that were started together."""
 
-    def __init__(self, ranks: Ranks, count: int, *, timeout_seconds: float):
+    def __init__(self, ranks: Ranks, count: int, *, timeout_seconds: float, name: str = "", sends: bool = True):
+        """`name`: of this rank's like on all islands, its rank if that is the same. `sends`: False of a rank that has no like,
+        which only learns who is here."""
         assert ranks.store is not None
-        self._store = PrefixStore(f"between islands, rank {ranks.rank}", ranks.store)
-        super().__init__(PrefixStore("messages", self._store), range(count), ranks.island, timedelta(seconds=timeout_seconds))
+        self._store = PrefixStore(f"between islands, rank {name or ranks.rank}", ranks.store)
+        self.sends, timeout = sends, timedelta(seconds=timeout_seconds)
+        if sends:
+            super().__init__(PrefixStore("messages", self._store), range(count), ranks.island, timeout)
+        else:
+            self.islands, self.island, self.count, self.timeout = [*range(count)], ranks.island, count, timeout
+
+    def mean(self, own: Tensor, wire: Wire) -> Mean:
+        """Mean over the islands of `own`, [n]; from a rank that sends nothing, what it has."""
+        return super().mean(own, wire) if self.sends else Mean(own, own, 0)
 
     def arrive(self, step: int) -> bool:
         """True if all islands have reached the outer step after `step` steps; False if one has left, or will stop before it."""

@@ -46,7 +46,7 @@ class OuterLoop:
         self.islands, self.steps, self.ranks = run.islands, run.steps, ranks
         self.state = OuterState(run.islands, share)
         limit = run.collective_timeout_seconds
-        self.link = None if ranks.meeting else Link(ranks, run.islands.count, timeout_seconds=limit)
+        self.link = None if ranks.meeting else _link(run, ranks, share, limit)
         """Link of islands that were started together."""
         self.quorum = Quorum(run.islands, ranks, timeout_seconds=limit, wants_to_stop=wants_to_stop) if ranks.meeting else None
         """Quorum of islands that were started apart."""
@@ -175,7 +175,11 @@ class OuterLoop:
     def _compare(self, group: Group, steps_done: int) -> str:
         """All of `group` go on from the state of the first of those that are furthest."""
         meets = steps_done if self.owes else self.islands.next_due(steps_done, self.steps)
-        everybody = group.from_all(torch.tensor([meets, steps_done, self._digest(), self._described])).tolist()
+        own = torch.tensor([meets, steps_done, self._digest(), self._described])
+        everybody = group.from_all(own).tolist() if not isinstance(group, Link) or group.sends else []
+        if self.islands.differ:  # some ranks have nobody to ask
+            told = self.ranks.gather_text(json.dumps(everybody))
+            everybody = everybody or json.loads(max(told, key=len))
         self._expect_one_description([one[3] for one in everybody], group.islands)
         leader = max(range(len(everybody)), key=lambda index: (*everybody[index][:2], -index))
         joining = {i for i, one in enumerate(everybody) if (one[0], one[2]) != (everybody[leader][0], everybody[leader][2])}
@@ -184,6 +188,10 @@ class OuterLoop:
         joining = {int(index) for index in told.split()}
         if not joining:
             return ""
+        if self.islands.differ:
+            rule = f"gives islands other shards, and islands {sorted(joining)} are not where island {leader} is in the run"
+            remedy = f"Copy the newest checkpoint of island {leader} into their folders: one of any dp is read."
+            raise SpecError([Problem("islands.dp", rule, remedy)])
         self._hand_over(group, leader, takes=group.index in joining)
         which = f"island{'s' * (len(joining) > 1)} {', '.join(str(group.islands[index]) for index in sorted(joining))}"
         return f"{which} took the state of island {group.islands[leader]}, at step {everybody[leader][1]}"
@@ -283,7 +291,7 @@ class OuterLoop:
 
     def _digest(self) -> int:
         """Digest of this rank's anchors."""
-        return _number(*(part.anchor.contiguous().view(-1).view(torch.uint8).numpy().data for part in self.state.parts()))
+        return _number(*(one.contiguous().view(-1).view(torch.uint8).numpy().data for one in self.state.anchors()))
 
     # What goes between them.
 
@@ -319,6 +327,16 @@ class OuterLoop:
             self.state.step(fragment)
             self.outer_steps += 1
             del self.under_way[fragment]
+
+
+def _link(run: Run, ranks: Ranks, share: Share, timeout_seconds: float) -> Link:
+    """This rank's end of the link of islands that were started together."""
+    islands, layout, at = run.islands, run.layout, share.mesh.at
+    if not islands.differ:
+        return Link(ranks, islands.count, timeout_seconds=timeout_seconds)
+    senders, place = islands.senders(layout.cp), at.dp * layout.cp + at.cp
+    name = f"{place % senders} at pp {at.pp}, tp {at.tp}"
+    return Link(ranks, islands.count, timeout_seconds=timeout_seconds, name=name, sends=place < senders)
 
 
 def _done(result: Mean) -> Future[Mean]:

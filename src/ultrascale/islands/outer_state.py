@@ -10,6 +10,10 @@ in the dtype of weights between steps: 4 to 20 bytes a parameter that the rank h
 
 A bucket is what is sent at once: the parts of a fragment that the same ranks of the island hold alike (replicas, of HSDP or
 ZeRO stage 0). Each of those sends its piece of the bucket, and what comes back they gather within the island.
+
+Where islands differ in dp, no rank of one holds what a rank of another does. All ranks at one place of pp and tp then gather
+what they hold together, and the first of them, as many as there are in the smallest island, each send a piece of that. A move
+counts by its island's dp.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
@@ -77,13 +82,18 @@ class Bucket:
     """Parts of a fragment that are sent at once."""
 
     parts: list[Part]
-    replicas: int
-    """Ranks of this island that hold the same."""
-    replica: int
-    """Index of this replica."""
-    group: dist.ProcessGroup | None
+    senders: int
+    """Ranks of this island that hold the same, and send a piece each."""
+    sender: int
+    """Index of this rank among them; one past their last has no piece."""
     elements: int
-    """Elements of a replica's share, padded to a whole number of pieces, one for each island."""
+    """Elements of a sender's piece, padded to a whole number of pieces, one for each island."""
+    grid: DeviceMesh | None
+    """Ranks that hold parts (dp_shard) and copies of them (dp_replicate); None where that is this rank alone."""
+    gathers_shards: bool = False
+    """True where islands differ in dp, so that parts are put together before they are sent."""
+    weight: float = 1.0
+    """Factor of the moves of this island in the mean."""
 
     def moves(self) -> Tensor:
         """This replica's share of the move since the anchor plus earlier rounding residuals, [elements]."""
@@ -92,11 +102,14 @@ class Bucket:
         for part in self.parts:
             if part.snapshot is not None:
                 part.snapshot.copy_(part.own)
-        whole = torch.cat([move.flatten() for move in flat])
-        return self._rows(whole)[self.replica].contiguous()
+        whole = torch.cat([move.flatten() for move in self.wholes(flat)])
+        if self.weight != 1.0:
+            whole *= self.weight
+        rows = pad(whole, (0, self.senders * self.elements - whole.numel())).view(self.senders, self.elements)
+        return rows[self.sender].contiguous() if self.sender < self.senders else whole.new_zeros(self.elements)
 
     def arrived(self, mean: Tensor, lost: Tensor) -> None:
-        """Keep the mean of this replica's share, and what was rounded off; collective among the replicas."""
+        """Keep the mean of this rank's piece, and what was rounded off; collective among ranks that hold the same."""
         for part, own in zip(self.parts, self._split(self._gather(mean)), strict=True):
             if part.mean is None:
                 part.mean = own.clone()
@@ -105,28 +118,51 @@ class Bucket:
         if self.parts[0].residual is not None:
             for part, own in zip(self.parts, self._split(self._gather(lost)), strict=True):
                 assert part.residual is not None
-                part.residual.copy_(own)
+                part.residual.copy_(own if self.weight == 1.0 else own / self.weight)
 
-    def _rows(self, flat: Tensor) -> Tensor:
-        """The share of every replica, [replicas, elements], padded with zeros."""
-        return pad(flat, (0, self.replicas * self.elements - flat.numel())).view(self.replicas, self.elements)
+    def wholes(self, parts: list[Tensor]) -> list[Tensor]:
+        """`parts` of this bucket's weights as they are sent: put together, flat, where islands differ; collective then."""
+        if not self.gathers_shards or self.grid is None:
+            return parts
+        rows = [pad(own.flatten(), (0, size - own.numel())) for own, size in zip(parts, self._sizes, strict=True)]
+        every = self._gathered(torch.cat(rows)[None], "dp_shard").split(self._sizes, dim=1)  # [ranks, elements] of each
+        return [one.flatten()[: part.held.parameter.numel()] for one, part in zip(every, self.parts, strict=True)]
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Elements of the largest shard of each weight, by whole rows as FSDP2 shards."""
+        assert self.grid is not None
+        shards, weights = self.grid.size(1), [part.held.parameter for part in self.parts]
+        return [-(-len(weight) // shards) * (weight.numel() // len(weight)) for weight in weights]
 
     def _gather(self, own: Tensor) -> Tensor:
-        """Every replica's share, in order."""
-        if self.replicas == 1:
-            return own
-        device = self.parts[0].own.device
-        whole = torch.empty(self.replicas * own.numel(), dtype=own.dtype, device=device)
-        with waiting("the outer step's gather within the island", self.group, tensor=whole):
-            dist.all_gather_into_tensor(whole, own.to(device), group=self.group)
-        return whole.cpu()
+        """Every sender's piece, in order."""
+        rows = own[None]
+        if self.grid is not None:
+            for axis in ("dp_shard", "dp_replicate")[not self.gathers_shards :]:
+                rows = self._gathered(rows, axis)
+        return rows[: self.senders].flatten()
+
+    def _gathered(self, rows: Tensor, axis: str) -> Tensor:
+        """The `rows` [n, m] of all ranks along an axis of the grid, in order."""
+        assert self.grid is not None
+        group, device = self.grid.get_group(axis), self.parts[0].own.device
+        if group.size() == 1:
+            return rows
+        whole = torch.empty(group.size() * len(rows), rows.shape[1], dtype=rows.dtype, device=device)
+        with waiting("the outer step's gather within the island", group, tensor=whole):
+            dist.all_gather_into_tensor(whole, rows.to(device), group=group)
+        return whole.to(rows.device)
 
     def _split(self, flat: Tensor) -> Iterator[Tensor]:
-        """The parts of a whole bucket."""
-        first = 0
-        for part in self.parts:
-            yield flat[first : first + part.anchor.numel()].view_as(part.anchor)
-            first += part.anchor.numel()
+        """This rank's parts of a whole bucket."""
+        together = self.gathers_shards and self.grid is not None
+        shard, first = self.grid.get_local_rank("dp_shard") if self.grid is not None else 0, 0
+        sizes = self._sizes if together else [part.anchor.numel() for part in self.parts]
+        for part, size in zip(self.parts, sizes, strict=True):
+            whole = flat[first : first + (part.held.parameter.numel() if together else size)]
+            first += len(whole)
+            yield (whole[shard * size :][: part.anchor.numel()] if together else whole).view_as(part.anchor)
 
 
 @dataclass
@@ -149,8 +185,15 @@ class OuterState:
         is sent."""
         count, sent = self.islands.count, 0
         for bucket in (bucket for buckets in self.fragments for bucket in buckets):
-            sent += 2 * (count - 1) * encode(bucket.moves().view(count, -1), self.islands.dtype).shape[1]
+            message = encode(bucket.moves().view(count, -1), self.islands.dtype)
+            sent += 2 * (count - 1) * message.shape[1] * (bucket.sender < bucket.senders)
         return sent
+
+    def kept_bytes(self) -> int:
+        """Bytes of host memory at most: all tensors, and with a quorum moves under way, which are needed again if an exchange
+        fails. After the run's last step these are of all fragments."""
+        moves = [bucket.moves() for buckets in self.fragments for bucket in buckets] if self.islands.quorum else []
+        return sum(tensor.nbytes for tensor in (*moves, *(tensor for part in self.parts() for _, tensor in part.kept())))
 
     def parts(self) -> Iterator[Part]:
         """All parts, in a fixed order."""
@@ -166,6 +209,11 @@ class OuterState:
         for part in self.parts():
             if part.residual is not None:
                 part.residual.zero_()
+
+    def anchors(self) -> Iterator[Tensor]:
+        """Anchors as like ranks of all islands hold them alike; collective where islands differ."""
+        for bucket in (bucket for buckets in self.fragments for bucket in buckets):
+            yield from bucket.wholes([part.anchor for part in bucket.parts])
 
     def anchor_here(self) -> None:
         """Take the weights as they are for the common ones."""
@@ -193,8 +241,13 @@ class OuterState:
         return part
 
     def _bucket(self, parts: list[Part]) -> Bucket:
-        first, elements = parts[0].held, sum(part.anchor.numel() for part in parts)
-        parameter = first.parameter
-        group = parameter.device_mesh.get_group("dp_replicate") if isinstance(parameter, DTensor) else None
-        replicas, replica = (1, 0) if group is None else (group.size(), group.rank())
-        return Bucket(parts, replicas, replica, group, self.islands.piece(elements, replicas) * self.islands.count)
+        islands, layout, parameter = self.islands, self.share.layout, parts[0].held.parameter
+        grid = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        if islands.differ:
+            at, senders = self.share.mesh.at, islands.senders(layout.cp)
+            piece = islands.piece(sum(part.held.parameter.numel() for part in parts), senders) * islands.count
+            weight = layout.dp * islands.count / sum(islands.dp)
+            return Bucket(parts, senders, at.dp * layout.cp + at.cp, piece, grid, True, weight)
+        senders, sender = (1, 0) if grid is None else (grid.size(0), grid.get_local_rank("dp_replicate"))
+        piece = islands.piece(sum(part.anchor.numel() for part in parts), senders) * islands.count
+        return Bucket(parts, senders, sender, piece, grid)

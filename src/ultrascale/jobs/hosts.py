@@ -21,10 +21,11 @@ def torchrun_text(job: Job, file: Path) -> str:
 
 def ssh_text(job: Job, file: Path) -> str:
     """The script that starts the other one on every host. Raises SpecError if there are not as many hosts as nodes."""
-    hosts = job.launch.hosts
-    if len(hosts) != job.nodes:
-        rule = f"names {len(hosts)} hosts for {job.nodes} nodes"
+    hosts, islands = job.launch.hosts, 1 if job.island is None else job.run.islands.count
+    if len(hosts) != job.nodes * islands:
+        rule = f"names {len(hosts)} hosts for {job.nodes} nodes" + f" of each of {islands} islands" * (islands > 1)
         raise SpecError([Problem("launch.hosts", rule, 'Name one for each: [launch] hosts = ["node1", "user@node2"].')])
+    hosts = hosts[(job.island or 0) * job.nodes :][: job.nodes]
     inside = torchrun_text(job, file)
     python = f"cd {quoted([Path.cwd()])} && {{ {'; '.join(job.launch.setup) or ':'}; }} >/dev/null"
     state = f"{python} && python -m ultrascale.jobs.state {quoted([job.folder])}"
@@ -40,7 +41,7 @@ def _leave_by(job: Job) -> str:
 def _shared(job: Job) -> dict[str, object]:
     return {
         "head": head(job), "here": quoted([Path.cwd()]), "setup": setup(job), "exports": exports(job), "nodes": job.nodes,
-        "ranks": job.ranks_per_node, "restarts": job.launch.restarts, "name": quoted([job.run.name]), "port": job.port,
+        "ranks": job.ranks_per_node, "restarts": job.launch.restarts, "name": quoted([job.name]), "port": job.port,
         "folder": quoted([job.folder]), "train": train_words(job) + _leave_by(job),
         "numa": " --numa-binding node" if job.on_gpus else "",
         "gpus_wanted": f" --gpus {job.ranks_per_node}" if job.on_gpus else "",

@@ -19,6 +19,7 @@ from ultrascale.description.run import Run
 from ultrascale.description.sections.launch import Launch
 from ultrascale.description.units import count_of, format_seconds
 from ultrascale.launch.events import longest_seconds
+from ultrascale.train.folder.own_island import own_folder
 
 SAFETY = 2.0
 """Factor over the longest step and save so far, for the time that they may take."""
@@ -42,6 +43,12 @@ class Job:
     """Command that was typed, for the text's head."""
     notes: tuple[str, ...] = ()
     """Lines of the plan, for the text's head."""
+    island: int | None = None
+    """Number of the island that this job is, of a run whose islands live apart (`islands.quorum`)."""
+
+    @property
+    def name(self) -> str:
+        return self.run.name if self.island is None else f"{self.run.name}-island-{self.island}"
 
     @property
     def on_gpus(self) -> bool:
@@ -49,13 +56,14 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """The run's."""
-        return Path(self.run.folder) / self.run.name
+        """The run's, or its island's."""
+        return own_folder(self.run, self.island or 0)
 
     @property
     def port(self) -> int:
         """Port at which nodes meet, where no batch system numbers its jobs."""
-        return self.launch.port or FIRST_PORT + zlib.crc32(str(self.folder).encode()) % PORTS
+        given = self.launch.port and self.launch.port + (self.island or 0)
+        return given or FIRST_PORT + zlib.crc32(str(self.folder).encode()) % PORTS
 
     @cached_property
     def step_and_save_seconds(self) -> float | None:
@@ -87,18 +95,21 @@ def job_of(
     nodes: int | None,
     command: str,
     notes: Sequence[str] = (),
+    island: int | None = None,
 ) -> Job:
-    """The job of `run` on `nodes` (else `launch.nodes`). Raises SpecError if they do not give its layout."""
+    """The job of `run`, or of one `island` of it, on `nodes` (else `launch.nodes`). Raises SpecError if they do not give its
+    layout."""
     asked = nodes if nodes is not None else launch.nodes
     if asked is None:
         raise SpecError([Problem("--nodes", "is missing: nothing says how many", "Give --nodes N, or [launch] nodes = N.")])
     if asked < 1:
         raise SpecError([Problem("--nodes", f"must be at least 1, is {asked}", "Give the number of machines.")])
     ranks = ranks_per_node(run, launch)
-    problems = [*_fit(run, asked, ranks), *_time(run, launch)]
+    together = island is None and run.islands.count > 1
+    problems = [*_fit(run, asked, ranks, run.num_processes if together else run.layout.world_size), *_time(run, launch)]
     if problems:
         raise SpecError(problems)
-    return Job(run, launch, file, tuple(settings), asked, ranks, command, tuple(notes))
+    return Job(run, launch, file, tuple(settings), asked, ranks, command, tuple(notes), island)
 
 
 def ranks_per_node(run: Run, launch: Launch) -> int:
@@ -111,19 +122,21 @@ def ranks_per_node(run: Run, launch: Launch) -> int:
     raise SpecError([Problem("launch.gpus_per_node", rule, 'Give it, or name the machines: cluster = "64xh100".')])
 
 
-def _fit(run: Run, nodes: int, ranks: int) -> list[Problem]:
+def _fit(run: Run, nodes: int, ranks: int, wanted: int) -> list[Problem]:
+    """`wanted`: ranks of the layout, or of all islands that are started together."""
     layout, have = run.layout, nodes * ranks
-    if have == layout.world_size:
+    if have == wanted:
         return []
     sizes = {key: getattr(layout, key) for key in ("dp", "tp", "cp", "pp")}
     said = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1) or "dp 1"
     nodes_said = f"{count_of(nodes, 'node')} of {ranks} ranks" if ranks > 1 else count_of(nodes, "node")
-    rule = f"{nodes_said} are {count_of(have, 'rank')}, and the layout ({said}) wants {layout.world_size:,}"
-    others = prod(size for key, size in sizes.items() if key != "dp")
+    whose = f"the layout ({said}) wants" if wanted == layout.world_size else f"{run.islands.count} islands of it ({said}) want"
+    rule = f"{nodes_said} are {count_of(have, 'rank')}, and {whose} {wanted:,}"
+    others = prod(size for key, size in sizes.items() if key != "dp") * (wanted // layout.world_size)
     ways = []
-    if layout.world_size % ranks == 0:
-        ways.append(f"take --nodes {layout.world_size // ranks}")
-    if have % others == 0:
+    if wanted % ranks == 0:
+        ways.append(f"take --nodes {wanted // ranks}")
+    if have % others == 0 and not run.islands.dp:
         ways.append(f"set layout.dp = {have // others}")
     remedy = " or ".join(ways) or f"change an axis: {others} ranks of tp, cp and pp do not divide {have}"
     return [Problem("--nodes", rule, f"{remedy[0].upper()}{remedy[1:]}.")]

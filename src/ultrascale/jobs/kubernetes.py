@@ -28,7 +28,9 @@ def kubernetes_text(job: Job, file: object) -> str:
     if image is None:
         remedy = 'Build one with the repository\'s Containerfile, and name it: [launch] container = "registry/ultrascale:1".'
         raise SpecError([Problem("launch.container", "is not given, and pods start from an image", remedy)])
-    name = object_name(job.run.name)
+    name = object_name(job.name)
+    if asked.claim is None:
+        expect_server(job, "launch.kubernetes.claim")
     claim = asked.claim or f"{name}-run"
     described = (
         fill("claim.yaml", claim=claim, namespace=asked.namespace, size=_text(asked.size)) if asked.claim is None else ""
@@ -40,6 +42,14 @@ def kubernetes_text(job: Job, file: object) -> str:
         name=name, namespace=asked.namespace, labels=labels, claim_text=described,
         nodes=job.nodes, ranks=job.ranks_per_node, spec=block(_jobset_spec(job, name, claim), depth),
     )  # fmt: skip
+
+
+def expect_server(job: Job, key: str) -> None:
+    """Raise SpecError if islands are to meet in a folder, but have no volume in common (`key`)."""
+    if job.island is not None and not job.run.islands.meet.startswith("tcp://"):
+        rule = f"is a folder, and each island has a volume of its own ({key})"
+        remedy = "Name a server that all of them reach, tcp://HOST:PORT: python -m ultrascale.islands.store HOST PORT."
+        raise SpecError([Problem("islands.meet", rule, remedy)])
 
 
 def object_name(name: str) -> str:
@@ -73,7 +83,7 @@ def node_script(job: Job, *, first: str, number: str) -> str:
     return fill(
         "node.sh", setup=setup(job), folder=quoted([job.folder]), nodes=job.nodes, ranks=job.ranks_per_node, first=first,
         gpus_wanted=f" --gpus {job.ranks_per_node}" if job.on_gpus else "", restarts=job.launch.restarts,
-        name=quoted([job.run.name]), port=job.port, number=number, train=train_words(job),
+        name=quoted([job.name]), port=job.port, number=number, train=train_words(job),
         numa=" --numa-binding node" if job.on_gpus else "",
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.jobs.environment import variables
 from ultrascale.jobs.job import Job
-from ultrascale.jobs.kubernetes import node_script, object_name
+from ultrascale.jobs.kubernetes import expect_server, node_script, object_name
 from ultrascale.jobs.text import block, fill, head, no_time_limit, setup
 
 MOUNT = "/mnt/run"
@@ -28,7 +28,8 @@ def skypilot_text(job: Job, file: Path) -> str:
     """The task. Raises SpecError if nothing says which accelerator."""
     kept = replace(job, run=replace(job.run, folder=MOUNT), settings=(*job.settings, "--folder", MOUNT))
     bucket = job.launch.skypilot.bucket
-    name = object_name(job.run.name)
+    expect_server(job, "launch.skypilot.bucket")
+    name = object_name(job.name)
     return fill(
         "skypilot.yaml", head=head(no_time_limit(job)), text_file=file, name=name, nodes=job.nodes, mount=MOUNT,
         resources="\n".join(f"  {line}" for line in _resources(job)),

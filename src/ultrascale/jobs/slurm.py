@@ -44,7 +44,7 @@ def _shared(job: Job, options: list[tuple[str, str]]) -> dict[str, object]:
 def _options(job: Job, *, array: bool = False) -> Iterator[tuple[str, str]]:
     """Options of sbatch, each with its reason if that is not plain."""
     asked, launch = job.launch.slurm, job.launch
-    yield "", f"--job-name={job.run.name}"
+    yield "", f"--job-name={job.name}"
     yield "", f"--nodes={job.nodes}"
     yield "One task a node: torchrun, which starts the ranks.", "--ntasks-per-node=1"
     if job.on_gpus:
@@ -79,7 +79,7 @@ def _slurm_time(seconds: int) -> str:
 
 
 def _log(job: Job, number: str) -> str:
-    return f"{job.run.name}-{number}.log"
+    return f"{job.name}-{number}.log"
 
 
 def _container(job: Job) -> str:

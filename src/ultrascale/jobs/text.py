@@ -45,7 +45,7 @@ def exports(job: Job) -> str:
 def head(job: Job) -> str:
     """Head of the text: what is trained, on what, and what the plan says of it, as a comment."""
     ranks = count_of(job.ranks_per_node, "GPU" if job.on_gpus else "process")
-    first = f"{job.run.name}: {count_of(job.run.steps, 'step')} on {count_of(job.nodes, 'node')} of {ranks}"
+    first = f"{job.name}: {count_of(job.run.steps, 'step')} on {count_of(job.nodes, 'node')} of {ranks}"
     return comment([first, f"Made by: {job.command}", "Edit it as you like: nothing reads it but the launcher.", *job.notes])
 
 
@@ -56,7 +56,8 @@ def setup(job: Job, *, default: Sequence[str] = ()) -> str:
 
 def train_words(job: Job) -> str:
     """The command of one rank behind torchrun's own words."""
-    return quoted(["-m", "ultrascale", "train", job.file, *job.settings])
+    island = [] if job.island is None else ["--island", job.island]
+    return quoted(["-m", "ultrascale", "train", job.file, *job.settings, *island])
 
 
 def no_time_limit(job: Job) -> Job:

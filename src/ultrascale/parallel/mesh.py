@@ -7,7 +7,7 @@ process is rank 0 of 1 and needs no network at all.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,11 +50,13 @@ class Ranks:
     """Store of all islands that were started together: through it ranks of different ones find each other."""
     meeting: str | None = None
     """URL of the store through which islands agree that were started apart."""
+    before: int = 0
+    """Ranks of the islands before this one, of those that were started together."""
 
     @property
     def process(self) -> int:
         """Rank of this process among those that were started together."""
-        return self.rank if self.meeting else self.island * self.world + self.rank
+        return self.before + self.rank
 
     @property
     def is_first(self) -> bool:
@@ -108,7 +110,7 @@ def choose_device(device: str) -> torch.device:
 def process_group(
     layout: Layout,
     *,
-    islands: int = 1,
+    worlds: Sequence[int] = (),
     apart: tuple[int, str] | None = None,
     device: str = "auto",
     timeout_seconds: float = START_SECONDS,
@@ -116,18 +118,18 @@ def process_group(
 ) -> Iterator[Ranks]:
     """Join the processes of the run and leave them again. They meet where `rendezvous` says, a URL torch understands.
 
-    Of several islands those of this one: the process group is of its ranks alone. `apart`: the island, if each was started by
-    itself, and where they meet.
+    Of several islands those of this one: the process group is of its ranks alone. `worlds`: ranks of each island, if several
+    may be. `apart`: the island, if each was started by itself, and where they meet.
 
     Raises SpecError if the number of processes is not the layout's.
     """
-    together = islands if apart is None else 1
-    world, wanted = _world_size(rendezvous), layout.world_size * together
+    together = worlds if apart is None and len(worlds) > 1 else (layout.world_size,)
+    world, wanted = _world_size(rendezvous), sum(together)
     if world != wanted:
-        whose = "the layout is" if together == 1 else f"{together} islands of the layout are"
+        whose = "the layout is" if len(together) == 1 else f"{len(together)} islands of the layout are"
         rule = f"{whose} for {count_of(wanted, 'process')}, but {world} {'was' if world == 1 else 'were'} started"
         dp, rest = divmod(world * layout.dp, wanted)
-        other = f"`--layout.dp {dp}`" if dp and not rest else "a layout for so many"
+        other = f"`--layout.dp {dp}`" if dp and not rest and len({*together}) == 1 else "a layout for so many"
         raise SpecError([Problem("layout.dp", rule, f"Start {wanted} (`--processes {wanted}`), or give {other}.")])
     here = choose_device(device)
     if here.type == "cuda":
@@ -138,14 +140,17 @@ def process_group(
         return
     timeout = timedelta(seconds=timeout_seconds)
     store, process, _ = meet(rendezvous, told_rank(os.environ), told_world(os.environ), timeout)
-    island, rank = (own, process) if apart is not None else divmod(process, layout.world_size)
-    shared = store if together > 1 else None
+    island, rank = own, process
+    while apart is None and rank >= together[island]:
+        rank -= together[island]
+        island += 1
+    shared = store if len(together) > 1 else None
     if layout.world_size == 1:
-        yield Ranks(0, 1, here, None, timeout, island, shared)
+        yield Ranks(0, 1, here, None, timeout, island, shared, before=process)
         return
     _join(here, timeout, store if shared is None else PrefixStore(f"island {island}", store), rank, layout.world_size)
     try:
-        yield Ranks(rank, layout.world_size, here, _host_group(timeout), timeout, island, shared, meeting)
+        yield Ranks(rank, layout.world_size, here, _host_group(timeout), timeout, island, shared, meeting, process - rank)
     finally:
         dist.destroy_process_group()
 

@@ -19,7 +19,7 @@ from ultrascale.description.run import Run
 from ultrascale.description.sections.islands import replicas_of
 from ultrascale.plan.memory.replay import outside, stage_parts
 from ultrascale.work.sharding.owners import part_shape
-from ultrascale.work.sharding.places import Coordinates
+from ultrascale.work.sharding.places import Coordinates, place
 
 MOST_COUNTED = 256
 """Ranks of an island that are counted one by one; of more, one of each pipeline stage stands for the others."""
@@ -68,20 +68,34 @@ def plan_islands(run: Run) -> IslandsPlan:
 
 def sent_by_rank(run: Run, rank: int) -> Counter[int]:
     """Bytes that a rank sends to other islands in the outer step of each fragment."""
-    buckets = Counter[tuple[int, bool, int]]()
-    for weight in _held(run, rank):
-        apart, replicas = replicas_of(weight, run.model, run.layout)
-        buckets[run.islands.fragment(weight), apart, replicas] += prod(part_shape(weight, run.layout, rank))
     sent, master = Counter[int](), DTYPE_BYTES[run.layout.master_dtype]
-    for (fragment, _, replicas), elements in buckets.items():
-        sent[fragment] += run.islands.sent_bytes(elements, replicas, master)
+    for (fragment, _, senders), elements in _buckets(run, rank).items():
+        sent[fragment] += run.islands.sent_bytes(elements, senders, master)
     return sent
 
 
 def host_bytes(run: Run, rank: int) -> int:
-    """Bytes of host memory in which a rank keeps its tensors of outer steps."""
-    elements = sum(prod(part_shape(weight, run.layout, rank)) for weight in _held(run, rank))
-    return elements * run.islands.kept_tensors * DTYPE_BYTES[run.layout.master_dtype]
+    """Bytes of host memory in which a rank keeps its tensors of outer steps, and with a quorum the moves under way: at most, as
+    after the run's last step, those of all fragments."""
+    islands, elements = run.islands, sum(prod(part_shape(weight, run.layout, rank)) for weight in _held(run, rank))
+    kept = elements * islands.kept_tensors
+    if islands.quorum:
+        kept += sum(islands.piece(size, senders) * islands.count for (_, _, senders), size in _buckets(run, rank).items())
+    return kept * DTYPE_BYTES[run.layout.master_dtype]
+
+
+def _buckets(run: Run, rank: int) -> Counter[tuple[int, bool, int]]:
+    """Elements that a rank sends of, with others that hold the same: by fragment, whether they are experts', and how many ranks
+    of its island send a piece of them."""
+    buckets, layout, at = Counter[tuple[int, bool, int]](), run.layout, Coordinates.of(run.layout, rank)
+    differ, senders = run.islands.differ, run.islands.senders(layout.cp) if run.islands.differ else 0
+    if differ and at.dp * layout.cp + at.cp >= senders:
+        return buckets
+    for weight in _held(run, rank):
+        apart, replicas = (False, senders) if differ else replicas_of(weight, run.model, layout)
+        held = place(weight, layout, at).shape if differ else part_shape(weight, layout, rank)
+        buckets[run.islands.fragment(weight), apart, replicas] += prod(held)
+    return buckets
 
 
 def _held(run: Run, rank: int) -> Iterator[Weight]:

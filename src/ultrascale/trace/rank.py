@@ -102,8 +102,7 @@ def trace_rank(
             record_steps(trainer, recorder, steps)
         if islands.count > 1:
             outer = OuterState(islands, trainer.share)
-            kept = sum(tensor.nbytes for part in outer.parts() for _, tensor in part.kept())
-            trace.outer = outer.sent_bytes(), kept
+            trace.outer = outer.sent_bytes(), outer.kept_bytes()
     return trace
 
 

@@ -123,7 +123,7 @@ def compute_gradients(trainer: Trainer) -> Step:
 
     Raises StopRequested (nothing done) if any rank was asked to stop, and what observers raise (nothing updated).
     """
-    span = step_span(trainer.run.batch, trainer.steps_done).of_island(trainer.ranks.island, trainer.run.islands.count)
+    span = step_span(trainer.run.batch, trainer.steps_done).of_island(trainer.ranks.island, trainer.run.degrees)
     started = time.perf_counter()
     heartbeat.beat("reading data")
     micro_batches = [trainer.to_device(sequences) for sequences in trainer.read_micro_batches(span)]

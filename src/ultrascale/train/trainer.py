@@ -139,7 +139,7 @@ class Trainer:
         found = [self.loader.read(numbers) for numbers in sequence_numbers(span, layout, at)]
         if isinstance(self.loader, Loader):  # while this step is computed
             following = step_span(self.run.batch, self.steps_done + 1)
-            for numbers in sequence_numbers(following.of_island(self.ranks.island, self.run.islands.count), layout, at):
+            for numbers in sequence_numbers(following.of_island(self.ranks.island, self.run.degrees), layout, at):
                 self.loader.expect(numbers)
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from math import frexp, inf
 
 from ultrascale.config.ranges import MOST
@@ -131,9 +132,10 @@ def _batch_sizes(run: Run) -> Iterator[tuple[str, int]]:
 
 def _global_batch(run: Run) -> Iterator[Problem]:
     """Every optimizer step must be whole micro-batches on every rank."""
-    share = run.layout.dp * run.layout.micro_batch_size * run.islands.count
-    among = "layout.dp x layout.micro_batch_size" + " x islands.count" * (run.islands.count > 1)
-    others = "dp or micro_batch_size" if run.islands.count == 1 else "dp, micro_batch_size or islands.count"
+    share, together = sum(run.degrees) * run.layout.micro_batch_size, run.islands.count > 1 and not run.islands.dp
+    degree = "the sum of islands.dp" if run.islands.dp else "layout.dp"
+    among = f"{degree} x layout.micro_batch_size" + " x islands.count" * together
+    others = "dp, micro_batch_size or islands.count" if together else "dp or micro_batch_size"
     for key, size in _batch_sizes(run):
         if size < 1:
             if "ramp" in key:  # the other has a range of its own
@@ -146,7 +148,7 @@ def _global_batch(run: Run) -> Iterator[Problem]:
 
 def _most_micro_batches(run: Run) -> Iterator[Problem]:
     """A rank has at most 65,536 micro-batches in a step: a plan counts what is alike, a trainer goes through it."""
-    share = run.layout.dp * run.layout.micro_batch_size * run.islands.count
+    share = sum(run.degrees) * run.layout.micro_batch_size
     for key, size in _batch_sizes(run):
         if share > 0 and size // share > MOST_MICRO_BATCHES:
             rule = f"must be at most {MOST_MICRO_BATCHES} micro-batches on each rank, is {size // share} ({size} sequences)"
@@ -283,10 +285,20 @@ def _corpora(run: Run) -> Iterator[Problem]:
 
 def _islands(run: Run) -> Iterator[Problem]:
     """Islands, which train apart, average whole layers of weights that are on devices, and never go back alone."""
-    islands, layers = run.islands, run.model.num_hidden_layers
-    if islands.count == 1:
+    islands, layers, layout = run.islands, run.model.num_hidden_layers, run.layout
+    if islands.count == 1 and not islands.dp:
         return
     yield from islands.problems()
+    if islands.dp and layout.dp not in islands.dp:
+        rule = f"is {layout.dp}, and of islands.dp = {[*islands.dp]} none is"
+        yield Problem("layout.dp", rule, "Give that of the island to be planned; each trains with its own.")
+    for dp in {*islands.dp} - {layout.dp}:
+        yield from (
+            Problem("islands.dp", f"{dp}: {one.key} {one.rule}", one.remedy) for one in replace(layout, dp=dp).problems()
+        )
+    if islands.differ and run.model.num_experts and layout.tp * layout.ep * layout.expert_tp > 1:
+        rule = "differ, and experts over tp or ep are on other ranks in each island, where they do not find each other so far"
+        yield Problem("islands.dp", rule, "Leave experts whole (tp = 1, ep = 1), or give all islands one dp.")
     if islands.fragments > layers:
         rule = f"must be at most the model's {layers} layers, is {islands.fragments}"
         yield Problem("islands.fragments", rule, f"Use {layers} or fewer: a fragment is whole layers.")
@@ -402,7 +414,7 @@ def _export(run: Run) -> Iterator[Problem]:
 
 RULES: tuple[Rule[Run], ...] = (
     Rule(("batch.sequences_per_batch", "batch.ramp", "layout.dp", "layout.micro_batch_size", "islands.count"), _global_batch),
-    Rule(("islands", "model", "layout.offload_optimizer", "faults.on_anomaly"), _islands),
+    Rule(("islands", "model", "layout", "faults.on_anomaly"), _islands),
     Rule(("batch.ramp",), _ramp),
     Rule(("steps", "batch"), _total),
     Rule(("batch.sequence_length", "model"), _sequence_length),

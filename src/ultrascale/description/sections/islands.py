@@ -53,7 +53,7 @@ class Islands:
     """Groups of ranks that train apart and meet every `every_steps` steps (DiLoCo). `[layout]` is that of one island."""
 
     count: int = 1
-    """Islands, each of `[layout]`'s ranks, one island's after the other's; each has an equal share of every batch. 1: none."""
+    """Islands, each of `[layout]`'s ranks, one island's after the other's; each has a share of every batch. 1: none."""
     every_steps: int = 100
     """H: steps between two outer steps."""
     outer: Outer = field(default_factory=Outer)
@@ -64,6 +64,9 @@ class Islands:
     dtype: Wire = "fp32"
     """In which moves are sent: fp32 (fp64 with layout.precision = "fp64") is exact; what the others round off is added to the
     next outer step (error feedback)."""
+    dp: tuple[int, ...] = ()
+    """Degree of data parallelism of each island, where they differ. Shares of a batch, and weights in the outer mean, are in
+    proportion to it; `layout.dp` is that of the island that is planned. Empty: all have `layout.dp`, and equal shares."""
     quorum: int = 0
     """Least islands that do an outer step: one that has died is left out of it, and takes the state of another when it comes
     back. Each island is then a command of its own, which `ultrascale train` starts here. 0: all take part, or all end."""
@@ -75,6 +78,12 @@ class Islands:
 
     def problems(self) -> Iterator[Problem]:
         """Every rule that the fields break among themselves."""
+        if self.dp and (len(self.dp) != self.count or min(self.dp) < 1):
+            rule = f"must be a degree of 1 or more for each of islands.count = {self.count}, is {[*self.dp]}"
+            yield Problem("islands.dp", rule, "Give as many, or leave it out where all have layout.dp.")
+        if self.differ and self.quorum:
+            rule = "is for islands that are alike: those that differ in islands.dp live and end together so far"
+            yield Problem("islands.quorum", rule, "Leave out one of the two.")
         if self.overlap_steps >= self.every_steps and self.count > 1:
             rule = f"must be below islands.every_steps = {self.every_steps}, is {self.overlap_steps}"
             yield Problem("islands.overlap_steps", rule, "A fragment must be back before it is sent again.")
@@ -91,6 +100,19 @@ class Islands:
         if not 0 < self.outer.lr <= HIGHEST_RATE:
             rule = f"must be above 0 and at most {HIGHEST_RATE:g}, is {self.outer.lr:g}"
             yield Problem("islands.outer.lr", rule, "0.7 is DiLoCo's, 1 averages weights.")
+
+    @property
+    def differ(self) -> bool:
+        """True if islands differ in dp, and so in which rank holds what."""
+        return len(set(self.dp)) > 1
+
+    def degrees(self, dp: int) -> tuple[int, ...]:
+        """Degree of data parallelism of each island. `dp`: of the layout."""
+        return self.dp or (dp,) * self.count
+
+    def senders(self, cp: int) -> int:
+        """Ranks at each place of pp and tp that talk to other islands, where islands differ: as many as the smallest has."""
+        return min(self.dp) * cp
 
     @property
     def kept_tensors(self) -> int:

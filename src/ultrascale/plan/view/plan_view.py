@@ -119,7 +119,7 @@ def show_plan(plan: RunPlan, console: Console, *, tokens: int | None = None, bud
 def _islands(islands: IslandsPlan) -> Text:
     """Text on the traffic between islands, and the host memory that a rank keeps for it."""
     fewer = islands.gradient_bytes / islands.sent_bytes
-    told = f"{islands.count} islands, of which this is one: each sends {format_bytes(islands.sent_bytes)} in every"
+    told = f"{islands.count} islands, of which this is one: it sends {format_bytes(islands.sent_bytes)} in every"
     told += f" {islands.every_steps:,} steps, {format_bytes(islands.sent_at_once_bytes)} at once at most"
     told += f" ({fewer:,.3g} times less than gradients of every step); a rank keeps {format_bytes(islands.host_bytes)} for it"
     return Text(f"{told} in the host's memory.")

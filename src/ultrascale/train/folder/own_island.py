@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 from ultrascale.description.problems import Problem, SpecError
@@ -16,9 +18,14 @@ FOLDER = "islands"
 
 def own_folder(run: Run, island: int | None = None) -> Path:
     """The folder of this process's island, which need not be there yet. `island`: its number, if it was started by itself."""
-    island = told_rank(os.environ) // run.layout.world_size if island is None else island
-    folder = Path(run.folder) / run.name
-    return folder if run.islands.count == 1 or island == 0 else folder / FOLDER / str(island)
+    number, folder = _number(run, island), Path(run.folder) / run.name
+    return folder / FOLDER / str(number) if number else folder
+
+
+def _number(run: Run, island: int | None) -> int:
+    if island is not None or run.islands.count == 1:
+        return island or 0
+    return bisect_right([*accumulate(run.worlds)], told_rank(os.environ))
 
 
 def of_own_island(run: Run, island: int | None = None) -> Run:
@@ -27,6 +34,7 @@ def of_own_island(run: Run, island: int | None = None) -> Run:
 
     `island`: its number, if it was started by itself."""
     folder = own_folder(run, island)
+    run = replace(run, layout=replace(run.layout, dp=run.degrees[_number(run, island)])) if run.islands.dp else run
     if folder == Path(run.folder) / run.name:
         return run
     folder.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ class Performance(LoopObserver):
 
     def __init__(self, run: Run, ranks: Ranks, metrics: Metrics):
         self.run, self.ranks, self.metrics = one_island(run), ranks, metrics
-        self.islands = run.islands.count
+        self.shares = sum(run.degrees)
         length = run.batch.sequence_length
         self.model_flops = model_flops_per_token(run.model, length)
         documents = run.data.document_mask
@@ -81,7 +81,7 @@ class Performance(LoopObserver):
             "train/grad_norm": gradients.norm if isfinite(gradients.norm) else None,
             "train/lr": result.learning_rate,
             "train/noise_scale_tokens": gradients.noise_scale_tokens,
-            "progress/tokens": tokens_after(run.batch, gradients.step + 1) * self.islands,
+            "progress/tokens": tokens_after(run.batch, gradients.step + 1) * self.shares // run.layout.dp,
             "progress/tokens_per_batch": tokens,
         }
         values |= result.outer

@@ -40,7 +40,7 @@ def joined(
         deterministic(run),
         process_group(
             run.layout,
-            islands=run.islands.count,
+            worlds=run.worlds,
             apart=apart,
             device=run.device,
             rendezvous=rendezvous,
@@ -71,6 +71,7 @@ def joined(
             session = begin(
                 run, ranks, folder, allow_changes=allow_changes, kernels=chosen.forms, store=store, leave_by=leave_by
             )
+        signs.has_begun = True
         for line in (*deterministic_line(run), *chosen.lines, *([] if fits is None else [fits])):
             session.metrics.line(line)
         leaving.callback(session.saves.saver.close)

@@ -25,6 +25,7 @@ from typing import Any
 
 from ultrascale import console, heartbeat
 from ultrascale.contact import names
+from ultrascale.data.errors import DataError
 from ultrascale.description.problems import SpecError
 from ultrascale.launch.events import stamp
 from ultrascale.launch.restarts import read_account, summary
@@ -63,10 +64,13 @@ def attempt(folder: RunFolder, ranks: Ranks, signs: Signs) -> Iterator[None]:
     signs.is_kept = True
     try:
         yield
-    except SpecError:  # refused before any step: nothing was attempted, and the next start has nothing to tell of it
-        signs.is_kept = False
-        if ranks.is_first:
-            folder.remove(ATTEMPT_FILE)
+    except (SpecError, DataError) as error:
+        if isinstance(error, SpecError) or not signs.has_begun:
+            # Refused before any step: the next start has nothing to tell of it, and would be refused for the same reason.
+            signs.is_kept = False
+            give_up(str(error))
+            if ranks.is_first:
+                folder.remove(ATTEMPT_FILE)
         raise
     except RunFolderLostError as error:  # saved elsewhere: ranks that torchrun starts again would begin anew at the old path
         signs.is_kept = False

@@ -44,6 +44,8 @@ class Signs:
     """True if this rank made the folder, for the ranks of its node."""
     is_kept: bool = False
     """Leave the folder where it is, for the next attempt to find."""
+    has_begun: bool = False
+    """True once this rank has all that a first step needs."""
 
 
 def signs_folder() -> Path | None:
