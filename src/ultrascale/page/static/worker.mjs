@@ -17,7 +17,7 @@ const ready = (async () => {
   const site = fetched(beside("site.zip")).then((reply) => reply.arrayBuffer());
   const pyodide = await loadPyodide({ indexURL: beside("./"), stdLibURL: beside("stdlib.zip") });
   pyodide.unpackArchive(await site, "zip", { extractDir: "/lib/python3.11/site-packages" });
-  return pyodide.runPython("import json\nfrom ultrascale.cli.plan.page import question\nlambda asked: json.dumps(question(json.loads(asked)))");
+  return pyodide.runPython("import gc, json\ngc.set_threshold(100_000)\nfrom ultrascale.cli.plan.page import question\nlambda asked: json.dumps(question(json.loads(asked)))");
 })();
 
 self.onmessage = async ({ data }) => {
