@@ -269,9 +269,11 @@ def _types(workload: Workload, modes: tuple[str, ...], every: int, kept: int) ->
 @lru_cache(maxsize=4096)
 def _blocks_of_ranks(pipeline: Pipeline) -> tuple[Floats, NDArray[np.bool_]]:
     """Blocks by type of the first, the fullest between and the last rank, of one micro-batch, and which types there are."""
-    known, of_stages = SCHEDULES[pipeline.schedule], np.zeros((len(pipeline.chunks), pipeline.num_types))
-    np.add.at(of_stages, (np.repeat(np.arange(len(pipeline.chunks)), pipeline.chunks), pipeline.types), 1)
-    rows = np.array([of_stages[stages].sum(axis=0) for stages in known.stages_of_ranks(pipeline.pp, len(pipeline.chunks))])
+    known, num_stages, num_types = SCHEDULES[pipeline.schedule], len(pipeline.chunks), pipeline.num_types
+    cells = np.repeat(np.arange(num_stages), pipeline.chunks) * num_types + np.array(pipeline.types)
+    of_stages = np.bincount(cells, minlength=num_stages * num_types).reshape(num_stages, num_types)
+    held = known.stages_of_ranks(pipeline.pp, num_stages)
+    rows = np.array([of_stages[stages].sum(axis=0) for stages in held], dtype=float)
     there = rows > 0
     if pipeline.pp > 1:
         rows /= known.copies

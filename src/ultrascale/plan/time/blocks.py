@@ -375,9 +375,7 @@ def _merge_bytes(scores: Scores) -> int:
     return 3 * 4 * scores.batch * scores.queries * scores.heads * scores.value_head_dim
 
 
-def _traffic(
-    workload: Workload, shapes: list[Shape], sent: list[list[Sent]]
-) -> tuple[dict[tuple[str, str], Floats], Floats]:
+def _traffic(workload: Workload, shapes: list[Shape], sent: list[list[Sent]]) -> tuple[dict[tuple[str, str], Floats], Floats]:
     """Seconds of collectives by axis and pass, and how many there are in each pass, [2, shapes]."""
     seconds = {(axis, when): np.zeros(len(shapes)) for axis in ("tp", "cp", "ring", "ep") for when in PASSES}
     counts = np.zeros((2, len(shapes)))

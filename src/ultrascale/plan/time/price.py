@@ -174,7 +174,8 @@ def predict_rows(workload: Workload, table: LayoutTable, constants: Constants = 
 
 
 def _shares_cut(table: LayoutTable, micro_batches: Counts) -> list[float]:
-    """Part of the backward passes of each layout that its schedule cuts, whichever the stage; of those with `ends` the first's."""
+    """Part of backward passes that each layout's schedule cuts: of all, of none, or of the first rank's where it cuts those at
+    the ends of a step."""
     splits = [SCHEDULES[SCHEDULE_NAMES[number]].splits_backward for number in table.schedule]
     at_ends = cut_share(table, micro_batches)[FIRST].tolist()
     return [share if how == "ends" else float(how == "all") for how, share in zip(splits, at_ends, strict=True)]
