@@ -164,6 +164,8 @@ def predict(workload: Workload, layout: Layout, constants: Constants = CONSTANTS
 
 def predict_rows(workload: Workload, table: LayoutTable, constants: Constants = CONSTANTS) -> list[Prediction]:
     """`predict` of every row of `table`, priced together: calls are most of the cost."""
+    if not len(table):
+        return []
     prices = price(workload, table, constants, cuts=False)
     shares = _shares_cut(table, prices.num_micro_batches)
     found = [prices.row(number) for number in range(len(table))]
