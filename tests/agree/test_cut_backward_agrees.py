@@ -78,7 +78,7 @@ def halves_of(model: Model, layout: Layout, stage: int) -> tuple[float, float, f
     ops = [(op, False) for op in replay.work.before()] + [(op, True) for op in replay.work.after()]
     ops += [(op, False) for layer in part.layers for op in replay.work.block(layer)]
     for op, is_head in ops:
-        *_, of_input, of_weight, _, _, _ = compute_seconds(workload, shape, [op], is_head)
+        *_, of_input, of_weight, _, _, _, _ = compute_seconds(workload, shape, [op], is_head)
         inputs += of_input * derate
         weights += of_weight * derate * (not may_wait(op))
         late += of_weight * derate * may_wait(op)

@@ -16,7 +16,6 @@ Gradients of weights of the head, of routers and of experts do not wait: they ar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -42,8 +41,8 @@ def may_wait(op: Op) -> bool:
     return op.kind == "matmul" and not op.name.startswith(NEVER_WAIT)
 
 
-def sent_in_half(op: Op, half: Half, shape: Shape) -> Op:
-    """`op` with only those collectives of its backward pass that are sent in `half` of one that is cut in two."""
+def sent_in_half(op: Op, half: Half, shape: Shape) -> tuple[Collective, ...]:
+    """Collectives of the backward pass of `op` that are sent in `half` of one that is cut in two."""
     moves = shape.kernels.gathers_again and shape.cuts_sequence
     in_both = moves and is_row_sum(op)
     in_w = moves and op.kind == "gather" and op.name.endswith(".gather")
@@ -57,7 +56,7 @@ def sent_in_half(op: Op, half: Half, shape: Shape) -> Op:
     sent = tuple(one for one in op.collectives if is_sent(one))
     if in_both and half == "weight" and shape.precision in NARROW:  # it waits as it was rounded for the products
         sent = tuple(one._replace(num_bytes=narrow_bytes(shape, one.num_bytes // shape.itemsize)) for one in sent)
-    return replace(op, collectives=sent)
+    return sent
 
 
 def is_row_sum(op: Op) -> bool:

@@ -83,5 +83,7 @@ def together(ahead: Action, back: Action) -> Action:
 
 def only_micro_batches(actions: list[Action], count: int) -> list[Action]:
     """`actions` without the micro-batches from `count` on. What can be executed stays so: they do not wait for one another."""
+    if all(action.micro_batch < count and (action.beside is None or action.beside.micro_batch < count) for action in actions):
+        return actions
     kept = [(action, [part for part in action.parts if part.micro_batch < count]) for action in actions]
     return [action if action.parts == tuple(some) else some[0]._replace(beside=None) for action, some in kept if some]

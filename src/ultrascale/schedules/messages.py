@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ultrascale.schedules.actions import Action, Kind
-from ultrascale.schedules.executable import Schedule, shape_of
+from ultrascale.schedules.executable import Schedule
 
 
 class Message(NamedTuple):
@@ -46,16 +46,11 @@ class Message(NamedTuple):
 
 def messages(schedule: Schedule) -> list[Message]:
     """Every message of a step, by sender, in the order of sending. The schedule must be executable."""
-    last = shape_of(schedule)[0] - 1
-    readers = {
-        key: (rank, position)
-        for rank, row in enumerate(schedule)
-        for position, action in enumerate(row)
-        for part in action.parts
-        if (key := read_by(part, last)) is not None
-    }
+    passes = [*_passes(schedule)]
+    last = max(part.stage for _, _, part in passes)
+    readers = {key: (rank, position) for rank, position, part in passes if (key := read_by(part, last)) is not None}
     found: list[Message] = []
-    for rank, position, part in _passes(schedule):
+    for rank, position, part in passes:
         key = made_by(part, last)
         if key in readers and readers[key][0] != rank:
             receiver, needed_by = readers[key]

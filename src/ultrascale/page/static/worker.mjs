@@ -22,7 +22,7 @@ const ready = (async () => {
   starts("NumPy and the planner are unpacked ...");
   pyodide.unpackArchive(await site, "zip", { extractDir: "/lib/python3.11/site-packages" });
   starts("The planner is starting ...");
-  const question = pyodide.runPython("import json\nfrom ultrascale.cli.plan.page import question\nlambda asked: json.dumps(question(json.loads(asked)))");
+  const question = pyodide.runPython("import gc, json\ngc.set_threshold(100_000)\nfrom ultrascale.cli.plan.page import question\nlambda asked: json.dumps(question(json.loads(asked)))");
   starts("Planning ...");
   return question;
 })();

@@ -79,9 +79,9 @@ def block_columns(
     found = np.empty((len(shapes), 4))
     alike: dict[object, list[int]] = {}
     works = [block_work(model, layer, shape) for shape in shapes]
-    for number, (shape, ops) in enumerate(zip(shapes, works, strict=True)):
+    for number, shape in enumerate(shapes):
         again = block_again(recompute, model, layer, shape, stack)
-        key = again, shape.precision, shape.partition_checkpoints and shape.tp, tuple(map(_moves, ops))
+        key = again, shape.precision, shape.partition_checkpoints and shape.tp, _moves_of(model, layer, shape)
         alike.setdefault(key, []).append(number)
     for (again, *_), rows in alike.items():  # type: ignore[misc]
         found[rows] = _played_together(model, layer, [shapes[row] for row in rows], [works[row] for row in rows], again,
@@ -89,8 +89,19 @@ def block_columns(
     return found
 
 
+@lru_cache(maxsize=1 << 13)
+def _moves_of(model: Model, layer: int, shape: Shape) -> object:
+    """All of a block's operations by which `_Part` goes, but for their sizes."""
+    return _known_moves(tuple(map(_moves, block_work(model, layer, shape))))
+
+
+@lru_cache(maxsize=1 << 10)
+def _known_moves(moves: tuple[object, ...]) -> object:
+    """The one object that stands for these: it is compared at once."""
+    return object()
+
+
 def _moves(op: Op) -> tuple[object, ...]:
-    """All of an operation by which `_Part` goes, but for its sizes."""
     axes = tuple((one.axis, one.kind) for one in op.collectives)
     made = tuple(one.name for one in op.makes)
     return op.name, op.kind, op.reads, made, op.saves, op.weights, op.hands_on_saved, op.inside != (), axes, is_fp8(op)

@@ -266,14 +266,14 @@ def _types(workload: Workload, modes: tuple[str, ...], every: int, kept: int) ->
     return tuple(found)
 
 
+@lru_cache(maxsize=4096)
 def _blocks_of_ranks(pipeline: Pipeline) -> tuple[Floats, NDArray[np.bool_]]:
     """Blocks by type of the first, the fullest between and the last rank, of one micro-batch, and which types there are."""
-    ends, known = np.cumsum(pipeline.chunks), SCHEDULES[pipeline.schedule]
-    rows = np.zeros((pipeline.pp, pipeline.num_types))
-    for rank, stages in enumerate(known.stages_of_ranks(pipeline.pp, len(pipeline.chunks))):
-        for stage in stages:
-            for kind in pipeline.types[ends[stage] - pipeline.chunks[stage] : ends[stage]]:
-                rows[rank, kind] += 1
+    known, num_stages, num_types = SCHEDULES[pipeline.schedule], len(pipeline.chunks), pipeline.num_types
+    cells = np.repeat(np.arange(num_stages), pipeline.chunks) * num_types + np.array(pipeline.types)
+    of_stages = np.bincount(cells, minlength=num_stages * num_types).reshape(num_stages, num_types)
+    held = known.stages_of_ranks(pipeline.pp, num_stages)
+    rows = np.array([of_stages[stages].sum(axis=0) for stages in held], dtype=float)
     there = rows > 0
     if pipeline.pp > 1:
         rows /= known.copies

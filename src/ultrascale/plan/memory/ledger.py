@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 CATEGORIES = (
     "parameters", "gathered", "gradients", "optimizer", "activations", "temporary", "communication", "other",
@@ -44,7 +45,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Effect:
-    """Change of the books over a while, and the highest moment in it; bytes relative to its beginning."""
+    """Change of the books over a while, and the highest moment in it; bytes relative to its beginning, where there are any."""
 
     total: int
     alive: dict[tuple[str, str], int]
@@ -75,19 +76,16 @@ class Recorder:
         """Somebody else looked: at the highest moment of a while."""
         if total > self.peak_total:
             self.peak_total, self.peak_alive = total, alive
-        self.highest = {name: max(most, highest[name]) for name, most in self.highest.items()}
+        for name, most in highest.items():
+            self.highest[name] = max(self.highest[name], most)
 
     def effect(self) -> Effect:
         """Effect of all changes since the recording began."""
         ledger, start, held = self.ledger, self.start.total, self.start.by_category
 
-        def since(alive: dict[tuple[str, str], int]) -> dict[tuple[str, str], int]:
-            more = {key: num_bytes - self.alive.get(key, 0) for key, num_bytes in alive.items()}
-            return {key: num_bytes for key, num_bytes in more.items() if num_bytes}
-
         return Effect(
-            ledger.total - start, since(ledger._alive), {name: n - held[name] for name, n in ledger._held.items()},
-            self.peak_total - start, since(self.peak_alive), {name: n - held[name] for name, n in self.highest.items()},
+            ledger.total - start, _since(ledger._alive, self.alive), _since(ledger._held, held),
+            self.peak_total - start, _since(self.peak_alive, self.alive), _since(self.highest, held),
         )  # fmt: skip
 
 
@@ -119,9 +117,11 @@ class Ledger:
     def mark(self, phase: str, step: int) -> None:
         """Say what comes next."""
         self._note()
-        self.phase, self.step = phase, step
-        self._highest = self.highest.setdefault(step, dict(self._held))
-        self._note()
+        is_new, self.phase, self.step = step != self.step, phase, step
+        if is_new:
+            self._highest = self.highest.setdefault(step, dict(self._held))
+        if is_new or self.keeps_timeline:
+            self._note()
 
     def take(self, category: str, label: str, num_bytes: int) -> Held:
         """New bytes."""
@@ -255,3 +255,9 @@ class Ledger:
             self.peaks[self.step] = self.now()
         if self.keeps_timeline:
             self.timeline.append((self.step, self.phase, self.now().by_category))
+
+
+def _since(now: dict[Any, int], then: dict[Any, int]) -> dict[Any, int]:
+    """What there is more of than there was, or less."""
+    more = {key: num_bytes - then.get(key, 0) for key, num_bytes in now.items()}
+    return {key: num_bytes for key, num_bytes in more.items() if num_bytes}

@@ -54,6 +54,7 @@ class Played:
 
 
 Entries = dict[Hashable, Entry | None]
+FORWARD = Kind.FORWARD.value
 
 
 def alike(stage: StageReplay) -> Hashable:
@@ -77,7 +78,7 @@ class StagePlayer:
 
     def forward(self, micro_batch: int, given: Held | None = None) -> Held | None:
         """F."""
-        key = Kind.FORWARD, self._now()
+        key = FORWARD, self._now()
         if (entry := self._entries.get(key)) is None:
             return self._replay(key, lambda: self.stage.forward(micro_batch, given), None)
         self._played[micro_batch] = Played(given)
@@ -106,7 +107,7 @@ class StagePlayer:
             self._play(entry, None)
 
     def _key(self, action: Action) -> Hashable:
-        return action._replace(stage=0, micro_batch=0, beside=None), self._now()
+        return action.kind.value, action.reduce_gradients, action.sum_replicas, action.keep_parameters, self._now()
 
     def _now(self) -> tuple[Hashable, ...]:
         if self._state is None:

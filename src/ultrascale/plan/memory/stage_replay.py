@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 from ultrascale.catalogue.stacks.stack import Stack
@@ -550,7 +550,7 @@ class StageReplay:
         if not op.collectives:
             return op
         if id(op) not in self._halves:
-            self._halves[id(op)] = op, sent_in_half(op, "input", self.shape)
+            self._halves[id(op)] = op, replace(op, collectives=sent_in_half(op, "input", self.shape))
         return self._halves[id(op)][1]
 
     def _added(self, there: Held, gradient: Held) -> Held:

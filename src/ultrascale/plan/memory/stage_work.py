@@ -148,4 +148,6 @@ class StageWork:
 
 def _part(weight: Weight, held: Place) -> Weight:
     """`weight` with the shape that a rank holds."""
+    if (weight.shape, weight.first_column) == (held.shape, held.offsets[-1]):
+        return weight
     return replace(weight, shape=held.shape, first_column=held.offsets[-1])

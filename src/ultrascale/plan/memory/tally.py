@@ -103,8 +103,10 @@ class Tally:
         """Add counts of a pass once more."""
         self.products += more.products
         self.attention += more.attention
-        self.counts.update(more.counts)
-        self.sizes.update(more.sizes)
+        for way, count in more.counts.items():
+            self.counts[way] += count
+        for way, num_bytes in more.sizes.items():
+            self.sizes[way] += num_bytes
 
     @contextmanager
     def off_the_books(self) -> Iterator[None]:

@@ -32,7 +32,7 @@ from ultrascale.plan.search.asked import unmet
 from ultrascale.plan.search.bounds import memory_floors
 from ultrascale.plan.search.replayed import with_replay
 from ultrascale.plan.search.space import Asked, Refusal, Space, legal_layouts
-from ultrascale.plan.time.price import Prediction, predict, price, price_time
+from ultrascale.plan.time.price import Prediction, predict_rows, price, price_time
 from ultrascale.plan.time.stages import cut_stages
 from ultrascale.plan.workload import Workload
 
@@ -310,7 +310,7 @@ def _front(priced: Priced) -> list[int]:
 
 def _predict_all(workload: Workload, priced: Priced, rows: Sequence[int] | NDArray[np.intp]) -> list[Prediction]:
     """Exact prices of these rows by expected time; those that turn out not to fit are left out."""
-    found = [predict(workload, priced.table.layout(int(row))) for row in rows]
+    found = predict_rows(workload, priced.table.take(rows))
     return sorted((one for one in found if one.memory.fits), key=expected_seconds)
 
 

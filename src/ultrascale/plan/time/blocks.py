@@ -27,10 +27,12 @@ from ultrascale.plan.time.attention_choice import attention_kernel
 from ultrascale.plan.workload import Workload
 from ultrascale.work.kept import computed_again, resolved
 from ultrascale.work.op_builders import without_fp8
-from ultrascale.work.ops import Op, Scores, Shape
+from ultrascale.work.ops import Collective, Op, Scores, Shape
 from ultrascale.work.work import block_work, embedding_work, head_work, prediction_work
 
 Floats = NDArray[np.float64]
+Sent = tuple[str, tuple[Collective, ...]]
+"""Name of an operation, and some of its collectives."""
 SHAPE_FIELDS = (
     "micro_batch_size", "precision", "tp", "sequence_parallel", "cp", "cp_method", "cp_heads", "ep", "expert_tp", "mlp_chunks",
     "partition_checkpoints", "fp8_scaling", "gathers_fp8",
@@ -236,19 +238,17 @@ def _known_shape(
 
 def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]], *, head: bool = False) -> PartSeconds:
     compute = np.array([compute_seconds(workload, shape, ops, head) for shape, ops in zip(shapes, works, strict=True)])
-    columns = compute.reshape(len(shapes), 8).T
-    never_wait = [[op for op in ops if not may_wait(op)] for ops in works]
-    at_once = np.array([compute_seconds(workload, *one, head)[4] for one in zip(shapes, never_wait, strict=True)])
-    traffic, counts = _traffic(workload, shapes, works)
+    columns = compute.reshape(len(shapes), 9).T
+    traffic, counts = _traffic(workload, shapes, _sent(works))
     over_tp = [[op for op in ops if any(one.axis in OVER_TP for one in op.collectives)] for ops in works]
     of_columns = [[op for op in ops if _is_of_column(op)] for ops in over_tp]
-    beside = _over_tp(workload, shapes, of_columns)
+    beside = _over_tp(workload, shapes, _sent(of_columns))
     of_input, of_weight = (_halves(shapes, over_tp, half) for half in HALVES)
     sums = _halves(shapes, of_columns, "input")
     axes = {f"{axis}_{when}": traffic[axis, when] for axis in ("tp", "cp", "ring", "ep") for when in PASSES}
     return PartSeconds(
         *columns[:5],
-        weight_gradient_in_i=at_once,
+        weight_gradient_in_i=columns[8],
         **axes,
         tp_beside=np.minimum(beside, columns[3] + columns[4]),
         tp_cut_input=_over_tp(workload, shapes, of_input),
@@ -264,7 +264,8 @@ def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]],
 
 
 def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) -> tuple[float, ...]:
-    """Seconds of products, attention and element-wise work forward, of both gradients, and of grouped products; operations.
+    """Seconds of products, attention and element-wise work forward, of both gradients, and of grouped products; operations;
+    seconds of gradients of weights that never wait for W.
 
     In fp8 other trainers cast once what products share: an input once for all that read it, before ranks of tp gather it, and
     the gradient of a result once for both products of the backward pass, each in both orders, since Hopper's product wants its
@@ -272,7 +273,7 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
     are cast in every pass (torchao's Float8Linear); those that stay are cast once a step. Of ours every product casts its own.
     """
     accelerator, stack = workload.cluster.accelerator, workload.stack
-    product = attention = elementwise = inputs = weights = grouped = last = count = 0.0
+    product = attention = elementwise = inputs = weights = grouped = last = count = at_once = 0.0
     # A product that adds to the summed gradient reads and writes it; else the gradient is written, and added in another pass.
     gradient_bytes = 2.0 * stack.gradient_bytes if stack.fuses_gradient_accumulation else float(shape.itemsize)
     added_bytes = 0 if stack.fuses_gradient_accumulation else 2 * stack.gradient_bytes + shape.itemsize
@@ -283,11 +284,13 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
     wide = "bf16" if shape.precision in NARROW else shape.precision
     for op in ops:
         count += 1
+        of_weights: list[float] = []
         if op.inside:
             each, again = (compute_seconds(workload, shape, some, head) for some in (op.inside, op.inside[:-1]))
             product, elementwise = product + op.pieces * each[0], elementwise + op.pieces * each[2]
             inputs += op.pieces * (each[3] + again[0] + again[2])
-            weights, count = weights + op.pieces * each[4], count + op.pieces * each[7]
+            of_weights.append(op.pieces * each[4])
+            count += op.pieces * each[7]
         if op.product is not None:
             m, n, k, copies = op.product
             if head and n % HEAD_MULTIPLE:  # logits; some trainers pad the vocabulary
@@ -301,12 +304,12 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
                 inputs += elementwise_seconds(accelerator, m * n * copies * cast_bytes)
                 cast = elementwise_seconds(accelerator, n * k * copies * weight_cast_bytes) if weight_cast_bytes else 0.0
                 elementwise, inputs = elementwise + cast, inputs + cast
-            weights += matmul_seconds(
+            of_weights.append(matmul_seconds(
                 accelerator, m, n, k, dtype=dtype, count=copies, kind="weight-gradient", output_bytes=gradient_bytes,
                 casts=not shares,
-            )  # fmt: skip
+            ))  # fmt: skip
             if added_bytes:
-                weights += elementwise_seconds(accelerator, n * k * copies * added_bytes)
+                of_weights.append(elementwise_seconds(accelerator, n * k * copies * added_bytes))
         if op.scores is not None:
             scores, pieces = op.scores._asdict(), 1
             if shape.rings:  # as many kernels as places, each on one place's keys
@@ -316,6 +319,9 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
             kernel, over = attention_kernel(workload, shape, op.scores), workload.overheads.attention
             attention += pieces * over * attention_seconds(accelerator, **scores, dtype=wide, backward=False, kernel=kernel)
             inputs += pieces * over * attention_seconds(accelerator, **scores, dtype=wide, backward=True, kernel=kernel)
+        for seconds in of_weights:
+            weights += seconds
+            at_once += 0.0 if may_wait(op) else seconds
         over = 1.0 if op.kind == "loss" else workload.overheads.elementwise  # every pass of a loss is in the table
         if op.name.endswith(".quantise"):  # the law of fp8 products was measured with the cast
             cast = elementwise_seconds(accelerator, op.moved_bytes * cast_bytes / NARROW_BYTES)
@@ -324,16 +330,20 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
             elementwise += over * elementwise_seconds(accelerator, op.moved_bytes)
         if op.backward_moved_bytes:
             inputs += over * elementwise_seconds(accelerator, op.backward_moved_bytes)
-    return product, attention, elementwise, inputs, weights, grouped, last, count
+    return product, attention, elementwise, inputs, weights, grouped, last, count, at_once
 
 
-def _halves(shapes: list[Shape], works: Sequence[Iterable[Op]], half: Half) -> list[list[Op]]:
-    return [[sent_in_half(op, half, shape) for op in ops] for shape, ops in zip(shapes, works, strict=True)]
+def _sent(works: Sequence[Iterable[Op]]) -> list[list[Sent]]:
+    return [[(op.name, op.collectives) for op in ops if op.collectives] for ops in works]
 
 
-def _over_tp(workload: Workload, shapes: list[Shape], works: Sequence[Iterable[Op]]) -> Floats:
-    """Seconds of what these operations send over tp in their backward passes, [shapes]."""
-    return _traffic(workload, shapes, works)[0]["tp", "backward"]
+def _halves(shapes: list[Shape], works: Sequence[Iterable[Op]], half: Half) -> list[list[Sent]]:
+    return [[(op.name, sent_in_half(op, half, shape)) for op in ops] for shape, ops in zip(shapes, works, strict=True)]
+
+
+def _over_tp(workload: Workload, shapes: list[Shape], sent: list[list[Sent]]) -> Floats:
+    """Seconds of what is sent over tp in backward passes, [shapes]."""
+    return _traffic(workload, shapes, sent)[0]["tp", "backward"]
 
 
 def _is_of_column(op: Op) -> bool:
@@ -365,14 +375,12 @@ def _merge_bytes(scores: Scores) -> int:
     return 3 * 4 * scores.batch * scores.queries * scores.heads * scores.value_head_dim
 
 
-def _traffic(
-    workload: Workload, shapes: list[Shape], works: Sequence[Iterable[Op]]
-) -> tuple[dict[tuple[str, str], Floats], Floats]:
+def _traffic(workload: Workload, shapes: list[Shape], sent: list[list[Sent]]) -> tuple[dict[tuple[str, str], Floats], Floats]:
     """Seconds of collectives by axis and pass, and how many there are in each pass, [2, shapes]."""
     seconds = {(axis, when): np.zeros(len(shapes)) for axis in ("tp", "cp", "ring", "ep") for when in PASSES}
     counts = np.zeros((2, len(shapes)))
     by_kind: dict[tuple[str, str, str], list[tuple[int, float, int, int]]] = defaultdict(list)
-    for index, (shape, ops) in enumerate(zip(shapes, works, strict=True)):
+    for index, (shape, some) in enumerate(zip(shapes, sent, strict=True)):
         places, swap = shape.cp_grid
         groups = {
             "tp": (shape.tp, 1),
@@ -380,17 +388,17 @@ def _traffic(
             "ep": (shape.ep, shape.expert_tp),
             "expert_tp": (shape.expert_tp, 1),
         }
-        for op in ops:
-            for item in op.collectives:
+        for name, collectives in some:
+            for item in collectives:
                 axis, num_bytes = item.axis, item.num_bytes
                 size, stride = (swap, shape.tp) if axis == "cp" and item.kind == "all_to_all" else groups[axis]
                 if item.axis == "ep" and item.kind == "all_to_all":
-                    num_bytes *= _sent_share(workload, shape, op.name, item.when)
+                    num_bytes *= _sent_share(workload, shape, name, item.when)
                 row = "tp" if axis == "expert_tp" else "ring" if item.hideable == "attention" else axis
                 by_kind[item.kind, row, item.when].append((index, num_bytes, size, stride))
-                counts[PASSES.index(item.when), index] += 1
     for (kind, axis, when), items in by_kind.items():
         index, num_bytes, size, stride = (np.array(column) for column in zip(*items, strict=True))
         taken = collective_seconds(workload.cluster, kind, num_bytes.astype(float), size=size, stride=stride)
         np.add.at(seconds[axis, when], index, taken)
+        counts[PASSES.index(when)] += np.bincount(index, minlength=len(shapes))
     return seconds, counts

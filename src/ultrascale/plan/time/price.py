@@ -29,7 +29,7 @@ from ultrascale.plan.flops import hardware_flops_per_token, model_flops_per_toke
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.laws.compute import optimizer_seconds
 from ultrascale.plan.laws.curves import steady
-from ultrascale.plan.layouts import PRECISIONS, LayoutTable, by_schedule
+from ultrascale.plan.layouts import PRECISIONS, SCHEDULE_NAMES, LayoutTable, by_schedule
 from ultrascale.plan.memory.replay import MemoryPlan
 from ultrascale.plan.pipeline.pipeline_steady import long_step_seconds
 from ultrascale.plan.pipeline.pipelined import (
@@ -159,11 +159,29 @@ def predict(workload: Workload, layout: Layout, constants: Constants = CONSTANTS
     stages = cut_stages(workload, table, layout.layers_per_stage)
     passes, of_chunks = rank_and_chunk_passes(workload, layout, table, stages, constants)
     found = replace(_priced(workload, table, stages, constants, cuts=False, passes=passes).row(0), layout=layout)
-    splits = SCHEDULES[layout.schedule].splits_backward
-    share = float(splits == "all")
-    if splits == "ends":
-        share = float(cut_share(table, np.array([found.num_micro_batches]))[FIRST, 0])
+    (share,) = _shares_cut(table, np.array([found.num_micro_batches]))
     return _played(found, layout, seconds_of_chunks(workload, table, of_chunks), share)
+
+
+def predict_rows(workload: Workload, table: LayoutTable, constants: Constants = CONSTANTS) -> list[Prediction]:
+    """`predict` of every row of `table`, priced together: calls are most of the cost."""
+    if not len(table):
+        return []
+    prices = price(workload, table, constants, cuts=False)
+    shares = _shares_cut(table, prices.num_micro_batches)
+    found = [prices.row(number) for number in range(len(table))]
+    return [
+        one if one.layout.pp == 1 else _played(one, one.layout, stage_seconds(workload, one.layout, constants), share)
+        for one, share in zip(found, shares, strict=True)
+    ]
+
+
+def _shares_cut(table: LayoutTable, micro_batches: Counts) -> list[float]:
+    """Part of backward passes that each layout's schedule cuts: of all, of none, or of the first rank's where it cuts those at
+    the ends of a step."""
+    splits = [SCHEDULES[SCHEDULE_NAMES[number]].splits_backward for number in table.schedule]
+    at_ends = cut_share(table, micro_batches)[FIRST].tolist()
+    return [share if how == "ends" else float(how == "all") for how, share in zip(splits, at_ends, strict=True)]
 
 
 def _predict_file(workload: Workload, layout: Layout, constants: Constants) -> Prediction:
