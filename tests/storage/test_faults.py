@@ -196,7 +196,7 @@ def test_killed_between_the_last_part_and_the_index(server: str, url: str, tmp_p
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("failpoint", ["download.part:0:3", "fetch.file:0:1"])
+@pytest.mark.parametrize("failpoint", ["download.part:0:3", "fetch.files:0:1"])
 def test_killed_while_fetching(server: str, url: str, tmp_path: Path, failpoint: str):
     store = opened(url)
     assert write(store, tmp_path / "disk") == LAST
@@ -391,7 +391,7 @@ def test_parts_that_are_not_checked_are_caught(url: str, tmp_path: Path, monkeyp
     assert index is not None
     key = index.part_keys()[2]
     store.write(key, harmed(store.read(key), "flipped"))
-    monkeypatch.setattr(parts, "_problem", lambda data, part: "")
+    monkeypatch.setattr(parts, "_problem", lambda size, crc, part: "")
     with pytest.raises((AssertionError, CheckpointError)):
         assert whole(store, tmp_path / "fresh") == 1
 
