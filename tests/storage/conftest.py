@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from azure_server import CONTAINER, azure_at, azure_server
+from gcs_server import BUCKET as GOOGLE_BUCKET
+from gcs_server import gcs_at, gcs_server
 from s3_server import BUCKET, Proxy, proxied, reached_at, s3_server
 
 from ultrascale.storage import Store, open_store
@@ -44,9 +46,22 @@ def azure_url(azure: str) -> Iterator[str]:
         yield f"az://{CONTAINER}/{uuid.uuid4().hex}"
 
 
-@pytest.fixture(params=["files", "s3", "azure"])
+@pytest.fixture(scope="session")
+def google() -> Iterator[str]:
+    with gcs_server() as address:
+        yield address
+
+
+@pytest.fixture
+def google_url(google: str) -> Iterator[str]:
+    """A prefix of the bucket that nothing is under yet; the environment leads to the server."""
+    with gcs_at(google):
+        yield f"gs://{GOOGLE_BUCKET}/{uuid.uuid4().hex}"
+
+
+@pytest.fixture(params=["files", "url", "azure_url", "google_url"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """Folders, and the servers of two vendors, in turn."""
+    """Folders, and the servers of three vendors, in turn."""
     if request.param == "files":
         return open_store(tmp_path / "store")
-    return open_store(request.getfixturevalue("url" if request.param == "s3" else "azure_url"), patience_seconds=5)
+    return open_store(request.getfixturevalue(request.param), patience_seconds=5)

@@ -12,12 +12,15 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from s3_server import Answer, Proxy, Request, environment
+from azure_server import CONTAINER, azure_at
+from gcs_server import BUCKET as GOOGLE_BUCKET
+from gcs_server import gcs_at
+from s3_server import BUCKET, Answer, Proxy, Request, proxied, reached_at
 
 from ultrascale import checkpoint
 from ultrascale.checkpoint import CheckpointError
@@ -46,9 +49,40 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PAUSE_SECONDS", 0.01)
 
 
+VENDORS = {
+    "s3": ("server", reached_at, f"s3://{BUCKET}"),
+    "google": ("google", gcs_at, f"gs://{GOOGLE_BUCKET}"),
+    "azure": ("azure", azure_at, f"az://{CONTAINER}"),
+}
+"""The fixture that has the server's address, what leads there, and its bucket."""
+
+
+@pytest.fixture(params=["s3", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("google", "azure"))])
+def vendor(request: pytest.FixtureRequest) -> str:
+    """The three vendors' servers in turn; moto's alone by day."""
+    return request.param
+
+
 @pytest.fixture
-def place() -> str:
-    return f"s3://bucket/{uuid.uuid4().hex}"
+def place(vendor: str) -> str:
+    """A prefix of the vendor's bucket that nothing is under yet."""
+    return f"{VENDORS[vendor][2]}/{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest, vendor: str, place: str) -> Iterator[str]:
+    """The same, with the environment leading to the server."""
+    fixture, reached, _ = VENDORS[vendor]
+    with reached(request.getfixturevalue(fixture)):
+        yield place
+
+
+@pytest.fixture
+def proxy(request: pytest.FixtureRequest, vendor: str) -> Iterator[Proxy]:
+    """A proxy before the vendor's server, to which the environment leads."""
+    fixture, reached, _ = VENDORS[vendor]
+    with proxied(request.getfixturevalue(fixture)) as between, reached(between.address):
+        yield between
 
 
 def save(root: Path, step: int, version: int | None = None) -> Path:
@@ -159,10 +193,10 @@ KILLS = ["upload.start:0:2", "upload.part:0:1", "upload.part:0:4", "upload.part:
          "store.unnamed:0:1"]  # fmt: skip
 
 
-def run_script(script: str, server: str, place: str, root: Path, failpoint: str | None) -> tuple[int, list[int]]:
+def run_script(script: str, place: str, root: Path, failpoint: str | None) -> tuple[int, list[int]]:
     """What a process that may be killed came to: its exit code and the numbers it printed."""
     tests = Path(__file__).parents[1]
-    own = {name: value for name, value in os.environ.items() if name != VARIABLE} | environment(server)
+    own = {name: value for name, value in os.environ.items() if name != VARIABLE}
     own |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(tests), *sys.path])}
     own |= {} if failpoint is None else {VARIABLE: failpoint}
     done = subprocess.run(
@@ -172,8 +206,8 @@ def run_script(script: str, server: str, place: str, root: Path, failpoint: str 
     return done.returncode, [int(line) for line in done.stdout.split()]
 
 
-def killed_while_writing(server: str, place: str, tmp_path: Path, failpoint: str) -> None:
-    code, done = run_script(WRITER, server, place, tmp_path / "disk", failpoint)
+def killed_while_writing(place: str, tmp_path: Path, failpoint: str) -> None:
+    code, done = run_script(WRITER, place, tmp_path / "disk", failpoint)
     assert code == -signal.SIGKILL, f"{failpoint} is never passed"
     store = opened(place)
     found = whole(store, tmp_path / "fresh")
@@ -187,20 +221,20 @@ def killed_while_writing(server: str, place: str, tmp_path: Path, failpoint: str
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("failpoint", KILLS)
-def test_killed_at_a_point_of_writing(server: str, url: str, tmp_path: Path, failpoint: str):
-    killed_while_writing(server, url, tmp_path, failpoint)
+def test_killed_at_a_point_of_writing(url: str, tmp_path: Path, failpoint: str):
+    killed_while_writing(url, tmp_path, failpoint)
 
 
-def test_killed_between_the_last_part_and_the_index(server: str, url: str, tmp_path: Path):
-    killed_while_writing(server, url, tmp_path, "store.before:0:2")
+def test_killed_between_the_last_part_and_the_index(url: str, tmp_path: Path):
+    killed_while_writing(url, tmp_path, "store.before:0:2")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("failpoint", ["download.part:0:3", "fetch.files:0:1"])
-def test_killed_while_fetching(server: str, url: str, tmp_path: Path, failpoint: str):
+def test_killed_while_fetching(url: str, tmp_path: Path, failpoint: str):
     store = opened(url)
     assert write(store, tmp_path / "disk") == LAST
-    code, _ = run_script(READER, server, url, tmp_path / "fresh", failpoint)
+    code, _ = run_script(READER, url, tmp_path / "fresh", failpoint)
     assert code == -signal.SIGKILL
     assert checkpoint.newest_valid(tmp_path / "fresh") is None
     with checkpoint.Saver(tmp_path / "fresh") as saver:
@@ -246,6 +280,14 @@ STAYING: dict[str, tuple[Rule, str]] = {
         "the store is full",
     ),
     "the credentials expire": (lambda r: Answer(status=400, code="ExpiredToken") if r.method == "PUT" else None, "expired"),
+    "they expire, as Google says it": (
+        lambda r: Answer(status=401, code="AuthenticationRequired") if r.method == "PUT" else None,
+        "give credentials",
+    ),
+    "they expire, as Azure says it": (
+        lambda r: Answer(status=403, code="AuthenticationFailed") if r.method == "PUT" else None,
+        "give credentials",
+    ),
     "the clock is wrong": (lambda r: Answer(status=403, code="RequestTimeTooSkewed") if r.method != "HEAD" else None, "clock"),
     "the bucket turns read-only": (lambda r: Answer(status=403, code="AccessDenied") if r.method == "PUT" else None, "refused"),
     "503 without an end": (lambda r: Answer(status=503) if r.method == "PUT" else None, "does not answer as it should"),
@@ -317,8 +359,10 @@ def listing(keys: list[str]) -> bytes:
 def test_a_listing_that_lags_behind_hides_nothing_and_shows_nothing_that_is_gone(
     proxy: Proxy, place: str, tmp_path: Path, shows: str
 ):
+    if place.startswith("az://"):
+        pytest.skip("Azure writes listings in another form; none of its lags behind")
     store = opened(place)
-    prefix = place.removeprefix("s3://bucket/")
+    prefix = place.rpartition("/")[2]
     keys = {"nothing": [], "only the first": [key_of(1)], "what is gone": [key_of(1), key_of(77), key_of(2)]}[shows]
     body = listing([f"{prefix}/{key}" for key in keys])
     proxy.rule = lambda request: Answer(body=body) if request.is_listing else None
