@@ -1,8 +1,6 @@
 """A prepared folder in a bucket: the same order and bits as on a disk, within a bounded cache, and fetched ahead."""
 
 import json
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,29 +16,6 @@ from ultrascale.data.errors import DataError
 from ultrascale.data.loader import Loader
 from ultrascale.description.run import Data, Source
 from ultrascale.storage import Store, open_store
-
-PREPARE = """
-import sys
-from pathlib import Path
-from data.little_text import lines, recipe
-from ultrascale.data.preparing.prepare import prepare
-from ultrascale.data.tokenizer import train_tokenizer
-folder = Path(sys.argv[1])
-train_tokenizer([" ".join(lines()[:50])], 300).save(str(folder / "tokenizer.json"))
-(folder / "text.jsonl").write_text("\\n".join('{"text": "%s"}' % line for line in lines()))
-prepare([folder / "text.jsonl"], output=folder / "prepared", recipe=recipe(folder / "tokenizer.json"), workers=1)
-"""
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Several shards, made by a process of its own: what has used a bucket must not fork."""
-    folder = tmp_path_factory.mktemp("text")
-    tests = Path(__file__).parents[1]
-    code = f"import sys; sys.path[:0] = [{str(tests)!r}]\n{PREPARE}"
-    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, timeout=200)
-    assert len(list((folder / "prepared").glob("*.bin"))) > 3
-    return folder / "prepared"
 
 
 def put(store: Store, folder: Path) -> None:

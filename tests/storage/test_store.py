@@ -233,7 +233,7 @@ def test_a_url_that_went_through_a_path_is_mended():
 
 @pytest.mark.parametrize(
     ("place", "told"),
-    [("ftp://x/y", "is none of"), ("hf://a/b", "put on a condition"), ("s3://key:secret@bucket/x", "no credentials"),
+    [("ftp://x/y", "is none of"), ("hf://a", "names no repository"), ("s3://key:secret@bucket/x", "no credentials"),
      ("s3:///", "names no bucket"), ("", "is empty")],
 )  # fmt: skip
 def test_what_cannot_be_a_store_is_refused_without_asking(place: str, told: str):
