@@ -58,10 +58,13 @@ def upload_file(store: Store, path: Path, prefix: str, *, resuming: bool = False
     `resuming`: some may be there from an attempt that was cut off; they are not sent again. Raises StorageError, OSError."""
 
     size = path.stat().st_size
-    free: list[mmap.mmap] = []
+    free: list[mmap.mmap] = []  # to touch fresh memory costs as much as to send what it holds
 
     def send(index: int) -> Part:
-        buffer = free.pop() if free else _buffer(min(size, PART_BYTES))
+        try:
+            buffer = free.pop()
+        except IndexError:
+            buffer = mmap.mmap(-1, min(size, PART_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with open(path, "rb") as file:
             file.seek(index * PART_BYTES)
             data = memoryview(buffer)[: file.readinto(buffer)]
@@ -132,15 +135,6 @@ def _placed(prefix: str, parts: Sequence[Part]) -> list[tuple[str, Part, int]]:
         found.append((part.key(prefix, index), part, at))
         at += part.bytes
     return found
-
-
-def _buffer(size: int) -> mmap.mmap:
-    """Memory in pages of 2 MiB where there are such: thousands of small ones cost as much as to send what they hold."""
-    buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):
-            buffer.madvise(mmap.MADV_HUGEPAGE)
-    return buffer
 
 
 def _bring(store: Store, path: Path, key: str, part: Part, begin: int) -> None:
