@@ -30,7 +30,7 @@ def hub_server() -> Iterator[Hub]:
 
 
 class Hub(ThreadingHTTPServer):
-    """One repository in memory. It takes what huggingface_hub 1 and 2 send: create, preupload, LFS, commit; resolve and tree."""
+    """One repository in memory, for what huggingface_hub 1 and 2 send: create, preupload, LFS, commit, resolve, tree."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Answer)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
-from urllib.parse import unquote
 
 from ultrascale.storage.errors import MissingError, RefusedError, StorageError
 from ultrascale.storage.store import Block, Store, Stored, Version
@@ -40,7 +39,7 @@ class HubStore(Store):
         self._utils: Any = utils
         self._errors: Any = errors
         self._type = "dataset" if place[1] else "model"
-        self._repo, self._revision = place[2], unquote(place[3] or "main")
+        self._repo, self._revision = place[2], (place[3] or "main").replace("%2F", "/")
         self._folder = f"{place[4].strip('/')}/" if place[4] else ""
 
     @cached_property

@@ -39,6 +39,8 @@ def _brought(item: str | Path, folder: Path, glob: str, exclude: tuple[str, ...]
         store, wanted = open_store(url), []
         for one in store.walk(""):
             *folders, name = one.key.split("/")
+            if ".." in (*folders, name) or one.key.startswith("/"):
+                raise StorageError(f"its listing has {one.key!r}, which leads out of it")
             if fnmatch(name, glob) and not any(matches(part, exclude) for part in (*folders, name)):
                 wanted.append(one)
         if not wanted:
