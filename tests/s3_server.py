@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
+from urllib.parse import unquote
 
 import pytest
 
@@ -98,7 +99,7 @@ class Request:
 
     method: str
     path: str
-    """With the query."""
+    """With the query, as a person writes it."""
     number: int
     """From 1, of all that came this way."""
     headers: dict[str, str]
@@ -106,7 +107,7 @@ class Request:
 
     @property
     def is_listing(self) -> bool:
-        return self.method == "GET" and "list-type=2" in self.path
+        return self.method == "GET" and ("list-type=2" in self.path or "comp=list" in self.path)
 
     @property
     def is_part(self) -> bool:
@@ -135,7 +136,7 @@ class Answer:
     flip: bool = False
     """Change a byte in the body's middle."""
     tag: str | None = None
-    """Another ETag."""
+    """Another ETag; where the server counts states, another count."""
     body: bytes | None = None
     """Another body."""
     bytes_per_second: float | None = None
@@ -166,7 +167,7 @@ def proxied(server: str) -> Iterator[Proxy]:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             with lock:
                 request = Request(
-                    self.command, self.path, len(proxy.seen) + 1, {name.lower(): value for name, value in self.headers.items()}
+                    self.command, unquote(self.path), len(proxy.seen) + 1, {n.lower(): v for n, v in self.headers.items()}
                 )
                 proxy.seen.append(request)
                 answer = proxy.rule(request) or Answer()
@@ -198,6 +199,8 @@ def proxied(server: str) -> Iterator[Proxy]:
             for name, value in headers:
                 if name.lower() == "etag" and answer.tag is not None:
                     value = f'"{answer.tag}"'
+                if name.lower() == "x-goog-generation" and answer.tag is not None:
+                    value = "1"
                 if name.lower() not in ("content-length", "transfer-encoding", "connection", "date", "server"):
                     self.send_header(name, value)
             length = next((value for name, value in headers if name.lower() == "content-length"), "0")

@@ -3,9 +3,10 @@
     python benchmarks/cpu/store_speed.py [--mib 256] [--rounds 5] [--json FILE]
 
 The server is moto's on this machine, in memory, in Python: it is the slowest part, and its own rate is what plain requests
-(http.client, as many streams and bytes a request as ours) get of it. Every round times each line once, in turns; reported are
-MB/s, median and lowest to highest, and the median of the rounds' ratios to the server's own rate. Ours reads the file, takes
-CRC-32 of each part and of the whole, and SHA-256 for the server to compare; loading checks every part and fsyncs the file.
+(http.client, as many at once, of the same sizes) get of it. Every round times each line once, in turns; reported are MB/s,
+median and lowest to highest, and two medians of the rounds' ratios to the server's own line: of rates, and of processor seconds
+of client and server together, which others on the machine do not change. Ours reads the file, takes CRC-32 of each part, and
+SHA-256 for the server to compare; loading checks every part and fsyncs the file.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
@@ -32,67 +34,73 @@ import torch
 from s3_server import BUCKET, environment, s3_server
 
 from ultrascale import checkpoint
-from ultrascale.checkpoint.stored import fetch, publish_stored, upload_files, verify_stored
+from ultrascale.checkpoint.stored import Index, fetch, publish_stored, upload_files, verify_stored
 from ultrascale.checkpoint.stored.publish import files_of
-from ultrascale.storage import open_store
+from ultrascale.storage import Store, open_store
 from ultrascale.storage.parts import PART_BYTES, STREAMS
 
+T = TypeVar("T")
 SIGNED = {
     "Authorization": "AWS4-HMAC-SHA256 Credential=AKIATEST/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
 }
 """The server looks who asks, and compares no signature."""
 
 
-def plainly(server: str, method: str, keys: list[str], body: bytes) -> None:
-    """One request a key, `STREAMS` at a time, each on a connection of its own."""
+def plainly(server: str, method: str, sizes: list[int], body: bytes) -> None:
+    """One request a size, `STREAMS` at a time, each on a connection of its own."""
 
-    def request(key: str) -> None:
+    def request(index: int) -> None:
         connection = http.client.HTTPConnection(server.removeprefix("http://"))
-        connection.request(method, f"/{BUCKET}/{key}", body if method == "PUT" else None, SIGNED)
+        sent = memoryview(body)[: sizes[index]]
+        connection.request(method, f"/{BUCKET}/plain/{index}", sent if method == "PUT" else None, SIGNED)
         answer = connection.getresponse()
         data = answer.read()
         connection.close()
-        assert answer.status == 200 and (method == "PUT" or len(data) == len(body)), answer.status
+        assert answer.status == 200 and (method == "PUT" or len(data) == sizes[index]), answer.status
 
     with ThreadPoolExecutor(STREAMS) as pool:
-        list(pool.map(request, keys))
+        list(pool.map(request, range(len(sizes))))
 
 
-def timed(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+def processor_seconds() -> float:
+    """Seconds of this process and its children."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    fields = [Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split() for child in children]
+    ticks = sum(int(one[11]) + int(one[12]) for one in fields)
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def measure(server: str, mib: int, rounds: int, scratch: Path) -> dict[str, list[float]]:
-    """MB/s of every line in every round."""
+def measure(server: str, mib: int, rounds: int, scratch: Path) -> dict[str, list[tuple[float, float]]]:
+    """MB/s, and processor seconds per GB, of every line in every round."""
     tensors = {f"w{i}": torch.randn(mib * (1 << 20) // 4 // 8) for i in range(8)}
     folder = checkpoint.save(scratch / "disk", 1, tensors, {})
     manifest = checkpoint.verify(folder)
     size = sum(shard.bytes for shard in manifest.shards.values())
+    sizes = [min(PART_BYTES, size - at) for at in range(0, size, PART_BYTES)]
     body = os.urandom(PART_BYTES)
-    keys = [f"plain/{i}" for i in range(-(-size // PART_BYTES))]
-    rates: dict[str, list[float]] = {}
+    found: dict[str, list[tuple[float, float]]] = {}
+
+    def line(name: str, work: Callable[[], T]) -> T:
+        used, started = processor_seconds(), time.perf_counter()
+        result = work()
+        seconds = time.perf_counter() - started
+        found.setdefault(name, []).append((size / seconds / 1e6, (processor_seconds() - used) / size * 1e9))
+        return result
+
     for _ in range(rounds):
         store = open_store(f"s3://{BUCKET}/{uuid.uuid4().hex}")
-        save = timed(lambda: plainly(server, "PUT", keys, body))
-        started = time.perf_counter()
-        files = upload_files(store, folder, files_of(manifest))
-        index = publish_stored(store, folder, files, before=None)
-        ours = time.perf_counter() - started
-        load = timed(lambda: plainly(server, "GET", keys, body))
-        fetched = timed(partial(fetch, store, index, scratch / "back"))
-        verified = timed(partial(verify_stored, store, index))
+
+        def save(store: Store = store) -> Index:
+            return publish_stored(store, folder, upload_files(store, folder, files_of(manifest)), before=None)
+
+        line("the server's own, PUT", partial(plainly, server, "PUT", sizes, body))
+        index = line("ours: upload and publish", save)
+        line("the server's own, GET", partial(plainly, server, "GET", sizes, body))
+        line("ours: fetch onto the disk", partial(fetch, store, index, scratch / "back"))
+        line("ours: verify", partial(verify_stored, store, index))
         shutil.rmtree(scratch / "back")
         store.remove(one.key for one in store.walk(""))
-        plain = len(keys) * PART_BYTES
-        for name, count, seconds in (
-            ("the server's own, PUT", plain, save), ("ours: upload and publish", size, ours),
-            ("the server's own, GET", plain, load), ("ours: fetch onto the disk", size, fetched),
-            ("ours: verify", size, verified),
-        ):  # fmt: skip
-            rates.setdefault(name, []).append(count / seconds / 1e6)
-    return rates
+    return found
 
 
 def main() -> None:
@@ -111,9 +119,13 @@ def main() -> None:
     rows = []
     for name, found in rates.items():
         own = rates["the server's own, PUT" if "PUT" in name or "upload" in name else "the server's own, GET"]
-        ratio = median(ours / theirs for ours, theirs in zip(found, own, strict=True))
-        rows.append({"line": name, "mb_per_s": median(found), "lowest": min(found), "highest": max(found), "ratio": ratio})
-        print(f"{name:28} {median(found):7.0f} MB/s  ({min(found):.0f} to {max(found):.0f})  {ratio:.2f}")
+        ratio = median(ours / theirs for (ours, _), (theirs, _) in zip(found, own, strict=True))
+        work = median(theirs / ours for (_, ours), (_, theirs) in zip(found, own, strict=True))
+        speeds = [one for one, _ in found]
+        rows.append({"line": name, "mb_per_s": median(speeds), "lowest": min(speeds), "highest": max(speeds), "ratio": ratio,
+                     "processor_ratio": work})  # fmt: skip
+        told = f"{median(speeds):7.0f} MB/s  ({min(speeds):.0f} to {max(speeds):.0f})"
+        print(f"{name:28} {told}  {ratio:.2f}  by processor seconds {work:.2f}")
     if asked.json:
         facts = {"mib": asked.mib, "rounds": asked.rounds, "processor_count": os.cpu_count(), "platform": platform.platform()}
         asked.json.write_text(json.dumps({**facts, "lines": rows}, indent=1) + "\n")

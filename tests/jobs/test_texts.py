@@ -40,6 +40,7 @@ sources = ["data/web"]
 container = "registry.example.com/ultrascale:1"
 environment = ["NCCL_DEBUG=INFO", "WORDS=a 'quoted' $text"]
 """
+KUBERNETES = "1.34"
 EVERY = ("slurm", "kubernetes", "skypilot", "torchrun")
 SHELLS = ("slurm", "torchrun")
 
@@ -160,6 +161,27 @@ def test_the_schemas_see_a_planted_mistake(capsys):
         models.TrainerV1alpha1TrainingRuntime.from_dict(one)
 
 
+@pytest.mark.parametrize("kind", ["trainjob", "jobset"])
+def test_claims_and_the_jobs_within_are_what_kubernetes_own_schemas_allow(kind, capsys):
+    published = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed: no schemas")
+    options = ["--launch.kubernetes.kind", kind, "--launch.kubernetes.queue", "q", "--launch.kubernetes.network", "rdma/hca=8"]
+    claim, *others = documents(text(capsys, "kubernetes", *options))
+    jobs = [job for one in others for job in replicated_jobs(one)]
+    assert claim["kind"] == "PersistentVolumeClaim" and len(jobs) == 1
+    for one in (claim, *jobs):
+        published.validate(one, KUBERNETES, strict=True)
+    for one, key in ((claim, "accessMode"), (jobs[0], "completion")):
+        one["spec"][key] = "ReadWriteMany"  # no such key
+        with pytest.raises(published.ValidationError, match=key):
+            published.validate(one, KUBERNETES, strict=True)
+
+
+def replicated_jobs(one: dict[str, Any]) -> list[dict[str, Any]]:
+    """The batch jobs that a JobSet, or a TrainingRuntime's, makes."""
+    spec = one["spec"].get("template", {}).get("spec", one["spec"]) if one["kind"] == "TrainingRuntime" else one["spec"]
+    return [{"apiVersion": "batch/v1", "kind": "Job", **job["template"]} for job in spec.get("replicatedJobs", [])]
+
+
 def unlike(given: Any, read: Any, at: str = "") -> list[str]:
     """Keys of `given` that a schema did not know, or read as something else."""
     if isinstance(given, dict):
@@ -186,12 +208,26 @@ def test_pods_have_shared_memory_a_probe_time_to_leave_and_the_volume(kind, caps
     assert {one["name"]: one["value"] for one in container["env"]}["WORDS"] == "a 'quoted' $text"
 
 
+SKY = Path(sys.prefix) / "sky" / "bin" / "python"
+"""An environment of its own: SkyPilot wants other versions of what is here."""
+READ_TASK = "import sys, sky; t = sky.Task.from_yaml(sys.argv[1]); print(t.num_nodes, next(iter(t.resources)).use_spot)"
+
+
 def test_skypilot_reads_its_task(tmp_path, capsys):
-    sky = pytest.importorskip("sky", reason="skypilot is not installed (450 MB): its own parser does not read the text here")
+    if not SKY.exists():
+        pytest.skip(f"skypilot is not installed in {SKY.parents[1]} (330 MB): its own parser does not read the text here")
     file = tmp_path / "task.yaml"
-    file.write_text(text(capsys, "skypilot", "--launch.skypilot.infra", "aws"))
-    task = sky.Task.from_yaml(str(file))
-    assert (task.num_nodes, next(iter(task.resources)).use_spot) == (8, True)
+
+    def read(told: str) -> subprocess.CompletedProcess[str]:
+        file.write_text(told)
+        own = os.environ | {"HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+        return subprocess.run([str(SKY), "-c", READ_TASK, str(file)], env=own, capture_output=True, text=True, check=False)
+
+    told = text(capsys, "skypilot", "--launch.skypilot.infra", "aws")
+    done = read(told)
+    assert done.stdout.split() == ["8", "True"], done.stderr
+    done = read(told.replace("use_spot:", "use_spots:"))  # no such key
+    assert done.returncode != 0 and "use_spots" in done.stderr
 
 
 def test_a_skypilot_task_recovers_spot_machines_and_keeps_runs_in_a_bucket_with_a_disk_before_it(capsys):

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from hub_server import REPO, Hub, hub_server
 from safetensors.torch import load_file
 
 from ultrascale.catalogue.models.model_presets import PRESETS
@@ -26,111 +22,12 @@ from ultrascale.models.hub import expect_pushable, model_card
 from ultrascale.models.initialise import initialise
 
 MODEL = PRESETS["tiny-llama"]
-REPO = "ada/tiny"
-
-
-class Hub(ThreadingHTTPServer):
-    """Models in memory. It takes what huggingface_hub 1 and 2 send: create, preupload, LFS, commit."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.files: dict[str, bytes] = {}
-        self.objects: dict[str, bytes] = {}
-        self.commits: list[str] = []
-        self.private: bool | None = None
-        self.refuse: dict[str, int] = {}
-        """Parts of paths, and the status that answers them."""
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Answer(BaseHTTPRequestHandler):
-    server: Hub
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        if not self._refused():
-            self.say({"id": REPO, "sha": "0" * 40, "siblings": [{"rfilename": name} for name in self.server.files]})
-
-    def do_HEAD(self) -> None:
-        if self._refused():
-            return
-        name = self.path.rpartition("/")[2].partition("?")[0]
-        found = name in self.server.files
-        headers = {"X-Repo-Commit": "0" * 40, "ETag": '"1"'} if found else {"X-Error-Code": "EntryNotFound"}
-        self.say(None, status=200 if found else 404, headers=headers)
-
-    def do_PUT(self) -> None:
-        self.server.objects[self.path.rpartition("/")[2]] = self.body()
-        self.say({})
-
-    def do_POST(self) -> None:
-        body, hub = self.body(), self.server
-        if self._refused():
-            return
-        if self.headers["Authorization"] != "Bearer hf_right":
-            self.say({"error": "Invalid credentials"}, status=401)
-        elif self.path == "/api/repos/create":
-            asked = json.loads(body)
-            hub.private = asked.get("private", asked.get("visibility") == "private")
-            self.say({"url": f"{hub.address}/{REPO}"})
-        elif "/preupload/" in self.path:
-            names = [one["path"] for one in json.loads(body)["files"]]
-            mode = ["lfs" if name.endswith(".safetensors") else "regular" for name in names]
-            self.say({"files": [{"path": n, "uploadMode": m, "shouldIgnore": False} for n, m in zip(names, mode, strict=True)]})
-        elif self.path.endswith("/info/lfs/objects/batch"):
-            wanted = json.loads(body)["objects"]
-            upload = [{**one, "actions": {"upload": {"href": f"{hub.address}/lfs/{one['oid']}"}}} for one in wanted]
-            self.say({"transfer": "basic", "objects": upload}, kind="application/vnd.git-lfs+json")
-        elif "/commit/" in self.path:
-            self.commit([json.loads(line) for line in body.splitlines()])
-        else:
-            self.say({})
-
-    def commit(self, lines: list[dict[str, Any]]) -> None:
-        for line in lines:
-            value = line["value"]
-            if line["key"] == "header":
-                self.server.commits.append(value["summary"])
-            elif line["key"] == "file":
-                self.server.files[value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile":
-                held = self.server.objects[value["oid"]]
-                assert hashlib.sha256(held).hexdigest() == value["oid"] and len(held) == value["size"]
-                self.server.files[value["path"]] = held
-        self.say({"success": True, "commitOid": "1" * 40, "commitUrl": f"{self.server.address}/{REPO}/commit/{'1' * 40}"})
-
-    def _refused(self) -> bool:
-        status = next((status for part, status in self.server.refuse.items() if part in self.path), None)
-        if status is not None:
-            self.say({"error": "no"}, status=status)
-        return status is not None
-
-    def body(self) -> bytes:
-        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-
-    def say(
-        self, value: Any, *, status: int = 200, kind: str = "application/json", headers: dict[str, str] | None = None
-    ) -> None:
-        text = b"" if value is None else json.dumps(value).encode()
-        self.send_response(status)
-        for name, content in {"Content-Type": kind, "Content-Length": str(len(text)), **(headers or {})}.items():
-            self.send_header(name, content)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(text)
-
-    def log_message(self, *arguments: Any) -> None: ...
 
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    server = Hub()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
+    with hub_server() as server:
+        yield server
 
 
 @pytest.fixture

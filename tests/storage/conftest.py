@@ -1,14 +1,30 @@
 """One server a vendor for all tests of this folder, and a fresh prefix of its bucket for each."""
 
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from azure_server import CONTAINER, azure_at, azure_server
+from gcs_server import BUCKET as GOOGLE_BUCKET
+from gcs_server import gcs_at, gcs_server
 from s3_server import BUCKET, Proxy, proxied, reached_at, s3_server
 
 from ultrascale.storage import Store, open_store
+
+PREPARE = """
+import sys
+from pathlib import Path
+from data.little_text import lines, recipe
+from ultrascale.data.preparing.prepare import prepare
+from ultrascale.data.tokenizer import train_tokenizer
+folder = Path(sys.argv[1])
+train_tokenizer([" ".join(lines()[:50])], 300).save(str(folder / "tokenizer.json"))
+(folder / "text.jsonl").write_text("\\n".join('{"text": "%s"}' % line for line in lines()))
+prepare([folder / "text.jsonl"], output=folder / "prepared", recipe=recipe(folder / "tokenizer.json"), workers=1)
+"""
 
 
 @pytest.fixture(scope="session")
@@ -44,9 +60,33 @@ def azure_url(azure: str) -> Iterator[str]:
         yield f"az://{CONTAINER}/{uuid.uuid4().hex}"
 
 
-@pytest.fixture(params=["files", "s3", "azure"])
+@pytest.fixture(scope="session")
+def google() -> Iterator[str]:
+    with gcs_server() as address:
+        yield address
+
+
+@pytest.fixture
+def google_url(google: str) -> Iterator[str]:
+    """A prefix of the bucket that nothing is under yet; the environment leads to the server."""
+    with gcs_at(google):
+        yield f"gs://{GOOGLE_BUCKET}/{uuid.uuid4().hex}"
+
+
+@pytest.fixture(params=["files", "url", "azure_url", "google_url"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """Folders, and the servers of two vendors, in turn."""
+    """Folders, and the servers of three vendors, in turn."""
     if request.param == "files":
         return open_store(tmp_path / "store")
-    return open_store(request.getfixturevalue("url" if request.param == "s3" else "azure_url"), patience_seconds=5)
+    return open_store(request.getfixturevalue(request.param), patience_seconds=5)
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Several shards, made by a process of its own: what has used a bucket must not fork."""
+    folder = tmp_path_factory.mktemp("text")
+    tests = Path(__file__).parents[1]
+    code = f"import sys; sys.path[:0] = [{str(tests)!r}]\n{PREPARE}"
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, timeout=200)
+    assert len(list((folder / "prepared").glob("*.bin"))) > 3
+    return folder / "prepared"

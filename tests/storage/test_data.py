@@ -1,14 +1,13 @@
 """A prepared folder in a bucket: the same order and bits as on a disk, within a bounded cache, and fetched ahead."""
 
 import json
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from data.little_text import lines, recipe
 from s3_server import Answer, Proxy
 from train.small_runs import MODEL, curve, same, small_run, state, train_here
 
@@ -16,31 +15,10 @@ from ultrascale.data import streamed
 from ultrascale.data.corpus import Corpus
 from ultrascale.data.errors import DataError
 from ultrascale.data.loader import Loader
-from ultrascale.description.run import Data, Source
-from ultrascale.storage import Store, open_store
-
-PREPARE = """
-import sys
-from pathlib import Path
-from data.little_text import lines, recipe
 from ultrascale.data.preparing.prepare import prepare
 from ultrascale.data.tokenizer import train_tokenizer
-folder = Path(sys.argv[1])
-train_tokenizer([" ".join(lines()[:50])], 300).save(str(folder / "tokenizer.json"))
-(folder / "text.jsonl").write_text("\\n".join('{"text": "%s"}' % line for line in lines()))
-prepare([folder / "text.jsonl"], output=folder / "prepared", recipe=recipe(folder / "tokenizer.json"), workers=1)
-"""
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Several shards, made by a process of its own: what has used a bucket must not fork."""
-    folder = tmp_path_factory.mktemp("text")
-    tests = Path(__file__).parents[1]
-    code = f"import sys; sys.path[:0] = [{str(tests)!r}]\n{PREPARE}"
-    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, timeout=200)
-    assert len(list((folder / "prepared").glob("*.bin"))) > 3
-    return folder / "prepared"
+from ultrascale.description.run import Data, Source
+from ultrascale.storage import Store, open_store
 
 
 def put(store: Store, folder: Path) -> None:
@@ -147,3 +125,35 @@ def test_a_run_trains_from_a_bucket_to_the_same_bits(url: str, prepared: Path, t
     assert same(state(runs[0]), state(runs[1])) and curve(runs[0]) == curve(runs[1])
     assert (tmp_path / "bucket/small/tokenizer.json").exists()
     assert "data: of 1 source in a store" in (tmp_path / "bucket/small/log.txt").read_text()
+
+
+TEXT = {"a/one.jsonl": 0, "a/two.jsonl": 1, "b.jsonl": 2, "skipped/three.jsonl": 3, "notes.md": 4}
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["a folder", "a file"])
+def test_text_in_a_bucket_is_prepared_as_on_a_disk(url: str, tmp_path: Path, whole: bool):
+    store = open_store(url)
+    for name, place in TEXT.items():
+        (tmp_path / "text" / name).parent.mkdir(parents=True, exist_ok=True)
+        text = "\n".join(json.dumps({"text": line}) for line in lines()[place::5])
+        (tmp_path / "text" / name).write_text(text)
+        store.write(name, text.encode())
+    trained = tmp_path / "tokenizer.json"
+    train_tokenizer([" ".join(lines()[:50])], 300).save(str(trained))
+    asked = recipe(trained, glob="*.jsonl", exclude=("skipped",), validation_fraction=0.2)
+    end = "" if whole else "/a/one.jsonl"
+    shards: list[dict[str, bytes]] = []
+    for place, name in ((tmp_path / "text", "here"), (url, "there")):
+        prepare([f"{place}{end}"], output=tmp_path / name, recipe=asked, workers=1)
+        found = (tmp_path / name).rglob("shard-*")
+        shards.append({str(path.relative_to(tmp_path / name)): path.read_bytes() for path in found})
+    assert shards[0] == shards[1] and len(shards[0]) > (10 if whole else 3)
+    assert not (tmp_path / "there.inputs").exists()
+
+
+def test_text_that_is_not_in_the_bucket_is_told(url: str, tmp_path: Path):
+    trained = tmp_path / "tokenizer.json"
+    train_tokenizer([" ".join(lines()[:50])], 300).save(str(trained))
+    with pytest.raises(DataError, match="holds no file that is asked for"):
+        prepare([f"{url}/none.jsonl"], output=tmp_path / "there", recipe=recipe(trained), workers=1)
+    assert not (tmp_path / "there").exists()

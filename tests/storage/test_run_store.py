@@ -70,11 +70,13 @@ def test_a_machine_with_an_empty_disk_goes_on_to_the_same_bits(tmp_path: Path, u
     assert steps_in(url)[0] == 12
 
 
-def test_a_container_of_azures_does_the_same(tmp_path: Path, azure_url: str, straight: Run):
-    first = stored_run(tmp_path / "first", azure_url, asynchronous=True)
+@pytest.mark.parametrize("vendor", ["azure_url", "google_url"])
+def test_a_bucket_of_another_vendor_does_the_same(tmp_path: Path, request: pytest.FixtureRequest, straight: Run, vendor: str):
+    url = request.getfixturevalue(vendor)
+    first = stored_run(tmp_path / "first", url, asynchronous=True)
     assert train_here(first, before_step=stop_at(7)).stopped
-    assert steps_in(azure_url)[0] == 7
-    second = stored_run(tmp_path / "second", azure_url)
+    assert steps_in(url)[0] == 7
+    second = stored_run(tmp_path / "second", url)
     train_here(second)
     assert "resumed from" in (tmp_path / "second/small/log.txt").read_text()
     assert same(state(second), state(straight)) and curve(second) == curve(straight)

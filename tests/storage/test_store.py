@@ -4,6 +4,8 @@ import base64
 import hashlib
 import os
 import threading
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,9 @@ from ultrascale.storage import (
     MissingError,
     StorageError,
     Store,
-    download_file,
+    checksum,
+    crc_of,
+    download_files,
     open_store,
     parts,
     read_parts,
@@ -111,11 +115,33 @@ def test_a_file_goes_through_parts_and_comes_back(store: Store, tmp_path: Path, 
     monkeypatch.setattr(parts, "PART_BYTES", 1000)
     content = os.urandom(12_345)
     (tmp_path / "file").write_bytes(content)
-    made, crc = upload_file(store, tmp_path / "file", "p/file")
-    assert sum(part.bytes for part in made) == len(content) and crc == parts.crc32(content)
+    made = upload_file(store, tmp_path / "file", "p/file")
+    assert sum(part.bytes for part in made) == len(content) and crc_of(made) == zlib.crc32(content)
     assert b"".join(store.read(part.key("p/file", i)) for i, part in enumerate(made)) == content
-    download_file(store, made, "p/file", tmp_path / "back")
+    download_files(store, {tmp_path / "back": ("p/file", made)})
     assert (tmp_path / "back").read_bytes() == content
+
+
+def test_memory_that_a_connection_still_reads_from_is_not_used_for_the_next_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(parts, "PART_BYTES", 1000)
+    monkeypatch.setattr(parts, "STREAMS", 1)
+    store = open_store(tmp_path / "store")
+    late: dict[str, memoryview] = {}
+    monkeypatch.setattr(store, "write", lambda key, data: late.update({key: memoryview(data)}))
+    content = os.urandom(5500)
+    (tmp_path / "file").write_bytes(content)
+    made = upload_file(store, tmp_path / "file", "p")
+    assert b"".join(late[part.key("p", i)] for i, part in enumerate(made)) == content
+
+
+@pytest.mark.parametrize("combine", [checksum.combine_crc32, checksum._combine])
+def test_the_checksum_of_two_pieces_is_that_of_both_end_to_end(combine: Callable[[int, int, int], int]):
+    content = os.urandom(5000)
+    for cut in (0, 1, 77, 4096, 5000):
+        first, second = content[:cut], content[cut:]
+        assert combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(content)
 
 
 @pytest.mark.parametrize("harm", ["flipped", "short", "missing"])
@@ -123,7 +149,7 @@ def test_a_part_that_is_not_what_was_sent_is_found(store: Store, tmp_path: Path,
     monkeypatch.setattr(parts, "PART_BYTES", 1000)
     monkeypatch.setattr(parts, "PAUSE_SECONDS", 0.0)
     (tmp_path / "file").write_bytes(os.urandom(3000))
-    made, _ = upload_file(store, tmp_path / "file", "p/file")
+    made = upload_file(store, tmp_path / "file", "p/file")
     key = made[1].key("p/file", 1)
     data = bytearray(store.read(key))
     data[500] ^= 1
@@ -132,7 +158,7 @@ def test_a_part_that_is_not_what_was_sent_is_found(store: Store, tmp_path: Path,
     else:
         store.write(key, bytes(data if harm == "flipped" else data[:999]))
     with pytest.raises(DamagedError, match=made[1].key("p/file", 1)):
-        download_file(store, made, "p/file", tmp_path / "back")
+        download_files(store, {tmp_path / "back": ("p/file", made)})
     assert not (tmp_path / "back").exists()
 
 
@@ -140,12 +166,12 @@ def test_an_upload_that_was_cut_off_sends_only_what_is_missing(proxy: Proxy, tmp
     monkeypatch.setattr(parts, "PART_BYTES", 1000)
     store = open_store("s3://bucket/cut-off", patience_seconds=5)
     (tmp_path / "file").write_bytes(os.urandom(10_000))
-    made, _ = upload_file(store, tmp_path / "file", "p/file")
+    made = upload_file(store, tmp_path / "file", "p/file")
     store.remove([made[3].key("p/file", 3)])
     proxy.seen.clear()
     upload_file(store, tmp_path / "file", "p/file", resuming=True)
     assert [one.path for one in proxy.seen if one.method == "PUT"] == [f"/bucket/cut-off/{made[3].key('p/file', 3)}"]
-    assert b"".join(read_parts(store, made, "p/file")) == (tmp_path / "file").read_bytes()
+    assert read_parts(store, made, "p/file") == (tmp_path / "file").read_bytes()
 
 
 def test_parts_are_sent_with_a_checksum_that_the_server_compares(proxy: Proxy, tmp_path: Path):
@@ -207,7 +233,7 @@ def test_a_url_that_went_through_a_path_is_mended():
 
 @pytest.mark.parametrize(
     ("place", "told"),
-    [("ftp://x/y", "is none of"), ("hf://a/b", "put on a condition"), ("s3://key:secret@bucket/x", "no credentials"),
+    [("ftp://x/y", "is none of"), ("hf://a", "names no repository"), ("s3://key:secret@bucket/x", "no credentials"),
      ("s3:///", "names no bucket"), ("", "is empty")],
 )  # fmt: skip
 def test_what_cannot_be_a_store_is_refused_without_asking(place: str, told: str):

@@ -18,10 +18,11 @@ ALLOWED = READS_PICKLES | {
     PACKAGE / "demo" / "stages" / "exported.py": {".from_pretrained()"},
     PACKAGE / "models" / "hub.py": {"huggingface_hub"},
     PACKAGE / "page" / "server.py": {"http.server"},
+    PACKAGE / "storage" / "hub.py": {"huggingface_hub"},
 }
-"""Also: the Hub is only sent to, by `export --push-to-hub`; the page is served, to whoever has its token and on this machine
-alone (`tests/page/test_server.py`); forked ranks of a proof hand each other what they made; the demo and a proof let
-transformers read our own export."""
+"""Also: the Hub is sent to by `export --push-to-hub`, and read as bytes at one commit by hf://; the page is served, to whoever
+has its token and on this machine alone (`tests/page/test_server.py`); forked ranks of a proof hand each other what they made;
+the demo and a proof let transformers read our own export."""
 UNSAFE_MODULES = {
     "pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "yaml", "ruamel", "jsonpickle",
     "code", "codeop", "runpy", "xmlrpc", "imp", "zipimport",

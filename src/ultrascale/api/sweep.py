@@ -226,7 +226,7 @@ def _check(options: SweepOptions) -> None:
 
 
 def _store(place: str) -> Store:
-    if problem := url_problem(place):
+    if problem := url_problem(place, to_write=True):
         raise SpecError([Problem("--store", problem, "For example s3://BUCKET/sweeps/NAME, or a folder.")])
     return open_store(place, patience_seconds=STORE_PATIENCE_SECONDS)
 

@@ -83,7 +83,7 @@ def prepare(
     prepared
 
     Args:
-        inputs: Files, or folders that are searched for files.
+        inputs: Files, or folders that are searched for files; also s3://, gs://, az:// and hf://.
         output: Folder for the shards, manifest.json and tokenizer.json.
         tokenizer: A tokenizer.json.
         train_tokenizer: Or: train a byte-level BPE with so many ids on the input.

@@ -3,12 +3,13 @@
 store    what both can do: read, conditional put, list by prefix, remove
 files    a folder
 objects  s3://, gs://, az:// through obstore, whose one wheel has no dependencies, retries, and puts on a condition
+hub      hf://, a repository of the Hugging Face Hub, which is only read
 parts    a large file as many objects, each with its checksum
 """
 
 from ultrascale.storage.errors import ConflictError, DamagedError, MissingError, StorageError
 from ultrascale.storage.location import join_url, open_store, url_of
-from ultrascale.storage.parts import Part, download_file, read_parts, upload_file
+from ultrascale.storage.parts import Part, crc_of, download_files, read_parts, upload_file, verify_parts
 from ultrascale.storage.store import Store, Stored, Version
 
 __all__ = [
@@ -20,10 +21,12 @@ __all__ = [
     "Store",
     "Stored",
     "Version",
-    "download_file",
+    "crc_of",
+    "download_files",
     "join_url",
     "open_store",
     "read_parts",
     "upload_file",
     "url_of",
+    "verify_parts",
 ]

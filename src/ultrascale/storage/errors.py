@@ -15,3 +15,7 @@ class ConflictError(StorageError):
 
 class DamagedError(StorageError):
     """An object does not hold the bytes that were written."""
+
+
+class RefusedError(StorageError):
+    """The store answers, and refuses: to ask again would not help."""

@@ -12,10 +12,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ultrascale.storage.errors import ConflictError, MissingError, StorageError
-from ultrascale.storage.store import Store, Stored, Version
+from ultrascale.storage.store import Block, Store, Stored, Version
 
 _PARTIAL = ".put-"
 _LOCK = ".publish.lock"
+_BLOCK_BYTES = 256 << 10
 
 
 class FileStore(Store):
@@ -36,6 +37,11 @@ class FileStore(Store):
     def read_range(self, key: str, begin: int, end: int) -> bytes:
         with self._told(key, "read"), open(self._path(key), "rb") as file:
             return os.pread(file.fileno(), end - begin, begin)
+
+    def blocks(self, key: str) -> Iterator[Block]:
+        with self._told(key, "read"), open(self._path(key), "rb", buffering=0) as file:
+            while block := file.read(_BLOCK_BYTES):
+                yield block
 
     def size(self, key: str) -> int:
         with self._told(key, "read"):

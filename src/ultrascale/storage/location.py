@@ -1,4 +1,4 @@
-"""Location of a store: `s3://bucket/prefix`, `gs://`, `az://container/prefix`, `file:///folder`, or a plain path."""
+"""Location of a store: `s3://bucket/prefix`, `gs://`, `az://container/prefix`, `file:///folder`, a plain path; to read, `hf://`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from ultrascale.storage.errors import StorageError
+from ultrascale.storage.hub import PLACE, HubStore
 from ultrascale.storage.store import Store
 
 SCHEMES = ("s3", "gs", "az")
@@ -28,16 +29,20 @@ def join_url(url: str, *names: str) -> str:
     return "/".join([url.rstrip("/"), *names])
 
 
-def url_problem(place: str) -> str | None:
-    """Why `place` cannot name a store; None if it can, as far as can be seen without asking it."""
+def url_problem(place: str, *, to_write: bool = False) -> str | None:
+    """Why `place` cannot name a store, one that is written; None if it can, as far as can be seen without asking it."""
     url = url_of(place)
     if url is None:
         return None if place else "is empty"
     scheme, rest = url.split("://", 1)
     if scheme == "hf":
-        return "hf:// is a repository of commits, which takes no put on a condition: keep the run in a bucket, and push exports"
+        if to_write:
+            return "hf:// takes commits and no put on a condition: keep the run in a bucket, and push exports"
+        return (
+            None if PLACE.fullmatch(rest) else "names no repository: expected hf://USER/NAME or hf://datasets/USER/NAME/FOLDER"
+        )
     if scheme not in (*SCHEMES, "file"):
-        return f"{scheme}:// is none of {', '.join(f'{one}://' for one in SCHEMES)}, file:// or a path"
+        return f"{scheme}:// is none of {', '.join(f'{one}://' for one in SCHEMES)}, hf://, file:// or a path"
     if "@" in rest or "?" in rest:
         return "must hold no credentials: they come from the environment"
     if not rest.strip("/").split("/")[0]:
@@ -55,6 +60,8 @@ def open_store(place: str | Path, *, patience_seconds: float = PATIENCE_SECONDS)
         from ultrascale.storage.files import FileStore
 
         return FileStore(Path(place) if url is None else Path(url.removeprefix("file://")))
+    if url.startswith("hf://"):
+        return HubStore(url)
     from ultrascale.storage.objects import ObjectStore
 
     return ObjectStore(url, patience_seconds=patience_seconds)

@@ -18,13 +18,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ultrascale.storage.errors import ConflictError, DamagedError, MissingError, StorageError
-from ultrascale.storage.store import Store, Stored, Version
+from ultrascale.storage.errors import ConflictError, DamagedError, MissingError, RefusedError, StorageError
+from ultrascale.storage.store import Block, Store, Stored, Version
 
 T = TypeVar("T")
 CONNECT_SECONDS, REQUEST_SECONDS = 10, 300
 """A part of 32 MiB passes at 1 Mbit/s in the latter."""
 MULTIPART_BYTES, MULTIPART_STREAMS = 16 << 20, 8
+BLOCK_BYTES = 256 << 10
+"""An object that is read by blocks comes in these: larger ones leave the processor's caches between two uses."""
 READS = 3
 """Attempts to read an answer that breaks off; a request that gets none is sent again by obstore."""
 PAUSE_SECONDS = 0.2
@@ -84,6 +86,12 @@ class ObjectStore(Store):
 
     def read_range(self, key: str, begin: int, end: int) -> bytes:
         return self._read(key, lambda: bytes(self._obstore.get_range(self._store, key, start=begin, end=end)))
+
+    def blocks(self, key: str) -> Iterator[Block]:
+        try:
+            yield from self._obstore.get(self._store, key).stream(min_chunk_size=BLOCK_BYTES)
+        except self._errors as error:
+            raise self._error(key, error) from None
 
     def size(self, key: str) -> int:
         return self._read(key, lambda: int(self._obstore.head(self._store, key)["size"]))
@@ -172,10 +180,6 @@ class ObjectStore(Store):
             remedy = "give credentials in the environment that may read, write, list and remove there"
             return RefusedError(f"{self.where(key)} was refused ({said}): {remedy}.")
         return StorageError(f"{self.where(key)}: the store does not answer as it should ({said}).")
-
-
-class RefusedError(StorageError):
-    """The store answers, and refuses: to ask again would not help."""
 
 
 def _config(url: str) -> dict[str, Any]:

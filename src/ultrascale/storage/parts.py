@@ -7,26 +7,27 @@ after a kill, listed and collected by its prefix, and checked alone. The file is
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from ultrascale.failpoints import failpoint
-from ultrascale.storage.errors import DamagedError, MissingError
-from ultrascale.storage.store import Store
+from ultrascale.storage.checksum import combine_crc32, crc32
+from ultrascale.storage.errors import DamagedError, MissingError, RefusedError, StorageError
+from ultrascale.storage.store import Block, Store
 
-try:
-    from isal.isal_zlib import crc32
-except ImportError:
-    from zlib import crc32
+T = TypeVar("T")
+U = TypeVar("U")
 
 PART_BYTES = 32 << 20
 STREAMS = 8
-"""Parts on their way at once, so that 256 MiB of memory are used at most."""
+"""Parts on their way at once. Those that go there are held whole, 256 MiB at most; those that come pass in small blocks."""
 READS = 3
 PAUSE_SECONDS = 0.2
 
@@ -43,92 +44,149 @@ class Part:
         return f"{prefix}.{index:05d}-{self.crc:08x}"
 
 
-def upload_file(store: Store, path: Path, prefix: str, *, resuming: bool = False) -> tuple[tuple[Part, ...], int]:
-    """Write the file's parts under `prefix`; what they are, and the CRC-32 of the whole file as it was read.
+def crc_of(parts: Iterable[Part]) -> int:
+    """CRC-32 of the file that these parts make up."""
+    crc = 0
+    for part in parts:
+        crc = combine_crc32(crc, part.crc, part.bytes)
+    return crc
+
+
+def upload_file(store: Store, path: Path, prefix: str, *, resuming: bool = False) -> tuple[Part, ...]:
+    """Write the file's parts under `prefix`; what they are, as the file was read.
 
     `resuming`: some may be there from an attempt that was cut off; they are not sent again. Raises StorageError, OSError."""
-    parts: list[Part] = []
-    whole = 0
 
-    def send(key: str, data: bytes) -> None:
-        if not (resuming and _is_there(store, key, len(data))):
+    size = path.stat().st_size
+    free: list[mmap.mmap] = []  # to touch fresh memory costs as much as to send what it holds
+
+    def send(index: int) -> Part:
+        try:
+            buffer = free.pop()
+        except IndexError:
+            buffer = mmap.mmap(-1, min(size, PART_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with open(path, "rb") as file:
+            file.seek(index * PART_BYTES)
+            data = memoryview(buffer)[: file.readinto(buffer)]
+        part = Part(len(data), crc32(data) & 0xFFFFFFFF)
+        key = part.key(prefix, index)
+        if not (resuming and _is_there(store, key, part.bytes)):
             store.write(key, data)
         failpoint("upload.part")
+        with suppress(BufferError):  # a connection that was given up may still be reading from it
+            data.release()
+            buffer.resize(len(buffer))
+            free.append(buffer)
+        return part
 
-    with open(path, "rb") as file, ThreadPoolExecutor(STREAMS, "upload") as pool:
-        sent: deque[Future[None]] = deque()
-        try:
-            while data := file.read(PART_BYTES):
-                part = Part(len(data), crc32(data) & 0xFFFFFFFF)
-                whole = crc32(data, whole)
-                sent.append(pool.submit(send, part.key(prefix, len(parts)), data))
-                parts.append(part)
-                if len(sent) >= STREAMS:
-                    sent.popleft().result()
-            while sent:
-                sent.popleft().result()
-        finally:
-            for one in sent:
-                one.cancel()
-    return tuple(parts), whole & 0xFFFFFFFF
+    return tuple(_side_by_side(send, range(-(-size // PART_BYTES))))
 
 
-def download_file(store: Store, parts: Sequence[Part], prefix: str, path: Path) -> None:
-    """Make the file `path` of its parts, each checked, and fsync it. Raises StorageError, OSError; then there is no file."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+def download_files(store: Store, files: Mapping[Path, tuple[str, Sequence[Part]]]) -> None:
+    """Make each file of its parts, each checked, and fsync it; `files` gives prefix and parts of each.
+
+    Raises StorageError, OSError; then none of them is there."""
+    made: list[Path] = []
     try:
-        at = 0
-        for data in read_parts(store, parts, prefix):
-            view = memoryview(data)
-            while view:
-                done = os.pwrite(fd, view, at)
-                view, at = view[done:], at + done
-            failpoint("download.part")
-        os.fsync(fd)
+        for path in files:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+            made.append(path)
+        _side_by_side(
+            lambda one: _bring(store, *one),
+            [(path, *one) for path, (prefix, parts) in files.items() for one in _placed(prefix, parts)],
+        )
     except BaseException:
-        os.unlink(path)
+        for path in made:
+            with suppress(OSError):
+                path.unlink()
         raise
+
+
+def verify_parts(store: Store, files: Mapping[str, Sequence[Part]]) -> None:
+    """Read every part and compare it with its checksum; `files` gives the parts of each prefix.
+
+    Raises DamagedError naming the first that differs, StorageError."""
+    placed = [one for prefix, parts in files.items() for one in _placed(prefix, parts)]
+    _side_by_side(lambda one: _take(store, one[0], one[1], lambda block, at: None), placed)
+
+
+def read_parts(store: Store, parts: Sequence[Part], prefix: str) -> bytes:
+    """A file that fits in memory, checked. Raises DamagedError, StorageError."""
+    data = bytearray(sum(part.bytes for part in parts))
+    for key, part, begin in _placed(prefix, parts):
+
+        def put(block: Block, at: int, begin: int = begin) -> None:
+            data[begin + at : begin + at + len(block)] = block
+
+        _take(store, key, part, put)
+    return bytes(data)
+
+
+def _side_by_side(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
+    """Results in the order of the items. The first failure is raised; what has not begun by then never does."""
+    with ThreadPoolExecutor(STREAMS, "parts") as pool:
+        return list(pool.map(work, items))
+
+
+def _placed(prefix: str, parts: Sequence[Part]) -> list[tuple[str, Part, int]]:
+    """Each part's key, and where in the file it begins."""
+    found, at = [], 0
+    for index, part in enumerate(parts):
+        found.append((part.key(prefix, index), part, at))
+        at += part.bytes
+    return found
+
+
+def _bring(store: Store, path: Path, key: str, part: Part, begin: int) -> None:
+    """A part into its place in a file; it is on its way to the disk while others still come."""
+    fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+
+    def put(block: Block, at: int) -> None:
+        view = memoryview(block)
+        while view:
+            done = os.pwrite(fd, view, begin + at)
+            view, at = view[done:], at + done
+
+    try:
+        _take(store, key, part, put)
+        failpoint("download.part")
+        os.fsync(fd)
     finally:
         os.close(fd)
 
 
-def read_parts(store: Store, parts: Sequence[Part], prefix: str) -> Iterator[bytes]:
-    """The bytes of one part after the other, checked, several fetched ahead. Raises DamagedError, StorageError."""
-    with ThreadPoolExecutor(STREAMS, "download") as pool:
-        waiting: deque[Future[bytes]] = deque()
-        keys = ((part.key(prefix, index), part) for index, part in enumerate(parts))
-        try:
-            for key, part in keys:
-                waiting.append(pool.submit(_checked, store, key, part))
-                if len(waiting) >= STREAMS:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for one in waiting:
-                one.cancel()
+def _take(store: Store, key: str, part: Part, put: Callable[[Block, int], None]) -> None:
+    """Give each block of a part, and where in the part it begins, to `put`; check the whole.
 
-
-def _checked(store: Store, key: str, part: Part) -> bytes:
-    """A part that comes cut short or changed on the way is asked for again."""
-    problem = ""
+    One that comes cut short or changed on the way is asked for again, and given again from its begin."""
+    failure: StorageError | None = None
     for attempt in range(READS):
         time.sleep(PAUSE_SECONDS * (attempt > 0))
+        crc, size = 0, 0
         try:
-            data = store.read(key)
+            for block in store.blocks(key):
+                if size + len(block) <= part.bytes:
+                    put(block, size)
+                crc, size = crc32(block, crc), size + len(block)
         except MissingError as error:
             raise DamagedError(f"{store.where(key)} is missing. Use another checkpoint.") from error
-        problem = _problem(data, part)
+        except RefusedError:
+            raise
+        except StorageError as error:
+            failure = error
+            continue
+        problem = _problem(size, crc & 0xFFFFFFFF, part)
         if not problem:
-            return data
-    raise DamagedError(f"{store.where(key)}: {problem}. Use another checkpoint.")
+            return
+        failure = DamagedError(f"{store.where(key)}: {problem}. Use another checkpoint.")
+    assert failure is not None
+    raise failure
 
 
-def _problem(data: bytes, part: Part) -> str:
-    if len(data) != part.bytes:
-        return f"{len(data)} bytes long, expected {part.bytes}"
-    found = crc32(data) & 0xFFFFFFFF
-    return "" if found == part.crc else f"checksum is crc32:{found:08x}, expected crc32:{part.crc:08x}"
+def _problem(size: int, crc: int, part: Part) -> str:
+    if size != part.bytes:
+        return f"{size} bytes long, expected {part.bytes}"
+    return "" if crc == part.crc else f"checksum is crc32:{crc:08x}, expected crc32:{part.crc:08x}"
 
 
 def _is_there(store: Store, key: str, size: int) -> bool:

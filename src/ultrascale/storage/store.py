@@ -10,8 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from ultrascale.storage.errors import DamagedError
+
+Block: TypeAlias = bytes | memoryview
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,11 @@ class Store(ABC):
     @abstractmethod
     def read_range(self, key: str, begin: int, end: int) -> bytes:
         """Bytes `begin` to `end` - 1 of an object; fewer where it ends before. Raises MissingError if there is none."""
+
+    @abstractmethod
+    def blocks(self, key: str) -> Iterator[Block]:
+        """All of an object, some hundred KiB at a time, as they come. Raises MissingError if there is none; an answer that
+        breaks off raises after what came of it."""
 
     @abstractmethod
     def size(self, key: str) -> int:

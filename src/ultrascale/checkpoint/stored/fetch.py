@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ultrascale.checkpoint.disk.checksum import checksum_text, crc32
+from ultrascale.checkpoint.disk.checksum import checksum_text
 from ultrascale.checkpoint.disk.files import read_manifest, verify_size
 from ultrascale.checkpoint.disk.folders import make_folder, publish, step_folder, temporary_folder
 from ultrascale.checkpoint.errors import CheckpointError, UnknownVersionError
@@ -24,7 +24,7 @@ from ultrascale.checkpoint.manifest import MANIFEST_NAME
 from ultrascale.checkpoint.manifest import decode as decode_manifest
 from ultrascale.checkpoint.stored.index import FOLDER, NEWEST, Index, decode, key_of, name_of, step_of
 from ultrascale.failpoints import failpoint
-from ultrascale.storage import MissingError, StorageError, Store, download_file, read_parts
+from ultrascale.storage import MissingError, StorageError, Store, crc_of, download_files, read_parts, verify_parts
 
 READERS = 8
 
@@ -81,9 +81,8 @@ def fetch(store: Store, index: Index, root: Path) -> Path:
     temporary = temporary_folder(root, index.step, uuid.uuid4().hex)
     temporary.mkdir()
     try:
-        for file, parts in index.files.items():
-            download_file(store, parts, index.prefix(file), temporary / file)
-            failpoint("fetch.file")
+        download_files(store, {temporary / file: (index.prefix(file), parts) for file, parts in index.files.items()})
+        failpoint("fetch.files")
         manifest = read_manifest(temporary)
         _expect_same(index, manifest.step, manifest.save_id, store)
         for file, shard in manifest.shards.items():
@@ -101,19 +100,19 @@ def verify_stored(store: Store, index: Index) -> None:
     """Read every byte of a stored checkpoint, and compare with the checksums of its parts and of its manifest.
 
     Raises CheckpointError naming what is damaged, StorageError if the store does not answer."""
-    data = b"".join(read_parts(store, index.files[MANIFEST_NAME], index.prefix(MANIFEST_NAME)))
+    data = read_parts(store, index.files[MANIFEST_NAME], index.prefix(MANIFEST_NAME))
     where = store.where(index.prefix(MANIFEST_NAME))
     manifest = decode_manifest(data, where)
     _expect_same(index, manifest.step, manifest.save_id, store)
     for file, shard in manifest.shards.items():
         if file not in index.files:
             raise CheckpointError(f"{where}: names {file}, which is not among the files put there. Use another checkpoint.")
-        crc, size = 0, 0
-        for block in read_parts(store, index.files[file], index.prefix(file)):
-            crc, size = crc32(block, crc), size + len(block)
-        if (size, checksum_text(crc)) != (shard.bytes, shard.checksum):
-            problem = f"{size} bytes of checksum {checksum_text(crc)}, expected {shard.bytes} of {shard.checksum}"
+        parts = index.files[file]
+        size, checksum = sum(part.bytes for part in parts), checksum_text(crc_of(parts))
+        if (size, checksum) != (shard.bytes, shard.checksum):
+            problem = f"{size} bytes of checksum {checksum}, expected {shard.bytes} of {shard.checksum}"
             raise CheckpointError(f"{store.where(index.prefix(file))}: {problem}. Use another checkpoint.")
+    verify_parts(store, {index.prefix(file): index.files[file] for file in manifest.shards})
 
 
 def summarize_stored(store: Store, *, read_all: bool) -> Iterator[Summary]:

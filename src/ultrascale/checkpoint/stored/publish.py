@@ -17,7 +17,7 @@ from ultrascale.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ultrascale.checkpoint.stored.fetch import Found, found_in, steps_listed, verify_stored
 from ultrascale.checkpoint.stored.index import FOLDER, NEWEST, Index, decode, encode, folder_of, key_of, name_of, step_of
 from ultrascale.failpoints import failpoint
-from ultrascale.storage import MissingError, Part, Store, Version, upload_file
+from ultrascale.storage import MissingError, Part, Store, Version, crc_of, upload_file
 
 Files = dict[str, tuple[Part, ...]]
 
@@ -37,9 +37,12 @@ def upload_files(store: Store, folder: Path, files: Collection[str], *, resuming
     failpoint("upload.start")
     for file in files:
         prefix = f"{folder_of(manifest.step, manifest.save_id)}/{file}"
-        parts, crc = upload_file(store, folder / file, prefix, resuming=resuming)
+        parts = upload_file(store, folder / file, prefix, resuming=resuming)
         shard = manifest.shards.get(file)
-        if shard is not None and (sum(part.bytes for part in parts), checksum_text(crc)) != (shard.bytes, shard.checksum):
+        if shard is not None and (sum(part.bytes for part in parts), checksum_text(crc_of(parts))) != (
+            shard.bytes,
+            shard.checksum,
+        ):
             raise CheckpointError(
                 f"{folder / file}: its bytes have changed since it was saved; it is not put into {store.url}."
             )

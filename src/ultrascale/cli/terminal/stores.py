@@ -33,7 +33,8 @@ def brought(place: Path) -> Iterator[Path]:
         here.mkdir()
         if CONFIG in [one.key for one in store.names("")[0]]:
             for one in store.names("")[0]:
-                (here / one.key).write_bytes(store.read(one.key))
+                with open(here / one.key, "xb") as file:
+                    file.writelines(store.blocks(one.key))
         else:
             bring_newest(store, here)
         yield here

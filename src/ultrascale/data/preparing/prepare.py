@@ -23,6 +23,7 @@ from ultrascale.data.errors import DataError, SeveralDataErrors
 from ultrascale.data.files import PARTIAL, make_names_durable, read_json, write_json, write_whole, writing
 from ultrascale.data.indexed import best_dtype
 from ultrascale.data.manifest import NAME, Manifest, ShardRecord, TokenizerFacts, load_manifest, save_manifest
+from ultrascale.data.preparing.bring import brought
 from ultrascale.data.preparing.shards import OnBad, ShardTask, is_held_out, make_shard, record_path
 from ultrascale.data.preparing.workers import available_cores, run_tasks
 from ultrascale.data.reading.documents import Document, PartReader
@@ -94,19 +95,30 @@ def prepare(
     workers: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Prepared:
-    """Makes `output` (and `validation`, by default `output`/validation, if documents are held out) from text files.
+    """Makes `output` (and `validation`, by default `output`/validation, if documents are held out) from text files of
+    this machine or a store.
 
     The result does not depend on `workers` (None: all cores), nor on whether an earlier run was killed.
     Raises DataError for bad input, an output that was made from something else or cannot be written, or no documents at all.
     """
-    folder = Path(output)
-    folders = (folder, Path(validation or folder / "validation")) if recipe.validation_fraction > 0 else (folder,)
     _expect_sense(recipe, workers, validation)
+    with brought(inputs, Path(output), glob=recipe.glob, exclude=recipe.exclude) as here:
+        return _prepare(here, Path(output), recipe, validation, workers, on_progress or (lambda progress: None))
+
+
+def _prepare(
+    inputs: list[Path],
+    folder: Path,
+    recipe: Recipe,
+    validation: str | Path | None,
+    workers: int | None,
+    notify: Callable[[Progress], None],
+) -> Prepared:
+    folders = (folder, Path(validation or folder / "validation")) if recipe.validation_fraction > 0 else (folder,)
     files = find_files(inputs, glob=recipe.glob, exclude=recipe.exclude)
     _expect_outside(files, folders)
     shards = cut_shards(files, recipe.shard_bytes)
     total = sum(part.weight_bytes for parts in shards for part in parts)
-    notify = on_progress or (lambda progress: None)
     for each in folders:
         with writing(each):
             each.mkdir(parents=True, exist_ok=True)

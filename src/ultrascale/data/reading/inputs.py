@@ -128,12 +128,13 @@ def _walk(folder: Path, glob: str, exclude: tuple[str, ...]) -> Iterator[tuple[P
 
     found = []
     for here, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not _matches(name, exclude)]
-        found += [Path(here, name) for name in names if fnmatch(name, glob) and not _matches(name, exclude)]
+        folders[:] = [name for name in folders if not matches(name, exclude)]
+        found += [Path(here, name) for name in names if fnmatch(name, glob) and not matches(name, exclude)]
     yield from sorted(((path, path.relative_to(folder).as_posix()) for path in found), key=lambda item: os.fsencode(item[1]))
 
 
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+def matches(name: str, patterns: tuple[str, ...]) -> bool:
+    """True if the name is that of one of the patterns."""
     return any(fnmatch(name, pattern) for pattern in patterns)
 
 

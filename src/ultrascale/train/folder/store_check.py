@@ -22,7 +22,7 @@ def expect_store(run: Run) -> None:
         raise SpecError([Problem("folder", f"is {run.folder!r}, but checkpoints are on disk first", remedy)])
     if run.checkpoint.store is None:
         return
-    if problem := url_problem(run.checkpoint.store):
+    if problem := url_problem(run.checkpoint.store, to_write=True):
         raise SpecError([Problem("checkpoint.store", problem, "For example s3://BUCKET/PREFIX, or a folder.")])
     store = open_store(join_url(run.checkpoint.store, run.name), patience_seconds=START_PATIENCE_SECONDS)
     store.expect_usable(f".probe-{uuid.uuid4().hex}")

@@ -1,0 +1,135 @@
+"""Repositories of the Hugging Face Hub, to be read: `hf://datasets/USER/NAME/FOLDER`, `hf://USER/NAME` for a model's.
+
+All is read at one commit: that which the revision (`NAME@REVISION`, else main) leads to when it is first asked for. Nothing is
+written here: a repository takes whole commits, one after the other, and a part of a checkpoint is none. Exports go there in one
+commit (`ultrascale export --push-to-hub`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from ultrascale.storage.errors import MissingError, RefusedError, StorageError
+from ultrascale.storage.store import Block, Store, Stored, Version
+
+T = TypeVar("T")
+BLOCK_BYTES = 8 << 20
+PLACE = re.compile(r"(datasets/)?(?!datasets/|spaces/)([\w.-]+/[\w.-]+)(?:@([^/@]+))?(?:/([^@?]*))?")
+READ_ONLY = "is only read here: keep a run in a bucket or a folder, and give an export to the Hub by --push-to-hub"
+
+
+class HubStore(Store):
+    """A folder of a repository. Raises StorageError if huggingface_hub is not installed."""
+
+    def __init__(self, url: str):
+        try:
+            import huggingface_hub
+            from huggingface_hub import errors, utils
+        except ImportError as error:
+            remedy = "install it with: pip install 'ultrascale[hub]'"
+            raise StorageError(f"{url} needs the package huggingface_hub, which is not installed: {remedy}.") from error
+        self.url = url
+        place = PLACE.fullmatch(url.removeprefix("hf://"))
+        assert place is not None, url
+        self._hub: Any = huggingface_hub
+        self._utils: Any = utils
+        self._errors: Any = errors
+        self._type = "dataset" if place[1] else "model"
+        self._repo, self._revision = place[2], (place[3] or "main").replace("%2F", "/")
+        self._folder = f"{place[4].strip('/')}/" if place[4] else ""
+
+    @cached_property
+    def _commit(self) -> str:
+        found = self._hub.HfApi().repo_info(self._repo, revision=self._revision, repo_type=self._type)
+        return found.sha
+
+    def read(self, key: str) -> bytes:
+        return self._do(key, lambda: self._get(key, {}).content)
+
+    def read_version(self, key: str) -> tuple[bytes, Version]:
+        return self.read(key), Version(self._do(key, lambda: self._commit))
+
+    def read_range(self, key: str, begin: int, end: int) -> bytes:
+        def get() -> bytes:
+            try:
+                answer = self._get(key, {"Range": f"bytes={begin}-{end - 1}"})
+            except self._errors.HfHubHTTPError as error:
+                if error.response.status_code == 416:  # it ends before
+                    return b""
+                raise
+            return answer.content if answer.status_code == 206 else answer.content[begin:end]
+
+        return self._do(key, get) if begin < end else b""
+
+    def blocks(self, key: str) -> Iterator[Block]:
+        for at in range(0, self.size(key), BLOCK_BYTES):
+            yield self.read_range(key, at, at + BLOCK_BYTES)
+
+    def size(self, key: str) -> int:
+        return self._do(key, lambda: int(self._hub.get_hf_file_metadata(self._address(key)).size))
+
+    def names(self, prefix: str) -> tuple[list[Stored], list[str]]:
+        entries = self._tree(prefix, recursive=False)
+        objects = [Stored(one.path.rsplit("/", 1)[-1], one.size) for one in entries if hasattr(one, "size")]
+        folders = [one.path.rsplit("/", 1)[-1] for one in entries if not hasattr(one, "size")]
+        return sorted(objects, key=lambda one: one.key), sorted(folders)
+
+    def walk(self, prefix: str) -> Iterator[Stored]:
+        for one in self._tree(prefix, recursive=True):
+            if hasattr(one, "size"):
+                yield Stored(one.path.removeprefix(self._folder), one.size)
+
+    def write(self, key: str, data: bytes | memoryview) -> None:
+        self._refuse()
+
+    def write_file(self, key: str, path: Path) -> None:
+        self._refuse()
+
+    def publish(self, key: str, data: bytes, *, replacing: Version | None) -> Version:
+        self._refuse()
+
+    def remove(self, keys: Iterable[str]) -> None:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise RefusedError(f"{self.url} {READ_ONLY}.")
+
+    def _tree(self, prefix: str, *, recursive: bool) -> list[Any]:
+        path = f"{self._folder}{prefix}".strip("/") or None
+        api, where = self._hub.HfApi(), {"repo_type": self._type, "recursive": recursive}
+        try:
+            return self._do(prefix, lambda: list(api.list_repo_tree(self._repo, path, revision=self._commit, **where)))
+        except MissingError:
+            return []
+
+    def _address(self, key: str) -> str:
+        return self._hub.hf_hub_url(self._repo, f"{self._folder}{key}", repo_type=self._type, revision=self._commit)
+
+    def _get(self, key: str, headers: dict[str, str]) -> Any:
+        """The answer to a request for a file; those that may succeed later are sent again by huggingface_hub."""
+        own = self._utils.build_hf_headers(headers=headers)
+        answer = self._utils.http_backoff("GET", self._address(key), headers=own, follow_redirects=True)
+        self._utils.hf_raise_for_status(answer)
+        return answer
+
+    def _do(self, key: str, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except Exception as error:  # of whichever HTTP client huggingface_hub brings along
+            raise self._error(key, error) from None  # its text quotes the request
+
+    def _error(self, key: str, error: Exception) -> StorageError:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        said = type(error).__name__ if status is None else f"status {status}"
+        if isinstance(error, self._errors.EntryNotFoundError):
+            return MissingError(f"{self.where(key)} is not there.")
+        if isinstance(error, self._errors.RevisionNotFoundError):
+            return RefusedError(f"{self.url}: the repository has no revision {self._revision!r}.")
+        if isinstance(error, self._errors.RepositoryNotFoundError) or status in (401, 403):
+            remedy = "check its name, and the key in HF_TOKEN or of `hf auth login`"
+            return RefusedError(f"{self.url}: there is no such repository, or not for this key ({said}): {remedy}.")
+        return StorageError(f"{self.where(key)}: the Hub does not answer as it should ({said}).")

@@ -1,0 +1,177 @@
+"""A stand-in of the Hugging Face Hub's HTTP interface for tests: one repository, which is written by commits and read."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote
+
+REPO = "ada/tiny"
+COMMIT = "0" * 40
+
+
+@contextmanager
+def hub_server() -> Iterator[Hub]:
+    """A Hub, while inside."""
+    server = Hub()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class Hub(ThreadingHTTPServer):
+    """One repository in memory, for what huggingface_hub 1 and 2 send: create, preupload, LFS, commit, resolve, tree."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.files: dict[str, bytes] = {}
+        self.objects: dict[str, bytes] = {}
+        self.commits: list[str] = []
+        self.private: bool | None = None
+        self.refuse: dict[str, int] = {}
+        """Parts of paths, and the status that answers them."""
+        self.refusals_left = 10**9
+        self.only_with_key = False
+        self.paths: list[str] = []
+        """Those that were read."""
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Hub
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.server.paths.append(self.path)
+        if self._refused() or self._is_hidden():
+            return
+        path, _, query = unquote(self.path).partition("?")
+        if match := re.fullmatch(r"/(?:datasets/)?[^/]+/[^/]+/resolve/([^/]+)/(.+)", path):
+            self.file(*match.groups())
+        elif match := re.fullmatch(r"/api/\w+/[^/]+/[^/]+/tree/([^/]+)/?(.*)", path):
+            self.tree(match[2], recursive="recursive=true" in query.lower())
+        elif (match := re.search(r"/revision/(.+)$", path)) and match[1] not in ("main", COMMIT):
+            self.say({"error": "no"}, status=404, headers={"X-Error-Code": "RevisionNotFound"})
+        else:
+            self.say({"id": REPO, "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.server.files]})
+
+    def file(self, revision: str, name: str) -> None:
+        held = self.server.files.get(name) if revision in ("main", COMMIT) else None
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"] or "")
+        if held is None:
+            self.say({"error": "no"}, status=404, headers={"X-Error-Code": "EntryNotFound"})
+        elif asked and int(asked[1]) >= len(held):
+            self.say({}, status=416)
+        elif asked:
+            self.say(held[int(asked[1]) : int(asked[2]) + 1], status=206)
+        else:
+            self.say(held)
+
+    def tree(self, folder: str, *, recursive: bool) -> None:
+        start = f"{folder}/" if folder else ""
+        below = {name: len(held) for name, held in self.server.files.items() if name.startswith(start)}
+        if not below:
+            return self.say({"error": "no"}, status=404, headers={"X-Error-Code": "EntryNotFound"})
+        entries: dict[str, dict[str, Any]] = {}
+        for name, size in below.items():
+            first, inner, _ = name.removeprefix(start).partition("/")
+            if inner:
+                entries[first] = {"type": "directory", "path": start + first, "oid": "1"}
+            if recursive or not inner:
+                entries[name] = {"type": "file", "path": name, "size": size, "oid": "1"}
+        self.say(list(entries.values()))
+
+    def do_HEAD(self) -> None:
+        self.server.paths.append(self.path)
+        if self._refused():
+            return
+        name = re.sub(r"^.*/resolve/[^/]+/", "", unquote(self.path).partition("?")[0])
+        held = self.server.files.get(name)
+        if held is None:
+            return self.say(None, status=404, headers={"X-Error-Code": "EntryNotFound"})
+        self.say(None, headers={"X-Repo-Commit": COMMIT, "ETag": '"1"', "X-Linked-Size": str(len(held))})
+
+    def do_PUT(self) -> None:
+        self.server.objects[self.path.rpartition("/")[2]] = self.body()
+        self.say({})
+
+    def do_POST(self) -> None:
+        body, hub = self.body(), self.server
+        if self._refused():
+            return
+        if self.headers["Authorization"] != "Bearer hf_right":
+            self.say({"error": "Invalid credentials"}, status=401)
+        elif self.path == "/api/repos/create":
+            asked = json.loads(body)
+            hub.private = asked.get("private", asked.get("visibility") == "private")
+            self.say({"url": f"{hub.address}/{REPO}"})
+        elif "/preupload/" in self.path:
+            names = [one["path"] for one in json.loads(body)["files"]]
+            mode = ["lfs" if name.endswith(".safetensors") else "regular" for name in names]
+            self.say({"files": [{"path": n, "uploadMode": m, "shouldIgnore": False} for n, m in zip(names, mode, strict=True)]})
+        elif self.path.endswith("/info/lfs/objects/batch"):
+            wanted = json.loads(body)["objects"]
+            upload = [{**one, "actions": {"upload": {"href": f"{hub.address}/lfs/{one['oid']}"}}} for one in wanted]
+            self.say({"transfer": "basic", "objects": upload}, kind="application/vnd.git-lfs+json")
+        elif "/commit/" in self.path:
+            self.commit([json.loads(line) for line in body.splitlines()])
+        else:
+            self.say({})
+
+    def commit(self, lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "header":
+                self.server.commits.append(value["summary"])
+            elif line["key"] == "file":
+                self.server.files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                held = self.server.objects[value["oid"]]
+                assert hashlib.sha256(held).hexdigest() == value["oid"] and len(held) == value["size"]
+                self.server.files[value["path"]] = held
+        self.say({"success": True, "commitOid": "1" * 40, "commitUrl": f"{self.server.address}/{REPO}/commit/{'1' * 40}"})
+
+    def _refused(self) -> bool:
+        status = next((status for part, status in self.server.refuse.items() if part in self.path), None)
+        if self.server.refusals_left <= 0:
+            status = None
+        if status is not None:
+            self.server.refusals_left -= 1
+            self.say({"error": "no"}, status=status)
+        return status is not None
+
+    def _is_hidden(self) -> bool:
+        """True, and said, if the repository is for those with a key alone."""
+        hidden = self.server.only_with_key and self.headers["Authorization"] != "Bearer hf_right"
+        if hidden:
+            self.say({"error": "no"}, status=401, headers={"X-Error-Code": "RepoNotFound"})
+        return hidden
+
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def say(
+        self, value: Any, *, status: int = 200, kind: str = "application/json", headers: dict[str, str] | None = None
+    ) -> None:
+        text = b"" if value is None else value if isinstance(value, bytes) else json.dumps(value).encode()
+        self.send_response(status)
+        for name, content in {"Content-Type": kind, "Content-Length": str(len(text)), **(headers or {})}.items():
+            self.send_header(name, content)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(text)
+
+    def log_message(self, *arguments: Any) -> None: ...
