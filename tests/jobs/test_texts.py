@@ -215,7 +215,7 @@ READ_TASK = "import sys, sky; t = sky.Task.from_yaml(sys.argv[1]); print(t.num_n
 
 def test_skypilot_reads_its_task(tmp_path, capsys):
     if not SKY.exists():
-        pytest.skip(f"skypilot is not installed in {SKY.parents[1]} (330 MB): its own parser does not read the text here")
+        pytest.skip(f"skypilot is not installed in {SKY.parents[1]} (460 MB): its own parser does not read the text here")
     file = tmp_path / "task.yaml"
 
     def read(told: str) -> subprocess.CompletedProcess[str]:
