@@ -12,9 +12,9 @@ import pytest
 from s3_server import Answer, Proxy
 from train.small_runs import MODEL, curve, same, small_run, state, train_here
 
-from ultrascale.data import streamed
+from ultrascale.data import corpus as streamed
 from ultrascale.data.corpus import Corpus
-from ultrascale.data.errors import DataError
+from ultrascale.data.files import DataError
 from ultrascale.data.loader import Loader
 from ultrascale.description.run import Data, Source
 from ultrascale.storage import Store, open_store

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from ultrascale.api.asked import read_keywords
 from ultrascale.api.extras import naming_extras
-from ultrascale.api.planned_run import Described, planned_run
 from ultrascale.api.planning.plan_request import SHORT
+from ultrascale.api.planning.run_of import Described, planned_run
 from ultrascale.api.schemas.stamp import stamped
 from ultrascale.api.shown import Facts, bars, figure, frame, html
 from ultrascale.description.layout import PipelineRuntime
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.schedules import SCHEDULE_ALIASES, SCHEDULES
 from ultrascale.description.units import count_of
 from ultrascale.plan.memory.replay import num_micro_batches
@@ -270,7 +270,7 @@ def answer(options: ScheduleOptions, settings: Sequence[str] = ()) -> Schedule |
     program = _program(options)
     if options.pipeline_runtime != "ultrascale" and not options.executed:
         rule = "is whose loop executes the schedule, and nothing is executed here"
-        raise SpecError([Problem("--pipeline-runtime", rule, "Add --executed, or leave it out.")])
+        raise mistake("--pipeline-runtime", rule, "Add --executed, or leave it out.")
     found = _executed(options, program) if options.executed else _played(options, options.name, program)
     _write_files(options, found)
     return found
@@ -289,7 +289,7 @@ def _of_a_plan(options: ScheduleOptions, settings: Sequence[str]) -> ScheduleOpt
     layout = run.layout
     if layout.pp == 1:
         rule = f"the best layout of {options.model} on {options.gpus} has no pipeline"
-        raise SpecError([Problem("pp", rule, "Ask for one: --pp 4.")])
+        raise mistake("pp", rule, "Ask for one: --pp 4.")
     count = num_micro_batches(layout, run.batch.sequences_per_batch)
     known = layout.known_schedule
     several = layout.virtual_stages if known and known.virtual_stages is None else None
@@ -305,7 +305,7 @@ def _expect_no_settings(settings: Sequence[str]) -> None:
         own = f"say --{last.replace('_', '-')}" if last in ScheduleOptions.__dataclass_fields__ else "leave it out"
         own = "give it as NAME of `show schedule`" if key == "layout.schedule" else own
         rule = "is a setting of a run, and no model says of which"
-        raise SpecError([Problem(flag, rule, f"Give --model and --gpus too, or {own}.")])
+        raise mistake(flag, rule, f"Give --model and --gpus too, or {own}.")
 
 
 def _key(word: str) -> str:
@@ -318,11 +318,11 @@ def play_all(options: ScheduleOptions, settings: Sequence[str] = ()) -> Schedule
 
     _expect_no_settings(settings)
     if options.name:
-        raise SpecError([Problem("name", f"`show schedules` takes no name, got {options.name}", "Say `show schedule`.")])
+        raise mistake("name", f"`show schedules` takes no name, got {options.name}", "Say `show schedule`.")
     for flag in ("executed", "svg", "perfetto", "csv"):
         if getattr(options, flag):
             rule = f"is of one schedule, and `show schedules` compares all in a table: say `show schedule NAME --{flag}`"
-            raise SpecError([Problem(f"--{flag}", rule, "Name one, or leave the flag out.")])
+            raise mistake(f"--{flag}", rule, "Name one, or leave the flag out.")
     pp, micro_batches = _size(options)
     _check_asked(options)
     found = []
@@ -374,7 +374,7 @@ def _program(options: ScheduleOptions) -> Program:
     if is_file(options.name):
         given = {"pp": options.pp, "micro_batches": options.micro_batches, "virtual_stages": options.virtual_stages}
         if said := [f"--{key.replace('_', '-')}" for key, value in given.items() if value is not None]:
-            raise SpecError([Problem(said[0], f"{options.name} says that itself", f"Leave out {' and '.join(said)}.")])
+            raise mistake(said[0], f"{options.name} says that itself", f"Leave out {' and '.join(said)}.")
         actions = read_schedule(Path(options.name))
         _check_size(len(actions), sum(map(len, actions)) // 2, remedy="Write a shorter step to the file.")
         return compile_schedule(actions)

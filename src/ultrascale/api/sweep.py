@@ -15,8 +15,8 @@ from ultrascale.api.extras import naming_extras
 from ultrascale.api.schemas.stamp import stamped
 from ultrascale.api.shown import Facts, figure, frame, html
 from ultrascale.config.rules.early import expect_processes
-from ultrascale.data.errors import DataError
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.data.files import DataError
+from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.rank_environment import told_world
 from ultrascale.description.units import format_bytes, format_seconds, format_share
 from ultrascale.page.documents import sweep_document
@@ -185,7 +185,7 @@ def answer(
     expect_writable(options.html)
     if (world := told_world(os.environ)) > 1:
         rule = f"was started {world} times, by torchrun or the like, and each would measure every cell"
-        raise SpecError([Problem("sweep", rule, "Start it once, with --processes; or --list, then a job for each cell.")])
+        raise mistake("sweep", rule, "Start it once, with --processes; or --list, then a job for each cell.")
     found, same = cells(options.run, axes, rest, processes=options.processes)
     folder = options.out or _default_folder(found)
     places = [place_of(folder, cell, axes, steps=options.steps, warm=options.warm) for cell in found if cell.run is not None]
@@ -227,7 +227,7 @@ def _check(options: SweepOptions) -> None:
 
 def _store(place: str) -> Store:
     if problem := url_problem(place):
-        raise SpecError([Problem("--store", problem, "For example s3://BUCKET/sweeps/NAME, or a folder.")])
+        raise mistake("--store", problem, "For example s3://BUCKET/sweeps/NAME, or a folder.")
     return open_store(place, patience_seconds=STORE_PATIENCE_SECONDS)
 
 
@@ -265,7 +265,7 @@ def _default_folder(found: Sequence[Cell]) -> Path:
 def _prepare(folder: Path, places: Sequence[Place], *, again: bool) -> None:
     """Every cell's run on disk, for whoever measures it."""
     if folder.exists() and not folder.is_dir():
-        raise SpecError([Problem("--out", f"{folder} is a file", "Name a folder, new or of an earlier sweep.")])
+        raise mistake("--out", f"{folder} is a file", "Name a folder, new or of an earlier sweep.")
     folder.mkdir(parents=True, exist_ok=True)
     for place in places:
         if place.result is None and (again or place.failure is None):

@@ -13,7 +13,7 @@ import torch
 
 from ultrascale import console, heartbeat
 from ultrascale.catalogue.cluster import Cluster, parse_cluster
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes
 from ultrascale.measure.machine.ceilings import this_gpu
@@ -70,7 +70,7 @@ def expect_fits(run: Run, capacity_bytes: int, *, anyway: bool = False, trace: T
         remedy = (
             f"`ultrascale trace RUN.TOML --rank {rank} --explain-oom` says what to change; --ignore-memory starts it anyway."
         )
-        raise SpecError([Problem("layout", rule, remedy)])
+        raise mistake("layout", rule, remedy)
     return line
 
 
