@@ -168,7 +168,7 @@ class Plan:
         return name + f"{_step_words(chosen.prediction)}{memory}{'' if self.fits else ', does not fit'})"
 
     def _repr_html_(self) -> str:
-        rows = [{**row, "value": _value_words(row["value"], row["unit"])} for row in self.rows()]
+        rows = [{**row, "value": value_words(row["value"], row["unit"])} for row in self.rows()]
         return html(repr(self), [{"of": row["of"], "part": row["part"], "": row["value"]} for row in rows])
 
 
@@ -241,11 +241,11 @@ class Comparison:
 
     def settings(self) -> list[Facts]:
         """Settings of the two runs that differ, and machines and trainer."""
-        from ultrascale.config.schema import leaves
+        from ultrascale.config.schema import leaves, setting_at
 
         runs = [one.run for one in (self.a, self.b)]
         named = {
-            key: [_at(run, key) for run in runs]
+            key: [setting_at(run, key) for run in runs]
             for key in leaves()
             if key not in ("name", "folder") and not key.startswith("launch.")
         }
@@ -283,7 +283,7 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         words = [
-            {"": row["name"], "a": _value_words(row["a"], row["unit"]), "b": _value_words(row["b"], row["unit"]),
+            {"": row["name"], "a": value_words(row["a"], row["unit"]), "b": value_words(row["b"], row["unit"]),
              "b / a": "" if row["b_over_a"] is None else f"{row['b_over_a']:.2f}"} for row in self.rows()
         ]  # fmt: skip
         settings = [{"": row["name"], "a": str(row["a"]), "b": str(row["b"]), "b / a": ""} for row in self.settings()]
@@ -308,12 +308,6 @@ def _quantities(one: Plan) -> dict[tuple[str, str], float]:
     }  # fmt: skip
     known = {key: value for key, value in whole.items() if value is not None}
     return known | {(f"{row['of']}: {row['part']}", row["unit"]): row["value"] for row in one.rows()}
-
-
-def _at(run: Any, key: str) -> Any:
-    for name in key.split("."):
-        run = None if run is None else getattr(run, name)
-    return run
 
 
 def _plain(value: Any) -> Any:
@@ -360,7 +354,8 @@ def _step_words(prediction: Prediction | None) -> str:
     return f"{format_seconds(prediction.step_seconds)} a step ({interval}), MFU {prediction.mfu():.1%}, "
 
 
-def _value_words(value: Any, unit: str) -> str:
+def value_words(value: float | None, unit: str) -> str:
+    """A quantity of two plans as text; empty for None. `unit`: bytes, seconds, share or another."""
     if value is None:
         return ""
     if unit in ("bytes", "seconds"):

@@ -10,11 +10,11 @@ from rich.text import Text
 
 from ultrascale.api.planning.plan import answer
 from ultrascale.api.planning.plan_request import PlanRequest
-from ultrascale.api.planning.plan_result import Comparison
+from ultrascale.api.planning.plan_result import Comparison, value_words
 from ultrascale.cli.terminal.screen import console_for_people, print_json
 from ultrascale.config.resolve import toml_value
 from ultrascale.description.problems import mistake
-from ultrascale.description.units import format_bytes, format_seconds
+from ultrascale.description.units import format_bytes
 
 SAME = 0.0005
 """Relative difference below which two quantities are the same."""
@@ -46,7 +46,7 @@ def _show(found: Comparison, first: str, second: str) -> None:
         ratio = one["b_over_a"]
         if ratio is not None and abs(ratio - 1) < SAME:
             continue
-        values = (_words(one[side], one["unit"]) for side in ("a", "b"))
+        values = (value_words(one[side], one["unit"]) for side in ("a", "b"))
         quantities.add_row(one["name"], *values, "" if ratio is None else f"{ratio:.2f}")
     for row in _settings(found):
         settings.add_row(*row)
@@ -75,11 +75,3 @@ def _settings(found: Comparison) -> list[tuple[str, str, str]]:
     if a == b:
         return told
     return [("model", toml_value(a), toml_value(b)), *(row for row in told if not row[0].startswith("model."))]
-
-
-def _words(value: float | None, unit: str) -> str:
-    if value is None:
-        return ""
-    if unit in ("bytes", "seconds"):
-        return format_bytes(value) if unit == "bytes" else format_seconds(value)
-    return f"{value:.1%}" if unit == "share" else f"{value:,.0f}"

@@ -15,7 +15,7 @@ from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import console_for_people, print_json
 from ultrascale.config.resolve import Resolved, resolve
 from ultrascale.config.rules.run_rules import run_notes
-from ultrascale.config.schema import leaves
+from ultrascale.config.schema import leaves, setting_at
 from ultrascale.config.usual import usual
 from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
@@ -150,7 +150,7 @@ def run_rows(resolved: Resolved, *, every: bool) -> list[tuple[str, str, str]]:
     rows = [("model", size, "")]
     for key in leaves():
         origin = resolved.provenance[key]
-        value = _value(resolved if key.startswith("launch.") else resolved.run, key)
+        value = setting_at(resolved if key.startswith("launch.") else resolved.run, key)
         hidden = origin == "default" or origin.startswith(("preset ", "config.json "))
         if key.startswith("model.rope_scaling.") and model.rope_scaling is None:
             continue
@@ -278,12 +278,6 @@ def _sources_table(accelerators: list[Any], nodes: dict[str, Any]) -> Table:
             add(f"{item.name} {link.name}, achieved", link.achieved_bytes_per_second)
         add(f"{item.name} watts", item.watts)
     return table
-
-
-def _value(run: Any, key: str) -> Any:
-    for name in key.split("."):
-        run = None if run is None else getattr(run, name)
-    return run
 
 
 def _text(value: Any) -> str:
