@@ -16,7 +16,7 @@ from ultrascale.api.extras import naming_extras
 from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.planning.run_of import Described, planned_run
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Facts, frame, html
+from ultrascale.api.shown import Facts, Rows, html
 from ultrascale.config.resolve import resolve
 from ultrascale.config.rules.trainable import expect_trainable
 from ultrascale.description.architecture.huggingface import to_hf
@@ -96,7 +96,7 @@ class CheckOptions:
 
 
 @dataclass(frozen=True, repr=False)
-class Check:
+class Check(Rows):
     """The verdicts of a proof, or of one that had to see planted faults."""
 
     verdicts: tuple[Verdict, ...]
@@ -125,10 +125,6 @@ class Check:
             for one in self.verdicts
         ]
 
-    def to_frame(self) -> Any:
-        """`rows` as a pandas DataFrame."""
-        return frame(self.rows())
-
     def __repr__(self) -> str:
         held, count = sum(one.holds for one in self.verdicts), len(self.verdicts)
         seen, equal = f"{count - held} of {count} planted faults seen", f"{held} of {count_of(count, 'case')} equal"
@@ -142,7 +138,7 @@ class Check:
 
 
 @dataclass(frozen=True, repr=False)
-class CheckMatrix:
+class CheckMatrix(Rows):
     """Result of every combination of axes, schedules, methods, families and experts."""
 
     outcomes: tuple[Outcome, ...]
@@ -175,15 +171,8 @@ class CheckMatrix:
         """A row for each combination."""
         return [{"name": one.cell.name, "state": one.state, "reason": one.cell.refused} for one in self.outcomes]
 
-    def to_frame(self) -> Any:
-        """`rows` as a pandas DataFrame."""
-        return frame(self.rows())
-
     def __repr__(self) -> str:
         return f"CheckMatrix({', '.join(f'{number} {state}' for state, number in self.states)})"
-
-    def _repr_html_(self) -> str:
-        return html(repr(self), self.rows())
 
 
 def check(run: str | PathLike[str] | None = None, **settings: Any) -> Check | CheckMatrix:

@@ -14,7 +14,7 @@ from ultrascale.api.extras import naming_extras
 from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.planning.run_of import Described, planned_run
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Facts, bars, figure, frame, html
+from ultrascale.api.shown import Facts, Rows, bars, figure, html
 from ultrascale.description.layout import PipelineRuntime
 from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.schedules import SCHEDULE_ALIASES, SCHEDULES
@@ -100,7 +100,7 @@ class ScheduleOptions:
 
 
 @dataclass(frozen=True, repr=False)
-class Schedule:
+class Schedule(Rows):
     """A step of a pipeline as it was played."""
 
     name: str
@@ -134,10 +134,6 @@ class Schedule:
         ranks = self.timeline.to_json(actions=False)["ranks"]
         return [{**one, "bubble_fraction": one["bubble_seconds"] / self.timeline.step_seconds} for one in ranks]
 
-    def to_frame(self) -> Any:
-        """`rows` as a pandas DataFrame."""
-        return frame(self.rows())
-
     def to_svg(self) -> str:
         """The step drawn, as `--svg` writes it."""
         from ultrascale.plan.view.draw_schedule import draw_svg
@@ -166,7 +162,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, repr=False)
-class Schedules:
+class Schedules(Rows):
     """All schedules, played with the same costs."""
 
     found: tuple[Schedule, ...]
@@ -181,10 +177,6 @@ class Schedules:
         """A row for each schedule. Activations: the most at once on the rank that keeps most, in micro-batches of all its
         stages. Messages: sent a micro-batch, the mean of the ranks."""
         return [_compared(one) for one in self.found]
-
-    def to_frame(self) -> Any:
-        """`rows` as a pandas DataFrame."""
-        return frame(self.rows())
 
     def plot(self) -> Any:
         """The share of a step that ranks wait, a bar for each schedule, as a matplotlib figure."""
@@ -202,7 +194,7 @@ class Schedules:
 
 
 @dataclass(frozen=True, repr=False)
-class ExecutedSchedule:
+class ExecutedSchedule(Rows):
     """A step of a small model on this machine's processes, below the step as it was planned."""
 
     name: str
@@ -218,10 +210,6 @@ class ExecutedSchedule:
         waits = {key: [b / one.step_seconds for b in one.bubble_seconds] for key, one in self.both._asdict().items()}
         pairs = zip(waits["planned"], waits["executed"], strict=True)
         return [{"rank": rank, "waits_planned": a, "waits_executed": b} for rank, (a, b) in enumerate(pairs)]
-
-    def to_frame(self) -> Any:
-        """`rows` as a pandas DataFrame."""
-        return frame(self.rows())
 
     def to_svg(self) -> str:
         """Both drawn, one below the other."""

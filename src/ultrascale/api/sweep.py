@@ -13,7 +13,7 @@ from typing import Any
 from ultrascale.api.asked import read_keywords
 from ultrascale.api.extras import naming_extras
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Facts, figure, frame, html
+from ultrascale.api.shown import Facts, Rows, figure, html
 from ultrascale.config.rules.early import expect_processes
 from ultrascale.data.files import DataError
 from ultrascale.description.problems import Problem, SpecError, mistake
@@ -86,7 +86,7 @@ class Begun:
 
 
 @dataclass(frozen=True, repr=False)
-class Sweep:
+class Sweep(Rows):
     """Measurements of a sweep so far, and the error of the plan."""
 
     begun: Begun
@@ -124,10 +124,6 @@ class Sweep:
         names = ("step_seconds", "planned_step_seconds", "tokens_per_second_per_rank", "mfu", "measured_peak_bytes",
                  "planned_peak_bytes")  # fmt: skip
         return [{**one.place.cell.values, **{name: getattr(one, name) for name in names}} for one in self.measured]
-
-    def to_frame(self) -> Any:
-        """`rows` as a pandas DataFrame."""
-        return frame(self.rows())
 
     def plot(self) -> Any:
         """Measured against planned memory, a point for each cell, as a matplotlib figure."""

@@ -13,7 +13,7 @@ from ultrascale.api.extras import naming_extras
 from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.planning.run_of import Described, cluster_of, planned_run
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Facts, bars, figure, frame, html
+from ultrascale.api.shown import Facts, Rows, bars, figure, html
 from ultrascale.catalogue.cluster import Cluster
 from ultrascale.catalogue.machines import free_bytes, usable_cores
 from ultrascale.config.resolve import resolve
@@ -89,7 +89,7 @@ class TraceOptions:
 
 
 @dataclass(frozen=True, repr=False)
-class Trace:
+class Trace(Rows):
     """Some steps of one rank, and what the planner says of it."""
 
     found: RankTrace
@@ -158,10 +158,6 @@ class Trace:
             for row in rows
         ]
 
-    def to_frame(self) -> Any:
-        """`rows` as a pandas DataFrame."""
-        return frame(self.rows())
-
     def plot(self) -> Any:
         """Live bytes by category, operation after operation, as a matplotlib figure."""
         from ultrascale.trace.views.files import points
@@ -194,7 +190,7 @@ class Trace:
 
 
 @dataclass(frozen=True, repr=False)
-class StageTraces:
+class StageTraces(Rows):
     """The peak of the first rank of every pipeline stage."""
 
     peaks: tuple[StagePeak, ...]
@@ -207,19 +203,12 @@ class StageTraces:
         """A row for each stage."""
         return [one._asdict() | {"percent": one.percent} for one in self.peaks]
 
-    def to_frame(self) -> Any:
-        """`rows` as a pandas DataFrame."""
-        return frame(self.rows())
-
     def plot(self) -> Any:
         """A bar for each stage, as a matplotlib figure."""
         return bars(repr(self), [(f"stage {one.pp}", one.traced_bytes / 2**20) for one in self.peaks], label="live, MiB")
 
     def __repr__(self) -> str:
         return f"StageTraces({', '.join(format_bytes(one.traced_bytes) for one in self.peaks)} live at the peak of each stage)"
-
-    def _repr_html_(self) -> str:
-        return html(repr(self), self.rows())
 
 
 def trace(run: str | PathLike[str] | None = None, **settings: Any) -> Trace | StageTraces:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ultrascale.api.planning.plan_request import PlanRequest
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Facts, bars, frame, html, shares
+from ultrascale.api.shown import Facts, Rows, bars, html, shares
 from ultrascale.config.resolve import to_toml
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Run
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(Rows):
     """Memory and time of one run, predicted."""
 
     chosen: RunPlan
@@ -153,10 +153,6 @@ class Plan:
             *({"of": "step", "part": name, "value": value, "unit": "seconds"} for name, value in seconds.items() if value),
         ]
 
-    def to_frame(self) -> Any:
-        """`rows` as a pandas DataFrame."""
-        return frame(self.rows())
-
     def plot(self) -> Any:
         """Memory by category and the step's waterfall, as a matplotlib figure."""
         return shares(repr(self), self.rows())
@@ -173,7 +169,7 @@ class Plan:
 
 
 @dataclass(frozen=True, repr=False)
-class Search:
+class Search(Rows):
     """All layouts of a model on machines, those that fit ranked."""
 
     plan: Plan
@@ -206,10 +202,6 @@ class Search:
         """A row for each layout: rank, step, MFU, memory, and the fields of its layout."""
         return [_prediction_row(number, one) for number, one in enumerate(self.ranked, start=1)]
 
-    def to_frame(self) -> Any:
-        """`rows` as a pandas DataFrame."""
-        return frame(self.rows())
-
     def plot(self) -> Any:
         """Step time against memory of every layout in the ranking, as a matplotlib figure."""
         from ultrascale.api.shown import scatter
@@ -233,7 +225,7 @@ class Search:
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison:
+class Comparison(Rows):
     """Two plans."""
 
     a: Plan
@@ -265,10 +257,6 @@ class Comparison:
             "settings": [{**one, "a": _plain(one["a"]), "b": _plain(one["b"])} for one in self.settings()],
             "quantities": self.rows(), "a": self.a.to_dict(), "b": self.b.to_dict(),
         })  # fmt: skip
-
-    def to_frame(self) -> Any:
-        """`rows` as a pandas DataFrame."""
-        return frame(self.rows())
 
     def plot(self) -> Any:
         """b over a, a bar for each quantity that differs, as a matplotlib figure."""
