@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from ultrascale.cli.main import launched_once
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import console_for_people, print_json
 from ultrascale.config.resolve import resolve, to_toml
@@ -142,17 +143,11 @@ def _profile(run: Run, first: int, last: int, folder: Path) -> int:
         from ultrascale.train.worker import profile_or_explain
 
         return profile_or_explain(run, first, last, folder)
-    from ultrascale.cli.main import say
-    from ultrascale.launch.local import launch_local
-
     folder.mkdir(parents=True, exist_ok=True)
     described = to_toml(run)
     (folder / "run.toml").write_text(described)
     arguments = ("--profile", str(folder), "--profile-steps", str(first), str(last))
-    ending = launch_local(described, run.layout.world_size, worker_arguments=arguments, max_restarts=0, say=say)
-    if ending.reason and not ending.explained:
-        say(f"{ending.reason}.")
-    return ending.exit_code if ending.reason else 0
+    return launched_once(described, run.layout.world_size, arguments)
 
 
 def _report(folder: Path) -> StepReport:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.cli.main import launched_once
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import console_for_people, print_json
 from ultrascale.description.problems import mistake
@@ -119,16 +120,8 @@ def _measured(asked: dict[str, Any], processes: int | None) -> int:
     if processes is None or processes < 2:
         rule = "is missing" if processes is None else f"must be at least 2, is {processes}"
         raise mistake("--processes", rule, "A network has two ends: --processes 2, or start it under torchrun.")
-    from ultrascale.cli.main import say
-    from ultrascale.launch.local import launch_local
-
     words = ("--asked", jsonlib.dumps(asked))
-    ending = launch_local(
-        "", processes, worker_arguments=words, max_restarts=0, say=say, worker="ultrascale.measure.machine.network_rank"
-    )
-    if ending.reason and not ending.explained:
-        say(f"{ending.reason}.")
-    return ending.exit_code if ending.reason else 0
+    return launched_once("", processes, words, worker="ultrascale.measure.machine.network_rank")
 
 
 def _show(told: dict[str, Any]) -> None:

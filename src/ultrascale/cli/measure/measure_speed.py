@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from ultrascale.cli.main import launched_once
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import print_json
 from ultrascale.config.resolve import resolve, to_toml
@@ -79,14 +80,8 @@ def _measured(run: Run, steps: int, warm: int, file: Path) -> int:
         from ultrascale.train.worker import speed_or_explain
 
         return speed_or_explain(run, warm, steps, file)
-    from ultrascale.cli.main import say
-    from ultrascale.launch.local import launch_local
-
     arguments = ("--speed", str(file.absolute()), "--speed-steps", str(warm), str(steps))
-    ending = launch_local(to_toml(run), run.layout.world_size, worker_arguments=arguments, max_restarts=0, say=say)
-    if ending.reason and not ending.explained:
-        say(f"{ending.reason}.")
-    return ending.exit_code if ending.reason else 0
+    return launched_once(to_toml(run), run.layout.world_size, arguments)
 
 
 def _show(told: dict, file: Path) -> None:
