@@ -166,18 +166,6 @@ def say(message: str) -> None:
     console.put(f"ultrascale: error{rank}: {message}", "stderr")
 
 
-def launched_once(
-    run_toml: str, num_processes: int, worker_arguments: tuple[str, ...], *, worker: str = "ultrascale.train.worker"
-) -> int:
-    """Start the ranks of a measurement here, without another try; the exit code. `worker`: the module of one rank."""
-    from ultrascale.launch.local import launch_local
-
-    ending = launch_local(run_toml, num_processes, worker_arguments=worker_arguments, max_restarts=0, say=say, worker=worker)
-    if ending.reason and not ending.explained:
-        say(f"{ending.reason}.")
-    return ending.exit_code if ending.reason else 0
-
-
 def print_help() -> None:
     """Prints the output of `ultrascale` without arguments."""
     from rich.table import Table

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from ultrascale.cli.main import launched_once
+from ultrascale.cli.measure.measure_speed import launched_once
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import console_for_people, print_json
 from ultrascale.config.resolve import resolve, to_toml

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ultrascale.catalogue.cluster import parse_cluster
-from ultrascale.cli.main import launched_once
+from ultrascale.cli.measure.measure_speed import launched_once
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import console_for_people, print_json
 from ultrascale.description.problems import mistake

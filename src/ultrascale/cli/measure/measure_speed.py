@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from ultrascale.cli.main import launched_once
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import print_json
 from ultrascale.config.resolve import resolve, to_toml
@@ -82,6 +81,19 @@ def _measured(run: Run, steps: int, warm: int, file: Path) -> int:
         return speed_or_explain(run, warm, steps, file)
     arguments = ("--speed", str(file.absolute()), "--speed-steps", str(warm), str(steps))
     return launched_once(to_toml(run), run.layout.world_size, arguments)
+
+
+def launched_once(
+    run_toml: str, num_processes: int, worker_arguments: tuple[str, ...], *, worker: str = "ultrascale.train.worker"
+) -> int:
+    """Start the ranks of a measurement here, without another try; the exit code. `worker`: the module of one rank."""
+    from ultrascale.cli.main import say
+    from ultrascale.launch.local import launch_local
+
+    ending = launch_local(run_toml, num_processes, worker_arguments=worker_arguments, max_restarts=0, say=say, worker=worker)
+    if ending.reason and not ending.explained:
+        say(f"{ending.reason}.")
+    return ending.exit_code if ending.reason else 0
 
 
 def _show(told: dict, file: Path) -> None:
