@@ -9,7 +9,7 @@ import pytest
 
 from ultrascale.api.report import Report
 from ultrascale.cli.show.show_command import command
-from ultrascale.cli.show.show_keys import markdown
+from ultrascale.cli.show.show_keys import as_markdown
 from ultrascale.config.reference import keys
 from ultrascale.config.rules.run_rules import RULES, TRAINING_RULES
 from ultrascale.config.rules.trainable import LAYOUT_RULES
@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference.md"
 
 
 def test_the_page_is_what_is_generated():
-    assert PAGE.read_text() == markdown(keys()) + "\n", "ultrascale show keys --markdown > docs/reference.md"
+    assert PAGE.read_text() == as_markdown(keys()) + "\n", "ultrascale show keys --markdown > docs/reference.md"
 
 
 def test_every_key_of_a_run_is_there_with_words():

@@ -15,7 +15,7 @@ import ultrascale
 from ultrascale.api.check import fault_names
 from ultrascale.api.planning.plan_request import PlanOptions
 from ultrascale.cli.main import main
-from ultrascale.cli.terminal.words import read_words
+from ultrascale.cli.terminal.parse import read_words
 from ultrascale.cli.weights.checkpoint import List, Verify
 from ultrascale.config.resolve import resolve
 from ultrascale.config.rules.early import expect_ready, sees_gpu

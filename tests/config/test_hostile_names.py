@@ -9,7 +9,7 @@ import pytest
 from ultrascale.checkpoint import CheckpointError
 from ultrascale.checkpoint.manifest import _FILE, check_name
 from ultrascale.config.resolve import resolve
-from ultrascale.data.errors import DataError
+from ultrascale.data.files import DataError
 from ultrascale.data.manifest import record_from
 from ultrascale.description.problems import SpecError
 from ultrascale.train.folder.run_folder import RunFolder

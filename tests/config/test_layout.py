@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ultrascale.catalogue.models.model_presets import PRESETS
-from ultrascale.config.rules.cut_rules import cut_problems
+from ultrascale.config.rules.run_rules import cut_problems
 from ultrascale.description.layout import Axis, Layout
 from ultrascale.description.schedules import SCHEDULES
 

@@ -5,8 +5,7 @@ from textwrap import dedent
 import pytest
 
 from ultrascale.catalogue.models.model_presets import PRESETS
-from ultrascale.config.resolve import resolve, run_from_toml, sequences_for_tokens
-from ultrascale.config.run_toml import to_toml
+from ultrascale.config.resolve import resolve, run_from_toml, sequences_for_tokens, to_toml
 from ultrascale.config.schema import leaves
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import RampStage, Source

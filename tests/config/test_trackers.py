@@ -2,9 +2,8 @@
 
 import pytest
 
-from ultrascale.config.resolve import resolve
+from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.config.rules.run_rules import run_notes
-from ultrascale.config.run_toml import to_toml
 from ultrascale.description.problems import SpecError
 
 TINY = '[model]\npreset = "tiny-llama"\n'

@@ -10,8 +10,7 @@ import pytest
 
 from ultrascale.cli import train as train_command
 from ultrascale.cli.main import main
-from ultrascale.config.resolve import resolve
-from ultrascale.config.run_toml import to_toml
+from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.config.usual import KEPT, ORIGIN, usual
 from ultrascale.description.run import Run
 

@@ -17,7 +17,7 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ultrascale.data.errors import DataError
+from ultrascale.data.files import DataError
 from ultrascale.data.reading import documents
 from ultrascale.data.reading.documents import Document, PartReader
 from ultrascale.data.reading.inputs import Part, cut_shards, find_files

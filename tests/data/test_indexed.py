@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import pytest
 
-from ultrascale.data.errors import DataError
+from ultrascale.data.files import DataError
 from ultrascale.data.indexed import Shard, ShardWriter, best_dtype, read_header
 
 

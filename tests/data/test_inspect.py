@@ -7,7 +7,7 @@ import pytest
 from data.little_text import lines, recipe
 
 from ultrascale.data.corpus import Corpus
-from ultrascale.data.errors import DataError
+from ultrascale.data.files import DataError
 from ultrascale.data.preparing.inspect import document_sample, folder_facts, sequence_sample, verify_folder
 from ultrascale.data.preparing.prepare import prepare
 

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ultrascale.data.corpus import Corpus
-from ultrascale.data.errors import DataError
+from ultrascale.data.files import DataError
 from ultrascale.data.indexed import ShardWriter
 from ultrascale.data.loader import IGNORED, Loader
 from ultrascale.data.manifest import Manifest, ShardRecord, TokenizerFacts, save_manifest
-from ultrascale.data.preparing.entropy import unigram_entropy
+from ultrascale.demo.story import unigram_entropy
 from ultrascale.description.run import Source
 
 GOLDEN_ORDER = [58, 42, 53, 93, 61, 22, 5, 100]

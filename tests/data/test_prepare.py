@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from ultrascale.data import files, indexed
 from ultrascale.data.corpus import Corpus
-from ultrascale.data.errors import DataError
+from ultrascale.data.files import DataError
 from ultrascale.data.preparing.inspect import verify_folder
 from ultrascale.data.preparing.prepare import Progress, Recipe, prepare
 from ultrascale.data.preparing.shards import is_held_out

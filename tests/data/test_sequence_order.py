@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ultrascale.data.order import BLOCK, Blend, block_quotas, shuffled, source_key
+from ultrascale.data.loader import BLOCK, Blend, block_quotas, shuffled, source_key
 
 WEIGHTS = st.lists(st.floats(0.01, 10.0), min_size=1, max_size=5)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from ultrascale.data import tokenizer as module
-from ultrascale.data.errors import DataError
+from ultrascale.data.files import DataError
 from ultrascale.data.tokenizer import LongEncoder, encode_all, load_tokenizer, tokenizer_facts, train_tokenizer
 
 TEXT = [

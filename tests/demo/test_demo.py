@@ -16,13 +16,14 @@ from rich.console import Console
 
 from ultrascale.cli.main import main
 from ultrascale.cli.start.demo import command
-from ultrascale.demo import folder, recipe, story
+from ultrascale.demo import story
+from ultrascale.demo import story as folder
+from ultrascale.demo import story as recipe
 from ultrascale.demo.claims import Claim, DemoError, judged
-from ultrascale.demo.folder import demo_folder
 from ultrascale.demo.screen import Screen
 from ultrascale.demo.stages import exported, interrupted, proof, text
 from ultrascale.demo.stages.rehearsal import Rehearsal
-from ultrascale.demo.story import Demo, _loss
+from ultrascale.demo.story import Demo, _loss, demo_folder
 from ultrascale.description.problems import SpecError
 
 WORKER_LINE = f"import time; time.sleep(60)  # {interrupted.WORKER}"

@@ -6,8 +6,7 @@ import torch.distributed as dist
 from layouts.every_layout import DENSE, run_of
 
 from ultrascale.check.compare import Difference, Verdict
-from ultrascale.check.pool import Pool
-from ultrascale.check.prove import Case
+from ultrascale.check.prove import Case, Pool
 from ultrascale.description.layout import Layout
 from ultrascale.parallel.mesh import Mesh, Ranks
 

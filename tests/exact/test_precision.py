@@ -12,9 +12,8 @@ import pytest
 
 from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.check import compare
-from ultrascale.check.case import Case
 from ultrascale.check.compare import Verdict
-from ultrascale.check.prove import prove_all
+from ultrascale.check.prove import Case, prove_all
 from ultrascale.check.small import made_small
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Log, Optimizer, Run

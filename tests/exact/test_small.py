@@ -9,7 +9,7 @@ import pytest
 from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.check.prove import cases
 from ultrascale.check.small import made_small, micro_batch_counts, provable, small_layouts
-from ultrascale.config.rules.cut_rules import cut_problems
+from ultrascale.config.rules.run_rules import cut_problems
 from ultrascale.description.architecture.families import TRAINED
 from ultrascale.description.architecture.weights import num_parameters
 from ultrascale.description.layout import Layout

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ultrascale.catalogue.models.model_presets import PRESETS
-from ultrascale.config.resolve import resolve
-from ultrascale.config.run_toml import to_toml
+from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.config.schema import leaves
 from ultrascale.description.architecture.huggingface import from_hf, to_hf
 from ultrascale.description.architecture.model import Model

@@ -20,7 +20,7 @@ from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.checkpoint import load_full
 from ultrascale.checkpoint import save as save_checkpoint
 from ultrascale.data.corpus import Corpus
-from ultrascale.data.errors import DataError
+from ultrascale.data.files import DataError
 from ultrascale.data.loader import Loader
 from ultrascale.data.preparing.prepare import Recipe, prepare
 from ultrascale.data.reading.documents import PartReader

@@ -9,7 +9,8 @@ import pytest
 import torch
 from gold.curves import CURVES, NO_SCALE, PREFIX, STEPS, furthest, recorded, train
 
-from ultrascale.kernels.optimizers import narrow_moments, stochastic
+from ultrascale.kernels.optimizers import block_quantise as stochastic
+from ultrascale.kernels.optimizers import narrow_moments
 from ultrascale.kernels.optimizers.narrow_moments import SECOND, as_kept
 from ultrascale.parallel.share import Share
 

@@ -10,7 +10,7 @@ import pytest
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Data, Run, Source
-from ultrascale.measure.step.profile_events import read_trace
+from ultrascale.measure.step.spans import read_trace
 from ultrascale.primer.tell import tell
 from ultrascale.train.observers.profile import profile_run
 

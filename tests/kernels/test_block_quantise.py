@@ -3,9 +3,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ultrascale.kernels.optimizers.block_quantise import BLOCK, dequantise, num_blocks, quantise, table
-from ultrascale.kernels.optimizers.newton_schulz import orthogonalise
-from ultrascale.kernels.optimizers.stochastic import NOISE_BITS, noise, positions, round_to_bf16, rounding_key
+from ultrascale.kernels.optimizers.block_quantise import (
+    BLOCK,
+    NOISE_BITS,
+    dequantise,
+    noise,
+    num_blocks,
+    positions,
+    quantise,
+    round_to_bf16,
+    rounding_key,
+    table,
+)
+from ultrascale.train.optimizers.muon import orthogonalise
 
 
 def rows(shape, offsets=None, whole=None):

@@ -28,7 +28,7 @@ from ultrascale.launch.forked import run_forked
 from ultrascale.parallel import arrival
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.torch_private import PrefixStore
-from ultrascale.train.session import joined
+from ultrascale.train.session import begin as joined
 from ultrascale.train.step import Step
 from ultrascale.train.trainer import Trainer
 

@@ -21,7 +21,7 @@ from launch.families import ended_after
 from train.small_runs import curve, make_corpus, same, small_run, state, stop_at, train_ranks
 
 from ultrascale.config.resolve import to_toml
-from ultrascale.data.errors import DataError
+from ultrascale.data.files import DataError
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.run import Batch, Checkpoint, Run

@@ -10,7 +10,7 @@ import pytest
 from train.small_runs import make_corpus, small_run, stop_at, train_ranks
 
 import ultrascale as us
-from ultrascale.demo.picture import loss_curve
+from ultrascale.demo.story import loss_curve
 from ultrascale.description.layout import Layout
 from ultrascale.measure.plots import plot_loss, plot_tokens_per_second, smoothed
 from ultrascale.measure.run_marks import Mark, marks_of

@@ -14,8 +14,7 @@ from rich.console import Console
 
 import ultrascale
 from ultrascale.measure.step.categories import AXIS_OF, CORE, EVERYBODY, PHASE, READING, RECOMPUTED, axis_of, axis_of_group
-from ultrascale.measure.step.profile_events import STEP, RankEvents, events_of
-from ultrascale.measure.step.spans import Piece
+from ultrascale.measure.step.spans import STEP, Piece, RankEvents, events_of
 from ultrascale.measure.step.step_report import RankSteps, StepReport, hidden_lines, waterfall_table, write_merged
 from ultrascale.measure.step.waterfall import Waterfall, top, waterfall
 from ultrascale.parallel.lost import AWAITED

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.catalogue.models.model_presets import PRESETS
-from ultrascale.config.rules.cut_rules import cut_problems
+from ultrascale.config.rules.run_rules import cut_problems
 from ultrascale.config.rules.trainable import expect_trainable
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout

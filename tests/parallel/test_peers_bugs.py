@@ -12,9 +12,8 @@ import torch._dynamo  # FSDP2 and optimizers load it at first use: seconds, here
 import torch.distributed.fsdp  # noqa: F401
 from models.families import FAMILIES
 
-from ultrascale.check.case import Case
 from ultrascale.check.faults.all_faults import FAULTS
-from ultrascale.check.prove import made_small, prove_all
+from ultrascale.check.prove import Case, made_small, prove_all
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Optimizer, Run

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.catalogue.stacks.stack_files import STACKS
-from ultrascale.config.rules.cut_rules import cut_problems
+from ultrascale.config.rules.run_rules import cut_problems
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.recomputed import MODULES, modules_name, parse_mode

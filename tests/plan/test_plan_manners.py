@@ -214,7 +214,7 @@ def test_a_comparison_needs_two_files(capsys):
 
 
 def test_a_command_that_takes_more_than_a_second_says_so_on_a_terminal():
-    code = "import time; from ultrascale.cli.terminal.waiting import waiting\nwith waiting('planning'):\n"
+    code = "import time; from ultrascale.cli.terminal.screen import waiting\nwith waiting('planning'):\n"
     code += "    end = time.time() + 2.5\n    while time.time() < end: pass\n"
     ours, theirs = pty.openpty()
     with subprocess.Popen([sys.executable, "-c", code], stderr=theirs) as process:

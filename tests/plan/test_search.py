@@ -12,7 +12,7 @@ import pytest
 from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.catalogue.stacks.stack_files import STACKS
-from ultrascale.config.rules.cut_rules import cut_problems
+from ultrascale.config.rules.run_rules import cut_problems
 from ultrascale.description.layout import Layout, Precision
 from ultrascale.description.problems import SpecError
 from ultrascale.plan.layouts import COLUMNS, LayoutTable

@@ -16,8 +16,8 @@ from ultrascale.cli.main import main
 from ultrascale.description.problems import SpecError
 from ultrascale.plan.laws.network import fabric_of
 from ultrascale.validation.cells.flops_conventions import flops_per_token
-from ultrascale.validation.cells.machines import cluster_of
 from ultrascale.validation.cells.models import UnrepresentableError
+from ultrascale.validation.cells.networks import cluster_of
 from ultrascale.validation.cells.programs import Tuning, program_of_row
 from ultrascale.validation.predict import COLUMNS, RowPrediction, predict_rows
 from ultrascale.validation.rows import Asked, Measured, MeasuredRow, misspelt_columns, read_rows

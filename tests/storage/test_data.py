@@ -11,9 +11,9 @@ from data.little_text import lines, recipe
 from s3_server import Answer, Proxy
 from train.small_runs import MODEL, curve, same, small_run, state, train_here
 
-from ultrascale.data import streamed
+from ultrascale.data import corpus as streamed
 from ultrascale.data.corpus import Corpus
-from ultrascale.data.errors import DataError
+from ultrascale.data.files import DataError
 from ultrascale.data.loader import Loader
 from ultrascale.data.preparing.prepare import prepare
 from ultrascale.data.tokenizer import train_tokenizer

@@ -18,7 +18,7 @@ from ultrascale.config.resolve import to_toml
 from ultrascale.description.sections.trackers import Log
 from ultrascale.run_rows import metric_line
 from ultrascale.trackers import follow, to_tensorboard
-from ultrascale.trackers.system import read_gpus
+from ultrascale.trackers.follow import read_gpus
 from ultrascale.trackers.tracker import Known, plan_values
 
 
@@ -156,7 +156,7 @@ def test_it_ends_with_a_rank_that_is_killed_and_has_given_every_row(home):
     folder = folder_of(home)
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     code = (
-        "import sys, time; from pathlib import Path; from ultrascale.trackers.follower import Follower\n"
+        "import sys, time; from pathlib import Path; from ultrascale.train.observers.metrics import Follower\n"
         "follower = Follower(Path(sys.argv[1])); print(follower._process.pid, flush=True); time.sleep(600)"
     )
     rank = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
@@ -180,7 +180,7 @@ import sys; sys.path[:0] = {sys.path!r}
 from pathlib import Path
 from tiny_disk import fill
 from trackers.test_follow import folder_of, write_rows
-from ultrascale.trackers import follower
+from ultrascale.train.observers import metrics as follower
 follower.WAIT_SECONDS = 100.0
 place = folder_of(Path({str(folder)!r}))
 write_rows(place, range(1, 4))

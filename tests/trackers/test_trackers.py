@@ -15,7 +15,7 @@ from train.small_runs import STEPS, at_step, small_run, train_here
 
 from ultrascale.description.run import Checkpoint
 from ultrascale.description.sections.trackers import SINKS, Log, Mlflow, Tensorboard, Trackio, Wandb
-from ultrascale.trackers import follower
+from ultrascale.train.observers import metrics as follower
 
 LOG = Log(
     memory_steps=0,

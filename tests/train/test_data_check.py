@@ -23,7 +23,7 @@ from train.small_runs import (
     train_ranks,
 )
 
-from ultrascale.data.errors import DataError
+from ultrascale.data.files import DataError
 from ultrascale.data.indexed import ShardWriter, Written
 from ultrascale.data.loader import Loader
 from ultrascale.data.manifest import Manifest, ShardRecord, TokenizerFacts, save_manifest

@@ -18,7 +18,7 @@ from ultrascale.config.rules.run_rules import run_notes
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Run
-from ultrascale.kernels.fp8.fp8_delayed import noted, round_by
+from ultrascale.kernels.fp8.fp8_linear import noted, round_by
 from ultrascale.kernels.fp8.fp8_matrices import FORWARD
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.precision.fp8_history import AmaxHistory

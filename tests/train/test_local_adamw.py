@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ultrascale.description.layout import Layout
 from ultrascale.launch.forked import run_forked
 from ultrascale.parallel.mesh import process_group
-from ultrascale.train.optimizers.local_adamw import LocalAdamW
+from ultrascale.train.optimizers.host_optimizer import LocalAdamW
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1, "fused": True}
 

@@ -18,7 +18,7 @@ from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Faults, Run
 from ultrascale.launch.forked import run_forked
-from ultrascale.train.session import joined
+from ultrascale.train.session import begin as joined
 from ultrascale.train.trainer import Trainer
 from ultrascale.train.watch import out_of_memory
 from ultrascale.train.watch.out_of_memory import OutOfDeviceMemory

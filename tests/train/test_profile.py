@@ -18,7 +18,7 @@ from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Run
 from ultrascale.launch.forked import run_forked
 from ultrascale.measure.step.categories import AXES, CATEGORIES
-from ultrascale.measure.step.profile_events import read_trace
+from ultrascale.measure.step.spans import read_trace
 from ultrascale.models.decoder import Decoder
 from ultrascale.train.observers.profile import profile_run
 

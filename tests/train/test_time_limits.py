@@ -13,7 +13,7 @@ from train.small_runs import BeforeStep, at_step, make_corpus, rows, small_run, 
 from ultrascale import heartbeat
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Checkpoint, Evaluation, Faults, Run
-from ultrascale.train.session import rewind
+from ultrascale.train.session import begin as rewind
 from ultrascale.train.trainer import Trainer
 
 LIMIT, LONGER = 5.0, 8.0

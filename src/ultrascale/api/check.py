@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ultrascale.api.asked import Asked, read_keywords
 from ultrascale.api.extras import naming_extras
-from ultrascale.api.planned_run import Described, planned_run
 from ultrascale.api.planning.plan_request import SHORT
+from ultrascale.api.planning.run_of import Described, planned_run
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Facts, frame, html
+from ultrascale.api.shown import Facts, Rows, html
 from ultrascale.config.resolve import resolve
 from ultrascale.config.rules.trainable import expect_trainable
 from ultrascale.description.architecture.huggingface import to_hf
 from ultrascale.description.layout import Layout
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.run import Run, one_island
 from ultrascale.description.units import count_of
 
 if TYPE_CHECKING:  # imports torch
-    from ultrascale.check.case import Case
     from ultrascale.check.compare import Verdict
     from ultrascale.check.matrix import Outcome
+    from ultrascale.check.prove import Case
 
 Progress = Callable[[int, int], "Callable[[Verdict], None] | None"]
 """Function of the number of cases and the most processes of any: returns the function that takes each verdict, in the process
@@ -96,7 +96,7 @@ class CheckOptions:
 
 
 @dataclass(frozen=True, repr=False)
-class Check:
+class Check(Rows):
     """The verdicts of a proof, or of one that had to see planted faults."""
 
     verdicts: tuple[Verdict, ...]
@@ -125,10 +125,6 @@ class Check:
             for one in self.verdicts
         ]
 
-    def to_frame(self) -> Any:
-        """`rows` as a pandas DataFrame."""
-        return frame(self.rows())
-
     def __repr__(self) -> str:
         held, count = sum(one.holds for one in self.verdicts), len(self.verdicts)
         seen, equal = f"{count - held} of {count} planted faults seen", f"{held} of {count_of(count, 'case')} equal"
@@ -142,7 +138,7 @@ class Check:
 
 
 @dataclass(frozen=True, repr=False)
-class CheckMatrix:
+class CheckMatrix(Rows):
     """Result of every combination of axes, schedules, methods, families and experts."""
 
     outcomes: tuple[Outcome, ...]
@@ -175,15 +171,8 @@ class CheckMatrix:
         """A row for each combination."""
         return [{"name": one.cell.name, "state": one.state, "reason": one.cell.refused} for one in self.outcomes]
 
-    def to_frame(self) -> Any:
-        """`rows` as a pandas DataFrame."""
-        return frame(self.rows())
-
     def __repr__(self) -> str:
         return f"CheckMatrix({', '.join(f'{number} {state}' for state, number in self.states)})"
-
-    def _repr_html_(self) -> str:
-        return html(repr(self), self.rows())
 
 
 def check(run: str | PathLike[str] | None = None, **settings: Any) -> Check | CheckMatrix:
@@ -289,7 +278,7 @@ def expect_fault_named(name: str) -> None:
     if name not in (*names, "all", "list"):
         near = get_close_matches(name, names, n=3, cutoff=0.4)
         remedy = f"Did you mean {' or '.join(near)}?" if near else "`ultrascale check --plant list` names them."
-        raise SpecError([Problem("--plant", f"knows no fault {name!r}", remedy)])
+        raise mistake("--plant", f"knows no fault {name!r}", remedy)
 
 
 def expect_numbers(options: CheckOptions, rest: list[str]) -> None:

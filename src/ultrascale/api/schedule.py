@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from ultrascale.api.asked import read_keywords
 from ultrascale.api.extras import naming_extras
-from ultrascale.api.planned_run import Described, planned_run
 from ultrascale.api.planning.plan_request import SHORT
+from ultrascale.api.planning.run_of import Described, planned_run
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Facts, bars, figure, frame, html
+from ultrascale.api.shown import Facts, Rows, bars, figure, html
 from ultrascale.description.layout import PipelineRuntime
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.schedules import SCHEDULE_ALIASES, SCHEDULES
 from ultrascale.description.units import count_of
 from ultrascale.plan.memory.replay import num_micro_batches
@@ -100,7 +100,7 @@ class ScheduleOptions:
 
 
 @dataclass(frozen=True, repr=False)
-class Schedule:
+class Schedule(Rows):
     """A step of a pipeline as it was played."""
 
     name: str
@@ -134,10 +134,6 @@ class Schedule:
         ranks = self.timeline.to_json(actions=False)["ranks"]
         return [{**one, "bubble_fraction": one["bubble_seconds"] / self.timeline.step_seconds} for one in ranks]
 
-    def to_frame(self) -> Any:
-        """`rows` as a pandas DataFrame."""
-        return frame(self.rows())
-
     def to_svg(self) -> str:
         """The step drawn, as `--svg` writes it."""
         from ultrascale.plan.view.draw_schedule import draw_svg
@@ -166,7 +162,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, repr=False)
-class Schedules:
+class Schedules(Rows):
     """All schedules, played with the same costs."""
 
     found: tuple[Schedule, ...]
@@ -181,10 +177,6 @@ class Schedules:
         """A row for each schedule. Activations: the most at once on the rank that keeps most, in micro-batches of all its
         stages. Messages: sent a micro-batch, the mean of the ranks."""
         return [_compared(one) for one in self.found]
-
-    def to_frame(self) -> Any:
-        """`rows` as a pandas DataFrame."""
-        return frame(self.rows())
 
     def plot(self) -> Any:
         """The share of a step that ranks wait, a bar for each schedule, as a matplotlib figure."""
@@ -202,7 +194,7 @@ class Schedules:
 
 
 @dataclass(frozen=True, repr=False)
-class ExecutedSchedule:
+class ExecutedSchedule(Rows):
     """A step of a small model on this machine's processes, below the step as it was planned."""
 
     name: str
@@ -218,10 +210,6 @@ class ExecutedSchedule:
         waits = {key: [b / one.step_seconds for b in one.bubble_seconds] for key, one in self.both._asdict().items()}
         pairs = zip(waits["planned"], waits["executed"], strict=True)
         return [{"rank": rank, "waits_planned": a, "waits_executed": b} for rank, (a, b) in enumerate(pairs)]
-
-    def to_frame(self) -> Any:
-        """`rows` as a pandas DataFrame."""
-        return frame(self.rows())
 
     def to_svg(self) -> str:
         """Both drawn, one below the other."""
@@ -270,7 +258,7 @@ def answer(options: ScheduleOptions, settings: Sequence[str] = ()) -> Schedule |
     program = _program(options)
     if options.pipeline_runtime != "ultrascale" and not options.executed:
         rule = "is whose loop executes the schedule, and nothing is executed here"
-        raise SpecError([Problem("--pipeline-runtime", rule, "Add --executed, or leave it out.")])
+        raise mistake("--pipeline-runtime", rule, "Add --executed, or leave it out.")
     found = _executed(options, program) if options.executed else _played(options, options.name, program)
     _write_files(options, found)
     return found
@@ -289,7 +277,7 @@ def _of_a_plan(options: ScheduleOptions, settings: Sequence[str]) -> ScheduleOpt
     layout = run.layout
     if layout.pp == 1:
         rule = f"the best layout of {options.model} on {options.gpus} has no pipeline"
-        raise SpecError([Problem("pp", rule, "Ask for one: --pp 4.")])
+        raise mistake("pp", rule, "Ask for one: --pp 4.")
     count = num_micro_batches(layout, run.batch.sequences_per_batch)
     known = layout.known_schedule
     several = layout.virtual_stages if known and known.virtual_stages is None else None
@@ -305,7 +293,7 @@ def _expect_no_settings(settings: Sequence[str]) -> None:
         own = f"say --{last.replace('_', '-')}" if last in ScheduleOptions.__dataclass_fields__ else "leave it out"
         own = "give it as NAME of `show schedule`" if key == "layout.schedule" else own
         rule = "is a setting of a run, and no model says of which"
-        raise SpecError([Problem(flag, rule, f"Give --model and --gpus too, or {own}.")])
+        raise mistake(flag, rule, f"Give --model and --gpus too, or {own}.")
 
 
 def _key(word: str) -> str:
@@ -318,11 +306,11 @@ def play_all(options: ScheduleOptions, settings: Sequence[str] = ()) -> Schedule
 
     _expect_no_settings(settings)
     if options.name:
-        raise SpecError([Problem("name", f"`show schedules` takes no name, got {options.name}", "Say `show schedule`.")])
+        raise mistake("name", f"`show schedules` takes no name, got {options.name}", "Say `show schedule`.")
     for flag in ("executed", "svg", "perfetto", "csv"):
         if getattr(options, flag):
             rule = f"is of one schedule, and `show schedules` compares all in a table: say `show schedule NAME --{flag}`"
-            raise SpecError([Problem(f"--{flag}", rule, "Name one, or leave the flag out.")])
+            raise mistake(f"--{flag}", rule, "Name one, or leave the flag out.")
     pp, micro_batches = _size(options)
     _check_asked(options)
     found = []
@@ -374,7 +362,7 @@ def _program(options: ScheduleOptions) -> Program:
     if is_file(options.name):
         given = {"pp": options.pp, "micro_batches": options.micro_batches, "virtual_stages": options.virtual_stages}
         if said := [f"--{key.replace('_', '-')}" for key, value in given.items() if value is not None]:
-            raise SpecError([Problem(said[0], f"{options.name} says that itself", f"Leave out {' and '.join(said)}.")])
+            raise mistake(said[0], f"{options.name} says that itself", f"Leave out {' and '.join(said)}.")
         actions = read_schedule(Path(options.name))
         _check_size(len(actions), sum(map(len, actions)) // 2, remedy="Write a shorter step to the file.")
         return compile_schedule(actions)

@@ -17,6 +17,21 @@ MOST_ROWS = 40
 INK, FIRST, SECOND = "#22272e", "#3b6fb6", "#d1603d"
 
 
+class Rows:
+    """A result that is a table: for a notebook, and for pandas."""
+
+    def rows(self) -> list[Facts]:
+        """The table."""
+        raise NotImplementedError
+
+    def to_frame(self) -> Any:
+        """`rows` as a pandas DataFrame. Raises NotInstalledError without pandas."""
+        return frame(self.rows())
+
+    def _repr_html_(self) -> str:
+        return html(repr(self), self.rows())
+
+
 def frame(rows: Sequence[Facts]) -> Any:
     """A pandas DataFrame. Raises NotInstalledError without pandas."""
     try:

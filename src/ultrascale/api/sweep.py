@@ -13,10 +13,10 @@ from typing import Any
 from ultrascale.api.asked import read_keywords
 from ultrascale.api.extras import naming_extras
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Facts, figure, frame, html
+from ultrascale.api.shown import Facts, Rows, figure, html
 from ultrascale.config.rules.early import expect_processes
-from ultrascale.data.errors import DataError
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.data.files import DataError
+from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.rank_environment import told_world
 from ultrascale.description.units import format_bytes, format_seconds, format_share
 from ultrascale.page.documents import sweep_document
@@ -86,7 +86,7 @@ class Begun:
 
 
 @dataclass(frozen=True, repr=False)
-class Sweep:
+class Sweep(Rows):
     """Measurements of a sweep so far, and the error of the plan."""
 
     begun: Begun
@@ -124,10 +124,6 @@ class Sweep:
         names = ("step_seconds", "planned_step_seconds", "tokens_per_second_per_rank", "mfu", "measured_peak_bytes",
                  "planned_peak_bytes")  # fmt: skip
         return [{**one.place.cell.values, **{name: getattr(one, name) for name in names}} for one in self.measured]
-
-    def to_frame(self) -> Any:
-        """`rows` as a pandas DataFrame."""
-        return frame(self.rows())
 
     def plot(self) -> Any:
         """Measured against planned memory, a point for each cell, as a matplotlib figure."""
@@ -185,7 +181,7 @@ def answer(
     expect_writable(options.html)
     if (world := told_world(os.environ)) > 1:
         rule = f"was started {world} times, by torchrun or the like, and each would measure every cell"
-        raise SpecError([Problem("sweep", rule, "Start it once, with --processes; or --list, then a job for each cell.")])
+        raise mistake("sweep", rule, "Start it once, with --processes; or --list, then a job for each cell.")
     found, same = cells(options.run, axes, rest, processes=options.processes)
     folder = options.out or _default_folder(found)
     places = [place_of(folder, cell, axes, steps=options.steps, warm=options.warm) for cell in found if cell.run is not None]
@@ -227,7 +223,7 @@ def _check(options: SweepOptions) -> None:
 
 def _store(place: str) -> Store:
     if problem := url_problem(place, to_write=True):
-        raise SpecError([Problem("--store", problem, "For example s3://BUCKET/sweeps/NAME, or a folder.")])
+        raise mistake("--store", problem, "For example s3://BUCKET/sweeps/NAME, or a folder.")
     return open_store(place, patience_seconds=STORE_PATIENCE_SECONDS)
 
 
@@ -265,7 +261,7 @@ def _default_folder(found: Sequence[Cell]) -> Path:
 def _prepare(folder: Path, places: Sequence[Place], *, again: bool) -> None:
     """Every cell's run on disk, for whoever measures it."""
     if folder.exists() and not folder.is_dir():
-        raise SpecError([Problem("--out", f"{folder} is a file", "Name a folder, new or of an earlier sweep.")])
+        raise mistake("--out", f"{folder} is a file", "Name a folder, new or of an earlier sweep.")
     folder.mkdir(parents=True, exist_ok=True)
     for place in places:
         if place.result is None and (again or place.failure is None):

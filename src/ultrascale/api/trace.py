@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ultrascale.api.asked import Asked, read_keywords
 from ultrascale.api.extras import naming_extras
-from ultrascale.api.planned_run import Described, planned_run
 from ultrascale.api.planning.plan_request import SHORT
-from ultrascale.api.planning.run_of import cluster_of
+from ultrascale.api.planning.run_of import Described, cluster_of, planned_run
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Facts, bars, figure, frame, html
+from ultrascale.api.shown import Facts, Rows, bars, figure, html
 from ultrascale.catalogue.cluster import Cluster
 from ultrascale.catalogue.machines import free_bytes, usable_cores
 from ultrascale.config.resolve import resolve
 from ultrascale.config.rules.trainable import expect_trainable
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes
 from ultrascale.page.documents import stages_document, trace_document
@@ -90,7 +89,7 @@ class TraceOptions:
 
 
 @dataclass(frozen=True, repr=False)
-class Trace:
+class Trace(Rows):
     """Some steps of one rank, and what the planner says of it."""
 
     found: RankTrace
@@ -159,10 +158,6 @@ class Trace:
             for row in rows
         ]
 
-    def to_frame(self) -> Any:
-        """`rows` as a pandas DataFrame."""
-        return frame(self.rows())
-
     def plot(self) -> Any:
         """Live bytes by category, operation after operation, as a matplotlib figure."""
         from ultrascale.trace.views.files import points
@@ -195,7 +190,7 @@ class Trace:
 
 
 @dataclass(frozen=True, repr=False)
-class StageTraces:
+class StageTraces(Rows):
     """The peak of the first rank of every pipeline stage."""
 
     peaks: tuple[StagePeak, ...]
@@ -208,19 +203,12 @@ class StageTraces:
         """A row for each stage."""
         return [one._asdict() | {"percent": one.percent} for one in self.peaks]
 
-    def to_frame(self) -> Any:
-        """`rows` as a pandas DataFrame."""
-        return frame(self.rows())
-
     def plot(self) -> Any:
         """A bar for each stage, as a matplotlib figure."""
         return bars(repr(self), [(f"stage {one.pp}", one.traced_bytes / 2**20) for one in self.peaks], label="live, MiB")
 
     def __repr__(self) -> str:
         return f"StageTraces({', '.join(format_bytes(one.traced_bytes) for one in self.peaks)} live at the peak of each stage)"
-
-    def _repr_html_(self) -> str:
-        return html(repr(self), self.rows())
 
 
 def trace(run: str | PathLike[str] | None = None, **settings: Any) -> Trace | StageTraces:
@@ -268,10 +256,10 @@ def _described(options: TraceOptions, settings: tuple[str, ...]) -> Run:
     described = Described(options.model, options.gpus, options.seq_len, options.tokens_per_batch)
     if not described.is_given:
         if options.run is None:
-            raise SpecError([Problem("RUN.TOML", "is missing", "Name a run, or give --model llama-3-8b --gpus 64xh100.")])
+            raise mistake("RUN.TOML", "is missing", "Name a run, or give --model llama-3-8b --gpus 64xh100.")
         return resolve(options.run, settings, processes=options.world, processes_flag="--world").run
     if options.world is not None:
-        raise SpecError([Problem("--world", "is what --gpus says already", "Keep one of the two.")])
+        raise mistake("--world", "is what --gpus says already", "Keep one of the two.")
     return planned_run(described, settings, run=options.run, verb="trace")
 
 
@@ -319,9 +307,7 @@ def _expect_memory(run: Run, steps: int, *, at_once: int = 1) -> None:
     needed, free = at_once * needed_bytes(run, steps), free_bytes()
     if free is not None and needed > free:
         rule = f"would take about {format_bytes(needed)} of this machine's memory, of which {format_bytes(free)} are free"
-        raise SpecError(
-            [Problem("trace", rule, "Trace fewer micro-batches (a smaller batch.sequences_per_batch), or one step.")]
-        )
+        raise mistake("trace", rule, "Trace fewer micro-batches (a smaller batch.sequences_per_batch), or one step.")
 
 
 def needed_bytes(run: Run, steps: int) -> float:

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from ultrascale.catalogue.machine_names import normal_name, why_not
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, mistake
 
 _COUNTED = re.compile(r"(?:(\d+)\s*[xX*\u00d7]\s*)?(?:(.+\.(?i:toml))|([A-Za-z0-9][\w. -]*?)(?:\s*/\s*(\d{1,9}))?)", re.DOTALL)
 """A count, then a file or a name, and after a name how many accelerators of each machine are used."""
@@ -78,7 +78,7 @@ class Accelerator:
             )
         else:
             rule, remedy = f"has no {dtype} peak in the catalogue", f"It has {', '.join(self.peak_flops)}."
-        raise SpecError([Problem(f"cluster.{self.name}", rule, remedy)])
+        raise mistake(f"cluster.{self.name}", rule, remedy)
 
 
 @dataclass(frozen=True)
@@ -177,10 +177,10 @@ def parse_cluster(text: str) -> Cluster:
     match = _COUNTED.fullmatch(text.strip())
     what = "" if match is None else match[2] or match[3]
     if match is not None and match[1] and not match[1].strip("0"):
-        raise SpecError([Problem("cluster", f"{text!r} has no machine", f"Ask for at least one: 1x{what}.")])
+        raise mistake("cluster", f"{text!r} has no machine", f"Ask for at least one: 1x{what}.")
     if match is not None and match[1] and (len(match[1]) > len(str(MOST)) or int(match[1]) > MOST):
         rule = f"{text[:40]!r} has more machines than anybody plans for: at most {MOST:,} are searched"
-        raise SpecError([Problem("cluster", rule, f"Ask for fewer, such as 1024x{what}.")])
+        raise mistake("cluster", rule, f"Ask for fewer, such as 1024x{what}.")
     if match is None or (what.isdigit() and not match[1] and len(what) < 4):
         raise SpecError(
             [Problem("cluster", f"{text!r} is not a count and a name", "Write 64xh100, 2xdgx-h100, 2xours.toml or cpu.")]
@@ -211,7 +211,7 @@ def _using(node: Node, used: int) -> Node:
 
     if not 1 <= used <= node.num_accelerators:
         rule = f"{node.name} has {node.num_accelerators} accelerators, {used} are to be used of each"
-        raise SpecError([Problem("cluster", rule, f"Write a number from 1 to {node.num_accelerators} behind the /.")])
+        raise mistake("cluster", rule, f"Write a number from 1 to {node.num_accelerators} behind the /.")
     return racks.using(node, used)
 
 

@@ -41,7 +41,7 @@ from ultrascale.catalogue.cluster import Accelerator, Cluster, Link, Node, Sourc
 from ultrascale.catalogue.machines import ACCELERATORS, ALIASES, NODES, USUAL_NODE
 from ultrascale.description.layout import NARROW
 from ultrascale.description.parsing import MOST_TOML, key_lines, parse_toml, read_bounded
-from ultrascale.description.problems import MOST_TOLD, Problem, SpecError
+from ultrascale.description.problems import MOST_TOLD, Problem, SpecError, mistake
 
 GIB, GIGA, TERA = 2**30, 1e9, 1e12
 KEYS = {
@@ -77,11 +77,11 @@ def read_machine(path: Path, count: int, text: str) -> Cluster:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "is not text"
         remedy = "Give the path of a machine's TOML file, or a machine of `ultrascale show clusters`."
-        raise SpecError([Problem(f"cluster {text!r}", f"{path} cannot be read: {why}", remedy)]) from None
+        raise mistake(f"cluster {text!r}", f"{path} cannot be read: {why}", remedy) from None
     try:
         values = parse_toml(written)
     except ValueError as error:
-        raise SpecError([Problem(str(path), f"is not TOML: {error}", "Repair this line.")]) from None
+        raise mistake(str(path), f"is not TOML: {error}", "Repair this line.") from None
     reader = _Reader(path, key_lines(written), [])
     node, spine = reader.node(values)
     if reader.problems or node is None:

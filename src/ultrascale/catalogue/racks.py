@@ -11,7 +11,7 @@ import itertools
 from dataclasses import replace
 
 from ultrascale.catalogue.cluster import Cluster, Node
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 
 
 def places_used(count: int, node: Node) -> int | None:
@@ -39,7 +39,7 @@ def node_for(count: int, name: str, node: Node) -> Node:
             return node
         below = count - count % per_node
         rule = f"{count} is not a whole number of nodes of {per_node} {name}"
-        raise SpecError([Problem("cluster", rule, f"Choose {below}x{name} or {below + per_node}x{name}.")])
+        raise mistake("cluster", rule, f"Choose {below}x{name} or {below + per_node}x{name}.")
     used = places_used(count, node)
     if used is not None:
         return using(node, used)
@@ -48,7 +48,7 @@ def node_for(count: int, name: str, node: Node) -> Node:
     remedy = (
         f"Choose {near[0]}x{name} or {near[1]}x{name}, or say how many of each are used: {count}x{name}/{usual_places(node)}."
     )
-    raise SpecError([Problem("cluster", rule, remedy)])
+    raise mistake("cluster", rule, remedy)
 
 
 def using(node: Node, used: int) -> Node:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale.catalogue.cluster import Sourced
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, mistake
 
 _KINDS = {str: "a text", int: "a whole number", list: "a list", dict: "a table"}
 
@@ -70,7 +70,7 @@ def read_tables(name: str, folder: Path = Path(__file__).parent) -> dict[str, An
     try:
         return tomllib.loads((folder / name).read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
-        raise SpecError([Problem(name, f"is not TOML: {error}", "Repair this line.")]) from None
+        raise mistake(name, f"is not TOML: {error}", "Repair this line.") from None
 
 
 def entries(file: str, tables: Mapping[str, Any], *keys: str) -> Iterator[tuple[str, Entry]]:

@@ -16,7 +16,7 @@ from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.check.compare import Verdict
 from ultrascale.check.prove import Case, prove_all
 from ultrascale.check.small import made_small, provable
-from ultrascale.config.rules.cut_rules import cut_problems
+from ultrascale.config.rules.run_rules import cut_problems
 from ultrascale.config.rules.trainable import untrainable
 from ultrascale.description.architecture.families import TRAINED
 from ultrascale.description.architecture.model import Model

@@ -3,31 +3,42 @@
 Both compute in float64, where honest layouts agree to about 1e-15 and every classic bug stands out; in bf16 the same bugs hide
 below the rounding. What is proven is the run's own model (or, if that is too large for a laptop, the same kind of model made
 small), axes, schedule, recomputation and optimizer, over several steps, with documents of very uneven length.
+
+Many cases on one set of processes, which start once and are started again only if one of them fails.
+
+Rank 0 writes each verdict down as it is known: what was proven before a failure stays proven, and the case that failed is done
+once more alone, since the other ranks may have been ahead of rank 0 when one of them failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import Tensor
 
-from ultrascale.check.case import Case
 from ultrascale.check.compare import Verdict, judge
 from ultrascale.check.faults.all_faults import planted
 from ultrascale.check.oracle.documents import RandomDocuments
 from ultrascale.check.oracle.gathered import bias_parts, gather, moment_parts, parts
 from ultrascale.check.oracle.messages import Watch
 from ultrascale.check.oracle.reference import Reference, StepFacts, rows_together
-from ultrascale.check.pool import Pool
-from ultrascale.check.small import made_small, micro_batch_counts, provable, small_layouts
+from ultrascale.check.small import Case, made_small, micro_batch_counts, provable, small_layouts
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Run
+from ultrascale.launch.forked import RankFailed, run_forked
+from ultrascale.launch.scratch import scratch_folder
 from ultrascale.models.initialise import own_boxes
-from ultrascale.parallel.mesh import Ranks
+from ultrascale.parallel.mesh import Ranks, process_group
+from ultrascale.torch_private import load_compiler
 from ultrascale.train.optimizers.optimizer import MOMENTS, set_steps_done
 from ultrascale.train.trainer import Trainer
 from ultrascale.work.sharding.places import Place
@@ -219,3 +230,87 @@ def _every_layout(own: Layout) -> list[Layout]:
     found = [replace(own, zero_stage=stage, dp_shard=None) for stage in stages]
     found += [replace(own, zero_stage=stage, dp_shard=size) for size in sorted(groups) for stage in (1, 2, 3)]
     return found + ([replace(own, sequence_parallel=not own.sequence_parallel)] if own.tp > 1 else [])
+
+
+TIMEOUT_SECONDS = 300
+"""A collective of a proof that takes longer will never end."""
+
+
+@dataclass
+class Pool:
+    """`world` processes that prove case after case."""
+
+    world: int
+    prove_one: Callable[[Any, Ranks], Verdict | None]
+    on_verdict: Callable[[Verdict], None] | None
+    go_on: bool
+    """After a failure, with the next case."""
+    tolerance: float
+
+    def prove(self, todo: Sequence[Any]) -> list[Verdict]:
+        """The verdict of each case. Raises RankFailed if a rank does and the pool does not go on."""
+        done: list[Verdict] = []
+        alone = False
+        while len(done) < len(todo):
+            rest = todo[len(done) : len(done) + 1] if alone else todo[len(done) :]
+            found, failure = self._start(rest)
+            done += found
+            if failure is None:
+                alone = False
+            elif not self.go_on:
+                raise RankFailed(f"{rest[len(found)].name}: {failure}") from failure
+            elif alone:
+                done.append(self._failed(todo[len(done)], failure))
+                alone = False
+            else:
+                alone = True
+        return done
+
+    def _start(self, todo: Sequence[Any]) -> tuple[list[Verdict], RankFailed | None]:
+        """The verdicts on the first cases of `todo`, and what ended them early."""
+        failure = None
+        load_compiler()
+        with scratch_folder("proof") as folder:
+            told = folder / "verdicts"
+            try:
+                run_forked(self.world, self._rank_main, list(todo), told)
+            except RankFailed as error:
+                failure = error
+            lines = told.read_text().splitlines() if told.exists() else []
+        return [Verdict.from_json(json.loads(line)) for line in lines], failure
+
+    def _rank_main(self, rendezvous: str, todo: list[Any], told: Path) -> None:
+        torch.set_num_threads(1)
+        layout = todo[0].run.layout
+        with (
+            process_group(layout, device="cpu", timeout_seconds=TIMEOUT_SECONDS, rendezvous=rendezvous) as ranks,
+            # A group has connections, and threads that wake a hundred times a second; cases share those of few grids.
+            patch.object(dist, "new_group", _made_once(dist.new_group)),
+        ):
+            for case in todo:
+                verdict = self.prove_one(case, ranks)
+                if verdict is not None:
+                    with told.open("a") as out:
+                        out.write(json.dumps(verdict.to_json()) + "\n")
+                    if self.on_verdict is not None:
+                        self.on_verdict(verdict)
+            ranks.barrier()  # rank 0 compares long after the others are done; connections end together
+
+    def _failed(self, case: Any, failure: RankFailed) -> Verdict:
+        verdict = Verdict(case.name, self.tolerance, {}, (), failure=str(failure).strip())
+        if self.on_verdict is not None:
+            self.on_verdict(verdict)
+        return verdict
+
+
+def _made_once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`dist.new_group` as `Mesh` calls it, which remembers the groups of each list of ranks."""
+    made: dict[tuple[int, ...], Any] = {}
+
+    def call(ranks: list[int], **options: Any) -> Any:
+        key = tuple(ranks)
+        if key not in made:
+            made[key] = make(ranks, **options)
+        return made[key]
+
+    return call

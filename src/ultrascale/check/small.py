@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations, cycle
 from math import lcm, prod
 from pathlib import Path
@@ -209,3 +209,12 @@ def _shard(own: Layout, dp: int) -> int | None:
         return None
     sizes = [size for size in range(1, own.dp_shard + 1) if dp % size == 0 and size < dp]
     return max(sizes, default=1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run (in float64, at a size a laptop can do), and the fault planted in it, if any."""
+
+    name: str
+    run: Run
+    fault: str | None = None

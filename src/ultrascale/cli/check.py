@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 import os
 import sys
 import time
@@ -13,10 +12,8 @@ from typing import TYPE_CHECKING
 from ultrascale.api.asked import Asked
 from ultrascale.api.check import NOT_SEEN, Check, CheckMatrix, CheckOptions, answer, expect_numbers
 from ultrascale.api.planning.plan_request import SHORT
-from ultrascale.api.schemas.stamp import stamped
 from ultrascale.cli.terminal.parse import parse_with_overrides
-from ultrascale.cli.terminal.screen import console_for_people
-from ultrascale.cli.terminal.waiting import Words, waiting
+from ultrascale.cli.terminal.screen import Words, console_for_people, print_json, waiting
 from ultrascale.description.units import count_of, format_seconds
 
 if TYPE_CHECKING:  # imports torch
@@ -41,7 +38,7 @@ def command(arguments: list[str]) -> int:
     with waiting("starting the proof") as doing:
         found = answer(Asked(options, tuple(rest)), tell=tell, progress=lambda count, most: progress(count, most, doing))
     if options.json:
-        print(json_module.dumps(found.to_dict(), indent=1))
+        print_json(found.to_dict(), indent=1)
     elif isinstance(found, CheckMatrix):
         _show_matrix(found)
     else:
@@ -55,7 +52,7 @@ def list_faults(*, json: bool) -> int:
 
     if json:
         told = [{"name": one.name, "what": one.what, "needs": one.needs} for one in FAULTS.values()]
-        print(json_module.dumps(stamped("faults", {"faults": told}), indent=1))
+        print_json({"faults": told}, "faults", indent=1)
         return 0
     width = max(map(len, FAULTS))
     for fault in FAULTS.values():

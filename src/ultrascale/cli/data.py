@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,11 +14,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ultrascale.api.schemas.stamp import stamped
 from ultrascale.cli.main import explain
 from ultrascale.cli.terminal.parse import parse
-from ultrascale.cli.terminal.screen import console_for_people
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.cli.terminal.screen import console_for_people, print_json
+from ultrascale.description.problems import mistake
 from ultrascale.description.units import count_of
 
 if TYPE_CHECKING:
@@ -43,8 +41,8 @@ def command(arguments: list[str]) -> int:
     if arguments[0] not in verbs:
         near = get_close_matches(arguments[0], verbs, n=1, cutoff=0.5)
         remedy = f"Did you mean {near[0]}?" if near else f"Say one of {', '.join(verbs)}."
-        raise SpecError([Problem("VERB", f"there is no verb `data {arguments[0]}`", remedy)])
-    from ultrascale.data.errors import DataError
+        raise mistake("VERB", f"there is no verb `data {arguments[0]}`", remedy)
+    from ultrascale.data.files import DataError
 
     verb = verbs[arguments[0]]
     try:
@@ -145,7 +143,7 @@ def inspect(
     if sequence is not None:
         facts["sequence"] = inspection.sequence_sample(folder, sequence, sequence_length)
     if json:
-        _print_json(stamped("data-inspect", facts))
+        print_json(facts, "data-inspect", indent=1)
     else:
         _print_facts(facts)
     return 0
@@ -180,7 +178,7 @@ def _print_prepared(made: Prepared, output: Path, *, wanted_ids: int | None, as_
     manifest = made.manifest
     if as_json:
         validation = made.validation.summary() if made.validation else None
-        _print_json(stamped("data-prepare", {"output": str(output), **manifest.summary(), "validation": validation}))
+        print_json({"output": str(output), **manifest.summary(), "validation": validation}, "data-prepare", indent=1)
         return
     documents, shards = count_of(manifest.documents, "document"), count_of(len(manifest.shards), "shard")
     print(f"{output}: {manifest.tokens:,} tokens in {documents}, {shards}")
@@ -223,7 +221,3 @@ def _print_facts(facts: dict[str, Any]) -> None:
 def _shown(sample: dict[str, Any]) -> str:
     """The text, or the ids where there is no tokenizer to decode them."""
     return sample["text"] if sample["text"] is not None else " ".join(map(str, sample["ids"]))
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1))

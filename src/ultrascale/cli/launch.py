@@ -14,7 +14,7 @@ import tyro
 from ultrascale.cli.measure.measure_speed import TIMED, WARM
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.config.resolve import Resolved, resolve
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes, format_seconds
 from ultrascale.jobs.hosts import ssh_text, torchrun_text
@@ -86,7 +86,7 @@ def command(arguments: list[str]) -> int:
         texts = _texts(launcher, found, path, rest, nodes, typed, out, _islands_of(found, island))
     if len(texts) > 1 and (only_print or (to_submit and launcher in ("ssh", "torchrun"))):
         rule = f"is one text, and {len(texts)} islands with a quorum (islands.quorum) are a job each"
-        raise SpecError([Problem("--print" if only_print else "--submit", rule, "Name one of them: --island NUMBER.")])
+        raise mistake("--print" if only_print else "--submit", rule, "Name one of them: --island NUMBER.")
     if only_print:
         sys.stdout.write(*texts.values())
         return 0
@@ -106,15 +106,15 @@ def command(arguments: list[str]) -> int:
 
 def _expect_sense(launcher: str, only_print: bool, to_submit: bool, measuring: bool, axes: Sequence[str]) -> None:
     if only_print and to_submit:
-        raise SpecError([Problem("--print", "is given beside --submit", "Keep one of the two.")])
+        raise mistake("--print", "is given beside --submit", "Keep one of the two.")
     if measuring and launcher != "slurm":
         remedy = (
             f"`ultrascale sweep` measures on one machine; on nodes of {launcher}, `ultrascale measure speed` under torchrun."
         )
-        raise SpecError([Problem("--measure", f"{launcher} has no arrays of jobs", remedy)])
+        raise mistake("--measure", f"{launcher} has no arrays of jobs", remedy)
     if axes and not measuring:
         rule = "has several values, and one run is trained"
-        raise SpecError([Problem(f"--{axes[0].replace('_', '-')}", rule, "Give one value, or measure all: --measure.")])
+        raise mistake(f"--{axes[0].replace('_', '-')}", rule, "Give one value, or measure all: --measure.")
 
 
 def _islands_of(found: Resolved, island: int | None) -> list[int | None]:
@@ -124,7 +124,7 @@ def _islands_of(found: Resolved, island: int | None) -> list[int | None]:
     if island is not None and not (apart and 0 <= island < islands.count):
         rule = f"is {island}, of {islands.count} islands" if apart else "is given, and without islands.quorum a run is one job"
         remedy = f"Give 0 to {islands.count - 1}, or leave it out." if apart else "Leave it out, or set islands.quorum."
-        raise SpecError([Problem("--island", rule, remedy)])
+        raise mistake("--island", rule, remedy)
     return [*range(islands.count)] if apart and island is None else [island]
 
 
@@ -185,12 +185,12 @@ def _planned(found: Resolved) -> list[str]:
     cluster = parse_cluster(run.cluster)
     if cluster.num_accelerators != run.layout.world_size:
         rule = f"has {cluster.num_accelerators:,} accelerators, and the layout has {run.layout.world_size:,} ranks"
-        raise SpecError([Problem("cluster", rule, "Name as many, or change an axis.")])
+        raise mistake("cluster", rule, "Name as many, or change an axis.")
     plan = plan_run(run, cluster)
     need = f"{format_bytes(plan.needed_bytes)} of {format_bytes(plan.capacity_bytes)}"
     if not plan.fits:
         remedy = "`ultrascale plan` names layouts that fit; every node would fail at the first step."
-        raise SpecError([Problem("layout", f"does not fit: the plan needs {need} of each device", remedy)])
+        raise mistake("layout", f"does not fit: the plan needs {need} of each device", remedy)
     if plan.prediction is None:
         return [f"Planned: {need} of each device."]
     seconds = float(plan.prediction.step_seconds)
@@ -209,10 +209,10 @@ def _measuring_text(
 
     for flag, value in (("--timed", steps), ("--warm", warm)):
         if value < 1:
-            raise SpecError([Problem(flag, f"must be at least 1, is {value}", "Leave it out for the usual number.")])
+            raise mistake(flag, f"must be at least 1, is {value}", "Leave it out for the usual number.")
     count = nodes if nodes is not None else found.launch.nodes
     if count is None or count < 1:
-        raise SpecError([Problem("--nodes", "is missing: nothing says how many nodes a cell has", "Give --nodes N.")])
+        raise mistake("--nodes", "is missing: nothing says how many nodes a cell has", "Give --nodes N.")
     ranks = count * ranks_per_node(found.run, found.launch)
     settings = _without_launch(rest)
     made, _ = cells(path, axes, settings, processes=ranks)
@@ -248,9 +248,8 @@ def _expect_unedited(texts: dict[Path, str], launcher: str) -> None:
     """Raise SpecError if a file is there that was edited: it is not written over."""
     for file, text in texts.items():
         if file.is_dir():
-            remedy = f"Name a file, such as {file / 'job'}{TEXTS[launcher][1]}."
-            raise SpecError([Problem("--out", f"{file} is a folder", remedy)])
+            raise mistake("--out", f"{file} is a folder", f"Name a file, such as {file / 'job'}{TEXTS[launcher][1]}.")
         if file.exists() and file.read_text() != text:
             submitted = shlex.join([*COMMANDS[launcher], str(file)])
             remedy = f"Hand it in as it is (`{submitted}`), remove it, or name another file with --out."
-            raise SpecError([Problem("--out", f"{file} is there and differs: it may have been edited", remedy)])
+            raise mistake("--out", f"{file} is there and differs: it may have been edited", remedy)

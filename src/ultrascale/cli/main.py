@@ -20,7 +20,7 @@ from importlib import import_module
 from ultrascale import __version__, console
 from ultrascale.api.extras import sentence_of
 from ultrascale.cli.terminal.screen import console_for_people
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.rank_environment import told_rank, told_world
 
 
@@ -163,7 +163,7 @@ def unknown_verb(word: str) -> SpecError:
     close = get_close_matches(word, VERBS, n=1, cutoff=0.5)
     hint = f"Did you mean `{close[0]}`? " if close else ""
     verbs = f"The verbs are {', '.join(VERBS)}; `ultrascale --help` says what each does."
-    return SpecError([Problem("VERB", f"there is no verb `{word}`", f"{hint}{verbs}")])
+    return mistake("VERB", f"there is no verb `{word}`", f"{hint}{verbs}")
 
 
 def say(message: str) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json as jsonlib
-
 from ultrascale.api.report import ReportOptions, answer
 from ultrascale.cli.terminal.parse import parse
+from ultrascale.cli.terminal.screen import print_json
 
 
 def command(arguments: list[str]) -> int:
@@ -13,7 +12,7 @@ def command(arguments: list[str]) -> int:
     options = parse(ReportOptions, "report", arguments, positional={"folder": None})
     found = answer(options)
     if options.json:
-        print(jsonlib.dumps(found.to_dict(), indent=2))
+        print_json(found.to_dict(), indent=2)
         return 0
     for name, text in (*found.lines(), *(("picture", str(picture)) for picture in found.pictures), *_drawn(options)):
         print(f"{name:<10}{text}")

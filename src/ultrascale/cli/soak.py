@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import statistics
 from collections import defaultdict
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ultrascale.api.schemas.stamp import stamped
 from ultrascale.cli.terminal.parse import parse
+from ultrascale.cli.terminal.screen import print_json
 from ultrascale.config.rules.early import expect_processes
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.launch.restarts import told_goodput
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ def soak(
     folder: Path = Path("out/soak"),
     torchrun: bool = False,
     json: bool = False,
-) -> tuple[int, float, int | None, str, int, Path, bool, bool]:
+) -> int:
     """Train a very small model under a storm of faults, and compare its end with that of a calm run, bit by bit.
 
     For example 50 kills of random ranks at random moments:
@@ -47,17 +46,11 @@ def soak(
         torchrun: Let torchrun start the ranks, and start them again.
         json: Print one JSON object.
     """
-    return processes, minutes, count, faults, seed, folder, torchrun, json
-
-
-def command(arguments: list[str]) -> int:
-    """Run the verb: 0 if the storm has left no trace."""
-    processes, minutes, count, faults, seed, folder, torchrun, as_json = parse(soak, "soak", arguments)
     if processes < 2 or processes % 2:
-        raise SpecError([Problem("--processes", f"must be even, is {processes}", "Use 2 or 4.")])
+        raise mistake("--processes", f"must be even, is {processes}", "Use 2 or 4.")
     expect_processes(processes)
     if not (isfinite(minutes) and minutes > 0) or (count is not None and count < 1):
-        raise SpecError([Problem("--minutes, --count", "must be above 0 and finite", "One minute is about six faults.")])
+        raise mistake("--minutes, --count", "must be above 0 and finite", "One minute is about six faults.")
     from ultrascale.soak.storm import KINDS
     from ultrascale.soak.story import soak as carry_through
 
@@ -65,16 +58,21 @@ def command(arguments: list[str]) -> int:
     kinds = tuple(possible) if faults == "all" else tuple(faults.split(","))
     if refused := [kind for kind in kinds if kind in KINDS and kind not in possible]:
         rule = f"{refused[0]!r} strikes the launcher of `ultrascale train`, and with --torchrun there is none"
-        raise SpecError([Problem("--faults", rule, f"There are {', '.join(possible)}.")])
+        raise mistake("--faults", rule, f"There are {', '.join(possible)}.")
     outcome = carry_through(
         folder.absolute(), processes=processes, seed=seed, kinds=kinds, seconds=None if count else minutes * 60,
-        num_faults=count, torchrun=torchrun, say=(lambda line: None) if as_json else lambda line: print(line, flush=True),
+        num_faults=count, torchrun=torchrun, say=(lambda line: None) if json else lambda line: print(line, flush=True),
     )  # fmt: skip
-    if as_json:
-        print(jsonlib.dumps(stamped("soak", to_json(outcome) | {"processes": processes, "seed": seed})))
+    if json:
+        print_json(to_json(outcome) | {"processes": processes, "seed": seed}, "soak")
     else:
         print("\n".join(table(outcome)))
     return 0 if outcome.holds else 1
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb: 0 if the storm has left no trace."""
+    return parse(soak, "soak", arguments)
 
 
 def table(outcome: Outcome) -> list[str]:

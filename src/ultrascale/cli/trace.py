@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json as json_module
 import sys
 
 from ultrascale.api.asked import Asked
 from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.trace import StageTraces, Trace, TraceOptions, answer
 from ultrascale.cli.terminal.parse import parse_with_overrides
-from ultrascale.cli.terminal.screen import console_for_people
-from ultrascale.cli.terminal.waiting import waiting
+from ultrascale.cli.terminal.screen import console_for_people, print_json, waiting
 from ultrascale.description.units import format_bytes
 
 
@@ -21,7 +19,7 @@ def command(arguments: list[str]) -> int:
     with waiting("tracing"):
         found = answer(asked, tell=lambda note: print(f"ultrascale: {note}", file=sys.stderr))
     if options.json:
-        print(json_module.dumps(found.to_dict(), indent=1))
+        print_json(found.to_dict(), indent=1)
     elif isinstance(found, StageTraces):
         from ultrascale.trace.views.view import show_stages
 

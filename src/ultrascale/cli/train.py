@@ -1,10 +1,14 @@
-"""`ultrascale train`: train, or go on where a run stopped."""
+"""`ultrascale train`: train, or go on where a run stopped.
+
+Check that a run's store can be used, before ranks start and anything is written. Needs no torch.
+"""
 
 from __future__ import annotations
 
 import json as json_module
 import os
 import time
+import uuid
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -21,18 +25,18 @@ from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.config.rules.early import expect_processes
 from ultrascale.config.rules.time_limits import grace_seconds
 from ultrascale.config.usual import usual
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.description.rank_environment import expect_rank_environment, told_rank, told_world
 from ultrascale.description.run import Run
 from ultrascale.launch.apart import launch_islands
 from ultrascale.plan.memory.replay import num_micro_batches
 from ultrascale.run_rows import event_line
 from ultrascale.schedules.for_layout import schedule_of
-from ultrascale.storage import url_of
+from ultrascale.storage import join_url, open_store, url_of
+from ultrascale.storage.location import url_problem
 from ultrascale.train.corpora import expect_startable
 from ultrascale.train.folder.own_island import of_own_island, own_folder, where_they_meet
 from ultrascale.train.folder.run_folder import RunFolder
-from ultrascale.train.folder.store_check import expect_store
 from ultrascale.train.observers.metrics import expect_trackers
 
 
@@ -95,23 +99,23 @@ def _trained(
 ) -> tuple[Run, int]:
     """The run that was trained, and the exit code."""
     if max_restarts < 0:
-        raise SpecError([Problem("--max-restarts", f"must be at least 0, is {max_restarts}", "0 never starts again.")])
+        raise mistake("--max-restarts", f"must be at least 0, is {max_restarts}", "0 never starts again.")
     if leave_by is not None and not time.time() < leave_by < float("inf"):
         rule = f"must be a second of the wall clock that is to come, is {leave_by:.0f}"
-        raise SpecError([Problem("--leave-by", rule, "For an hour from now: $(( $(date +%s) + 3600 )).")])
+        raise mistake("--leave-by", rule, "For an hour from now: $(( $(date +%s) + 3600 )).")
     expect_rank_environment(os.environ)
     path, rest = _brought_here(path, rest)
     overrides = [*_own_place(path, rest), *rest]
     if island is not None and processes is not None:
         rule = "does not go with --island: an island has the processes of [layout]"
-        raise SpecError([Problem("--processes", rule, "Leave one of the two out.")])
+        raise mistake("--processes", rule, "Leave one of the two out.")
     found = resolve(path, overrides, require_data=True, processes=None if elastic else processes)
     chosen, choices = usual(found, own_folder(found.run, island))
     resolved = chosen.run
     if elastic:
         if resolved.islands.count > 1:
             rule = "does not go with islands.count > 1: islands keep their layouts"
-            raise SpecError([Problem("--elastic", rule, "Leave one of the two out.")])
+            raise mistake("--elastic", rule, "Leave one of the two out.")
         here = told_world(os.environ) if "WORLD_SIZE" in os.environ else resolved.layout.world_size
         resolved = _elastic(resolved, here if processes is None else processes)
     expect_startable(resolved)
@@ -153,7 +157,7 @@ def _elastic(run: Run, world: int) -> Run:
     from ultrascale.plan.search.elastic import elastic_layout
 
     if world < 1:
-        raise SpecError([Problem("--processes", f"must be at least 1, is {world}", "Start one or more.")])
+        raise mistake("--processes", f"must be at least 1, is {world}", "Start one or more.")
     here = this_gpu(choose_device(run.device))
     layout = elastic_layout(run, world, device=here.name if here is not None else "cpu")
     if layout != run.layout and told_rank(os.environ) == 0:
@@ -233,3 +237,22 @@ def _summary(run: Run, code: int) -> dict[str, object]:
     folder = RunFolder.of(run)
     rows = folder.metric_rows()
     return {"finished": code == 0, "folder": str(folder.path), "last": rows[-1] if rows else None}
+
+
+START_PATIENCE_SECONDS = 20.0
+"""A server that is away for a moment is waited for; one that is not there is told soon."""
+
+
+def expect_store(run: Run) -> None:
+    """Write, read, list and remove an object where `run` is to be kept, if it is kept in a store.
+
+    Raises SpecError if its name cannot be one, StorageError, in one sentence, if it cannot be used."""
+    remedy = 'Name a folder of this machine there, and the store in the run\'s file: [checkpoint] store = "s3://..."'
+    if url_of(run.folder) is not None:
+        raise mistake("folder", f"is {run.folder!r}, but checkpoints are on disk first", remedy)
+    if run.checkpoint.store is None:
+        return
+    if problem := url_problem(run.checkpoint.store, to_write=True):
+        raise mistake("checkpoint.store", problem, "For example s3://BUCKET/PREFIX, or a folder.")
+    store = open_store(join_url(run.checkpoint.store, run.name), patience_seconds=START_PATIENCE_SECONDS)
+    store.expect_usable(f".probe-{uuid.uuid4().hex}")

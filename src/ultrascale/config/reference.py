@@ -1,14 +1,20 @@
 """Every key of a description in a line: type, unit, default, allowed values, and what it is. Read off the dataclasses of a run,
-their docstrings and `config.ranges`; `ultrascale show keys` and docs/reference.md print it."""
+their docstrings and `config.ranges`; `ultrascale show keys` and docs/reference.md print it.
+
+Texts below the fields of a dataclass or a typed dictionary, read off its source: the only description of each key.
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from textwrap import dedent
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ultrascale.config.described import docs_of
 from ultrascale.config.ranges import MOST, limits_of
 from ultrascale.config.schema import BYTE_KEYS, LENGTH_KEYS, TOKEN_KEYS, leaves
 from ultrascale.description.run import Run
@@ -153,3 +159,16 @@ def _range(limits: dict[str, float]) -> str:
     words += [f"below {limits['exclusiveMaximum']}"] if "exclusiveMaximum" in limits else []
     words += [f"at most {high:,.0f}"] if high is not None else []
     return ", ".join(words)
+
+
+@cache
+def docs_of(kind: Any) -> dict[str, str]:
+    """Text below each field that has one, by field name, joined into one line."""
+    body = ast.parse(dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for field, below in zip(body.body, body.body[1:], strict=False):
+        is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
+            found[field.target.id] = " ".join(inspect.cleandoc(below.value.value).split())  # type: ignore[union-attr]
+    return found

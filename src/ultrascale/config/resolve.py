@@ -5,12 +5,15 @@
 A preset (or path) names a whole model, so it replaces what lower layers say about the model; fields beside it or above it
 change it. `batch.tokens_per_batch` stands for `sequences_per_batch`. Paths of corpora and models are relative to where the
 command is run; `extends` is relative to its file.
+
+A resolved run as TOML text: what the run folder keeps and the workers read.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,6 @@ from ultrascale.catalogue.models.model_presets import PRESETS, preset
 from ultrascale.config.layers import Entry, Layer, read_files, read_flags, read_text
 from ultrascale.config.ranges import MOST, range_problem
 from ultrascale.config.rules.run_rules import run_problems
-from ultrascale.config.run_toml import to_toml
 from ultrascale.config.schema import BAD, At, convert, leaves
 from ultrascale.description.architecture.families import FAMILIES
 from ultrascale.description.architecture.model import Model, RopeScaling
@@ -373,3 +375,39 @@ def _placed(problem: Problem, provenance: dict[str, str]) -> Problem:
     """`problem` with the origin of its key, or of the list that its key is in."""
     key = problem.key.partition("[")[0]
     return problem if problem.where else replace(problem, where=provenance.get(key, ""))
+
+
+_HEAD = "# A resolved run: every value that decides what it computes. Read again, it gives the same run.\n"
+
+
+def to_toml(run: Run) -> str:
+    """Every field of `run`, defaults and all; `resolve` of it gives `run` again. None is written as "none"."""
+    return _HEAD + "\n".join(_section(run, "")) + "\n"
+
+
+def _section(item: Any, name: str) -> list[str]:
+    plain = [f"[{name}]"] if name else []
+    tables: list[str] = []
+    for one in fields(item):
+        value = getattr(item, one.name)
+        if is_dataclass(value):
+            tables += ["", *_section(value, f"{name}.{one.name}" if name else one.name)]
+        else:
+            plain.append(f"{one.name} = {toml_value(value)}")
+    return plain + tables
+
+
+def toml_value(value: Any) -> str:
+    """A setting as TOML has it."""
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but for DEL, which TOML wants escaped too.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    if is_dataclass(value):
+        return "{" + ", ".join(f"{field.name} = {toml_value(getattr(value, field.name))}" for field in fields(value)) + "}"
+    return repr(value)

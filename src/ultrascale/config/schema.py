@@ -302,3 +302,10 @@ def _item(value: Any, cls: Any, at: At) -> Any:
 
 
 _CONVERT = {bool: _bool, int: _int, float: _float, str: _str}
+
+
+def setting_at(run: Any, key: str) -> Any:
+    """The value of a dotted key; None below one that is None."""
+    for name in key.split("."):
+        run = None if run is None else getattr(run, name)
+    return run

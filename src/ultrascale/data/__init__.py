@@ -4,5 +4,5 @@ preparing          text files to a folder of token shards and a manifest
 reading            documents out of files
 tokenizer          text to ids
 corpus, indexed    the tokens of a prepared folder; Megatron's pair of files
-loader, order      the sequence with a global number, as a pure function of seed and number
+loader             the sequence with a global number, as a pure function of seed and number
 """

@@ -1,22 +1,36 @@
-"""A source of tokens: the shards of a prepared folder, or one foreign prefix, as one stream of documents in stored order."""
+"""A source of tokens: the shards of a prepared folder, or one foreign prefix, as one stream of documents in stored order.
+
+A prepared folder in a store: the indexes are brought here, token ids come in blocks as they are needed, and before that.
+
+    index     of a shard that is opened: whole, compared with its checksum, in a folder that goes with the process
+    ids       blocks of 64 KiB in memory, 256 MiB of them at most, those used longest ago leave first
+    ahead     the sequences of the next step are known, since their order is a function of the step: they are asked for while
+              this one is computed, all at once
+
+Order and bits are those of the same folder on a disk: only where the bytes come from differs.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import tempfile
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ultrascale.data.errors import DataError
+from ultrascale.data.files import DataError
 from ultrascale.data.indexed import Header, Shard, prefix_paths, read_header
-from ultrascale.data.manifest import Manifest, TokenizerFacts, load_manifest
-from ultrascale.data.preparing.verify import sample_of
-from ultrascale.data.streamed import StoredPath, StreamedFolder, StreamedTokens
-from ultrascale.storage import url_of
+from ultrascale.data.manifest import NAME, Manifest, ShardRecord, TokenizerFacts, load_manifest
+from ultrascale.data.preparing.verify import BLOCK_BYTES as SAMPLE_BYTES
+from ultrascale.data.preparing.verify import BLOCKS, sample_of
+from ultrascale.storage import MissingError, StorageError, Store, open_store, url_of
 
 OPEN_SHARDS = 128  # each holds two file descriptors, and 1,024 is a usual limit
 FOREIGN_BLOCKS = 256
@@ -172,3 +186,166 @@ def _foreign_prefix(path: Path) -> Path:
         raise DataError(str(path), problem, "Make it with `ultrascale data prepare ... --output FOLDER`.")
     read_header(idx_path)
     return path
+
+
+BLOCK_BYTES = 64 << 10
+CACHE_BYTES = 256 << 20
+STREAMS = 16
+TOKENIZER = "tokenizer.json"
+_AGAIN = "Check the store, and go on from the newest checkpoint."
+_COPY = "Copy it there again from where it was prepared."
+
+
+class StoredPath(PosixPath):
+    """A URL where a path is expected, for messages and names: it leads to nothing on this machine."""
+
+    def __str__(self) -> str:
+        return url_of(super().__str__()) or super().__str__()
+
+
+class BlockCache:
+    """Blocks of objects, fetched by several threads; the least recently used leave first."""
+
+    def __init__(self, most_bytes: int = CACHE_BYTES):
+        self.most_blocks = max(1, most_bytes // BLOCK_BYTES)
+        self._blocks: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(STREAMS, "data")
+
+    def expect(self, store: Store, key: str, begin: int, end: int) -> list[Future[bytes]]:
+        """Begin to fetch what is lacking of bytes `begin` to `end` - 1 of an object; the blocks that they are in."""
+        found = []
+        with self._lock:
+            for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+                name = (store.where(key), block)
+                held = self._blocks.get(name)
+                if held is None or (held.done() and held.exception() is not None):
+                    at = block * BLOCK_BYTES
+                    self._blocks[name] = held = self._pool.submit(store.read_range, key, at, at + BLOCK_BYTES)
+                self._blocks.move_to_end(name)
+                found.append(held)
+            while len(self._blocks) > self.most_blocks:
+                self._blocks.popitem(last=False)
+        return found
+
+    def read(self, store: Store, key: str, begin: int, end: int) -> bytes:
+        """Bytes `begin` to `end` - 1. Raises DataError if they do not come."""
+        try:
+            data = b"".join(block.result() for block in self.expect(store, key, begin, end))
+        except StorageError as error:
+            raise DataError(store.where(key), f"cannot be read: {error}", _AGAIN) from error
+        first = begin - begin // BLOCK_BYTES * BLOCK_BYTES
+        if len(data) < first + end - begin:
+            raise DataError(store.where(key), f"ends before byte {end}, and was longer when it was opened", _COPY)
+        return data[first : first + end - begin]
+
+
+class StreamedTokens:
+    """The ids of one `.bin` in a store, read as an array is: by length and by slices."""
+
+    def __init__(self, store: Store, key: str, dtype: npt.DTypeLike, size: int, cache: BlockCache):
+        self.store, self.key, self.cache = store, key, cache
+        self.dtype = np.dtype(dtype)
+        self._length = size // self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, span: slice) -> npt.NDArray[Any]:
+        first, last, _ = span.indices(self._length)
+        return np.frombuffer(self.cache.read(self.store, self.key, *self._bytes(first, last)), self.dtype)
+
+    def expect(self, first: int, last: int) -> None:
+        """Begin to fetch ids first..last-1."""
+        self.cache.expect(self.store, self.key, *self._bytes(first, last))
+
+    def _bytes(self, first: int, last: int) -> tuple[int, int]:
+        return first * self.dtype.itemsize, last * self.dtype.itemsize
+
+
+class StreamedShard(Shard):
+    """A shard whose index is a file here and whose ids are in a store. Raises DataError as `Shard` does, and if a sample of the
+    ids, or the index, is not what the manifest says."""
+
+    def __init__(self, store: Store, record: ShardRecord, folder: Path, cache: BlockCache):
+        self._store, self._key, self._record = store, f"{record.name}.bin", record
+        self._ask(lambda: _bring(store, f"{record.name}.idx", folder))
+        index = folder / f"{record.name}.idx"
+        found = hashlib.sha256(index.read_bytes()).hexdigest()
+        if found != record.idx_sha256:
+            raise DataError(store.where(index.name), "has another checksum than the manifest says", _COPY)
+        self._cache = cache
+        super().__init__(folder / record.name)
+        size = self._bin_size()
+        self.bin_path, self.idx_path = (StoredPath(store.where(f"{record.name}{end}")) for end in (".bin", ".idx"))
+        self.tokens = StreamedTokens(store, self._key, self.dtype, size, cache)  # pyright: ignore[reportAttributeAccessIssue]
+        if record.sample_sha256 and self._ask(lambda: self._sample(index.read_bytes(), size)) != record.sample_sha256:
+            problem = f"does not hold what was prepared: of {BLOCKS} blocks of its .bin and .idx some are not the manifest's"
+            raise DataError(store.where(record.name), problem, _COPY)
+
+    def expect_whole(self) -> None:
+        """Nothing is mapped that could be cut short."""
+
+    def _bin_size(self) -> int:
+        size = self._ask(lambda: self._store.size(self._key))
+        promised = self._record.tokens * self.dtype.itemsize
+        if size != promised:
+            raise DataError(self._store.where(self._key), f"is {size} bytes, the manifest promises {promised}", _COPY)
+        return size
+
+    def _map_ids(self, size: int) -> bytes:
+        return b""
+
+    def _sample(self, index: bytes, size: int) -> str:
+        """Digest of sampled blocks, as `verify.sample_of`, of an object and a file."""
+        digest = hashlib.sha256()
+        for length, block_at in (
+            (size, lambda at: self._store.read_range(self._key, at, min(at + SAMPLE_BYTES, size)) if size else b""),
+            (len(index), lambda at: index[at : at + SAMPLE_BYTES]),
+        ):
+            digest.update(length.to_bytes(8, "little"))
+            for block in range(BLOCKS):
+                digest.update(block_at(block * max(0, length - SAMPLE_BYTES) // (BLOCKS - 1)))
+        return digest.hexdigest()
+
+    def _ask(self, work: Any) -> Any:
+        try:
+            return work()
+        except MissingError as error:
+            raise DataError(
+                str(error).removesuffix(" is not there."), "is missing, but the manifest lists it", _COPY
+            ) from error
+        except StorageError as error:
+            raise DataError(self._store.where(self._key), f"cannot be read: {error}", _AGAIN) from error
+
+
+class StreamedFolder:
+    """A folder made by `ultrascale data prepare`, in a store. Raises DataError if it is none, or does not answer."""
+
+    def __init__(self, url: str):
+        self._scratch = tempfile.TemporaryDirectory(prefix="ultrascale-data-")
+        self.folder = Path(self._scratch.name)
+        self.cache = BlockCache()
+        try:
+            self.store = open_store(url)
+            names = {one.key for one in self.store.names("")[0]}
+            for name in (NAME, TOKENIZER):
+                if name in names:
+                    _bring(self.store, name, self.folder)
+        except StorageError as error:
+            raise DataError(
+                url, f"cannot be read: {error}", "Check the name, and the credentials in the environment."
+            ) from error
+        if NAME not in names:
+            remedy = "Copy the whole folder there that `ultrascale data prepare` has made."
+            raise DataError(url, f"holds no {NAME}, so it is no prepared folder, which alone is read from a store", remedy)
+        self.manifest: Manifest = load_manifest(self.folder)
+
+    def shard(self, index: int) -> StreamedShard:
+        """One shard, opened."""
+        return StreamedShard(self.store, self.manifest.shards[index], self.folder, self.cache)
+
+
+def _bring(store: Store, name: str, folder: Path) -> None:
+    if not (folder / name).exists():
+        (folder / name).write_bytes(store.read(name))

@@ -27,8 +27,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from ultrascale.data.errors import DataError
-from ultrascale.data.files import PARTIAL, writing
+from ultrascale.data.files import PARTIAL, DataError, writing
 from ultrascale.failpoints import failpoint
 
 MAGIC = b"MMIDIDX\x00\x00"

@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ultrascale.data.errors import DataError
-from ultrascale.data.files import read_json, write_json
+from ultrascale.data.files import DataError, read_json, write_json
 
 NAME = "manifest.json"
 FORMAT = "ultrascale-data-1"

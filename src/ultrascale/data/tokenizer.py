@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from ultrascale.data.errors import DataError
+from ultrascale.data.files import DataError
 from ultrascale.data.manifest import TokenizerFacts
 from ultrascale.description.architecture.special_tokens import END_OF_DOCUMENT, ENDS
 

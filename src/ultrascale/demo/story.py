@@ -1,36 +1,49 @@
 """The story, stage by stage. Each stage prints the command that does the same, and ends in claims.
 
 text  ->  plan  ->  prove  ->  train, kill, resume  ->  planned beside measured  ->  loss  ->  sample  ->  export  ->  plots
+
+Unigram entropy: the loss of a model that knows only how often each token occurs.
+
+The folder that everything of the demo lands in: made, claimed, and cleared of an earlier demo, and of nothing else.
+
+The loss curve in letters, for a terminal: no reader has to open a file to see that something was learned.
+
+The demo's run as a TOML file: sized so that training takes one to three minutes on this machine.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import shutil
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 from rich.text import Text
 
 from ultrascale.catalogue.cluster import parse_cluster
-from ultrascale.data.errors import DataError
-from ultrascale.data.preparing.entropy import unigram_entropy
+from ultrascale.config.resolve import resolve
+from ultrascale.data.corpus import Corpus
+from ultrascale.data.files import DataError
 from ultrascale.data.preparing.prepare import Prepared, Progress
 from ultrascale.demo.claims import Claim, judged
-from ultrascale.demo.folder import demo_folder, forget_text
-from ultrascale.demo.picture import loss_curve
-from ultrascale.demo.recipe import PROCESSES, SAVES, fitting_steps, write_run
 from ultrascale.demo.screen import INDENT, Screen
-from ultrascale.demo.stages.exported import compare_with_transformers, export_newest
+from ultrascale.demo.stages.exported import PROMPTS, compare_with_transformers, continue_prompts, export_newest, sample_words
 from ultrascale.demo.stages.interrupted import train_and_kill
 from ultrascale.demo.stages.proof import plant_faults, prove_layouts
 from ultrascale.demo.stages.rehearsal import rehearse, step_seconds
-from ultrascale.demo.stages.sample import PROMPTS, continue_prompts, sample_words
-from ultrascale.demo.stages.text import library_folder, prepare_library, prepare_words
+from ultrascale.demo.stages.text import VOCABULARY, library_folder, prepare_library, prepare_words
+from ultrascale.description.layout import Precision
+from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes, format_count, format_flops_per_second, format_seconds
 from ultrascale.measure.compare import Difference, comparison_table
@@ -322,3 +335,165 @@ def _signed(value: float, decimals: int) -> str:
 
 def _first_word(title: str) -> str:
     return title.partition(":")[0].partition(",")[0].lower()
+
+
+_BLOCK = 1 << 20
+
+
+def token_counts(path: str | Path) -> np.ndarray:
+    """Count of each id in a prepared folder or prefix, int64 [largest id + 1]. Reads in blocks: memory stays flat."""
+    corpus = Corpus(path)
+    counts = np.zeros(corpus.tokenizer.vocab_size if corpus.tokenizer else 1, np.int64)
+    for start in range(0, corpus.num_tokens, _BLOCK):
+        for index, first, last in corpus.pieces(start, min(_BLOCK, corpus.num_tokens - start)):
+            ids = corpus.shard(index).tokens[first:last]
+            if int(ids.min()) < 0:
+                corpus.shard(index).check_ids(first, last, 2**31)
+            here = np.bincount(ids, minlength=len(counts))
+            here[: len(counts)] += counts
+            counts = here
+    return counts
+
+
+def unigram_entropy(path: str | Path) -> float:
+    """Entropy of the distribution of single tokens, -sum p ln p, in nats a token.
+
+    It is the loss of the best model that ignores context. Raises DataError if there are no tokens.
+    """
+    counts = token_counts(path)
+    if counts.sum() == 0:
+        raise DataError(str(path), "holds no tokens", "Prepare some text first.")
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+MARK = ".ultrascale-demo"
+MADE_AFRESH = ("run", "plots", "exported", "run.toml", "training.log", "summary.json")
+"""Files of an earlier demo that this one makes again; the prepared text is kept."""
+
+
+@contextmanager
+def demo_folder(folder: Path) -> Iterator[None]:
+    """`folder`, there and ours while inside. Raises SpecError if it is somebody else's, in use, or cannot be written."""
+    try:
+        if folder.is_dir() and any(folder.iterdir()) and not (folder / MARK).exists():
+            raise mistake("--folder", f"{folder} holds other files, which the demo must not mix with", "Name another.")
+        folder.mkdir(parents=True, exist_ok=True)
+        mark = open(folder / MARK, "w")  # noqa: SIM115 (closed below: the lock lives as long as the file is open)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise mistake("--folder", f"{folder} cannot be written: {reason}", "Name another.") from None
+    with mark:
+        try:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise mistake("--folder", f"another demo is using {folder}", "Wait for it, or name another.") from None
+        _clear(folder)
+        yield
+
+
+def forget_text(folder: Path) -> None:
+    """Remove the prepared text, for when the library it was made from has changed."""
+    shutil.rmtree(folder / "data", ignore_errors=True)
+
+
+def _clear(folder: Path) -> None:
+    for name in MADE_AFRESH:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+HEIGHT = 9
+BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def loss_curve(losses: Sequence[float], *, width: int, marks: Sequence[tuple[int, str]] = ()) -> str:
+    """A curve of `losses` by step, `width` columns at most, with a line below that names the step of each mark.
+
+    Each column is the mean of its steps; the axis starts at the lowest loss, so that the fall is seen.
+    """
+    columns = min(width, len(losses))
+    edges = [len(losses) * at // columns for at in range(columns + 1)]
+    means = [sum(losses[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    levels = [round((value - low) / ((high - low) or 1) * (HEIGHT * 8 - 1)) + 1 for value in means]
+    rows = []
+    for row in range(HEIGHT, 0, -1):
+        cells = "".join(BLOCKS[max(0, min(8, level - 8 * (row - 1)))] for level in levels)
+        name = f"{high:6.2f} " if row == HEIGHT else f"{low:6.2f} " if row == 1 else " " * 7
+        rows.append((name + cells).rstrip())
+    for step, text in marks:
+        at = min(columns - 1, max(0, (step - 1) * columns // len(losses)))
+        rows.append(f"{' ' * (7 + at)}^ step {step}: {text}")
+    return "\n".join(rows)
+
+
+PROCESSES = 2
+TRAINING_SECONDS = 90
+"""Seconds of training at the rehearsed rate. What that leaves out (half as much again) and restarting after the kill come on
+top, and a busy machine takes up to three times as long: the whole is to stay below five minutes."""
+STEPS = (240, 640)
+"""Fewest and most: below, the loss does not get far; above, the story gets long."""
+SAVES = 5
+_TOML = """\
+# A Llama of 4 million parameters on the sources of Python's standard library, on two processes of this machine.
+
+name = "run"
+folder = {folder}
+steps = {steps}
+device = "cpu"
+
+[model]
+preset = "tiny-llama-4m"
+vocab_size = {vocabulary}
+initializer_range = 0.05    # a narrow model learns sooner from larger weights than the usual 0.02
+
+[layout]
+dp = {processes}
+zero_stage = 2
+micro_batch_size = 4
+precision = "{precision}"
+
+[batch]
+sequence_length = 256
+sequences_per_batch = 8
+
+[data]
+sources = [{data}]
+validation = [{validation}]
+
+[optimizer]
+learning_rate = 2e-3
+warmup_steps = 30
+min_learning_rate_ratio = 0.05
+
+[checkpoint]
+every_steps = {every}
+export = false          # the demo does it in a stage of its own
+
+[evaluation]
+every_steps = {every}
+sequences = 64
+"""
+
+
+def write_run(folder: Path, *, precision: Precision = "fp32", steps: int = STEPS[0]) -> Run:
+    """Write `folder`/run.toml and read it back as `ultrascale train` does."""
+    file, data = folder / "run.toml", folder / "data"
+    quoted = {"folder": folder, "data": data, "validation": data / "validation"}
+    file.write_text(
+        _TOML.format(
+            steps=steps, precision=precision, every=steps // SAVES, processes=PROCESSES, vocabulary=VOCABULARY,
+            **{key: json.dumps(str(path), ensure_ascii=False) for key, path in quoted.items()},
+        )
+    )  # fmt: skip
+    return resolve(file).run
+
+
+def fitting_steps(seconds_per_step: float) -> int:
+    """Steps that take about TRAINING_SECONDS, a multiple of SAVES."""
+    fewest, most = STEPS
+    return round(min(most, max(fewest, TRAINING_SECONDS / seconds_per_step)) / SAVES) * SAVES

@@ -45,3 +45,8 @@ class SpecError(ValueError):
         rest = [Problem(f"{more:,} more", "are wrong too", "Repair these first.")] if more > 0 else []
         self.problems = (*problems[:MOST_TOLD], *rest)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def mistake(key: str, rule: str, remedy: str, where: str = "") -> SpecError:
+    """The error of a single `Problem`."""
+    return SpecError([Problem(key, rule, remedy, where)])

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.islands.admission import Answer, LeftOutError
 from ultrascale.islands.link import Group, Link, LostIslandError, Mean
@@ -143,7 +143,7 @@ class OuterLoop:
         waiting = [] if facts is None else facts["under_way"]
         if waiting and facts is not None and facts["fragments"] != self.islands.fragments:
             rule = f"is {self.islands.fragments}, but the checkpoint has some of {facts['fragments']} fragments under way"
-            raise SpecError([Problem("islands.fragments", rule, f"Set it back to {facts['fragments']}.")])
+            raise mistake("islands.fragments", rule, f"Set it back to {facts['fragments']}.")
         if waiting:
             self.state.allow_overlap()
 
@@ -191,7 +191,7 @@ class OuterLoop:
         if self.islands.differ:
             rule = f"gives islands other shards, and islands {sorted(joining)} are not where island {leader} is in the run"
             remedy = f"Copy the newest checkpoint of island {leader} into their folders: one of any dp is read."
-            raise SpecError([Problem("islands.dp", rule, remedy)])
+            raise mistake("islands.dp", rule, remedy)
         self._hand_over(group, leader, takes=group.index in joining)
         which = f"island{'s' * (len(joining) > 1)} {', '.join(str(group.islands[index]) for index in sorted(joining))}"
         return f"{which} took the state of island {group.islands[leader]}, at step {everybody[leader][1]}"
@@ -287,7 +287,7 @@ class OuterLoop:
             odd = next(island for island, one in zip(islands, described, strict=True) if one != described[0])
             other = "another model, batch, optimizer, seed, number of steps or [islands]"
             rule = f"island {odd} was started with {other} than island {islands[0]}"
-            raise SpecError([Problem("islands", rule, "Start all islands with the same description.")])
+            raise mistake("islands", rule, "Start all islands with the same description.")
 
     def _digest(self) -> int:
         """Digest of this rank's anchors."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.jobs.job import Job
 from ultrascale.jobs.text import exports, fill, head, quoted, setup, train_words
 
@@ -24,7 +24,7 @@ def ssh_text(job: Job, file: Path) -> str:
     hosts, islands = job.launch.hosts, 1 if job.island is None else job.run.islands.count
     if len(hosts) != job.nodes * islands:
         rule = f"names {len(hosts)} hosts for {job.nodes} nodes" + f" of each of {islands} islands" * (islands > 1)
-        raise SpecError([Problem("launch.hosts", rule, 'Name one for each: [launch] hosts = ["node1", "user@node2"].')])
+        raise mistake("launch.hosts", rule, 'Name one for each: [launch] hosts = ["node1", "user@node2"].')
     hosts = hosts[(job.island or 0) * job.nodes :][: job.nodes]
     inside = torchrun_text(job, file)
     python = f"cd {quoted([Path.cwd()])} && {{ {'; '.join(job.launch.setup) or ':'}; }} >/dev/null"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.config.rules.time_limits import grace_seconds
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.run import Run
 from ultrascale.description.sections.launch import Launch
 from ultrascale.description.units import count_of, format_seconds
@@ -101,9 +101,9 @@ def job_of(
     layout."""
     asked = nodes if nodes is not None else launch.nodes
     if asked is None:
-        raise SpecError([Problem("--nodes", "is missing: nothing says how many", "Give --nodes N, or [launch] nodes = N.")])
+        raise mistake("--nodes", "is missing: nothing says how many", "Give --nodes N, or [launch] nodes = N.")
     if asked < 1:
-        raise SpecError([Problem("--nodes", f"must be at least 1, is {asked}", "Give the number of machines.")])
+        raise mistake("--nodes", f"must be at least 1, is {asked}", "Give the number of machines.")
     ranks = ranks_per_node(run, launch)
     together = island is None and run.islands.count > 1
     problems = [*_fit(run, asked, ranks, run.num_processes if together else run.layout.world_size), *_time(run, launch)]
@@ -119,7 +119,7 @@ def ranks_per_node(run: Run, launch: Launch) -> int:
     if run.cluster != "auto" and not run.cluster.endswith("cpu"):
         return parse_cluster(run.cluster).node.num_accelerators
     rule = f"is not given, and cluster = {run.cluster!r} does not say how many GPUs a node has"
-    raise SpecError([Problem("launch.gpus_per_node", rule, 'Give it, or name the machines: cluster = "64xh100".')])
+    raise mistake("launch.gpus_per_node", rule, 'Give it, or name the machines: cluster = "64xh100".')
 
 
 def _fit(run: Run, nodes: int, ranks: int, wanted: int) -> list[Problem]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.jobs.environment import variables
 from ultrascale.jobs.job import Job
 from ultrascale.jobs.text import block, fill, head, no_time_limit, quoted, setup, train_words
@@ -27,7 +27,7 @@ def kubernetes_text(job: Job, file: object) -> str:
     asked, image = job.launch.kubernetes, job.launch.container
     if image is None:
         remedy = 'Build one with the repository\'s Containerfile, and name it: [launch] container = "registry/ultrascale:1".'
-        raise SpecError([Problem("launch.container", "is not given, and pods start from an image", remedy)])
+        raise mistake("launch.container", "is not given, and pods start from an image", remedy)
     name = object_name(job.name)
     if asked.claim is None:
         expect_server(job, "launch.kubernetes.claim")
@@ -49,7 +49,7 @@ def expect_server(job: Job, key: str) -> None:
     if job.island is not None and not job.run.islands.meet.startswith("tcp://"):
         rule = f"is a folder, and each island has a volume of its own ({key})"
         remedy = "Name a server that all of them reach, tcp://HOST:PORT: python -m ultrascale.islands.store HOST PORT."
-        raise SpecError([Problem("islands.meet", rule, remedy)])
+        raise mistake("islands.meet", rule, remedy)
 
 
 def object_name(name: str) -> str:

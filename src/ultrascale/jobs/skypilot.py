@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ultrascale.catalogue.cluster import parse_cluster
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.jobs.environment import variables
 from ultrascale.jobs.job import Job
 from ultrascale.jobs.kubernetes import expect_server, node_script, object_name
@@ -58,6 +58,6 @@ def _accelerator(job: Job) -> str:
     """SkyPilot's name of the run's accelerator: H100, A100-80GB, RTX4090."""
     if job.run.cluster == "auto":
         remedy = 'Give SkyPilot\'s name, such as "H100" (`sky gpus list`), or name the machines: cluster = "64xh100".'
-        raise SpecError([Problem("launch.skypilot.accelerator", "is not given, and cluster = auto names none", remedy)])
+        raise mistake("launch.skypilot.accelerator", "is not given, and cluster = auto names none", remedy)
     name = parse_cluster(job.run.cluster).accelerator.kind
     return NAMES.get(name, name.upper().replace("RTX-", "RTX"))

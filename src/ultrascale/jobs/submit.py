@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 
 COMMANDS = {
     "slurm": ["sbatch"], "kubernetes": ["kubectl", "apply", "-f"], "skypilot": ["sky", "jobs", "launch", "--yes"],
@@ -29,10 +29,10 @@ def expect_launcher(launcher: str, nodes: int) -> None:
     program = NEEDS.get(launcher, COMMANDS[launcher][0])
     if shutil.which(program) is None:
         remedy = f"{FROM.get(program, '')} Or leave --submit out, and take the text there.".strip()
-        raise SpecError([Problem("--submit", f"{program} is not installed here", remedy)])
+        raise mistake("--submit", f"{program} is not installed here", remedy)
     if launcher == "torchrun" and nodes > 1:
         rule = f"torchrun must be started on each of {nodes} nodes, and this is one of them"
-        raise SpecError([Problem("--submit", rule, "Run the text on each, or take `ultrascale launch ssh`.")])
+        raise mistake("--submit", rule, "Run the text on each, or take `ultrascale launch ssh`.")
 
 
 def submit(launcher: str, file: Path) -> str:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from types import FrameType
 
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import count_of
 from ultrascale.launch.orphans import terminate_with_parent
@@ -30,7 +30,7 @@ def launch_islands(run_toml: str, run: Run, flags: tuple[str, ...]) -> int:
     if 0 < len(devices) < count * ranks:
         wanted = f"{count} islands of {count_of(ranks, 'rank')} each need {count * ranks} GPUs"
         rule = f"is too many for this machine: {wanted}, and it has {len(devices)}"
-        raise SpecError([Problem("islands.count", rule, 'Start some of them elsewhere with --island, or use device = "cpu".')])
+        raise mistake("islands.count", rule, 'Start some of them elsewhere with --island, or use device = "cpu".')
     with scratch_folder("islands") as folder:
         (folder / "run.toml").write_text(run_toml)
         words = [sys.executable, "-m", "ultrascale", "train", str(folder / "run.toml"), *flags, "--island"]

@@ -8,7 +8,7 @@ from textwrap import fill
 from typing import Any
 
 from ultrascale.description.parsing import parse_json
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.launch.events import event_of, read_rows
 from ultrascale.measure.run_marks import Mark, marks_of
 from ultrascale.run_rows import memory_document, metric_row
@@ -80,7 +80,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             rows.append(row)
         elif number < len(lines):
             remedy = "Remove this line; the others are read by themselves. (A run that is resumed removes it, too.)"
-            raise SpecError([Problem(f"{path}:{number}", "is no row of a step: cut by a full disk, or damaged", remedy)])
+            raise mistake(f"{path}:{number}", "is no row of a step: cut by a full disk, or damaged", remedy)
     return rows
 
 
@@ -93,7 +93,7 @@ def read_memory(folder: Path) -> dict[str, Any]:
             return memory_document(memory)
     except (ValueError, TypeError, KeyError):
         pass
-    raise SpecError([Problem(str(path), "is not what a run wrote there", "Remove it: the report then has no memory.")])
+    raise mistake(str(path), "is not what a run wrote there", "Remove it: the report then has no memory.")
 
 
 def last_timed_start(folder: Path, rows: Sequence[Mapping[str, Any]]) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.measure.plots import last_timed_start, read_memory, read_metrics
 
 
@@ -51,7 +51,7 @@ def summarise(folder: Path) -> Summary:
     rows = read_metrics(metrics) if metrics.exists() else []
     if not rows:
         remedy = "Give the folder of a run that has trained, such as out/first."
-        raise SpecError([Problem(str(folder), "has no metrics.jsonl with a step in it", remedy)])
+        raise mistake(str(folder), "has no metrics.jsonl with a step in it", remedy)
     return summary_of(rows, read_memory(folder), last_timed_start(folder, rows))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from ultrascale import __version__
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import num_parameters
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.description.units import format_count
 
 CARD = "README.md"
@@ -27,14 +27,14 @@ def expect_pushable(repo: str) -> None:
     """Raises SpecError, before anything is written, if `repo` is no USER/NAME, huggingface_hub is missing or has no key."""
     if not _REPO.fullmatch(repo) or len(repo) > 96:
         rule = f"must be USER/NAME, is {repo!r}"
-        raise SpecError([Problem("--push-to-hub", rule, "Name the model as its address on the Hub has it.")])
+        raise mistake("--push-to-hub", rule, "Name the model as its address on the Hub has it.")
     try:
         from huggingface_hub import get_token
     except ImportError:
         remedy = "pip install huggingface_hub, or leave it out and upload the folder yourself."
-        raise SpecError([Problem("--push-to-hub", "needs huggingface_hub, which is not installed", remedy)]) from None
+        raise mistake("--push-to-hub", "needs huggingface_hub, which is not installed", remedy) from None
     if get_token() is None:
-        raise SpecError([Problem("--push-to-hub", "finds no key of the Hub", "Set HF_TOKEN, or run `hf auth login`.")])
+        raise mistake("--push-to-hub", "finds no key of the Hub", "Set HF_TOKEN, or run `hf auth login`.")
 
 
 def push(folder: Path, repo: str, *, card: str, public: bool = False) -> str:

@@ -17,7 +17,7 @@ from ultrascale.catalogue.machines import USUAL_NODE
 from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.catalogue.stacks.stack_files import stack_names
 from ultrascale.description.layout import RANGES
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.schedules import SCHEDULES
 
 LARGEST_FILE = 1_000_000
@@ -123,7 +123,7 @@ def _dropped(file: Any, folder: Path) -> Path:
     if isinstance(size, int) and size > LARGEST_FILE:
         raise SpecError([_too_large(size)])
     if not (isinstance(file, dict) and isinstance(file.get("text"), str)):
-        raise SpecError([Problem("file", "is no text", "Drop a config.json or a run.toml.")])
+        raise mistake("file", "is no text", "Drop a config.json or a run.toml.")
     text, is_toml = file["text"], str(file.get("name", "")).lower().endswith(".toml")
     if len(text.encode()) > LARGEST_FILE:
         raise SpecError([_too_large(len(text.encode()))])

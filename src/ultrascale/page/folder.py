@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from importlib import metadata, resources
 from pathlib import Path
 
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.page.controls import controls_json
 from ultrascale.page.server import static_text
 
@@ -68,7 +68,7 @@ def build(folder: Path, parts: Path | None) -> str:
     not those, or the folder is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise SpecError([Problem("--build", f"{folder} is not an empty folder", "Name a folder that is not there yet.")])
+        raise mistake("--build", f"{folder} is not an empty folder", "Name a folder that is not there yet.")
     with tempfile.TemporaryDirectory() as scratch:
         runtime, numpy = _checked(parts, "--parts") if parts else _checked(_packed(Path(scratch)), "--build")
         folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def _packed(folder: Path) -> Path:
     words = ["npm", "pack", "--loglevel=error", "--pack-destination", str(folder), *PACKAGES]
     by_hand = f"Where there is npm and a network: npm pack {' '.join(PACKAGES)}; then --parts with the folder that has both."
     if shutil.which("npm") is None:
-        raise SpecError([Problem("--build", "needs npm, which is not installed, for Pyodide and NumPy", by_hand)])
+        raise mistake("--build", "needs npm, which is not installed, for Pyodide and NumPy", by_hand)
     print("npm fetches Pyodide and NumPy, 11 MB.", file=sys.stderr)
     try:
         done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=NPM_SECONDS)
@@ -106,7 +106,7 @@ def _packed(folder: Path) -> Path:
     except subprocess.TimeoutExpired:
         why = f"it had not ended after {NPM_SECONDS} s"
     if why:
-        raise SpecError([Problem("--build", f"npm could not fetch Pyodide and NumPy: {why}", by_hand)])
+        raise mistake("--build", f"npm could not fetch Pyodide and NumPy: {why}", by_hand)
     return folder
 
 
@@ -116,10 +116,10 @@ def _checked(parts: Path, key: str) -> list[bytes]:
     for package, (name, digest) in PACKAGES.items():
         remedy = f"npm pack {package} makes it."
         if not (parts / name).is_file():
-            raise SpecError([Problem(key, f"{parts} has no {name}", remedy)])
+            raise mistake(key, f"{parts} has no {name}", remedy)
         found.append((parts / name).read_bytes())
         if hashlib.sha512(found[-1]).hexdigest() != digest:
-            raise SpecError([Problem(key, f"{parts / name} is not what was published under that name", remedy)])
+            raise mistake(key, f"{parts / name} is not what was published under that name", remedy)
     return found
 
 

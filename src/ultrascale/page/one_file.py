@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.page.documents import Document
 
 _SHELL = """<!doctype html>
@@ -53,9 +53,9 @@ def expect_writable(path: str | Path | None) -> None:
     if path is None:
         return
     if Path(path).is_dir():
-        raise SpecError([Problem("--html", f"{path} is a folder", f"Name a file, such as {Path(path) / 'found.html'}.")])
+        raise mistake("--html", f"{path} is a folder", f"Name a file, such as {Path(path) / 'found.html'}.")
     if not Path(path).parent.is_dir():
-        raise SpecError([Problem("--html", f"there is no folder {Path(path).parent}", "Make it, or name another.")])
+        raise mistake("--html", f"there is no folder {Path(path).parent}", "Make it, or name another.")
 
 
 def write_document(path: Path, document: Document, words: list[str]) -> None:

@@ -21,7 +21,7 @@ from importlib.resources import files
 from threading import Lock
 from typing import Any
 
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.page.controls import LARGEST_FILE, controls_json
 
 Question = Callable[[dict[str, Any]], dict[str, Any]]
@@ -138,7 +138,7 @@ def serve(question: Question, *, port: int, opens_browser: bool) -> None:
         server = PageServer(question, port)
     except OSError as error:
         rule = f"{port} cannot be served on: {error.strerror}"
-        raise SpecError([Problem("--port", rule, "Leave it out for a port that is free.")]) from None
+        raise mistake("--port", rule, "Leave it out for a port that is free.") from None
     print(f"{server.url}\nOnly this link opens it, and only on this machine. Ctrl-C ends it.", flush=True)
     if opens_browser and not webbrowser.open(server.url):
         print("ultrascale: no browser could be opened; open the link yourself.", file=sys.stderr)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.description.rank_environment import expect_rank_environment, told_rank, told_world
 from ultrascale.description.units import count_of
 from ultrascale.kernels.choice.device_kind import kind_of
@@ -99,10 +99,10 @@ def choose_device(device: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         rule = f"asks for CUDA, but torch {torch.__version__} sees no CUDA device"
-        raise SpecError([Problem("device", rule, 'Use device = "cpu", or install a CUDA build of torch.')])
+        raise mistake("device", rule, 'Use device = "cpu", or install a CUDA build of torch.')
     if local_rank >= torch.cuda.device_count():
         rule = f"local rank {local_rank} has no GPU of its own: this node has {torch.cuda.device_count()}"
-        raise SpecError([Problem("layout.dp", rule, "Start as many processes per node as it has GPUs.")])
+        raise mistake("layout.dp", rule, "Start as many processes per node as it has GPUs.")
     return torch.device("cuda", local_rank)
 
 
@@ -130,7 +130,7 @@ def process_group(
         rule = f"{whose} for {count_of(wanted, 'process')}, but {world} {'was' if world == 1 else 'were'} started"
         dp, rest = divmod(world * layout.dp, wanted)
         other = f"`--layout.dp {dp}`" if dp and not rest and len({*together}) == 1 else "a layout for so many"
-        raise SpecError([Problem("layout.dp", rule, f"Start {wanted} (`--processes {wanted}`), or give {other}.")])
+        raise mistake("layout.dp", rule, f"Start {wanted} (`--processes {wanted}`), or give {other}.")
     here = choose_device(device)
     if here.type == "cuda":
         torch.cuda.set_device(here)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultrascale.description.layout import NARROW, Layout, Precision
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.description.recomputed import blocks_text, modes_of
 from ultrascale.description.schedules import SCHEDULES, USUAL, KnownSchedule
 
@@ -177,7 +177,7 @@ def _row(layout: Layout) -> list[int]:
     schedule = layout.schedule if layout.pp > 1 or layout.schedule in SCHEDULES else USUAL  # without a pipeline nobody reads it
     if schedule not in SCHEDULES:
         rule = f"is {schedule!r}, and a table of layouts has schedules known by name alone"
-        raise SpecError([Problem("layout.schedule", rule, f"Take {', '.join(SCHEDULES)}.")])
+        raise mistake("layout.schedule", rule, f"Take {', '.join(SCHEDULES)}.")
     return [
         layout.dp, layout.zero_stage, layout.shard_size, layout.micro_batch_size,
         RECOMPUTE.index(layout.recompute if layout.recompute in RECOMPUTE else "blocks"),

@@ -20,7 +20,7 @@ from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.run import Run, one_island
 from ultrascale.plan.flops import CONVENTION, model_flops_per_token
 from ultrascale.plan.islands import IslandsPlan, plan_islands
-from ultrascale.plan.memory.replay import MemoryPlan, num_micro_batches, plan_fullest_rank
+from ultrascale.plan.memory.replay import MemoryPlan, num_micro_batches, plan_fullest_rank, plan_memory
 from ultrascale.plan.workload import Workload
 
 if TYPE_CHECKING:
@@ -328,3 +328,20 @@ def device_of(accelerator: Accelerator) -> Device:
 def has_rates(accelerator: Accelerator, precision: str) -> bool:
     """True if the catalogue gives the device's peak rate in this precision, so that it is not measured at run time."""
     return precision in ("fp16", *accelerator.peak_flops) and not accelerator.measured_at_run_time
+
+
+def plan_rank(
+    run: Run,
+    rank: int,
+    device: Literal["cpu", "cuda"],
+    *,
+    steps: int = 1,
+    sequences_per_batch: int | None = None,
+    keeps_timeline: bool = False,
+) -> MemoryPlan:
+    """The replay of `plan.memory.replay.plan_memory` for one rank of `run`. `sequences_per_batch`: others than the run's."""
+    return plan_memory(
+        run.model, run.layout, sequence_length=run.batch.sequence_length, documents=run.data.document_mask, device=device,
+        sequences_per_batch=run.batch.sequences_per_batch if sequences_per_batch is None else sequences_per_batch, rank=rank,
+        optimizer=run.optimizer.name, steps=steps, keeps_timeline=keeps_timeline,
+    )  # fmt: skip

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import torch
 
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 
 
 def choose_device() -> torch.device:
@@ -19,7 +19,7 @@ def choose_device() -> torch.device:
     """
     if find_spec("triton") is None:
         rule = "is not installed, and the kernels of the primer are written in it"
-        raise SpecError([Problem("triton", rule, "pip install triton (on Linux; it also comes with torch for CUDA).")])
+        raise mistake("triton", rule, "pip install triton (on Linux; it also comes with torch for CUDA).")
     if torch.cuda.is_available():
         return torch.device("cuda")
     assert "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET") == "1", "triton was imported before this"

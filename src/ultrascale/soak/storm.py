@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 
 MOMENTS = ("reading data", "forward", "backward", "optimizer")
 SAVE_POINTS = ("save.start", "save.folder", "save.block", "save.shard", "save.shards", "save.manifest", "publish.renamed")
@@ -83,7 +83,7 @@ def draw(seed: int, kinds: Sequence[str], *, world: int, mean_gap: float, interv
     """The faults of a storm in order of their steps, without end. `mean_gap`: steps between two, exponentially distributed;
     `interval`: steps between checkpoints. Raises SpecError for a kind that there is not."""
     if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise SpecError([Problem("--faults", f"{unknown[0]!r} is no fault", f"There are {', '.join(KINDS)}.")])
+        raise mistake("--faults", f"{unknown[0]!r} is no fault", f"There are {', '.join(KINDS)}.")
     chance, step, order = random.Random(seed), interval + 1, list(kinds)
     for number in count():
         if number % len(order) == 0:

@@ -23,7 +23,7 @@ from ultrascale.config.rules.time_limits import GRACE_SECONDS, TORCHRUN_GRACE
 from ultrascale.data.indexed import ShardWriter
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.description.run import Batch, Checkpoint, Data, Faults, Log, Optimizer, Run, Source
 from ultrascale.launch.orphans import terminate_with_parent
 from ultrascale.launch.restarts import Account, read_account
@@ -131,7 +131,7 @@ def make_folder(folder: Path) -> None:
     """An empty folder; one that an earlier soak filled is emptied. Raises SpecError if it holds anything else."""
     if folder.exists() and any(folder.iterdir()):
         if not (folder / MARK).exists():
-            raise SpecError([Problem("--folder", f"{folder} holds other files", "Give a new folder.")])
+            raise mistake("--folder", f"{folder} holds other files", "Give a new folder.")
         subprocess.run(["rm", "-rf", "--", str(folder)], check=True)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARK).touch()

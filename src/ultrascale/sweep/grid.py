@@ -10,7 +10,7 @@ from typing import get_origin
 
 from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.config.schema import STAND_INS, leaves
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.run import Run
 from ultrascale.plan.memory.replay import num_micro_batches
 from ultrascale.schedules.for_layout import schedule_of
@@ -70,7 +70,7 @@ def split_axes(words: Sequence[str]) -> tuple[list[Axis], list[str]]:
         if not equals:
             rest.pop(0)
         if key in axes:
-            raise SpecError([Problem(flag, "is given twice", "Keep one of the two, with all values.")])
+            raise mistake(flag, "is given twice", "Keep one of the two, with all values.")
         axes[key] = _axis(key, value)
     return list(axes.values()), others
 
@@ -84,7 +84,7 @@ def cells(
     count = prod(len(axis.values) for axis in axes)
     if count > MOST_CELLS:
         told = " x ".join(f"{len(axis.values)} of {axis.key}" for axis in axes)
-        raise SpecError([Problem("sweep", f"{told} make {count:,} cells", f"Give fewer values: at most {MOST_CELLS:,} cells.")])
+        raise mistake("sweep", f"{told} make {count:,} cells", f"Give fewer values: at most {MOST_CELLS:,} cells.")
     found = [_cell(path, axes, values, others, processes) for values in product(*(axis.values for axis in axes))]
     _expect_some(found)
     first = {to_toml(cell.run): cell for cell in reversed(found) if cell.run is not None}
@@ -107,15 +107,15 @@ def _axis(key: str, value: str) -> Axis:
     values = tuple(one.strip() for one in value.split(","))
     flag = f"--{key.replace('_', '-')}"
     if key in NOT_SWEPT:
-        raise SpecError([Problem(flag, "cannot be swept: every cell has a place of its own", "Give one value, or none.")])
+        raise mistake(flag, "cannot be swept: every cell has a place of its own", "Give one value, or none.")
     if "" in values:
         rule = f"has an empty value: {value!r}"
-        raise SpecError([Problem(flag, rule, "Put a value on both sides of every comma, no blanks between: 1,2,4.")])
+        raise mistake(flag, rule, "Put a value on both sides of every comma, no blanks between: 1,2,4.")
     if len(set(values)) < len(values):
-        raise SpecError([Problem(flag, f"has a value twice: {value}", "Give each once.")])
+        raise mistake(flag, f"has a value twice: {value}", "Give each once.")
     if any(one.isdigit() and one != str(int(one)) for one in values):
         rule = f"reads as the values {' and '.join(values)}: commas are between values here, not between thousands"
-        raise SpecError([Problem(flag, rule, f"Write {value.replace(',', '_')} for one number.")])
+        raise mistake(flag, rule, f"Write {value.replace(',', '_')} for one number.")
     return Axis(key, values)
 
 

@@ -23,11 +23,11 @@ from ultrascale.plan.memory.replay import (
     held_weights,
     muon_matrices,
     num_micro_batches,
-    plan_memory,
     stage_parts,
 )
 from ultrascale.plan.memory.sharding import scale_messages, scale_tables
 from ultrascale.plan.memory.tally import Traffic, Way, per_step
+from ultrascale.plan.report import plan_rank
 from ultrascale.work.fp8_slots import SLOT_BYTES, num_slots
 from ultrascale.work.sharding.owners import exchanges, members, orthogonalising_flops, owned_shapes, part_shape, slice_spans
 from ultrascale.work.sharding.places import Coordinates, place
@@ -101,11 +101,7 @@ def _iterated_itemsize(layout: Layout) -> int:
 def _plan(run: Run, rank: int, device: Kind, count: int) -> MemoryPlan:
     """Memory plan of two steps of so many micro-batches."""
     layout = run.layout
-    return plan_memory(
-        run.model, layout, sequence_length=run.batch.sequence_length,
-        sequences_per_batch=count * layout.dp * layout.micro_batch_size, documents=run.data.document_mask, device=device,
-        rank=rank, steps=2, optimizer=run.optimizer.name,
-    )  # fmt: skip
+    return plan_rank(run, rank, device, steps=2, sequences_per_batch=count * layout.dp * layout.micro_batch_size)
 
 
 def _scales(run: Run, rank: int, device: Kind) -> Iterator[tuple[tuple[str, tuple[int, int]], int]]:

@@ -12,7 +12,7 @@ from ultrascale.catalogue.machines import usable_cores
 from ultrascale.data.preparing.workers import end_with_parent
 from ultrascale.description.run import Run, one_island
 from ultrascale.kernels.choice.device_kind import Kind
-from ultrascale.plan.memory.replay import plan_memory
+from ultrascale.plan.report import plan_rank
 from ultrascale.trace.allocator import reserved_bytes
 from ultrascale.trace.rank import trace_rank
 from ultrascale.work.sharding.places import Coordinates
@@ -53,9 +53,5 @@ def _begin() -> None:
 def peak_of(run: Run, rank: int, *, device: Kind) -> StagePeak:
     """Trace one rank, and keep its peak alone."""
     trace = trace_rank(run, rank, device=device)
-    planned = plan_memory(
-        run.model, run.layout, sequence_length=run.batch.sequence_length, sequences_per_batch=run.batch.sequences_per_batch,
-        documents=run.data.document_mask, device=device, rank=rank, steps=2,
-        optimizer=run.optimizer.name,
-    ).peak_by_step[1].total  # fmt: skip
+    planned = plan_rank(run, rank, device, steps=2).peak_by_step[1].total
     return StagePeak(Coordinates.of(run.layout, rank).pp, rank, trace.peak_bytes(1), planned, reserved_bytes(trace))

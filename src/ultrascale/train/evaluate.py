@@ -14,7 +14,7 @@ from ultrascale.parallel.data.data_parallel import release_parameters
 from ultrascale.train.micro_batches import MicroBatch, sequence_numbers
 from ultrascale.train.session.moments import LoopObserver, Session, StepDone
 from ultrascale.train.trainer import Trainer
-from ultrascale.train.watch.slow_parts import slow_part
+from ultrascale.train.watch.signs_of_life import slow_part
 
 
 class HeldOut(LoopObserver):

@@ -26,11 +26,11 @@ from ultrascale.train.folder.own_island import of_own_island, where_they_meet
 from ultrascale.train.folder.resume import facts_of, tensors_of
 from ultrascale.train.observers.anomalies import AnomalousStepError, CorruptStateError
 from ultrascale.train.observers.metrics import expect_trackers
-from ultrascale.train.session.joined import joined
+from ultrascale.train.session.begin import joined
 from ultrascale.train.session.moments import Outcome, Session, StepDone
 from ultrascale.train.step import StopRequested
+from ultrascale.train.watch.deadline import on_stop_signal
 from ultrascale.train.watch.out_of_memory import explained_out_of_memory
-from ultrascale.train.watch.signals import on_stop_signal
 
 
 def train(

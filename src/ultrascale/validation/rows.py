@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from ultrascale.catalogue.stacks.stack_files import setting_types
 from ultrascale.description.parsing import read_bounded
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, mistake
 
 BLANK = frozenset(("", "nan", "na", "n/a", "null", "-", "?"))
 """Words that people and their tools write for an empty cell, in lower case; `none` too where it is no answer (recompute)."""
@@ -146,32 +146,32 @@ def read_rows(path: str | Path) -> list[MeasuredRow]:
     try:
         text = read_bounded(file, MOST_TEXT, encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise SpecError([Problem(str(file), "is not text in UTF-8", "Give a CSV file of measured runs.")]) from None
+        raise mistake(str(file), "is not text in UTF-8", "Give a CSV file of measured runs.") from None
     except OSError as error:
         rule = f"cannot be read: {(error.strerror or str(error)).lower()}"
-        raise SpecError([Problem(str(file), rule, "Name a CSV file of measured runs.")]) from None
+        raise mistake(str(file), rule, "Name a CSV file of measured runs.") from None
     blank = len(text) - len(text.lstrip())
     reader = csv.DictReader(io.StringIO(text[blank:], newline=""))
     try:
         header = [name.strip() for name in reader.fieldnames or []]
         if len(header) > MOST_COLUMNS:
             rule = f"has {len(header):,} columns; at most {MOST_COLUMNS:,} are read"
-            raise SpecError([Problem(f"{file}:1", rule, "Give a CSV file of measured runs.")])
+            raise mistake(f"{file}:1", rule, "Give a CSV file of measured runs.")
         is_playbook = _is_playbook(file, header)
         _expect_once(file, header)
         _expect_settings(file, header)
         above = text[:blank].count("\n")
         cells = [(reader.line_num + above, row) for row in islice(reader, MOST_ROWS + 1)]
     except csv.Error as error:
-        raise SpecError([Problem(f"{file}:{reader.line_num}", f"is not CSV: {error}", "Repair the line.")]) from None
+        raise mistake(f"{file}:{reader.line_num}", f"is not CSV: {error}", "Repair the line.") from None
     if len(cells) > MOST_ROWS:
-        raise SpecError([Problem(str(file), f"has more than {MOST_ROWS:,} rows", "Cut it into several files.")])
+        raise mistake(str(file), f"has more than {MOST_ROWS:,} rows", "Cut it into several files.")
     problems: list[Problem] = []
     rows = [_row(file, number, line, row, is_playbook, problems) for number, (line, row) in enumerate(cells, 1)]
     if problems:
         raise SpecError(_first(file, problems))
     if not rows:
-        raise SpecError([Problem(str(file), "has a header but no rows", "Give a file with at least one run.")])
+        raise mistake(str(file), "has a header but no rows", "Give a file with at least one run.")
     return rows
 
 
@@ -213,11 +213,11 @@ def _is_playbook(file: Path, header: list[str]) -> bool:
     whole = "".join(header)
     for separator, name in ((";", "semicolons"), ("\t", "tabs")):
         if len(header) == 1 and whole.count(separator) > 1:
-            raise SpecError([Problem(str(file), f"is separated by {name}", "Save it separated by commas.")])
+            raise mistake(str(file), f"is separated by {name}", "Save it separated by commas.")
     shown = ", ".join(name[:LONGEST_SHOWN] for name in header[:6] if name) or "empty"
     rule = f"its first line ({shown}) has the columns of no known form"
     remedy = "It needs model, n_gpus, tp, pp, dp, ... (published runs), or model, nodes, mbs, tp, ... (the playbook's scan)."
-    raise SpecError([Problem(f"{file}:1", rule, remedy)])
+    raise mistake(f"{file}:1", rule, remedy)
 
 
 def _row(file: Path, number: int, line: int, row: dict[Any, Any], is_playbook: bool, problems: list[Problem]) -> MeasuredRow:

@@ -30,7 +30,7 @@ from ultrascale.catalogue.cluster import Cluster, parse_cluster
 from ultrascale.catalogue.stacks.stack import Stack, with_optimizer
 from ultrascale.catalogue.stacks.stack_files import changed_stack
 from ultrascale.config.resolve import resolve, to_toml
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import count_of
 from ultrascale.plan.report import RunPlan, alternatives, first_that_fits, has_rates, plan_run
@@ -66,7 +66,7 @@ def search(
     found = answer(plan_request(model, gpus, given))
     if found.searched is None:
         what = "a run's file has one layout" if found.request.options.file else "this machine's speed is measured at run time"
-        raise SpecError([Problem("search", f"has nothing to rank: {what}", "Give a model and accelerators, or call plan.")])
+        raise mistake("search", f"has nothing to rank: {what}", "Give a model and accelerators, or call plan.")
     return Search(found, found.searched)
 
 
@@ -75,7 +75,7 @@ def compare(a: Plan | str | PathLike[str], b: Plan | str | PathLike[str]) -> Com
     for name, one in (("a", a), ("b", b)):
         if not isinstance(one, Plan | str | PathLike):
             rule = f"must be a plan or the file of a run, is {one!r}"
-            raise SpecError([Problem(name, rule, 'Give what us.plan returned, or "run.toml".')])
+            raise mistake(name, rule, 'Give what us.plan returned, or "run.toml".')
     return Comparison(*(one if isinstance(one, Plan) else plan(one) for one in (a, b)))
 
 
@@ -111,7 +111,7 @@ def _answer(request: PlanRequest, told: Callable[[str], None]) -> Plan:
     options = request.options
     if len(options.run) > 1:
         files = f"names {len(options.run)} files: {', '.join(options.run)}"
-        raise SpecError([Problem("run", files, "Plan one at a time.")])
+        raise mistake("run", files, "Plan one at a time.")
     stack = changed_stack(options.stack, dict(request.stack))
     if options.optimizer is not None:
         stack = with_optimizer(stack, options.optimizer)
@@ -190,7 +190,7 @@ def _ranks_left(run: Run, gpus: str) -> int:
     count, others = parse_cluster(gpus).num_accelerators, run.layout.world_size // run.layout.dp
     if count % others:
         rule = f"{count_of(count, 'GPU')} {'is' if count == 1 else 'are'} not a multiple of the run's tp x cp x pp = {others}"
-        raise SpecError([Problem("gpus", rule, f"Give {max(1, round(count / others)) * others}, or change the axes.")])
+        raise mistake("gpus", rule, f"Give {max(1, round(count / others)) * others}, or change the axes.")
     return count // others
 
 
@@ -202,7 +202,7 @@ def _machines(request: PlanRequest) -> Cluster:
         problem = Problem("model", "is missing: nothing says what to plan", remedy)
         raise SpecError([problem, *_unknown(request.settings)])
     if options.gpus is None:
-        raise SpecError([Problem("gpus", "is missing: nothing says on what", "Give --gpus 8xh100, or 2xcpu for this machine.")])
+        raise mistake("gpus", "is missing: nothing says on what", "Give --gpus 8xh100, or 2xcpu for this machine.")
     return parse_cluster(options.gpus)
 
 

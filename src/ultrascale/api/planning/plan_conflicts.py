@@ -11,7 +11,7 @@ from ultrascale.catalogue.cluster import Cluster
 from ultrascale.catalogue.machines import lacks
 from ultrascale.config.schema import leaves
 from ultrascale.description.architecture.model import Model
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.units import UnitError, parse_tokens
 from ultrascale.plan.costs.budget import budget_problems
 
@@ -67,12 +67,12 @@ def refuse_imbalance(asked: PlanOptions, model: Model) -> None:
     if value == 1.0:
         return
     if not experts:
-        raise SpecError([Problem("--expert-imbalance", f"is {value:g}, and the model has no experts", "Leave it out.")])
+        raise mistake("--expert-imbalance", f"is {value:g}, and the model has no experts", "Leave it out.")
     most = experts / model.num_experts_per_tok
     if value > most:
         top_k = model.num_experts_per_tok
         rule = f"is {value:g}; with {experts} experts, {top_k} a token, one gets at most {most:g} times the mean"
-        raise SpecError([Problem("--expert-imbalance", rule, "1.1 to 1.5 is usual.")])
+        raise mistake("--expert-imbalance", rule, "1.1 to 1.5 is usual.")
 
 
 def refuse_precision(asked: PlanOptions, cluster: Cluster) -> None:

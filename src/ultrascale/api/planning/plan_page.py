@@ -9,7 +9,7 @@ from typing import Any
 from ultrascale.api.extras import naming_extras
 from ultrascale.api.planning.plan_result import Plan
 from ultrascale.api.planning.run_of import conditions
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.description.units import parse_tokens
 from ultrascale.page.shown import Planned
 
@@ -18,7 +18,7 @@ def drawn(found: Plan) -> Planned:
     """The page's data for a plan. Raises SpecError where there are no times to draw."""
     if found.chosen.prediction is None:
         rule = f"{found.chosen.cluster.name} has rates that are measured at run time, and the page draws times"
-        raise SpecError([Problem("gpus", rule, "Name accelerators such as 8xh100, or leave --html out.")])
+        raise mistake("gpus", rule, "Name accelerators such as 8xh100, or leave --html out.")
     options, searched = found.request.options, found.searched
     tokens = None if options.tokens is None else parse_tokens(options.tokens)
     if searched is None:

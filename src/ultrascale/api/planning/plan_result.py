@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ultrascale.api.planning.plan_request import PlanRequest
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Facts, bars, frame, html, shares
+from ultrascale.api.shown import Facts, Rows, bars, html, shares
 from ultrascale.config.resolve import to_toml
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Run
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(Rows):
     """Memory and time of one run, predicted."""
 
     chosen: RunPlan
@@ -153,10 +153,6 @@ class Plan:
             *({"of": "step", "part": name, "value": value, "unit": "seconds"} for name, value in seconds.items() if value),
         ]
 
-    def to_frame(self) -> Any:
-        """`rows` as a pandas DataFrame."""
-        return frame(self.rows())
-
     def plot(self) -> Any:
         """Memory by category and the step's waterfall, as a matplotlib figure."""
         return shares(repr(self), self.rows())
@@ -173,7 +169,7 @@ class Plan:
 
 
 @dataclass(frozen=True, repr=False)
-class Search:
+class Search(Rows):
     """All layouts of a model on machines, those that fit ranked."""
 
     plan: Plan
@@ -206,10 +202,6 @@ class Search:
         """A row for each layout: rank, step, MFU, memory, and the fields of its layout."""
         return [_prediction_row(number, one) for number, one in enumerate(self.ranked, start=1)]
 
-    def to_frame(self) -> Any:
-        """`rows` as a pandas DataFrame."""
-        return frame(self.rows())
-
     def plot(self) -> Any:
         """Step time against memory of every layout in the ranking, as a matplotlib figure."""
         from ultrascale.api.shown import scatter
@@ -233,7 +225,7 @@ class Search:
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison:
+class Comparison(Rows):
     """Two plans."""
 
     a: Plan
@@ -241,11 +233,11 @@ class Comparison:
 
     def settings(self) -> list[Facts]:
         """Settings of the two runs that differ, and machines and trainer."""
-        from ultrascale.config.schema import leaves
+        from ultrascale.config.schema import leaves, setting_at
 
         runs = [one.run for one in (self.a, self.b)]
         named = {
-            key: [_at(run, key) for run in runs]
+            key: [setting_at(run, key) for run in runs]
             for key in leaves()
             if key not in ("name", "folder") and not key.startswith("launch.")
         }
@@ -255,7 +247,7 @@ class Comparison:
 
     def told_settings(self) -> list[tuple[str, str, str]]:
         """`settings` as run.toml has them, without quotes; of two models with different names only these."""
-        from ultrascale.config.run_toml import toml_value
+        from ultrascale.config.resolve import toml_value
         from ultrascale.config.schema import BYTE_KEYS
 
         def words(name: str, value: Any) -> str:
@@ -280,10 +272,6 @@ class Comparison:
             "settings": [{**one, "a": _plain(one["a"]), "b": _plain(one["b"])} for one in self.settings()],
             "quantities": self.rows(), "a": self.a.to_dict(), "b": self.b.to_dict(),
         })  # fmt: skip
-
-    def to_frame(self) -> Any:
-        """`rows` as a pandas DataFrame."""
-        return frame(self.rows())
 
     def plot(self) -> Any:
         """b over a, a bar for each quantity that differs, as a matplotlib figure."""
@@ -323,12 +311,6 @@ def _quantities(one: Plan) -> dict[tuple[str, str], float]:
     }  # fmt: skip
     known = {key: value for key, value in whole.items() if value is not None}
     return known | {(f"{row['of']}: {row['part']}", row["unit"]): row["value"] for row in one.rows()}
-
-
-def _at(run: Any, key: str) -> Any:
-    for name in key.split("."):
-        run = None if run is None else getattr(run, name)
-    return run
 
 
 def _plain(value: Any) -> Any:
@@ -372,7 +354,7 @@ def _step_words(prediction: Prediction | None) -> str:
 
 
 def value_words(value: Any, unit: str) -> str:
-    """A quantity for people: bytes and seconds with their units, shares in percent."""
+    """A quantity for people: bytes and seconds with their units, shares in percent; empty for None."""
     if value is None:
         return ""
     if unit in ("bytes", "seconds"):

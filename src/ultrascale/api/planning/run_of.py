@@ -1,14 +1,18 @@
-"""The run that a question to the planner is about, its machines and its circumstances."""
+"""The run that a question to the planner is about, its machines and its circumstances.
+
+`--model ... --gpus ...` where a run's file may stand: the run whose layout `ultrascale plan` of the same words chooses.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ultrascale.api.asked import Asked
 from ultrascale.api.planning.plan_request import SHORT, PlanOptions
 from ultrascale.catalogue.cluster import Cluster, parse_cluster
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.launch.events import longest_seconds
 from ultrascale.plan.costs.storage import Storage
@@ -63,7 +67,7 @@ def cluster_of(run: Run) -> Cluster:
     cluster = parse_cluster(f"{world}xcpu" if run.cluster == "auto" else run.cluster)
     if cluster.num_accelerators < world:
         rule = f"{world} ranks do not fit on {cluster.name}, which has {cluster.num_accelerators}"
-        raise SpecError([Problem("layout.dp", rule, "Lower it, or plan for more (--gpus).")])
+        raise mistake("layout.dp", rule, "Lower it, or plan for more (--gpus).")
     return replace(cluster, num_accelerators=world)
 
 
@@ -79,3 +83,42 @@ def _save_seconds(options: PlanOptions) -> float | None:
     if options.save_seconds is not None or options.file is None:
         return options.save_seconds
     return longest_seconds(Path(options.file) / "metrics.jsonl", "perf/save_s") or None
+
+
+@dataclass(frozen=True)
+class Described:
+    """A model and machines in place of a run's file."""
+
+    model: str | None
+    gpus: str | None
+    seq_len: int | None
+    tokens_per_batch: str | None
+
+    @property
+    def is_given(self) -> bool:
+        """True if any of the fields is given."""
+        return any(value is not None for value in vars(self).values())
+
+
+def planned_run(described: Described, settings: tuple[str, ...] | list[str], *, run: str | None, verb: str) -> Run:
+    """The run of the best layout that `ultrascale train` runs. `run`: a file that is given too, which is a contradiction.
+
+    Raises SpecError with what is wrong, or that nothing fits.
+    """
+    from ultrascale.api.planning.plan import answer
+
+    if run is not None:
+        remedy = "Keep one of the two; settings of a file are changed by flags such as --layout.tp 2."
+        raise mistake("--model", f"describes a run, and the file {run} is given too", remedy)
+    words = [word for name, value in vars(described).items() if value for word in (f"--{name.replace('_', '-')}", str(value))]
+    asked = Asked(PlanOptions(**vars(described), runnable=_is_searched(described)), tuple(settings), (), (*words, *settings))
+    found = answer(asked)
+    if not found.fits:
+        rule = f"no layout of {described.model} fits on {described.gpus}"
+        raise mistake("--gpus", rule, f"{found.command} says how much is missing; {verb} fewer or larger GPUs.")
+    return found.run
+
+
+def _is_searched(described: Described) -> bool:
+    """True if the machines' speed is known, so that layouts are searched."""
+    return described.gpus is not None and "cpu" not in described.gpus

@@ -6,15 +6,21 @@ Bytes, seconds, FLOPs and tokens unless a key says otherwise. The key `schema` i
 # No `from __future__ import annotations`: what is NotRequired would not be seen in strings.
 from typing import Any, Literal, NotRequired, TypedDict
 
+from ultrascale.check.compare import Difference
+from ultrascale.config.reference import Key
+from ultrascale.data.manifest import TokenizerFacts
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import Problem
 from ultrascale.description.run import Run
 from ultrascale.description.sections.launch import Launch
+from ultrascale.measure.machine.doctor import Finding
 from ultrascale.measure.machine.timed import Timed
 from ultrascale.plan.costs.budget import Bought
 from ultrascale.plan.search.explain import Change, Marginal, Rung
 from ultrascale.plan.search.space import Refusal
+from ultrascale.sweep.held import Held
+from ultrascale.train.speed import Speed
 from ultrascale.validation.scores import Errors
 
 
@@ -443,15 +449,6 @@ class TraceStage(TypedDict):
     percent: float | None
 
 
-class Difference(TypedDict):
-    """Difference of one quantity from the reference."""
-
-    step: int
-    quantity: str
-    name: str
-    error: float
-
-
 class Verdict(TypedDict):
     """The outcome of one case."""
 
@@ -506,17 +503,6 @@ class SweepRefused(TypedDict):
     problems: list[Problem]
 
 
-class SweepHeld(TypedDict):
-    """The plan held to what was measured."""
-
-    time: Errors | None
-    memory: Errors | None
-    reserved: Errors | None
-    tau: float | None
-    regret: float | None
-    machines: list[str]
-
-
 class Sweep(TypedDict):
     """Layouts of a run, each measured."""
 
@@ -524,7 +510,7 @@ class Sweep(TypedDict):
     """`values` and `run` of a cell, and what `measure speed` says of it, the fastest first."""
     failed: list[SweepFailure]
     refused: list[SweepRefused]
-    held: SweepHeld
+    held: Held
     pictures: list[str]
 
 
@@ -581,17 +567,6 @@ class Stack(TypedDict):
     can: dict[str, Any]
 
 
-class Key(TypedDict):
-    """A key of a description."""
-
-    key: str
-    kind: str
-    unit: str
-    default: str
-    allowed: str
-    about: str
-
-
 class Keys(TypedDict):
     """Keys of a description."""
 
@@ -623,16 +598,6 @@ class Validate(TypedDict):
     verdicts: list[dict[str, Any]]
     unrepresentable: list[list[str]]
     """Rows without a prediction, and why."""
-
-
-class Finding(TypedDict):
-    """Something that a machine has or lacks."""
-
-    part: str
-    name: str
-    value: str
-    state: str
-    remedy: str
 
 
 class Doctor(TypedDict):
@@ -790,31 +755,6 @@ class MeasuredStep(TypedDict):
     """Seconds of a step, the mean over ranks; they add up to it."""
 
 
-class MeasuredSpeed(TypedDict):
-    """Speed of a run, beside its plan. null: not planned for this device, or not counted."""
-
-    step_seconds: list[float]
-    """Seconds of each timed step on rank 0."""
-    tokens_per_step: int
-    ranks: int
-    mfu: float
-    """Model FLOPs at the median step over `peak_flops`, attention counted as causal."""
-    peak_flops: float
-    """Per second, of one device."""
-    peak_origin: str
-    planned_step_seconds: float | None
-    planned_peak_bytes: int
-    """Live bytes, of the rank that `measured_peak_bytes` is of."""
-    measured_peak_bytes: int | None
-    """The most of any rank."""
-    planned_reserved_bytes: int | None
-    """Reserved by CUDA's caching allocator, on the rank that the plan says is the fullest."""
-    measured_reserved_bytes: int | None
-    fullest_rank: int
-    device: str
-    environment: dict[str, Any]
-
-
 class MeasuredNetwork(TypedDict):
     """Speed of messages."""
 
@@ -872,17 +812,6 @@ class Trained(TypedDict):
     folder: str
     last: dict[str, Any] | None
     """The last row of metrics.jsonl."""
-
-
-class TokenizerFacts(TypedDict):
-    """The tokenizer that gives ids their meaning."""
-
-    fingerprint: str
-    """sha256 of `tokenizer.json`."""
-    vocab_size: int
-    """The largest id, plus one."""
-    eod_token: str
-    eod_id: int
 
 
 class TokenFiles(TypedDict):
@@ -969,7 +898,7 @@ DOCUMENTS: dict[str, tuple[Any, ...]] = {
     "model": (Model, ShownModel), "clusters": (Clusters,), "stack": (Stack,), "keys": (Keys,), "validate": (Validate,),
     "doctor": (Doctor,), "checkpoints": (Checkpoints,), "generate": (Generated,), "export": (Exported,), "import": (Imported,),
     "demo": (Demo,), "rules": (Rules,), "convert": (ConvertedFolder,), "primer": (Primer,), "measure-step": (MeasuredStep,),
-    "measure-speed": (MeasuredSpeed,), "measure-network": (MeasuredNetwork,), "soak": (Soak,), "train": (Trained,),
+    "measure-speed": (Speed,), "measure-network": (MeasuredNetwork,), "soak": (Soak,), "train": (Trained,),
     "data-prepare": (DataPrepared,), "data-inspect": (DataInspected,),
 }  # fmt: skip
 """Classes whose keys a document has, by the name in `schema`."""

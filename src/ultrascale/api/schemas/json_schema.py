@@ -57,7 +57,7 @@ def _document(name: str) -> dict[str, Any]:
 
 def _object(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
     """The schema of a dataclass or typed dictionary, every key with its description; no other keys."""
-    from ultrascale.config.described import docs_of
+    from ultrascale.config.reference import docs_of
 
     hints = get_type_hints(kind)
     optional = kind.__optional_keys__ if is_typeddict(kind) else frozenset()

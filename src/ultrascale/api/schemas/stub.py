@@ -22,7 +22,7 @@ from ultrascale.api.report import ReportOptions, report
 from ultrascale.api.schedule import ScheduleOptions, schedule
 from ultrascale.api.sweep import SweepOptions, sweep
 from ultrascale.api.trace import TraceOptions, trace
-from ultrascale.config.described import docs_of
+from ultrascale.config.reference import docs_of
 from ultrascale.config.schema import default_of
 
 FILE = Path(__file__).parents[2] / "__init__.pyi"

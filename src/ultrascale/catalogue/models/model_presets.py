@@ -19,7 +19,7 @@ from ultrascale.catalogue.models.model_names import normal_name, told_size
 from ultrascale.catalogue.models.planned_presets import PLANNED_PRESETS
 from ultrascale.description.architecture.model import Model, RopeScaling
 from ultrascale.description.architecture.weights import num_parameters
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 
 NEAREST = 3
 """Names that a wrong one is answered with."""
@@ -195,7 +195,7 @@ def preset(name: str) -> Model:
         key = ALIASES.get(key, key)
         if key in PRESETS:
             return PRESETS[key]
-    raise SpecError([Problem("model.preset", *_unknown(name))])
+    raise mistake("model.preset", *_unknown(name))
 
 
 def _unknown(name: str) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from typing import Literal
 
 from ultrascale.description.attention_cores import PACKAGED
 from ultrascale.description.layout import AttentionCore
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 
 StageCut = Literal["even", "balanced", "by-share"]
 Selective = Literal["modules", "elementwise", "attention", "alternate-products", "wide-products"]
@@ -274,7 +274,7 @@ def with_optimizer(stack: Stack, name: str) -> Stack:
     """The stack with another optimizer. Raises SpecError if there is no such one."""
     if name not in OPTIMIZERS:
         rule = f"there is no optimizer called {name!r}"
-        raise SpecError([Problem("optimizer", rule, f"Choose one of {', '.join(OPTIMIZERS)}.")])
+        raise mistake("optimizer", rule, f"Choose one of {', '.join(OPTIMIZERS)}.")
     ours = stack.name == "ultrascale" and name == "muon"
     temporary = ORTHOGONALISED_BYTES if ours else stack.optimizer_temporary_bytes
     return replace(stack, optimizer=name, moment_bytes=OPTIMIZERS[name], optimizer_temporary_bytes=temporary)

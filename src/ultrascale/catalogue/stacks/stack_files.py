@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ultrascale.catalogue.stacks.stack import OPTIMIZERS, Kernels, Overheads, Stack
 from ultrascale.description.layout import CpMethod
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, mistake
 
 FOLDER = Path(__file__).parent
 
@@ -134,7 +134,7 @@ def stack_file(name: str) -> StackFile:
     """The file of this name. Raises SpecError with the names there are."""
     if name not in stack_names():
         told = f"Choose one of {', '.join(stack_names())}."
-        raise SpecError([Problem("stack", f"there is no trainer called {name!r}", _nearest(name, stack_names(), told))])
+        raise mistake("stack", f"there is no trainer called {name!r}", _nearest(name, stack_names(), told))
     told = tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
     base = stack_file(told["extends"]) if "extends" in told else None
     leaves = dict(_leaves(told.get("settings", {})))

@@ -13,7 +13,6 @@ from dataclasses import replace
 from difflib import get_close_matches
 
 from ultrascale.catalogue.models.model_presets import PRESETS
-from ultrascale.check.case import Case
 from ultrascale.check.faults import (
     faults_context,
     faults_data,
@@ -24,9 +23,9 @@ from ultrascale.check.faults import (
     faults_tensor,
 )
 from ultrascale.check.faults.fault import FAULTS
-from ultrascale.check.small import made_small, provable
+from ultrascale.check.small import Case, made_small, provable
 from ultrascale.description.layout import Layout
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.description.run import Optimizer, Run
 from ultrascale.train.trainer import Trainer
 
@@ -47,7 +46,7 @@ def expect_known(name: str) -> None:
     if name != "all" and name not in FAULTS:
         near = get_close_matches(name, FAULTS, n=1)
         remedy = f"Did you mean {near[0]}?" if near else f"Choose one of {', '.join(FAULTS)}, or all."
-        raise SpecError([Problem("--plant", f"knows no fault {name!r}", remedy)])
+        raise mistake("--plant", f"knows no fault {name!r}", remedy)
 
 
 def expect_fault(name: str, run: Run) -> None:
@@ -55,10 +54,10 @@ def expect_fault(name: str, run: Run) -> None:
     expect_known(name)
     if run.layout.world_size < 2:
         rule = "these are faults between processes, and there is one"
-        raise SpecError([Problem("--plant", rule, "Add --processes 2.")])
+        raise mistake("--plant", rule, "Add --processes 2.")
     if name != "all" and not FAULTS[name].fits(run):
         remedy = f"Choose one of {', '.join(suitable(run))}, or all."
-        raise SpecError([Problem("--plant", f"{name} needs {FAULTS[name].needs}", remedy)])
+        raise mistake("--plant", f"{name} needs {FAULTS[name].needs}", remedy)
 
 
 def with_faults(cases: list[Case], name: str) -> list[Case]:

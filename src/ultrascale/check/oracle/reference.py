@@ -15,15 +15,14 @@ from ultrascale.description.architecture.weights import Weight, weights
 from ultrascale.description.progress import step_span
 from ultrascale.description.run import Run
 from ultrascale.kernels.dropout import token_keys
+from ultrascale.kernels.optimizers.block_quantise import rounding_key
 from ultrascale.kernels.optimizers.narrow_moments import FIRST, SECOND, as_kept
-from ultrascale.kernels.optimizers.newton_schulz import COEFFICIENTS
-from ultrascale.kernels.optimizers.stochastic import rounding_key
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.experts import moe_layers, take_load, update_expert_bias
 from ultrascale.models.initialise import initialise
 from ultrascale.train.micro_batches import ReadsSequences
 from ultrascale.train.optimizers.learning_rate import learning_rate
-from ultrascale.train.optimizers.muon import update_size
+from ultrascale.train.optimizers.muon import COEFFICIENTS, update_size
 from ultrascale.train.optimizers.optimizer import KINDS, moments_of
 from ultrascale.work.sharding.owners import NEWTON_SCHULZ_STEPS
 

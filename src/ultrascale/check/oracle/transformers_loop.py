@@ -25,7 +25,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.overrides import TorchFunctionMode
 
 from ultrascale.check.oracle.reference import StepFacts
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.description.progress import step_span
 from ultrascale.description.run import Optimizer, Run
 from ultrascale.models.decoder import Decoder
@@ -155,10 +155,10 @@ def _expect_family(family: str) -> None:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
     except ImportError:
         rule = "needs transformers, which is not installed"
-        raise SpecError([Problem("--against", rule, "pip install transformers, or leave --against out.")]) from None
+        raise mistake("--against", rule, "pip install transformers, or leave --against out.") from None
     if family not in known:
         rule = f"transformers {transformers.__version__} has no family {family}"
-        raise SpecError([Problem("--against", rule, "Install a newer one, or leave --against out.")])
+        raise mistake("--against", rule, "Install a newer one, or leave --against out.")
 
 
 @torch.no_grad()

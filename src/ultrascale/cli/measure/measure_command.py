@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from ultrascale.api.schemas.stamp import stamped
+from ultrascale.cli.measure.measure_speed import launched_once
 from ultrascale.cli.terminal.parse import parse_with_overrides
-from ultrascale.cli.terminal.screen import console_for_people
+from ultrascale.cli.terminal.screen import console_for_people, print_json
 from ultrascale.config.resolve import resolve, to_toml
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.rank_environment import told_rank
 from ultrascale.description.run import Run
 from ultrascale.page.documents import step_document
@@ -96,7 +96,7 @@ def command(arguments: list[str]) -> int:
     if what != "step":
         raise SpecError([_unknown(what, path)])
     if top < 0:
-        raise SpecError([Problem("--top", f"must be at least 0, is {top}", "0 lists none.")])
+        raise mistake("--top", f"must be at least 0, is {top}", "0 lists none.")
     first, last = parse_steps(steps)
     expect_writable(html)
     run = resolve(path, rest, require_data=True, processes=processes).run
@@ -133,7 +133,7 @@ def parse_steps(text: str) -> tuple[int, int]:
     elif last - first >= MOST_STEPS:
         rule = f"asks for {last - first + 1:,} steps, and traces of more than {MOST_STEPS} are too large to look at"
     if rule:
-        raise SpecError([Problem("--steps", rule, "Such as 8-10.")])
+        raise mistake("--steps", rule, "Such as 8-10.")
     return first, last
 
 
@@ -143,17 +143,11 @@ def _profile(run: Run, first: int, last: int, folder: Path) -> int:
         from ultrascale.train.worker import profile_or_explain
 
         return profile_or_explain(run, first, last, folder)
-    from ultrascale.cli.main import say
-    from ultrascale.launch.local import launch_local
-
     folder.mkdir(parents=True, exist_ok=True)
     described = to_toml(run)
     (folder / "run.toml").write_text(described)
     arguments = ("--profile", str(folder), "--profile-steps", str(first), str(last))
-    ending = launch_local(described, run.layout.world_size, worker_arguments=arguments, max_restarts=0, say=say)
-    if ending.reason and not ending.explained:
-        say(f"{ending.reason}.")
-    return ending.exit_code if ending.reason else 0
+    return launched_once(described, run.layout.world_size, arguments)
 
 
 def _report(folder: Path) -> StepReport:
@@ -166,7 +160,7 @@ def _report(folder: Path) -> StepReport:
 def _show(folder: Path, *, top: int, as_json: bool) -> None:
     report = _report(folder)
     if as_json:
-        print(jsonlib.dumps(stamped("measure-step", report.to_json())))
+        print_json(report.to_json(), "measure-step")
     else:
         _print(report, folder, top)
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ultrascale.api.schemas.stamp import stamped
 from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.cli.measure.measure_speed import launched_once
 from ultrascale.cli.terminal.parse import parse
-from ultrascale.cli.terminal.screen import console_for_people
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.cli.terminal.screen import console_for_people, print_json
+from ultrascale.description.problems import mistake
 from ultrascale.description.rank_environment import expect_rank_environment, told_rank
 from ultrascale.description.units import format_bytes, format_seconds
 from ultrascale.launch.scratch import scratch_folder
@@ -37,7 +37,7 @@ def network(
     device: str = "auto",
     out: Path | None = None,
     json: bool = False,
-) -> tuple[int | None, str | None, str | None, str | None, str | None, str, Path | None, bool]:
+) -> int:
     """Time collectives between ranks, by kind, size and group, as nccl-tests does, beside the plan. Every result is checked.
 
     For example, two processes here; or, on each of two nodes, under torchrun:
@@ -55,40 +55,39 @@ def network(
         out: Keep the result in this JSON file.
         json: Print the result as one JSON object.
     """
-    return processes, groups, kinds, largest, machine, device, out, json
-
-
-def command(arguments: list[str]) -> int:
-    """Run the verb; 0 when it is measured, 1 when it failed, 2 when it is described wrongly."""
-    processes, groups, kinds, largest, machine, device, out, as_json = parse(network, "measure network", arguments)
     asked: dict[str, Any] = {
         "groups": None if groups is None else parse_groups(groups), "kinds": _kinds(kinds), "device": device,
         "largest": None if largest is None else parse_size(largest), "machine": machine,
     }  # fmt: skip
     if device not in ("auto", "cpu", "cuda"):
-        raise SpecError([Problem("--device", f"must be auto, cpu or cuda, is {device!r}", "Leave it out, mostly.")])
+        raise mistake("--device", f"must be auto, cpu or cuda, is {device!r}", "Leave it out, mostly.")
     if machine is not None:
         parse_cluster(machine)
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise SpecError([Problem("--out", f"{out} is no file that can be written", "Name a file in a folder that is there.")])
+        raise mistake("--out", f"{out} is no file that can be written", "Name a file in a folder that is there.")
     expect_rank_environment(os.environ)
     with scratch_folder("network") as folder:
         asked["out"] = str((out or folder / "network.json").absolute())
         code = _measured(asked, processes)
         if code == 0 and told_rank(os.environ) == 0:
             found = jsonlib.loads(Path(asked["out"]).read_text())
-            if as_json:
-                print(jsonlib.dumps(stamped("measure-network", found), indent=1))
+            if json:
+                print_json(found, "measure-network", indent=1)
             else:
                 _show(found)
     return code
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb; 0 when it is measured, 1 when it failed, 2 when it is described wrongly."""
+    return parse(network, "measure network", arguments)
 
 
 def parse_groups(text: str) -> list[tuple[int, int]]:
     """`8:1,2:8` as sizes and strides. Raises SpecError."""
     found = [re.fullmatch(r"(\d+):(\d+)", word.strip()) for word in text.split(",")]
     if not all(found):
-        raise SpecError([Problem("--groups", f"must be SIZE:STRIDE, with commas between, is {text!r}", "Such as 8:1,2:8.")])
+        raise mistake("--groups", f"must be SIZE:STRIDE, with commas between, is {text!r}", "Such as 8:1,2:8.")
     return [(int(one[1]), int(one[2])) for one in found if one]
 
 
@@ -99,7 +98,7 @@ def parse_size(text: str) -> int:
     num_bytes = int(float(found[1]) * unit) if found and unit else 0
     if not LEAST <= num_bytes <= MOST:
         rule = f"must be a size from {format_bytes(LEAST)} to {format_bytes(MOST)}, is {text!r}"
-        raise SpecError([Problem("--largest", rule, "Such as 64MiB.")])
+        raise mistake("--largest", rule, "Such as 64MiB.")
     return num_bytes
 
 
@@ -108,7 +107,7 @@ def _kinds(text: str | None) -> list[str]:
         return [*KINDS]
     found = [word.strip().replace("-", "_") for word in text.split(",")]
     if wrong := [word for word in found if word not in KINDS]:
-        raise SpecError([Problem("--kinds", f"knows no {', '.join(map(repr, wrong))}", f"Choose of {', '.join(KINDS)}.")])
+        raise mistake("--kinds", f"knows no {', '.join(map(repr, wrong))}", f"Choose of {', '.join(KINDS)}.")
     return found
 
 
@@ -120,17 +119,9 @@ def _measured(asked: dict[str, Any], processes: int | None) -> int:
         return 0
     if processes is None or processes < 2:
         rule = "is missing" if processes is None else f"must be at least 2, is {processes}"
-        raise SpecError([Problem("--processes", rule, "A network has two ends: --processes 2, or start it under torchrun.")])
-    from ultrascale.cli.main import say
-    from ultrascale.launch.local import launch_local
-
+        raise mistake("--processes", rule, "A network has two ends: --processes 2, or start it under torchrun.")
     words = ("--asked", jsonlib.dumps(asked))
-    ending = launch_local(
-        "", processes, worker_arguments=words, max_restarts=0, say=say, worker="ultrascale.measure.machine.network_rank"
-    )
-    if ending.reason and not ending.explained:
-        say(f"{ending.reason}.")
-    return ending.exit_code if ending.reason else 0
+    return launched_once("", processes, words, worker="ultrascale.measure.machine.network_rank")
 
 
 def _show(told: dict[str, Any]) -> None:

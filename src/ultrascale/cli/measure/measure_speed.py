@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from ultrascale.api.schemas.stamp import stamped
 from ultrascale.cli.terminal.parse import parse_with_overrides
+from ultrascale.cli.terminal.screen import print_json
 from ultrascale.config.resolve import resolve, to_toml
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.description.rank_environment import told_rank
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes, format_share
@@ -57,18 +57,18 @@ def command(arguments: list[str]) -> int:
     (path, steps, warm, out, processes, as_json), rest = parse_with_overrides(speed, "measure speed", arguments)
     for flag, value, usual in (("--steps", steps, TIMED), ("--warm", warm, WARM)):
         if value < 1:
-            raise SpecError([Problem(flag, f"must be at least 1, is {value}", f"Such as {usual}.")])
+            raise mistake(flag, f"must be at least 1, is {value}", f"Such as {usual}.")
     run = resolve(path, rest, require_data=True, processes=processes).run
     expect_startable(run)
     file = out or RunFolder.of(run).path / "speed" / "speed.json"
     if file.is_dir():
-        raise SpecError([Problem("--out", f"{file} is a folder", f"Name a file, such as {file / 'speed.json'}.")])
+        raise mistake("--out", f"{file} is a folder", f"Name a file, such as {file / 'speed.json'}.")
     file.parent.mkdir(parents=True, exist_ok=True)
     code = _measured(run, steps, warm, file)
     if code == 0 and told_rank(os.environ) == 0:
         text = file.read_text()
         if as_json:
-            print(jsonlib.dumps(stamped("measure-speed", jsonlib.loads(text)), indent=1))
+            print_json(jsonlib.loads(text), "measure-speed", indent=1)
         else:
             _show(jsonlib.loads(text), file)
     return code
@@ -79,11 +79,18 @@ def _measured(run: Run, steps: int, warm: int, file: Path) -> int:
         from ultrascale.train.worker import speed_or_explain
 
         return speed_or_explain(run, warm, steps, file)
+    arguments = ("--speed", str(file.absolute()), "--speed-steps", str(warm), str(steps))
+    return launched_once(to_toml(run), run.layout.world_size, arguments)
+
+
+def launched_once(
+    run_toml: str, num_processes: int, worker_arguments: tuple[str, ...], *, worker: str = "ultrascale.train.worker"
+) -> int:
+    """Start the ranks of a measurement here, without another try; the exit code. `worker`: the module of one rank."""
     from ultrascale.cli.main import say
     from ultrascale.launch.local import launch_local
 
-    arguments = ("--speed", str(file.absolute()), "--speed-steps", str(warm), str(steps))
-    ending = launch_local(to_toml(run), run.layout.world_size, worker_arguments=arguments, max_restarts=0, say=say)
+    ending = launch_local(run_toml, num_processes, worker_arguments=worker_arguments, max_restarts=0, say=say, worker=worker)
     if ending.reason and not ending.explained:
         say(f"{ending.reason}.")
     return ending.exit_code if ending.reason else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import shlex
 import signal
 import sys
@@ -13,7 +12,7 @@ from typing import Any
 
 from ultrascale.api.sweep import Begun, Sweep, SweepOptions, answer
 from ultrascale.cli.terminal.parse import parse_with_overrides
-from ultrascale.cli.terminal.screen import console_for_people
+from ultrascale.cli.terminal.screen import console_for_people, print_json
 from ultrascale.description.units import format_bytes, format_seconds, format_share
 from ultrascale.sweep.cells import Place
 from ultrascale.sweep.grid import Axis, Cell, names_of, split_axes
@@ -31,7 +30,7 @@ def command(arguments: list[str]) -> int:
         told = _Progress(sys.stderr if options.json else sys.stdout)
         found = answer(options, axes, rest, started=told.start, done=told)
     if options.json:
-        print(jsonlib.dumps(found.to_dict(), indent=1))
+        print_json(found.to_dict(), indent=1)
     else:
         _show(found, options.top, options.html)
     return 0 if found.measured or options.list else 1

@@ -18,7 +18,7 @@ from ultrascale.api.planning.plan_page import drawn
 from ultrascale.cli.main import told
 from ultrascale.cli.plan.plan_command import request_of
 from ultrascale.cli.terminal.parse import parse
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.page.controls import words_of
 from ultrascale.page.shown import PARTS, Planned, answer
 
@@ -62,9 +62,9 @@ def command(arguments: list[str]) -> int:
         print(build(Path(asked["build"]), None if asked["parts"] is None else Path(asked["parts"])))
         return 0
     if asked["parts"] is not None:
-        raise SpecError([Problem("--parts", "is for --build, and nothing is built", "Add --build DIR, or leave it out.")])
+        raise mistake("--parts", "is for --build, and nothing is built", "Add --build DIR, or leave it out.")
     if not 0 <= asked["port"] <= 65535:
-        raise SpecError([Problem("--port", f"must be from 0 to 65535, is {asked['port']}", "Leave it out for a free one.")])
+        raise mistake("--port", f"must be from 0 to 65535, is {asked['port']}", "Leave it out for a free one.")
     from ultrascale.page.server import serve
 
     serve(question, port=asked["port"], opens_browser=not asked["no_browser"])

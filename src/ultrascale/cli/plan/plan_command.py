@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import shlex
 import sys
 
@@ -12,8 +11,7 @@ from ultrascale.api.planning.plan_result import Plan
 from ultrascale.api.planning.run_of import says
 from ultrascale.catalogue.stacks.stack_files import changed_settings
 from ultrascale.cli.terminal.parse import parse_with_overrides, take_settings
-from ultrascale.cli.terminal.screen import console_for_people
-from ultrascale.cli.terminal.waiting import waiting
+from ultrascale.cli.terminal.screen import console_for_people, print_json, waiting
 from ultrascale.description.units import parse_tokens
 from ultrascale.plan.report import DEFAULT_OPTIMIZER, RunPlan, not_trainable
 
@@ -37,7 +35,7 @@ def command(arguments: list[str]) -> int:
     if options.print_flags:
         print_flags(found)
     elif options.json:
-        print(jsonlib.dumps(found.to_dict(), indent=2))
+        print_json(found.to_dict(), indent=2)
     elif found.searched is not None:
         from ultrascale.cli.plan.plan_search import show_search
 

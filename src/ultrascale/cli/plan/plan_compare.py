@@ -3,7 +3,6 @@ of settings."""
 
 from __future__ import annotations
 
-import json as jsonlib
 from dataclasses import replace
 
 from rich.table import Table
@@ -12,8 +11,8 @@ from rich.text import Text
 from ultrascale.api.planning.plan import answer
 from ultrascale.api.planning.plan_request import PlanRequest
 from ultrascale.api.planning.plan_result import Comparison, value_words
-from ultrascale.cli.terminal.screen import console_for_people
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.cli.terminal.screen import console_for_people, print_json
+from ultrascale.description.problems import mistake
 from ultrascale.description.units import format_bytes
 
 SAME = 0.0005
@@ -25,10 +24,10 @@ def show_comparison(request: PlanRequest) -> int:
     first, second = request.options.file, request.options.compare
     if first is None or second is None:
         remedy = "Write: ultrascale plan A.toml --compare B.toml."
-        raise SpecError([Problem("--compare", "compares two runs' files, and one is given", remedy)])
+        raise mistake("--compare", "compares two runs' files, and one is given", remedy)
     found = Comparison(*(answer(_of_one(request, file)) for file in (first, second)))
     if request.options.json:
-        print(jsonlib.dumps(found.to_dict(), indent=2))
+        print_json(found.to_dict(), indent=2)
     else:
         _show(found, first, second)
     return 0 if found.a.fits and found.b.fits else 1

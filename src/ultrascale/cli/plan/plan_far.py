@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from dataclasses import replace
 from typing import Any
 
-from ultrascale.api.schemas.stamp import stamped
 from ultrascale.cli.terminal.parse import parse
-from ultrascale.cli.terminal.screen import console_for_people
+from ultrascale.cli.terminal.screen import console_for_people, print_json
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.units import UnitError, parse_tokens
 from ultrascale.plan.view.far_apart import FarPlan, far_apart
@@ -52,7 +50,7 @@ def command(arguments: list[str]) -> int:
     parsed = parse(far, "plan far", arguments)
     plan = _plan(parsed)
     if parsed["json"]:
-        print(jsonlib.dumps(stamped("plan-far", plan.to_json()), indent=2))
+        print_json(plan.to_json(), "plan-far", indent=2)
         return 0
 
     from ultrascale.plan.view.far_view import show

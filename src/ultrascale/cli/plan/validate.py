@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -10,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from ultrascale.api.schemas.stamp import stamped
 from ultrascale.cli.terminal.parse import parse
-from ultrascale.cli.terminal.screen import console_for_people
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.cli.terminal.screen import console_for_people, print_json
+from ultrascale.description.problems import mistake
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,7 +27,7 @@ Files = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(help_beh
 
 def validate(
     files: Files, /, json: bool = False, out: Path | None = None, overwrite: bool = False
-) -> tuple[tuple[Path, ...], bool, Path | None, bool]:  # fmt: skip
+) -> int:  # fmt: skip
     """Predict every run of CSV files without looking at its result, then say how far off the predictions are.
 
     For example:
@@ -48,18 +46,12 @@ def validate(
             whether it fits, the interval of the step time (low, high), and what was assumed.
         overwrite: Let --out replace a file.
     """
-    return files, json, out, overwrite
-
-
-def command(arguments: list[str]) -> int:
-    """Run the verb."""
-    files, as_json, out, overwrite = parse(validate, "validate", arguments)
     from ultrascale.validation.predict import predict_rows, write_predictions
     from ultrascale.validation.rows import misspelt_columns, read_rows
     from ultrascale.validation.scores import score
 
     if not files:
-        raise SpecError([Problem("validate", "no file is given", "Name a CSV file: ultrascale validate runs.csv")])
+        raise mistake("validate", "no file is given", "Name a CSV file: ultrascale validate runs.csv")
     if out is not None:
         _check_writable(out, overwrite=overwrite)
     rows = [row for file in files for row in read_rows(file)]
@@ -70,21 +62,26 @@ def command(arguments: list[str]) -> int:
     if out is not None:
         write_predictions(out, rows, predictions)
     report = score(rows, predictions)
-    if as_json:
-        print(jsonlib.dumps(stamped("validate", asdict(report)), indent=2))
+    if json:
+        print_json(asdict(report), "validate", indent=2)
     else:
         _show(report, out)
     return 0
 
 
+def command(arguments: list[str]) -> int:
+    """Run the verb."""
+    return parse(validate, "validate", arguments)
+
+
 def _check_writable(out: Path, *, overwrite: bool) -> None:
     """Raise SpecError before anything is predicted if the predictions would replace a file, or have no folder."""
     if out.is_dir():
-        raise SpecError([Problem("out", f"{out} is a folder", "Name a file in it.")])
+        raise mistake("out", f"{out} is a folder", "Name a file in it.")
     if out.is_file() and out.stat().st_size and not overwrite:
-        raise SpecError([Problem("out", f"{out} is there already", "Name another file, or say --overwrite.")])
+        raise mistake("out", f"{out} is there already", "Name another file, or say --overwrite.")
     if not out.parent.is_dir():
-        raise SpecError([Problem("out", f"there is no folder {out.parent}", "Make it, or name another file.")])
+        raise mistake("out", f"there is no folder {out.parent}", "Make it, or name another file.")
 
 
 def _show(report: Report, out: Path | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,12 +12,12 @@ from rich.table import Table
 
 from ultrascale.api.schemas.stamp import stamped
 from ultrascale.cli.terminal.parse import parse_with_overrides
-from ultrascale.cli.terminal.screen import console_for_people
+from ultrascale.cli.terminal.screen import console_for_people, print_json
 from ultrascale.config.resolve import Resolved, resolve
 from ultrascale.config.rules.run_rules import run_notes
-from ultrascale.config.schema import leaves
+from ultrascale.config.schema import leaves, setting_at
 from ultrascale.config.usual import usual
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes, format_bytes_per_second, format_count, format_flops_per_second
 
@@ -96,7 +95,7 @@ def command(arguments: list[str]) -> int:
     if what in ("models", "clusters"):
         if rest:
             rule = f"takes no settings, but {' '.join(rest)} is given"
-            raise SpecError([Problem(f"show {what}", rule, "Leave it out.")])
+            raise mistake(f"show {what}", rule, "Leave it out.")
         models_catalogue(as_json=as_json) if what == "models" else clusters_catalogue(as_json=as_json, sources=every)
     else:
         _expect_known(what)
@@ -112,7 +111,7 @@ def _expect_known(what: str) -> None:
         return
     near = [OTHER_WORDS[what]] if what in OTHER_WORDS else get_close_matches(what, SHOWN, n=1)
     remedy = f"Did you mean `ultrascale show {near[0]}`?" if near else f"Give a run's TOML file, or one of {', '.join(SHOWN)}."
-    raise SpecError([Problem("show", f"`{what}` is neither a file nor something that can be shown", remedy)])
+    raise mistake("show", f"`{what}` is neither a file nor something that can be shown", remedy)
 
 
 def _expect_schedule(run: Run) -> None:
@@ -129,7 +128,7 @@ def show_run(resolved: Resolved, *, every: bool, as_json: bool) -> None:
     """Print the values of a run with their origins; without `every`, only those that are not defaults."""
     if as_json:
         told = {"run": asdict(resolved.run), "launch": asdict(resolved.launch), "provenance": resolved.provenance}
-        print(jsonlib.dumps(stamped("run", told | {"notes": run_notes(resolved.run)}), indent=2))
+        print_json(told | {"notes": run_notes(resolved.run)}, "run", indent=2)
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("key", "value", "from"):
@@ -151,7 +150,7 @@ def run_rows(resolved: Resolved, *, every: bool) -> list[tuple[str, str, str]]:
     rows = [("model", size, "")]
     for key in leaves():
         origin = resolved.provenance[key]
-        value = _value(resolved if key.startswith("launch.") else resolved.run, key)
+        value = setting_at(resolved if key.startswith("launch.") else resolved.run, key)
         hidden = origin == "default" or origin.startswith(("preset ", "config.json "))
         if key.startswith("model.rope_scaling.") and model.rope_scaling is None:
             continue
@@ -170,7 +169,7 @@ def models_catalogue(*, as_json: bool) -> None:
     from ultrascale.description.architecture.weights import num_active_parameters, num_parameters
 
     if as_json:
-        print(jsonlib.dumps({name: stamped("model", asdict(m) | _counts(m)) for name, m in PRESETS.items()}, indent=2))
+        print_json({name: stamped("model", asdict(m) | _counts(m)) for name, m in PRESETS.items()}, indent=2)
         return
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("model", "size", "active", "layers", "hidden", "ffn", "heads/kv", "experts", "positions"):
@@ -210,7 +209,7 @@ def clusters_catalogue(*, as_json: bool, sources: bool) -> None:
         accelerators = {name: asdict(item) for name, item in (ACCELERATORS | {"cpu": cpu.accelerator}).items()}
         nodes = {name: asdict(item) | {"accelerator": item.accelerator.name} for name, item in (NODES | {"cpu": cpu}).items()}
         catalogue = {"accelerators": accelerators, "nodes": nodes, "usual_node": USUAL_NODE}
-        print(jsonlib.dumps(stamped("clusters", catalogue), indent=2))
+        print_json(catalogue, "clusters", indent=2)
         return
     console = console_for_people()
     console.print(_accelerators_table([*ACCELERATORS.values(), cpu.accelerator]))
@@ -279,12 +278,6 @@ def _sources_table(accelerators: list[Any], nodes: dict[str, Any]) -> Table:
             add(f"{item.name} {link.name}, achieved", link.achieved_bytes_per_second)
         add(f"{item.name} watts", item.watts)
     return table
-
-
-def _value(run: Any, key: str) -> Any:
-    for name in key.split("."):
-        run = None if run is None else getattr(run, name)
-    return run
 
 
 def _text(value: Any) -> str:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from dataclasses import asdict
 from typing import Annotated
 
 import tyro
 
-from ultrascale.api.schemas.stamp import stamped
 from ultrascale.cli.terminal.parse import parse
-from ultrascale.cli.terminal.screen import console_for_people
+from ultrascale.cli.terminal.screen import console_for_people, print_json
 from ultrascale.config.reference import Key, keys
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 
 HEAD = """# All keys of a description
 
@@ -29,7 +27,7 @@ def show_keys(
     /,
     markdown: bool = False,
     json: bool = False,
-) -> tuple[tuple[str, ...], bool, bool]:
+) -> int:
     """Every key of a run's description: type, unit, default, allowed values, and what it is.
 
         ultrascale show keys
@@ -41,26 +39,23 @@ def show_keys(
         markdown: Print them as docs/reference.md.
         json: Print one JSON object.
     """
-    return word, markdown, json
+    if len(word) > 1:
+        raise mistake("keys", f"are looked up by one word, got {' '.join(word)}", "Give one.")
+    found = keys(*word)
+    if word and not found:
+        raise mistake("keys", f"has none with {word[0]!r} in its name or text", "`ultrascale show keys` lists all.")
+    if json:
+        print_json({"keys": [asdict(one) for one in found]}, "keys", indent=1)
+    elif markdown:
+        print(as_markdown(found))
+    else:
+        _show(found)
+    return 0
 
 
 def command(arguments: list[str]) -> int:
     """Run the verb."""
-    words, as_markdown, as_json = parse(show_keys, "show keys", arguments)
-    if len(words) > 1:
-        raise SpecError([Problem("keys", f"are looked up by one word, got {' '.join(words)}", "Give one.")])
-    found = keys(*words)
-    if words and not found:
-        raise SpecError(
-            [Problem("keys", f"has none with {words[0]!r} in its name or text", "`ultrascale show keys` lists all.")]
-        )
-    if as_json:
-        print(jsonlib.dumps(stamped("keys", {"keys": [asdict(one) for one in found]}), indent=1))
-    elif as_markdown:
-        print(markdown(found))
-    else:
-        _show(found)
-    return 0
+    return parse(show_keys, "show keys", arguments)
 
 
 def _show(found: list[Key]) -> None:
@@ -82,7 +77,7 @@ def _facts(one: Key) -> str:
     return "; ".join([kind, *([f"default {one.default}"] if one.default else []), *allowed])
 
 
-def markdown(found: list[Key]) -> str:
+def as_markdown(found: list[Key]) -> str:
     """The page: a table for each table of the TOML file."""
     sections: dict[str, list[Key]] = {}
     for one in found:

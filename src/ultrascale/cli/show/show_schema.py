@@ -9,12 +9,10 @@ import tyro
 
 from ultrascale.api.schemas.json_schema import file_of, names
 from ultrascale.cli.terminal.parse import parse
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 
 
-def show_schema(
-    name: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = (), /
-) -> tuple[str, ...]:
+def show_schema(name: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = (), /) -> int:
     """The JSON Schema of run.toml, or of what a verb prints with --json; without a name, where each is kept.
 
         ultrascale show schema
@@ -26,22 +24,21 @@ def show_schema(
     Args:
         name: `run.toml`, or what stands in the key `schema` between the bars: `plan` of `ultrascale/plan/2`.
     """
-    return name
+    if len(name) > 1:
+        raise mistake("schema", f"names {len(name)}: {', '.join(name)}", "Name one at a time.")
+    if not name:
+        width = max(map(len, names()))
+        for one in names():
+            print(f"{one:{width}}  {file_of(one)}")
+        return 0
+    if name[0] not in names():
+        near = get_close_matches(name[0], names(), n=1)
+        remedy = f"Did you mean {near[0]}?" if near else f"There are {', '.join(names())}."
+        raise mistake("schema", f"there is none of {name[0]!r}", remedy)
+    print(file_of(name[0]).read_text(), end="")
+    return 0
 
 
 def command(arguments: list[str]) -> int:
     """Run the verb."""
-    asked = parse(show_schema, "show schema", arguments)
-    if len(asked) > 1:
-        raise SpecError([Problem("schema", f"names {len(asked)}: {', '.join(asked)}", "Name one at a time.")])
-    if not asked:
-        width = max(map(len, names()))
-        for name in names():
-            print(f"{name:{width}}  {file_of(name)}")
-        return 0
-    if asked[0] not in names():
-        near = get_close_matches(asked[0], names(), n=1)
-        remedy = f"Did you mean {near[0]}?" if near else f"There are {', '.join(names())}."
-        raise SpecError([Problem("schema", f"there is none of {asked[0]!r}", remedy)])
-    print(file_of(asked[0]).read_text(), end="")
-    return 0
+    return parse(show_schema, "show schema", arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from dataclasses import asdict
 from typing import Annotated
 
@@ -13,13 +12,13 @@ from rich.table import Table
 from ultrascale.api.schemas.stamp import stamped
 from ultrascale.catalogue.stacks.stack_files import StackFile, settings_of, stack_file, stack_names
 from ultrascale.cli.terminal.parse import parse
-from ultrascale.cli.terminal.screen import console_for_people
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.cli.terminal.screen import console_for_people, print_json
+from ultrascale.description.problems import mistake
 
 
 def stacks(
     name: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = (), /, json: bool = False
-) -> tuple[tuple[str, ...], bool]:
+) -> int:
     """The trainers that can be planned for; of one of them every setting, with where it was read.
 
     A setting is changed with `plan --stack NAME --stack.KEY VALUE`, or by a column `stack.KEY` of measured runs.
@@ -32,29 +31,28 @@ def stacks(
         name: One of them.
         json: Print one JSON object.
     """
-    return name, json
-
-
-def command(arguments: list[str]) -> int:
-    """Run the verb."""
-    names, as_json = parse(stacks, "show stacks", arguments)
-    if len(names) > 1:
-        raise SpecError([Problem("stacks", f"names {len(names)}: {', '.join(names)}", "Name one at a time.")])
-    if as_json:
-        found = {name: stamped("stack", _as_json(stack_file(name))) for name in names or stack_names()}
-        print(jsonlib.dumps(found[names[0]] if names else found, indent=2))
+    if len(name) > 1:
+        raise mistake("stacks", f"names {len(name)}: {', '.join(name)}", "Name one at a time.")
+    if json:
+        found = {one: stamped("stack", _as_json(stack_file(one))) for one in name or stack_names()}
+        print_json(found[name[0]] if name else found, indent=2)
         return 0
     console = console_for_people()
-    if names:
-        _one(stack_file(names[0]), console)
+    if name:
+        _one(stack_file(name[0]), console)
         return 0
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("stack", "what it is", "as read from"):
         table.add_column(column, overflow="fold")
-    for name in stack_names():
-        table.add_row(name, stack_file(name).title, stack_file(name).release)
+    for one in stack_names():
+        table.add_row(one, stack_file(one).title, stack_file(one).release)
     console.print(table)
     return 0
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb."""
+    return parse(stacks, "show stacks", arguments)
 
 
 def _one(file: StackFile, console: Console) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,14 +10,14 @@ from typing import Annotated
 
 import tyro
 
-from ultrascale.api.schemas.stamp import stamped
 from ultrascale.cli.terminal.parse import parse
+from ultrascale.cli.terminal.screen import print_json
 
 
 def demo(
     folder: Path = Path("demo"),
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
-) -> tuple[Path, bool]:
+) -> int:
     """Plan, prove, train, kill, resume, compare, sample, export: a real run in five minutes. No GPU, no network.
 
     Example: ultrascale demo --folder demo
@@ -31,23 +30,22 @@ def demo(
         folder: Where everything lands. A second demo starts afresh there and keeps only the prepared text.
         json: Print one JSON object at the end; the story goes to stderr.
     """
-    return folder, json
-
-
-def command(arguments: list[str]) -> int:
-    """Run the verb: 0 if every claim holds, 1 if one fails."""
-    folder, as_json = parse(demo, "demo", arguments)
     import torch  # noqa: F401 (says at once what is missing, before anything is made)
 
     from ultrascale.demo.screen import Screen
     from ultrascale.demo.story import tell
 
     with _leaving_like_ctrl_c():
-        told = tell(folder, Screen.on(stderr=as_json))
-    if as_json:
+        told = tell(folder, Screen.on(stderr=json))
+    if json:
         document = {"folder": str(folder), "claims": [claim.to_json() for claim in told.claims]}
-        print(jsonlib.dumps(stamped("demo", document)))
+        print_json(document, "demo")
     return 1 if any(claim.verdict == "fails" for claim in told.claims) else 0
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb: 0 if every claim holds, 1 if one fails."""
+    return parse(demo, "demo", arguments)
 
 
 @contextmanager

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from ultrascale.api.schemas.stamp import stamped
 from ultrascale.cli.terminal.parse import parse
-from ultrascale.cli.terminal.screen import console_for_people
+from ultrascale.cli.terminal.screen import console_for_people, print_json
 
 if TYPE_CHECKING:
     from ultrascale.measure.machine.doctor import Finding
@@ -43,7 +41,7 @@ def command(arguments: list[str]) -> int:
     stops = [found for found in findings if found.state == "stop"]
     if options.json:
         document = {"can_train": not stops, "findings": [asdict(found) for found in findings]}
-        print(json.dumps(stamped("doctor", document), indent=2))
+        print_json(document, "doctor", indent=2)
     else:
         print_report(findings)
     return 1 if stops else 0

@@ -13,7 +13,7 @@ from ultrascale.cli.terminal.parse import parse
 Lesson = Literal["access", "tiles", "coarsening", "divergence", "softmax", "attention"]
 
 
-def primer(lessons: tyro.conf.Positional[tuple[Lesson, ...]] = (), json: bool = False) -> tuple[tuple[Lesson, ...], bool]:
+def primer(lessons: tyro.conf.Positional[tuple[Lesson, ...]] = (), json: bool = False) -> int:
     """Run small kernels on this machine's GPU and say what of its peak they reach, and what that means.
 
     Without a GPU they run on the CPU in Triton's interpreter: results are checked, speed is not told. For example:
@@ -26,12 +26,11 @@ def primer(lessons: tyro.conf.Positional[tuple[Lesson, ...]] = (), json: bool = 
         lessons: Which; all if left out.
         json: Print one JSON object.
     """
-    return lessons, json
+    from ultrascale.primer.tell import tell
+
+    return tell(lessons, as_json=json, stamp=partial(stamped, "primer"))
 
 
 def command(arguments: list[str]) -> int:
     """Run the verb: 0 when every result was right, 1 when one was not, 2 when triton is missing or a lesson unknown."""
-    only, as_json = parse(primer, "primer", arguments)
-    from ultrascale.primer.tell import tell
-
-    return tell(only, as_json=as_json, stamp=partial(stamped, "primer"))
+    return parse(primer, "primer", arguments)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.storage import MissingError, Store, open_store, url_of
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
@@ -59,7 +59,7 @@ def bring_newest(store: Store, run: Path) -> None:
             (run / TOKENIZER).write_bytes(store.read(TOKENIZER))
         return
     rule = f"holds only damaged checkpoints ({'; '.join(damage)})" if damage else "holds no checkpoint and no config.json"
-    raise SpecError([Problem(store.url, rule, "Give the place of a run's folder, or of a Hugging Face folder.")])
+    raise mistake(store.url, rule, "Give the place of a run's folder, or of a Hugging Face folder.")
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def sent(place: Path, *, overwrite: bool) -> Iterator[Path]:
     there = {one.key for one in store.walk("")}
     if there and not (overwrite and CONFIG in there):
         rule = "holds something already" if not overwrite else "holds something that is no export"
-        raise SpecError([Problem(store.url, rule, "Give another place, or --overwrite for an earlier export.")])
+        raise mistake(store.url, rule, "Give another place, or --overwrite for an earlier export.")
     store.expect_usable(".probe")
     with tempfile.TemporaryDirectory(prefix="ultrascale-") as scratch:
         here = Path(scratch) / "export"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,11 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from ultrascale.api.schemas.stamp import stamped
 from ultrascale.cli.terminal.parse import parse
-from ultrascale.cli.terminal.screen import console_for_people
+from ultrascale.cli.terminal.screen import console_for_people, print_json, waiting
 from ultrascale.cli.terminal.stores import store_of
-from ultrascale.cli.terminal.waiting import waiting
 from ultrascale.config.rules.early import expect_checkpoints
 from ultrascale.description.units import count_of
 
@@ -66,7 +63,7 @@ def command(arguments: list[str]) -> int:
         places = [str(one.folder) if store is None else store.where(f"checkpoints/{one.folder}") for one in found]
         checkpoints = [asdict(one) | {"folder": place} for one, place in zip(found, places, strict=True)]
         document = {"whole": not damaged, "read_all": isinstance(options, Verify), "checkpoints": checkpoints}
-        print(json.dumps(stamped("checkpoints", document), indent=2))
+        print_json(document, "checkpoints", indent=2)
     else:
         print_table(found, verified=isinstance(options, Verify))
     return 1 if damaged else 0

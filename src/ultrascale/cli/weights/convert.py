@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from ultrascale.api.schemas.stamp import stamped
 from ultrascale.cli.terminal.parse import parse
+from ultrascale.cli.terminal.screen import print_json
 from ultrascale.description.units import count_of
 
 
@@ -40,7 +39,7 @@ def convert(
 
     done = converted(source, out, overwrite=overwrite, unconfined=unconfined)
     if json:
-        print(jsonlib.dumps(stamped("convert", asdict(done) | {"folder": str(done.folder)})))
+        print_json(asdict(done) | {"folder": str(done.folder)}, "convert")
         return 0
     print(f"{source} -> {done.folder}: {count_of(done.tensors, 'tensor')} of {count_of(done.files, 'pickle')}")
     print(f"read in a process confined by: {', '.join(done.confined_by)}")

@@ -1,19 +1,25 @@
-"""`ultrascale export`: a checkpoint as a Hugging Face folder."""
+"""`ultrascale export`: a checkpoint as a Hugging Face folder.
+
+Facts of a training run for its model card.
+"""
 
 from __future__ import annotations
 
-import json as jsonlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from ultrascale.api.schemas.stamp import stamped
 from ultrascale.cli.terminal.parse import parse
+from ultrascale.cli.terminal.screen import print_json, waiting
 from ultrascale.cli.terminal.stores import brought, sent, store_of
-from ultrascale.cli.terminal.waiting import waiting
 from ultrascale.cli.weights.opening import expect_folder, open_and_tell
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.config.resolve import resolve
+from ultrascale.description.problems import SpecError, mistake
+from ultrascale.description.progress import tokens_after
+from ultrascale.description.units import format_count
+from ultrascale.train.folder.run_folder import RunFolder
 
 
 def export(
@@ -52,13 +58,13 @@ def export(
 
         expect_replaceable(out, is_ours=is_exported, overwrite=overwrite, source=checkpoint if here else None)
     if not 0 < max_shard_gb < float("inf"):
-        raise SpecError([Problem("max_shard_gb", f"must be a number above 0, is {max_shard_gb}", "5 is usual.")])
+        raise mistake("max_shard_gb", f"must be a number above 0, is {max_shard_gb}", "5 is usual.")
     if push_to_hub is not None:
         from ultrascale.models.hub import expect_pushable
 
         expect_pushable(push_to_hub)
     elif public:
-        raise SpecError([Problem("--public", "is about --push-to-hub, which is not given", "Give both, or neither.")])
+        raise mistake("--public", "is about --push-to-hub, which is not given", "Give both, or neither.")
     with waiting("exporting"):
         return _exported(checkpoint, out, precision, max_shard_gb, tokenizer, overwrite, push_to_hub, public, json)
 
@@ -94,7 +100,6 @@ def _exported(
         )
         if push_to_hub is not None:
             from ultrascale.models.hub import model_card, push
-            from ultrascale.train.folder.card import training_facts
 
             facts = training_facts(here, trained.steps_done)
             address = push(folder, push_to_hub, card=model_card(trained.model, push_to_hub, facts), public=public)
@@ -103,10 +108,10 @@ def _exported(
     written = str(dtype or next(iter(trained.weights.values())).dtype).removeprefix("torch.")
     parameters, has_tokenizer = num_parameters(trained.model), (tokenizer or trained.tokenizer) is not None
     if json:
-        print(jsonlib.dumps(stamped("export", {
+        print_json({
             "source": str(trained.source), "folder": str(folder), "num_parameters": parameters, "dtype": written,
             "tokenizer": has_tokenizer, "pushed_to": address,
-        })))  # fmt: skip
+        }, "export")  # fmt: skip
     else:
         print(f"{trained.source} -> {folder}: {parameters:,} parameters, {trained.model.model_type}, {written}")
         if precision == "as-is" and trained.dtype is not None:
@@ -121,3 +126,23 @@ def _exported(
 def command(arguments: list[str]) -> int:
     """Run the verb; returns its exit code."""
     return parse(export, "export", arguments)
+
+
+def training_facts(place: Path, steps_done: int | None) -> dict[str, str]:
+    """Facts of the run whose folder is `place` or above it, after so many steps: text by name. Empty without such a run."""
+    folder = next((one for one in (place, place.parent, place.parent.parent) if (one / "run.toml").is_file()), None)
+    if folder is None or steps_done is None:
+        return {}
+    with suppress(SpecError):
+        run = resolve(folder / "run.toml").run
+        rows = [row for row in RunFolder(folder).metric_rows() if row["step"] <= steps_done]
+        losses = {key: value for row in rows for key, value in row.items() if key == "train/loss" or key.startswith("val/loss")}
+        return {
+            "steps": f"{steps_done:,}",
+            "tokens": format_count(tokens_after(run.batch, steps_done)),
+            "sequence length": f"{run.batch.sequence_length:,}",
+            "precision": run.layout.precision,
+            "optimizer": f"{run.optimizer.name}, learning rate {run.optimizer.learning_rate:g} ({run.optimizer.schedule})",
+            **{key: f"{value:.4f}" for key, value in losses.items()},
+        }
+    return {}

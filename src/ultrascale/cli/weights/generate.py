@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json as jsonlib
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from ultrascale.api.schemas.stamp import stamped
 from ultrascale.cli.terminal.parse import parse
+from ultrascale.cli.terminal.screen import print_json
 from ultrascale.cli.weights.opening import expect_folder, open_and_tell
 from ultrascale.config.rules.early import device_problems
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.models.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ def generate(
     _write("\n", silent=json)
     if json:
         result = {"source": str(trained.source), "prompt": prompt, "text": "".join(pieces), "tokens": new_ids}
-        print(jsonlib.dumps(stamped("generate", result)))
+        print_json(result, "generate")
     return 0
 
 
@@ -126,7 +125,7 @@ def _tokenizer_file(trained: Trained, given: Path | None) -> Path:
 
     if given is None and trained.tokenizer is None:
         rule = f"is not given, and none goes with {trained.source}"
-        raise SpecError([Problem("tokenizer", rule, "Name a tokenizer.json with --tokenizer.")])
+        raise mistake("tokenizer", rule, "Name a tokenizer.json with --tokenizer.")
     return find_tokenizer(given or trained.tokenizer or "")
 
 
@@ -172,7 +171,7 @@ def _document_start(stop: int | None) -> list[int]:
     """A new document follows the end of another one."""
     if stop is None:
         rule = "is empty, and the tokenizer has no token that ends a document"
-        raise SpecError([Problem("prompt", rule, 'Give a text to continue, such as --prompt "Once".')])
+        raise mistake("prompt", rule, 'Give a text to continue, such as --prompt "Once".')
     return [stop]
 
 

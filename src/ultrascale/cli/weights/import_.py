@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import shlex
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from ultrascale.api.schemas.stamp import stamped
 from ultrascale.cli.terminal.parse import parse_with_overrides
+from ultrascale.cli.terminal.screen import print_json
 from ultrascale.config.resolve import resolve
 from ultrascale.config.rules.trainable import expect_trainable
 from ultrascale.description.architecture.huggingface import from_hf
@@ -48,7 +47,7 @@ def command(arguments: list[str]) -> int:
 
     checkpoint = import_as_first_checkpoint(folder, run)
     if as_json:
-        print(jsonlib.dumps(stamped("import", {"source": str(folder), "checkpoint": str(checkpoint)})))
+        print_json({"source": str(folder), "checkpoint": str(checkpoint)}, "import")
     else:
         print(f"{folder} -> {checkpoint}\nnow: ultrascale train {shlex.join([path, *overrides])}")
     return 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ultrascale.config.rules.early import has_checkpoints
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 
 if TYPE_CHECKING:
     from ultrascale.train.start.trained import Trained
@@ -17,9 +17,9 @@ def expect_folder(path: Path) -> None:
     """Raise SpecError if there is no folder at `path`, or nothing in it, before seconds go by with importing torch."""
     remedy = "Give a checkpoint, a run folder, or a Hugging Face folder."
     if not path.is_dir():
-        raise SpecError([Problem(str(path), "is no folder", remedy)])
+        raise mistake(str(path), "is no folder", remedy)
     if not ((path / "config.json").exists() or has_checkpoints(path)):
-        raise SpecError([Problem(str(path), "holds neither config.json with weights nor a checkpoint", remedy)])
+        raise mistake(str(path), "holds neither config.json with weights nor a checkpoint", remedy)
 
 
 def open_and_tell(path: Path) -> Trained:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.run import Run
 
 GPU_FILES = ("nvidia[0-9]*", "nvidiactl", "kfd", "dxg")
@@ -34,7 +34,7 @@ def expect_processes(count: int) -> None:
     """Raise SpecError if `count` is more processes than are started on one machine."""
     if count > MOST_PROCESSES:
         rule = f"must be at most {MOST_PROCESSES} on one machine, is {count:,}"
-        raise SpecError([Problem("--processes", rule, "Take fewer, or start them on several machines, by torchrun.")])
+        raise mistake("--processes", rule, "Take fewer, or start them on several machines, by torchrun.")
 
 
 def expect_ready(run: Run) -> None:
@@ -68,4 +68,4 @@ def expect_checkpoints(folder: Path) -> None:
     """Raise SpecError if `folder` holds nothing that is named as a checkpoint is."""
     if not has_checkpoints(folder):
         what = "has no checkpoints" if folder.is_dir() else "there is no such folder"
-        raise SpecError([Problem(str(folder), what, "Give a run's folder, its `checkpoints`, or one `step-...` in it.")])
+        raise mistake(str(folder), what, "Give a run's folder, its `checkpoints`, or one `step-...` in it.")

@@ -2,5 +2,5 @@
 
 prepare            all of it, killed and given again: begin here
 shards, workers    one shard; tasks over processes
-inspect, verify, entropy   what a folder holds; whether it still does; how predictable its tokens are
+inspect, verify    what a folder holds; whether it still does
 """

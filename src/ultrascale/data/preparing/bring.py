@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
-from ultrascale.data.errors import DataError
-from ultrascale.data.files import PARTIAL, writing
+from ultrascale.data.files import PARTIAL, DataError, writing
 from ultrascale.data.reading.inputs import matches
 from ultrascale.storage import MissingError, StorageError, Store, Stored, open_store, url_of
 

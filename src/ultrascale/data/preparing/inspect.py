@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ultrascale.data.corpus import Corpus
-from ultrascale.data.errors import DataError
+from ultrascale.data.files import DataError
 from ultrascale.data.indexed import prefix_paths, read_header
 from ultrascale.data.preparing.verify import expect_whole
 

@@ -19,8 +19,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ultrascale.data.errors import DataError, SeveralDataErrors
-from ultrascale.data.files import PARTIAL, make_names_durable, read_json, write_json, write_whole, writing
+from ultrascale.data.files import (
+    PARTIAL,
+    DataError,
+    SeveralDataErrors,
+    make_names_durable,
+    read_json,
+    write_json,
+    write_whole,
+    writing,
+)
 from ultrascale.data.indexed import best_dtype
 from ultrascale.data.manifest import NAME, Manifest, ShardRecord, TokenizerFacts, load_manifest, save_manifest
 from ultrascale.data.preparing.bring import brought

@@ -10,8 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ultrascale.data.errors import DataError
-from ultrascale.data.files import read_json, sha256_of, write_json
+from ultrascale.data.files import DataError, read_json, sha256_of, write_json
 from ultrascale.data.indexed import ShardWriter, best_dtype, prefix_paths
 from ultrascale.data.manifest import ShardRecord, TokenizerFacts, record_from
 from ultrascale.data.preparing.verify import sample_of

@@ -15,8 +15,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from ultrascale.data.errors import DataError
-from ultrascale.data.files import sha256_of
+from ultrascale.data.files import DataError, sha256_of
 from ultrascale.data.indexed import prefix_paths
 from ultrascale.data.manifest import ShardRecord
 

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any, TypeVar
 
-from ultrascale.data.errors import DataError
+from ultrascale.data.files import DataError
 from ultrascale.heap import map_large_blocks
 
 Task = TypeVar("Task")

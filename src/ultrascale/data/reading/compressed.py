@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ultrascale.data.errors import DataError
+from ultrascale.data.files import DataError
 
 _INPUT_BYTES = 1024
 """zstd: compressed bytes taken at a time. A block of 4 bytes may become 128 KiB, so this bounds a piece to 32 MiB."""

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ultrascale.data.errors import DataError
-from ultrascale.data.files import writing
+from ultrascale.data.files import DataError, writing
 from ultrascale.data.reading.compressed import damage, import_extra, open_bytes
 from ultrascale.data.reading.inputs import InputFile, Part
 from ultrascale.data.reading.long_lines import marked, shorten, string_pieces

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from ultrascale.data.errors import DataError
+from ultrascale.data.files import DataError
 from ultrascale.data.reading.compressed import import_extra
 
 Kind = Literal["text", "jsonl", "parquet", "csv"]

@@ -1,4 +1,7 @@
-"""The model as others get it: a Hugging Face folder, and transformers' own logits beside ours."""
+"""The model as others get it: a Hugging Face folder, and transformers' own logits beside ours.
+
+Code that the model writes.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ from pathlib import Path
 import torch
 
 from ultrascale.data.loader import Loader
-from ultrascale.demo.claims import Claim, judged
+from ultrascale.demo.claims import Claim, DemoError, judged
 from ultrascale.description.run import Run
 from ultrascale.models.files.huggingface import export_folder
+from ultrascale.models.generate import Sampling, generate
 from ultrascale.train.corpora import build_loader
 from ultrascale.train.start.trained import open_trained
 
@@ -60,3 +64,29 @@ def _transformers_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
     with torch.no_grad():
         return model(tokens).logits
+
+
+PROMPTS = ("class Queue:", "def read(self, path):", "def test_")
+NEW_TOKENS = 80
+TEMPERATURE, TOP_P, SEED = 0.7, 0.9, 0
+
+
+def continue_prompts(run_folder: Path) -> list[str]:
+    """Each of PROMPTS with what the newest checkpoint writes after it."""
+    from ultrascale.data.tokenizer import load_tokenizer
+
+    trained = open_trained(run_folder)
+    if trained.tokenizer is None:
+        raise DemoError(f"{trained.source} has no tokenizer to sample with")
+    tokenizer, decoder = load_tokenizer(trained.tokenizer), trained.decoder(dtype=torch.float32)
+    sampling = Sampling(NEW_TOKENS, TEMPERATURE, None, TOP_P, SEED)
+    return [
+        tokenizer.decode([*ids, *generate(decoder, ids, sampling)])
+        for ids in (tokenizer.encode(prompt).ids for prompt in PROMPTS)
+    ]
+
+
+def sample_words(run_folder: Path, prompt: str) -> list[str]:
+    """The words of the command that gives the same text."""
+    words = ["generate", str(run_folder), "--prompt", prompt, "--max-new-tokens", str(NEW_TOKENS)]
+    return [*words, "--temperature", str(TEMPERATURE), "--top-p", str(TOP_P)]

@@ -6,7 +6,7 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
-from ultrascale.data.errors import DataError
+from ultrascale.data.files import DataError
 from ultrascale.data.preparing.prepare import Prepared, Progress, Recipe, prepare
 from ultrascale.data.reading.inputs import find_files
 from ultrascale.demo.claims import DemoError

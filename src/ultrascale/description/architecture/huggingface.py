@@ -16,7 +16,7 @@ from ultrascale.description.architecture.families import DEFAULTS, KNOWN, WITH_E
 from ultrascale.description.architecture.model import MOST_LAYERS, Model
 from ultrascale.description.architecture.rope_config import Rope, read_rope, write_rope
 from ultrascale.description.parsing import MOST_JSON, line_of, parse_json, read_bounded
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, mistake
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 """Endings of files that may run a program when they are read."""
@@ -37,19 +37,19 @@ def from_hf(path: str | Path) -> Model:
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     if file.suffix in PICKLES:
-        raise SpecError([Problem(str(file), "is a pickle, and pickles are not read here", CONVERT)])
+        raise mistake(str(file), "is a pickle, and pickles are not read here", CONVERT)
     try:
         config = parse_json(read_bounded(file, MOST_JSON))
     except FileNotFoundError:
         remedy = "Give a folder with a config.json (a Hugging Face model that is already on this machine)."
-        raise SpecError([Problem("model.path", f"there is no {file}", remedy)]) from None
+        raise mistake("model.path", f"there is no {file}", remedy) from None
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "is not UTF-8"
-        raise SpecError([Problem(str(file), f"cannot be read: {why}", "Give a model's config.json.")]) from None
+        raise mistake(str(file), f"cannot be read: {why}", "Give a model's config.json.") from None
     except ValueError as error:
-        raise SpecError([Problem(line_of(error, file), f"is not JSON: {error}", "Repair the file.")]) from None
+        raise mistake(line_of(error, file), f"is not JSON: {error}", "Repair the file.") from None
     if not isinstance(config, dict):
-        raise SpecError([Problem(str(file), "must hold a JSON object", "Give a model's config.json.")])
+        raise mistake(str(file), "must hold a JSON object", "Give a model's config.json.")
     return model_from_config(config, where=str(file), name=file.resolve().parent.name)
 
 
@@ -59,7 +59,7 @@ def model_from_config(config: dict[str, Any], *, where: str = "config.json", nam
     kind = _SAME_AS.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in KNOWN:
         rule = f"{kind!r} is not supported; supported are {', '.join(KNOWN)}"
-        raise SpecError([Problem("model_type", rule, "Choose a model of one of these families.", where)])
+        raise mistake("model_type", rule, "Choose a model of one of these families.", where)
     reader = Reader(config | {"model_type": kind}, DEFAULTS | family(kind).defaults, where)
     fields: dict[str, Any] = dict(family(kind).fixed) | {"model_type": kind, "name": name}
     fields |= _read_gpt2(reader) if kind == "gpt2" else _read_llama_like(reader, kind)

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.kernels.choice.device_kind import is_cuda
 
 Kernel = Literal["norm", "norm_of_sum", "rotary", "swiglu", "loss", "experts", "adamw-bf16", "adamw-8bit"]
@@ -40,9 +40,9 @@ def choose(forms: str | Mapping[str, str], device: torch.device) -> None:
     for form in wanted & PACKAGES.keys():
         if device.type != "cuda":
             rule = f'"{form}" is for CUDA, and this run is on {device.type}'
-            raise SpecError([Problem("kernels", rule, 'Leave it out: "torch" runs everywhere.')])
+            raise mistake("kernels", rule, 'Leave it out: "torch" runs everywhere.')
         if reason := not_installed(form):
-            raise SpecError([Problem("kernels", reason, f"pip install {PACKAGES[form].replace('_', '-')}, or leave it out.")])
+            raise mistake("kernels", reason, f"pip install {PACKAGES[form].replace('_', '-')}, or leave it out.")
     for kernel, known in FORMS.items():
         form = forms if isinstance(forms, str) else forms.get(kernel, "torch")
         _CHOSEN[kernel] = form if form in known else "torch"

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from ultrascale.kernels.fp8.fp8_delayed import Kept, noted, scale_of
-from ultrascale.kernels.fp8.fp8_linear import ALONE, NOTHING_KEPT, Wires, paired
+from ultrascale.kernels.fp8.fp8_linear import ALONE, NOTHING_KEPT, Kept, Wires, noted, paired, scale_of
 from ultrascale.kernels.fp8.fp8_matrices import (
     FORWARD,
     GRADIENT,

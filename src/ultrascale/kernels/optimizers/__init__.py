@@ -1,7 +1,5 @@
-"""Kernels of updates: narrow moments, stochastic rounding, orthogonal matrices.
+"""Kernels of updates: narrow moments, stochastic rounding.
 
-narrow_moments, block_quantise   AdamW's moments in 2 or 1 bytes
-stochastic         rounding with bits that depend on the place
-newton_schulz      the nearest orthogonal matrix
+narrow_moments, block_quantise   AdamW's moments in 2 or 1 bytes; rounding with bits that depend on the place
 triton_adamw       an update in one pass
 """

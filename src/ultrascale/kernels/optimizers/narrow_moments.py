@@ -2,8 +2,8 @@
 and writes them.
 
 An update widens moments, computes as AdamW does in the master's dtype, and rounds them back stochastically
-(`kernels.optimizers.stochastic`): rounded to the nearest, bf16 would swallow every change of a second moment below 0.2 percent
-of it, and at beta2 = 0.999 a change is a thousandth.
+(`kernels.optimizers.block_quantise`): rounded to the nearest, bf16 would swallow every change of a second moment below
+0.2 percent of it, and at beta2 = 0.999 a change is a thousandth.
 
     bytes that an element moves    at least    here, counted    `triton_adamw`
     bf16                           20          1,212         20
@@ -26,8 +26,16 @@ from torch import Tensor
 from ultrascale.catalogue.stacks.stack import UPDATED_TOGETHER
 from ultrascale.kernels.choice.device_kind import kind_of
 from ultrascale.kernels.choice.implementation import Kernel, form_of
-from ultrascale.kernels.optimizers.block_quantise import Widest, dequantise, itself, num_blocks, quantise
-from ultrascale.kernels.optimizers.stochastic import noise, positions, round_to_bf16
+from ultrascale.kernels.optimizers.block_quantise import (
+    Widest,
+    dequantise,
+    itself,
+    noise,
+    num_blocks,
+    positions,
+    quantise,
+    round_to_bf16,
+)
 
 ZERO_CODE = 127
 """Code of zero in the signed table, which is symmetric: 127 numbers are below zero."""
@@ -57,7 +65,7 @@ class Update(NamedTuple):
     count: int
     """Number of updates, this one included."""
     keys: tuple[int, int]
-    """Keys of the rounding of both moments (`kernels.optimizers.stochastic.rounding_key`)."""
+    """Keys of the rounding of both moments (`kernels.optimizers.block_quantise.rounding_key`)."""
 
 
 def update_(weights: Tensor, gradients: Tensor, store: Moments, update: Update) -> None:

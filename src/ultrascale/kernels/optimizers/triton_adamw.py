@@ -5,8 +5,8 @@
               A code is looked up by bisection of the table, which stays in the first cache: 8 reads there
 
 Moves of an element: gradient 4 bytes, master 8, moments 8 or 4 (and 1/16 of scales). Random bits are the hash of
-`kernels.optimizers.stochastic`, in unsigned 32-bit words: the same bits for the same key and place, so that a test holds codes
-to it. A scale that other ranks have a part in is not made here (`narrow_moments`).
+`kernels.optimizers.block_quantise`, in unsigned 32-bit words: the same bits for the same key and place, so that a test holds
+codes to it. A scale that other ranks have a part in is not made here (`narrow_moments`).
 """
 
 # What `triton.jit` makes of a function has no types, and triton need not be installed.
@@ -22,9 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ultrascale.kernels.optimizers.block_quantise import BLOCK, SMALLEST, num_blocks, table
+from ultrascale.kernels.optimizers.block_quantise import BLOCK, NOISE_BITS, SMALLEST, num_blocks, table
 from ultrascale.kernels.optimizers.narrow_moments import FIRST, SECOND, Update
-from ultrascale.kernels.optimizers.stochastic import NOISE_BITS
 
 _COLUMNS = 1024
 """Columns per program in bf16."""

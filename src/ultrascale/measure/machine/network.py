@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ultrascale.catalogue.cluster import Cluster, parse_cluster
 from ultrascale.catalogue.machines import NODES, USUAL_NODE
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import SpecError, mistake
 from ultrascale.description.units import format_bytes
 from ultrascale.measure.machine.ceilings import device_name, this_gpu
 from ultrascale.measure.machine.timed import Timed
@@ -67,7 +67,7 @@ def expect_groups(groups: Sequence[tuple[int, int]], world: int) -> None:
     for size, stride in groups:
         if size < 2 or stride < 1 or world % (size * stride):
             rule = f"{size}:{stride} (ranks of a group, and how far apart) does not cut {world} ranks into equal groups"
-            raise SpecError([Problem("--groups", rule, f"size x stride must divide {world}, size be at least 2.")])
+            raise mistake("--groups", rule, f"size x stride must divide {world}, size be at least 2.")
 
 
 def measure_network(
@@ -126,7 +126,7 @@ def planned_cluster(world: int, per_node: int, gpu: str | None, machine: str | N
         cluster = parse_cluster(machine)
         if cluster.num_accelerators < world:
             rule = f"{cluster.name} has {cluster.num_accelerators} accelerators, for {world} ranks"
-            raise SpecError([Problem("--machine", rule, "Name all the machines that the ranks are on.")])
+            raise mistake("--machine", rule, "Name all the machines that the ranks are on.")
         return cluster
     if gpu is None:
         return None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ultrascale.measure.step.profile_events import MARK, Kernel
-from ultrascale.measure.step.spans import Range
+from ultrascale.measure.step.spans import MARK, Kernel, Range
 from ultrascale.parallel.lost import AWAITED
 from ultrascale.parallel.pipeline.pipeline_messages import BETWEEN_STAGES
 from ultrascale.parallel.tags import Tag

@@ -34,8 +34,18 @@ from ultrascale.measure.step.categories import (
     computing,
     kind_of_kernel,
 )
-from ultrascale.measure.step.profile_events import Kernel, RankEvents
-from ultrascale.measure.step.spans import Piece, Range, Segment, Timeline, clipped, innermost, partition, sums
+from ultrascale.measure.step.spans import (
+    Kernel,
+    Piece,
+    Range,
+    RankEvents,
+    Segment,
+    Timeline,
+    clipped,
+    innermost,
+    partition,
+    sums,
+)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from ultrascale.description.architecture.huggingface import PICKLES
 from ultrascale.description.parsing import parse_json
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.models.files import unpickle
 from ultrascale.models.files.folders import fill_folder
 from ultrascale.models.files.tokenizer_files import TOKENIZER_FILES
@@ -78,7 +78,7 @@ def _pickles(source: Path) -> list[Path]:
     whole = [path for path in found if path.name == "pytorch_model.bin"] or found
     if len(whole) != 1:
         rule = f"holds {len(found)} files ending in {', '.join(PICKLES)}" if source.is_dir() else "is not there"
-        raise SpecError([Problem(str(source), rule, "Give one such file, or a folder with one or with an index.")])
+        raise mistake(str(source), rule, "Give one such file, or a folder with one or with an index.")
     return whole
 
 
@@ -87,7 +87,7 @@ def _unpickled(file: Path, target: Path, *, unconfined: bool) -> dict[str, list[
     try:
         source = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
-        raise SpecError([Problem(str(file), f"cannot be read: {error.strerror}", "Copy the whole folder.")]) from None
+        raise mistake(str(file), f"cannot be read: {error.strerror}", "Copy the whole folder.") from None
     written = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     words = [sys.executable, "-I", unpickle.__file__, str(source), str(written), *(["unconfined"] if unconfined else [])]
     try:
@@ -99,7 +99,7 @@ def _unpickled(file: Path, target: Path, *, unconfined: bool) -> dict[str, list[
             said.seek(0)
             text = said.read(1 << 16)
     except subprocess.TimeoutExpired:
-        raise SpecError([Problem(str(file), f"was not read within {SECONDS} s", _TRUST)]) from None
+        raise mistake(str(file), f"was not read within {SECONDS} s", _TRUST) from None
     finally:
         os.close(source)
         os.close(written)
@@ -114,7 +114,7 @@ def _told(file: Path, code: int, text: bytes) -> dict[str, list[str]]:
         reason = _shown(str(told["error"]))
     except (ValueError, KeyError, TypeError, IndexError):
         reason = f"the process that read it ended with {code}"
-    raise SpecError([Problem(str(file), f"is refused: {reason}", _TRUST)])
+    raise mistake(str(file), f"is refused: {reason}", _TRUST)
 
 
 def _shown(text: str) -> str:
@@ -128,7 +128,7 @@ def _names(path: Path, file: Path, others: dict[str, str]) -> dict[str, str]:
         with safe_open(path, framework="pt") as opened:
             found = dict.fromkeys(opened.keys(), path.name)
     except SafetensorError as error:
-        raise SpecError([Problem(str(file), f"is refused: no safetensors came of it ({error})", _TRUST)]) from None
+        raise mistake(str(file), f"is refused: no safetensors came of it ({error})", _TRUST) from None
     if twice := sorted(found.keys() & others.keys()):
-        raise SpecError([Problem(str(file), f"repeats {_shown(', '.join(twice[:5]))}", "Copy the whole folder again.")])
+        raise mistake(str(file), f"repeats {_shown(', '.join(twice[:5]))}", "Copy the whole folder again.")
     return found

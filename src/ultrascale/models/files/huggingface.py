@@ -20,7 +20,7 @@ from torch import Tensor
 from ultrascale.config.rules.trainable import expect_trainable
 from ultrascale.description.architecture.huggingface import from_hf, to_hf
 from ultrascale.description.architecture.model import Model
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.models.files.folders import fill_folder
 from ultrascale.models.files.stored import Stored, stored_weights, weight_shapes
 from ultrascale.models.files.tokenizer_files import copy_tokenizer
@@ -153,9 +153,9 @@ def _open_tensors(folder: Path, files: ExitStack) -> dict[str, Any]:
         try:
             opened = files.enter_context(safe_open(file, framework="pt"))
         except FileNotFoundError:
-            raise SpecError([Problem(str(file), f"is named by {INDEX_FILE} but not there", "Copy the whole folder.")]) from None
+            raise mistake(str(file), f"is named by {INDEX_FILE} but not there", "Copy the whole folder.") from None
         except (SafetensorError, OSError) as error:
-            raise SpecError([Problem(str(file), f"is no safetensors file: {error}", "Copy it again.")]) from None
+            raise mistake(str(file), f"is no safetensors file: {error}", "Copy it again.") from None
         found |= dict.fromkeys(opened.keys(), opened)
     return found
 
@@ -223,7 +223,7 @@ def _check_copies(found: Mapping[str, Any], table: Mapping[str, Stored], state: 
                     "differs from the embedding, but config.json ties them",
                     "Set tie_word_embeddings to false there.",
                 )
-            raise SpecError([Problem(name, rule, remedy, str(folder))])
+            raise mistake(name, rule, remedy, str(folder))
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ultrascale.description.architecture.special_tokens import BEGINS, ENDS
 from ultrascale.description.parsing import MIB, parse_json, read_bounded
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, mistake
 
 TOKENIZER_FILE = "tokenizer.json"
 MOST_TOKENIZER = 256 * MIB
@@ -23,7 +23,7 @@ def find_tokenizer(path: str | Path) -> Path:
     path = Path(path)
     file = path / TOKENIZER_FILE if path.is_dir() else path
     if not file.is_file():
-        raise SpecError([Problem(str(file), "is not there", f"Give a {TOKENIZER_FILE} or a folder with one.")])
+        raise mistake(str(file), "is not there", f"Give a {TOKENIZER_FILE} or a folder with one.")
     return file
 
 
@@ -83,7 +83,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         content = parse_json(read_bounded(file, MOST_TOKENIZER))
     except (OSError, ValueError) as error:
-        raise SpecError([Problem(str(file), f"cannot be read: {error}", "Repair or replace the file.")]) from None
+        raise mistake(str(file), f"cannot be read: {error}", "Repair or replace the file.") from None
     if not isinstance(content, dict):
-        raise SpecError([Problem(str(file), "must hold a JSON object", "Repair or replace the file.")])
+        raise mistake(str(file), "must hold a JSON object", "Repair or replace the file.")
     return content

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ultrascale.description.architecture.huggingface import CONVERT, PICKLES
 from ultrascale.description.parsing import MOST_JSON, parse_json, read_bounded
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.models.files.tokenizer_files import TOKENIZER_FILES
 
 WEIGHTS_FILE = "model.safetensors"
@@ -31,7 +31,7 @@ def weight_files(folder: Path) -> list[Path]:
     remedy = f"A folder with {WEIGHTS_FILE}, or with shards and {INDEX_FILE}, is needed."
     if any(path.suffix in PICKLES for path in folder.glob("*")):
         remedy += f" {CONVERT}"
-    raise SpecError([Problem(str(folder), "holds no safetensors weights", remedy)])
+    raise mistake(str(folder), "holds no safetensors weights", remedy)
 
 
 def indexed_shards(index: Path) -> list[Path]:
@@ -41,5 +41,5 @@ def indexed_shards(index: Path) -> list[Path]:
         if not names or not all(_PLAIN_NAME.fullmatch(name) for name in names):
             raise ValueError("names what is no file beside it")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise SpecError([Problem(str(index), f"is no index of shards: {error!r:.200}", "Copy it again.")]) from None
+        raise mistake(str(index), f"is no index of shards: {error!r:.200}", "Copy it again.") from None
     return [index.parent / name for name in names]

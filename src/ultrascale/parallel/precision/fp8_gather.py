@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import Weight, layer_weights
 from ultrascale.description.layout import Layout
-from ultrascale.kernels.fp8.fp8_delayed import Kept, scale_of
+from ultrascale.kernels.fp8.fp8_linear import Kept, scale_of
 from ultrascale.kernels.fp8.fp8_matrices import FORWARD, SMALLEST, Narrow, Scaling, largest_of, rounded
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.experts import GroupedLinear

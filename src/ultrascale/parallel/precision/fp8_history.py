@@ -1,6 +1,6 @@
 """The history of delayed scaling: largest magnitudes of the last steps, and the scales of this one.
 
-    in a step     every product notes the largest magnitudes that it sees (`kernels.fp8.fp8_delayed`), of every micro-batch
+    in a step     every product notes the largest magnitudes that it sees (`kernels.fp8.fp8_linear`), of every micro-batch
     at its end    all ranks agree on all of them in one message: 4 bytes a slot, 12 bytes a product of the model
     update        the step takes its place in the history, the oldest leaves, and new scales follow
     no update     a step that is passed over, and an evaluation, leave history and scales as they were
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
-from ultrascale.kernels.fp8.fp8_delayed import Kept, Places
+from ultrascale.kernels.fp8.fp8_linear import Kept, Places
 from ultrascale.kernels.fp8.fp8_matrices import FORWARD, GRADIENT
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.lost import waiting

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 
 _overlapping: set[str] = set()
 """Names of groups of tp. Operations know their group by its name."""
@@ -37,7 +37,7 @@ def overlap_in(group: dist.ProcessGroup) -> None:
     in_node = int(os.environ.get("LOCAL_WORLD_SIZE", group.size()))
     if in_node % group.size():
         rule = f"needs the {group.size()} ranks of tp in one node, which has {in_node}"
-        raise SpecError([Problem("layout.tp_overlap", rule, "Lower layout.tp, or leave it out.")])
+        raise mistake("layout.tp_overlap", rule, "Lower layout.tp, or leave it out.")
     _overlapping.add(group.group_name)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ultrascale.catalogue.stacks.stack import Stack
 from ultrascale.catalogue.stacks.stack_files import abilities, stack_file, stack_names
 from ultrascale.description.layout import Layout
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.recomputed import is_modules, modules_named
 from ultrascale.plan.flags import deepspeed, llm_foundry, megatron, nanotron, ours, torchtitan
 from ultrascale.plan.flags.written import Plan
@@ -26,7 +26,7 @@ def trainer_flags(workload: Workload, layout: Layout) -> str:
     name = workload.stack.name
     if stack_file(name).writes not in WRITERS:
         known = ", ".join(stack for stack in stack_names() if stack_file(stack).writes in WRITERS)
-        raise SpecError([Problem("stack", f"{name} has no settings that could be printed", f"There are those of {known}.")])
+        raise mistake("stack", f"{name} has no settings that could be printed", f"There are those of {known}.")
     problems = cannot_express(workload, layout)
     if problems:
         raise SpecError(problems)

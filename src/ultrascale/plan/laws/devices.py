@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ultrascale.catalogue.cluster import Accelerator
 from ultrascale.catalogue.machines import ACCELERATORS
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.plan.laws.curves import AttentionCurve, MatmulCurve
 from ultrascale.plan.laws.fitted_curves import ATTENTION, MATMUL
 
@@ -86,7 +86,7 @@ def matmul_curve(accelerator: Accelerator, dtype: str) -> MatmulCurve:
     Raises SpecError if the device's peak is not known: not in the catalogue, or measured at run time and not filled in yet.
     """
     if dtype not in DTYPE_BYTES:
-        raise SpecError([Problem("dtype", f"there is no price for {dtype!r}", f"Choose {', '.join(DTYPE_BYTES)}.")])
+        raise mistake("dtype", f"there is no price for {dtype!r}", f"Choose {', '.join(DTYPE_BYTES)}.")
     relative = relative_of(accelerator)
     # The A100 has no fp8: a device that takes after it and has, takes Hopper's cast.
     fitted = "fp8" if dtype in ("mxfp8", "nvfp4") else dtype

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ultrascale.catalogue.cluster import Cluster, Link
 from ultrascale.catalogue.network import NetworkKind, network_kind
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 
 GIGA = 1e9
 
@@ -87,7 +87,7 @@ def fabric_of(cluster: Cluster) -> Fabric:
     node = cluster.node
     if node.intra_link is None:
         rule = "has no link between its ranks in the catalogue: it is measured at run time"
-        raise SpecError([Problem(f"cluster.{node.name}", rule, "Plan for a catalogued machine, such as 8xh100.")])
+        raise mistake(f"cluster.{node.name}", rule, "Plan for a catalogued machine, such as 8xh100.")
     fits, scale, in_switch = _domain(node.intra_link, cluster.accelerator.kind)
     link, spine = node.inter_link, cluster.spine
     kind = network_kind(link) if link else None
@@ -116,7 +116,7 @@ def place(fabric: Fabric, size: int, stride: int) -> Placement:
         return Placement(size, ranks, 1, 0.0, 0.0, 1.0, 1.0)
     if not fabric.node_bytes_per_second:
         rule = f"{size} ranks {stride} apart are on {nodes} nodes, and no network joins them"
-        raise SpecError([Problem("cluster", rule, "Choose a machine with a network, or keep the group inside a node.")])
+        raise mistake("cluster", rule, "Choose a machine with a network, or keep the group inside a node.")
     groups = fabric.gpus_per_node / ranks
     card = fabric.node_bytes_per_second / fabric.num_cards
     share = min(fabric.node_bytes_per_second / max(1.0, groups), min(ranks, fabric.num_cards) * card)

@@ -107,7 +107,7 @@ class _Update:
         return received
 
     def _worked_on(self, one: _Tensor) -> _Tensor:
-        """As `kernels.optimizers.newton_schulz.orthogonalise`, whose result is turned like a matrix with more rows than
+        """As `train.optimizers.muon.orthogonalise`, whose result is turned like a matrix with more rows than
         columns."""
         if not prod(one.shape):
             return _Tensor(one.held.hold(), one.shape)

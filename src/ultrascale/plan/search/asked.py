@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultrascale.catalogue.stacks.stack_files import abilities
-from ultrascale.config.rules.cut_rules import cut_problems
+from ultrascale.config.rules.run_rules import cut_problems
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import Problem
 from ultrascale.description.recomputed import is_modules, modules_name, modules_named

@@ -11,7 +11,7 @@ from math import gcd
 
 from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.description.layout import Layout
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import count_of
 from ultrascale.plan.search.search import fastest
@@ -43,7 +43,7 @@ def elastic_layout(run: Run, world: int, *, device: str = "cpu") -> Layout:
     if found is None:
         sequences = count_of(gcd(*batches), "sequence")
         rule = f"the planner finds no layout of this run for {count_of(world, 'rank')} and a batch of {sequences}"
-        raise SpecError([Problem("--elastic", rule, "Use another number of processes, or say the layout yourself.")])
+        raise mistake("--elastic", rule, "Use another number of processes, or say the layout yourself.")
     return replace(found, precision=precision, pipeline_runtime=run.layout.pipeline_runtime)
 
 

@@ -25,7 +25,7 @@ from ultrascale.catalogue.cluster import Cluster
 from ultrascale.catalogue.stacks.stack import Stack
 from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.description.layout import Layout
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.description.recomputed import MODULES, blocks_text, mode_name, modules_name
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes
@@ -246,7 +246,7 @@ def _within(found: Frontier, layout: Layout, pp: int) -> int:
     if least > budget:
         whose = f"rank {pp} of the pipeline" if layout.pp > 1 else "a rank"
         rule = f"is {format_bytes(budget)}, but {whose} keeps {format_bytes(least)} even if every block is computed again"
-        raise SpecError([Problem("layout.recompute_budget", rule, f"Give {least} or more, or a smaller micro_batch_size.")])
+        raise mistake("layout.recompute_budget", rule, f"Give {least} or more, or a smaller micro_batch_size.")
     return int(np.argmax(found.kept_bytes <= budget))
 
 

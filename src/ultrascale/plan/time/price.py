@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ultrascale.catalogue.cluster import Accelerator
 from ultrascale.description.layout import Layout
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.description.schedules import SCHEDULES, schedule_for
 from ultrascale.plan.columns.footprint import Footprint, stage_memory
 from ultrascale.plan.columns.fp8_state import agreed_scales_seconds
@@ -207,7 +207,7 @@ def _placed_as(layout: Layout, schedule: Schedule) -> str:
     found, told = sum(map(len, held)), layout.virtual_stages
     rule = f"{layout.schedule} has {found} stages on {pp} ranks, and layout.virtual_stages is {told}"
     remedy = "Set it to the stages a rank has; they must go around the ranks one after another, or there and back."
-    raise SpecError([Problem("layout.schedule", rule, remedy)])
+    raise mistake("layout.schedule", rule, remedy)
 
 
 def _played(found: Prediction, placed: Layout, seconds: StageSeconds, share_cut: float) -> Prediction:

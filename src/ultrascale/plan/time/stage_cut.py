@@ -29,7 +29,7 @@ from itertools import accumulate, pairwise
 from ultrascale.catalogue.stacks.stack import StageCut
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.work.ops import Op
 from ultrascale.work.work import Shape, block_work, head_work
 
@@ -46,10 +46,10 @@ def stage_layers(model: Model, layout: Layout, sequence_length: int, way: StageC
     layers, stages, given = model.num_hidden_layers, layout.num_stages, layout.layers_per_stage
     if given is not None and (len(given) != stages or sum(given) != layers):
         rule = f"must share {layers} layers among {stages} stages, is {list(given)}"
-        raise SpecError([Problem("layout.layers_per_stage", rule, "Change it, or leave it out.")])
+        raise mistake("layout.layers_per_stage", rule, "Change it, or leave it out.")
     if stages - 2 > layers and way == "balanced":
         rule = f"pp x virtual_stages = {stages} stages, but the model has {layers} layers"
-        raise SpecError([Problem("layout.pp", rule, f"Use at most {layers + 2} stages.")])
+        raise mistake("layout.pp", rule, f"Use at most {layers + 2} stages.")
     if given is not None:
         counts: Sequence[int] = given
     elif way == "balanced":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.plan.pipeline.pipelined import stage_seconds
 from ultrascale.plan.pipeline.play import Timeline, simulate
 from ultrascale.plan.report import RunPlan
@@ -33,7 +33,7 @@ def write_step(plan: RunPlan, *, svg: str | None, perfetto: str | None) -> None:
     prediction = plan.prediction
     if prediction is None:
         rule = f"needs the speed of {plan.cluster.accelerator.title}, which is measured at run time"
-        raise SpecError([Problem("svg" if svg else "perfetto", rule, "Plan for a catalogued accelerator.")])
+        raise mistake("svg" if svg else "perfetto", rule, "Plan for a catalogued accelerator.")
     count = prediction.num_micro_batches
     title = f"{plan.run.model.name or plan.run.model.model_type}, {prediction.layout.schedule}"
     whole = step_timeline(prediction)

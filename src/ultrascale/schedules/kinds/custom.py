@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ultrascale.description.parsing import line_of, parse_json, read_bounded
-from ultrascale.description.problems import MOST_TOLD, Problem, SpecError
+from ultrascale.description.problems import MOST_TOLD, Problem, SpecError, mistake
 from ultrascale.description.schedules import USUAL
 from ultrascale.schedules.actions import Action, Kind, together
 from ultrascale.schedules.executable import Schedule, check_executable
@@ -33,11 +33,11 @@ def read_schedule(path: Path) -> list[list[Action]]:
     try:
         text = read_bounded(path, MOST_TEXT, encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise SpecError([Problem(str(path), f"is not UTF-8 at byte {error.start}", remedy)]) from None
+        raise mistake(str(path), f"is not UTF-8 at byte {error.start}", remedy) from None
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         why = "there is no such file" if missing else f"cannot be read: {(error.strerror or str(error)).lower()}"
-        raise SpecError([Problem(str(path), why, remedy)]) from None
+        raise mistake(str(path), why, remedy) from None
     rows = _json_rows(path, text) if path.suffix == ".json" else _csv_rows(path, text)
     return parse_schedule(rows, source=str(path))
 
@@ -99,7 +99,7 @@ def _json_rows(path: Path, text: str) -> list[list[str]]:
     try:
         rows = parse_json(text)
     except ValueError as error:
-        raise SpecError([Problem(line_of(error, path), f"is not JSON: {error}", "Write a list of lists of cells.")]) from None
+        raise mistake(line_of(error, path), f"is not JSON: {error}", "Write a list of lists of cells.") from None
     if not (isinstance(rows, list) and all(isinstance(row, list) and all(isinstance(c, str) for c in row) for row in rows)):
-        raise SpecError([Problem(str(path), "is not a list of lists of cells", 'Write [["0F0", "0B0"], ["1F0", "1B0"]].')])
+        raise mistake(str(path), "is not a list of lists of cells", 'Write [["0F0", "0B0"], ["1F0", "1B0"]].')
     return rows

@@ -17,7 +17,7 @@ from pathlib import Path
 from pickle import dumps
 from typing import Any
 
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.measure.plots import plot_memory
 from ultrascale.trace.allocator import ROUND, SMALL_SEGMENT, placed
 from ultrascale.trace.recording.record import RankTrace
@@ -36,7 +36,7 @@ def write_file(trace: RankTrace, path: Path, *, planned_peak_bytes: int | None =
     }
     if path.suffix not in writers:
         rule = f"ends in {path.suffix or 'nothing'}, and a trace is written as {', '.join(writers)}"
-        raise SpecError([Problem("--out", rule, "Such as --out memory.png.")])
+        raise mistake("--out", rule, "Such as --out memory.png.")
     writers[path.suffix]()
     return path
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.description.rank_environment import told_rank
 from ultrascale.description.run import Evaluation, Run
 
@@ -55,9 +55,9 @@ def where_they_meet(run: Run, island: int | None) -> tuple[int, str] | None:
         if island is None:
             return None
         rule = "is 0, or there is one island, so that islands live and end together, but one was started by itself (--island)"
-        raise SpecError([Problem("islands.quorum", rule, "Set it to the least islands that go on, or leave out --island.")])
+        raise mistake("islands.quorum", rule, "Set it to the least islands that go on, or leave out --island.")
     if island is None or not 0 <= island < run.islands.count:
         given = "none was given" if island is None else f"{island} was given"
         rule = f"needs each island to be started by itself, with its number from 0 to {run.islands.count - 1}, but {given}"
-        raise SpecError([Problem("islands.quorum", rule, "Start each with `ultrascale train RUN.TOML --island NUMBER`.")])
+        raise mistake("islands.quorum", rule, "Start each with `ultrascale train RUN.TOML --island NUMBER`.")
     return island, run.islands.meet or f"file://{Path(run.folder).absolute() / run.name / FOLDER / 'meeting'}"

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ultrascale import __version__
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import SpecError, mistake
 from ultrascale.description.run import Run
 from ultrascale.held_folder import HeldFolder
 from ultrascale.launch.events import read_rows
@@ -167,7 +167,7 @@ class RunFolder:
         except BlockingIOError:
             rule = "another process is training in this folder"
             remedy = "Wait until it ends, or give this run a --name of its own."
-            raise SpecError([Problem(str(self.path), rule, remedy)]) from None
+            raise mistake(str(self.path), rule, remedy) from None
         except FileNotFoundError:
             raise RunFolderLostError(f"{self.path} was removed before the run had begun; start it again.") from None
         try:

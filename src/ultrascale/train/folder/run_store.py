@@ -38,7 +38,7 @@ from ultrascale.checkpoint.stored import (
 )
 from ultrascale.checkpoint.stored.publish import files_of, seen
 from ultrascale.config.resolve import run_from_toml
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import SpecError, mistake
 from ultrascale.description.run import Run
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.time_limits import SLOW_SECONDS
@@ -322,12 +322,12 @@ def fetch_run(url: str, into: Path) -> Path:
     except (MissingError, CheckpointError):
         claim, text = None, ""
     if claim is None or not base:
-        raise SpecError([Problem(url, "holds no run", "Give the place of a run's folder, STORE/NAME.")])
+        raise mistake(url, "holds no run", "Give the place of a run's folder, STORE/NAME.")
     folder = RunFolder(into / name)
     local = folder.read_json(LOCAL)
     if folder.path.exists() and (not isinstance(local, dict) or local.get("run_id") != claim["run_id"]):
         rule = f"is there and is not the run that {url} holds"
-        raise SpecError([Problem(str(folder.path), rule, "Give --folder another place on this machine.")])
+        raise mistake(str(folder.path), rule, "Give --folder another place on this machine.")
     if not (folder.path / "run.toml").exists():
         folder.write_text("run.toml", text)
         folder.write_json(LOCAL, {"run_id": claim["run_id"]})

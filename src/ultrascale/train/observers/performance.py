@@ -17,7 +17,8 @@ from ultrascale.measure.machine.ceilings import PEAK_FILE, stored_or_measured_pe
 from ultrascale.measure.memory import LiveMemory
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.plan.flops import hardware_flops_per_token, model_flops_per_token
-from ultrascale.plan.memory.replay import MemoryPlan, plan_memory, rank_shape
+from ultrascale.plan.memory.replay import MemoryPlan, rank_shape
+from ultrascale.plan.report import plan_rank
 from ultrascale.run_rows import document
 from ultrascale.train.observers.metrics import Metrics, Row
 from ultrascale.train.session.moments import LoopObserver, Session, StepDone
@@ -159,13 +160,15 @@ class Performance(LoopObserver):
             self.metrics.line(_memory_line(row))
 
     def _plan(self, sequences_per_batch: int, *, steps: int = 1, keeps_timeline: bool = False) -> MemoryPlan:
-        run = self.run
-        return plan_memory(
-            run.model, run.layout, sequence_length=run.batch.sequence_length,
-            sequences_per_batch=sequences_per_batch, documents=run.data.document_mask,
-            device="cuda" if self.ranks.device.type == "cuda" else "cpu", rank=self.ranks.rank, steps=steps,
-            keeps_timeline=keeps_timeline, optimizer=run.optimizer.name,
-        )  # fmt: skip
+        device = "cuda" if self.ranks.device.type == "cuda" else "cpu"
+        return plan_rank(
+            self.run,
+            self.ranks.rank,
+            device,
+            sequences_per_batch=sequences_per_batch,
+            steps=steps,
+            keeps_timeline=keeps_timeline,
+        )
 
 
 def _memory_line(row: Difference) -> str:

@@ -34,8 +34,7 @@ from ultrascale.measure.compare import compare_run
 from ultrascale.measure.machine.ceilings import peak_flops
 from ultrascale.measure.plots import plot_memory
 from ultrascale.measure.step.categories import CORE, PHASE, READING, RECOMPUTED
-from ultrascale.measure.step.profile_events import STEP, read_trace
-from ultrascale.measure.step.spans import Piece
+from ultrascale.measure.step.spans import STEP, Piece, read_trace
 from ultrascale.measure.step.step_report import RankSteps, StepReport, plot_steps, write_merged
 from ultrascale.measure.step.waterfall import TopRow, top, waterfall
 from ultrascale.parallel.activations.remade import Region

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.parallel.share import local_gradient
 from ultrascale.train.observers.anomalies import CorruptStateError
 from ultrascale.train.observers.digests import digest
@@ -54,7 +54,7 @@ def expect_repeatable(trainer: Trainer) -> None:
     """Raises SpecError where bits need not repeat."""
     if trainer.run.faults.repeat_every_steps is not None and trainer.ranks.device.type != "cpu":
         rule = f"compares bits, which need not repeat on {trainer.ranks.device.type}: some kernels add in any order"
-        raise SpecError([Problem("faults.repeat_every_steps", rule, "Leave it out on GPUs.")])
+        raise mistake("faults.repeat_every_steps", rule, "Leave it out on GPUs.")
 
 
 class RepeatedSteps(Observer):

@@ -1,7 +1,7 @@
 """Optimizers: from gradients to new weights.
 
 optimizer          the optimizer of a rank's parameters: begin here
-local_adamw, compact_adamw, host_optimizer, muon   the kinds
+compact_adamw, host_optimizer, muon   the kinds
 learning_rate      a pure function of the step
 gradients, loss_scale   clipping; fp16's scale
 """

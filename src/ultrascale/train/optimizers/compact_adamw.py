@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultrascale.description.run import Optimizer
-from ultrascale.kernels.optimizers.block_quantise import BLOCK, Widest, itself, num_blocks
+from ultrascale.kernels.optimizers.block_quantise import BLOCK, Widest, itself, num_blocks, rounding_key
 from ultrascale.kernels.optimizers.narrow_moments import (
     FIRST,
     SECOND,
@@ -33,7 +33,6 @@ from ultrascale.kernels.optimizers.narrow_moments import (
     rows_of,
     update_,
 )
-from ultrascale.kernels.optimizers.stochastic import rounding_key
 from ultrascale.models.initialise import own_boxes
 from ultrascale.parallel.data.whole_matrices import spans_over
 from ultrascale.parallel.lost import waiting

@@ -8,6 +8,12 @@ The factor makes an update as large as AdamW's usually is (Liu et al. 2025, sect
 and one weight decay. Hidden matrices are those of attention and MLP, of experts each expert's; embedding, head, router, norms
 and biases are AdamW's. With this factor it is `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`, which knows neither cut
 matrices nor experts; a test holds this to it.
+
+The nearest orthogonal matrix to a matrix, nearly: Newton-Schulz iterations of Muon (Jordan et al. 2024).
+
+For G = U S V^T five steps of X <- a X + (b A + c A A) X with A = X X^T take every singular value of X = G / |G| to between 0.7
+and 1.2, with products alone. The constants are Jordan's: they raise small singular values as fast as can be, and do not quite
+arrive at 1, which does not matter to training. In bf16, as there; of fp64 in fp64, where it can be proven.
 """
 
 from __future__ import annotations
@@ -17,14 +23,14 @@ from math import sqrt
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from ultrascale.description.architecture.weights import is_hidden_matrix
 from ultrascale.description.run import Optimizer
-from ultrascale.kernels.optimizers.newton_schulz import iteration_dtype, orthogonalise
 from ultrascale.parallel.data.whole_matrices import WholeMatrices
 from ultrascale.parallel.share import Held, Share, local
+from ultrascale.work.sharding.owners import NEWTON_SCHULZ_STEPS
 
 RMS_OF_ADAMW = 0.2
 """Root mean square of an update of AdamW over its learning rate, as training shows it (Liu et al. 2025)."""
@@ -99,3 +105,26 @@ def update_size(shape: Sequence[int]) -> float:
 
 def _parameters(held: Sequence[Held]) -> list[nn.Parameter]:
     return [one.parameter for one in held]
+
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+SMALLEST_NORM = 1e-7
+
+
+def iteration_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which matrices of `dtype` are iterated, and sent."""
+    return torch.float64 if dtype == torch.float64 else torch.bfloat16
+
+
+def orthogonalise(matrices: Tensor) -> Tensor:
+    """U S' V^T with S' near 1, of [m, n] or of each of [X, m, n], in the dtype of `iteration_dtype`."""
+    x = matrices.to(iteration_dtype(matrices.dtype))
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(SMALLEST_NORM)
+    a, b, c = COEFFICIENTS
+    add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x

@@ -15,8 +15,7 @@ from ultrascale.kernels.optimizers.narrow_moments import FIRST, SECOND, Kind
 from ultrascale.parallel.activations.host_memory import host_tensor
 from ultrascale.parallel.share import Held, Share, local
 from ultrascale.train.optimizers.compact_adamw import CompactAdamW
-from ultrascale.train.optimizers.host_optimizer import HostAdamW
-from ultrascale.train.optimizers.local_adamw import LocalAdamW
+from ultrascale.train.optimizers.host_optimizer import HostAdamW, LocalAdamW
 from ultrascale.train.optimizers.muon import Muon
 
 MOMENTS = (FIRST, SECOND, "momentum_buffer")

@@ -1,11 +1,24 @@
-"""The start of a session: data, trainer and metrics built, the newest checkpoint restored, the run's folder told."""
+"""The start of a session: data, trainer and metrics built, the newest checkpoint restored, the run's folder told.
+
+The first step since a start, or since going back: ranks have met, and from here on wait no longer than asked.
+
+A step's row of metrics and line on the console, and how the run ended.
+
+Replicas compared every `faults.digest_every_steps`, and before anything is saved that they may have spoiled.
+
+Rewind to the newest checkpoint after a step that cannot be right (`faults.on_anomaly = "rewind"`).
+
+Ranks that have met, and own the run's folder, until all of them leave.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
-from ultrascale.checkpoint import Saver, Search, search
+from ultrascale import heartbeat
+from ultrascale.checkpoint import Saver, Search, check_writable, search
 from ultrascale.config.resolve import to_toml
 from ultrascale.config.rules.run_rules import run_notes
 from ultrascale.config.rules.time_limits import grace_notes
@@ -13,7 +26,7 @@ from ultrascale.data.loader import Loader
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Run
 from ultrascale.launch.events import longest_seconds
-from ultrascale.parallel.mesh import Ranks
+from ultrascale.parallel.mesh import Ranks, process_group
 from ultrascale.parallel.time_limits import START_SECONDS
 from ultrascale.plan.report import plan_run
 from ultrascale.run_rows import document
@@ -21,25 +34,29 @@ from ultrascale.train.corpora import build_loader, expect_one_tokenizer, validat
 from ultrascale.train.evaluate import HeldOut
 from ultrascale.train.folder.export import keep_tokenizer
 from ultrascale.train.folder.lost_folder import Place
-from ultrascale.train.folder.resume import begin_islands, changes_since, restore_newest
+from ultrascale.train.folder.resume import begin_islands, changes_since, restore_newest, tensors_of
 from ultrascale.train.folder.run_folder import RunFolder, environment
-from ultrascale.train.folder.run_store import RunStore
+from ultrascale.train.folder.run_store import RunStore, opened_store
 from ultrascale.train.folder.saves import Saves
-from ultrascale.train.observers.metrics import Metrics
+from ultrascale.train.observers.anomalies import AnomalousStepError, CorruptStateError
+from ultrascale.train.observers.digests import compare
+from ultrascale.train.observers.metrics import Metrics, console_line
 from ultrascale.train.observers.performance import Performance
 from ultrascale.train.observers.refused_steps import ToldRefusals
 from ultrascale.train.observers.stragglers import Stragglers
-from ultrascale.train.session.first_step import FirstStep
-from ultrascale.train.session.moments import LoopObserver, Session
-from ultrascale.train.session.recorded import Recorded
-from ultrascale.train.session.replicas import ComparedReplicas
-from ultrascale.train.session.rewind import Rewind
+from ultrascale.train.session.moments import LoopObserver, Outcome, Session, StepDone
+from ultrascale.train.start.agreement import expect_same_run
+from ultrascale.train.start.attempts import attempt
+from ultrascale.train.start.chosen_kernels import choose_kernels
+from ultrascale.train.start.chosen_recompute import choose_recomputation
 from ultrascale.train.start.compiled import KeptCompiled, load_compiled
 from ultrascale.train.start.data_check import DataCheck
-from ultrascale.train.start.fit import cluster_of
+from ultrascale.train.start.deterministic import deterministic, deterministic_line
+from ultrascale.train.start.fit import cluster_of, expect_fits, memory_bytes, smallest_bytes, traced_by_first
 from ultrascale.train.trainer import Trainer
 from ultrascale.train.watch.deadline import Deadline, LeftInTime
-from ultrascale.train.watch.slow_parts import slow_part
+from ultrascale.train.watch.out_of_memory import explained_out_of_memory
+from ultrascale.train.watch.signs_of_life import has_launcher, slow_part, started_by_torchrun, watched
 
 
 def begin(
@@ -141,3 +158,164 @@ def _layout_words(layout: Layout) -> list[str]:
     recompute = " + ".join(layout.recompute_blocks) or layout.recompute
     axes = layout.axes_words or "one rank"
     return [axes, layout.zero_words, f"micro-batch {layout.micro_batch_size}", f"recompute {recompute}", layout.precision]
+
+
+class FirstStep(LoopObserver):
+    """Ends the patience of the start, and tells that steps are done."""
+
+    def after_step(self, session: Session, done: StepDone) -> None:
+        """Limit waits, once."""
+        if not session.has_stepped:
+            session.has_stepped = True
+            session.trainer.share.mesh.limit_waits(session.ranks, session.run.collective_timeout_seconds)
+            session.metrics.event("stepped", step=session.trainer.steps_done)
+
+
+class Recorded(LoopObserver):
+    """Writes what observers before it know of a step.
+
+    The row is written before the step is saved, so that a kill while saving cannot lose it; how long training waited for a save
+    is therefore in the row of the next step.
+    """
+
+    def __init__(self) -> None:
+        self.save_seconds: float | None = None
+
+    def after_step(self, session: Session, done: StepDone) -> None:
+        """Write the row, if it is due."""
+        run, steps_done = session.run, session.trainer.steps_done
+        self._tell_of_islands(session)
+        if done.is_told or session.is_due(run.log.every_steps) or session.is_complete:
+            done.values["perf/save_s"], self.save_seconds = self.save_seconds, None
+            balance = done.result.expert_balance
+            tables = None if balance is None else {"moe/load": balance.load.tolist()}
+            session.metrics.row(steps_done, done.values, tables=tables)
+            session.metrics.line(console_line(run, done.values, steps_done))
+        session.metrics.advance(steps_done)
+
+    def saved(self, session: Session, seconds: float) -> None:
+        """Keep it for the next row."""
+        self.save_seconds = seconds
+
+    def ended(self, session: Session, outcome: Outcome) -> None:
+        """Say how."""
+        self._tell_of_islands(session)
+        if outcome.stopped:
+            session.metrics.line(f"stopped at step {outcome.steps_done}: saved; the same command goes on from here")
+        session.metrics.event("stop" if outcome.stopped else "end", step=outcome.steps_done)
+
+    def _tell_of_islands(self, session: Session) -> None:
+        """Say which islands came and went."""
+        for line in () if session.trainer.outer is None else session.trainer.outer.lines():
+            session.metrics.line(line)
+
+
+class ComparedReplicas(LoopObserver):
+    """Raises CorruptStateError on every rank if ranks that must hold the same bits do not."""
+
+    def after_step(self, session: Session, done: StepDone) -> None:
+        """Compare, if it is due or the step comes to be saved."""
+        is_saved = session.is_complete or session.saves.is_due(session.trainer.steps_done)
+        if is_saved or session.is_due(session.run.faults.digest_every_steps):
+            self.before_stop(session)
+
+    def before_stop(self, session: Session) -> None:
+        """Compare."""
+        found = compare(tensors_of(session.trainer), session.ranks)
+        if found.blamed:
+            told = f"{found.text(session.trainer.steps_done)}: memory or arithmetic failed there"
+            remedy = 'Go on from the newest checkpoint, without that machine; faults.on_anomaly = "rewind" goes back by itself.'
+            raise CorruptStateError(f"{told}. {remedy}")
+
+
+MOST_REWINDS = 3
+"""Times that a run goes back to a checkpoint because of the same step, before it gives up."""
+
+
+class Rewind(LoopObserver):
+    """Goes back, if there is a checkpoint."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        """Steps done at each time that the run went back."""
+
+    def failed(self, session: Session, error: AnomalousStepError | CorruptStateError) -> bool:
+        """Go back. Collective; raises `error` if what was saved is not there any more."""
+        trainer, saves = session.trainer, session.saves
+        step = trainer.steps_done
+        if saves.saved_at < 0 or self.steps.count(step) >= MOST_REWINDS:
+            return False
+        if isinstance(error, AnomalousStepError) and step in self.steps:
+            trainer.to_pass_over.add(step)  # it was tried again and failed again, so the machine is not to blame
+        self.steps.append(step)
+        trainer.optimizer.zero_grad(set_to_none=True)
+        with slow_part(trainer, "going back to a checkpoint", session.run.collective_timeout_seconds):
+            saves.settle(step)
+            session.place.settle(step)
+            if session.place.loss is not None or saves.saved_at < 0:
+                raise error
+            restore_newest(trainer, session.folder.checkpoints, allow_changes=True)
+        if session.ranks.is_first:
+            session.folder.forget_metrics_from(trainer.steps_done)
+        heartbeat.steps_done(trainer.steps_done)
+        saves.restored(trainer.steps_done)
+        session.has_stepped = False
+        session.metrics.line(f"{error} Back to step {trainer.steps_done}.")
+        session.metrics.event("rewind", step=step, to=trainer.steps_done, cause=str(error))
+        return True
+
+
+@contextmanager
+def joined(
+    run: Run,
+    owning: ExitStack,
+    *,
+    allow_changes: bool,
+    rendezvous: str,
+    ignore_memory: bool,
+    leave_by: float | None,
+    apart: tuple[int, str] | None,
+) -> Iterator[Session]:
+    """A session of `run`, restored, with all its ranks; the run's folder is held by `owning`. As `train.loop.train`."""
+    folder = RunFolder.of(run)
+    with (
+        deterministic(run),
+        process_group(
+            run.layout,
+            worlds=run.worlds,
+            apart=apart,
+            device=run.device,
+            rendezvous=rendezvous,
+            timeout_seconds=max(START_SECONDS, run.collective_timeout_seconds),
+        ) as ranks,
+        ExitStack() as leaving,
+    ):
+        signs = leaving.enter_context(watched(run, ranks))
+        expect_same_run(run, ranks)
+        if ranks.is_first:  # before anything is written
+            if not has_launcher():  # a launcher holds the folder already
+                owning.enter_context(folder.commanded())
+            folder = owning.enter_context(folder.owned())
+        store = leaving.enter_context(opened_store(run, ranks, folder, allow_changes=allow_changes))
+        chosen = choose_kernels(run, ranks, folder)
+        run = chosen.run
+        run = choose_recomputation(run, ranks, folder, cluster_of(run, ranks.device), memory_bytes(run, ranks.device))
+        fits = None
+        if ranks.device.type == "cuda":
+            smallest = smallest_bytes(ranks, memory_bytes(run, ranks.device))
+            fits = expect_fits(run, smallest, anyway=ignore_memory, trace=traced_by_first(run, ranks))
+        if ranks.is_first:
+            check_writable(folder.checkpoints)
+        ranks.barrier()
+        if started_by_torchrun() and ranks.world > 1 and ranks.store is None:
+            leaving.enter_context(attempt(folder, ranks, signs))
+        with explained_out_of_memory(run, ranks.rank, folder.path / "run.toml"):
+            session = begin(
+                run, ranks, folder, allow_changes=allow_changes, kernels=chosen.forms, store=store, leave_by=leave_by
+            )
+        signs.has_begun = True
+        for line in (*deterministic_line(run), *chosen.lines, *([] if fits is None else [fits])):
+            session.metrics.line(line)
+        leaving.callback(session.saves.saver.close)
+        leaving.callback(session.metrics.close)
+        yield session

@@ -20,7 +20,8 @@ from ultrascale.description.run import Run
 from ultrascale.measure.memory import LiveMemory
 from ultrascale.parallel.mesh import Ranks, process_group
 from ultrascale.parallel.time_limits import START_SECONDS
-from ultrascale.plan.memory.replay import MemoryPlan, plan_memory
+from ultrascale.plan.memory.replay import MemoryPlan
+from ultrascale.plan.report import plan_rank
 from ultrascale.train.corpora import build_loader, with_absolute_paths
 from ultrascale.train.folder.run_folder import RunFolder
 from ultrascale.train.start.agreement import expect_same_run
@@ -68,12 +69,9 @@ def counted_steps(trainer: Trainer, steps: int) -> LiveMemory | None:
 def planned_memory(trainer: Trainer, steps: int) -> MemoryPlan:
     """Memory plan of this rank's first `steps` steps: a replay that keeps its timeline."""
     run, ranks = trainer.run, trainer.ranks
-    return plan_memory(
-        run.model, run.layout, sequence_length=run.batch.sequence_length,
-        sequences_per_batch=step_span(run.batch, 0).num_sequences, documents=run.data.document_mask,
-        device="cuda" if ranks.device.type == "cuda" else "cpu", rank=ranks.rank, steps=steps, keeps_timeline=True,
-        optimizer=run.optimizer.name,
-    )  # fmt: skip
+    device = "cuda" if ranks.device.type == "cuda" else "cpu"
+    first = step_span(run.batch, 0).num_sequences
+    return plan_rank(run, ranks.rank, device, steps=steps, sequences_per_batch=first, keeps_timeline=True)
 
 
 def timed_steps(trainer: Trainer, steps: int) -> list[float]:

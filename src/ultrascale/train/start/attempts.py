@@ -25,7 +25,7 @@ from typing import Any
 
 from ultrascale import console, heartbeat
 from ultrascale.contact import names
-from ultrascale.data.errors import DataError
+from ultrascale.data.files import DataError
 from ultrascale.description.problems import SpecError
 from ultrascale.launch.events import stamp
 from ultrascale.launch.restarts import read_account, summary

@@ -17,7 +17,7 @@ import torch
 
 from ultrascale import heartbeat
 from ultrascale.description.attention_cores import attention_wanted, why_not
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.kernels.attention.attention_contest import AttentionShape, contest
 from ultrascale.kernels.attention.flash_packages import not_importable
@@ -76,7 +76,7 @@ def _attention(run: Run, ranks: Ranks, kept: Verdict | None) -> Verdict:
         return Verdict("attention", "sdpa", f'{told} (timed only with layout.attention = "fastest")')
     if core not in ("auto", "fastest"):
         if reason := why_not(core, wanted) or not_importable(core):
-            raise SpecError([Problem("layout.attention", f'"{core}" {reason}', "Leave it out.")])
+            raise mistake("layout.attention", f'"{core}" {reason}', "Leave it out.")
         return Verdict("attention", core, "as layout.attention says")
     if kept is not None:
         _expect_importable(kept.chosen, ranks)
@@ -92,7 +92,7 @@ def _expect_importable(core: str, ranks: Ranks) -> None:
     if reasons:
         rule = f"this run began with {core}, but {reasons[0]}"
         remedy = f"Install it, or name another core, or remove {FILE} of the run's folder to choose anew: bits will differ."
-        raise SpecError([Problem("layout.attention", rule, remedy)])
+        raise mistake("layout.attention", rule, remedy)
 
 
 def _fused(run: Run, ranks: Ranks, kept: dict[str, Verdict]) -> dict[str, Verdict]:

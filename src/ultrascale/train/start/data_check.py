@@ -19,8 +19,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ultrascale.data.corpus import Corpus
-from ultrascale.data.errors import DataError
-from ultrascale.data.files import sha256_of
+from ultrascale.data.files import DataError, sha256_of
 from ultrascale.data.indexed import prefix_paths
 from ultrascale.data.manifest import ShardRecord
 from ultrascale.data.preparing.verify import BLOCK_BYTES, BLOCKS, expect_sample, expect_whole

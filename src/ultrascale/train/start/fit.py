@@ -13,13 +13,13 @@ import torch
 
 from ultrascale import console, heartbeat
 from ultrascale.catalogue.cluster import Cluster, parse_cluster
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes
 from ultrascale.measure.machine.ceilings import this_gpu
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.plan.memory.replay import MemoryPlan, plan_memory
-from ultrascale.plan.report import RESERVE_BYTES, RESERVE_FRACTION
+from ultrascale.plan.memory.replay import MemoryPlan
+from ultrascale.plan.report import RESERVE_BYTES, RESERVE_FRACTION, plan_rank
 from ultrascale.train.watch.traced_rank import TRACE_SECONDS, NoTraceError, traced_rank
 
 AGREES_WITHIN = 0.03
@@ -32,15 +32,8 @@ Trace = Callable[[int], str]
 
 def _stage_plans(run: Run) -> list[MemoryPlan]:
     """Memory plans of the first rank of every pipeline stage, for CUDA."""
-    layout, batch = run.layout, run.batch
-    return [
-        plan_memory(
-            run.model, layout, sequence_length=batch.sequence_length, sequences_per_batch=batch.sequences_per_batch,
-            documents=run.data.document_mask, device="cuda", rank=rank, steps=2,
-            optimizer=run.optimizer.name,
-        )
-        for rank in range(0, layout.world_size, layout.world_size // layout.pp)
-    ]  # fmt: skip
+    world, pp = run.layout.world_size, run.layout.pp
+    return [plan_rank(run, rank, "cuda", steps=2) for rank in range(0, world, world // pp)]
 
 
 def expect_fits(run: Run, capacity_bytes: int, *, anyway: bool = False, trace: Trace | None = None) -> str | None:
@@ -70,7 +63,7 @@ def expect_fits(run: Run, capacity_bytes: int, *, anyway: bool = False, trace: T
         remedy = (
             f"`ultrascale trace RUN.TOML --rank {rank} --explain-oom` says what to change; --ignore-memory starts it anyway."
         )
-        raise SpecError([Problem("layout", rule, remedy)])
+        raise mistake("layout", rule, remedy)
     return line
 
 

@@ -15,7 +15,7 @@ from ultrascale.config.rules.trainable import expect_trainable
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import score_biases
 from ultrascale.description.architecture.weights import weights as weights_of
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.run import Run
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.files.huggingface import import_folder
@@ -67,7 +67,7 @@ def open_trained(path: str | Path) -> Trained:
     """
     path = Path(path)
     if not path.is_dir():
-        raise SpecError([Problem(str(path), "is no folder", "Give a checkpoint, a run folder, or a Hugging Face folder.")])
+        raise mistake(str(path), "is no folder", "Give a checkpoint, a run folder, or a Hugging Face folder.")
     if (path / "config.json").exists():
         model, weights = import_folder(path)
         tokenizer = path / TOKENIZER_FILE
@@ -124,9 +124,9 @@ def _find_checkpoint(path: Path) -> Path:
         return found.folder
     if found.rejected:
         damage = "; ".join(f"{rejected.folder.name}: {rejected.reason}" for rejected in found.rejected)
-        raise SpecError([Problem(str(root), f"holds only damaged checkpoints ({damage})", "Give another folder.")])
+        raise mistake(str(root), f"holds only damaged checkpoints ({damage})", "Give another folder.")
     rule = "holds neither config.json with weights nor a checkpoint"
-    raise SpecError([Problem(str(path), rule, "Give a checkpoint, a run folder, or a Hugging Face folder.")])
+    raise mistake(str(path), rule, "Give a checkpoint, a run folder, or a Hugging Face folder.")
 
 
 def _open_checkpoint(folder: Path) -> Trained:

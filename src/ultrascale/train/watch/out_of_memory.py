@@ -12,7 +12,7 @@ import torch
 from ultrascale import heartbeat
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes
-from ultrascale.plan.memory.replay import plan_memory
+from ultrascale.plan.report import plan_rank
 from ultrascale.train.watch.traced_rank import TRACE_SECONDS, NoTraceError, traced_rank
 
 PATIENCE_SHARE = 2 / 3
@@ -46,11 +46,7 @@ def measured_here() -> Measured:
 
 def out_of_memory(run: Run, rank: int, measured: Measured, run_file: Path, error: BaseException) -> OutOfDeviceMemory:
     """The error to raise in place of torch's. `run_file`: where the run is written as it was resolved."""
-    peak = plan_memory(
-        run.model, run.layout, sequence_length=run.batch.sequence_length,
-        sequences_per_batch=run.batch.sequences_per_batch, documents=run.data.document_mask, device="cuda", rank=rank,
-        optimizer=run.optimizer.name,
-    ).peak  # fmt: skip
+    peak = plan_rank(run, rank, "cuda").peak
     planned = f"{format_bytes(peak.total)} at the peak, in the {peak.phase} pass"
     allocated, reserved = map(format_bytes, measured)
     return OutOfDeviceMemory(

@@ -3,6 +3,9 @@
 Under `ultrascale train --processes N` the launcher has made the folder and started the watchdog. Under torchrun the first rank
 of each node does, and tells the others of its node; after a failure the next attempt reads what is in it
 (`train.start.attempts`).
+
+Parts of a run that may take longer than any step: who waits for another rank meanwhile does so patiently, and the watchdog
+does not take it for a hang (`parallel.time_limits`).
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from ultrascale.launch.scratch import SIGNS_PREFIX, folder_with_room, sweep
 from ultrascale.launch.warm import FOLDER_VARIABLE
 from ultrascale.launch.watchdog import DUMP_MARK, RECORDED, STACK_SIGNAL
 from ultrascale.parallel.mesh import Ranks
+from ultrascale.parallel.time_limits import SLOW_SECONDS
 from ultrascale.torch_private import flight_record
+from ultrascale.train.trainer import Trainer
 
 FOLDER_PREFIX = SIGNS_PREFIX
 LOOK_SECONDS = 0.5
@@ -130,3 +135,16 @@ def _record_on_demand(folder: Path, rank: int, over: threading.Event) -> None:
                     (folder / f"{rank}.trace.json").write_text(record)
                 (folder / f"{rank}.{RECORDED}").touch()
             return
+
+
+@contextmanager
+def slow_part(trainer: Trainer, doing: str, then_seconds: float) -> Iterator[None]:
+    """While inside, what ranks wait for may take SLOW_SECONDS; afterwards `then_seconds`. All come in and leave together."""
+    mesh, ranks = trainer.share.mesh, trainer.ranks
+    with heartbeat.patient(doing, SLOW_SECONDS):
+        mesh.limit_waits(ranks, SLOW_SECONDS)
+        try:
+            yield
+            ranks.barrier()
+        finally:
+            mesh.limit_waits(ranks, then_seconds)

@@ -107,7 +107,7 @@ def part_shape(weight: Weight, layout: Layout, rank: int) -> tuple[int, ...]:
 
 def orthogonalising_flops(shape: Sequence[int]) -> int:
     """FLOPs for matrices [..., m, n]: each step makes X X^T, its square, and a product of both with X
-    (`kernels.optimizers.newton_schulz`)."""
+    (`train.optimizers.muon`)."""
     *several, m, n = shape
     short, long = min(m, n), max(m, n)
     return NEWTON_SCHULZ_STEPS * 2 * prod(several) * (2 * short * short * long + short**3)
