@@ -151,7 +151,7 @@ def _texts(
 
 
 def _where(run: Run, island: int) -> str:
-    """What the islands of a run have in common, for the head of a text."""
+    """Meeting place of the islands of a run, for the head of a text."""
     kind, _, server = run.islands.meet.partition("://")
     where = {"": "in the run's folder", "file": f"in {server}"}.get(
         kind, f"at {run.islands.meet}: start it there, for all, with"

@@ -59,7 +59,7 @@ class RowPrediction:
     reserved_bytes: float | None
     fits: bool | None
     needed_share: float | None
-    """What must be there of the device's memory, as a share of it: `Footprint.needed`."""
+    """Share of the device's memory that must be there: `Footprint.needed`."""
     kind: str
     """The group whose errors its interval comes from: `intervals.kind_of`."""
     reason: str

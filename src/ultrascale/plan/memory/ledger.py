@@ -258,6 +258,6 @@ class Ledger:
 
 
 def _since(now: dict[Any, int], then: dict[Any, int]) -> dict[Any, int]:
-    """What there is more of than there was, or less."""
+    """Entries that there are more of than there was, or less."""
     more = {key: num_bytes - then.get(key, 0) for key, num_bytes in now.items()}
     return {key: num_bytes for key, num_bytes in more.items() if num_bytes}
