@@ -62,9 +62,9 @@ of its logarithm: 1,544 runs and failures of two whole scans (the playbook's, Al
 
 
 FULL_REPLAYED, SPREAD_REPLAYED = 0.97, 0.06
-"""Share and standard deviation for our trainer, every tensor of which is replayed: what may differ is the allocator's cache and what NCCL and CUDA
-take. An assumption: no scan of it exists. Allocators' peaks of programs whose source was read are met to half a percent in the
-median (docs/validation.md)."""
+"""Share and standard deviation for our trainer, every tensor of which is replayed: what may differ is the allocator's cache and
+what NCCL and CUDA take. An assumption: no scan of it exists. Allocators' peaks of programs whose source was read are met to
+half a percent in the median (docs/validation.md)."""
 
 
 def out_of_memory_risk(needed_bytes: float, capacity_bytes: float, *, is_replayed: bool = False) -> float:

@@ -210,6 +210,7 @@ def _footprint_json(memory: Footprint) -> dict[str, Any]:
         "peak_allocated_bytes": round(float(memory.allocated)),
         "peak_reserved_bytes": round(float(memory.reserved)),
         "outside_torch_bytes": round(float(memory.outside)),
+        "needed_bytes": round(float(memory.needed)),
         "headroom_bytes": round(float(memory.headroom)),
         "capacity_bytes": round(float(memory.capacity)),
         "peak_phase": memory.phase,

@@ -121,7 +121,8 @@ class _Prices(NamedTuple):
     fits: np.ndarray
     runs: np.ndarray
     """True where what is needed is below the device's memory, without headroom: a row was run."""
-    reserved: np.ndarray
+    needed: np.ndarray
+    """Bytes: `Footprint.needed`."""
 
 
 def _priced(workload: Workload, layouts: Sequence[Layout], constants: Constants) -> _Prices:
@@ -133,7 +134,7 @@ def _priced(workload: Workload, layouts: Sequence[Layout], constants: Constants)
             found = price(workload, LayoutTable.of(layouts[int(row)] for row in index), constants)
             memory = found.memory
             runs = memory.needed <= memory.capacity
-            columns[:, index] = found.step_seconds, found.fits, runs, memory.reserved
+            columns[:, index] = found.step_seconds, found.fits, runs, memory.needed
     return _Prices(columns[0], columns[1] > 0, columns[2] > 0, columns[3])
 
 
@@ -143,9 +144,9 @@ def _choose(setup: Setup, prices: Sequence[_Prices], rows: np.ndarray, constants
     seconds = np.array([one.step_seconds[rows] for one in prices])
     fits = np.array([one.fits[rows] for one in prices])
     runs = np.array([one.runs[rows] for one in prices])
-    reserved = np.array([one.reserved[rows] for one in prices])
+    needed = np.array([one.needed[rows] for one in prices])
     while True:
-        candidates = np.flatnonzero(fits if fits.any() else runs if runs.any() else reserved == reserved.min())
+        candidates = np.flatnonzero(fits if fits.any() else runs if runs.any() else needed == needed.min())
         which, best = divmod(int(candidates[seconds.flat[candidates].argmin()]), len(rows))
         step = float(seconds[which, best])
         if not 0 < step < math.inf:
@@ -154,7 +155,7 @@ def _choose(setup: Setup, prices: Sequence[_Prices], rows: np.ndarray, constants
         played, memory = _played(workload, layout, step, constants)
         if memory.fits or not fits.any():
             break
-        fits[which, best], reserved[which, best] = False, memory.reserved  # its column said otherwise: the next
+        fits[which, best], needed[which, best] = False, memory.needed  # its column said otherwise: the next
     seconds = seconds * (played / step)
     step, kind = played, kind_of(workload, layout)
     spread = seconds.flat[candidates]

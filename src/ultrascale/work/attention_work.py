@@ -38,7 +38,7 @@ def attention_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
         back += (Op("self_attn.copy", "elementwise", ("attended",), (Activation(result, num_bytes),),
                     moved_bytes=2 * num_bytes, backward_moved_bytes=2 * num_bytes),)  # fmt: skip
     is_kept = shape.kernels.attention == "flash" and not back  # for the kernel's own backward pass
-    again = shape.kernels.rounds_again and is_kept
+    again = shape.kernels.rounds_again and is_kept and shape.fp8_scaling != "delayed"
     saved, source = local_source(shape, result, width, shape.num_tokens, again=again)
     out = row_linear(
         shape, "self_attn.o_proj", source, "attention_out", width, model.hidden_size, bias=model.attention_output_bias

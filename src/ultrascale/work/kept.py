@@ -44,8 +44,9 @@ all, so that trainer, trace and plan agree on any machine."""
 _GATE_AND_UP = ("gate_proj", "up_proj", "gate_up_proj")
 _ACTIVATIONS = ("swiglu", "gelu", "silu", "multiply")
 _ROUNDED_WITH = {
-    "attention_in.quantise": ("norm", "input_layernorm"), "mlp_in.quantise": ("norm", "post_attention_layernorm"),
-    "expert_product.quantise": ("moe_act", "mlp.experts"),
+    "attention_in.quantise": ("norm", "attention_in"), "mlp_in.quantise": ("norm", "mlp_in"),
+    "expert_product.quantise": ("moe_act", "mlp.experts"), "product.quantise": ("mlp", ""),
+    "shared_product.quantise": ("shared_experts", ""),
 }  # fmt: skip
 """Megatron's: what is rounded once more behind a module that is made again, by module and region."""
 _AROUND_CORE = ("_repeat", "_swapped", ".swap_back")
@@ -118,9 +119,11 @@ def block_again(mode: str, model: Model, layer: int, shape: Shape, stack: Stack)
 
 def again_in(stack: Stack, again: Again | None, model: Model, layer: int, cut: Layout | Shape) -> Again | None:
     """Recomputation of the block in this stack, from what a layout says of it."""
-    if again != SELECTIVE or stack.selective == "modules":
+    if stack.selective == "modules":
         return resolved(again, model, layer, cut)
-    return Again(False, modules=frozenset({"core_attn"})) if stack.selective == "attention" else ELEMENTWISE
+    if again == SELECTIVE:
+        again = Again(False, modules=frozenset({"core_attn"})) if stack.selective == "attention" else ELEMENTWISE
+    return again._replace(as_megatron=True) if again is not None and again.modules else again
 
 
 @lru_cache(maxsize=256)
@@ -188,10 +191,7 @@ def saved_bytes(ops: Sequence[Op], some: Sequence[Region]) -> int:
 
 
 def regions(ops: tuple[Op, ...], modules: Collection[str], *, as_megatron: bool = False) -> tuple[Region, ...]:
-    """Regions of a block's operations that are computed again where `modules` are named. `as_megatron`: attention's core is
-    its kernel alone, and what that made stays, for the projection behind it reads it, and what a product reads of a module is
-    rounded with it; else (ours) what swaps or repeats heads around the core is of it, its result goes too, and what products
-    read is kept as they rounded it."""
+    """Regions of a block's operations that are computed again where `modules` are named; `as_megatron` as in `Again`."""
     return _regions(ops, frozenset(modules), as_megatron) if modules else ()
 
 
@@ -203,15 +203,19 @@ def _regions(ops: tuple[Op, ...], modules: frozenset[str], as_megatron: bool) ->
     groups: dict[tuple[str, str], list[Op]] = {}
     for index, op in enumerate(ops):
         around = as_megatron and op.kind != "attention" and op.name.endswith(_AROUND_CORE)
-        rounded = _ROUNDED_WITH.get(op.name) if as_megatron else None
-        if rounded is not None and rounded[0] in modules:
-            groups.setdefault(rounded, []).append(op)
-        elif not around and (place := _place(op, modules, is_moe=is_moe, in_mlp=index > after)) is not None:
+        place = None if around else _place(op, modules, is_moe=is_moe, in_mlp=index > after)
+        if place is None and as_megatron and (rounded := _ROUNDED_WITH.get(op.name)) is not None and rounded[0] in modules:
+            place = rounded
+        if place is not None:
             groups.setdefault(place, []).append(op)
         elif "moe_permute" in modules and op.name == "mlp.permute" and op.makes[0].name == "expert_in" and is_alone:
             groups["moe_permute", ""] = [_without_order(op)]
     found = [_region(module, tuple(own), ops, as_megatron) for (module, _), own in groups.items()]
-    return tuple(region for region in found if region.drops)
+    if as_megatron:  # what a norm made is not kept for a module that reads it to be made again
+        read = {name for region in found for name in region.reads}
+        made = [{one.name for op in region.ops for one in op.makes} for region in found]
+        found = [region._replace(drops=region.drops | own & read) for region, own in zip(found, made, strict=True)]
+    return tuple(one for one in found if one.drops and (one.module != "norm" or any(op.kind == "norm" for op in one.ops)))
 
 
 def _place(op: Op, modules: Collection[str], *, is_moe: bool, in_mlp: bool) -> tuple[str, str] | None:
@@ -225,13 +229,13 @@ def _place(op: Op, modules: Collection[str], *, is_moe: bool, in_mlp: bool) -> t
         module = "shared_experts" if is_moe else "mlp"
         if module in modules:
             return module, ""
-    if leaf in _ACTIVATIONS and in_mlp:
+    if leaf in _ACTIVATIONS and in_mlp and len(op.makes) == 1:  # else it keeps what it is made again from
         module = "moe_act" if owner == "mlp.experts" else "mlp_act"
         return (module, owner) if module in modules else None
     if "core_attn" in modules and (op.kind == "attention" or (owner == "self_attn" and op.name.endswith(_AROUND_CORE))):
         return "core_attn", ""
     if "norm" in modules and op.kind == "norm" and op.makes[0].name in ("attention_in", "mlp_in"):
-        return "norm", op.name
+        return "norm", op.makes[0].name
     if "mla_up_proj" in modules and (half := _half_of_latents(op)):
         return "mla_up_proj", half
     return None
@@ -312,7 +316,7 @@ def computed_again(again: Again | None, ops: tuple[Op, ...], *, stops_behind: bo
         return []
     if again.modules:
         assert again != SELECTIVE, "the model has not chosen: `resolved`"
-        return [op for region in regions(ops, again.modules) for op in region.ops]
+        return [op for region in regions(ops, again.modules, as_megatron=again.as_megatron) for op in region.ops]
     last = max(index for index, op in enumerate(ops) if op.saves)
     run = ops[: last + (stops_behind or bool(ops[last].inside))]
     if again.whole:
@@ -358,7 +362,7 @@ def kept_bytes_by_kind(
         if again.whole:
             saved = {}
         elif again.modules:
-            some = regions(ops, again.modules, as_megatron=selective != "modules")
+            some = regions(ops, again.modules, as_megatron=again.as_megatron)
             dropped = {name for region in some for name in region.drops}
             saved |= dict.fromkeys(name for region in some for name in region.reads if name in made)
             saved = {name: None for name in saved if name not in dropped}

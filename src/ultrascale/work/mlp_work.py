@@ -72,7 +72,9 @@ def _dense(model: Model, shape: Shape, block: str, width: int, read: str, make: 
             for index, name in enumerate(names)
         ]  # fmt: skip
     ops += _activate(model, shape, block, tuple(prefix + name for name in names), f"{prefix}product", shape.num_tokens * f)
-    saved, source = _activated_source(model, shape, f"{prefix}product", f, shape.num_tokens)
+    saved, source = _activated_source(
+        model, shape, f"{prefix}product", f, shape.num_tokens, tuple(prefix + name for name in names)
+    )
     down = row_linear(shape, f"{block}.down_proj", source, make, f, d, bias=bias)
     made = (f"{prefix}{name}" for name in names)
     return (*ops, *saved, *held_to_the_end(down, (read, *made, f"{prefix}product")))
@@ -109,7 +111,7 @@ def _activate(
     a = shape.itemsize
     product = Activation(make, elements * a)
     if _keeps_narrow_gates(model, shape):
-        kept = tuple(Activation(f"{name}_kept", narrow_bytes(shape, 2 * elements // len(reads))) for name in reads)
+        kept = tuple(Activation(f"{name}_fp8", narrow_bytes(shape, 2 * elements // len(reads))) for name in reads)
         names, size = tuple(one.name for one in kept), sum(one.num_bytes for one in kept)
         return [
             Op(f"{block}.swiglu", "elementwise", (*reads, *extra), (product, *kept), (*names, *extra),
@@ -142,11 +144,14 @@ def _keeps_narrow_gates(model: Model, shape: Shape) -> bool:
     return shape.kernels.keeps_narrow_gates and shape.precision in NARROW and model.gated_mlp
 
 
-def _activated_source(model: Model, shape: Shape, read: str, width: int, num_tokens: int) -> tuple[tuple[Op, ...], Source]:
-    """Source of the product of what `_activate` makes; a compiler would make it again."""
+def _activated_source(
+    model: Model, shape: Shape, read: str, width: int, num_tokens: int, gates: tuple[str, ...]
+) -> tuple[tuple[Op, ...], Source]:
+    """Source of the product of what `_activate` makes of `gates`; a compiler would make it again."""
     ops, source = local_source(shape, read, width, num_tokens, cheap=True)
     if _keeps_narrow_gates(model, shape):
-        source = source._replace(saved=(), again_bytes=num_tokens * width * shape.itemsize)
+        kept = tuple(f"{gate}_fp8" for gate in gates)
+        source = source._replace(saved=kept, again_bytes=num_tokens * width * shape.itemsize)
     return ops, source
 
 
@@ -286,7 +291,7 @@ def _grouped(model: Model, shape: Shape, tokens: int, local: int, f: int) -> lis
         reads = tuple(f"expert_{name}" for name in names)
     weighed = ("scores",) if shape.kernels.weighs_before_combining else ()
     activated = _activate(model, shape, "mlp.experts", reads, "expert_product", tokens * f, extra=weighed)
-    narrow, down = _activated_source(model, shape, "expert_product", f, tokens)
+    narrow, down = _activated_source(model, shape, "expert_product", f, tokens, reads)
     of_down = row_scales(shape, "expert_tp", tokens, local, d)
     last = grouped("down", down, "expert_out", f, d, ("down",), of_down)
     return [*saved, *ops, *activated, *narrow, *held_to_the_end((last,), ("expert_in", *reads, "expert_product"))]

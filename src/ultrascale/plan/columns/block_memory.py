@@ -271,7 +271,7 @@ class _Part:
 
     def measure(self, again: Again | None, selective: Selective) -> BlockMemory:
         """Play both passes. `selective`: where `again` keeps results and names no kinds, what the stack means by it."""
-        some = () if again is None else regions(self.ops, again.modules, as_megatron=selective != "modules")
+        some = () if again is None else regions(self.ops, again.modules, as_megatron=again.as_megatron)
         checkpoints = again is not None and not again.modules
         kept = frozenset[str]() if again is None or again.whole or not checkpoints else kept_results(self.ops, again, selective)
         if checkpoints:

@@ -44,8 +44,8 @@ INDEX_BYTES = 8
 FEW = 64
 """Layouts whose columns of bytes are worth keeping: for many, memory is dearer than time."""
 MARGIN = 0.10
-"""Reserve as a share of the device's memory: with less free the allocator frees and allocates its cache again and again.
-See docs/memory-model.md for how many published runs this judges rightly."""
+"""Reserve as a share of the device's memory, beside what a layout needs. See docs/memory-model.md for how many published runs
+this judges rightly."""
 HELD = 0.15
 """Share of what is reserved beyond live tensors that stays so under pressure. Before it fails, the allocator gives back every
 segment that nothing lives in (c10/cuda/CUDACachingAllocator.cpp, release_cached_blocks); what is free in the others it cannot.
@@ -77,6 +77,11 @@ class Footprint:
     def needed(self) -> Floats:
         """Bytes that must be there: live tensors, what the allocator cannot give back, and what lies outside."""
         return self.allocated + HELD * (self.reserved - self.allocated) + self.outside
+
+    @property
+    def flushes(self) -> NDArray[np.bool_]:
+        """True where all that the allocator would keep has no room, so that it gives some back in every step."""
+        return self.reserved + self.outside > self.capacity
 
     @property
     def headroom(self) -> Floats:

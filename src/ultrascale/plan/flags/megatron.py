@@ -44,7 +44,7 @@ def _model(plan: Plan) -> dict[str, Any]:
         "kv-channels": model.head_dim,
         "seq-length": plan.workload.sequence_length,
         "max-position-embeddings": model.max_position_embeddings,
-        "swiglu": model.gated_mlp,
+        "swiglu": model.gated_mlp and model.activation == "silu",
         "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
         "position-embedding-type": "rope" if model.position_embedding == "rotary" else "learned_absolute",
         "rotary-base": round(model.rope_theta) if model.position_embedding == "rotary" else "",
@@ -75,6 +75,13 @@ def _model(plan: Plan) -> dict[str, Any]:
     return words
 
 
+def _fp8_recipe(layout: Layout) -> str:
+    """Recipe of scales; its default is delayed."""
+    if layout.precision == "mxfp8":
+        return "mxfp8"
+    return "tensorwise" if layout.precision == "fp8" and layout.fp8_scaling != "delayed" else ""
+
+
 def _layout(plan: Plan) -> dict[str, Any]:
     layout = plan.layout
     places, swap = layout.cp_grid
@@ -99,7 +106,7 @@ def _layout(plan: Plan) -> dict[str, Any]:
         "bf16": layout.precision in ("bf16", *NARROW),
         "fp16": layout.precision == "fp16",
         "fp8-format": {"fp8": "hybrid", "mxfp8": "e4m3"}.get(layout.precision, ""),
-        "fp8-recipe": "mxfp8" if layout.precision == "mxfp8" else "",
+        "fp8-recipe": _fp8_recipe(layout),
         "fp4-format": "e2m1" if layout.precision == "nvfp4" else "",
         "fp4-recipe": "nvfp4" if layout.precision == "nvfp4" else "",
         **_delayed(layout),

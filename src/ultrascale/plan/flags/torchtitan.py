@@ -29,7 +29,7 @@ def write(plan: Plan) -> str:
     """TOML, with sections as in its job_config.py of 0.2.2."""
     family, flavor = _flavor(plan.workload.model)
     start = f"{_torchrun(plan)} --job.config_file THIS.toml"
-    head = [*plan.head(RELEASE, start), *_unregistered(plan.workload.model, family, flavor)]
+    head = [*plan.head(RELEASE, start, is_registered=flavor != NO_FLAVOR), *_unregistered(plan.workload.model, family, flavor)]
     return "\n".join([*head, "", toml(_sections(plan, family, flavor))])
 
 
@@ -46,7 +46,7 @@ def write_python(plan: Plan) -> str:
     converters = f", converters=[{narrow}.Config(model_compile_enabled=True)]" if narrow else ""
     start = f"{_torchrun(plan)} --module {family} --config planned"
     lines = [
-        *plan.head(PYTHON_RELEASE, start),
+        *plan.head(PYTHON_RELEASE, start, is_registered=flavor != NO_FLAVOR),
         f"# Append it to torchtitan/models/{family}/config_registry.py.",
         *_unregistered(plan.workload.model, family, flavor),
         "from torchtitan.components.checkpoint import CheckpointManager",

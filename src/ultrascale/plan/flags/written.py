@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.plan.memory.replay import num_micro_batches
 from ultrascale.plan.workload import Workload
 
 TORCH_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+UNSAID = (
+    "norm_placement", "zero_centered_norm", "scale_embedding", "query_pre_attn_scalar", "rope_scaling", "rope_local_base_freq",
+    "sliding_window", "full_attention_interval", "attention_sinks", "qk_norm_whole",
+)  # fmt: skip
+"""Parts of `Model` that no file written here says."""
 YOURS = "yours: not the plan's"
 """Comment beside values that a plan does not decide."""
 STEPS = 1000
@@ -45,14 +51,25 @@ class Plan:
     def nodes(self) -> int:
         return -(-self.layout.world_size // self.ranks_per_node)
 
-    def head(self, release: str, start: str) -> list[str]:
-        """Comment lines that open a file: which release reads it, what was planned, how it is started."""
+    def head(self, release: str, start: str, *, is_registered: bool = False) -> list[str]:
+        """Comment lines that open a file: which release reads it, what was planned, how it is started, and which parts of the
+        model no key of the file says, unless the trainer has the model by name (`is_registered`)."""
         workload = self.workload
         batch = f"{workload.sequences_per_batch:,} sequences of {workload.sequence_length:,} tokens a step"
         return [
             f"# For {release}. {workload.model.name or 'the model'} on {workload.cluster.name}, {batch}.",
             f"# Start: {start}",
+            *([] if is_registered else _unsaid(workload.model)),
         ]
+
+
+def _unsaid(model: Model) -> list[str]:
+    """Comment on the parts of a model that trainers' files have no key for."""
+    defaults = {one.name: one.default for one in fields(Model)}
+    found = [f"{part} = {getattr(model, part)}" for part in UNSAID if getattr(model, part) != defaults[part]]
+    if model.gated_mlp and model.activation != "silu":
+        found.append(f"activation = {model.activation}")
+    return [f"# Not said below, and of this model: {', '.join(found)}. Set it in the trainer's own model."] if found else []
 
 
 def toml(sections: Mapping[str, Mapping[str, Any]]) -> str:

@@ -298,8 +298,7 @@ class StageReplay:
             self._run(ops, made, "activations", leaves, layer=layer, saves=False, keep=keep, kept_names=kept_names)
             self._now.tapes.append(checkpoint)
         else:
-            attended = self.stack.selective != "modules"
-            some = () if again is None else regions(ops, again.modules, as_megatron=attended)
+            some = () if again is None else regions(ops, again.modules, as_megatron=again.as_megatron)
             self._now.tapes.append(self._run(ops, made, "activations", leaves, layer=layer, some=some))
         self.ledger.drop(block_input)
         tape = self._now.tapes[-1]

@@ -316,7 +316,7 @@ def _predict_all(workload: Workload, priced: Priced, rows: Sequence[int] | NDArr
 
 def risk(one: Prediction) -> float:
     """Chance that it runs out of memory."""
-    is_ours = one.workload.stack.selective == "modules"
+    is_ours = one.workload.stack.name == "ultrascale"
     return out_of_memory_risk(float(one.memory.needed), float(one.memory.capacity), is_replayed=is_ours)
 
 

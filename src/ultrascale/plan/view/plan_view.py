@@ -195,7 +195,7 @@ def show_alternatives(plans: list[RunPlan], console: Console) -> None:
         cells = [_cell(plan, plan is best) for plan in plans if plan.run.layout.zero_stage == stage]
         table.add_row(f"stage {stage}", *cells)
     usable = format_bytes(plans[0].usable_bytes)
-    console.print(Text(f"Peak memory of a rank and time of a step; {usable} can be used", style="bold"))
+    console.print(Text(f"Memory that a rank needs, and time of a step; {usable} can be used", style="bold"))
     console.print(table)
     if best is None:
         console.print(Text("Nothing fits. More GPUs, shorter sequences or a smaller micro-batch would help.", style="bold red"))
@@ -206,7 +206,7 @@ def show_alternatives(plans: list[RunPlan], console: Console) -> None:
 
 def _cell(plan: RunPlan, is_best: bool) -> Text:
     seconds = "" if plan.prediction is None else f"  {format_seconds(plan.prediction.step_seconds)}"
-    text = f"{format_bytes(plan.peak_bytes)}{seconds}"
+    text = f"{format_bytes(plan.needed_bytes)}{seconds}"
     if is_best:
         return Text(f"> {text}", style="bold green")
     return Text(text, style="" if plan.fits else "red dim")
@@ -299,10 +299,17 @@ def _verdict(plan: RunPlan) -> Text:
     return text
 
 
+FLUSHES = (
+    "of what the allocator caches it gives some back in every step, which takes time:\n"
+    "PYTORCH_ALLOC_CONF=expandable_segments:True, which `ultrascale launch` sets, spares that"
+)
+
+
 def _kept_free(plan: RunPlan) -> str:
     reserve = format_bytes(plan.reserve_bytes)
     if plan.prediction is not None:
-        return f"{reserve} more must stay free: without them the allocator stalls or fails"
+        told = f"{reserve} more must stay free: without them the allocator stalls or fails"
+        return told + (f"\n{FLUSHES}" if plan.prediction.memory.flushes else "")
     on_cpu, count = plan.cluster.accelerator.name == "cpu", plan.cluster.num_accelerators
     uncounted = "Python and torch" if on_cpu else "allocator, contexts, NCCL"
     shared = f"\n{count} processes share this machine's memory" if on_cpu and count > 1 else ""

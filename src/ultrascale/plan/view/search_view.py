@@ -65,7 +65,7 @@ def _summary(result: SearchResult) -> str:
         f"  = within {TIE:.0%} of the first, {tied} with those that differ only in details: only a" if tied > 1 else "",
         "    measurement can tell them apart." if tied > 1 else "",
         f"  step: 80% prediction interval, {_interval_words(result)} of it.",
-        f"  memory: of a GPU's {capacity}, allocator and NCCL included; {MARGIN:.0%} must stay free.",
+        f"  memory: of a GPU's {capacity}, NCCL included; {MARGIN:.0%} must stay free.",
         "  headroom, risk: what is left above that, and the chance that it runs out after",
         "    all; ranked by step / (1 - risk), the time expected.",
         "  runs: `ultrascale train` runs it today; --runnable searches only that."

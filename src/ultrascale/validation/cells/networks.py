@@ -1,6 +1,11 @@
-"""Links that a row's interconnect cell names: `8x HDR 200 Gb/s per node; NVLink in node`.
+"""The cluster of a measured run: from the name of its GPU and what the row says of its network.
 
-A clause between commas says one rate, inside a node (of a GPU) or between nodes:
+The machine is the one that the row's `machine` names, else its GPU's usual one (`catalogue.machines`); `network` names the
+kind of network (`catalogue.network`), `interconnect` its links, such as `8x HDR 200 Gb/s per node; NVLink in node`; blank, they
+are the machine's. A rack with one fast network inside (GB200 NVL72) counts as one node even where the row counts its trays of
+four: what matters is who shares the fast links.
+
+A clause of `interconnect` between commas says one rate, inside a node (of a GPU) or between nodes:
 
     per node, server, in total          of all cards together
     8x HDR 200 Gb/s, 200 Gb/s x 4       so many cards
@@ -8,13 +13,6 @@ A clause between commas says one rate, inside a node (of a GPU) or between nodes
     EFA 3200 Gb/s; 800 Gb/s             of all together: clouds tell machines
     busbw 340 GB/s, measured            what large collectives reach, of whatever the cards could
     NVLink 900 GB/s                     both directions, where that is twice what the link has in one
-
-The cluster of a measured run: from the name of its GPU and what the row says of its network.
-
-The machine is the one that the row's `machine` names, else its GPU's usual one (`catalogue.machines`); `network` names the
-kind of network (`catalogue.network`), `interconnect` its links (`validation.cells.networks`); blank, they are the machine's. A
-rack with one fast network inside (GB200 NVL72) counts as one node even where the row counts its trays of four: what matters is
-who shares the fast links.
 """
 
 from __future__ import annotations
