@@ -19,7 +19,7 @@ from ultrascale.plan.columns.block_memory import block_memory
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.view.recomputation import recomputation_statement
 from ultrascale.plan.workload import Workload
-from ultrascale.work.kept import available_modules, regions, selective_modules
+from ultrascale.work.kept import available_modules, block_again, computed_again, regions, selective_modules
 from ultrascale.work.ops import Shape
 from ultrascale.work.work import block_work
 
@@ -63,6 +63,29 @@ def test_no_set_of_modules_keeps_more_than_nothing_recomputed_or_less_than_all(
         block_memory(model, layer, shape, recompute=way, stack=stack).saved_bytes for way in ("none", some, "full")
     )
     assert whole <= named <= none
+
+
+@settings(max_examples=100, deadline=None)
+@given(blocks(), st.sampled_from(sorted(STACKS)))
+def test_modules_that_free_memory_are_computed_again(block: tuple[Model, int, Shape, str], name: str) -> None:
+    model, layer, shape, some = block
+    stack = STACKS[name]
+    shape = replace(shape, kernels=stack.kernels)
+    none, named = (block_memory(model, layer, shape, recompute=way, stack=stack).saved_bytes for way in ("none", some))
+    ops, again = block_work(model, layer, shape), block_again(some, model, layer, shape, stack)
+    run = computed_again(again, ops, stops_behind=False)
+    dropped = {one for region in regions(ops, again.modules, as_megatron=again.as_megatron) for one in region.drops}
+    assert named == none or run
+    assert dropped <= {one.name for op in run for one in op.makes}
+
+
+def test_deepseek_keeps_what_its_report_says() -> None:
+    """Section 3.2.3 and 3.3.3: norms and up-projections are made again, SwiGLU's inputs are kept in 8 bits, once."""
+    model, stack = PRESETS["deepseek-v3"], STACKS["hai-llm"]
+    shape = Shape(1, 4096, "fp8", device="cuda", ep=64, kernels=stack.kernels)
+    kept = block_memory(model, 10, shape, recompute="norm+mla_up_proj", stack=stack).saved_bytes
+    rows, inner, hidden = 4096 * 8, 2 * 2048, 7168  # of this rank's experts, whose tokens are as many as its own
+    assert kept == pytest.approx(rows * (hidden + inner) + 4096 * (128 * 128 * 2 + inner + 2 * 2 * hidden), rel=0.12)
 
 
 @settings(max_examples=100, deadline=None)

@@ -11,16 +11,17 @@ import pytest
 
 from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.catalogue.models.model_presets import preset
-from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.catalogue.stacks.stack_files import STACKS, changed_stack
 from ultrascale.config.rules.run_rules import cut_problems
 from ultrascale.description.layout import Layout, Precision
 from ultrascale.description.problems import SpecError
+from ultrascale.plan.intervals import out_of_memory_risk
 from ultrascale.plan.layouts import COLUMNS, LayoutTable
 from ultrascale.plan.search.bounds import memory_floors
 from ultrascale.plan.search.scaling import counts, most_that_pay, scaling, smallest_that_fits
-from ultrascale.plan.search.search import TIE, expected_seconds, pareto, price_all, search
+from ultrascale.plan.search.search import TIE, expected_seconds, pareto, price_all, risk, search
 from ultrascale.plan.search.space import MIN_TOKENS_PER_CP_RANK, divisors, legal_layouts
-from ultrascale.plan.time.price import price
+from ultrascale.plan.time.price import predict, price
 from ultrascale.plan.view.search_view import distinct
 from ultrascale.plan.workload import Workload
 
@@ -273,3 +274,22 @@ def test_a_table_gives_back_its_layouts() -> None:
     rows = range(0, len(table), 97)
     again = LayoutTable.of(table.layout(row) for row in rows)
     assert all((getattr(again, name) == getattr(table, name)[list(rows)]).all() for name in COLUMNS)
+
+
+def test_the_risk_of_our_trainer_is_that_of_what_is_replayed_whatever_a_stack_is_set_to() -> None:
+    asked = {one: out_of_memory_risk(0.9e9, 1e9, is_replayed=one) for one in (True, False)}
+    assert 0 < asked[True] < asked[False] < 0.5
+    layout = Layout(dp=8, zero_stage=3, precision="bf16")
+    ours = predict(real("llama-3-8b", "8xh100", batch=64), layout)
+    stack = changed_stack("torchtitan", {"selective": "modules"})
+    changed = predict(replace(real("llama-3-8b", "8xh100", batch=64), stack=stack), layout)
+    for one, is_ours in ((ours, True), (changed, False)):
+        needed, capacity = float(one.memory.needed), float(one.memory.capacity)
+        assert risk(one) == out_of_memory_risk(needed, capacity, is_replayed=is_ours)
+
+
+def test_a_layout_needs_more_than_it_holds_and_less_than_the_allocator_keeps() -> None:
+    memory = predict(real("llama-3-8b", "8xa100-40", batch=64), Layout(dp=8, zero_stage=3, precision="bf16")).memory
+    assert memory.allocated + memory.outside < memory.needed < memory.reserved + memory.outside
+    assert memory.fits == (memory.headroom >= 0) == (memory.needed <= memory.capacity * 0.9)
+    assert memory.flushes == (memory.reserved + memory.outside > memory.capacity)
