@@ -183,6 +183,21 @@ def test_the_newest_answers_are_kept_and_none_of_a_dropped_file(tab, site):
     assert keys == tab.evaluate("async () => await result((await answers)('readonly').getAllKeys())")
 
 
+KEEPS_NOTHING = {
+    "site data are blocked": "indexedDB.open = () => { throw new DOMException('blocked', 'SecurityError'); };",
+    "no answer": "indexedDB.open = () => ({});",
+    "no room": "IDBObjectStore.prototype.put = () => { throw new DOMException('full', 'QuotaExceededError'); };",
+}
+
+
+@pytest.mark.parametrize("script", KEEPS_NOTHING.values(), ids=KEEPS_NOTHING)
+def test_a_browser_that_keeps_nothing_plans(tab, site, script):
+    tab.add_init_script(script)
+    tab.goto(f"{site}?model=gpt2&count=8&seq_len=1024")
+    tab.wait_for_selector("#status:has-text('Planned in')")
+    tab.wait_for_selector("body[data-state=done]")
+
+
 def ask(tab, asked):
     """The answer of the worker to a question."""
     return tab.evaluate("question => source.ask(question)", asked)
