@@ -45,6 +45,7 @@ ELSEWHERE = {
 }  # fmt: skip
 _COMMAS = re.compile(r"[^,]*|\d{1,3}(,\d{3})+[^,]*")
 """Texts of numbers in which a comma, if any, is one between thousands: 1,2 is no 12."""
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 _NEVER_IN_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
@@ -213,8 +214,10 @@ def _int(value: Any, at: At) -> Any:
 
 def _whole_remedy(value: Any, at: At) -> str:
     quoted = isinstance(value, str) and not at.text
-    if (not quoted or value[-1:].isalpha()) and not re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", str(value), re.IGNORECASE):
+    if (not quoted or value[-1:].isalpha()) and not _NUMBER.fullmatch(str(value)):
         return "Write digits, such as 8 or 10k." if at.text else 'Write digits, such as 8 or "10k".'
+    if (number := float(value)).is_integer() and abs(number) < 1e15:
+        return f"Write {int(number)}."
     return "Write it without quotes and without a decimal point." if quoted else "Write it without a decimal point."
 
 
