@@ -428,7 +428,7 @@ def test_islands_without_a_quorum_are_one_job_of_all_their_ranks(capsys):
     ("kubernetes", [*QUORUM], "islands.meet is a folder, and each island has a volume of its own"),
     ("ssh", [*QUORUM, "--launch.hosts", "a,b"], "launch.hosts names 2 hosts for 4 nodes of each of 2 islands"),
     ("slurm", [*QUORUM, "--measure", "--island", "1"], "--island is given beside --measure"),
-    ("torchrun", [*QUORUM, "--launch.port", "65535"], "2 islands, a port each, go up to 65536, past 65535 -> Give 65534 or less"),
+    ("torchrun", [*QUORUM, "--launch.port", "65535"], "2 islands, a port each, go up to 65536, past 65535"),
     ("slurm", [*QUORUM, "--launch.gpus-per-node", "16"], "4 nodes of 16 ranks are 64 ranks, and the layout (dp 32) wants 32"),
 ])  # fmt: skip
 def test_jobs_of_islands_that_cannot_be_are_refused_in_a_sentence(launcher, words, said, capsys, there):

@@ -213,11 +213,11 @@ def _int(value: Any, at: At) -> Any:
 
 
 def _whole_remedy(value: Any, at: At) -> str:
-    quoted = isinstance(value, str) and not at.text
-    if (not quoted or value[-1:].isalpha()) and not _NUMBER.fullmatch(str(value)):
+    if not _NUMBER.fullmatch(str(value)):
         return "Write digits, such as 8 or 10k." if at.text else 'Write digits, such as 8 or "10k".'
     if (number := float(value)).is_integer() and abs(number) < 1e15:
         return f"Write {int(number)}."
+    quoted = isinstance(value, str) and not at.text
     return "Write it without quotes and without a decimal point." if quoted else "Write it without a decimal point."
 
 
