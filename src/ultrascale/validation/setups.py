@@ -13,10 +13,9 @@ runs were tuned, and widens the interval to the others. What is taken by a rule 
     seq_len           4096
     tp, pp, cp        what n_gpus and dp leave over: tp within a node, then pp
 
-Words and numbers of a measured run that are read as something else, or not read at all: reported with its prediction.
-
-Rows come from anywhere. A number out of range makes a row that cannot be described; a word nobody knows is priced as the usual
-thing, and the prediction says as what.
+Rows come from anywhere, so words and numbers that are read as something else, or not at all, are told with the prediction too.
+A number out of range makes a row that cannot be described; a word nobody knows is priced as the usual thing, and the prediction
+says as what.
 """
 
 from __future__ import annotations

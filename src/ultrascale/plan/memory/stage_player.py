@@ -6,7 +6,7 @@ pass of that kind in that state is one entry. A pass in a state that was not see
 micro-batch would have left is made first, off the books. Stages with the same blocks between the ends share what is written
 down, those of other ranks of a layout too. `tests/plan/test_stage_player.py` holds this to the plain replay, byte for byte.
 
-A rank of a pipeline replayed: its list of actions on its stages, and the messages that come and go beside them.
+`RankReplay` plays a rank of a pipeline, its list of actions on its stages, and the messages that come and go beside them.
 
 input     of a stage: memory of the message that brought it, until its backward pass is done
 result    handed to the mailbox; over gloo it lives until an answer shows that it has arrived

@@ -9,12 +9,10 @@ A clause between commas says one rate, inside a node (of a GPU) or between nodes
     busbw 340 GB/s, measured            what large collectives reach, of whatever the cards could
     NVLink 900 GB/s                     both directions, where that is twice what the link has in one
 
-The cluster of a measured run: from the name of its GPU and what the row says of its network.
-
-The machine is the one that the row's `machine` names, else its GPU's usual one (`catalogue.machines`); `network` names the
-kind of network (`catalogue.network`), `interconnect` its links (`validation.cells.networks`); blank, they are the machine's. A
-rack with one fast network inside (GB200 NVL72) counts as one node even where the row counts its trays of four: what matters is
-who shares the fast links.
+The cluster of a measured run follows from the name of its GPU and from these links. The machine is the one that the row's
+`machine` names, else its GPU's usual one (`catalogue.machines`); `network` names the kind of network (`catalogue.network`),
+`interconnect` its links; blank, they are the machine's. A rack with one fast network inside (GB200 NVL72) counts as one node
+even where the row counts its trays of four: what matters is who shares the fast links.
 """
 
 from __future__ import annotations
