@@ -57,13 +57,14 @@ Entries = dict[Hashable, Entry | None]
 FORWARD = Kind.FORWARD.value
 
 
-def alike(stage: StageReplay) -> Hashable:
+def alike(number: int, stages: Mapping[int, StageReplay]) -> Hashable:
     """Key of stages whose passes change the books alike: work and recomputation of each block; for a stage at an end of the
-    model, its part."""
-    part, layout = stage.part, stage.layout
+    model, its part. `stages`: of its rank; what comes from one of them is no message in the books."""
+    part, layout, work = stages[number].part, stages[number].layout, stages[number].work
+    beside = number - 1 in stages, number + 1 in stages
     if part.is_first or part.is_last:
-        return part
-    return tuple((id(stage.work.block(layer)), layout.again(layer)) for layer in part.blocks)
+        return part, beside
+    return tuple((id(work.block(layer)), layout.again(layer)) for layer in part.blocks), beside
 
 
 @dataclass
