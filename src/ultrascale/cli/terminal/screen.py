@@ -1,4 +1,4 @@
-"""What verbs print: tables for people, JSON, and what a command is at.
+"""Output of verbs: tables for people, JSON, and a line that says what a command is at.
 
 A terminal gets tables in its own width, a file or a pipe lines as long as they are. What takes longer than a second is named in
 a line on a terminal's stderr, which goes when it ends (`waiting`). A timer's signal draws it, no thread: commands fork, and a
