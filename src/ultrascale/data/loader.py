@@ -1,9 +1,9 @@
 """Global sequence number -> sequence. A pure function of (sources' content, seed, number), so there is no state to save.
 
 A source is one stream, its documents in stored order, cut every S tokens; each sequence reads one token more than it predicts
-from, so every token but the stream's first is predicted once an epoch. At most S tokens at the stream's end are left over.
-Any split of a step's numbers over ranks and micro-batches therefore gives the
-same global batch, and a run resumes at any step by asking for that step's numbers (`description.progress.step_span`).
+from, so every token but the stream's first is predicted once an epoch. At most S tokens at the stream's end are left over. Any
+split of a step's numbers over ranks and micro-batches therefore gives the same global batch, and a run resumes at any step by
+asking for that step's numbers (`description.progress.step_span`).
 
 With `document_mask`, documents packed into one sequence are kept apart: `document_ids` tells attention, `positions` restart,
 and the last token of a document predicts nothing.
