@@ -180,6 +180,8 @@ def test_a_schedule_given_as_a_setting_is_told_where_its_name_stands(words, flag
 def test_functions_name_what_they_were_given():
     with pytest.raises(SpecError, match=r"is 8192\.5\. Write it without a decimal point"):
         ultrascale.plan("llama-3-8b", "8xh100", sequences_per_batch=8192.5)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(SpecError, match=r"layout\.tp .*must be a whole number, is empty\. Write digits"):
+        ultrascale.plan("llama-3-8b", "8xh100", tp=[])  # pyright: ignore[reportArgumentType]
     with pytest.raises(SpecError, match="b: must be a plan or the file of a run, is 3"):
         ultrascale.compare("run.toml", 3)  # pyright: ignore[reportArgumentType]
 

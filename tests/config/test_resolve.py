@@ -165,9 +165,23 @@ def test_counts_and_times_take_units_in_a_file_as_on_the_command_line(tmp_path):
         resolve(file, [])
     told = {problem.key: problem.remedy for problem in error.value.problems}
     assert told == {
-        "steps": "Write it without quotes and without a decimal point.",
+        "steps": "Write 10.",
         "checkpoint.every_steps": 'Write digits, such as 8 or "10k".', "faults.hang_seconds": 'Write it as 90, or as "30m".',
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("written, remedy", [
+    ('"1e3"', "Write 1000."), ("1e3", "Write 1000."), ("8.0", "Write 8."), ("8.5", "Write it without a decimal point."),
+    ('"8.5"', "Write it without quotes and without a decimal point."), ('"1.2.3"', "Write digits"),
+])  # fmt: skip
+@pytest.mark.parametrize("key, text", [("steps", "steps = {}"), ("islands.dp[0]", "islands.dp = [{}]")])
+def test_what_a_whole_number_is_written_as_instead_is_read(tmp_path, key, text, written, remedy):
+    file = write(tmp_path, "run.toml", text.format(written))
+    told = problems(file)[key].remedy
+    assert told.startswith(remedy)
+    if (number := told.removeprefix("Write ").rstrip(".")).isdigit():
+        file.write_text(text.format(number))
+        assert key not in problems(file)
 
 
 def test_a_ramp_is_given_in_tokens():

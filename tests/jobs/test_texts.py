@@ -295,9 +295,14 @@ def test_a_text_that_was_edited_is_not_written_over(there, capsys):
 
 
 def test_what_the_launcher_says_when_it_refuses_is_passed_on(there, capsys, monkeypatch):
-    (there / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: Invalid partition' >&2\nexit 1\n")
+    refusing = "echo 'sbatch: error: Invalid partition' >&2; exit 1"
+    (there / "sbatch").write_text(f"#!/bin/sh\ncase $1 in *island-0*) echo Submitted;; *) {refusing};; esac\n")
     (there / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{there}:{os.environ['PATH']}")
+    assert main(["launch", "slurm", "run.toml", "--nodes", "4", "--submit", *TWO, *QUORUM]) == 1
+    told = capsys.readouterr()
+    assert told.out == "Submitted\n"
+    assert "Invalid partition; island 0 is submitted: go on with --island 1, each" in re.sub(r"\s+", " ", told.err)
     assert main(["launch", "slurm", "run.toml", "--nodes", "8", "--submit"]) == 1
     assert "refused it: sbatch: error: Invalid partition" in capsys.readouterr().err
 
@@ -422,6 +427,8 @@ def test_islands_without_a_quorum_are_one_job_of_all_their_ranks(capsys):
     ("slurm", ["--island", "0"], "--island is given, and without islands.quorum a run is one job"),
     ("kubernetes", [*QUORUM], "islands.meet is a folder, and each island has a volume of its own"),
     ("ssh", [*QUORUM, "--launch.hosts", "a,b"], "launch.hosts names 2 hosts for 4 nodes of each of 2 islands"),
+    ("slurm", [*QUORUM, "--measure", "--island", "1"], "--island is given beside --measure"),
+    ("torchrun", [*QUORUM, "--launch.port", "65535"], "2 islands, a port each, go up to 65536, past 65535"),
     ("slurm", [*QUORUM, "--launch.gpus-per-node", "16"], "4 nodes of 16 ranks are 64 ranks, and the layout (dp 32) wants 32"),
 ])  # fmt: skip
 def test_jobs_of_islands_that_cannot_be_are_refused_in_a_sentence(launcher, words, said, capsys, there):

@@ -27,8 +27,10 @@ from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.run import Batch, Checkpoint, Run
 from ultrascale.heartbeat import Heart
 from ultrascale.parallel.mesh import Ranks
+from ultrascale.storage import MissingError, StorageError
 from ultrascale.train.folder.run_folder import RunFolder
-from ultrascale.train.start.attempts import ATTEMPT_FILE, _before, _folders, _left_in, attempt, failure_of
+from ultrascale.train.start import attempts
+from ultrascale.train.start.attempts import ATTEMPT_FILE, _before, _folders, _left_in, attempt, failure_of, was_refused
 from ultrascale.train.watch.signs_of_life import Signs
 
 MOST_SECONDS = 300.0
@@ -166,21 +168,50 @@ def test_a_spoilt_file_of_the_attempt_before_is_read_as_one_of_nobody_and_leads_
     assert "nobody watched it" in failure_of([], before, RunFolder(tmp_path))["cause"]
 
 
+def away(error: Exception) -> DataError:
+    """What is raised for data whose store answers with `error`."""
+    told = DataError("s3://data", f"cannot be read: {error}", "Check the store.")
+    told.__cause__ = error
+    return told
+
+
 SPOILT = DataError("tokens", "is 4 tokens, expected 11", "Prepare more text.")
 
 
 @pytest.mark.parametrize("error, has_begun, told", [
     (SpecError([Problem("seed", "is 4", "Set it back.")]), False, 0), (ValueError("no"), False, 1),
     (SPOILT, False, 0), (SPOILT, True, 1),
+    (away(StorageError("the store does not answer")), False, 1), (away(MissingError("is not there")), False, 0),
 ])  # fmt: skip
-def test_a_start_that_was_refused_is_no_attempt_that_failed(tmp_path, error, has_begun, told):
-    folder, ranks = RunFolder(tmp_path), Ranks(0, 1, torch.device("cpu"))
+def test_a_start_that_was_refused_is_no_attempt_that_failed(tmp_path, error, has_begun, told, monkeypatch):
+    folder, ranks, given_up = RunFolder(tmp_path), Ranks(0, 1, torch.device("cpu")), []
+    monkeypatch.setattr(attempts, "give_up", given_up.append)
     with pytest.raises(type(error)), attempt(folder, ranks, Signs(has_begun=has_begun)):
         raise error
     with attempt(folder, ranks, Signs()):
         pass
     kept = tmp_path / "events.jsonl"
     assert len(kept.read_text().splitlines() if kept.exists() else []) == told
+    assert given_up == ([] if told else [str(error)])
+
+
+@pytest.mark.parametrize("other, refused", [
+    ("refused", True), ("LostRankError: rank 0 has left", True), ("ValueError: no", False), (None, False),
+])  # fmt: skip
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_that_is_refused_hides_no_crash_of_another(signs, first, other, refused):
+    ranks = Ranks(first, 2, torch.device("cpu"))
+    with pytest.raises(DataError), attempt(RunFolder(signs.parent), ranks, Signs(signs)):
+        raise SPOILT
+    leave_cause(signs, first, f"DataError: {SPOILT}", lost_contact=False)
+    if other == "refused":
+        (signs / f"{1 - first}.refused").touch()
+    elif other is not None:
+        leave_cause(signs, 1 - first, other, lost_contact=other.startswith("Lost"))
+    assert was_refused(_left_in(signs), {"world": 2}) == refused
+    assert not was_refused(_left_in(signs), {"world": 3})
+    if other == "ValueError: no":
+        assert (told(signs)["rank"], told(signs)["cause"]) == (1 - first, f"rank {1 - first} failed: ValueError: no")
 
 
 @pytest.mark.nightly

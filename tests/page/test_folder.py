@@ -11,6 +11,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from urllib.parse import urlsplit
 
 import pytest
 from page.dropped import LLAMA
@@ -20,7 +21,7 @@ from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.cli.main import main
 from ultrascale.cli.plan.page import question
 from ultrascale.page.controls import controls_json
-from ultrascale.page.folder import PACKAGES, digest
+from ultrascale.page.folder import PACKAGES, STATIC, digest
 
 LARGEST = 15_000_000
 """Bytes of the whole folder."""
@@ -125,6 +126,16 @@ def test_it_plans_in_the_browser_and_a_link_is_a_plan(tab, site):
     tab.wait_for_function("document.querySelector('#facts').innerText.includes('8 x')")
 
 
+def test_every_file_that_could_be_an_older_one_is_asked_for_by_its_build(tab, site, built):
+    asked: list[str] = []
+    tab.on("request", lambda request: asked.append(request.url))
+    tab.goto(f"{site}?model=gpt2&count=8&seq_len=1024")
+    tab.wait_for_selector("#status:has-text('Planned in')")
+    made = json.loads((built / "controls.json").read_text())["build"]
+    for name in (*STATIC, "pyodide.mjs", "site.zip", "stdlib.zip"):
+        assert [url for url in asked if urlsplit(url).path.endswith(name)] == [f"{site}{name}?{made}"]
+
+
 def test_nothing_is_asked_of_another_host(tab, site):
     asked: list[str] = []
     tab.on("request", lambda request: asked.append(request.url))
@@ -181,6 +192,21 @@ def test_the_newest_answers_are_kept_and_none_of_a_dropped_file(tab, site):
     told = ask(tab, SMALL | {"file": {"name": "config.json", "text": json.dumps(LLAMA)}})
     assert "error" not in told
     assert keys == tab.evaluate("async () => await result((await answers)('readonly').getAllKeys())")
+
+
+KEEPS_NOTHING = {
+    "site data are blocked": "indexedDB.open = () => { throw new DOMException('blocked', 'SecurityError'); };",
+    "no answer": "indexedDB.open = () => ({});",
+    "no room": "IDBObjectStore.prototype.put = () => { throw new DOMException('full', 'QuotaExceededError'); };",
+}
+
+
+@pytest.mark.parametrize("script", KEEPS_NOTHING.values(), ids=KEEPS_NOTHING)
+def test_a_browser_that_keeps_nothing_plans(tab, site, script):
+    tab.add_init_script(script)
+    tab.goto(f"{site}?model=gpt2&count=8&seq_len=1024")
+    tab.wait_for_selector("#status:has-text('Planned in')")
+    tab.wait_for_selector("body[data-state=done]")
 
 
 def ask(tab, asked):

@@ -4,10 +4,9 @@ Both compute in float64, where honest layouts agree to about 1e-15 and every cla
 below the rounding. What is proven is the run's own model (or, if that is too large for a laptop, the same kind of model made
 small), axes, schedule, recomputation and optimizer, over several steps, with documents of very uneven length.
 
-Many cases on one set of processes, which start once and are started again only if one of them fails.
-
-Rank 0 writes each verdict down as it is known: what was proven before a failure stays proven, and the case that failed is done
-once more alone, since the other ranks may have been ahead of rank 0 when one of them failed.
+Cases share one set of processes (`Pool`), which start once and are started again only if one of them fails. Rank 0 writes each
+verdict down as it is known: what was proven before a failure stays proven, and the case that failed is done once more alone,
+since the other ranks may have been ahead of rank 0 when one of them failed.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from ultrascale.jobs.job import job_of, ranks_per_node
 from ultrascale.jobs.kubernetes import kubernetes_text
 from ultrascale.jobs.skypilot import skypilot_text
 from ultrascale.jobs.slurm import slurm_array_text, slurm_text
-from ultrascale.jobs.submit import COMMANDS, expect_launcher, submit
+from ultrascale.jobs.submit import COMMANDS, LauncherError, expect_launcher, submit
 
 TEXTS = {
     "slurm": (slurm_text, ".sbatch"), "kubernetes": (kubernetes_text, ".k8s.yaml"), "skypilot": (skypilot_text, ".sky.yaml"),
@@ -76,6 +76,8 @@ def command(arguments: list[str]) -> int:
     parsed, rest = parse_with_overrides(launch, "launch", words)
     launcher, path, nodes, only_print, to_submit, out, measuring, steps, warm, island = parsed
     _expect_sense(launcher, only_print, to_submit, measuring, [axis.key for axis in axes])
+    if measuring and island is not None:
+        raise mistake("--island", "is given beside --measure, which measures cells and no islands", "Leave one of them out.")
     typed = shlex.join(["ultrascale", "launch", *arguments])
     found = resolve(path, rest, require_data=True) if not measuring else resolve(path, rest)
     if measuring:
@@ -93,11 +95,19 @@ def command(arguments: list[str]) -> int:
     if to_submit:
         expect_launcher(launcher, nodes if nodes is not None else found.launch.nodes or 1)
     _expect_unedited(texts, launcher)
-    for text_file, text in texts.items():
+    for number, (text_file, text) in enumerate(texts.items()):
         text_file.parent.mkdir(parents=True, exist_ok=True)
         text_file.write_text(text)
         if to_submit:
-            if said := submit(launcher, text_file):
+            try:
+                said = submit(launcher, text_file)
+            except LauncherError as error:
+                if number == 0:
+                    raise
+                before = "island 0 is" if number == 1 else f"islands 0 to {number - 1} are"
+                rest = " and ".join(f"--island {later}" for later in range(number, len(texts)))
+                raise LauncherError(f"{error}; {before} submitted: go on with {rest}, each a command of its own") from error
+            if said:
                 sys.stdout.write(f"{said}\n")
         else:
             sys.stdout.write(f"{text_file}\nnext  {shlex.join([*COMMANDS[launcher], str(text_file)])}\n")

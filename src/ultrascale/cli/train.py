@@ -1,6 +1,6 @@
 """`ultrascale train`: train, or go on where a run stopped.
 
-Check that a run's store can be used, before ranks start and anything is written. Needs no torch.
+Whether the run's store can be used is found out here, without torch, before ranks start and anything is written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every key of a description in a line: type, unit, default, allowed values, and what it is. Read off the dataclasses of a run,
 their docstrings and `config.ranges`; `ultrascale show keys` and docs/reference.md print it.
 
-Texts below the fields of a dataclass or a typed dictionary, read off its source: the only description of each key.
+What a key is stands in its source below the field and nowhere else.
 """
 
 from __future__ import annotations

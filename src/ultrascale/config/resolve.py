@@ -6,7 +6,7 @@ A preset (or path) names a whole model, so it replaces what lower layers say abo
 change it. `batch.tokens_per_batch` stands for `sequences_per_batch`. Paths of corpora and models are relative to where the
 command is run; `extends` is relative to its file.
 
-A resolved run as TOML text: what the run folder keeps and the workers read.
+Written as TOML (`to_toml`), a resolved run is what the run folder keeps and the workers read.
 """
 
 from __future__ import annotations

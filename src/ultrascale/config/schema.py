@@ -45,6 +45,7 @@ ELSEWHERE = {
 }  # fmt: skip
 _COMMAS = re.compile(r"[^,]*|\d{1,3}(,\d{3})+[^,]*")
 """Texts of numbers in which a comma, if any, is one between thousands: 1,2 is no 12."""
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 _NEVER_IN_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
@@ -167,6 +168,11 @@ def _described(value: Any) -> str:
     return f"{words.get(type(value), '')}{value!r}"
 
 
+def _given(value: Any, at: At) -> Any:
+    """As it was typed, or as it stands in a file."""
+    return (value if value != "" else "empty") if at.text else _described(value)
+
+
 def _literal(value: Any, options: tuple[Any, ...], at: At) -> Any:
     for option in options:
         if (str(option) == value and (at.text or isinstance(option, str))) or (value == option and type(value) is type(option)):
@@ -208,13 +214,15 @@ def _int(value: Any, at: At) -> Any:
                     return read(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    return at.wrong(f"must be a whole number, is {value if at.text else _described(value)}", _whole_remedy(value, at))
+    return at.wrong(f"must be a whole number, is {_given(value, at)}", _whole_remedy(value, at))
 
 
 def _whole_remedy(value: Any, at: At) -> str:
-    quoted = isinstance(value, str) and not at.text
-    if (not quoted or value[-1:].isalpha()) and not re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", str(value), re.IGNORECASE):
+    if not _NUMBER.fullmatch(str(value)):
         return "Write digits, such as 8 or 10k." if at.text else 'Write digits, such as 8 or "10k".'
+    if (number := float(value)).is_integer() and abs(number) < 1e15:
+        return f"Write {int(number)}."
+    quoted = isinstance(value, str) and not at.text
     return "Write it without quotes and without a decimal point." if quoted else "Write it without a decimal point."
 
 
@@ -236,7 +244,7 @@ def _float(value: Any, at: At) -> Any:
         remedy = "Write it as 0.1 or 3e-4." if at.text else "Write it without quotes, such as 3e-4."
         if unit:
             remedy = "Write it as 90, or with a unit, such as 30m." if at.text else 'Write it as 90, or as "30m".'
-        return at.wrong(f"must be a number, is {value if at.text else _described(value)}", remedy)
+        return at.wrong(f"must be a number, is {_given(value, at)}", remedy)
     return number if math.isfinite(number) else at.wrong(f"must be finite, is {number}", "Give an ordinary number.")
 
 

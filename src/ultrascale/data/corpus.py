@@ -1,13 +1,13 @@
 """A source of tokens: the shards of a prepared folder, or one foreign prefix, as one stream of documents in stored order.
 
-A prepared folder in a store: the indexes are brought here, token ids come in blocks as they are needed, and before that.
+Of a prepared folder in a store the indexes are brought here, and token ids come in blocks when they are needed, or before:
 
     index     of a shard that is opened: whole, compared with its checksum, in a folder that goes with the process
     ids       blocks of 64 KiB in memory, 256 MiB of them at most, those used longest ago leave first
     ahead     the sequences of the next step are known, since their order is a function of the step: they are asked for while
               this one is computed, all at once
 
-Order and bits are those of the same folder on a disk: only where the bytes come from differs.
+Its order and bits are those of the same folder on a disk: only where the bytes come from differs.
 """
 
 from __future__ import annotations

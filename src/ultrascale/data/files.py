@@ -1,6 +1,6 @@
-"""Files that are either whole or not there: temporary name, fsync, rename, fsync of the folder.
+"""Files of prepared data that are either whole or not there, and `DataError`, the one error of this package.
 
-The one error of this package.
+A file is written under a temporary name, then fsync, rename, fsync of the folder.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """Global sequence number -> sequence. A pure function of (sources' content, seed, number), so there is no state to save.
 
 A source is one stream, its documents in stored order, cut every S tokens; each sequence reads one token more than it predicts
-from, so every token but the stream's first is predicted once an epoch. At most S tokens at the stream's end are left over.
-Which sequence has which number is in `order`. Any split of a step's numbers over ranks and micro-batches therefore gives the
-same global batch, and a run resumes at any step by asking for that step's numbers (`description.progress.step_span`).
+from, so every token but the stream's first is predicted once an epoch. At most S tokens at the stream's end are left over. Any
+split of a step's numbers over ranks and micro-batches therefore gives the same global batch, and a run resumes at any step by
+asking for that step's numbers (`description.progress.step_span`).
 
 With `document_mask`, documents packed into one sequence are kept apart: `document_ids` tells attention, `positions` restart,
 and the last token of a document predicts nothing.
 
-Order of the data: which sequence of which source has global number n. Pure functions of (seed, n), so that nothing needs to
-be saved.
+Which sequence of which source has global number n is a pure function of (seed, n):
 
 Blend. Numbers come in blocks of 10,000. A table gives each number of a block its source: quotas by largest remainder (a share
 is within one sequence of exact in every block, and exact for weights of up to four decimals), spread evenly over the block. So

@@ -2,13 +2,9 @@
 
 text  ->  plan  ->  prove  ->  train, kill, resume  ->  planned beside measured  ->  loss  ->  sample  ->  export  ->  plots
 
-Unigram entropy: the loss of a model that knows only how often each token occurs.
-
-The folder that everything of the demo lands in: made, claimed, and cleared of an earlier demo, and of nothing else.
-
-The loss curve in letters, for a terminal: no reader has to open a file to see that something was learned.
-
-The demo's run as a TOML file: sized so that training takes one to three minutes on this machine.
+    folder    of everything that the demo writes: made, claimed, and cleared of an earlier demo, and of nothing else
+    run       a TOML file, sized so that training takes one to three minutes on this machine
+    loss      as a curve in letters, beside the unigram entropy: the loss of a model that knows only how often each token occurs
 """
 
 from __future__ import annotations

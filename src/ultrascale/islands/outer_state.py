@@ -5,8 +5,9 @@
     residual     what was rounded off of moves, to be sent later     in bf16, int8, int4
     snapshot     the weights as they were when a fragment was sent   with overlap
     mean         of the islands' moves, until it is applied          with overlap
+    moves        under way, kept for whoever is still to have them   with a quorum
 
-in the dtype of weights between steps: 4 to 20 bytes a parameter that the rank holds, and none of the device's.
+in the dtype of weights between steps: 4 to 24 bytes a parameter that the rank holds, and none of the device's.
 
 A bucket is what is sent at once: the parts of a fragment that the same ranks of the island hold alike (replicas, of HSDP or
 ZeRO stage 0). Each of those sends its piece of the bucket, and what comes back they gather within the island.

@@ -15,6 +15,7 @@ from pathlib import Path
 from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.config.rules.time_limits import grace_seconds
 from ultrascale.description.problems import Problem, SpecError, mistake
+from ultrascale.description.rank_environment import LAST_PORT
 from ultrascale.description.run import Run
 from ultrascale.description.sections.launch import Launch
 from ultrascale.description.units import count_of, format_seconds
@@ -106,7 +107,9 @@ def job_of(
         raise mistake("--nodes", f"must be at least 1, is {asked}", "Give the number of machines.")
     ranks = ranks_per_node(run, launch)
     together = island is None and run.islands.count > 1
-    problems = [*_fit(run, asked, ranks, run.num_processes if together else run.layout.world_size), *_time(run, launch)]
+    wanted = run.num_processes if together else run.layout.world_size
+    ports = [] if island is None else _ports(launch, run.islands.count)
+    problems = [*_fit(run, asked, ranks, wanted), *_time(run, launch), *ports]
     if problems:
         raise SpecError(problems)
     return Job(run, launch, file, tuple(settings), asked, ranks, command, tuple(notes), island)
@@ -148,3 +151,12 @@ def _time(run: Run, launch: Launch) -> list[Problem]:
         return []
     rule = f"{launch.time_limit} is too short to start, train and save in: saving alone is given {grace_seconds(run):.0f} s"
     return [Problem("launch.time_limit", rule, 'Give more, such as "1h", or leave it out for the cluster\'s own.')]
+
+
+def _ports(launch: Launch, islands: int) -> list[Problem]:
+    """Each island that is a job of its own has the port after the one before."""
+    last = (launch.port or 0) + islands - 1
+    if last <= LAST_PORT:
+        return []
+    rule = f"is {launch.port}, and {islands} islands, a port each, go up to {last}, past {LAST_PORT}"
+    return [Problem("launch.port", rule, f"Give {LAST_PORT + 1 - islands} or less, or leave it out, and it is drawn.")]

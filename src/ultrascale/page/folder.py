@@ -58,6 +58,8 @@ TRAINS = {
 NOT_NEEDED = {"numpy", "pygments", "markdown-it-py", "mdurl"}
 """Dependencies that come from elsewhere, or that only text in colours needs."""
 REQUIRED = re.compile(r"[\w.-]+")
+LOADED = re.compile(r'(?<=[ =])"((?:\./)?\w+\.(?:css|js|mjs))"')
+"""Names of files that the page and the worker load: of a build, so that no older one is used that the browser still has."""
 STATIC = ("page.css", "charts.js", "page.js", "browser.js", "worker.mjs")
 
 
@@ -78,7 +80,11 @@ def build(folder: Path, parts: Path | None) -> str:
         (folder / name).write_text(static_text(name), encoding="utf-8")
     page = static_text("index.html").replace("server.js", "browser.js")
     (folder / "index.html").write_text(page, encoding="utf-8")
-    (folder / "controls.json").write_text(json.dumps(controls_json() | {"build": digest(folder)}), encoding="utf-8")
+    made = digest(folder)
+    for name in ("index.html", "worker.mjs"):
+        text = LOADED.sub(rf'"\1?{made}"', (folder / name).read_text(encoding="utf-8"))
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / "controls.json").write_text(json.dumps(controls_json() | {"build": made}), encoding="utf-8")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     slow = "" if _compiles() else " Built by Python 3.11 it would start faster."
     return f"wrote {folder}: {size / 1e6:.1f} MB. Serve it with any web server, such as python -m http.server -d {folder}{slow}"

@@ -5,7 +5,7 @@ Trainer           the trainer's own: model, parallelism, optimizer
 train_step        the trainer's own, on sequences without content     (batches.py)
 Recorder          sees every operation of it                          (recorder.py)
 
-Routing without values: every expert is chosen equally often, as a plan takes it.
+Without values there is no routing: every expert is chosen equally often, as a plan takes it.
 """
 
 from __future__ import annotations

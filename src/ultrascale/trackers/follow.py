@@ -1,6 +1,6 @@
 """Hands rows of a growing `metrics.jsonl` to trackers, each in a thread of its own, and tries again what fails.
 
-Processor, memory, disk and GPUs of this machine, as metrics. From /proc and nvidia-smi: no package is needed.
+Beside them it hands over what this machine does: processor, memory, disk and GPUs, from /proc and nvidia-smi without a package.
 """
 
 from __future__ import annotations

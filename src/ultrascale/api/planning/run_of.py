@@ -1,6 +1,6 @@
 """The run that a question to the planner is about, its machines and its circumstances.
 
-`--model ... --gpus ...` where a run's file may stand: the run whose layout `ultrascale plan` of the same words chooses.
+Where `--model ... --gpus ...` stand for a run's file, it is the run whose layout `ultrascale plan` of the same words chooses.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`ultrascale show schedule`: a pipeline schedule played and drawn; `ultrascale show schedules`: all of them on one table.
 
-`ultrascale show schedule NAME --executed`: the step as it was run on this machine, below the step as it was planned.
+With `--executed` the step as it was run on this machine, below the step as it was planned.
 """
 
 from __future__ import annotations

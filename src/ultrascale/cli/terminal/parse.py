@@ -1,15 +1,12 @@
 """A verb's function as its command line: positional words, flags and help come from the signature and its docstring.
 
-What is typed is read by `cli.terminal.parse`; the parser library, which takes 0.3 s of CPU to import, only prints the help.
-
-Words of a command line as the arguments of a verb, read without a parser library: 0.3 s of CPU less at every start.
+What is typed is read here; the parser library, which takes 0.3 s of CPU to import, only prints the help.
 
     --seq-len 128k, --seq-len=128k, --seq_len 128k      the value of one option
     --json                                              of an option that is off or on
     --out a.png b.json, --exclude a --exclude b         of one that holds several
 
-Values are read as those of a run's settings are, and mistakes are told as theirs: all at once, each with what to do. `--help`
-is the parser's (`cli.terminal.parse`).
+Values are read as those of a run's settings are, and mistakes are told as theirs: all at once, each with what to do.
 """
 
 from __future__ import annotations

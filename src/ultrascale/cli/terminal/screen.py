@@ -1,9 +1,8 @@
-"""Console for tables for people: a terminal in its own width, a file or a pipe in lines as long as they are.
+"""Output of verbs: tables for people, JSON, and a line that says what a command is at.
 
-A line on a terminal's stderr that says what a command is at, once that takes longer than a second, and goes when it ends.
-
-A timer's signal draws it, no thread: commands fork, and a fork copies none. While a library computes for seconds without
-returning to Python the line stands still.
+A terminal gets tables in its own width, a file or a pipe lines as long as they are. What takes longer than a second is named in
+a line on a terminal's stderr, which goes when it ends (`waiting`). A timer's signal draws it, no thread: commands fork, and a
+fork copies none. While a library computes for seconds without returning to Python the line stands still.
 """
 
 from __future__ import annotations

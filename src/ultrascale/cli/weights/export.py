@@ -1,7 +1,4 @@
-"""`ultrascale export`: a checkpoint as a Hugging Face folder.
-
-Facts of a training run for its model card.
-"""
+"""`ultrascale export`: a checkpoint as a Hugging Face folder, whose model card tells of the training run."""
 
 from __future__ import annotations
 

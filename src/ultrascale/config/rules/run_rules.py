@@ -1,6 +1,6 @@
 """Rules of a run that one section cannot see alone, and what is set without effect.
 
-Rules of divisibility: a layout must divide the model's numbers, but not sequence lengths. Problems name sizes that do.
+Those of divisibility: a layout must divide the model's numbers, but not sequence lengths. Problems name sizes that do.
 """
 
 from __future__ import annotations

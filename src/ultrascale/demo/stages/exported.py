@@ -1,7 +1,4 @@
-"""The model as others get it: a Hugging Face folder, and transformers' own logits beside ours.
-
-Code that the model writes.
-"""
+"""The model as others get it: a Hugging Face folder, transformers' own logits beside ours, and code that the model writes."""
 
 from __future__ import annotations
 

@@ -12,13 +12,14 @@ Where ranks cut these products, `Wires` are what they send, and which scales the
 schedule that makes dW later keeps both its factors in 8 bits till then. Weights that were gathered in fp8
 (`parallel.precision.fp8_gather`) come rounded, beside tensors without numbers that their gradients belong to.
 
-Delayed scaling (Micikevicius et al. 2022; Transformer Engine): scales from the largest magnitudes of earlier steps.
+Scales are those of what is rounded, or with delayed scaling (Micikevicius et al. 2022; Transformer Engine) follow from the
+largest magnitudes of earlier steps:
 
     current    largest of x, then a scale, then x is rounded     over ranks a message between them
     delayed    x is rounded by the scale that is there, and its largest magnitude is noted for later steps; no message
 
-What is larger than all that its history knows saturates: it becomes the format's largest number, and from the next step on the
-scale has room for it.
+With the latter, what is larger than all that its history knows saturates: it becomes the format's largest number, and from the
+next step on the scale has room for it.
 """
 
 from __future__ import annotations

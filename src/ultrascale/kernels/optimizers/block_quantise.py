@@ -9,7 +9,8 @@ most. The second moment is kept as its root, which halves the decades; what is n
 by. Rows are cut into blocks by their columns in the whole, so that a rank that holds some columns has the blocks that one
 process has; a block that two ranks share takes the larger of their scales (`widest`).
 
-Stochastic rounding whose random numbers are a function of (key, position): the same bits whoever rounds which part.
+The random numbers of stochastic rounding, to codes or to a narrow dtype, are a function of (key, position): the same bits
+whoever rounds which part.
 
     x between two neighbours lo and hi of the narrow dtype     hi with probability (x - lo) / (hi - lo), else lo
 

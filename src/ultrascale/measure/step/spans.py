@@ -9,11 +9,10 @@
                  2nd  |------------|
     partition    2nd  |--|1st|-----|..|1st|....|          every moment of the window once; `rest` where nobody is busy
 
-Seconds everywhere. Nothing here knows what a name means.
+Seconds everywhere; what a name means is not known here.
 
-A torch profiler's trace read back: what the host's threads did, what ran on the device, and who launched it.
-
-The file is the Trace Event Format as `torch.profiler` exports it (Kineto): complete events with `cat` cpu_op, user_annotation,
+They are read from a torch profiler's trace: what the host's threads did, what ran on the device, and who launched it. The file
+is the Trace Event Format as `torch.profiler` exports it (Kineto): complete events with `cat` cpu_op, user_annotation,
 cuda_runtime, kernel, gpu_memcpy, gpu_memset; `args.correlation` ties a kernel to the call that launched it, arrows of `cat`
 fwdbwd tie a forward operation to its backward pass (sequence numbers, which are there too, begin anew on each thread), and
 NCCL's kernels carry their process group's description. Times become seconds since the first step's start, which `origin` puts

@@ -166,5 +166,8 @@ if __name__ == "__main__":
     try:
         main(int(sys.argv[1]), int(sys.argv[2]), unconfined="unconfined" in sys.argv[3:])
     except BaseException as error:
-        print(json.dumps({"error": f"{type(error).__name__}: {reason(error)}"}))
+        told = f"{type(error).__name__}: {reason(error)}"
+        if isinstance(error, LookupError | EOFError | AttributeError | TypeError | UnicodeError):
+            told = f"it is no pickle, or a damaged one ({told})"
+        print(json.dumps({"error": told}))
         raise SystemExit(1) from None

@@ -2,6 +2,7 @@
 "use strict";
 
 const KEPT = 48; // answers, the newest; some 230 kB each
+const PATIENCE = 1000; // milliseconds for a kept answer; Python takes longer to start
 let build = "", worker = null, isReady = false, number = 0;
 const waiting = new Map();
 
@@ -11,12 +12,13 @@ const result = (request) => new Promise((done, failed) => {
 });
 // Answers to questions about no dropped file, by build and question: the same planner answers the same question alike, so that
 // who comes again need not wait until Python has started.
-const answers = (() => {
+const answers = (async () => {
   const opening = indexedDB.open("ultrascale", 1);
   opening.onupgradeneeded = () => opening.result.createObjectStore("answers").createIndex("at", "at");
-  return result(opening).then((base) => (mode) => base.transaction("answers", mode).objectStore("answers"));
+  const base = await result(opening);
+  return (mode) => base.transaction("answers", mode).objectStore("answers");
 })();
-answers.catch(() => {}); // a browser that keeps nothing
+answers.catch(() => {}); // a browser that keeps nothing: open fails, throws or never answers
 const keyOf = (question) => `${build} ${JSON.stringify(question)}`;
 
 async function keepAnswer(key, text) {
@@ -51,7 +53,10 @@ const source = {
   // An answer of before, while the planner starts.
   async kept(question) {
     if (isReady || question.file) return null;
-    const found = await answers.then((store) => result(store("readonly").get(keyOf(question)))).catch(() => null);
+    const found = await Promise.race([
+      answers.then((store) => result(store("readonly").get(keyOf(question)))).catch(() => null),
+      new Promise((late) => setTimeout(late, PATIENCE)),
+    ]);
     return found ? JSON.parse(found.text) : null;
   },
   ask: (question) => new Promise((done) => {

@@ -410,7 +410,7 @@ def _play_step(
     stage = next(iter(stages.values()))
     mail = MailReplay(ledger, tally, orders.messages, at.pp, stage.work.hidden_bytes, over_gloo=stage.shards.over_gloo)
     plain = ledger.keeps_timeline or layout.offload_activations
-    players = {number: StagePlayer(one, passes.setdefault(alike(one), {})) for number, one in stages.items()}
+    players = {number: StagePlayer(one, passes.setdefault(alike(number, stages), {})) for number, one in stages.items()}
     played = stages if plain else players
     replay = RankReplay(ledger, played, mail, layout.num_stages - 1, outputs)
     replay.play(sharded(orders.schedule[at.pp], layout.zero_stage, reduces_from), step)

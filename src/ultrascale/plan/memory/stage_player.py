@@ -6,7 +6,7 @@ pass of that kind in that state is one entry. A pass in a state that was not see
 micro-batch would have left is made first, off the books. Stages with the same blocks between the ends share what is written
 down, those of other ranks of a layout too. `tests/plan/test_stage_player.py` holds this to the plain replay, byte for byte.
 
-A rank of a pipeline replayed: its list of actions on its stages, and the messages that come and go beside them.
+`RankReplay` plays a rank of a pipeline, its list of actions on its stages, and the messages that come and go beside them.
 
 input     of a stage: memory of the message that brought it, until its backward pass is done
 result    handed to the mailbox; over gloo it lives until an answer shows that it has arrived
@@ -57,13 +57,14 @@ Entries = dict[Hashable, Entry | None]
 FORWARD = Kind.FORWARD.value
 
 
-def alike(stage: StageReplay) -> Hashable:
+def alike(number: int, stages: Mapping[int, StageReplay]) -> Hashable:
     """Key of stages whose passes change the books alike: work and recomputation of each block; for a stage at an end of the
-    model, its part."""
-    part, layout = stage.part, stage.layout
+    model, its part. `stages`: of its rank; what comes from one of them is no message in the books."""
+    part, layout, work = stages[number].part, stages[number].layout, stages[number].work
+    beside = number - 1 in stages, number + 1 in stages
     if part.is_first or part.is_last:
-        return part
-    return tuple((id(stage.work.block(layer)), layout.again(layer)) for layer in part.blocks)
+        return part, beside
+    return tuple((id(work.block(layer)), layout.again(layer)) for layer in part.blocks), beside
 
 
 @dataclass

@@ -7,7 +7,7 @@ tell is pretended: a number that the trainer reads is 2, and of experts every on
 
 The same recorder counts a step that really runs on the CPU (`is_real`): tests hold the one to the other.
 
-Storages as they come and go: `measure.memory` with names, and every change kept.
+Storages are followed as they come and go (`measure.memory` with names), and every change is kept.
 """
 
 from __future__ import annotations

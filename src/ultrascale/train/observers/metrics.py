@@ -1,8 +1,7 @@
 """Metrics of a run: rows of numbers, one line on the console, a bar on a terminal.
 
-`metrics.jsonl` is the truth; a process beside this one feeds the trackers that the run names with its rows (`trackers`).
-
-The process that feeds a run's trackers, as rank 0 has it beside itself.
+`metrics.jsonl` is the truth; a process that rank 0 has beside itself feeds the trackers that the run names with its rows
+(`trackers`).
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ them) and gradients: 8 bytes a parameter less.
 
 The maths is torch's fused AdamW, the same operation that updates on a CPU without offload: there the results are the same bits.
 
-AdamW on what this rank holds: torch's fused update of the local parts, without a distributed tensor's dispatch.
-
-An element-wise update of parts that are cut alike needs no message, so there is nothing for DTensor to find out, which would
-look at five lists of tensors every step. The operation is the one that torch.optim.AdamW(fused=True) calls, with the same bits.
+Without offload `LocalAdamW` does the same on the device: the fused update of this rank's local parts, without a distributed
+tensor's dispatch. An element-wise update of parts that are cut alike needs no message, so there is nothing for DTensor to find
+out, which would look at five lists of tensors every step. The operation is the one that torch.optim.AdamW(fused=True) calls,
+with the same bits.
 """
 
 from __future__ import annotations

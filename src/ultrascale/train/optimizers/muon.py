@@ -9,8 +9,7 @@ and one weight decay. Hidden matrices are those of attention and MLP, of experts
 and biases are AdamW's. With this factor it is `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`, which knows neither cut
 matrices nor experts; a test holds this to it.
 
-The nearest orthogonal matrix to a matrix, nearly: Newton-Schulz iterations of Muon (Jordan et al. 2024).
-
+`orthogonalise` gives nearly the nearest orthogonal matrix, by Newton-Schulz iterations (Jordan et al. 2024).
 For G = U S V^T five steps of X <- a X + (b A + c A A) X with A = X X^T take every singular value of X = G / |G| to between 0.7
 and 1.2, with products alone. The constants are Jordan's: they raise small singular values as fast as can be, and do not quite
 arrive at 1, which does not matter to training. In bf16, as there; of fp64 in fp64, where it can be proven.

@@ -1,14 +1,10 @@
 """The start of a session: data, trainer and metrics built, the newest checkpoint restored, the run's folder told.
 
-The first step since a start, or since going back: ranks have met, and from here on wait no longer than asked.
-
-A step's row of metrics and line on the console, and how the run ended.
-
-Replicas compared every `faults.digest_every_steps`, and before anything is saved that they may have spoiled.
-
-Rewind to the newest checkpoint after a step that cannot be right (`faults.on_anomaly = "rewind"`).
-
-Ranks that have met, and own the run's folder, until all of them leave.
+What is done beside the steps of every run is here too, as observers of the session: ranks that have taken a first step wait
+from then on no longer than asked; each step gets its row of metrics and its line on the console; replicas are compared every
+`faults.digest_every_steps`, and before anything is saved that they may have spoiled; after a step that cannot be right the run
+goes back to the newest checkpoint (`faults.on_anomaly = "rewind"`). `joined` holds all of it: ranks that have met, and own the
+run's folder, until all of them leave.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 nothing, so they look for themselves:
 
     attempt.json        in the run's folder while ranks train: on which nodes their signs of life are, and where
-    the signs           of each rank the last sign of life, and what it died of if it could say; the watchdog's verdict
+    the signs           of each rank the last sign of life, and what it died of if it could say; the watchdog's verdict;
+                        N.refused where rank N was refused before any step, by a SpecError or its data
 
 The last signs also tell when it ended. What no rank can know is the signal or exit code that ended another one, which torchrun
 saw and keeps to itself: that one has ended "without a word". Nor can it be told before the next start.
@@ -34,6 +35,7 @@ from ultrascale.launch.watchdog import HANG_FILE, disagreement, keep_hang, meanw
 from ultrascale.parallel.arrival import give_up
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.run_rows import event_line
+from ultrascale.storage import StorageError
 from ultrascale.train.folder.run_folder import RunFolder, RunFolderLostError
 from ultrascale.train.watch.signs_of_life import FOLDER_PREFIX, Signs
 
@@ -53,8 +55,9 @@ def attempt(folder: RunFolder, ranks: Ranks, signs: Signs) -> Iterator[None]:
     found = [json.loads(text) for text in ranks.gather_text(json.dumps(_look(before) if signs.leads else []))]
     again = any(int(text) > 0 for text in ranks.gather_text(os.environ.get(RESTARTS, "0")))  # each agent counts its own
     if ranks.is_first:
-        if before is not None:
-            _record(folder, failure_of([one for some in found for one in some], before, folder, again=again))
+        told = [one for some in found for one in some]
+        if before is not None and not was_refused(told, before):
+            _record(folder, failure_of(told, before, folder, again=again))
         own = [node for node in nodes if node is not None]
         with suppress(OSError):  # a full disk ends no run
             folder.write_json(ATTEMPT_FILE, {"world": ranks.world, "nodes": own})
@@ -65,11 +68,13 @@ def attempt(folder: RunFolder, ranks: Ranks, signs: Signs) -> Iterator[None]:
     try:
         yield
     except (SpecError, DataError) as error:
-        if isinstance(error, SpecError) or not signs.has_begun:
-            # Refused before any step: the next start has nothing to tell of it, and would be refused for the same reason.
-            signs.is_kept = False
+        if isinstance(error, SpecError) or not (signs.has_begun or type(error.__cause__) is StorageError):
+            # Refused before any step: the next start would be refused for the same reason. Not so where a store is away.
             give_up(str(error))
-            if ranks.is_first:
+            if signs.folder is not None:
+                with suppress(OSError):
+                    (signs.folder / f"{ranks.process}.refused").touch()
+            elif ranks.is_first:
                 folder.remove(ATTEMPT_FILE)
         raise
     except RunFolderLostError as error:  # saved elsewhere: ranks that torchrun starts again would begin anew at the old path
@@ -85,6 +90,13 @@ def attempt(folder: RunFolder, ranks: Ranks, signs: Signs) -> Iterator[None]:
             console.put(line)
             with suppress(OSError):
                 folder.append("log.txt", line)
+
+
+def was_refused(found: Iterable[dict[str, Any]], before: dict[str, Any]) -> bool:
+    """True if `before` was refused and did not fail: each rank was refused, or died only because a refused one left."""
+    ranks = {one["rank"]: one for one in found}
+    others = [one["cause"] for one in ranks.values() if not one["refused"]]
+    return len(ranks) == before["world"] > len(others) and all(cause and cause["lost_contact"] for cause in others)
 
 
 def failure_of(
@@ -107,7 +119,7 @@ def _blame(ranks: dict[int, dict[str, Any]], before: dict[str, Any]) -> tuple[in
     for one in ranks.values():
         if one["hang"] is not None:
             return min(one["hang"]["culprits"], default=None), f"hang: {one['hang']['reason']}"
-    for rank, one in ranks.items():
+    for rank, one in sorted(ranks.items(), key=lambda item: item[1]["refused"]):
         if one["cause"] is not None and not one["cause"]["lost_contact"]:
             return rank, f"rank {rank} failed: {one['cause']['text']}"
     if (odd := next((one["odd"] for one in ranks.values() if one["odd"]), None)) is not None:
@@ -174,7 +186,7 @@ def _left_in(folder: Path) -> Iterator[dict[str, Any]]:
             yield {
                 "rank": beat.rank, "node": socket.gethostname(), "doing": beat.doing, "is_done": beat.doing == heartbeat.DONE,
                 "step": beat.steps_done if beat.started_at >= 0 else None, "odd": odd, "hang": hang,
-                "cause": _read(folder / f"{beat.rank}.cause"),
+                "cause": _read(folder / f"{beat.rank}.cause"), "refused": (folder / f"{beat.rank}.refused").exists(),
                 "meanwhile": meanwhile([one for one in beats if one.rank != beat.rank], beat.rank, []),
                 "stamp": now | {"time": now["time"] - age, "monotonic": beat.time},
             }  # fmt: skip

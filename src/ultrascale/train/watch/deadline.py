@@ -1,4 +1,4 @@
-"""A run whose job has a time limit saves and leaves before the limit.
+"""A run leaves in order when it is asked to, by its job's time limit or by a signal: it finishes the step, saves and ends.
 
 A batch system kills what is still there when the time is over. Whoever starts the ranks says when that is, in seconds of the
 wall clock; after every step each rank compares what is left with what the next step and the last save may take. One that finds
@@ -9,12 +9,11 @@ too little asks all to stop, as after a signal, and all leave at the same step.
 Steps and saves are this attempt's, saves also those that the run's metrics tell of earlier ones. The first step is left out: it
 compiles, and meets the others.
 
-SIGTERM, Ctrl-C, SIGHUP and SIGUSR1: finish the step, save, leave.
-
-A handler only takes a note. Python runs handlers between bytecodes, so one that arrives inside a collective waits for it; all
-ranks then learn of the note when they next count tokens together, and stop before the same step. A second signal some seconds
-later is the usual one and ends the process at once; not sooner, because a terminal and torchrun both deliver a Ctrl-C. That
-holds until the process has left: one that comes between the save and the end is not taken for a crash.
+SIGTERM, Ctrl-C, SIGHUP and SIGUSR1 ask for the same. A handler only takes a note. Python runs handlers between bytecodes, so
+one that arrives inside a collective waits for it; all ranks then learn of the note when they next count tokens together, and
+stop before the same step. A second signal some seconds later is the usual one and ends the process at once; not sooner, because
+a terminal and torchrun both deliver a Ctrl-C. That holds until the process has left: one that comes between the save and the
+end is not taken for a crash.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Under `ultrascale train --processes N` the launcher has made the folder and star
 of each node does, and tells the others of its node; after a failure the next attempt reads what is in it
 (`train.start.attempts`).
 
-Parts of a run that may take longer than any step: who waits for another rank meanwhile does so patiently, and the watchdog
-does not take it for a hang (`parallel.time_limits`).
+In parts of a run that may take longer than any step (`slow_part`), who waits for another rank does so patiently, and the
+watchdog does not take it for a hang (`parallel.time_limits`).
 """
 
 from __future__ import annotations
