@@ -42,6 +42,8 @@ class Hub(ThreadingHTTPServer):
         """Parts of paths, and the status that answers them."""
         self.refusals_left = 10**9
         self.only_with_key = False
+        self.ranges = "kept"
+        """Or `short`: of a range a byte is lacking; or `ignored`: all of the file comes."""
         self.paths: list[str] = []
         """Those that were read."""
 
@@ -75,8 +77,9 @@ class Answer(BaseHTTPRequestHandler):
             self.say({"error": "no"}, status=404, headers={"X-Error-Code": "EntryNotFound"})
         elif asked and int(asked[1]) >= len(held):
             self.say({}, status=416)
-        elif asked:
-            self.say(held[int(asked[1]) : int(asked[2]) + 1], status=206)
+        elif asked and self.server.ranges != "ignored":
+            end = int(asked[2]) + (self.server.ranges == "kept")
+            self.say(held[int(asked[1]) : end], status=206)
         else:
             self.say(held)
 

@@ -1,9 +1,14 @@
 """A prepared folder in a bucket: the same order and bits as on a disk, within a bounded cache, and fetched ahead."""
 
 import json
+import os
 import time
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,10 +20,15 @@ from ultrascale.data import corpus as streamed
 from ultrascale.data.corpus import Corpus
 from ultrascale.data.files import DataError
 from ultrascale.data.loader import Loader
+from ultrascale.data.preparing import prepare as preparation
+from ultrascale.data.preparing.bring import MARK, locked
 from ultrascale.data.preparing.prepare import prepare
-from ultrascale.data.tokenizer import train_tokenizer
+from ultrascale.data.tokenizer import load_tokenizer, train_tokenizer
 from ultrascale.description.run import Data, Source
 from ultrascale.storage import Store, open_store
+from ultrascale.storage import store as storage_store
+from ultrascale.storage.files import FileStore
+from ultrascale.storage.store import Block
 
 
 def put(store: Store, folder: Path) -> None:
@@ -149,6 +159,114 @@ def test_text_in_a_bucket_is_prepared_as_on_a_disk(url: str, tmp_path: Path, who
         shards.append({str(path.relative_to(tmp_path / name)): path.read_bytes() for path in found})
     assert shards[0] == shards[1] and len(shards[0]) > (10 if whole else 3)
     assert not (tmp_path / "there.inputs").exists()
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A folder with two files of text; beside it a tokenizer, and `OUTPUT.inputs` is `there.inputs`."""
+    train_tokenizer([" ".join(lines()[:50])], 300).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "texts").mkdir()
+    for name, place in (("one.jsonl", 0), ("two.jsonl", 1)):
+        text = "\n".join(json.dumps({"text": line}) for line in lines(40)[place::2])
+        (tmp_path / "texts" / name).write_text(text)
+    return tmp_path / "texts"
+
+
+def prepare_there(texts: Path, *inputs: str, **options: Any) -> Path:
+    """The folder that was made of the inputs, else of `texts`, as URLs."""
+    given = [f"file://{texts}{end}" for end in inputs or [""]]
+    there = texts.parent / "there"
+    prepare(given, output=there, recipe=recipe(texts.parent / "tokenizer.json", **options), workers=1)
+    return there
+
+
+def killed(texts: Path, monkeypatch: pytest.MonkeyPatch, *inputs: str) -> Path:
+    """`OUTPUT.inputs` as a preparation leaves it that ends once it has everything."""
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(preparation, "_prepare", Mock(side_effect=KeyboardInterrupt))
+        prepare_there(texts, *inputs)
+    return texts.parent / "there.inputs"
+
+
+def documents(folder: Path) -> list[str]:
+    corpus = Corpus(folder)
+    assert corpus.tokenizer_path is not None
+    tokenizer = load_tokenizer(corpus.tokenizer_path)
+    return [tokenizer.decode(corpus.document(number).tolist()) for number in range(corpus.num_documents)]
+
+
+def test_a_folder_of_the_users_is_neither_written_nor_removed(texts: Path):
+    own = texts.parent / "there.inputs"
+    own.mkdir()
+    (own / "notes").write_text("mine")
+    with pytest.raises(DataError, match=r"there\.inputs: is there already, .*Move it, or choose another --output"):
+        prepare_there(texts)
+    prepare([texts], output=texts.parent / "there", recipe=recipe(texts.parent / "tokenizer.json"), workers=1)
+    assert [path.name for path in own.iterdir()] == ["notes"] and (own / "notes").read_text() == "mine"
+
+
+def test_what_was_brought_from_elsewhere_is_not_taken(texts: Path, monkeypatch: pytest.MonkeyPatch):
+    killed(texts, monkeypatch, "/two.jsonl")
+    there = prepare_there(texts, "/one.jsonl")
+    assert len(documents(there)) == 20 and not (texts.parent / "there.inputs").exists()
+    assert [file["file"] for file in Corpus(there).manifest.request["inputs"]] == [f"file://{texts}/one.jsonl"]  # pyright: ignore
+
+
+@pytest.mark.parametrize("change", ["removed", "replaced", "folder", "none"])
+def test_what_has_changed_in_the_store_is_brought_again(texts: Path, monkeypatch: pytest.MonkeyPatch, change: str):
+    own, two = killed(texts, monkeypatch), texts / "two.jsonl"
+    (held,) = own.rglob("two.jsonl")
+    (held.parent / "left.jsonl.partial").write_text("{")
+    content = two.read_text()
+    two.unlink() if change in ("removed", "folder") else None
+    if change == "replaced":
+        two.write_text(content.replace("document", "replaced"))
+        os.utime(two, (1, 1))
+    elif change == "folder":
+        two.mkdir()
+        (two / "in.jsonl").write_text(content)
+    opened: list[int] = []
+    fetch = Store.fetch
+    monkeypatch.setattr(Store, "fetch", lambda self, one, *rest: (opened.append(one.bytes), fetch(self, one, *rest)))
+    found = documents(prepare_there(texts))
+    assert len(found) == (20 if change == "removed" else 40)
+    assert any(text.startswith("replaced") for text in found) == (change == "replaced")
+    assert len(opened) == {"removed": 0, "replaced": 1, "folder": 1, "none": 0}[change]
+
+
+def test_a_finished_output_is_not_that_of_a_store_that_has_changed(texts: Path):
+    prepare_there(texts)
+    prepare_there(texts)
+    os.utime(texts / "one.jsonl", (1, 1))
+    with pytest.raises(DataError, match=rf"^file://{texts}/one.jsonl: is new or has changed"):
+        prepare_there(texts)
+
+
+@pytest.mark.parametrize("times", [2, 99])
+def test_what_comes_cut_short_is_asked_for_again_or_refused(texts: Path, monkeypatch: pytest.MonkeyPatch, times: int):
+    monkeypatch.setattr(storage_store, "PAUSE_SECONDS", 0.0)
+    blocks, asked = FileStore.blocks, Counter[str]()
+
+    def cut(self: FileStore, key: str) -> Iterator[Block]:
+        asked[key] += 1
+        for block in blocks(self, key):
+            yield block[:-1] if key == "one.jsonl" and asked[key] <= times else block
+
+    monkeypatch.setattr(FileStore, "blocks", cut)
+    if times == 2:
+        assert len(documents(prepare_there(texts))) == 40
+    else:
+        with pytest.raises(DataError, match=r"one\.jsonl came as [\d,]+ bytes, expected") as caught:
+            prepare_there(texts)
+        assert ".." not in str(caught.value).replace("...", "") and not list(texts.parent.rglob("there.inputs/*/one.jsonl"))
+    assert asked["one.jsonl"] == 3
+
+
+def test_one_preparation_brings_at_a_time(texts: Path, monkeypatch: pytest.MonkeyPatch):
+    own = killed(texts, monkeypatch)
+    with locked(own / MARK, texts), pytest.raises(DataError, match="there: is being prepared by another process"):
+        prepare_there(texts)
+    assert len(documents(prepare_there(texts))) == 40
 
 
 def test_text_that_is_not_in_the_bucket_is_told(url: str, tmp_path: Path):

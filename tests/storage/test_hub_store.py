@@ -72,6 +72,17 @@ def test_a_hub_that_is_busy_for_a_moment_is_asked_again(server: Hub):
     assert store.read("one") == b"1"
 
 
+def test_a_block_that_lacks_bytes_is_refused_and_a_whole_file_is_cut(server: Hub, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hub, "BLOCK_BYTES", 3)
+    server.files["one"] = b"0123456789"
+    store = open_store(f"hf://{REPO}")
+    server.ranges = "ignored"
+    assert b"".join(store.blocks("one")) == b"0123456789" and store.read_range("one", 8, 20) == b"89"
+    server.ranges = "short"
+    with pytest.raises(StorageError, match="2 bytes came of a block at 0"):
+        list(store.blocks("one"))
+
+
 NO_SUCH = "there is no such repository, or not for this key"
 TOLD = {
     "no key": f"{NO_SUCH} (status 401)",

@@ -66,22 +66,27 @@ class HubStore(Store):
         return self._do(key, get) if begin < end else b""
 
     def blocks(self, key: str) -> Iterator[Block]:
-        for at in range(0, self.size(key), BLOCK_BYTES):
-            yield self.read_range(key, at, at + BLOCK_BYTES)
+        size = self.size(key)
+        for at in range(0, size, BLOCK_BYTES):
+            block = self.read_range(key, at, at + BLOCK_BYTES)
+            if len(block) != min(BLOCK_BYTES, size - at):
+                raise StorageError(f"{self.where(key)}: {len(block):,} bytes came of a block at {at:,}, which has more.")
+            yield block
 
-    def size(self, key: str) -> int:
-        return self._do(key, lambda: int(self._hub.get_hf_file_metadata(self._address(key)).size))
+    def look_up(self, key: str) -> Stored:
+        facts = self._do(key, lambda: self._hub.get_hf_file_metadata(self._address(key)))
+        return Stored(key, int(facts.size), facts.etag or "")
 
     def names(self, prefix: str) -> tuple[list[Stored], list[str]]:
         entries = self._tree(prefix, recursive=False)
-        objects = [Stored(one.path.rsplit("/", 1)[-1], one.size) for one in entries if hasattr(one, "size")]
+        objects = [_stored(one, one.path.rsplit("/", 1)[-1]) for one in entries if hasattr(one, "size")]
         folders = [one.path.rsplit("/", 1)[-1] for one in entries if not hasattr(one, "size")]
         return sorted(objects, key=lambda one: one.key), sorted(folders)
 
     def walk(self, prefix: str) -> Iterator[Stored]:
         for one in self._tree(prefix, recursive=True):
             if hasattr(one, "size"):
-                yield Stored(one.path.removeprefix(self._folder), one.size)
+                yield _stored(one, one.path.removeprefix(self._folder))
 
     def write(self, key: str, data: bytes | memoryview) -> None:
         self._refuse()
@@ -133,3 +138,7 @@ class HubStore(Store):
             remedy = "check its name, and the key in HF_TOKEN or of `hf auth login`"
             return RefusedError(f"{self.url}: there is no such repository, or not for this key ({said}): {remedy}.")
         return StorageError(f"{self.where(key)}: the Hub does not answer as it should ({said}).")
+
+
+def _stored(entry: Any, key: str) -> Stored:
+    return Stored(key, entry.size, entry.blob_id if entry.lfs is None else entry.lfs.sha256)

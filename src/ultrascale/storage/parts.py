@@ -20,7 +20,7 @@ from typing import TypeVar
 from ultrascale.failpoints import failpoint
 from ultrascale.storage.checksum import combine_crc32, crc32
 from ultrascale.storage.errors import DamagedError, MissingError, RefusedError, StorageError
-from ultrascale.storage.store import Block, Store
+from ultrascale.storage.store import PAUSE_SECONDS, READS, Block, Store
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -28,8 +28,6 @@ U = TypeVar("U")
 PART_BYTES = 32 << 20
 STREAMS = 8
 """Parts on their way at once. Those that go there are held whole, 256 MiB at most; those that come pass in small blocks."""
-READS = 3
-PAUSE_SECONDS = 0.2
 
 
 @dataclass(frozen=True)

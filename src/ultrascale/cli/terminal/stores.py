@@ -31,10 +31,10 @@ def brought(place: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="ultrascale-") as scratch:
         here = Path(scratch) / store.url.rsplit("/", 1)[-1]
         here.mkdir()
-        if CONFIG in [one.key for one in store.names("")[0]]:
-            for one in store.names("")[0]:
-                with open(here / one.key, "xb") as file:
-                    file.writelines(store.blocks(one.key))
+        files = [one for one in store.names("")[0] if one.key]  # a console's marker of the folder has none
+        if CONFIG in [one.key for one in files]:
+            for one in files:
+                store.fetch(one, here / one.key)
         else:
             bring_newest(store, here)
         yield here
@@ -71,7 +71,7 @@ def sent(place: Path, *, overwrite: bool) -> Iterator[Path]:
     if store is None:
         yield place
         return
-    there = {one.key for one in store.walk("")}
+    there = {one.key for one in store.files()}
     if there and not (overwrite and CONFIG in there):
         rule = "holds something already" if not overwrite else "holds something that is no export"
         raise mistake(store.url, rule, "Give another place, or --overwrite for an earlier export.")

@@ -11,10 +11,8 @@ durable before the manifest says that all is there. What an earlier run left is 
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ from ultrascale.data.files import (
 )
 from ultrascale.data.indexed import best_dtype
 from ultrascale.data.manifest import NAME, Manifest, ShardRecord, TokenizerFacts, load_manifest, save_manifest
-from ultrascale.data.preparing.bring import brought
+from ultrascale.data.preparing.bring import brought, locked
 from ultrascale.data.preparing.shards import OnBad, ShardTask, is_held_out, make_shard, record_path
 from ultrascale.data.preparing.workers import available_cores, run_tasks
 from ultrascale.data.reading.documents import Document, PartReader
@@ -52,7 +50,7 @@ class Progress:
     total_bytes: int
     tokens: int
     stage: str
-    """`tokenizer`, then `shards`."""
+    """`bringing` if inputs are in a store, `tokenizer`, then `shards`."""
 
 
 @dataclass(frozen=True)
@@ -110,12 +108,18 @@ def prepare(
     Raises DataError for bad input, an output that was made from something else or cannot be written, or no documents at all.
     """
     _expect_sense(recipe, workers, validation)
-    with brought(inputs, Path(output), glob=recipe.glob, exclude=recipe.exclude) as here:
-        return _prepare(here, Path(output), recipe, validation, workers, on_progress or (lambda progress: None))
+    notify = on_progress or (lambda progress: None)
+
+    def bringing(done_bytes: int, total_bytes: int) -> None:
+        notify(Progress(done_bytes, total_bytes, 0, "bringing"))
+
+    with brought(inputs, Path(output), glob=recipe.glob, exclude=recipe.exclude, report=bringing) as (here, urls):
+        return _prepare(here, urls, Path(output), recipe, validation, workers, notify)
 
 
 def _prepare(
     inputs: list[Path],
+    urls: dict[Path, str],
     folder: Path,
     recipe: Recipe,
     validation: str | Path | None,
@@ -123,14 +127,14 @@ def _prepare(
     notify: Callable[[Progress], None],
 ) -> Prepared:
     folders = (folder, Path(validation or folder / "validation")) if recipe.validation_fraction > 0 else (folder,)
-    files = find_files(inputs, glob=recipe.glob, exclude=recipe.exclude)
+    files = find_files(inputs, glob=recipe.glob, exclude=recipe.exclude, urls=urls)
     _expect_outside(files, folders)
     shards = cut_shards(files, recipe.shard_bytes)
     total = sum(part.weight_bytes for parts in shards for part in parts)
     for each in folders:
         with writing(each):
             each.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
+    with locked(folder / LOCK, folder):
         for each in folders:
             _remove(each.glob(f"*{PARTIAL}"))
         notify(Progress(0, total, 0, "tokenizer"))
@@ -176,19 +180,6 @@ def _expect_outside(files: list[InputFile], folders: tuple[Path, ...]) -> None:
         for file in files:
             if os.path.commonpath((folder, file.path)) == folder:
                 raise DataError(str(file.path), f"lies in the output folder {folder}", "Choose another --output.")
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One preparation of a folder at a time; the system lets go of the lock when a process dies."""
-    with writing(folder / LOCK):
-        file = open(folder / LOCK, "w")  # noqa: SIM115 (closed below, in another `with`)
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(str(folder), "is being prepared by another process", "Wait for it, or end it.") from error
-        yield
 
 
 def _settle(
