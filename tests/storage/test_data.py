@@ -5,10 +5,12 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -16,10 +18,12 @@ from data.little_text import lines, recipe
 from s3_server import Answer, Proxy
 from train.small_runs import MODEL, curve, same, small_run, state, train_here
 
+from ultrascale.cli.terminal.stores import sent
 from ultrascale.data import corpus as streamed
 from ultrascale.data.corpus import Corpus
 from ultrascale.data.files import DataError
 from ultrascale.data.loader import Loader
+from ultrascale.data.preparing import bring
 from ultrascale.data.preparing import prepare as preparation
 from ultrascale.data.preparing.bring import MARK, locked
 from ultrascale.data.preparing.prepare import prepare
@@ -89,6 +93,17 @@ def test_what_is_expected_is_there_when_it_is_read(proxy: Proxy, prepared: Path,
     proxy.rule = lambda request: Answer(delay=0.2)
     there.read(range(32))
     assert len(proxy.seen) == asked
+
+
+def test_a_block_that_came_short_is_refused(prepared: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(streamed, "BLOCK_BYTES", 256)
+    there = loader(f"file://{prepared}")
+    read = FileStore.read_range
+    there.corpora[0].shard(0)
+    short = lambda self, key, begin, end: read(self, key, begin, end)[: 255 if begin == 256 else None]  # noqa: E731
+    monkeypatch.setattr(FileStore, "read_range", short)
+    with pytest.raises(DataError, match="and was longer when it was opened"):
+        there.corpora[0].shard(0).tokens[100:300]
 
 
 def test_connections_that_break_are_got_over(proxy: Proxy, prepared: Path, monkeypatch: pytest.MonkeyPatch):
@@ -260,6 +275,67 @@ def test_what_comes_cut_short_is_asked_for_again_or_refused(texts: Path, monkeyp
             prepare_there(texts)
         assert ".." not in str(caught.value).replace("...", "") and not list(texts.parent.rglob("there.inputs/*/one.jsonl"))
     assert asked["one.jsonl"] == 3
+
+
+def test_markers_of_folders_are_no_text_and_stand_in_no_ones_way(server: str, url: str, texts: Path):
+    """Consoles keep an empty object `folder/` for a folder that was made by hand."""
+    place = url.removeprefix("s3://")
+    for name in (f"{place}/", f"{place}/sub/", f"{place}/sub/deep/"):
+        urlopen(Request(f"{server}/{name}", data=b"", method="PUT")).close()
+        with sent(Path(f"{url}/{name.removeprefix(place).strip('/')}".rstrip("/")), overwrite=False) as there:
+            assert there.name == "export"
+    for path, key in zip(sorted(texts.iterdir()), ("one.jsonl", "sub/deep/two.jsonl"), strict=True):
+        open_store(url).write(key, path.read_bytes())
+    prepare([url], output=texts.parent / "there", recipe=recipe(texts.parent / "tokenizer.json"), workers=1)
+    assert len(documents(texts.parent / "there")) == 40
+
+
+MISTAKES = {
+    "tokenizer": "none.json",
+    "recipe": "--field: is 'body', but .* was begun with 'text'",
+    "inputs": "texts/one.jsonl: is no longer among the inputs",
+    "output": "there: is no folder that can be written",
+    "lock": "is being prepared by another process",
+}
+
+
+@pytest.mark.parametrize("trouble", MISTAKES)
+def test_what_is_wrong_here_is_told_before_anything_is_brought(texts: Path, monkeypatch: pytest.MonkeyPatch, trouble: str):
+    there, options, inputs = texts.parent / "there", {}, []
+    with ExitStack() as held:
+        if trouble == "output":
+            there.write_text("")
+        elif trouble == "tokenizer":
+            options["tokenizer"] = texts / "none.json"
+        else:
+            prepare_there(texts)
+            options = {"field": "body"} if trouble == "recipe" else {}
+            inputs = ["/two.jsonl"] if trouble == "inputs" else []
+            if trouble == "lock":
+                held.enter_context(locked(there / ".lock", there))
+        monkeypatch.setattr(Store, "fetch", lambda *arguments: pytest.fail("something was brought"))
+        with pytest.raises(DataError, match=MISTAKES[trouble]):
+            prepare_there(texts, *inputs, **options)
+    assert not (texts.parent / "there.inputs").exists()
+
+
+def test_bytes_that_are_brought_are_told(texts: Path):
+    told: list[preparation.Progress] = []
+    wanted = recipe(texts.parent / "tokenizer.json")
+    prepare([f"file://{texts}"], output=texts.parent / "there", recipe=wanted, workers=1, on_progress=told.append)
+    total = sum(path.stat().st_size for path in texts.iterdir())
+    bringing = [one for one in told if one.stage == "bringing"]
+    assert bringing and bringing == told[: len(bringing)] and bringing[-1].done_bytes == bringing[-1].total_bytes == total
+
+
+@pytest.mark.parametrize("place", ["hf://ada/none", "s3://bucket"])
+def test_a_place_that_holds_nothing_asked_for_is_told(texts: Path, monkeypatch: pytest.MonkeyPatch, place: str):
+    monkeypatch.setattr(bring, "open_store", lambda url: open_store(texts))
+    with pytest.raises(DataError, match=rf"^{place}: holds no file that is asked for \(--glob '\*\.none'\)\. Give another"):
+        prepare(
+            [place], output=texts.parent / "there", recipe=recipe(texts.parent / "tokenizer.json", glob="*.none"), workers=1
+        )
+    assert not (texts.parent / "there.inputs").exists()
 
 
 def test_one_preparation_brings_at_a_time(texts: Path, monkeypatch: pytest.MonkeyPatch):

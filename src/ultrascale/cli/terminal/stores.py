@@ -9,13 +9,16 @@ from pathlib import Path
 
 from ultrascale.description.problems import mistake
 from ultrascale.storage import MissingError, Store, open_store, url_of
+from ultrascale.storage.location import url_problem
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 
 
-def store_of(place: Path) -> Store | None:
-    """The store that `place` names; None if it is a folder of this machine."""
+def store_of(place: Path, *, to_write: bool = False) -> Store | None:
+    """The store that `place` names; None if it is a folder of this machine. Raises SpecError if it can be none."""
     url = url_of(place)
+    if url is not None and (problem := url_problem(url, to_write=to_write)):
+        raise mistake(url, problem, "Give another place.")
     return None if url is None else open_store(url.removesuffix("/checkpoints"))
 
 

@@ -36,6 +36,7 @@ from ultrascale.data.reading.documents import Document, PartReader
 from ultrascale.data.reading.inputs import InputFile, Part, cut_shards, find_files
 from ultrascale.data.tokenizer import tokenizer_facts, train_tokenizer, vocabulary_problem
 from ultrascale.failpoints import failpoint
+from ultrascale.storage import url_of
 
 TOKENIZER, UNFINISHED, LOCK = "tokenizer.json", "unfinished.json", ".lock"
 TRAINING_CHARACTERS = 32 << 20
@@ -108,7 +109,9 @@ def prepare(
     Raises DataError for bad input, an output that was made from something else or cannot be written, or no documents at all.
     """
     _expect_sense(recipe, workers, validation)
-    notify = on_progress or (lambda progress: None)
+    inputs, notify = list(inputs), on_progress or (lambda progress: None)
+    if any(url_of(item) for item in inputs):
+        _expect_ready(inputs, Path(output), recipe)
 
     def bringing(done_bytes: int, total_bytes: int) -> None:
         notify(Progress(done_bytes, total_bytes, 0, "bringing"))
@@ -175,6 +178,26 @@ def _expect_sense(recipe: Recipe, workers: int | None, validation: str | Path | 
         raise SeveralDataErrors(wrong)
 
 
+def _expect_ready(inputs: list[str | Path], folder: Path, recipe: Recipe) -> None:
+    """Tells what can be known to be wrong before anything comes from a store."""
+    if recipe.tokenizer:
+        tokenizer_facts(recipe.tokenizer, recipe.eod)
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise DataError(str(nearest), "is no folder that can be written", "Choose another --output.")
+    if (folder / LOCK).exists():
+        with locked(folder / LOCK, folder):
+            pass
+    before = _earlier_request(folder)
+    if before is None:
+        return
+    _expect_same_recipe(before, recipe, folder)
+    named = [url_of(item) or os.path.abspath(item) for item in inputs]
+    for file in before.get("inputs", []):
+        if not any(file["file"] == name or file["file"].startswith(f"{name}/") for name in named):
+            raise _no_longer(file["file"], folder)
+
+
 def _expect_outside(files: list[InputFile], folders: tuple[Path, ...]) -> None:
     for folder in map(os.path.abspath, folders):
         for file in files:
@@ -190,13 +213,11 @@ def _settle(
     path = folder / TOKENIZER
     if before is not None:
         now = _request(files, recipe)
-        _expect_same(before, now, folder)
+        _expect_same_recipe(before, recipe, folder)
+        _expect_same_inputs(before, now, folder)
         facts = tokenizer_facts(path, recipe.eod)
         if facts.fingerprint != before["tokenizer"]:
             raise DataError(str(path), "is not the tokenizer this folder was begun with", "Put it back, or remove the folder.")
-        if recipe.tokenizer and tokenizer_facts(recipe.tokenizer, recipe.eod).fingerprint != facts.fingerprint:
-            remedy = "Choose another --output, or remove this one."
-            raise DataError(str(recipe.tokenizer), f"is not the tokenizer that {folder} was begun with", remedy)
         request = {**now, "tokenizer": facts.fingerprint}
         if request != before:  # a file was repaired on the way
             write_json(folder / UNFINISHED, request)
@@ -226,21 +247,36 @@ def _earlier_request(folder: Path) -> dict[str, Any] | None:
     return dict(load_manifest(folder).request) if (folder / NAME).exists() else None
 
 
-def _expect_same(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
-    """Checks that the request is the same as before; in a folder that is not complete, files may have been repaired since."""
-    remedy = f"Choose another --output, or remove {folder} to begin anew."
+def _expect_same_recipe(before: dict[str, Any], recipe: Recipe, folder: Path) -> None:
+    now = recipe.facts()
     for key in sorted((set(now) | set(before)) - {"inputs", "tokenizer"}):  # another release may have asked for more
         if before.get(key) != now.get(key):
             option = "--" + key.replace("_", "-")
-            raise DataError(option, f"is {now.get(key)!r}, but {folder} was begun with {before.get(key)!r}", remedy)
+            rule = f"is {now.get(key)!r}, but {folder} was begun with {before.get(key)!r}"
+            raise DataError(option, rule, _remedy(folder))
+    if recipe.tokenizer and tokenizer_facts(recipe.tokenizer, recipe.eod).fingerprint != before["tokenizer"]:
+        rule = f"is not the tokenizer that {folder} was begun with"
+        raise DataError(str(recipe.tokenizer), rule, _remedy(folder))
+
+
+def _remedy(folder: Path) -> str:
+    return f"Choose another --output, or remove {folder} to begin anew."
+
+
+def _no_longer(name: str, folder: Path) -> DataError:
+    return DataError(name, f"is no longer among the inputs, but was when {folder} was begun", _remedy(folder))
+
+
+def _expect_same_inputs(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    """Checks that the files are the same as before; in a folder that is not complete, they may have been repaired since."""
     complete = (folder / NAME).exists()
     then = {file["file"]: file for file in before.get("inputs", [])}
     for file in now["inputs"]:
         earlier = then.pop(file["file"], None)
         if earlier is None or (complete and earlier != file):
-            raise DataError(file["file"], f"is new or has changed since {folder} was begun", remedy)
+            raise DataError(file["file"], f"is new or has changed since {folder} was begun", _remedy(folder))
     for name in then:
-        raise DataError(name, f"is no longer among the inputs, but was when {folder} was begun", remedy)
+        raise _no_longer(name, folder)
 
 
 def _training_texts(shards: list[tuple[Part, ...]], recipe: Recipe, spool: Path) -> Iterator[str]:
