@@ -33,6 +33,8 @@ from ultrascale.storage import Store, open_store
 from ultrascale.storage import store as storage_store
 from ultrascale.storage.files import FileStore
 from ultrascale.storage.store import Block
+from ultrascale.train.folder.run_folder import RunFolder
+from ultrascale.train.start.data_check import DataCheck
 
 
 def put(store: Store, folder: Path) -> None:
@@ -133,6 +135,14 @@ def test_what_is_not_what_was_prepared_is_refused(url: str, prepared: Path, harm
     with pytest.raises(DataError) as caught:
         loader(url).corpora[0].shard(0)
     assert url in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_ranks_that_have_found_other_data_in_a_store_do_not_begin(prepared: Path, tmp_path: Path):
+    corpus = Corpus(f"file://{prepared}")
+    ranks = Mock(rank=1, world=3, gather_text=lambda text: [text, text, text if text == "null" else '["another"]'])
+    check = DataCheck([corpus], ranks, RunFolder(tmp_path), allow_changes=False)
+    with pytest.raises(DataError, match=f"^file://{prepared}: was changed while .* rank 2 has found other data .* than rank 0"):
+        check.before_first_step()
 
 
 def test_a_place_without_data_is_told(url: str):

@@ -1,15 +1,15 @@
 """Repositories of the Hugging Face Hub, to be read: `hf://datasets/USER/NAME/FOLDER`, `hf://USER/NAME` for a model's.
 
-All is read at one commit: that which the revision (`NAME@REVISION`, else main) leads to when it is first asked for. Nothing is
-written here: a repository takes whole commits, one after the other, and a part of a checkpoint is none. Exports go there in one
-commit (`ultrascale export --push-to-hub`).
+A process reads all of a repository at one commit: that which the revision (`NAME@REVISION`, else main) leads to when it is
+first asked for. Nothing is written here: a repository takes whole commits, one after the other, and a part of a checkpoint is
+none. Exports go there in one commit (`ultrascale export --push-to-hub`).
 """
 
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -19,6 +19,9 @@ from ultrascale.storage.store import Block, Store, Stored, Version
 T = TypeVar("T")
 BLOCK_BYTES = 8 << 20
 PLACE = re.compile(r"(datasets/)?(?!datasets/|spaces/)([\w.-]+/[\w.-]+)(?:@([^/@]+))?(?:/([^@?]*))?")
+COMMITS: dict[tuple[str, str, str], str] = {}
+"""Commits that this process reads, by type and name of the repository, and revision."""
+_LOCK = threading.Lock()
 READ_ONLY = "is only read here: keep a run in a bucket or a folder, and give an export to the Hub by --push-to-hub"
 
 
@@ -40,12 +43,17 @@ class HubStore(Store):
         self._errors: Any = errors
         self._type = "dataset" if place[1] else "model"
         self._repo, self._revision = place[2], (place[3] or "main").replace("%2F", "/")
+        self._led_to: dict[str, str] = {}  # where the Hub sends for a file, which another server keeps; asked without the key
         self._folder = f"{place[4].strip('/')}/" if place[4] else ""
 
-    @cached_property
+    @property
     def _commit(self) -> str:
-        found = self._hub.HfApi().repo_info(self._repo, revision=self._revision, repo_type=self._type)
-        return found.sha
+        name = (self._type, self._repo, self._revision)
+        with _LOCK:
+            if name not in COMMITS:
+                found = self._hub.HfApi().repo_info(self._repo, revision=self._revision, repo_type=self._type)
+                COMMITS[name] = found.sha
+            return COMMITS[name]
 
     def read(self, key: str) -> bytes:
         return self._do(key, lambda: self._get(key, {}).content)
@@ -116,9 +124,18 @@ class HubStore(Store):
 
     def _get(self, key: str, headers: dict[str, str]) -> Any:
         """The answer to a request for a file; those that may succeed later are sent again by huggingface_hub."""
+        headers = {"Accept-Encoding": "identity", **headers}
+        if kept := self._led_to.get(key):
+            answer = self._utils.http_backoff("GET", kept, headers=headers, follow_redirects=True)
+            if answer.is_success or answer.status_code == 416:
+                self._utils.hf_raise_for_status(answer)
+                return answer
+            self._led_to.pop(key, None)  # such addresses are good for some time
         own = self._utils.build_hf_headers(headers=headers)
         answer = self._utils.http_backoff("GET", self._address(key), headers=own, follow_redirects=True)
         self._utils.hf_raise_for_status(answer)
+        if answer.history and answer.url.host != answer.history[0].url.host:
+            self._led_to[key] = str(answer.url)
         return answer
 
     def _do(self, key: str, work: Callable[[], T]) -> T:

@@ -71,9 +71,9 @@ def upload_file(store: Store, path: Path, prefix: str, *, resuming: bool = False
         if not (resuming and _is_there(store, key, part.bytes)):
             store.write(key, data)
         failpoint("upload.part")
-        with suppress(BufferError):  # a connection that was given up may still be reading from it
+        with suppress(BufferError, SystemError):  # a connection that was given up may still be reading from it
             data.release()
-            buffer.resize(len(buffer))
+            buffer.resize(len(buffer))  # refused while anybody holds it; some systems never can
             free.append(buffer)
         return part
 
