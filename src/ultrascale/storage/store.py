@@ -6,6 +6,7 @@ nobody looks for, and then of one that names them, which `publish` writes on a c
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -68,7 +69,7 @@ class Store(ABC):
 
     @abstractmethod
     def look_up(self, key: str) -> Stored:
-        """What a listing says of an object. Raises MissingError if there is none."""
+        """An object as a listing has it. Raises MissingError if there is none."""
 
     def size(self, key: str) -> int:
         """Length in bytes. Raises MissingError if there is none."""
@@ -90,6 +91,8 @@ class Store(ABC):
                         after_block(max(0, file.tell() - told))
                         told = max(told, file.tell())
                     size = file.tell()
+                    file.flush()
+                    os.fsync(file.fileno())
             except (MissingError, RefusedError):
                 raise
             except StorageError as error:

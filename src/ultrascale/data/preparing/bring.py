@@ -31,7 +31,7 @@ MARK = ".brought"
 
 @dataclass(frozen=True)
 class _Input:
-    """What is asked for at one URL, and the folder that it goes to."""
+    """Objects that are asked for at one URL, and the folder that they go to."""
 
     url: str
     store: Store

@@ -35,7 +35,7 @@ class InputFile:
     size: int
     mtime_ns: int
     url: str = ""
-    """Where in a store it was brought from."""
+    """URL that it was brought from; empty for a file of this machine."""
 
     def facts(self) -> dict[str, Any]:
         """The facts that must stay the same for a restart."""
