@@ -42,6 +42,13 @@ class Hub(ThreadingHTTPServer):
         """Parts of paths, and the status that answers them."""
         self.refusals_left = 10**9
         self.only_with_key = False
+        self.elsewhere = ""
+        """Another server, that files are sent for to."""
+        self.commit_now = COMMIT
+        """That which `main` leads to."""
+        self.ranges = "kept"
+        """Or `short`: of a range a byte is lacking; or `ignored`: all of the file comes."""
+        self.keys: list[str | None] = []
         self.paths: list[str] = []
         """Those that were read."""
 
@@ -56,6 +63,7 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.paths.append(self.path)
+        self.server.keys.append(self.headers["Authorization"])
         if self._refused() or self._is_hidden():
             return
         path, _, query = unquote(self.path).partition("?")
@@ -66,17 +74,22 @@ class Answer(BaseHTTPRequestHandler):
         elif (match := re.search(r"/revision/(.+)$", path)) and match[1] not in ("main", COMMIT):
             self.say({"error": "no"}, status=404, headers={"X-Error-Code": "RevisionNotFound"})
         else:
-            self.say({"id": REPO, "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.server.files]})
+            self.say(
+                {"id": REPO, "sha": self.server.commit_now, "siblings": [{"rfilename": name} for name in self.server.files]}
+            )
 
     def file(self, revision: str, name: str) -> None:
         held = self.server.files.get(name) if revision in ("main", COMMIT) else None
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"] or "")
         if held is None:
             self.say({"error": "no"}, status=404, headers={"X-Error-Code": "EntryNotFound"})
+        elif self.server.elsewhere and self.server.elsewhere.partition("://")[2] != self.headers["Host"]:
+            self.say(None, status=302, headers={"Location": f"{self.server.elsewhere}{self.path}"})
         elif asked and int(asked[1]) >= len(held):
             self.say({}, status=416)
-        elif asked:
-            self.say(held[int(asked[1]) : int(asked[2]) + 1], status=206)
+        elif asked and self.server.ranges != "ignored":
+            end = int(asked[2]) + (self.server.ranges == "kept")
+            self.say(held[int(asked[1]) : end], status=206)
         else:
             self.say(held)
 

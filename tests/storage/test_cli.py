@@ -14,6 +14,7 @@ from s3_server import SECRET, environment, reached_at
 from train.small_runs import make_corpus, same, small_run, train_here
 
 from ultrascale.checkpoint import load_full, newest_valid
+from ultrascale.cli.main import main
 from ultrascale.config.resolve import to_toml
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Optimizer
@@ -100,6 +101,16 @@ def test_a_store_that_cannot_be_used_is_told_before_anything_starts(server: str,
     done = ultrascale(server, tmp_path, *TRAIN, "--checkpoint.store", store, **more)
     assert done.returncode in (1, 2) and told in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("words", [("hf://ada", "out"), ("s3://b/x", "s3://key@b/x"), ("s3://b/x", "hf://a/b")])
+def test_a_place_that_names_no_store_is_a_wrong_argument(
+    words: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", *words]) == 2
+    told = capsys.readouterr().err
+    assert "invalid arguments:\n" in told and f"  {words[words[0] == 's3://b/x']}\n" in told
 
 
 def test_a_run_folder_in_a_bucket_is_refused_with_what_to_do(server: str, tmp_path: Path):

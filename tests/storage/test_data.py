@@ -1,9 +1,16 @@
 """A prepared folder in a bucket: the same order and bits as on a disk, within a bounded cache, and fetched ahead."""
 
 import json
+import os
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -11,14 +18,23 @@ from data.little_text import lines, recipe
 from s3_server import Answer, Proxy
 from train.small_runs import MODEL, curve, same, small_run, state, train_here
 
+from ultrascale.cli.terminal.stores import sent
 from ultrascale.data import corpus as streamed
 from ultrascale.data.corpus import Corpus
 from ultrascale.data.files import DataError
 from ultrascale.data.loader import Loader
+from ultrascale.data.preparing import bring
+from ultrascale.data.preparing import prepare as preparation
+from ultrascale.data.preparing.bring import MARK, locked
 from ultrascale.data.preparing.prepare import prepare
-from ultrascale.data.tokenizer import train_tokenizer
+from ultrascale.data.tokenizer import load_tokenizer, train_tokenizer
 from ultrascale.description.run import Data, Source
 from ultrascale.storage import Store, open_store
+from ultrascale.storage import store as storage_store
+from ultrascale.storage.files import FileStore
+from ultrascale.storage.store import Block
+from ultrascale.train.folder.run_folder import RunFolder
+from ultrascale.train.start.data_check import DataCheck
 
 
 def put(store: Store, folder: Path) -> None:
@@ -81,6 +97,17 @@ def test_what_is_expected_is_there_when_it_is_read(proxy: Proxy, prepared: Path,
     assert len(proxy.seen) == asked
 
 
+def test_a_block_that_came_short_is_refused(prepared: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(streamed, "BLOCK_BYTES", 256)
+    there = loader(f"file://{prepared}")
+    read = FileStore.read_range
+    there.corpora[0].shard(0)
+    short = lambda self, key, begin, end: read(self, key, begin, end)[: 255 if begin == 256 else None]  # noqa: E731
+    monkeypatch.setattr(FileStore, "read_range", short)
+    with pytest.raises(DataError, match="and was longer when it was opened"):
+        there.corpora[0].shard(0).tokens[100:300]
+
+
 def test_connections_that_break_are_got_over(proxy: Proxy, prepared: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(streamed, "BLOCK_BYTES", 256)
     put(open_store("s3://bucket/breaks"), prepared)
@@ -108,6 +135,14 @@ def test_what_is_not_what_was_prepared_is_refused(url: str, prepared: Path, harm
     with pytest.raises(DataError) as caught:
         loader(url).corpora[0].shard(0)
     assert url in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_ranks_that_have_found_other_data_in_a_store_do_not_begin(prepared: Path, tmp_path: Path):
+    corpus = Corpus(f"file://{prepared}")
+    ranks = Mock(rank=1, world=3, gather_text=lambda text: [text, text, text if text == "null" else '["another"]'])
+    check = DataCheck([corpus], ranks, RunFolder(tmp_path), allow_changes=False)
+    with pytest.raises(DataError, match=f"^file://{prepared}: was changed while .* rank 2 has found other data .* than rank 0"):
+        check.before_first_step()
 
 
 def test_a_place_without_data_is_told(url: str):
@@ -149,6 +184,175 @@ def test_text_in_a_bucket_is_prepared_as_on_a_disk(url: str, tmp_path: Path, who
         shards.append({str(path.relative_to(tmp_path / name)): path.read_bytes() for path in found})
     assert shards[0] == shards[1] and len(shards[0]) > (10 if whole else 3)
     assert not (tmp_path / "there.inputs").exists()
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A folder with two files of text; beside it a tokenizer, and `OUTPUT.inputs` is `there.inputs`."""
+    train_tokenizer([" ".join(lines()[:50])], 300).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "texts").mkdir()
+    for name, place in (("one.jsonl", 0), ("two.jsonl", 1)):
+        text = "\n".join(json.dumps({"text": line}) for line in lines(40)[place::2])
+        (tmp_path / "texts" / name).write_text(text)
+    return tmp_path / "texts"
+
+
+def prepare_there(texts: Path, *inputs: str, **options: Any) -> Path:
+    """The folder that was made of the inputs, else of `texts`, as URLs."""
+    given = [f"file://{texts}{end}" for end in inputs or [""]]
+    there = texts.parent / "there"
+    prepare(given, output=there, recipe=recipe(texts.parent / "tokenizer.json", **options), workers=1)
+    return there
+
+
+def killed(texts: Path, monkeypatch: pytest.MonkeyPatch, *inputs: str) -> Path:
+    """`OUTPUT.inputs` as a preparation leaves it that ends once it has everything."""
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(preparation, "_prepare", Mock(side_effect=KeyboardInterrupt))
+        prepare_there(texts, *inputs)
+    return texts.parent / "there.inputs"
+
+
+def documents(folder: Path) -> list[str]:
+    corpus = Corpus(folder)
+    assert corpus.tokenizer_path is not None
+    tokenizer = load_tokenizer(corpus.tokenizer_path)
+    return [tokenizer.decode(corpus.document(number).tolist()) for number in range(corpus.num_documents)]
+
+
+def test_a_folder_of_the_users_is_neither_written_nor_removed(texts: Path):
+    own = texts.parent / "there.inputs"
+    own.mkdir()
+    (own / "notes").write_text("mine")
+    with pytest.raises(DataError, match=r"there\.inputs: is there already, .*Move it, or choose another --output"):
+        prepare_there(texts)
+    prepare([texts], output=texts.parent / "there", recipe=recipe(texts.parent / "tokenizer.json"), workers=1)
+    assert [path.name for path in own.iterdir()] == ["notes"] and (own / "notes").read_text() == "mine"
+
+
+def test_what_was_brought_from_elsewhere_is_not_taken(texts: Path, monkeypatch: pytest.MonkeyPatch):
+    killed(texts, monkeypatch, "/two.jsonl")
+    there = prepare_there(texts, "/one.jsonl")
+    assert len(documents(there)) == 20 and not (texts.parent / "there.inputs").exists()
+    assert [file["file"] for file in Corpus(there).manifest.request["inputs"]] == [f"file://{texts}/one.jsonl"]  # pyright: ignore
+
+
+@pytest.mark.parametrize("change", ["removed", "replaced", "folder", "none"])
+def test_what_has_changed_in_the_store_is_brought_again(texts: Path, monkeypatch: pytest.MonkeyPatch, change: str):
+    own, two = killed(texts, monkeypatch), texts / "two.jsonl"
+    (held,) = own.rglob("two.jsonl")
+    (held.parent / "left.jsonl.partial").write_text("{")
+    content = two.read_text()
+    two.unlink() if change in ("removed", "folder") else None
+    if change == "replaced":
+        two.write_text(content.replace("document", "replaced"))
+        os.utime(two, (1, 1))
+    elif change == "folder":
+        two.mkdir()
+        (two / "in.jsonl").write_text(content)
+    opened: list[int] = []
+    fetch = Store.fetch
+    monkeypatch.setattr(Store, "fetch", lambda self, one, *rest: (opened.append(one.bytes), fetch(self, one, *rest)))
+    found = documents(prepare_there(texts))
+    assert len(found) == (20 if change == "removed" else 40)
+    assert any(text.startswith("replaced") for text in found) == (change == "replaced")
+    assert len(opened) == {"removed": 0, "replaced": 1, "folder": 1, "none": 0}[change]
+
+
+def test_a_finished_output_is_not_that_of_a_store_that_has_changed(texts: Path):
+    prepare_there(texts)
+    prepare_there(texts)
+    os.utime(texts / "one.jsonl", (1, 1))
+    with pytest.raises(DataError, match=rf"^file://{texts}/one.jsonl: is new or has changed"):
+        prepare_there(texts)
+
+
+@pytest.mark.parametrize("times", [2, 99])
+def test_what_comes_cut_short_is_asked_for_again_or_refused(texts: Path, monkeypatch: pytest.MonkeyPatch, times: int):
+    monkeypatch.setattr(storage_store, "PAUSE_SECONDS", 0.0)
+    blocks, asked = FileStore.blocks, Counter[str]()
+
+    def cut(self: FileStore, key: str) -> Iterator[Block]:
+        asked[key] += 1
+        for block in blocks(self, key):
+            yield block[:-1] if key == "one.jsonl" and asked[key] <= times else block
+
+    monkeypatch.setattr(FileStore, "blocks", cut)
+    if times == 2:
+        assert len(documents(prepare_there(texts))) == 40
+    else:
+        with pytest.raises(DataError, match=r"one\.jsonl came as [\d,]+ bytes, expected") as caught:
+            prepare_there(texts)
+        assert ".." not in str(caught.value).replace("...", "") and not list(texts.parent.rglob("there.inputs/*/one.jsonl"))
+    assert asked["one.jsonl"] == 3
+
+
+def test_markers_of_folders_are_no_text_and_stand_in_no_ones_way(server: str, url: str, texts: Path):
+    """Consoles keep an empty object `folder/` for a folder that was made by hand."""
+    place = url.removeprefix("s3://")
+    for name in (f"{place}/", f"{place}/sub/", f"{place}/sub/deep/"):
+        urlopen(Request(f"{server}/{name}", data=b"", method="PUT")).close()
+        with sent(Path(f"{url}/{name.removeprefix(place).strip('/')}".rstrip("/")), overwrite=False) as there:
+            assert there.name == "export"
+    for path, key in zip(sorted(texts.iterdir()), ("one.jsonl", "sub/deep/two.jsonl"), strict=True):
+        open_store(url).write(key, path.read_bytes())
+    prepare([url], output=texts.parent / "there", recipe=recipe(texts.parent / "tokenizer.json"), workers=1)
+    assert len(documents(texts.parent / "there")) == 40
+
+
+MISTAKES = {
+    "tokenizer": "none.json",
+    "recipe": "--field: is 'body', but .* was begun with 'text'",
+    "inputs": "texts/one.jsonl: is no longer among the inputs",
+    "output": "there: is no folder that can be written",
+    "lock": "is being prepared by another process",
+}
+
+
+@pytest.mark.parametrize("trouble", MISTAKES)
+def test_what_is_wrong_here_is_told_before_anything_is_brought(texts: Path, monkeypatch: pytest.MonkeyPatch, trouble: str):
+    there, options, inputs = texts.parent / "there", {}, []
+    with ExitStack() as held:
+        if trouble == "output":
+            there.write_text("")
+        elif trouble == "tokenizer":
+            options["tokenizer"] = texts / "none.json"
+        else:
+            prepare_there(texts)
+            options = {"field": "body"} if trouble == "recipe" else {}
+            inputs = ["/two.jsonl"] if trouble == "inputs" else []
+            if trouble == "lock":
+                held.enter_context(locked(there / ".lock", there))
+        monkeypatch.setattr(Store, "fetch", lambda *arguments: pytest.fail("something was brought"))
+        with pytest.raises(DataError, match=MISTAKES[trouble]):
+            prepare_there(texts, *inputs, **options)
+    assert not (texts.parent / "there.inputs").exists()
+
+
+def test_bytes_that_are_brought_are_told(texts: Path):
+    told: list[preparation.Progress] = []
+    wanted = recipe(texts.parent / "tokenizer.json")
+    prepare([f"file://{texts}"], output=texts.parent / "there", recipe=wanted, workers=1, on_progress=told.append)
+    total = sum(path.stat().st_size for path in texts.iterdir())
+    bringing = [one for one in told if one.stage == "bringing"]
+    assert bringing and bringing == told[: len(bringing)] and bringing[-1].done_bytes == bringing[-1].total_bytes == total
+
+
+@pytest.mark.parametrize("place", ["hf://ada/none", "s3://bucket"])
+def test_a_place_that_holds_nothing_asked_for_is_told(texts: Path, monkeypatch: pytest.MonkeyPatch, place: str):
+    monkeypatch.setattr(bring, "open_store", lambda url: open_store(texts))
+    with pytest.raises(DataError, match=rf"^{place}: holds no file that is asked for \(--glob '\*\.none'\)\. Give another"):
+        prepare(
+            [place], output=texts.parent / "there", recipe=recipe(texts.parent / "tokenizer.json", glob="*.none"), workers=1
+        )
+    assert not (texts.parent / "there.inputs").exists()
+
+
+def test_one_preparation_brings_at_a_time(texts: Path, monkeypatch: pytest.MonkeyPatch):
+    own = killed(texts, monkeypatch)
+    with locked(own / MARK, texts), pytest.raises(DataError, match="there: is being prepared by another process"):
+        prepare_there(texts)
+    assert len(documents(prepare_there(texts))) == 40
 
 
 def test_text_that_is_not_in_the_bucket_is_told(url: str, tmp_path: Path):

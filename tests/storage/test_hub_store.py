@@ -33,6 +33,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setattr(constants, "ENDPOINT", here.address)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", here.address + "/{repo_id}/resolve/{revision}/{filename}")
         monkeypatch.setenv("HF_TOKEN", KEY)
+        monkeypatch.setattr(hub, "COMMITS", {})
         yield here
 
 
@@ -64,12 +65,47 @@ def test_all_is_read_at_the_commit_that_was_there_first(server: Hub):
     assert len(server.paths) == 3 and all(COMMIT in path for path in server.paths), server.paths
 
 
+def test_all_stores_of_a_process_read_a_repository_at_one_commit(server: Hub):
+    server.files["one"] = b"1"
+    assert open_store(f"hf://{REPO}").read_version("one")[1].tag == COMMIT
+    server.commit_now = "1" * 40
+    assert open_store(f"hf://{REPO}@main").read_version("one")[1].tag == COMMIT
+    hub.COMMITS.clear()
+    assert open_store(f"hf://{REPO}").names("") and all(held == "1" * 40 for held in hub.COMMITS.values())
+
+
+def test_where_the_hub_sends_for_a_file_is_asked_again_and_the_hub_once_that_fails(server: Hub):
+    server.files["one"] = b"0123456789"
+    store = open_store(f"hf://{REPO}")
+    with hub_server() as other:
+        other.files = server.files
+        server.elsewhere = other.address.replace("127.0.0.1", "localhost")
+        assert store.read_range("one", 2, 4) == b"23"
+        server.paths.clear()
+        assert store.read_range("one", 4, 6) == b"45" and store.read_range("one", 10, 12) == b"" and not server.paths
+        assert len(other.paths) == 3 and not any(KEY in str(told) for told in other.keys)
+        other.refuse = {"/resolve/": 403}
+        server.elsewhere = ""
+        assert store.read_range("one", 4, 6) == b"45" and len(server.paths) == 1
+
+
 def test_a_hub_that_is_busy_for_a_moment_is_asked_again(server: Hub):
     server.files["one"] = b"1"
     store = open_store(f"hf://{REPO}")
     store.size("one")
     server.refuse, server.refusals_left = {"/resolve/": 503}, 1
     assert store.read("one") == b"1"
+
+
+def test_a_block_that_lacks_bytes_is_refused_and_a_whole_file_is_cut(server: Hub, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hub, "BLOCK_BYTES", 3)
+    server.files["one"] = b"0123456789"
+    store = open_store(f"hf://{REPO}")
+    server.ranges = "ignored"
+    assert b"".join(store.blocks("one")) == b"0123456789" and store.read_range("one", 8, 20) == b"89"
+    server.ranges = "short"
+    with pytest.raises(StorageError, match="2 bytes came of a block at 0"):
+        list(store.blocks("one"))
 
 
 NO_SUCH = "there is no such repository, or not for this key"

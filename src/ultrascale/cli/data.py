@@ -164,7 +164,7 @@ def _bar() -> Iterator[Callable[[Progress], None] | None]:
     )  # fmt: skip
     with bars.Progress(*columns, console=console) as progress:
         task = progress.add_task("reading", total=None, tokens=0)
-        names = {"tokenizer": "tokenizer", "shards": "tokenizing"}
+        names = {"bringing": "bringing", "tokenizer": "tokenizer", "shards": "tokenizing"}
 
         def draw(now: Progress) -> None:
             progress.update(

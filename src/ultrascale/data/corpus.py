@@ -231,11 +231,12 @@ class BlockCache:
     def read(self, store: Store, key: str, begin: int, end: int) -> bytes:
         """Bytes `begin` to `end` - 1. Raises DataError if they do not come."""
         try:
-            data = b"".join(block.result() for block in self.expect(store, key, begin, end))
+            blocks = [block.result() for block in self.expect(store, key, begin, end)]
         except StorageError as error:
-            raise DataError(store.where(key), f"cannot be read: {error}", _AGAIN) from error
+            raise DataError(store.where(key), f"cannot be read: {str(error).rstrip('.')}", _AGAIN) from error
+        data = b"".join(blocks)
         first = begin - begin // BLOCK_BYTES * BLOCK_BYTES
-        if len(data) < first + end - begin:
+        if len(data) < first + end - begin or any(len(block) < BLOCK_BYTES for block in blocks[:-1]):
             raise DataError(store.where(key), f"ends before byte {end}, and was longer when it was opened", _COPY)
         return data[first : first + end - begin]
 
@@ -316,7 +317,7 @@ class StreamedShard(Shard):
                 str(error).removesuffix(" is not there."), "is missing, but the manifest lists it", _COPY
             ) from error
         except StorageError as error:
-            raise DataError(self._store.where(self._key), f"cannot be read: {error}", _AGAIN) from error
+            raise DataError(self._store.where(self._key), f"cannot be read: {str(error).rstrip('.')}", _AGAIN) from error
 
 
 class StreamedFolder:
@@ -334,7 +335,7 @@ class StreamedFolder:
                     _bring(self.store, name, self.folder)
         except StorageError as error:
             raise DataError(
-                url, f"cannot be read: {error}", "Check the name, and the credentials in the environment."
+                url, f"cannot be read: {str(error).rstrip('.')}", "Check the name, and the credentials in the environment."
             ) from error
         if NAME not in names:
             remedy = "Copy the whole folder there that `ultrascale data prepare` has made."

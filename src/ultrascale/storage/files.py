@@ -9,6 +9,7 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from ultrascale.storage.errors import ConflictError, MissingError, StorageError
@@ -43,9 +44,9 @@ class FileStore(Store):
             while block := file.read(_BLOCK_BYTES):
                 yield block
 
-    def size(self, key: str) -> int:
+    def look_up(self, key: str) -> Stored:
         with self._told(key, "read"):
-            return self._path(key).stat().st_size
+            return _stored(self._path(key).stat(), key)
 
     def write(self, key: str, data: bytes | memoryview) -> None:
         with self._told(key, "written"), self._partial(key) as partial:
@@ -81,13 +82,13 @@ class FileStore(Store):
                 if entry.is_dir():
                     folders.append(entry.name)
                 elif not _is_own(entry.name):
-                    objects.append(Stored(entry.name, entry.stat().st_size))
+                    objects.append(_stored(entry.stat(), entry.name))
         return objects, folders
 
     def walk(self, prefix: str) -> Iterator[Stored]:
         objects, folders = self.names(prefix)
         start = f"{prefix.rstrip('/')}/" if prefix else ""
-        yield from (Stored(f"{start}{one.key}", one.bytes) for one in objects)
+        yield from (replace(one, key=f"{start}{one.key}") for one in objects)
         for folder in folders:
             yield from self.walk(f"{start}{folder}")
 
@@ -107,7 +108,7 @@ class FileStore(Store):
         try:
             with os.scandir(self._path(prefix)) as entries:
                 return list(entries)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     @contextmanager
@@ -154,6 +155,10 @@ def _sync(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _stored(facts: os.stat_result, key: str) -> Stored:
+    return Stored(key, facts.st_size, str(facts.st_mtime_ns))
 
 
 def _version(data: bytes) -> Version:

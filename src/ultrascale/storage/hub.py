@@ -1,15 +1,15 @@
 """Repositories of the Hugging Face Hub, to be read: `hf://datasets/USER/NAME/FOLDER`, `hf://USER/NAME` for a model's.
 
-All is read at one commit: that which the revision (`NAME@REVISION`, else main) leads to when it is first asked for. Nothing is
-written here: a repository takes whole commits, one after the other, and a part of a checkpoint is none. Exports go there in one
-commit (`ultrascale export --push-to-hub`).
+A process reads all of a repository at one commit: that which the revision (`NAME@REVISION`, else main) leads to when it is
+first asked for. Nothing is written here: a repository takes whole commits, one after the other, and a part of a checkpoint is
+none. Exports go there in one commit (`ultrascale export --push-to-hub`).
 """
 
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -19,6 +19,9 @@ from ultrascale.storage.store import Block, Store, Stored, Version
 T = TypeVar("T")
 BLOCK_BYTES = 8 << 20
 PLACE = re.compile(r"(datasets/)?(?!datasets/|spaces/)([\w.-]+/[\w.-]+)(?:@([^/@]+))?(?:/([^@?]*))?")
+COMMITS: dict[tuple[str, str, str], str] = {}
+"""Commits that this process reads, by type and name of the repository, and revision."""
+_LOCK = threading.Lock()
 READ_ONLY = "is only read here: keep a run in a bucket or a folder, and give an export to the Hub by --push-to-hub"
 
 
@@ -40,12 +43,17 @@ class HubStore(Store):
         self._errors: Any = errors
         self._type = "dataset" if place[1] else "model"
         self._repo, self._revision = place[2], (place[3] or "main").replace("%2F", "/")
+        self._led_to: dict[str, str] = {}  # where the Hub sends for a file, which another server keeps; asked without the key
         self._folder = f"{place[4].strip('/')}/" if place[4] else ""
 
-    @cached_property
+    @property
     def _commit(self) -> str:
-        found = self._hub.HfApi().repo_info(self._repo, revision=self._revision, repo_type=self._type)
-        return found.sha
+        name = (self._type, self._repo, self._revision)
+        with _LOCK:
+            if name not in COMMITS:
+                found = self._hub.HfApi().repo_info(self._repo, revision=self._revision, repo_type=self._type)
+                COMMITS[name] = found.sha
+            return COMMITS[name]
 
     def read(self, key: str) -> bytes:
         return self._do(key, lambda: self._get(key, {}).content)
@@ -66,22 +74,27 @@ class HubStore(Store):
         return self._do(key, get) if begin < end else b""
 
     def blocks(self, key: str) -> Iterator[Block]:
-        for at in range(0, self.size(key), BLOCK_BYTES):
-            yield self.read_range(key, at, at + BLOCK_BYTES)
+        size = self.size(key)
+        for at in range(0, size, BLOCK_BYTES):
+            block = self.read_range(key, at, at + BLOCK_BYTES)
+            if len(block) != min(BLOCK_BYTES, size - at):
+                raise StorageError(f"{self.where(key)}: {len(block):,} bytes came of a block at {at:,}, which has more.")
+            yield block
 
-    def size(self, key: str) -> int:
-        return self._do(key, lambda: int(self._hub.get_hf_file_metadata(self._address(key)).size))
+    def look_up(self, key: str) -> Stored:
+        facts = self._do(key, lambda: self._hub.get_hf_file_metadata(self._address(key)))
+        return Stored(key, int(facts.size), facts.etag or "")
 
     def names(self, prefix: str) -> tuple[list[Stored], list[str]]:
         entries = self._tree(prefix, recursive=False)
-        objects = [Stored(one.path.rsplit("/", 1)[-1], one.size) for one in entries if hasattr(one, "size")]
+        objects = [_stored(one, one.path.rsplit("/", 1)[-1]) for one in entries if hasattr(one, "size")]
         folders = [one.path.rsplit("/", 1)[-1] for one in entries if not hasattr(one, "size")]
         return sorted(objects, key=lambda one: one.key), sorted(folders)
 
     def walk(self, prefix: str) -> Iterator[Stored]:
         for one in self._tree(prefix, recursive=True):
             if hasattr(one, "size"):
-                yield Stored(one.path.removeprefix(self._folder), one.size)
+                yield _stored(one, one.path.removeprefix(self._folder))
 
     def write(self, key: str, data: bytes | memoryview) -> None:
         self._refuse()
@@ -111,9 +124,18 @@ class HubStore(Store):
 
     def _get(self, key: str, headers: dict[str, str]) -> Any:
         """The answer to a request for a file; those that may succeed later are sent again by huggingface_hub."""
+        headers = {"Accept-Encoding": "identity", **headers}
+        if kept := self._led_to.get(key):
+            answer = self._utils.http_backoff("GET", kept, headers=headers, follow_redirects=True)
+            if answer.is_success or answer.status_code == 416:
+                self._utils.hf_raise_for_status(answer)
+                return answer
+            self._led_to.pop(key, None)  # such addresses are good for some time
         own = self._utils.build_hf_headers(headers=headers)
         answer = self._utils.http_backoff("GET", self._address(key), headers=own, follow_redirects=True)
         self._utils.hf_raise_for_status(answer)
+        if answer.history and answer.url.host != answer.history[0].url.host:
+            self._led_to[key] = str(answer.url)
         return answer
 
     def _do(self, key: str, work: Callable[[], T]) -> T:
@@ -133,3 +155,7 @@ class HubStore(Store):
             remedy = "check its name, and the key in HF_TOKEN or of `hf auth login`"
             return RefusedError(f"{self.url}: there is no such repository, or not for this key ({said}): {remedy}.")
         return StorageError(f"{self.where(key)}: the Hub does not answer as it should ({said}).")
+
+
+def _stored(entry: Any, key: str) -> Stored:
+    return Stored(key, entry.size, entry.blob_id if entry.lfs is None else entry.lfs.sha256)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ultrascale.storage.errors import ConflictError, DamagedError, MissingError, RefusedError, StorageError
-from ultrascale.storage.store import Block, Store, Stored, Version
+from ultrascale.storage.store import PAUSE_SECONDS, READS, Block, Store, Stored, Version
 
 T = TypeVar("T")
 CONNECT_SECONDS, REQUEST_SECONDS = 10, 300
@@ -27,9 +27,6 @@ CONNECT_SECONDS, REQUEST_SECONDS = 10, 300
 MULTIPART_BYTES, MULTIPART_STREAMS = 16 << 20, 8
 BLOCK_BYTES = 256 << 10
 """An object that is read by blocks comes in these: larger ones leave the processor's caches between two uses."""
-READS = 3
-"""Attempts to read an answer that breaks off; a request that gets none is sent again by obstore."""
-PAUSE_SECONDS = 0.2
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3}[ \w]*)")
 _FULL = re.compile(r"507|Insufficient ?Storage|Quota ?Exceeded|XMinioStorageFull|No space", re.IGNORECASE)
@@ -93,8 +90,8 @@ class ObjectStore(Store):
         except self._errors as error:
             raise self._error(key, error) from None
 
-    def size(self, key: str) -> int:
-        return self._read(key, lambda: int(self._obstore.head(self._store, key)["size"]))
+    def look_up(self, key: str) -> Stored:
+        return _stored(self._read(key, lambda: self._obstore.head(self._store, key)), key)
 
     def write(self, key: str, data: bytes | memoryview) -> None:
         self._do(key, lambda: self._obstore.put(self._store, key, data, use_multipart=False))
@@ -129,13 +126,13 @@ class ObjectStore(Store):
     def names(self, prefix: str) -> tuple[list[Stored], list[str]]:
         prefix = prefix.rstrip("/")
         found = self._do(prefix, lambda: self._obstore.list_with_delimiter(self._store, prefix or None))
-        objects = [Stored(_name(one["path"]), one["size"]) for one in found["objects"]]
+        objects = [_stored(one, _name(one["path"])) for one in found["objects"]]
         return sorted(objects, key=lambda one: one.key), sorted(_name(one) for one in found["common_prefixes"])
 
     def walk(self, prefix: str) -> Iterator[Stored]:
         prefix = prefix.rstrip("/")
         pages = self._do(prefix, lambda: list(self._obstore.list(self._store, prefix or None, chunk_size=1000)))
-        yield from (Stored(one["path"], one["size"]) for page in pages for one in page)
+        yield from (_stored(one, one["path"]) for page in pages for one in page)
 
     def remove(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -217,6 +214,10 @@ def _allows_http() -> bool:
     """True if a server without encryption was asked for, such as one beside this machine."""
     endpoints = (os.environ.get(f"AWS_ENDPOINT{end}", "") for end in ("", "_URL", "_URL_S3"))
     return any(one.startswith("http://") for one in endpoints) or os.environ.get("AWS_ALLOW_HTTP") == "true"
+
+
+def _stored(meta: Any, key: str) -> Stored:
+    return Stored(key, int(meta["size"]), meta["e_tag"] or str(meta["last_modified"]))
 
 
 def _version(meta: Any) -> Version:

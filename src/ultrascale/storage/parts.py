@@ -20,7 +20,7 @@ from typing import TypeVar
 from ultrascale.failpoints import failpoint
 from ultrascale.storage.checksum import combine_crc32, crc32
 from ultrascale.storage.errors import DamagedError, MissingError, RefusedError, StorageError
-from ultrascale.storage.store import Block, Store
+from ultrascale.storage.store import PAUSE_SECONDS, READS, Block, Store
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -28,8 +28,6 @@ U = TypeVar("U")
 PART_BYTES = 32 << 20
 STREAMS = 8
 """Parts on their way at once. Those that go there are held whole, 256 MiB at most; those that come pass in small blocks."""
-READS = 3
-PAUSE_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -73,9 +71,9 @@ def upload_file(store: Store, path: Path, prefix: str, *, resuming: bool = False
         if not (resuming and _is_there(store, key, part.bytes)):
             store.write(key, data)
         failpoint("upload.part")
-        with suppress(BufferError):  # a connection that was given up may still be reading from it
+        with suppress(BufferError, SystemError):  # a connection that was given up may still be reading from it
             data.release()
-            buffer.resize(len(buffer))
+            buffer.resize(len(buffer))  # refused while anybody holds it; some systems never can
             free.append(buffer)
         return part
 

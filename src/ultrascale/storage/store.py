@@ -6,15 +6,20 @@ nobody looks for, and then of one that names them, which `publish` writes on a c
 
 from __future__ import annotations
 
+import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
-from ultrascale.storage.errors import DamagedError
+from ultrascale.storage.errors import DamagedError, MissingError, RefusedError, StorageError
 
 Block: TypeAlias = bytes | memoryview
+READS = 3
+"""Attempts to read an answer that breaks off; a request that gets none is sent again beneath."""
+PAUSE_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class Stored:
 
     key: str
     bytes: int
+    tag: str = ""
+    """Text that differs once the content does."""
 
 
 class Store(ABC):
@@ -61,8 +68,41 @@ class Store(ABC):
         breaks off raises after what came of it."""
 
     @abstractmethod
+    def look_up(self, key: str) -> Stored:
+        """An object as a listing has it. Raises MissingError if there is none."""
+
     def size(self, key: str) -> int:
         """Length in bytes. Raises MissingError if there is none."""
+        return self.look_up(key).bytes
+
+    def fetch(self, one: Stored, path: Path, after_block: Callable[[int], None] = lambda num_bytes: None) -> None:
+        """Make or replace the file `path` with an object. What comes cut short is asked for again.
+
+        `after_block`: told the bytes of each block; those that come again are told as none. Raises DamagedError if what
+        comes has another length than the listing says, OSError."""
+        failure: StorageError | None = None
+        told = 0
+        for attempt in range(READS):
+            time.sleep(PAUSE_SECONDS * (attempt > 0))
+            try:
+                with open(path, "wb") as file:
+                    for block in self.blocks(one.key):
+                        file.write(block)
+                        after_block(max(0, file.tell() - told))
+                        told = max(told, file.tell())
+                    size = file.tell()
+                    file.flush()
+                    os.fsync(file.fileno())
+            except (MissingError, RefusedError):
+                raise
+            except StorageError as error:
+                failure = error
+                continue
+            if size == one.bytes:
+                return
+            failure = DamagedError(f"{self.where(one.key)} came as {size:,} bytes, expected {one.bytes:,}: try again.")
+        assert failure is not None
+        raise failure
 
     @abstractmethod
     def write(self, key: str, data: bytes | memoryview) -> None:
@@ -84,6 +124,12 @@ class Store(ABC):
     @abstractmethod
     def walk(self, prefix: str) -> Iterator[Stored]:
         """Every object anywhere under the folder `prefix`, by its key."""
+
+    def files(self) -> list[Stored]:
+        """Every object, apart from the markers of folders that consoles make: empty, and named as a folder is."""
+        found = list(self.walk(""))
+        folders = {str(above) for one in found for above in PurePosixPath(one.key).parents} | {""}
+        return [one for one in found if one.bytes or one.key not in folders]
 
     @abstractmethod
     def remove(self, keys: Iterable[str]) -> None:

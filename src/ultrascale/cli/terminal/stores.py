@@ -9,13 +9,16 @@ from pathlib import Path
 
 from ultrascale.description.problems import mistake
 from ultrascale.storage import MissingError, Store, open_store, url_of
+from ultrascale.storage.location import url_problem
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 
 
-def store_of(place: Path) -> Store | None:
-    """The store that `place` names; None if it is a folder of this machine."""
+def store_of(place: Path, *, to_write: bool = False) -> Store | None:
+    """The store that `place` names; None if it is a folder of this machine. Raises SpecError if it can be none."""
     url = url_of(place)
+    if url is not None and (problem := url_problem(url, to_write=to_write)):
+        raise mistake(url, problem, "Give another place.")
     return None if url is None else open_store(url.removesuffix("/checkpoints"))
 
 
@@ -31,10 +34,10 @@ def brought(place: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="ultrascale-") as scratch:
         here = Path(scratch) / store.url.rsplit("/", 1)[-1]
         here.mkdir()
-        if CONFIG in [one.key for one in store.names("")[0]]:
-            for one in store.names("")[0]:
-                with open(here / one.key, "xb") as file:
-                    file.writelines(store.blocks(one.key))
+        files = [one for one in store.names("")[0] if one.key]  # a console's marker of the folder has none
+        if CONFIG in [one.key for one in files]:
+            for one in files:
+                store.fetch(one, here / one.key)
         else:
             bring_newest(store, here)
         yield here
@@ -71,7 +74,7 @@ def sent(place: Path, *, overwrite: bool) -> Iterator[Path]:
     if store is None:
         yield place
         return
-    there = {one.key for one in store.walk("")}
+    there = {one.key for one in store.files()}
     if there and not (overwrite and CONFIG in there):
         rule = "holds something already" if not overwrite else "holds something that is no export"
         raise mistake(store.url, rule, "Give another place, or --overwrite for an earlier export.")

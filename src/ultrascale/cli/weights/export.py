@@ -49,7 +49,7 @@ def export(
     here = store_of(checkpoint) is None
     if here:
         expect_folder(checkpoint)
-    if store_of(out) is None:
+    if store_of(out, to_write=True) is None:
         from ultrascale.models.files.folders import expect_replaceable
         from ultrascale.models.files.weight_files import is_exported
 

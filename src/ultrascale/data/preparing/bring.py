@@ -1,74 +1,167 @@
 """Inputs that are in a store: brought to `OUTPUT.inputs` on this machine, file by file, and removed once the output is whole.
 
 Below a folder, files keep their names, by which documents are held out: the result is that of the same folder on a disk. A file
-that is there already, as long as in the store, is not brought again, so that a killed preparation goes on.
+that is there already, with the length and the tag that it has in the store, is not brought again, so that a killed preparation
+goes on. The tag is kept as the time of the file: a file that has changed in the store has changed here, too.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
 from ultrascale.data.files import PARTIAL, DataError, writing
 from ultrascale.data.reading.inputs import matches
 from ultrascale.storage import MissingError, StorageError, Store, Stored, open_store, url_of
+from ultrascale.storage.location import url_problem
 
 STREAMS = 8
+MARK = ".brought"
+"""File in a folder of inputs that was made here, and may be removed; locked by the process that uses it."""
+
+
+@dataclass(frozen=True)
+class _Input:
+    """Objects that are asked for at one URL, and the folder that they go to."""
+
+    url: str
+    store: Store
+    objects: list[Stored]
+    is_file: bool
+    folder: Path
 
 
 @contextmanager
-def brought(inputs: Iterable[str | Path], output: Path, *, glob: str, exclude: tuple[str, ...]) -> Iterator[list[Path]]:
-    """The inputs as paths of this machine. Raises DataError if one is not there, or the store does not answer."""
+def brought(
+    inputs: Iterable[str | Path],
+    output: Path,
+    *,
+    glob: str,
+    exclude: tuple[str, ...],
+    report: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
+) -> Iterator[tuple[list[Path], dict[Path, str]]]:
+    """The inputs as paths of this machine, and the URLs of those that come from a store. `report`: told of bytes brought, and
+    of all.
+
+    Raises DataError if one is not there, the store does not answer, or `OUTPUT.inputs` is somebody else's or in use."""
+    inputs = list(inputs)
+    urls = {item: url for item in inputs if (url := url_of(item)) is not None}
+    if not urls:
+        yield [Path(item) for item in inputs], {}
+        return
     folder = output.absolute().with_name(f"{output.absolute().name}.inputs")
-    found = [_brought(item, folder / str(number), glob, exclude) for number, item in enumerate(inputs)]
-    yield found
-    shutil.rmtree(folder, ignore_errors=True)
+    asked = {url: _asked(url, folder, glob, exclude) for url in dict.fromkeys(urls.values())}
+    mark = folder / MARK
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not mark.exists() and any(folder.iterdir()):
+            rule = "is there already, and inputs from the store would go there"
+            raise DataError(str(folder), rule, "Move it, or choose another --output.")
+    with locked(mark, output):
+        _bring(list(asked.values()), report)
+        here = {one.folder / one.objects[0].key if one.is_file else one.folder: url for url, one in asked.items()}
+        paths = {url: path for path, url in here.items()}
+        yield [paths[urls[item]] if item in urls else Path(item) for item in inputs], here
+        with suppress(OSError):
+            for path in folder.iterdir():
+                if path != mark:
+                    shutil.rmtree(path)
+            mark.unlink()
+            folder.rmdir()
 
 
-def _brought(item: str | Path, folder: Path, glob: str, exclude: tuple[str, ...]) -> Path:
-    url = url_of(item)
-    if url is None:
-        return Path(item)
+@contextmanager
+def locked(lock: Path, output: Path) -> Iterator[None]:
+    """One preparation of `output` at a time, with the lock in the file `lock`; the system lets go of it when a process dies."""
+    with writing(lock):
+        file = open(lock, "w")  # noqa: SIM115 (closed below, in another `with`)
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_taken = os.fstat(file.fileno()).st_nlink == 0  # removed by who had it a moment ago
+        except BlockingIOError:
+            is_taken = True
+        if is_taken:
+            raise DataError(str(output), "is being prepared by another process", "Wait for it, or end it.")
+        yield
+
+
+@contextmanager
+def _told(url: str) -> Iterator[None]:
     try:
-        store, wanted = open_store(url), []
-        for one in store.walk(""):
+        yield
+    except StorageError as error:
+        remedy = "Check the name, and the credentials in the environment."
+        raise DataError(url, f"cannot be read: {str(error).rstrip('.')}", remedy) from error
+
+
+def _asked(url: str, folder: Path, glob: str, exclude: tuple[str, ...]) -> _Input:
+    if problem := url_problem(url):
+        raise DataError(url, problem, "Give another place.")
+    folder /= hashlib.sha256(url.encode()).hexdigest()[:16]
+    wanted = []
+    with _told(url):
+        store = open_store(url)
+        for one in store.files():
             *folders, name = one.key.split("/")
             if ".." in (*folders, name) or one.key.startswith("/"):
                 raise StorageError(f"its listing has {one.key!r}, which leads out of it")
             if fnmatch(name, glob) and not any(matches(part, exclude) for part in (*folders, name)):
                 wanted.append(one)
-        if not wanted:
-            return _brought_file(url, folder)
-        with ThreadPoolExecutor(STREAMS) as pool:
-            list(pool.map(lambda one: _bring(store, one, folder), wanted))
-        return folder
-    except StorageError as error:
-        raise DataError(url, f"cannot be read: {error}", "Check the name, and the credentials in the environment.") from error
+        above, _, name = url.rpartition("/")
+        if wanted:
+            return _Input(url, store, wanted, False, folder)
+        with suppress(MissingError):
+            if url_problem(above) is None:
+                store = open_store(above)
+                return _Input(url, store, [store.look_up(name)], True, folder)
+    raise DataError(url, f"holds no file that is asked for (--glob {glob!r})", "Give another place, or --glob.")
 
 
-def _brought_file(url: str, folder: Path) -> Path:
-    above, _, name = url.rpartition("/")
-    store = open_store(above)
-    try:
-        return _bring(store, Stored(name, store.size(name)), folder)
-    except MissingError:
-        raise DataError(url, "holds no file that is asked for", "Give another place, or --glob.") from None
+def _bring(inputs: list[_Input], report: Callable[[int, int], None]) -> None:
+    """Make the folders hold what is asked for, and nothing else."""
+    total, done, lock = sum(item.bytes for one in inputs for item in one.objects), 0, threading.Lock()
+
+    def after(num_bytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += num_bytes
+            report(done, total)
+
+    for one in inputs:
+        _clear(one.folder, {one.folder / item.key for item in one.objects})
+        with _told(one.url), ThreadPoolExecutor(STREAMS) as pool:
+            list(pool.map(lambda item, one=one: _bring_file(one.store, item, one.folder / item.key, after), one.objects))
 
 
-def _bring(store: Store, one: Stored, folder: Path) -> Path:
-    path = folder / one.key
-    if path.exists() and path.stat().st_size == one.bytes:
-        return path
+def _clear(folder: Path, wanted: set[Path]) -> None:
+    with writing(folder):
+        for here, folders, names in os.walk(folder, topdown=False):
+            for name in names:
+                if Path(here, name) not in wanted:
+                    Path(here, name).unlink()
+            for name in folders:
+                with suppress(OSError):  # what is asked for is in it
+                    Path(here, name).rmdir()
+
+
+def _bring_file(store: Store, one: Stored, path: Path, after: Callable[[int], None]) -> None:
+    seconds = int.from_bytes(hashlib.sha256(one.tag.encode()).digest()[:4], "big") >> 1  # fits every disk's times
+    if path.exists() and (path.stat().st_size, int(path.stat().st_mtime)) == (one.bytes, seconds):
+        after(one.bytes)
+        return
     partial = path.with_name(path.name + PARTIAL)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as file:
-            file.writelines(store.blocks(one.key))
-        os.utime(partial, (0, 0))  # brought again, it is the same file
+        store.fetch(one, partial, after)
+        os.utime(partial, (seconds, seconds))
         os.replace(partial, path)
-    return path

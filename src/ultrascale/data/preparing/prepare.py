@@ -11,10 +11,8 @@ durable before the manifest says that all is there. What an earlier run left is 
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,13 +29,14 @@ from ultrascale.data.files import (
 )
 from ultrascale.data.indexed import best_dtype
 from ultrascale.data.manifest import NAME, Manifest, ShardRecord, TokenizerFacts, load_manifest, save_manifest
-from ultrascale.data.preparing.bring import brought
+from ultrascale.data.preparing.bring import brought, locked
 from ultrascale.data.preparing.shards import OnBad, ShardTask, is_held_out, make_shard, record_path
 from ultrascale.data.preparing.workers import available_cores, run_tasks
 from ultrascale.data.reading.documents import Document, PartReader
 from ultrascale.data.reading.inputs import InputFile, Part, cut_shards, find_files
 from ultrascale.data.tokenizer import tokenizer_facts, train_tokenizer, vocabulary_problem
 from ultrascale.failpoints import failpoint
+from ultrascale.storage import url_of
 
 TOKENIZER, UNFINISHED, LOCK = "tokenizer.json", "unfinished.json", ".lock"
 TRAINING_CHARACTERS = 32 << 20
@@ -52,7 +51,7 @@ class Progress:
     total_bytes: int
     tokens: int
     stage: str
-    """`tokenizer`, then `shards`."""
+    """`bringing` if inputs are in a store, `tokenizer`, then `shards`."""
 
 
 @dataclass(frozen=True)
@@ -110,12 +109,20 @@ def prepare(
     Raises DataError for bad input, an output that was made from something else or cannot be written, or no documents at all.
     """
     _expect_sense(recipe, workers, validation)
-    with brought(inputs, Path(output), glob=recipe.glob, exclude=recipe.exclude) as here:
-        return _prepare(here, Path(output), recipe, validation, workers, on_progress or (lambda progress: None))
+    inputs, notify = list(inputs), on_progress or (lambda progress: None)
+    if any(url_of(item) for item in inputs):
+        _expect_ready(inputs, Path(output), recipe)
+
+    def bringing(done_bytes: int, total_bytes: int) -> None:
+        notify(Progress(done_bytes, total_bytes, 0, "bringing"))
+
+    with brought(inputs, Path(output), glob=recipe.glob, exclude=recipe.exclude, report=bringing) as (here, urls):
+        return _prepare(here, urls, Path(output), recipe, validation, workers, notify)
 
 
 def _prepare(
     inputs: list[Path],
+    urls: dict[Path, str],
     folder: Path,
     recipe: Recipe,
     validation: str | Path | None,
@@ -123,14 +130,14 @@ def _prepare(
     notify: Callable[[Progress], None],
 ) -> Prepared:
     folders = (folder, Path(validation or folder / "validation")) if recipe.validation_fraction > 0 else (folder,)
-    files = find_files(inputs, glob=recipe.glob, exclude=recipe.exclude)
+    files = find_files(inputs, glob=recipe.glob, exclude=recipe.exclude, urls=urls)
     _expect_outside(files, folders)
     shards = cut_shards(files, recipe.shard_bytes)
     total = sum(part.weight_bytes for parts in shards for part in parts)
     for each in folders:
         with writing(each):
             each.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
+    with locked(folder / LOCK, folder):
         for each in folders:
             _remove(each.glob(f"*{PARTIAL}"))
         notify(Progress(0, total, 0, "tokenizer"))
@@ -171,24 +178,31 @@ def _expect_sense(recipe: Recipe, workers: int | None, validation: str | Path | 
         raise SeveralDataErrors(wrong)
 
 
+def _expect_ready(inputs: list[str | Path], folder: Path, recipe: Recipe) -> None:
+    """Tells what can be known to be wrong before anything comes from a store."""
+    if recipe.tokenizer:
+        tokenizer_facts(recipe.tokenizer, recipe.eod)
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise DataError(str(nearest), "is no folder that can be written", "Choose another --output.")
+    if (folder / LOCK).exists():
+        with locked(folder / LOCK, folder):
+            pass
+    before = _earlier_request(folder)
+    if before is None:
+        return
+    _expect_same_recipe(before, recipe, folder)
+    named = [url_of(item) or os.path.abspath(item) for item in inputs]
+    for file in before.get("inputs", []):
+        if not any(file["file"] == name or file["file"].startswith(f"{name}/") for name in named):
+            raise _no_longer(file["file"], folder)
+
+
 def _expect_outside(files: list[InputFile], folders: tuple[Path, ...]) -> None:
     for folder in map(os.path.abspath, folders):
         for file in files:
             if os.path.commonpath((folder, file.path)) == folder:
                 raise DataError(str(file.path), f"lies in the output folder {folder}", "Choose another --output.")
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One preparation of a folder at a time; the system lets go of the lock when a process dies."""
-    with writing(folder / LOCK):
-        file = open(folder / LOCK, "w")  # noqa: SIM115 (closed below, in another `with`)
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(str(folder), "is being prepared by another process", "Wait for it, or end it.") from error
-        yield
 
 
 def _settle(
@@ -199,13 +213,11 @@ def _settle(
     path = folder / TOKENIZER
     if before is not None:
         now = _request(files, recipe)
-        _expect_same(before, now, folder)
+        _expect_same_recipe(before, recipe, folder)
+        _expect_same_inputs(before, now, folder)
         facts = tokenizer_facts(path, recipe.eod)
         if facts.fingerprint != before["tokenizer"]:
             raise DataError(str(path), "is not the tokenizer this folder was begun with", "Put it back, or remove the folder.")
-        if recipe.tokenizer and tokenizer_facts(recipe.tokenizer, recipe.eod).fingerprint != facts.fingerprint:
-            remedy = "Choose another --output, or remove this one."
-            raise DataError(str(recipe.tokenizer), f"is not the tokenizer that {folder} was begun with", remedy)
         request = {**now, "tokenizer": facts.fingerprint}
         if request != before:  # a file was repaired on the way
             write_json(folder / UNFINISHED, request)
@@ -235,21 +247,36 @@ def _earlier_request(folder: Path) -> dict[str, Any] | None:
     return dict(load_manifest(folder).request) if (folder / NAME).exists() else None
 
 
-def _expect_same(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
-    """Checks that the request is the same as before; in a folder that is not complete, files may have been repaired since."""
-    remedy = f"Choose another --output, or remove {folder} to begin anew."
+def _expect_same_recipe(before: dict[str, Any], recipe: Recipe, folder: Path) -> None:
+    now = recipe.facts()
     for key in sorted((set(now) | set(before)) - {"inputs", "tokenizer"}):  # another release may have asked for more
         if before.get(key) != now.get(key):
             option = "--" + key.replace("_", "-")
-            raise DataError(option, f"is {now.get(key)!r}, but {folder} was begun with {before.get(key)!r}", remedy)
+            rule = f"is {now.get(key)!r}, but {folder} was begun with {before.get(key)!r}"
+            raise DataError(option, rule, _remedy(folder))
+    if recipe.tokenizer and tokenizer_facts(recipe.tokenizer, recipe.eod).fingerprint != before["tokenizer"]:
+        rule = f"is not the tokenizer that {folder} was begun with"
+        raise DataError(str(recipe.tokenizer), rule, _remedy(folder))
+
+
+def _remedy(folder: Path) -> str:
+    return f"Choose another --output, or remove {folder} to begin anew."
+
+
+def _no_longer(name: str, folder: Path) -> DataError:
+    return DataError(name, f"is no longer among the inputs, but was when {folder} was begun", _remedy(folder))
+
+
+def _expect_same_inputs(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    """Checks that the files are the same as before; in a folder that is not complete, they may have been repaired since."""
     complete = (folder / NAME).exists()
     then = {file["file"]: file for file in before.get("inputs", [])}
     for file in now["inputs"]:
         earlier = then.pop(file["file"], None)
         if earlier is None or (complete and earlier != file):
-            raise DataError(file["file"], f"is new or has changed since {folder} was begun", remedy)
+            raise DataError(file["file"], f"is new or has changed since {folder} was begun", _remedy(folder))
     for name in then:
-        raise DataError(name, f"is no longer among the inputs, but was when {folder} was begun", remedy)
+        raise _no_longer(name, folder)
 
 
 def _training_texts(shards: list[tuple[Part, ...]], recipe: Recipe, spool: Path) -> Iterator[str]:

@@ -8,8 +8,8 @@ input, so that there are enough to share and not too many to keep; the number of
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
@@ -34,10 +34,12 @@ class InputFile:
     compression: Compression
     size: int
     mtime_ns: int
+    url: str = ""
+    """URL that it was brought from; empty for a file of this machine."""
 
     def facts(self) -> dict[str, Any]:
         """The facts that must stay the same for a restart."""
-        return {"file": str(self.path), "size": self.size, "mtime_ns": self.mtime_ns}
+        return {"file": self.url or str(self.path), "size": self.size, "mtime_ns": self.mtime_ns}
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,13 @@ class Part:
         return {**self.file.facts(), "start": self.start, "end": self.end}
 
 
-def find_files(inputs: Iterable[str | Path], *, glob: str = "*", exclude: tuple[str, ...] = ()) -> list[InputFile]:
+def find_files(
+    inputs: Iterable[str | Path], *, glob: str = "*", exclude: tuple[str, ...] = (), urls: Mapping[Path, str] | None = None
+) -> list[InputFile]:
     """The files named, and those under the folders named whose name matches `glob`, in order of name.
 
     `exclude` are patterns of file and folder names left out below a folder. Symbolic links to folders are not followed.
+    `urls` says of inputs that were brought from a store, where from.
     Raises DataError if an input is missing, unreadable, named twice, or nothing matches.
     """
     files: list[InputFile] = []
@@ -66,8 +71,11 @@ def find_files(inputs: Iterable[str | Path], *, glob: str = "*", exclude: tuple[
         found = list(_walk(item, glob, exclude)) if item.is_dir() else [(item, item.name)]
         if not found:
             raise DataError(str(item), f"holds no file that matches {glob!r}", "Give another folder or --glob.")
+        url = (urls or {}).get(item)
         for path, name in found:
             file, identity = _describe(path, name)
+            if url is not None:
+                file = replace(file, url=f"{url}/{name}" if item.is_dir() else url)
             if identity in seen:
                 raise DataError(str(path), "is given twice", "Name every file once; a folder includes its files.")
             seen.add(identity)

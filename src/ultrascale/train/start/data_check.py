@@ -48,7 +48,7 @@ class DataCheck(LoopObserver):
         self.ranks, self.folder, self.allow_changes = ranks, folder, allow_changes
         every = list({corpus.path: corpus for corpus in corpora}.values())
         self.corpora = [corpus for corpus in every if corpus.streamed is None]
-        self.num_streamed = len(every) - len(self.corpora)
+        self.streamed = [corpus for corpus in every if corpus.streamed is not None]
         prepared = [shard for corpus in self.corpora if corpus.manifest for shard in _shards(corpus)]
         foreign = [shard for corpus in self.corpora if not corpus.manifest for shard in _shards(corpus)]
         self.num_sampled = sum(bool(record and record.sample_sha256) for _, record in prepared)
@@ -74,10 +74,11 @@ class DataCheck(LoopObserver):
         except OSError as error:
             self._problem = DataError(str(error.filename), f"cannot be read: {error.strerror}", "Check the disk and the path")
         warnings = self._tell_all()
-        if self.num_streamed:
-            told = "sources" if self.num_streamed > 1 else "source"
+        if self.streamed:
+            self._expect_same_everywhere()
+            told = "sources" if len(self.streamed) > 1 else "source"
             warnings.append(
-                f"data: of {self.num_streamed} {told} in a store, each shard's index and a sample is compared when opened"
+                f"data: of {len(self.streamed)} {told} in a store, each shard's index and a sample is compared when opened"
             )
         if not self.corpora:
             return warnings
@@ -105,6 +106,14 @@ class DataCheck(LoopObserver):
         """Say what was found. Collective; raises DataError on every rank."""
         for line in (*self._found, *self._tell_all()):
             session.metrics.line(line)
+
+    def _expect_same_everywhere(self) -> None:
+        """Compares what the ranks have found in stores, each for itself. Collective; raises DataError on every rank."""
+        told = map(json.loads, self.ranks.gather_text(json.dumps([corpus.fingerprint() for corpus in self.streamed])))
+        for corpus, (first, *others) in zip(self.streamed, zip(*told, strict=True), strict=True):
+            if differing := [rank for rank, other in enumerate(others, 1) if other != first]:
+                problem = f"was changed while the ranks opened it: rank {differing[0]} has found other data there than rank 0"
+                raise DataError(str(corpus.path), problem, "Start again; of hf://, name a commit after @.")
 
     def _leave_off(self) -> None:
         self._leaving.set()
