@@ -22,6 +22,17 @@ LLAMA_3_1_8B = {  # as published
     "use_cache": True, "vocab_size": 128256,
 }  # fmt: skip
 
+GEMMA_3_1B = {  # as published
+    "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "attn_logit_softcapping": None,
+    "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 106], "final_logit_softcapping": None,
+    "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "initializer_range": 0.02,
+    "intermediate_size": 6912, "max_position_embeddings": 32768, "model_type": "gemma3_text", "num_attention_heads": 4,
+    "num_hidden_layers": 26, "num_key_value_heads": 1, "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
+    "sliding_window_pattern": 6, "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0", "use_cache": True,
+    "vocab_size": 262144,
+}  # fmt: skip
+
 
 # grok is planned from its preset only: transformers does not know it.
 KNOWN = [name for name, family in FAMILIES.items() if family.architecture]
@@ -119,6 +130,10 @@ def test_gemma_3_sees_everything_at_every_sixth_layer_and_turns_there_by_another
     key = "rope_parameters.sliding_attention"
     assert key in refused(tiny("gemma3_text"), rope_parameters={"full_attention": None, "sliding_attention": local})
     assert "final_logit_softcapping" in refused(tiny("gemma3_text"), final_logit_softcapping=30.0)
+
+
+def test_gemma_3_is_read_as_published_with_the_cache_that_its_file_asks_for():
+    assert model_from_config(GEMMA_3_1B, name="gemma-3-1b") == PRESETS["gemma-3-1b"]
 
 
 def test_the_new_form_of_rotary_parameters_says_the_same():

@@ -116,6 +116,17 @@ def norm_at_the_edges() -> None:
     )
     of_narrow, of_wide = torch.autograd.grad(triton_norm.rms_norm(narrow, wide, 1e-5).sum(), (narrow, wide))
     assert (of_narrow.dtype, of_wide.dtype) == (torch.bfloat16, single)
+    added = random(6, 40, dtype=torch.bfloat16, seed=2).requires_grad_()
+    outputs, wanted = triton_norm.add_rms_norm(narrow, added, wide, 1e-5), narrow.float() + added.float()
+    expected = (plain_norm(wanted.bfloat16().float(), wide), wanted)
+    assert [one.dtype for one in outputs] == [torch.bfloat16, torch.bfloat16]
+    for one, other in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=1e-2, atol=1e-2)
+    sources = narrow, added, wide
+    found, given = (torch.autograd.grad(both[0].float().sum() + both[1].float().sum(), sources) for both in (outputs, expected))
+    assert [one.dtype for one in found] == [torch.bfloat16, torch.bfloat16, single]
+    for one, other in zip(found, given, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=2e-2, atol=5e-2)
 
 
 def norm_of_a_sum_where_one_result_is_read() -> None:

@@ -243,6 +243,22 @@ def receive_from_one_another(rank: int) -> None:
         dist.irecv(torch.zeros(1), group=own, group_src=1 - rank)
 
 
+FILES = {
+    "two pairs of mirrors": "0F0,1F0,1B0,0B0 0F1,1F1,1B1,0B1 2F0,3F0,3B0,2B0 2F1,3F1,3B1,2B1",
+    "a first stage alone": "0F0,0F1,0B0,0B1 1F0,2F0,2B0,1B0 1F1,2F1,2B1,1B1",
+    "a last stage alone": "0F0,1F0,1B0,0B0 0F1,1F1,1B1,0B1 2F0,2B0,2F1,2B1",
+}
+
+
+@pytest.mark.parametrize("rows", FILES.values(), ids=FILES)
+def test_a_file_puts_copies_on_any_ranks_and_an_embedding_at_both_ends_is_summed_over_all_that_hold_it(tmp_path, rows):
+    path = tmp_path / "mine.csv"
+    path.write_text(rows.replace(" ", "\n"))
+    case = proof(replace(TIED, num_hidden_layers=4), pp=len(rows.split()), schedule=str(path), micro_batch_size=2)
+    assert run_ranks(case.run.layout.world_size, step_by_nccls_rules, case.run.model, case.run.layout, True)
+    assert [one.beyond for one in prove_all([case], steps=2) if not one.holds] == []
+
+
 def proof(model: Model, **cut: Any) -> Case:
     layout = Layout(precision="fp64", **cut)
     batch = Batch(sequence_length=LENGTH, sequences_per_batch=4 * layout.dp)

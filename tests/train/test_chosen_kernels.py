@@ -17,6 +17,7 @@ from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.kernels.choice import contest, implementation
 from ultrascale.kernels.choice.contest import Verdict
+from ultrascale.kernels.choice.fused_contest import _CASES, fused_shape, kernels_of
 from ultrascale.kernels.choice.implementation import choose
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.train.start import chosen_kernels
@@ -148,6 +149,17 @@ def test_on_cuda_each_kernel_that_the_model_calls_is_chosen_by_itself_and_kept_o
     assert list(chosen_kernels._fused(experts, on_cuda, {})) == ["swiglu", "experts"]  # they stand outside of graphs
     narrow = replace(run, compile=True, optimizer=replace(run.optimizer, name="adamw-8bit"))
     assert list(chosen_kernels._fused(narrow, on_cuda, {})) == ["adamw-8bit"]  # so does the update
+
+
+def test_norms_are_timed_as_the_model_calls_them() -> None:
+    assert "norm_of_sum" not in kernels_of(preset("olmo-2-1b"), Layout())  # no norm reads a sum of two halves
+    for name, weight in (("gemma-3-1b", torch.float32), ("llama-3.2-1b", torch.bfloat16)):
+        model = preset(name)
+        shape = fused_shape(model, Layout(), 16, torch.bfloat16)
+        for kernel in ("norm", "norm_of_sum"):
+            assert kernel in kernels_of(model, Layout())
+            *streams, scale = _CASES[kernel](model, shape, torch.device("cpu"))[1]
+            assert scale.dtype == weight and {one.dtype for one in streams} == {torch.bfloat16}
 
 
 def test_forms_are_set_kernel_by_kernel_and_one_name_goes_for_those_that_have_it(monkeypatch) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from models.families import FAMILIES
+from models.test_huggingface import random_decoder, state_of
 from planted import fails
 from train.small_runs import (
     MODEL,
@@ -25,11 +27,11 @@ from train.small_runs import (
 )
 
 from ultrascale.checkpoint import Slice
-from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.model import Model, RopeScaling
 from ultrascale.description.architecture.weights import score_biases
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Optimizer, Run
-from ultrascale.models.files.huggingface import import_folder
+from ultrascale.models.files.huggingface import export_folder, import_folder
 from ultrascale.models.generate import Sampling, generate
 from ultrascale.train import trainer as trainer_module
 from ultrascale.train.folder import resume
@@ -155,6 +157,23 @@ def test_imported_experts_go_on_with_the_biases_that_balance_them(home):
     assert all((state(run)[f"model.{name}"] - weights[name]).abs().max() < 0.002 for name in biases)
     narrow = open_trained(home / "trained" / "export").decoder(dtype=torch.bfloat16).state_dict()
     assert all(torch.equal(narrow[name], weights[name]) for name in biases)
+
+
+@pytest.mark.parametrize(
+    "unread",
+    [
+        {"rope_scaling": RopeScaling("linear", 8.0, 16)},
+        {"query_pre_attn_scalar": FAMILIES["gemma3"].head_dim},
+        {"full_attention_interval": FAMILIES["gemma3"].num_hidden_layers + 1},
+    ],
+    ids=lambda unread: next(iter(unread)),
+)
+def test_weights_are_taken_from_an_export_that_does_not_keep_a_value_without_effect(home, unread):
+    model = replace(FAMILIES["gemma3"], vocab_size=61, **unread)
+    folder = export_folder(state_of(random_decoder(model, torch.float32)), model, home / "export")
+    found, _ = import_folder(folder)
+    assert replace(found, name="") != model
+    assert import_as_first_checkpoint(folder, small_run(home, model=model)).name == "step-00000000"
 
 
 # --- planted faults -------------------------------------------------------------------------------------------------------

@@ -260,7 +260,7 @@ def test_the_batch_cannot_change_on_the_way_even_if_changes_are_allowed(home, ch
 
 @pytest.mark.catalogue(43)
 def test_control_settings_that_are_not_compared_are_seen(home, monkeypatch):
-    monkeypatch.setattr("ultrascale.train.folder.resume._differences", lambda key, before, now: [])
+    monkeypatch.setattr("ultrascale.train.folder.resume.differences", lambda before, now, defaults: [])
     change = lambda run: replace(run, seed=4)  # noqa: E731
     fails(test_what_decides_a_run_cannot_change_on_the_way_unless_asked_for, home, change, "seed", told="DID NOT RAISE")
 

@@ -160,6 +160,7 @@ def _context() -> Iterator[Cell]:
         yield _cell("Context parallelism", method, "one stream", DENSE, layout, documents=False)
         yield _cell("Context parallelism", method, "window", "tiny-mistral", layout)
         yield _cell("Context parallelism", method, "sinks", "tiny-gpt-oss", layout)
+        yield _cell("Context parallelism", method, "local RoPE", "tiny-gemma3-text", layout)
         yield _cell("Context parallelism", method, "latent attention", "tiny-deepseek-v3", layout)
         if Layout(**layout).cp < 3:
             yield _cell("Context parallelism", method, "tp", DENSE, layout | {"tp": 2})

@@ -6,7 +6,7 @@
 
 The names are those of Megatron-Core's --recompute-modules, and two (*) for what that has no name for:
 
-    norm            both norms of the block                           mlp     gate and up of a dense layer, and what is between
+    norm            norms before the halves of the block              mlp     gate and up of a dense layer, and what is between
     mlp_act *       activation functions of dense and shared layers   moe     the whole layer of experts, its messages too
     moe_act         those of routed experts                           shared_experts   gate and up of the shared expert
     moe_permute *   rows of tokens by expert, of experts that are     core_attn        what queries gather

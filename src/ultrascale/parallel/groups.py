@@ -40,7 +40,7 @@ from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.tags import Tag
 from ultrascale.parallel.time_limits import wait_for
 from ultrascale.schedules.build import few_micro_batches
-from ultrascale.schedules.ends import mirror_of, shares_embedding
+from ultrascale.schedules.ends import has_mirrors, shares_embedding
 from ultrascale.schedules.messages import messages
 from ultrascale.work.sharding.places import Coordinates, place
 
@@ -81,7 +81,7 @@ def groups_of(model: Model, layout: Layout) -> list[AxisGroups]:
     Axes of one rank are left out, but for those of data parallelism, whose grids have two axes always.
     """
     stride = layout.world_size // layout.pp
-    borders, exchanges = borders_of(layout), shares_embedding(model, layout) or mirror_of(layout, 0) != 0
+    borders, exchanges = borders_of(layout), shares_embedding(model, layout) or has_mirrors(layout)
     found = [
         AxisGroups("pp", layout.pp, stride, "up", has_collectives=exchanges, borders=borders),
         AxisGroups("pp, downwards", layout.pp, stride, "down", has_collectives=False, borders=borders),

@@ -37,7 +37,7 @@ from ultrascale.parallel.precision.fp8_gather import GatheredWeights
 from ultrascale.parallel.precision.fp8_history import AmaxHistory
 from ultrascale.parallel.tags import Tag
 from ultrascale.parallel.time_limits import wait_for
-from ultrascale.schedules.ends import ends_of, mirror_of, shares_embedding
+from ultrascale.schedules.ends import mirror_of, others_with_embedding, shares_embedding
 from ultrascale.torch_private import norms_of
 from ultrascale.work.sharding.places import Place
 
@@ -152,8 +152,10 @@ class Share:
             return
         if not tied or not shares_embedding(self.model, self.layout):
             return
-        other = next(rank for rank in ends_of(self.layout) if rank != self.mesh.at.pp)
-        self._add_other(_gradient_or_zeros(tied[0]), other, Tag.TIED_EMBEDDING)
+        own = _gradient_or_zeros(tied[0])
+        for number, other in enumerate(others_with_embedding(self.layout, self.mesh.at.pp)):
+            # One of two mirrors gets it and the other zeros: they add up what they have.
+            self._add_other(own, other, Tag.TIED_EMBEDDING, torch.zeros_like(own) if number else own)
 
     def _sum_mirrors(self) -> None:
         """Sum gradients of weights that another rank of the pipeline holds too, one after the other; of a tied embedding that
@@ -165,14 +167,14 @@ class Share:
                 gradient.copy_(firsts[one.name])
             elif gradient.numel():
                 firsts[one.name] = gradient
-                self._add_other(gradient, self.mirror, Tag.MIRROR)
+                self._add_other(gradient, self.mirror, Tag.MIRROR, gradient)
 
-    def _add_other(self, own: Tensor, other: int, tag: Tag) -> None:
-        """Add to `own` what the pipeline rank `other` has, which adds this rank's: of two numbers the order does not matter."""
+    def _add_other(self, own: Tensor, other: int, tag: Tag, sent: Tensor) -> None:
+        """Add to `own` what the pipeline rank `other` sends, which adds `sent`: of two numbers the order does not matter."""
         group = self.mesh.group("pp")
         assert group is not None
         theirs = torch.empty_like(own)
-        operations = [dist.P2POp(dist.isend, own, group=group, group_peer=other, tag=tag)]
+        operations = [dist.P2POp(dist.isend, sent, group=group, group_peer=other, tag=tag)]
         operations.append(dist.P2POp(dist.irecv, theirs, group=group, group_peer=other, tag=tag))
         with waiting(tag.what, group, [other]):
             for work in dist.batch_isend_irecv(operations):

@@ -22,6 +22,22 @@ def mirror_of(layout: Layout, rank: int) -> int:
     return _mirrors(layout)[rank]
 
 
+def others_with_embedding(layout: Layout, rank: int) -> tuple[int, ...]:
+    """Pipeline ranks at the other end with which `rank` sums the gradient of an embedding that both ends hold, none where it is
+    at neither. Mirrors go with mirrors, the lower with the lower; a rank without one goes with both of the other end.
+    """
+    ends = [sorted({end, mirror_of(layout, end)}) for end in ends_of(layout)]
+    for own, other in (ends, reversed(ends)):
+        if rank in own:
+            return tuple(other) if len(own) == 1 else (other[own.index(rank) % len(other)],)
+    return ()
+
+
+def has_mirrors(layout: Layout) -> bool:
+    """True if some stages are on two pipeline ranks."""
+    return any(mirror_of(layout, rank) != rank for rank in range(layout.pp))
+
+
 def ends_of(layout: Layout) -> tuple[int, int]:
     """The pipeline ranks of the first stage and of the last: a schedule of a file puts them where it likes."""
     ranks = ranks_of_stages(layout)

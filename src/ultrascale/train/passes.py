@@ -43,7 +43,7 @@ class Passes:
 
     def train(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> list[Tensor]:
         """Leave the gradients of (sum of losses) / `num_targets` x `loss_scale` in the parameters. Returns the losses, summed
-        over valid targets, 0-d each; in a pipeline only on the rank of the last stage."""
+        over valid targets, 0-d each; in a pipeline only on ranks that hold the last stage (DualPipe: at both ends)."""
         losses: list[Tensor] = []
         scale = self.loss_scale / max(1, num_targets)
         for stage in self.share.stages.values():

@@ -143,9 +143,10 @@ def _work_of_kind(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
     m, d = shape.outer_tokens, model.hidden_size
     drops_any = bool(shape.kernels.dropout or model.dropout)
     norms, ops = model.block_norms, list[Op]()
+    around_attention, around_mlp = (norms.before_attention, norms.after_attention), (norms.before_mlp, norms.after_mlp)
     halves = (
-        ("attention", "hidden", "hidden_mid", attention_work(model, layer, shape), norms[:2]),
-        ("mlp", "hidden_mid", "hidden_out", mlp_work(model, layer, shape), norms[2:]),
+        ("attention", "hidden", "hidden_mid", attention_work(model, layer, shape), around_attention),
+        ("mlp", "hidden_mid", "hidden_out", mlp_work(model, layer, shape), around_mlp),
     )
     for half, stream, total, own, (before, after) in halves:
         if before:

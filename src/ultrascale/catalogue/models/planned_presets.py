@@ -1,7 +1,8 @@
 """Models of other families, known by name and planned only: their shapes, in the parts that `Model` has.
 
-Sources: the `config.json` of EleutherAI, tiiuae, databricks and google. What costs next to nothing is left out: Gemma's two
-further norms a block and caps on scores. What runs side by side in a block of GPT-NeoX or Falcon runs one after the other here.
+Sources: the `config.json` of EleutherAI, tiiuae, databricks and google. What costs next to nothing is left out: Gemma 2's two
+further norms a block (`norm_placement = "both"` has them), its scaled embedding, and caps on scores. What runs side by side in
+a block of GPT-NeoX or Falcon runs one after the other here.
 """
 
 from __future__ import annotations

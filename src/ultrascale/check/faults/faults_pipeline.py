@@ -18,7 +18,7 @@ from ultrascale.parallel.pipeline.pipeline_passes import Passing
 from ultrascale.parallel.pipeline.pipeline_weights import Waiting
 from ultrascale.parallel.share import TIED, Share, local
 from ultrascale.schedules.actions import Action
-from ultrascale.schedules.ends import mirror_of
+from ultrascale.schedules.ends import has_mirrors
 from ultrascale.train.trainer import Trainer
 
 HOME = Home(layout={"pp": 2, "layers_per_stage": (2, 1)})
@@ -30,7 +30,7 @@ ZERO_BUBBLE = next(name for name, one in SCHEDULES.items() if one.splits_backwar
 
 
 def _mirrored(run: Run) -> bool:
-    return run.layout.pp > 1 and mirror_of(run.layout, 0) != 0
+    return has_mirrors(run.layout)
 
 
 def _tied_ends(run: Run) -> bool:

@@ -15,7 +15,7 @@ HARMLESS = {
     "embd_pdrop", "attn_pdrop", "hidden_dropout", "summary_type", "summary_use_proj", "summary_activation",
     "summary_proj_to_labels", "summary_first_dropout", "n_ctx", "return_dict", "output_hidden_states", "output_attentions",
     "model_type", "max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "gradient_checkpointing",
-    "transformers.js_config",
+    "transformers.js_config", "cache_implementation",
 }  # fmt: skip
 """Keys that change nothing here: token ids, caches, dropout, which pretraining leaves off."""
 

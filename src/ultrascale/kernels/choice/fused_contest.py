@@ -21,7 +21,7 @@ from ultrascale.kernels.choice.contest import MOST_BYTES, Form, Outcomes, measur
 from ultrascale.kernels.choice.implementation import FORMS, Kernel, chosen, not_installed
 from ultrascale.kernels.grouped_matmul import grouped_linear
 from ultrascale.kernels.loss.cross_entropy import linear_cross_entropy
-from ultrascale.kernels.norm import add_rms_norm, rms_norm
+from ultrascale.kernels.norm import add_rms_norm, at_least_fp32, rms_norm
 from ultrascale.kernels.optimizers.narrow_moments import Box, Kind, Moments, Update, empty_moments, update_
 from ultrascale.kernels.rotary import rotate
 from ultrascale.kernels.swiglu import clamped_swiglu, swiglu
@@ -69,7 +69,8 @@ def kernels_of(model: Model, layout: Layout) -> Iterator[Kernel]:
     """The kernels of `FORMS` that a run of `model` calls. With tp the loss is `parallel.tensor.tensor_loss`."""
     if model.norm == "rmsnorm":
         yield "norm"
-        yield "norm_of_sum"
+        if model.block_norms.before_mlp:
+            yield "norm_of_sum"
     if model.position_embedding == "rotary":
         yield "rotary"
     if model.gated_mlp and model.activation in GATED:
@@ -122,14 +123,19 @@ class _Draw:
 def _norm(model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
     draw = _Draw(shape, device)
     rows = draw.rows(shape.norm_tokens, shape.hidden)
-    return partial(rms_norm, eps=model.norm_eps), [draw(rows, shape.hidden), draw(shape.hidden)]
+    return partial(rms_norm, eps=model.norm_eps), [draw(rows, shape.hidden), _scale(model, draw(shape.hidden))]
 
 
 def _norm_of_sum(model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
     draw = _Draw(shape, device)
     rows = draw.rows(shape.norm_tokens, shape.hidden)
     streams = [draw(rows, shape.hidden) for _ in range(2)]
-    return partial(add_rms_norm, eps=model.norm_eps), [*streams, draw(shape.hidden)]
+    return partial(add_rms_norm, eps=model.norm_eps), [*streams, _scale(model, draw(shape.hidden))]
+
+
+def _scale(model: Model, weight: Tensor) -> Tensor:
+    """The factors of a norm as `models.norms.RMSNorm.scale` gives them."""
+    return at_least_fp32(weight) + 1 if model.zero_centered_norm else weight
 
 
 def _rotary(model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:

@@ -37,7 +37,7 @@ from ultrascale.plan.time.stage_cut import stage_layers
 from ultrascale.schedules.accumulate import accumulate
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.build import build_schedule, is_file, stages_of_ranks
-from ultrascale.schedules.ends import ends_of, mirror_of, shares_embedding
+from ultrascale.schedules.ends import mirror_of, others_with_embedding, shares_embedding
 from ultrascale.schedules.messages import Message, messages
 from ultrascale.schedules.sharded import sharded
 from ultrascale.work.fp8_slots import SLOT_BYTES, fp8_layers, gathers_fp8, is_delayed, num_block_slots
@@ -306,11 +306,10 @@ def exchanged_bytes(model: Model, layout: Layout, rank: int, parts: Mapping[int,
     """Bytes of each gradient that a rank exchanges with another of its pipeline at the end of a step: a tied embedding's with
     the other end, all with a mirror (DualPipe)."""
     at = Coordinates.of(layout, rank).pp
+    others = others_with_embedding(layout, at) if shares_embedding(model, layout) else ()
+    shared = [weight for weight in weights(model) for _ in others if weight.name == TIED]
     if mirror_of(layout, at) != at:
-        shared = held_weights(model, parts)
-    else:
-        is_end = shares_embedding(model, layout) and at in ends_of(layout)
-        shared = [weight for weight in weights(model) if is_end and weight.name == TIED]
+        shared += held_weights(model, parts)
     sizes = (prod(part_shape(weight, layout, rank)) * DTYPE_BYTES[layout.master_dtype] for weight in shared)
     return [size for size in sizes if size]
 

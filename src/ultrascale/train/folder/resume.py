@@ -28,6 +28,7 @@ from ultrascale.description.run import Run
 from ultrascale.kernels.optimizers.narrow_moments import rows_of
 from ultrascale.models.initialise import own_boxes
 from ultrascale.parallel.share import Held, local
+from ultrascale.train.folder.differences import differences, with_defaults
 from ultrascale.train.folder.export import PREFIX
 from ultrascale.train.folder.facts import read_facts
 from ultrascale.train.optimizers.compact_adamw import CompactAdamW
@@ -198,9 +199,10 @@ def decisive_parts(run: Run) -> dict[str, Any]:
 
 def changes_since(checkpoint: Path, run: Run) -> list[str]:
     """Settings of `run` that differ from the run that wrote `checkpoint`, as `optimizer.learning_rate: 0.003 (was 0.001)`."""
-    before, now = (tomllib.loads(text) for text in (read_facts(checkpoint)["run"], to_toml(run)))
+    texts = read_facts(checkpoint)["run"], to_toml(run), to_toml(with_defaults(run))
+    before, now, defaults = (tomllib.loads(text) for text in texts)
     where = ("name", "folder")
-    changes = [change for change in _differences("", before, now) if change[0] not in where]
+    changes = [change for change in differences(before, now, defaults) if change[0] not in where]
     return [f"{key}: {_said(new)} (was {_said(old)})" for key, old, new in changes]
 
 
@@ -210,12 +212,13 @@ def _said(value: Any) -> str:
 
 def _expect_same_run(trainer: Trainer, facts: dict[str, Any], checkpoint: Path, *, allow_changes: bool) -> None:
     remedy = "Set it back, start another run with --name, or go on all the same with --allow-changes."
+    run = trainer.run
     problems = [
         Problem(key, f"is {now!r}, but {checkpoint.name} was trained with {before!r}", _batch_remedy(key, before) or remedy)
-        for key, before, now in _differences("", facts["decides"], decisive_parts(trainer.run))
+        for key, before, now in differences(facts["decides"], decisive_parts(run), decisive_parts(with_defaults(run)))
         if _batch_remedy(key, before) or not allow_changes
     ]
-    problems += _optimizer_problem(facts.get("optimizer") or "adamw", trainer.run.optimizer.name)
+    problems += _optimizer_problem(facts.get("optimizer") or "adamw", run.optimizer.name)
     now = trainer.loader.fingerprint()
     if not allow_changes and facts["data"] not in (now, now.partition("+")[0]):  # an older release took fewer samples
         rule = f"the prepared data is not what {checkpoint.name} was trained on (its fingerprint differs)"
@@ -243,10 +246,3 @@ def _batch_remedy(key: str, before: Any) -> str:
     flag = f"--{key.replace('_', '-')}"
     back = "as the run.toml in the run's folder has it" if key == "batch.ramp" else f"with {flag} {before}"
     return f"Set it back {back}, or start another run with --name: the steps done were counted in the old batch."
-
-
-def _differences(key: str, before: Any, now: Any) -> list[tuple[str, Any, Any]]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        keys = sorted(before.keys() | now.keys())
-        return [d for k in keys for d in _differences(f"{key}.{k}".lstrip("."), before.get(k), now.get(k))]
-    return [] if before == now else [(key, before, now)]

@@ -28,6 +28,7 @@ from ultrascale.kernels.choice.implementation import FORMS, Kernel, choose
 from ultrascale.kernels.fp8.fp8_matrices import multiplies_fp8
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE
+from ultrascale.train.folder.differences import differences, with_defaults
 from ultrascale.train.folder.run_folder import RunFolder
 from ultrascale.work.fp8_slots import products_line
 
@@ -53,7 +54,7 @@ def choose_kernels(run: Run, ranks: Ranks, folder: RunFolder) -> Chosen:
     Raises SpecError if what is asked for cannot do what the run wants on its device.
     """
     asked = _asked(run, ranks.device)
-    kept = _kept(ranks, folder, asked)
+    kept = _kept(ranks, folder, asked, asdict(with_defaults(run.model)))
     attention = _attention(run, ranks, kept.get("attention"))
     verdicts = {"attention": attention} | _fused(run, ranks, kept)
     if ranks.is_first and any(verdict.seconds for verdict in verdicts.values()):
@@ -141,11 +142,11 @@ def attention_shape(run: Run) -> AttentionShape:
     )  # fmt: skip
 
 
-def _kept(ranks: Ranks, folder: RunFolder, asked: dict[str, Any]) -> dict[str, Verdict]:
+def _kept(ranks: Ranks, folder: RunFolder, asked: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Verdict]:
     """The verdicts that rank 0 finds in the run's folder, if they were on the same question."""
     before = folder.read_json(FILE) if ranks.is_first else None
     known = json.loads(ranks.gather_text(json.dumps(before))[0])
-    if not isinstance(known, dict) or known.get("asked") != asked:
+    if not isinstance(known, dict) or differences(known.get("asked"), asked, {"model": defaults}):
         return {}
     return {name: Verdict(**one) for name, one in known["verdicts"].items() if one["seconds"]}
 

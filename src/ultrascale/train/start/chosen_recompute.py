@@ -10,6 +10,7 @@ from ultrascale.catalogue.cluster import Cluster, Sourced
 from ultrascale.description.run import Run
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.plan.search.recompute_choice import with_recomputation
+from ultrascale.train.folder.differences import differences, with_defaults
 from ultrascale.train.folder.run_folder import RunFolder
 
 FILE = "recompute.json"
@@ -27,7 +28,7 @@ def choose_recomputation(run: Run, ranks: Ranks, folder: RunFolder, cluster: Clu
     before = folder.read_json(FILE) if ranks.is_first else None
     told = [json.loads(text) for text in ranks.gather_text(json.dumps([capacity_bytes, before]))]
     known: dict[str, Any] | None = told[0][1]
-    if known is not None and known.get("asked") == asked:
+    if known is not None and not differences(known.get("asked"), asked, _asked(with_defaults(run))):
         blocks = tuple(known["recompute_blocks"])
         return replace(run, layout=replace(run.layout, recompute="blocks", recompute_budget=None, recompute_blocks=blocks))
     memory = Sourced(min(capacity for capacity, _ in told), "the devices of this run, the smallest", "now")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -142,8 +142,20 @@ def _model_differences(expected: Model, found: Model, folder: str | Path) -> lis
     """Fields that change what the model computes and differ; how it is trained is the run's own affair."""
     passed_over = {"name", "model_type", "initializer_range", *_OF_TRAINING}
     remedy = f'Set model.path = "{folder}" in the run; of the other fields only {", ".join(_OF_TRAINING)} may be set beside it.'
+    expected, found = _computed(expected), _computed(found)
     return [
         Problem(f"model.{f.name}", f"is {getattr(expected, f.name)!r}, in {folder} {getattr(found, f.name)!r}", remedy)
         for f in fields(Model)
         if f.name not in passed_over and getattr(expected, f.name) != getattr(found, f.name)
     ]
+
+
+def _computed(model: Model) -> Model:
+    """`model` without values that change nothing of what it computes, which an export need not keep."""
+    scaling, scalar, interval = model.rope_scaling, model.query_pre_attn_scalar, model.full_attention_interval
+    if scaling is not None and scaling.rope_type == "linear":
+        scaling = replace(scaling, original_max_position_embeddings=model.max_position_embeddings)
+    return replace(
+        model, rope_scaling=scaling, query_pre_attn_scalar=None if scalar == model.head_dim else scalar,
+        full_attention_interval=None if interval is not None and interval > model.num_hidden_layers else interval,
+    )  # fmt: skip
