@@ -73,6 +73,7 @@ def test_modules_that_free_memory_are_computed_again(block: tuple[Model, int, Sh
     shape = replace(shape, kernels=stack.kernels)
     none, named = (block_memory(model, layer, shape, recompute=way, stack=stack).saved_bytes for way in ("none", some))
     ops, again = block_work(model, layer, shape), block_again(some, model, layer, shape, stack)
+    assert again is not None
     run = computed_again(again, ops, stops_behind=False)
     dropped = {one for region in regions(ops, again.modules, as_megatron=again.as_megatron) for one in region.drops}
     assert named == none or run
