@@ -13,6 +13,7 @@ import torch
 from ultrascale import checkpoint
 from ultrascale.checkpoint import loading, manifest
 from ultrascale.checkpoint.disk import checksum, files
+from ultrascale.storage import checksum as storage_checksum
 
 
 def test_the_fast_checksum_is_zlibs_at_every_length_and_start():
@@ -28,14 +29,14 @@ def test_where_isal_is_not_installed_what_it_checksummed_still_verifies(tmp_path
     folder = checkpoint.save(tmp_path, 1, {"w": torch.arange(1000.0)}, {})
     monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)
     try:
-        plain = importlib.reload(checksum)
+        plain = importlib.reload(storage_checksum)
         assert plain.crc32 is zlib.crc32
         for module in (files, manifest):
             monkeypatch.setattr(module, "crc32", plain.crc32)
         checkpoint.verify(folder)
     finally:
         monkeypatch.undo()
-        importlib.reload(checksum)
+        importlib.reload(storage_checksum)
 
 
 def test_a_shard_of_many_blocks_is_verified_from_its_first_byte_to_its_last(tmp_path, monkeypatch):
