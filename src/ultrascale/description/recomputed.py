@@ -61,9 +61,9 @@ class Again(NamedTuple):
     modules: frozenset[str] = frozenset()
     """Names from `MODULES`, or `CHOSEN` alone."""
     as_megatron: bool = False
-    """True for modules as Megatron has them: attention's core is its kernel alone, and what that made stays, for the projection behind
-    it reads it; what a product reads of a module is rounded once more with it. Ours: what swaps or repeats heads around the
-    core is of it, its result goes too, and what products read is kept as they rounded it."""
+    """True for modules as Megatron has them: attention's core is its kernel alone, and what that made stays, for the projection
+    behind it reads it; what a product reads of a module is rounded once more with it. Ours: what swaps or repeats heads around
+    the core is of it, its result goes too, and what products read is kept as they rounded it."""
 
 
 ELEMENTWISE, SELECTIVE, WHOLE = Again(False), Again(False, modules=frozenset({CHOSEN})), Again(True)
