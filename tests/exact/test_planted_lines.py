@@ -74,7 +74,7 @@ LINES = {
         (pipeline_messages.Mailbox,), "_let_go", 'self._wait(leaving.popleft()[2], "sent")', "leaving.popleft()", {"pp": 2},
         waits=True),
     "a tied gradient not waited for": Line(
-        (share.Share,), "_sum_tied", "wait_for(work, group)", "pass", {"pp": 2}, waits=True),
+        (share.Share,), "_add_other", "wait_for(work, group)", "pass", {"pp": 2}, waits=True),
 }  # fmt: skip
 
 

@@ -131,9 +131,11 @@ class TcpStore:
             self._store = self._connected()
 
     def set(self, name: str, word: str) -> None:
-        """Keep `word`, in the place of another."""
+        """Keep `word`, in the place of another. Others see it from now on: torch sends and does not wait, so that what is asked
+        next, and answered, says that it was there."""
         with self._reached():
             self._store.set(name, word)
+            self._store.check([name])
 
     def get(self, name: str) -> str | None:
         """The word under `name`; None if there is none."""

@@ -143,7 +143,7 @@ def _global_batch(run: Run) -> Iterator[Problem]:
         if size < 1:
             if "ramp" in key:  # the other has a range of its own
                 yield Problem(key, f"must be at least 1, is {size}", "Give a positive number.")
-        elif size % share:
+        elif share > 0 and size % share:
             legal = [n for n in (size - size % share, size - size % share + share) if n]
             rule = f"must be a multiple of {among} = {share}, is {size}"
             yield Problem(key, rule, f"Nearest: {' or '.join(map(str, legal))}; or change {others}.")
