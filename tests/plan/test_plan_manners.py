@@ -201,7 +201,7 @@ def test_two_runs_side_by_side_show_quantities_first_and_settings_as_a_file_has_
     names = [line.split("  ")[0] for line in lines]
     assert names.index("memory needed") < names.index("model") < names.index("data.document_mask")
     (model,) = (line.split()[1:] for line in lines if line.startswith("model"))
-    assert model == ['"tiny-llama-4m"', '"tiny-mixtral"']
+    assert model == ["tiny-llama-4m", "tiny-mixtral"]
     (mask,) = (line.split()[1:] for line in lines if line.startswith("data.document_mask"))
     assert mask == ["false", "true"]
     (sources,) = (line for line in lines if line.startswith("data.sources"))
