@@ -70,6 +70,22 @@ def test_the_folder_of_a_killed_process_is_gone_when_the_next_one_is_made(living
     assert not other.exists()
 
 
+def test_a_folder_stays_that_another_process_sweeps_over_while_it_is_made(monkeypatch):
+    take = fcntl.flock
+
+    def take_after_a_sweep(file, operation) -> None:
+        monkeypatch.setattr(fcntl, "flock", take)
+        sweep()
+        take(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", take_after_a_sweep)
+    with scratch_folder("ranks") as folder:
+        assert fcntl.flock is take
+        (folder / "0.crash").touch()
+        sweep()
+        assert (folder / "0.crash").exists()
+
+
 def test_the_folder_of_a_living_process_stays(living):
     sweep()
     assert (living[1] / "deep" / "file").exists()

@@ -123,12 +123,26 @@ def test_samples_of_large_data_are_compared_before_the_first_step(home, change):
 
 @pytest.mark.catalogue(44)
 @pytest.mark.usefixtures("large")
-def test_one_token_of_large_data_is_found_meanwhile_and_costs_no_step(home):
+def test_one_token_of_large_data_is_found_meanwhile_and_costs_no_step(home, monkeypatch):
     folder = prepare(home / "prepared")
     calm, run = run_of(home, name="calm", layout=DP_2), run_of(home, layout=DP_2)
     train_ranks(calm)
     replace_one(folder)
-    outcomes = train_ranks(run, before_step=at_step(3, wait_for_check))
+    compare, first_done = data_check.expect_whole, threading.Event()
+
+    def after_the_first_step(*arguments) -> None:
+        first_done.wait(60)
+        compare(*arguments)
+
+    def meanwhile(trainer) -> None:
+        if trainer.steps_done == 1:
+            first_done.set()
+        if trainer.steps_done == 3:
+            wait_for_check(trainer)
+
+    with monkeypatch.context() as held:
+        held.setattr(data_check, "expect_whole", after_the_first_step)
+        outcomes = train_ranks(run, before_step=meanwhile)
     assert {outcome.get("error") for outcome in outcomes} == {"DataError"}
     assert "s1.bin: has another checksum" in outcomes[0]["text"] and outcomes[0]["text"] == outcomes[1]["text"]
     assert 0 < len(curve(run)) < STEPS

@@ -93,8 +93,10 @@ def _locked(prefix: str, leaving: ExitStack, places: Iterable[Path] | None = Non
         try:
             folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
             leaving.callback(shutil.rmtree, folder, ignore_errors=True)
-            owner = leaving.enter_context((folder / OWNER).open("w"))
+            lock = folder / f"{OWNER}.new"
+            owner = leaving.enter_context(lock.open("w"))
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.rename(folder / OWNER)  # once it is held: nobody sweeps a folder away that has none
             return folder
         except OSError as error:
             failure = error
