@@ -4,20 +4,22 @@
 
 Each such number (`plan.constants`, or `shared` by stacks' files) is a knob with a prior: what literature or arithmetic says of
 it, and how far it may be from that. Knobs are fitted to the logarithm of measured over predicted time with a Huber loss, a
-source of n rows weighing sqrt(n), by Gauss-Newton steps whose derivatives come from pricing all rows with one knob turned. The
-fit is repeated without each source in turn, and its rows are predicted with what the others say and without everything that is
-written by hand about it (`validation/stated.toml`, stacks that only it judges): those errors are the honest ones. The same is
-done for kinds: all mixtures of experts, all runs of one accelerator, of one trainer, of one year. Of the playbook's scan the
-runs on few nodes are in the fits; the older one of the same program, most of whose pipelines waited for the network of the day,
-is not.
+source of n rows weighing sqrt(n), by Gauss-Newton steps whose derivatives, taken once, come from pricing the rows that a knob
+touches with it turned. The fit is repeated without each source in turn, and its rows are predicted with what the others say and
+without everything that is written by hand about it (`validation/stated.toml`, stacks that only it judges): those errors are the
+honest ones. The same is done for kinds: all mixtures of experts, all runs of one accelerator, one trainer, one year. Of the
+playbook's scan the runs on few nodes are in the fits; the older one of the same program, most of whose pipelines waited for the
+network of the day, is not.
 
 The knobs in the code are set by hand from what this prints.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -35,6 +37,7 @@ from ultrascale.validation.cells.stated import SCAN
 from ultrascale.validation.predict import RowPrediction, predict_rows
 from ultrascale.validation.rows import MeasuredRow, read_rows
 from ultrascale.validation.scores import Case, Errors, Verdicts, score, summarise
+from ultrascale.validation.setups import setup_of
 
 Floats = NDArray[np.float64]
 HUBER = 0.15
@@ -145,13 +148,41 @@ def _from_rate(case: Case) -> float | None:
 
 
 def log_predicted(data: Data, x: Floats) -> Floats:
-    predictions = predict_rows([row.asked for row in data.rows], tuning_at(x))
-    return np.log(np.array([one.step_seconds for one in predictions], dtype=float))
+    return _log_seconds(data.rows, tuning_at(x))
+
+
+def _log_seconds(rows: Sequence[MeasuredRow], tuning: Tuning) -> Floats:
+    return np.log(np.array([one.step_seconds for one in predict_rows([row.asked for row in rows], tuning)], dtype=float))
 
 
 def jacobian(data: Data, x: Floats, base: Floats) -> Floats:
     """Derivatives of log predictions by knobs, [rows, knobs]."""
-    return np.stack([(log_predicted(data, x + TURN * unit) - base) / TURN for unit in np.eye(len(x))], axis=1)
+    slopes, before = np.zeros((len(data.rows), len(x))), tuning_at(x)
+    turned = [tuning_at(x + TURN * unit) for unit in np.eye(len(x))]
+    touched = [
+        [index for index, row in enumerate(data.rows) if _touches(knob, row, before, after)]
+        for knob, after in zip(KNOBS, turned, strict=True)
+    ]
+    found = in_processes(_log_seconds, [[data.rows[i] for i in rows] for rows in touched], turned)
+    for column, (rows, logs) in enumerate(zip(touched, found, strict=True)):
+        slopes[rows, column] = (logs - base[rows]) / TURN
+    return slopes
+
+
+def _touches(knob: Knob, row: MeasuredRow, before: Tuning, after: Tuning) -> bool:
+    """Whether the row's prediction can depend on the knob, by what is priced for it."""
+    if knob.owner == "constants":
+        return True
+    setup = setup_of(row.asked, before)
+    if knob.owner == "device":
+        return any(one.cluster.accelerator.kind == knob.name for one in setup.workloads)
+    return setup != setup_of(row.asked, after)
+
+
+def in_processes(function: Callable[..., Any], *arguments: Iterable[Any]) -> list[Any]:
+    """`map` with a process for each core."""
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("fork")) as pool:
+        return list(pool.map(function, *arguments))
 
 
 def solve(data: Data, x: Floats, base: Floats, slopes: Floats, keep: NDArray[np.bool_]) -> Floats:
@@ -179,18 +210,19 @@ def cross_validate(data: Data) -> tuple[Floats, dict[str, Floats], list[RowPredi
         [row for row, keep in zip(data.rows, outside, strict=True) if keep], data.sources[outside], data.log_measured[outside]
     )
     x = np.array([knob.scaled(knob.in_code()) for knob in KNOBS])
-    for _ in range(ROUNDS):
+    everything, base = np.ones(len(fitted.rows), dtype=bool), log_predicted(fitted, x)
+    slopes = jacobian(fitted, x, base)
+    last, x = x, solve(fitted, x, base, slopes, everything)
+    for _ in range(ROUNDS - 1):
         base = log_predicted(fitted, x)
-        slopes = jacobian(fitted, x, base)
-        last, x = x, solve(fitted, x, base, slopes, np.ones(len(fitted.rows), dtype=bool))
+        last, x = x, solve(fitted, x, base, slopes, everything)
     folds = {OLDER_SCAN: x} | {
         str(source): solve(fitted, last, base, slopes, fitted.sources != source) for source in np.unique(fitted.sources)
     }
-    found: dict[int, RowPrediction] = {}
-    for source, at in folds.items():
-        index = np.flatnonzero(data.sources == source).tolist()
-        tuning = replace(tuning_at(at), without=frozenset((source,)))
-        found |= dict(zip(index, predict_rows([data.rows[i].asked for i in index], tuning), strict=True))
+    where = [np.flatnonzero(data.sources == source).tolist() for source in folds]
+    tunings = [replace(tuning_at(at), without=frozenset((source,))) for source, at in folds.items()]
+    each = in_processes(predict_rows, [[data.rows[i].asked for i in index] for index in where], tunings)
+    found = {i: one for index, those in zip(where, each, strict=True) for i, one in zip(index, those, strict=True)}
     kinds = _without_kinds(data, fitted, lambda keep: solve(fitted, last, base, slopes, keep))
     return x, folds, [found[i] for i in range(len(data.rows))], kinds
 
@@ -202,15 +234,21 @@ def is_fitted(row: MeasuredRow, source: str) -> bool:
 
 def _without_kinds(data: Data, fitted: Data, fit: Callable[[NDArray[np.bool_]], Floats]) -> dict[str, Errors]:
     """Errors of every kind of run, fitted without all of it and without what is written of its sources."""
-    found = {}
-    kinds = sorted({kind for row in data.rows for kind in kinds_of(row)})
-    for kind in kinds:
+    where: dict[str, list[int]] = {}
+    for kind in sorted({kind for row in data.rows for kind in kinds_of(row)}):
         index = [i for i, row in enumerate(data.rows) if kind in kinds_of(row) and data.sources[i] not in (SCAN, OLDER_SCAN)]
-        if len(index) < SMALLEST_KIND:
-            continue
-        at = fit(np.array([kind not in kinds_of(row) for row in fitted.rows]))
-        tuning = replace(tuning_at(at), without=frozenset(data.sources[index].tolist()))
-        predicted = predict_rows([data.rows[i].asked for i in index], tuning)
+        if len(index) >= SMALLEST_KIND:
+            where[kind] = index
+    tunings = [
+        replace(
+            tuning_at(fit(np.array([kind not in kinds_of(row) for row in fitted.rows]))),
+            without=frozenset(data.sources[index].tolist()),
+        )
+        for kind, index in where.items()
+    ]
+    each = in_processes(predict_rows, [[data.rows[i].asked for i in index] for index in where.values()], tunings)
+    found = {}
+    for (kind, index), predicted in zip(where.items(), each, strict=True):
         measured = np.exp(data.log_measured[index])
         errors = [(one.step_seconds or 0.0) / seconds - 1 for one, seconds in zip(predicted, measured, strict=True)]
         found[kind] = summarise(kind, errors)
