@@ -47,6 +47,7 @@ AXES = {
     "tp": (MODEL4, {"tp": 2}),
     "cp": (MODEL4, {"cp": 2}),
     "zb-v": (MODEL4, {"pp": 2, "schedule": "zb-v", "virtual_stages": 2}),
+    "dualpipe": (MODEL4, {"pp": 2, "schedule": "dualpipe"}),
     "ep": (replace(EXPERTS, num_hidden_layers=4), {"dp": 2, "ep": 2}),
 }
 
@@ -86,6 +87,8 @@ OVERFLOWS = {
     "zero 3": (MODEL4, replace(FP16, dp=2, zero_stage=3)),
     "hybrid": (MODEL4, replace(FP16, dp=2, dp_shard=1, zero_stage=1)),
     "tp, pp": (MODEL4, replace(FP16, tp=2, pp=2)),
+    "dualpipe": (MODEL4, replace(FP16, pp=2, schedule="dualpipe")),
+    "dualpipe, zero 3": (MODEL4, replace(FP16, pp=2, schedule="dualpipe", dp=2, zero_stage=3)),
     "cp": (MODEL4, replace(FP16, cp=2, zero_stage=2)),
     "ep": (EXPERTS, replace(FP16, dp=2, ep=2)),
 }
