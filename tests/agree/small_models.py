@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import models.families
 import torch
-from models.families import EXPERT_FAMILIES
 
-from ultrascale.description.architecture.model import Model, RopeScaling
+from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Optimizer
 from ultrascale.measure.memory import LiveMemory
@@ -19,39 +19,26 @@ from ultrascale.schedules.accumulate import accumulate
 from ultrascale.schedules.actions import Kind
 from ultrascale.train.optimizers.optimizer import build_optimizer, create_state
 
-LLAMA = Model(
-    vocab_size=512, hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=8, max_position_embeddings=64, name="small-llama",
-)  # fmt: skip
-GPT2 = replace(
-    LLAMA, model_type="gpt2", norm="layernorm", gated_mlp=False, position_embedding="learned", qkv_bias=True,
-    attention_output_bias=True, mlp_bias=True, tie_word_embeddings=True, num_key_value_heads=4,
-)  # fmt: skip
+_SIZES = {"vocab_size": 512, "num_hidden_layers": 2}
+
+
+def _dense(family: str, **changes: Any) -> Model:
+    model = models.families.FAMILIES[family]
+    return replace(model, intermediate_size=80, sliding_window=model.sliding_window and 16, **_SIZES, **changes)
+
+
+LLAMA, GPT2 = _dense("llama", name="small-llama"), _dense("gpt2")
 FAMILIES = {
     "llama": LLAMA,
     "gpt2": GPT2,
-    "qwen3": replace(LLAMA, model_type="qwen3", qk_norm=True, tie_word_embeddings=True),
-    "window": replace(LLAMA, model_type="mistral", sliding_window=16),
-    "mixed-window": replace(LLAMA, model_type="qwen2", sliding_window=16, max_window_layers=1, qkv_bias=True),
-    "post-norm": replace(LLAMA, norm_placement="post", qk_norm=True, qk_norm_whole=True),
-    "gemma": replace(
-        LLAMA,
-        norm_placement="both",
-        zero_centered_norm=True,
-        scale_embedding=True,
-        hidden_act="gelu_pytorch_tanh",
-        qk_norm=True,
-        tie_word_embeddings=True,
-        query_pre_attn_scalar=24,
-        rope_local_base_freq=1e3,
-        rope_scaling=RopeScaling("linear", 8.0, 64),
-        sliding_window=16,
-        full_attention_interval=2,
-    ),
-    "no-rope": replace(LLAMA, model_type="smollm3", no_rope_layer_interval=2),
+    "qwen3": _dense("qwen3", tie_word_embeddings=True),
+    "window": _dense("mistral"),
+    "mixed-window": _dense("qwen2-window"),
+    "post-norm": _dense("olmo2"),
+    "gemma": _dense("gemma3"),
+    "no-rope": _dense("smollm3"),
 }
-_SIZES = {"vocab_size": 512, "num_hidden_layers": 2}
-WITH_EXPERTS = {name: replace(model, **_SIZES) for name, model in EXPERT_FAMILIES.items()}
+WITH_EXPERTS = {name: replace(model, **_SIZES) for name, model in models.families.EXPERT_FAMILIES.items()}
 LATENT = replace(  # attention of DeepSeek without its experts
     WITH_EXPERTS["deepseek-v3"], num_experts=0, num_experts_per_tok=0, moe_intermediate_size=0, first_k_dense_replace=0,
     shared_expert_intermediate_size=0, topk_method="greedy", scoring_func="softmax", n_group=1, topk_group=1,
