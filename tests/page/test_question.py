@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from page.dropped import LLAMA, RUN
 
 import ultrascale as us
-from ultrascale.cli.main import main, problem_list
+from ultrascale.cli.main import main
+from ultrascale.config.failures import problem_list
 from ultrascale.cli.plan.page import question
 from ultrascale.page.controls import CONTROLS, words_of
 
