@@ -119,7 +119,7 @@ def test_a_package_that_is_missing_gets_the_sentence_of_the_command_line(monkeyp
         us.trace(RUN)
     assert main(["trace", RUN]) == 1
     told = "".join(capsys.readouterr().err.split("\n")[1:])
-    assert "  `ultrascale trace`    needs torch, which is not installed    -> pip install 'ultrascale[train]'" == told
+    assert told == "  `ultrascale trace`    needs torch, which is not installed    -> pip install 'ultrascale[train]'"
     assert "`ultrascale trace` needs torch, which is not installed: pip install 'ultrascale[train]'" in str(error.value)
 
 

@@ -21,8 +21,8 @@ DAMAGED = "a run/step-2/manifest.json: checksum is ab, expected cd: it is damage
         ("s3://b/k was written by somebody else.", "s3://b/k|was written by somebody else"),
         ("s3://b: there is no such bucket. Make it first.", "s3://b|there is no such bucket|Make it first."),
         ("the command did not stop within 5.5 s", "train|the command did not stop within 5.5 s"),
-        ("out: none is whole. Bring one back.\n  step-2: x. Use y.", "out|none is whole\n      step-2: x. Use y.|Bring one back."),
-        ("rank 1 ran out (A. Tried 2 GiB)\n  measured 1\n`trace` says what", "rank 1|ran out (A. Tried 2 GiB)\n      measured 1|`trace` says what"),
+        ("out: none is whole. Bring it.\n  step-2: x. Use y.", "out|none is whole\n      step-2: x. Use y.|Bring it."),
+        ("rank 1 ran out (A. B)\n  measured 1\n`trace` says what", "rank 1|ran out (A. B)\n      measured 1|`trace` says what"),
         ("it ended early:\na\nb: c", "train|it ended early:\n    a\n    b: c"),
     ],
 )  # fmt: skip

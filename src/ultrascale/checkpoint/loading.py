@@ -23,8 +23,8 @@ from ultrascale.checkpoint.boxes import Offer, fit_together, offer_of
 from ultrascale.checkpoint.coordination import Coordinator, coordinating
 from ultrascale.checkpoint.disk.damage import expected_manifest, verify_shards
 from ultrascale.checkpoint.disk.dtypes import DTYPE_NAMES, DTYPES
-from ultrascale.checkpoint.disk.files import Piece, opened, read_box, read_manifest, verify_shard
-from ultrascale.checkpoint.disk.folders import Candidate, candidates, step_folder
+from ultrascale.checkpoint.disk.files import Piece, opened, read_box, read_manifest
+from ultrascale.checkpoint.disk.folders import candidates
 from ultrascale.checkpoint.disk.patience import patiently
 from ultrascale.checkpoint.errors import CheckpointError, LostContactError, UnknownVersionError
 from ultrascale.checkpoint.manifest import Chunk, Entry, Manifest

@@ -6,9 +6,9 @@
         checksum is 5d41402a, expected 2cf24dba: it is damaged
         -> Use another checkpoint.
 
-The head says what is wrong: `invalid arguments` or `invalid configuration` (exit code 2), or what a file, a disk or another rank did
-(`cannot go on`, exit code 1). An error carries its `problems`, or its text reads `KEY: RULE. REMEDY`: text is all that ranks send
-each other.
+The head says whose fault it is: `invalid arguments` or `invalid configuration` (exit code 2), or of a file, a disk or another
+rank `cannot go on` (exit code 1). An error carries its `problems`, or its text reads `KEY: RULE. REMEDY`: text is all that ranks
+send each other.
 """
 
 from __future__ import annotations
