@@ -217,6 +217,8 @@ sources = ["nowhere"]
         (["export", "gpt2", "out"], "holds no safetensors weights"),
         (["export", "gpt2", "out", "--tokenizer", "nowhere"], "nowhere"),
         (["convert", "nowhere", "out"], "is not there"),
+        (["soak", "--faults", "earthquake"], "'earthquake' is no fault"),
+        (["demo", "--folder", "run.toml"], "run.toml cannot be written: file exists"),
         (["export", "full", "gpt2"], "exists already"),
         (["import", "empty", "run.toml"], "there is no empty/config.json"),
         (["import", "full", "run.toml"], "model_type"),

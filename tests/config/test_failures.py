@@ -16,6 +16,7 @@ DAMAGED = "a run/step-2/manifest.json: checksum is ab, expected cd: it is damage
     "text, parts",
     [
         (DAMAGED, "a run/step-2/manifest.json|checksum is ab, expected cd: it is damaged|Use another checkpoint."),
+        ("verifying a/b: a/b/shard: is cut. Copy it.", "a/b/shard|is cut|Copy it."),
         ("rank 1 was ended by SIGKILL. What is saved is in out.", "rank 1|was ended by SIGKILL|What is saved is in out."),
         ("rank 0 waited for rank 1 in broadcast: closed", "rank 0|waited for rank 1 in broadcast: closed"),
         ("s3://b/k was written by somebody else.", "s3://b/k|was written by somebody else"),

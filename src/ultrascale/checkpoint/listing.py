@@ -79,9 +79,9 @@ def expect_readable(folder: Path) -> None:
     raise only_damaged(found[0].path.parent, damage)
 
 
-def only_damaged(root: Path, damage: list[str]) -> SpecError:
+def only_damaged(root: Path | str, damage: list[str]) -> SpecError:
     """The error of a run whose checkpoints are all damaged, each for its reason."""
-    return mistake(str(root), f"holds only damaged checkpoints ({'; '.join(damage)})", "Give another folder.")
+    return mistake(str(root), "\n  ".join(["holds only damaged checkpoints:", *damage]), "Give another folder.")
 
 
 def _expect_sizes(folder: Path, manifest: Manifest) -> None:

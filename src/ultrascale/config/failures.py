@@ -7,8 +7,8 @@
         -> Use another checkpoint.
 
 The head says whose fault it is: `invalid arguments` or `invalid configuration` (exit code 2), or of a file, a disk or another
-rank `cannot go on` (exit code 1). An error carries its `problems`, or its text reads `KEY: RULE. REMEDY`: text is all that ranks
-send each other.
+rank `cannot go on` (exit code 1). An error carries its `problems`, or its text reads `KEY: RULE. REMEDY`: text alone is
+what ranks send each other.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ _KEY = re.compile(
     r"|(?P<name>(?:[^.:]|[.:](?! ))+): (?P<rule>.+)"
 )
 """A rank, a path or a URL, or whatever stands before the first colon."""
+_DOING = re.compile(r"^(?:verifying|loading|reading) [^:]+: (?=\S*/\S+: )")
+"""What was done when a file was found damaged; the file itself is named after it."""
 _REMEDY = re.compile(r"\. (?=[A-Z`\"'-])")
 
 
@@ -76,6 +78,7 @@ def problems_in(text: str, subject: str) -> tuple[Problem, ...]:
 
 
 def _problem(line: str, remedy: str, subject: str) -> Problem:
+    line = _DOING.sub("", line)
     match = _KEY.fullmatch(line)
     key, told = (subject, line) if match is None else [part for part in match.groups() if part is not None]
     rule, *rest = [told, remedy] if remedy else _REMEDY.split(told, maxsplit=1)
