@@ -135,7 +135,8 @@ def _prepare(
     shards = cut_shards(files, recipe.shard_bytes)
     total = sum(part.weight_bytes for parts in shards for part in parts)
     for each in folders:
-        _expect_writable(each)
+        if each.is_file():
+            raise DataError(str(each), "is a file, and text is prepared into a folder", "Choose another --output.")
         with writing(each):
             each.mkdir(parents=True, exist_ok=True)
     with locked(folder / LOCK, folder):
@@ -179,17 +180,13 @@ def _expect_sense(recipe: Recipe, workers: int | None, validation: str | Path | 
         raise SeveralDataErrors(wrong)
 
 
-def _expect_writable(folder: Path) -> None:
-    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise DataError(str(nearest), "is no folder that can be written", "Choose another --output.")
-
-
 def _expect_ready(inputs: list[str | Path], folder: Path, recipe: Recipe) -> None:
     """Tells what can be known to be wrong before anything comes from a store."""
     if recipe.tokenizer:
         tokenizer_facts(recipe.tokenizer, recipe.eod)
-    _expect_writable(folder)
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise DataError(str(nearest), "is no folder that can be written", "Choose another --output.")
     if (folder / LOCK).exists():
         with locked(folder / LOCK, folder):
             pass
