@@ -26,7 +26,7 @@ _KEY = re.compile(
 )
 """A rank, a path or a URL, or whatever stands before the first colon."""
 _DOING = re.compile(r"^(?:verifying|loading|reading) [^:]+: (?=\S*/\S+: )")
-"""What was done when a file was found damaged; the file itself is named after it."""
+"""Prefix of a message that says what was done when a file was found damaged, before the file itself."""
 _REMEDY = re.compile(r"\. (?=[A-Z`\"'-])")
 
 
