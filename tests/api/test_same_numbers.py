@@ -13,7 +13,8 @@ from api.asked import CHECKS, PLANS, RUN, SCHEDULES, TRACES, Question, printed, 
 
 import ultrascale as us
 from ultrascale.api.planning.plan_result import Search
-from ultrascale.cli.main import main, problem_list
+from ultrascale.cli.main import main
+from ultrascale.config.failures import problem_list
 
 TINY: dict[str, Any] = {"model": "tiny-llama", "gpus": "8xh100"}
 MODEL = ["plan", "--model", "tiny-llama", "--gpus", "8xh100"]
@@ -117,7 +118,8 @@ def test_a_package_that_is_missing_gets_the_sentence_of_the_command_line(monkeyp
     with pytest.raises(ImportError) as error:
         us.trace(RUN)
     assert main(["trace", RUN]) == 1
-    assert capsys.readouterr().err == f"ultrascale: error: {error.value}\n"
+    told = "".join(capsys.readouterr().err.split("\n")[1:])
+    assert told == "  `ultrascale trace`    needs torch, which is not installed    -> pip install 'ultrascale[train]'"
     assert "`ultrascale trace` needs torch, which is not installed: pip install 'ultrascale[train]'" in str(error.value)
 
 

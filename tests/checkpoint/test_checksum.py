@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ultrascale import checkpoint
-from ultrascale.checkpoint import loading, manifest
-from ultrascale.checkpoint.disk import checksum, files
+from ultrascale.checkpoint import manifest
+from ultrascale.checkpoint.disk import checksum, damage, files
 from ultrascale.storage import checksum as storage_checksum
 
 
@@ -56,8 +56,8 @@ def test_a_shard_of_many_blocks_is_verified_from_its_first_byte_to_its_last(tmp_
 @pytest.mark.parametrize("verified, times", [(True, 1), (False, 2)])
 def test_what_a_search_has_just_read_is_not_verified_again(tmp_path, monkeypatch, verified, times):
     checkpoint.save(tmp_path, 1, {"w": torch.arange(1000.0)}, {})
-    read, verify_shard = [], loading.verify_shard
-    monkeypatch.setattr(loading, "verify_shard", lambda *place: read.append(place[1]) or verify_shard(*place))
+    read, verify_shard = [], damage.verify_shard
+    monkeypatch.setattr(damage, "verify_shard", lambda *place: read.append(place[1]) or verify_shard(*place))
     found, here = checkpoint.newest_valid(tmp_path), {"w": torch.zeros(1000)}
     assert found is not None
     checkpoint.load(found, here, verified=verified)

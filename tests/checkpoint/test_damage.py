@@ -16,7 +16,7 @@ from ranks import run_ranks
 
 from ultrascale import checkpoint
 from ultrascale.checkpoint import CheckpointError, loading, manifest
-from ultrascale.checkpoint.disk import files
+from ultrascale.checkpoint.disk import damage, files
 from ultrascale.checkpoint.disk.files import write_shard
 from ultrascale.checkpoint.manifest import decode
 
@@ -214,7 +214,7 @@ def verify_nothing(patch: pytest.MonkeyPatch) -> None:
 
 def compare_no_checksums(patch: pytest.MonkeyPatch) -> None:
     """The bug: a shard that is as long as it should be is good."""
-    patch.setattr(loading, "verify_shard", lambda folder, file, shard, save_id: files.verify_size(folder, file, shard))
+    patch.setattr(damage, "verify_shard", lambda folder, file, shard, save_id: files.verify_size(folder, file, shard))
 
 
 def compare_no_sizes(patch: pytest.MonkeyPatch) -> None:
@@ -224,7 +224,7 @@ def compare_no_sizes(patch: pytest.MonkeyPatch) -> None:
 
 def look_for_no_others(patch: pytest.MonkeyPatch) -> None:
     """The bug: what the manifest says is all that there is, and its folder may be called anything."""
-    patch.setattr(loading, "_expected_manifest", files.read_manifest)
+    patch.setattr(loading, "expected_manifest", files.read_manifest)
 
 
 def ask_for_no_identity(patch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,27 @@ def test_a_list_needs_no_torch(run_folder):
     assert "complete" in done.stdout and done.stdout.splitlines()[-1] == "0 False"
 
 
+@pytest.mark.parametrize("verb", ["verify", "generate", "export"])
+@pytest.mark.parametrize("spoil", ["manifest.json", "rank-00000.safetensors"])
+def test_what_is_missing_or_cut_is_told_before_torch_is_imported(run_folder, verb, spoil):
+    for folder in (run_folder / "checkpoints").iterdir():
+        (folder / spoil).write_bytes(b"cut")
+    code = "import sys; from ultrascale.cli.main import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    words = ["checkpoint", "verify", str(run_folder)] if verb == "verify" else [verb, str(run_folder)]
+    words += [str(run_folder / "out")] * (verb == "export")
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == ("1 False" if verb == "verify" else "2 False"), done.stderr
+    told = done.stdout if verb == "verify" else done.stderr
+    assert f"step-00000002/{spoil}" in told and "Use another checkpoint." in told
+
+
+def test_verify_reads_every_byte_without_torch(run_folder):
+    code = "import sys; from ultrascale.cli.main import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    words = [sys.executable, "-c", code, "checkpoint", "verify", str(run_folder)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert "its bytes have changed" in done.stdout and done.stdout.splitlines()[-1] == "1 False"
+
+
 @pytest.mark.parametrize("told", [1_700_000_000.5, None, "now", -1, 1e30, True])
 def test_a_checkpoint_says_itself_when_it_was_saved_and_else_the_time_of_its_manifest_stands_in(tmp_path, capsys, told):
     folder = checkpoint.save(tmp_path, 1, {"w": torch.ones(4)}, {"saved_at": told} if told is not None else {})

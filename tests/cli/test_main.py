@@ -61,11 +61,12 @@ def test_every_mistake_of_a_description_is_listed_with_origin_rule_and_remedy(ve
         assert text in told
 
 
-def test_an_error_of_ours_is_one_line_without_traceback(verb, capsys):
-    error = type("DataError", (Exception,), {"__module__": "ultrascale.data.indexed"})("shard.bin: cut short")
+def test_an_error_of_ours_has_the_form_of_all_and_no_traceback(verb, capsys):
+    error = type("DataError", (Exception,), {"__module__": "ultrascale.data.indexed"})("shard.bin: cut short. Copy it again.")
     verb(raising(error))
     assert front.main(["plan"]) == 1
-    assert capsys.readouterr().err == "ultrascale: error: shard.bin: cut short\n"
+    listed = "cannot go on:\n\n  shard.bin\n    cut short\n    -> Copy it again.\n"
+    assert capsys.readouterr().err == f"ultrascale: error: {listed}"
 
 
 def test_a_rank_under_torchrun_names_itself(verb, capsys, monkeypatch):

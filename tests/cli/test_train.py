@@ -66,7 +66,7 @@ def test_an_error_for_people_ends_with_1_and_a_wrong_description_with_2(run_file
     assert "not finite" in (told := capsys.readouterr().err) and "Traceback" not in told
     assert train(run_file, "--name", "b", "--steps", "4", "--optimizer.decay-steps", "none") == 0
     assert train(run_file, "--name", "b", "--seed", "4") == 2
-    assert "seed: is 4, but step-00000004 was trained with 3" in capsys.readouterr().err
+    assert "  seed\n    is 4, but step-00000004 was trained with 3\n" in capsys.readouterr().err
 
 
 def test_under_torchrun_a_world_of_another_size_is_a_wrong_description(run_file, capsys, monkeypatch):
@@ -87,10 +87,10 @@ def test_under_torchrun_a_world_of_another_size_is_a_wrong_description(run_file,
         (
             Ending("stopped by SIGTERM, and the ranks ended without saving", stopped=True),
             1,
-            "without saving. What is saved is in",
+            "without saving\n    -> What is saved is in",
         ),
         (Ending("stopped by SIGTERM; rank 0 failed", stopped=True, explained=True), 1, ""),
-        (Ending("rank 1 was ended by SIGKILL"), 1, "rank 1 was ended by SIGKILL. What is saved is in"),
+        (Ending("rank 1 was ended by SIGKILL"), 1, "  rank 1\n    was ended by SIGKILL\n    -> What is saved is in"),
         (Ending("rank 0 failed", exit_code=2, explained=True), 2, ""),
     ],
 )
@@ -145,7 +145,7 @@ def test_a_damaged_newer_checkpoint_is_no_progress_and_hides_none(run_file, monk
 def test_of_a_run_that_ends_before_its_first_save_no_checkpoint_is_promised(run_file, capsys, monkeypatch):
     monkeypatch.setattr(local, "launch_local", lambda file, processes, **options: Ending("stopped by SIGINT", stopped=True))
     assert train(run_file, "--processes", "2") == 1
-    assert "stopped by SIGINT. Nothing is saved yet." in capsys.readouterr().err
+    assert "stopped by SIGINT\n    -> Nothing is saved yet." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from page.dropped import LLAMA, RUN
 
 import ultrascale as us
-from ultrascale.cli.main import main, problem_list
+from ultrascale.cli.main import main
 from ultrascale.cli.plan.page import question
+from ultrascale.config.failures import problem_list
 from ultrascale.page.controls import CONTROLS, words_of
 
 SMALL = {"model": "llama-3-8b", "count": "8", "machine": "h100-sxm", "seq_len": "4096", "tokens_per_batch": "512k"}

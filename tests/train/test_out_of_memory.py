@@ -15,6 +15,7 @@ from planted import fails
 from train.small_runs import at_step, small_run, train_here
 
 from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.config.failures import explained
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Faults, Run
 from ultrascale.launch.forked import run_forked
@@ -58,7 +59,7 @@ def test_a_run_in_which_a_rank_has_no_memory_left_compares_what_was_planned_trac
     traced = re.fullmatch(rf"  traced    {SIZE} at the peak, [\d.]+ MiB reserved; most: .*", lines[3])
     assert planned and traced and float(traced[1]) == pytest.approx(float(planned[1]), rel=0.03)
     assert f"`ultrascale trace {home / 'small' / 'run.toml'} --rank 1 --explain-oom`" in lines[4]
-    assert f"ultrascale: error on rank 1: {told['message']}" in capfd.readouterr().err
+    assert f"ultrascale: error on rank 1: {explained(told['message'], 'train')[1]}" in capfd.readouterr().err
     rows = (home / "small" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == [1, 2]
 

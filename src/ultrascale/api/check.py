@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +18,7 @@ from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.planning.run_of import Described, planned_run
 from ultrascale.api.schemas.stamp import stamped
 from ultrascale.api.shown import Facts, Rows, html
+from ultrascale.check.small import small_layouts
 from ultrascale.config.resolve import resolve
 from ultrascale.config.rules.trainable import expect_trainable
 from ultrascale.description.architecture.huggingface import to_hf
@@ -206,6 +208,11 @@ def answer(
     )
     expect_trainable(described.model, described.layout)
     islands, described = described.islands.count, one_island(described)
+    if options.plant is not None and all(one.world_size < 2 for one in small_layouts(described.layout, options.processes)):
+        raise mistake("--plant", "these are faults between processes, and there is one", "Add --processes 2.")
+    if options.against is not None and find_spec(options.against) is None:
+        remedy = "pip install transformers, or leave --against out."
+        raise mistake("--against", "needs transformers, which is not installed", remedy)
     from ultrascale.check.faults.all_faults import with_faults
     from ultrascale.check.prove import cases, prove_all
 
@@ -306,6 +313,8 @@ def expect_numbers(options: CheckOptions, rest: list[str]) -> None:
         problems.append(Problem("--against", f"compares a run{odd}", remedy))
     if options.markdown is not None and not options.matrix:
         problems.append(Problem("--markdown", "writes the tables of --matrix, which is not given", "Add --matrix."))
+    elif options.markdown is not None and not Path(options.markdown).absolute().parent.is_dir():
+        problems.append(Problem("--markdown", f"{options.markdown} is in no folder that there is", "Make the folder first."))
     if problems:
         raise SpecError(problems)
 

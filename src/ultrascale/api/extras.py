@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ultrascale.description.problems import Problem
+
 EXTRA_OF = {
     "torch": "train", "numpy": "train", "safetensors": "train", "tokenizers": "train",
     "pyarrow": "data", "zstandard": "data", "matplotlib": "plot",
@@ -14,13 +16,21 @@ EXTRA_OF = {
 class NotInstalledError(ImportError):
     """A package that only this needs is not installed; the text says which, and how to get it."""
 
+    def __init__(self, lacks: Problem):
+        super().__init__(f"{lacks.key} {lacks.rule}: {lacks.remedy}")
+        self.problems = (lacks,)
 
-def sentence_of(error: ModuleNotFoundError, verb: str) -> str:
-    """Names the extra that `verb` lacks, and how to get it; empty if the module is none of an extra's."""
+
+def lacks(who: str, package: str, *, remedy: str = "") -> Problem:
+    """The problem that `who` needs a package that is not installed."""
+    remedy = remedy or f"pip install 'ultrascale[{EXTRA_OF[package]}]'"
+    return Problem(who, f"needs {package}, which is not installed", remedy)
+
+
+def lacked(error: ModuleNotFoundError, verb: str) -> NotInstalledError | None:
+    """The error that names the extra which `verb` lacks; None if the module is none of an extra's."""
     package = (error.name or "").split(".")[0]
-    if package not in EXTRA_OF:
-        return ""
-    return f"`ultrascale {verb}` needs {package}, which is not installed: pip install 'ultrascale[{EXTRA_OF[package]}]'"
+    return NotInstalledError(lacks(f"`ultrascale {verb}`", package)) if package in EXTRA_OF else None
 
 
 @contextmanager
@@ -29,6 +39,4 @@ def naming_extras(verb: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if sentence := sentence_of(error, verb):
-            raise NotInstalledError(sentence) from None
-        raise
+        raise lacked(error, verb) or error from None

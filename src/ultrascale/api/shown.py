@@ -8,7 +8,7 @@ from html import escape
 from io import BytesIO
 from typing import Any
 
-from ultrascale.api.extras import NotInstalledError
+from ultrascale.api.extras import NotInstalledError, lacks
 
 Facts = dict[str, Any]
 """A row of a table: columns and values."""
@@ -37,8 +37,8 @@ def frame(rows: Sequence[Facts]) -> Any:
     try:
         import pandas  # type: ignore[import-not-found]
     except ModuleNotFoundError:
-        sentence = "to_frame() needs pandas, which is not installed: pip install pandas; rows() has the same as dictionaries"
-        raise NotInstalledError(sentence) from None
+        remedy = "pip install pandas; rows() has the same as dictionaries"
+        raise NotInstalledError(lacks("to_frame()", "pandas", remedy=remedy)) from None
     return pandas.DataFrame(list(rows))
 
 
@@ -59,8 +59,7 @@ def figure(title: str, *, width: float = 8.0, height: float = 4.2) -> Any:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        sentence = "plot() needs matplotlib, which is not installed: pip install 'ultrascale[plot]'"
-        raise NotInstalledError(sentence) from None
+        raise NotInstalledError(lacks("plot()", "matplotlib")) from None
 
     class Drawn(Figure):
         """Shown by a notebook as it is, without pyplot."""

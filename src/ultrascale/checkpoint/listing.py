@@ -6,10 +6,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ultrascale.checkpoint.disk.damage import expected_manifest, verify_shards
 from ultrascale.checkpoint.disk.files import read_manifest, verify_size
 from ultrascale.checkpoint.disk.folders import Candidate, candidates
-from ultrascale.checkpoint.errors import CheckpointError
+from ultrascale.checkpoint.errors import CheckpointError, UnknownVersionError
 from ultrascale.checkpoint.manifest import MANIFEST_NAME, Manifest
+from ultrascale.description.problems import SpecError, mistake
 
 LATEST = 2.0**35
 """Seconds since 1970 that every system's calendar can name; more is damage."""
@@ -59,16 +61,42 @@ def newest_listed(root: Path, *, without: Collection[str] = ()) -> Path | None:
     return next((one.path for one in found if _summary(one, read_all=False).problem is None), None)
 
 
+def expect_readable(folder: Path) -> None:
+    """Raise an error if manifests and sizes alone say that nothing in `folder` can be loaded, before torch is imported.
+
+    CheckpointError for the one checkpoint that `folder` names, or of a format that is not known here; SpecError for a run that
+    has only damaged ones."""
+    found, damage = find_checkpoints(folder), []
+    for one in found:
+        try:
+            _expect_sizes(one.path, read_manifest(one.path))
+        except CheckpointError as error:
+            if one.path.name == folder.absolute().name or isinstance(error, UnknownVersionError):
+                raise
+            damage.append(f"{one.path.name}: {error}")
+        else:
+            return
+    raise only_damaged(found[0].path.parent, damage)
+
+
+def only_damaged(root: Path | str, damage: list[str]) -> SpecError:
+    """The error of a run whose checkpoints are all damaged, each for its reason."""
+    return mistake(str(root), "\n  ".join(["holds only damaged checkpoints:", *damage]), "Give another folder.")
+
+
+def _expect_sizes(folder: Path, manifest: Manifest) -> None:
+    for file, shard in manifest.shards.items():
+        verify_size(folder, file, shard)
+
+
 def _summary(candidate: Candidate, read_all: bool) -> Summary:
     manifest, problem = None, None
     try:
         manifest = read_manifest(candidate.path)
         if read_all:
-            from ultrascale.checkpoint.loading import verify
-
-            verify(candidate.path)
-        for file, shard in manifest.shards.items():
-            verify_size(candidate.path, file, shard)
+            expected_manifest(candidate.path)
+            verify_shards(candidate.path, manifest.shards.items(), manifest.save_id)
+        _expect_sizes(candidate.path, manifest)
     except CheckpointError as error:
         problem = str(error)
     if manifest is None:

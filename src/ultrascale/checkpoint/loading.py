@@ -7,8 +7,6 @@ they were saved, and read in place.
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -23,16 +21,16 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from ultrascale.checkpoint.boxes import Offer, fit_together, offer_of
 from ultrascale.checkpoint.coordination import Coordinator, coordinating
+from ultrascale.checkpoint.disk.damage import expected_manifest, verify_shards
 from ultrascale.checkpoint.disk.dtypes import DTYPE_NAMES, DTYPES
-from ultrascale.checkpoint.disk.files import Piece, opened, read_box, read_manifest, verify_shard
-from ultrascale.checkpoint.disk.folders import Candidate, candidates, step_folder
+from ultrascale.checkpoint.disk.files import Piece, opened, read_box, read_manifest
+from ultrascale.checkpoint.disk.folders import candidates
 from ultrascale.checkpoint.disk.patience import patiently
 from ultrascale.checkpoint.errors import CheckpointError, LostContactError, UnknownVersionError
 from ultrascale.checkpoint.manifest import Chunk, Entry, Manifest
 from ultrascale.checkpoint.slices import Slice, Tensors, pieces_of, slices_of
 from ultrascale.failpoints import failpoint
 
-VERIFY_THREADS = 4
 """Reading and CRC-32 run outside the interpreter's lock."""
 
 
@@ -97,8 +95,9 @@ def verify(folder: Path, *, process_group: dist.ProcessGroup | None = None, rank
             return verify(folder, ranks=ranks)
     folder, ranks = Path(folder), ranks or Coordinator(None)
     doing = f"verifying {folder}"
-    manifest = ranks.agree(doing, lambda: _expected_manifest(folder))
-    ranks.agree(doing, lambda: _verify_shards(folder, manifest, ranks))
+    manifest = ranks.agree(doing, lambda: expected_manifest(folder))
+    share = list(manifest.shards.items())[ranks.rank :: ranks.world]
+    ranks.agree(doing, lambda: verify_shards(folder, share, manifest.save_id))
     return manifest
 
 
@@ -171,44 +170,6 @@ def _expect_all_asked_for(gathered: list[list[list[Any]]]) -> None:
     """On rank 0: raises if a slice is not read. Ranks that ask for one slice, where each should have its own, leave another
     unread."""
     fit_together([[Offer(*one) for one in offer] for offer in gathered])
-
-
-def _expected_manifest(folder: Path) -> Manifest:
-    """The manifest, if it belongs to the folder's step and there are no shards it does not know."""
-    manifest = read_manifest(folder)
-    named = [candidate for candidate in _as_candidate(folder) if candidate.step != manifest.step]
-    if named:
-        found = f"holds step {manifest.step}, expected step {named[0].step}"
-        raise CheckpointError(
-            f"{folder}: {found}: it was renamed or copied. Use {step_folder(folder.parent, manifest.step).name}."
-        )
-    unknown = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors") and name not in manifest.shards)
-    if unknown:
-        raise CheckpointError(
-            f"{folder}: {unknown} are not in its manifest: two checkpoints are mixed. Use another checkpoint."
-        )
-    return manifest
-
-
-def _as_candidate(folder: Path) -> list[Candidate]:
-    return [candidate for candidate in candidates(folder.parent) if candidate.path.name == folder.name]
-
-
-def _verify_shards(folder: Path, manifest: Manifest, ranks: Coordinator) -> None:
-    """Verifies this rank's share of the shards; all damage is reported in one error."""
-    mine = list(manifest.shards.items())[ranks.rank :: ranks.world]
-
-    def damage(item: tuple[str, Any]) -> str | None:
-        try:
-            verify_shard(folder, *item, manifest.save_id)
-        except CheckpointError as error:
-            return str(error)
-        return None
-
-    with ThreadPoolExecutor(VERIFY_THREADS) as pool:
-        found = [text for text in pool.map(damage, mine) if text is not None]
-    if found:
-        raise CheckpointError("\n".join(found))
 
 
 def _check_targets(manifest: Manifest, slices: list[tuple[str, Slice]], asked: set[str] | None) -> None:

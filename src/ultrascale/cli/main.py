@@ -13,13 +13,13 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
 from ultrascale import __version__, console
-from ultrascale.api.extras import sentence_of
+from ultrascale.api.extras import lacked
 from ultrascale.cli.terminal.screen import console_for_people
+from ultrascale.config.failures import explained, is_for_people, problem_list, say
 from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.rank_environment import told_rank, told_world
 
@@ -107,53 +107,32 @@ def run_verb(word: str, arguments: list[str]) -> int:
 
 def explain(error: Exception, word: str) -> int:
     """Print what a person can act on and return the exit code; an error that is not meant for people is raised again."""
-    code, sentence = told(error, word)
-    say(sentence)
+    code, text = told(error, word)
+    say(text, rank=told_rank(os.environ) if told_world(os.environ) > 1 and "RANK" in os.environ else None)
     return code
 
 
 def told(error: Exception, word: str) -> tuple[int, str]:
     """The exit code and what a person can act on; an error that is not meant for people is raised again."""
-    if problems := getattr(error, "problems", ()):
-        is_asked = isinstance(error, SpecError) or all(problem.key.startswith("--") for problem in problems)
-        return 2 if is_asked else 1, problem_list(problems, is_asked=is_asked)
-    if isinstance(error, ModuleNotFoundError) and (lacking := sentence_of(error, word)):
-        return 1, lacking
+    if is_for_people(error):
+        return explained(error, word)
+    if isinstance(error, ModuleNotFoundError) and (lacking := lacked(error, word)):
+        return explained(lacking, word)
     if isinstance(error, OSError) and error.filename is not None:
-        remedy = "Check the path, its permissions and the room on its disk."
         why = (error.strerror or str(error)).lower()
-        return 1, problem_list([Problem(str(error.filename), why, remedy)], is_asked=False)
+        return _kept_from(str(error.filename), why, "Check the path, its permissions and the room on its disk.")
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:  # as of `ultrascale plan ... > file` on a full disk
         console.finish_stdout()
-        return 1, f"what was to be printed or kept could not be written: {error.strerror}."
+        why = f"what was to be printed or kept could not be written: {error.strerror}"
+        return _kept_from(word, why, "Free space, or write elsewhere.")
     if isinstance(error, UnicodeEncodeError) and sys.getfilesystemencoding() != "utf-8":
         lost = f"{error.object[error.start : error.end]!a}"
-        return 1, f"this locale has no bytes for {lost} in a path or text. Set LC_ALL=C.UTF-8."
-    if type(error).__module__.split(".")[0] == "ultrascale":
-        return 1, str(error)
+        return _kept_from(word, f"this locale has no bytes for {lost} in a path or text", "Set LC_ALL=C.UTF-8.")
     raise error
 
 
-def problem_list(problems: Sequence[Problem], *, is_asked: bool = True) -> str:
-    """Every mistake: its key or file, where the value came from, the rule, and the remedy. `is_asked`: of a description or a
-    command, and not of what a file or a disk holds."""
-    count = len(problems)
-    head = "invalid arguments" if is_asked else "cannot go on"
-    head = "invalid configuration" if any(map(_is_configured, problems)) else head
-    lines = [f"{head}, {count} mistakes:" if count > 1 else f"{head}:"]
-    for problem in problems:
-        origin = f"  ({problem.where})" if problem.where else ""
-        lines += ["", f"  {problem.key}{origin}", f"    {problem.rule}", f"    -> {problem.remedy}"]
-    return "\n".join(lines)
-
-
-def _is_configured(problem: Problem) -> bool:
-    """True if the problem is about a value of a run's description, and not a word of the command."""
-    from ultrascale.config.schema import STAND_INS, leaves, sections
-
-    key, (_, colon, line) = problem.key.partition("[")[0], problem.key.rpartition(":")
-    is_key = key in leaves() or key in STAND_INS or not {key, key.partition(".")[0]}.isdisjoint(sections())
-    return is_key or (colon != "" and line.isdigit()) or problem.where != ""
+def _kept_from(key: str, rule: str, remedy: str) -> tuple[int, str]:
+    return 1, problem_list([Problem(key, rule, remedy)], is_asked=False)
 
 
 def unknown_verb(word: str) -> SpecError:
@@ -164,12 +143,6 @@ def unknown_verb(word: str) -> SpecError:
     hint = f"Did you mean `{close[0]}`? " if close else ""
     verbs = f"The verbs are {', '.join(VERBS)}; `ultrascale --help` says what each does."
     return mistake("VERB", f"there is no verb `{word}`", f"{hint}{verbs}")
-
-
-def say(message: str) -> None:
-    """Print an error to stderr; under torchrun the rank stands before it."""
-    rank = f" on rank {told_rank(os.environ)}" if told_world(os.environ) > 1 and "RANK" in os.environ else ""
-    console.put(f"ultrascale: error{rank}: {message}", "stderr")
 
 
 def print_help() -> None:

@@ -51,14 +51,16 @@ def soak(
     expect_processes(processes)
     if not (isfinite(minutes) and minutes > 0) or (count is not None and count < 1):
         raise mistake("--minutes, --count", "must be above 0 and finite", "One minute is about six faults.")
-    from ultrascale.soak.storm import KINDS
-    from ultrascale.soak.story import soak as carry_through
+    from ultrascale.soak.storm import KINDS, expect_kinds
 
     possible = {kind: one for kind, one in KINDS.items() if not (torchrun and one.meets_launcher)}
     kinds = tuple(possible) if faults == "all" else tuple(faults.split(","))
     if refused := [kind for kind in kinds if kind in KINDS and kind not in possible]:
         rule = f"{refused[0]!r} strikes the launcher of `ultrascale train`, and with --torchrun there is none"
         raise mistake("--faults", rule, f"There are {', '.join(possible)}.")
+    expect_kinds(kinds)
+    from ultrascale.soak.story import soak as carry_through
+
     outcome = carry_through(
         folder.absolute(), processes=processes, seed=seed, kinds=kinds, seconds=None if count else minutes * 60,
         num_faults=count, torchrun=torchrun, say=(lambda line: None) if json else lambda line: print(line, flush=True),

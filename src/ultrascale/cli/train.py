@@ -21,6 +21,7 @@ import tyro
 from ultrascale import console
 from ultrascale.api.schemas.stamp import stamped
 from ultrascale.cli.terminal.parse import parse_with_overrides
+from ultrascale.config.failures import explained, say
 from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.config.rules.early import expect_processes
 from ultrascale.config.rules.time_limits import grace_seconds
@@ -192,7 +193,6 @@ def _own_place(path: str, rest: list[str]) -> list[str]:
 
 def _launch(run: Run, max_restarts: int, flags: tuple[str, ...], island: int | None) -> int:
     """All processes of a run, or of one of its islands."""
-    from ultrascale.cli.main import say as say_plainly
     from ultrascale.launch.local import launch_local
     from ultrascale.launch.restarts import read_account, summary
 
@@ -200,8 +200,10 @@ def _launch(run: Run, max_restarts: int, flags: tuple[str, ...], island: int | N
     num_processes = run.num_processes if island is None else run.layout.world_size
     expect_processes(num_processes)
 
-    def say(text: str) -> None:
-        say_plainly(text if island is None else f"island {island}: {text}")
+    own = "" if island is None else f"island {island}: "
+
+    def notice(text: str) -> None:
+        console.put(f"ultrascale: {own}{text}", "stderr")
 
     with RunFolder.of(of_own_island(run, island)).commanded() as folder:
         ending = launch_local(
@@ -209,7 +211,7 @@ def _launch(run: Run, max_restarts: int, flags: tuple[str, ...], island: int | N
             num_processes,
             worker_arguments=flags if island is None else (*flags, "--island", str(island)),
             max_restarts=max_restarts,
-            say=say,
+            say=notice,
             progress=folder.progress,
             record=lambda event: _append(folder, "events.jsonl", event_line(event)),
             keep=folder.path,
@@ -224,7 +226,8 @@ def _launch(run: Run, max_restarts: int, flags: tuple[str, ...], island: int | N
         from ultrascale.checkpoint.listing import newest_listed
 
         saved = f"What is saved is in {folder.checkpoints}."
-        say(f"{ending.reason}. {saved if newest_listed(folder.checkpoints) is not None else 'Nothing is saved yet.'}")
+        saved = saved if newest_listed(folder.checkpoints) is not None else "Nothing is saved yet."
+        say(explained(f"{own}{ending.reason}. {saved}", "train")[1])
     return ending.exit_code
 
 

@@ -41,9 +41,9 @@ def submit(launcher: str, file: Path) -> str:
     if launcher in ("ssh", "torchrun"):  # they are the run itself, in the foreground
         code = subprocess.run(words).returncode
         if code != 0:
-            raise LauncherError(f"{' '.join(words)} ended with exit code {code}")
+            raise LauncherError(f"{' '.join(words)}: ended with exit code {code}")
         return ""
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode != 0:
-        raise LauncherError(f"{' '.join(words)} refused it: {(done.stderr or done.stdout).strip()}")
+        raise LauncherError(f"{' '.join(words)}: refused it: {(done.stderr or done.stdout).strip()}")
     return done.stdout.strip()

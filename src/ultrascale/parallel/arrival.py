@@ -73,7 +73,7 @@ def _expect_wanted(store: Store) -> None:
     global _lent
     _lent = store
     if store.check([_LAST]):
-        raise GivenUpError(f"not started again: {store.get(_LAST).decode()}")
+        raise GivenUpError(f"this run: not started again: {store.get(_LAST).decode()}")
 
 
 def agree_on_attempt(store: Store, rank: int, world: int, timeout: timedelta) -> str:

@@ -79,11 +79,16 @@ class Planted:
     """Moment of the step, or the point of saving."""
 
 
+def expect_kinds(kinds: Sequence[str]) -> None:
+    """Raise SpecError for a kind that there is not."""
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise mistake("--faults", f"{unknown[0]!r} is no fault", f"There are {', '.join(KINDS)}.")
+
+
 def draw(seed: int, kinds: Sequence[str], *, world: int, mean_gap: float, interval: int) -> Iterator[Planted]:
     """The faults of a storm in order of their steps, without end. `mean_gap`: steps between two, exponentially distributed;
     `interval`: steps between checkpoints. Raises SpecError for a kind that there is not."""
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise mistake("--faults", f"{unknown[0]!r} is no fault", f"There are {', '.join(KINDS)}.")
+    expect_kinds(kinds)
     chance, step, order = random.Random(seed), interval + 1, list(kinds)
     for number in count():
         if number % len(order) == 0:

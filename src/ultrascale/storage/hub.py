@@ -33,8 +33,8 @@ class HubStore(Store):
             import huggingface_hub
             from huggingface_hub import errors, utils
         except ImportError as error:
-            remedy = "install it with: pip install 'ultrascale[hub]'"
-            raise StorageError(f"{url} needs the package huggingface_hub, which is not installed: {remedy}.") from error
+            remedy = "Install it with: pip install 'ultrascale[hub]'"
+            raise StorageError(f"{url} needs the package huggingface_hub, which is not installed. {remedy}.") from error
         self.url = url
         place = PLACE.fullmatch(url.removeprefix("hf://"))
         assert place is not None, url
@@ -152,8 +152,8 @@ class HubStore(Store):
         if isinstance(error, self._errors.RevisionNotFoundError):
             return RefusedError(f"{self.url}: the repository has no revision {self._revision!r}.")
         if isinstance(error, self._errors.RepositoryNotFoundError) or status in (401, 403):
-            remedy = "check its name, and the key in HF_TOKEN or of `hf auth login`"
-            return RefusedError(f"{self.url}: there is no such repository, or not for this key ({said}): {remedy}.")
+            remedy = "Check its name, and the key in HF_TOKEN or of `hf auth login`"
+            return RefusedError(f"{self.url}: there is no such repository, or not for this key ({said}). {remedy}.")
         return StorageError(f"{self.where(key)}: the Hub does not answer as it should ({said}).")
 
 

@@ -47,8 +47,8 @@ class ObjectStore(Store):
             from obstore.exceptions import BaseError
             from obstore.store import from_url
         except ImportError as error:
-            remedy = "install it with: pip install 'ultrascale[store]'"
-            raise StorageError(f"{url} needs the package obstore, which is not installed: {remedy}.") from error
+            remedy = "Install it with: pip install 'ultrascale[store]'"
+            raise StorageError(f"{url} needs the package obstore, which is not installed. {remedy}.") from error
         self.url = url
         self._obstore: Any = obstore
         make: Any = from_url  # its types want one vendor's settings, known before the URL is
@@ -161,21 +161,21 @@ class ObjectStore(Store):
     def _error(self, key: str, error: Exception) -> StorageError:
         text = str(error)
         if "NoSuchBucket" in text or "ContainerNotFound" in text or "specified bucket does not exist" in text:
-            return RefusedError(f"{self.url}: there is no such bucket; make it first, or name another one.")
+            return RefusedError(f"{self.url}: there is no such bucket. Make it first, or name another one.")
         if isinstance(error, FileNotFoundError):
             return MissingError(f"{self.where(key)} is not there.")
         said = _short(text)
         if _SKEWED.search(text):
-            return RefusedError(f"{self.url} refuses this machine's clock ({said}): set the clock.")
+            return RefusedError(f"{self.url} refuses this machine's clock ({said}). Set the clock.")
         if _EXPIRED.search(text):
-            return RefusedError(f"{self.url}: the credentials have expired ({said}): renew those in the environment.")
+            return RefusedError(f"{self.url}: the credentials have expired ({said}). Renew those in the environment.")
         if _NO_CREDENTIALS.search(text):
-            return RefusedError(f"{self.url}: no credentials were found; put them into the environment or the shared file.")
+            return RefusedError(f"{self.url}: no credentials were found. Put them into the environment or the shared file.")
         if _FULL.search(said):
             return StorageError(f"{self.where(key)} cannot be written: the store is full ({said}). Free space there.")
         if _REFUSED.search(said) or isinstance(error, PermissionError):
-            remedy = "give credentials in the environment that may read, write, list and remove there"
-            return RefusedError(f"{self.where(key)} was refused ({said}): {remedy}.")
+            remedy = "Give credentials in the environment that may read, write, list and remove there"
+            return RefusedError(f"{self.where(key)} was refused ({said}). {remedy}.")
         return StorageError(f"{self.where(key)}: the store does not answer as it should ({said}).")
 
 

@@ -100,7 +100,7 @@ class Store(ABC):
                 continue
             if size == one.bytes:
                 return
-            failure = DamagedError(f"{self.where(one.key)} came as {size:,} bytes, expected {one.bytes:,}: try again.")
+            failure = DamagedError(f"{self.where(one.key)} came as {size:,} bytes, expected {one.bytes:,}. Try again.")
         assert failure is not None
         raise failure
 
@@ -140,6 +140,6 @@ class Store(ABC):
         content = probe.encode()
         self.write(probe, content)
         if self.read(probe) != content:
-            raise DamagedError(f"{self.where(probe)} does not hold what was just written there: choose another store.")
+            raise DamagedError(f"{self.where(probe)} does not hold what was just written there. Choose another store.")
         self.names("")
         self.remove([probe])

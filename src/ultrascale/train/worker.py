@@ -13,11 +13,10 @@ from pathlib import Path
 
 from torch import distributed as dist
 
-from ultrascale import console
 from ultrascale.checkpoint import LostContactError
+from ultrascale.config.failures import explained, is_for_people, say
 from ultrascale.config.resolve import resolve
 from ultrascale.contact import why
-from ultrascale.description.problems import SpecError
 from ultrascale.description.rank_environment import told_rank
 from ultrascale.description.run import Run
 from ultrascale.launch.orphans import end_with_starter
@@ -114,14 +113,14 @@ def _or_explain(work: Callable[[], object], failure: Path | None) -> int:
         has_lost_contact = _has_lost_contact(error)
         if has_lost_contact and has_launcher():
             time.sleep(YIELD_SECONDS)
-        meant_for_people = type(error).__module__.split(".")[0] == "ultrascale"
-        if not (meant_for_people or has_lost_contact) or os.environ.get("ULTRASCALE_TRACEBACK") == "1":
+        if not (is_for_people(error) or has_lost_contact) or os.environ.get("ULTRASCALE_TRACEBACK") == "1":
             raise
-        rank, code = told_rank(os.environ), 2 if isinstance(error, SpecError) else 1
-        text = str(error) if meant_for_people else f"lost contact with another rank: {why(error)}"
+        rank = told_rank(os.environ)
+        text = str(error) if is_for_people(error) else f"lost contact with another rank: {why(error)}"
+        code, told = explained(error if is_for_people(error) else text, "train")
         # Ranks mostly fail together and with the same words: one of them says it.
         if rank == 0 or f"rank {rank}" in text:
-            console.put(f"ultrascale: error on rank {rank}: {text}", "stderr")
+            say(told, rank=rank)
         if failure is not None and not has_lost_contact:
             _tell_launcher(failure, {"rank": rank, "exit_code": code, "message": text})
         return code

@@ -52,9 +52,6 @@ def expect_known(name: str) -> None:
 def expect_fault(name: str, run: Run) -> None:
     """Raise SpecError unless `name` is a fault (or `all`) that can be planted into `run`."""
     expect_known(name)
-    if run.layout.world_size < 2:
-        rule = "these are faults between processes, and there is one"
-        raise mistake("--plant", rule, "Add --processes 2.")
     if name != "all" and not FAULTS[name].fits(run):
         remedy = f"Choose one of {', '.join(suitable(run))}, or all."
         raise mistake("--plant", f"{name} needs {FAULTS[name].needs}", remedy)

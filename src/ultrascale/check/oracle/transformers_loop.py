@@ -46,7 +46,7 @@ def comparable(run: Run, steps: int) -> tuple[Run, list[str]]:
     """`run` with what transformers can do too, and as long as what is compared, so that the warm-up, if there is one, and the
     decay of the learning rate are in that; and what was changed, in words.
 
-    Raises SpecError if transformers is not installed or lacks the family.
+    Raises SpecError if transformers lacks the family.
     """
     _expect_family(run.model.model_type)
     off = {key: value for key, value in WITHOUT.items() if getattr(run.model, key) != value}
@@ -150,12 +150,9 @@ class TransformersLoop:
 
 
 def _expect_family(family: str) -> None:
-    try:
-        import transformers
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
-    except ImportError:
-        rule = "needs transformers, which is not installed"
-        raise mistake("--against", rule, "pip install transformers, or leave --against out.") from None
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
+
     if family not in known:
         rule = f"transformers {transformers.__version__} has no family {family}"
         raise mistake("--against", rule, "Install a newer one, or leave --against out.")

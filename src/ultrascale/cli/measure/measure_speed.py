@@ -11,6 +11,7 @@ import tyro
 
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import print_json
+from ultrascale.config.failures import explained, say
 from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.description.problems import mistake
 from ultrascale.description.rank_environment import told_rank
@@ -87,12 +88,11 @@ def launched_once(
     run_toml: str, num_processes: int, worker_arguments: tuple[str, ...], *, worker: str = "ultrascale.train.worker"
 ) -> int:
     """Start the ranks of a measurement here, without another try; the exit code. `worker`: the module of one rank."""
-    from ultrascale.cli.main import say
     from ultrascale.launch.local import launch_local
 
-    ending = launch_local(run_toml, num_processes, worker_arguments=worker_arguments, max_restarts=0, say=say, worker=worker)
+    ending = launch_local(run_toml, num_processes, worker_arguments=worker_arguments, max_restarts=0, worker=worker)
     if ending.reason and not ending.explained:
-        say(f"{ending.reason}.")
+        say(explained(ending.reason, "measure")[1])
     return ending.exit_code if ending.reason else 0
 
 

@@ -12,6 +12,7 @@ import tyro
 
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import print_json
+from ultrascale.description.problems import mistake
 
 
 def demo(
@@ -30,6 +31,8 @@ def demo(
         folder: Where everything lands. A second demo starts afresh there and keeps only the prepared text.
         json: Print one JSON object at the end; the story goes to stderr.
     """
+    if folder.exists() and not folder.is_dir():
+        raise mistake("--folder", f"{folder} cannot be written: file exists", "Name another.")
     import torch  # noqa: F401 (says at once what is missing, before anything is made)
 
     from ultrascale.demo.screen import Screen

@@ -46,6 +46,7 @@ def brought(place: Path) -> Iterator[Path]:
 def bring_newest(store: Store, run: Path) -> None:
     """Bring the newest whole checkpoint of the run in `store` into the run's folder `run`, and its tokenizer."""
     from ultrascale.checkpoint import CheckpointError
+    from ultrascale.checkpoint.listing import only_damaged
     from ultrascale.checkpoint.stored import fetch, found_in
     from ultrascale.storage import DamagedError
 
@@ -61,8 +62,10 @@ def bring_newest(store: Store, run: Path) -> None:
         with suppress(MissingError):
             (run / TOKENIZER).write_bytes(store.read(TOKENIZER))
         return
-    rule = f"holds only damaged checkpoints ({'; '.join(damage)})" if damage else "holds no checkpoint and no config.json"
-    raise mistake(store.url, rule, "Give the place of a run's folder, or of a Hugging Face folder.")
+    if damage:
+        raise only_damaged(store.url, damage)
+    remedy = "Give the place of a run's folder, or of a Hugging Face folder."
+    raise mistake(store.url, "holds no checkpoint and no config.json", remedy)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import tyro
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import console_for_people, print_json, waiting
 from ultrascale.cli.terminal.stores import store_of
+from ultrascale.config.failures import problem_lines, problems_in
 from ultrascale.config.rules.early import expect_checkpoints
 from ultrascale.description.units import count_of
 
@@ -110,4 +111,5 @@ def print_table(found: list[Summary], *, verified: bool) -> None:
     console.print(table)
     for one in found:
         if one.problem is not None:
-            console.print(f"\n[red]{escape(one.problem)}[/red]", soft_wrap=True)
+            for problem in problems_in(one.problem, str(one.folder)):
+                console.print(f"\n[red]{escape(problem_lines(problem))}[/red]", soft_wrap=True)

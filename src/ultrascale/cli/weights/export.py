@@ -11,11 +11,12 @@ import tyro
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import print_json, waiting
 from ultrascale.cli.terminal.stores import brought, sent, store_of
-from ultrascale.cli.weights.opening import expect_folder, open_and_tell
+from ultrascale.cli.weights.opening import expect_contents, expect_folder, open_and_tell
 from ultrascale.config.resolve import resolve
 from ultrascale.description.problems import SpecError, mistake
 from ultrascale.description.progress import tokens_after
 from ultrascale.description.units import format_count
+from ultrascale.models.files.tokenizer_files import find_tokenizer
 from ultrascale.train.folder.run_folder import RunFolder
 
 
@@ -62,6 +63,10 @@ def export(
         expect_pushable(push_to_hub)
     elif public:
         raise mistake("--public", "is about --push-to-hub, which is not given", "Give both, or neither.")
+    if tokenizer is not None:
+        find_tokenizer(tokenizer)
+    if here:
+        expect_contents(checkpoint)
     with waiting("exporting"):
         return _exported(checkpoint, out, precision, max_shard_gb, tokenizer, overwrite, push_to_hub, public, json)
 

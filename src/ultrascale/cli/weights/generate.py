@@ -12,7 +12,7 @@ import tyro
 
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import print_json
-from ultrascale.cli.weights.opening import expect_folder, open_and_tell
+from ultrascale.cli.weights.opening import expect_contents, expect_folder, open_and_tell
 from ultrascale.config.rules.early import device_problems
 from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.models.sampling import Sampling
@@ -57,6 +57,7 @@ def generate(
     expect_folder(folder)
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
     _expect_none([*sampling.problems(), *_text_problems(prompt), *device_problems(device), *_file_problems(tokenizer)])
+    expect_contents(folder)
     import torch
     from tokenizers.decoders import DecodeStream
 

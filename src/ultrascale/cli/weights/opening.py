@@ -6,8 +6,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ultrascale.checkpoint.listing import expect_readable
 from ultrascale.config.rules.early import has_checkpoints
+from ultrascale.config.rules.trainable import expect_trainable
+from ultrascale.description.architecture.huggingface import from_hf
 from ultrascale.description.problems import mistake
+from ultrascale.models.files.weight_files import weight_files
 
 if TYPE_CHECKING:
     from ultrascale.train.start.trained import Trained
@@ -20,6 +24,16 @@ def expect_folder(path: Path) -> None:
         raise mistake(str(path), "is no folder", remedy)
     if not ((path / "config.json").exists() or has_checkpoints(path)):
         raise mistake(str(path), "holds neither config.json with weights nor a checkpoint", remedy)
+
+
+def expect_contents(path: Path) -> None:
+    """Raise SpecError or CheckpointError if a config.json, names of files, manifests and sizes say that the folder cannot be
+    read, before torch is imported."""
+    if (path / "config.json").exists():
+        expect_trainable(from_hf(path))
+        weight_files(path)
+    else:
+        expect_readable(path)
 
 
 def open_and_tell(path: Path) -> Trained:

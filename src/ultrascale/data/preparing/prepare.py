@@ -135,6 +135,8 @@ def _prepare(
     shards = cut_shards(files, recipe.shard_bytes)
     total = sum(part.weight_bytes for parts in shards for part in parts)
     for each in folders:
+        if each.is_file():
+            raise DataError(str(each), "is a file, and text is prepared into a folder", "Choose another --output.")
         with writing(each):
             each.mkdir(parents=True, exist_ok=True)
     with locked(folder / LOCK, folder):

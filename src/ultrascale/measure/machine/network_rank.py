@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from ultrascale import console
+from ultrascale.config.failures import explained, say
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.description.rank_environment import told_rank, told_world
@@ -36,9 +37,9 @@ def main() -> int:
     try:
         measure(json.loads(words.asked), rendezvous=words.rendezvous)
     except (SpecError, WrongResultError, MessageTooLargeError) as error:
-        rank, code = told_rank(os.environ), 2 if isinstance(error, SpecError) else 1
+        rank, (code, told) = told_rank(os.environ), explained(error, "measure network")
         if rank == 0 or not isinstance(error, SpecError):
-            console.put(f"ultrascale: error on rank {rank}: {error}", "stderr")
+            say(told, rank=rank)
         if words.failure is not None:
             words.failure.write_text(json.dumps({"rank": rank, "exit_code": code, "message": str(error)}))
         return code

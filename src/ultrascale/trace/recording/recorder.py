@@ -446,7 +446,7 @@ class Recorder(Storages):
 
 def _needs_values(func: Any, why: str) -> TraceError:
     return TraceError(
-        f"{func} at {line_of_code(sys._getframe())} needs values, and a trace has shapes alone: {why}. "
+        f"{func} at {line_of_code(sys._getframe())}: needs values, and a trace has shapes alone: {why}. "
         "Write it without, such as with torch.where or a fixed size."
     )
 

@@ -169,7 +169,7 @@ class RunFolder:
             remedy = "Wait until it ends, or give this run a --name of its own."
             raise mistake(str(self.path), rule, remedy) from None
         except FileNotFoundError:
-            raise RunFolderLostError(f"{self.path} was removed before the run had begun; start it again.") from None
+            raise RunFolderLostError(f"{self.path} was removed before the run had begun. Start it again.") from None
         try:
             yield replace(self, claim=claim)
         finally:

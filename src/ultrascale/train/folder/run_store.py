@@ -87,7 +87,7 @@ def take_over(store: Store, run: Run, folder: RunFolder, *, allow_changes: bool 
     known = local.get("run_id") if isinstance(local, dict) else None
     if claimed is not None and known != claimed["run_id"] and (known is not None or candidates(folder.checkpoints)):
         told = f"{store.url} holds another run than {folder.path}"
-        raise CheckpointError(f"{told}: give this one a --name of its own, or another checkpoint.store.")
+        raise CheckpointError(f"{told}. Give this one a --name of its own, or another checkpoint.store.")
     if claimed is not None:
         _expect_same_run(store, run, ("batch",) if allow_changes else ("model", "batch"))
     run_id = claimed["run_id"] if claimed is not None else known or uuid.uuid4().hex
@@ -95,7 +95,7 @@ def take_over(store: Store, run: Run, folder: RunFolder, *, allow_changes: bool 
     try:
         store.publish(CLAIM, json.dumps({"run_id": run_id, "writer": writer}).encode(), replacing=version)
     except ConflictError as error:
-        raise CheckpointError(f"{store.url}: another process is starting this run at this moment; start it once.") from error
+        raise CheckpointError(f"{store.url}: another process is starting this run at this moment. Start it once.") from error
     if claimed is not None and not candidates(folder.checkpoints):
         _bring_history(store, folder)
     folder.write_json(LOCAL, {"run_id": run_id})
@@ -123,7 +123,7 @@ def read_claim(store: Store) -> tuple[dict[str, Any] | None, Version | None]:
             return claim, version
     except (ValueError, TypeError, KeyError):
         pass
-    raise CheckpointError(f"{store.where(CLAIM)} is not of a run: name another checkpoint.store, or remove it.")
+    raise CheckpointError(f"{store.where(CLAIM)} is not of a run. Name another checkpoint.store, or remove it.")
 
 
 def _expect_same_run(store: Store, run: Run, parts: tuple[str, ...]) -> None:
@@ -300,7 +300,7 @@ class RunStore(LoopObserver):
         """Raises CheckpointError if another start of the run has taken it over."""
         claim, _ = read_claim(self.store)
         if claim is None or claim["writer"] != self._writer:
-            raise CheckpointError(f"{self.store.url} was taken over by another start of this run: stop one of the two.")
+            raise CheckpointError(f"{self.store.url} was taken over by another start of this run. Stop one of the two.")
 
 
 def put_folder(store: Store, prefix: str, folder: Path) -> None:

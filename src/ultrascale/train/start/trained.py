@@ -9,6 +9,7 @@ import torch
 
 from ultrascale.checkpoint import load_full, save, search
 from ultrascale.checkpoint.disk.folders import candidates
+from ultrascale.checkpoint.listing import only_damaged
 from ultrascale.checkpoint.manifest import MANIFEST_NAME
 from ultrascale.config.resolve import run_from_toml, to_toml
 from ultrascale.config.rules.trainable import expect_trainable
@@ -123,8 +124,7 @@ def _find_checkpoint(path: Path) -> Path:
     if found.folder is not None:
         return found.folder
     if found.rejected:
-        damage = "; ".join(f"{rejected.folder.name}: {rejected.reason}" for rejected in found.rejected)
-        raise mistake(str(root), f"holds only damaged checkpoints ({damage})", "Give another folder.")
+        raise only_damaged(root, [f"{rejected.folder.name}: {rejected.reason}" for rejected in found.rejected])
     rule = "holds neither config.json with weights nor a checkpoint"
     raise mistake(str(path), rule, "Give a checkpoint, a run folder, or a Hugging Face folder.")
 

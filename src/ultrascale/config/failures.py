@@ -1,0 +1,94 @@
+"""Failures as people read them: one form for every verb, and for ranks.
+
+    ultrascale: error on rank 1: cannot go on:
+
+      out/run/checkpoints/step-00000002/manifest.json
+        checksum is 5d41402a, expected 2cf24dba: it is damaged
+        -> Use another checkpoint.
+
+The head says whose fault it is: `invalid arguments` or `invalid configuration` (exit code 2), or of a file, a disk or another
+rank `cannot go on` (exit code 1). An error carries its `problems`, or its text reads `KEY: RULE. REMEDY`: text alone is
+what ranks send each other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from ultrascale import console
+from ultrascale.description.problems import Problem, SpecError
+
+_KEY = re.compile(
+    r"(?P<key>(?:pipeline )?rank \d+(?: \([^)]*\))?) (?P<rank>.+)"
+    r"|(?P<place>\S*/\S*[^\s:]) (?P<told>(?:is|was|has|holds|cannot|needs|refuses|came|does) .+)"
+    r"|(?P<name>(?:[^.:]|[.:](?! ))+): (?P<rule>.+)"
+)
+"""A rank, a path or a URL, or whatever stands before the first colon."""
+_DOING = re.compile(r"^(?:verifying|loading|reading) [^:]+: (?=\S*/\S+: )")
+"""Prefix of a message that says what was done when a file was found damaged, before the file itself."""
+_REMEDY = re.compile(r"\. (?=[A-Z`\"'-])")
+
+
+def is_for_people(error: BaseException) -> bool:
+    """True for an exception class of this package: its text says what to do, and a traceback would add nothing."""
+    return type(error).__module__.split(".")[0] == "ultrascale"
+
+
+def explained(error: BaseException | str, subject: str) -> tuple[int, str]:
+    """Exit code and text of an error that is for people, or of such a text. `subject` stands for what it names no key for."""
+    problems = getattr(error, "problems", ()) or problems_in(str(error), subject)
+    is_asked = isinstance(error, SpecError) or all(problem.key.startswith("--") for problem in problems)
+    return 2 if is_asked else 1, problem_list(problems, is_asked=is_asked)
+
+
+def problem_list(problems: Sequence[Problem], *, is_asked: bool = True) -> str:
+    """Every mistake: its key or file, where the value came from, the rule, and the remedy. `is_asked`: of a description or a
+    command, and not of what a file or a disk holds."""
+    count = len(problems)
+    head = "invalid arguments" if is_asked else "cannot go on"
+    head = "invalid configuration" if is_asked and any(map(_is_configured, problems)) else head
+    lines = [f"{head}, {count} mistakes:" if count > 1 else f"{head}:"]
+    for problem in problems:
+        lines += ["", problem_lines(problem)]
+    return "\n".join(lines)
+
+
+def problem_lines(problem: Problem) -> str:
+    """One mistake, indented: its key and where the value came from, the rule, the remedy."""
+    origin = f"  ({problem.where})" if problem.where else ""
+    rule = problem.rule.replace("\n", "\n    ")
+    remedy = f"\n    -> {problem.remedy}" if problem.remedy else ""
+    return f"  {problem.key}{origin}\n    {rule}{remedy}"
+
+
+def say(message: str, *, rank: int | None = None) -> None:
+    """Print an error to stderr; of one rank of several the rank stands before it."""
+    console.put(f"ultrascale: error{'' if rank is None else f' on rank {rank}'}: {message}", "stderr")
+
+
+def problems_in(text: str, subject: str) -> tuple[Problem, ...]:
+    """The problems that a message tells: one of its lines, or of one line and those indented under it the whole."""
+    lines = text.strip().splitlines() or [""]
+    if len(lines) > 1 and all(not line.startswith(" ") and ": " in line for line in lines):
+        return tuple(_problem(line, "", subject) for line in lines)
+    last = lines.pop() if any(line.startswith(" ") for line in lines) and not lines[-1].startswith(" ") else ""
+    found = _problem(lines[0], last, subject)
+    return (Problem(found.key, "\n".join([found.rule, *lines[1:]]), found.remedy),)
+
+
+def _problem(line: str, remedy: str, subject: str) -> Problem:
+    line = _DOING.sub("", line)
+    match = _KEY.fullmatch(line)
+    key, told = (subject, line) if match is None else [part for part in match.groups() if part is not None]
+    rule, *rest = [told, remedy] if remedy else _REMEDY.split(told, maxsplit=1)
+    return Problem(key, rule if rest else told.removesuffix("."), " ".join(rest))
+
+
+def _is_configured(problem: Problem) -> bool:
+    """True if the problem is about a value of a run's description, and not a word of the command."""
+    from ultrascale.config.schema import STAND_INS, leaves, sections
+
+    key, (_, colon, line) = problem.key.partition("[")[0], problem.key.rpartition(":")
+    is_key = key in leaves() or key in STAND_INS or not {key, key.partition(".")[0]}.isdisjoint(sections())
+    return is_key or (colon != "" and line.isdigit()) or problem.where != ""
