@@ -30,6 +30,7 @@ from ultrascale.plan.columns.rank_activations import RankActivations
 from ultrascale.plan.columns.rank_loads import PASSES
 from ultrascale.plan.columns.rank_state import MASTERS, RankState
 from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.time.stages import copies_held
 from ultrascale.plan.workload import Workload
 
 Floats = NDArray[np.float64]
@@ -151,6 +152,7 @@ def _fsdp(
     flat = np.where(n > 1, state.bucket_itemsize, 0.0)
     wide = np.where(alone, np.maximum(c, MASTER_BYTES), r)  # of a summed gradient
     per_bucket = np.where(alone, 1, table.layers_per_bucket)
+    held_stages = table.virtual_stages * copies_held(table)
     blocks, root, expert_shard = state.blocks, state.root, np.where(n > 1, state.expert_shard, 1)
     dense, experts = ((state.block - state.block_experts) * per_bucket, state.block_experts * per_bucket)
     dense, experts = np.minimum(dense, blocks - state.experts), np.minimum(experts, state.experts)
@@ -175,7 +177,7 @@ def _fsdp(
     summed_in = np.minimum(MASTERS[table.precision], workload.stack.gradient_bytes)
     kept = np.where(scatters & workload.stack.keeps_reduced & (r != summed_in), r, 0.0)
     scattered = np.where(state.lone_experts > 0, 0.0, 1.0)
-    left = state.gradients - np.where(whole_sums & cuts, wide * to_cut / table.virtual_stages, 0.0)
+    left = state.gradients - np.where(whole_sums & cuts, wide * to_cut / held_stages, 0.0)
     return _Fsdp(
         all_parameters=np.where(copies > 0, state.gathered_itemsize, 0.0) * (blocks - state.lone_experts) + copies * root,
         bucket_parameters=np.where(copies > 0, state.bucket_itemsize, 0.0) * np.where(state.lone_experts > 0, dense, bucket),
@@ -203,11 +205,11 @@ def _fsdp(
         * wide
         * (others_dense / n + others_experts / expert_shard)
         * np.where(repeated & (table.zero_stage >= reduces_from) & scatters, 0.0, 1.0)
-        + kept / table.virtual_stages * (others_dense / n + scattered * others_experts / expert_shard),
+        + kept / held_stages * (others_dense / n + scattered * others_experts / expert_shard),
         summed=state.gradients,
         summed_at_first=left,
         held=(per_bucket - 1) * fresh * state.block,
-        narrow_stage=np.where((whole_sums | alone) & (c >= wide), 0.0, c * (blocks - state.experts) / table.virtual_stages),
+        narrow_stage=np.where((whole_sums | alone) & (c >= wide), 0.0, c * (blocks - state.experts) / held_stages),
         pending=np.where(waits & ~whole_sums, r * (state.experts + np.where(parts.has_head, root * half, 0.0)), 0.0),
         blocks_between=(per_bucket - 1.0) * (blocks > bucket),
         at_end=whole_sums & ~alone,
