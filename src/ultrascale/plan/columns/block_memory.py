@@ -380,10 +380,13 @@ class _Part:
                     self._make_again(left[name], tape, left, dropped)
             tape.pop()
             arriving = list(dict.fromkeys(gradients.pop(one.name) for one in op.makes if one.name in gradients))
+            leaving: dict[str, str] = {}
             if arriving or op.hands_on_saved:
-                self._one_backward(op, saved, arriving, gradients)
+                leaving = self._one_backward(op, saved, arriving)
             for name in (*arriving, *saved):
                 books.drop(name)
+            for name, gradient in leaving.items():
+                gradients[name] = self._added(gradients[name], gradient) if name in gradients else gradient
 
     def _make_again(
         self, region: Region, tape: list[tuple[Op, list[str]]], left: dict[str, Region], dropped: frozenset[str]
@@ -419,7 +422,18 @@ class _Part:
             if name in books.sizes:
                 books.drop(name)
 
-    def _one_backward(self, op: Op, saved: list[str], arriving: list[str], gradients: dict[str, str]) -> None:
+    def _added(self, there: str, gradient: str) -> str:
+        """The sum: autograd adds to the one that is there, unless W waits for it too."""
+        total = there
+        if self.books.holders[there] > 1:
+            total = f"{there} + {gradient}"
+            self.books.take(total, self.books.sizes[there])
+            self.books.drop(there)
+        self.books.drop(gradient)
+        return total
+
+    def _one_backward(self, op: Op, saved: list[str], arriving: list[str]) -> dict[str, str]:
+        """Gradients of what `op` reads."""
         books = self.books
         leaving: dict[str, str] = {}
         for name in op.reads:
@@ -437,11 +451,7 @@ class _Part:
         else:
             self._make_weight_gradients(op, saved)
             books.touch(self.scratch[op.name][1])
-        for name, gradient in leaving.items():
-            if name in gradients:  # autograd adds to the one that is there
-                books.drop(gradient)
-            else:
-                gradients[name] = gradient
+        return leaving
 
     def _leave_for_w(self, op: Op, saved: list[str], arriving: str, shape: Shape) -> None:
         """The input and the gradient of a linear layer's result: of what tp sums this rank's positions, in fp8 as rounded."""

@@ -12,7 +12,8 @@ a pass over equal blocks memory changes evenly, so it is enough to look at its e
     outside         the embedding's gradient, and the reduction of what is outside the blocks
     input last      of a backward pass that is cut in two, in I: the last block
     input first     the first: what the others leave for W instead of what they saved
-    weights         W: all that waits, and gradients of weights, block after block, until the stage's are reduced
+    weights first   W: all that waits, and no gradient of a weight
+    weights last    nothing of its micro-batch waits any more, and the gradients of all its weights wait to be reduced
     optimizer       no activations; its own temporaries
 
 FSDP's own memory (`plan.memory.sharding` replays it move by move): parameters whole or gathered ahead, flat buffers of gathers,
@@ -269,7 +270,8 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
         ),
         Moment(at["input last"], at_work, early + pending["input last"], ahead, old + ahead),
         Moment(at["input first"], at_work, early + pending["input first"], ahead, old + ahead),
-        Moment(at["weights"], outside, early + f.narrow_stage + pending["weights"], f.reduce_bucket, old),
+        Moment(at["weights first"], outside, early + pending["weights first"], NOTHING, old),
+        Moment(at["weights last"], outside, early + f.narrow_stage + pending["weights last"], f.reduce_bucket, old),
         Moment(NOTHING, np.where(state.alone, f.all_parameters, 0.0), state.late_gradients, _optimizer_room(workload, state),
                sharded * state.late_gradients),
     ]  # fmt: skip
@@ -295,7 +297,7 @@ def _as_if_alike(f: _Fsdp, parts: RankActivations) -> dict[str, Floats]:
         "reduction": np.maximum(f.narrow_bucket, f.cut_bucket + f.copy_bucket) + f.reduce_bucket,
         "backward first": f.cut_others + f.reduce_bucket,
         "outside": f.cut_others + f.cut_bucket + root_reduced + f.reduce_root,
-        "weights": f.reduce_bucket,
+        "weights last": f.reduce_bucket,
     }
     found = {}
     for name in PASSES:
