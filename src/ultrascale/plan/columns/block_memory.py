@@ -26,7 +26,6 @@ from ultrascale.description.architecture.weights import layer_weights, weights_o
 from ultrascale.description.recomputed import Again
 from ultrascale.plan.cut_backward import is_row_sum, may_wait
 from ultrascale.work.kept import Region, block_again, kept_results, regions
-from ultrascale.work.op_builders import is_fp8
 from ultrascale.work.work import Op, Shape, block_work, embedding_work, head_work
 
 Recompute = str
@@ -104,7 +103,7 @@ def _known_moves(moves: tuple[object, ...]) -> object:
 def _moves(op: Op) -> tuple[object, ...]:
     axes = tuple((one.axis, one.kind) for one in op.collectives)
     made = tuple(one.name for one in op.makes)
-    return op.name, op.kind, op.reads, made, op.saves, op.weights, op.hands_on_saved, op.inside != (), axes, is_fp8(op)
+    return op.name, op.kind, op.reads, made, op.saves, op.weights, op.hands_on_saved, op.inside != (), axes, op.in_fp8
 
 
 def _played_together(
@@ -459,10 +458,10 @@ class _Part:
         part = next(
             (self.made[one.makes[0].name] for one in self.ops if is_row_sum(one) and one.reads[0] == op.makes[0].name), None
         )
-        if part is not None or is_fp8(op):
+        if part is not None or op.in_fp8:
             held[0] = f"d {op.makes[0].name} for W"
             whole = self.books.sizes[arriving] if part is None else part
-            self.books.take(held[0], whole // (shape.itemsize if is_fp8(op) else 1))
+            self.books.take(held[0], whole // (shape.itemsize if op.in_fp8 else 1))
             self.books.holders[held[0]] = 0
         for name in held:
             if name not in self.waiting:
