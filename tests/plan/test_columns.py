@@ -1,8 +1,9 @@
 """Columns of memory against the replay, over the whole space of layouts and every family; and what more of something costs.
 
-Columns choose what a search replays. Of 200 drawn 89 in 100 are from 2 percent
-below the replay to 5 above, the lowest 8 below, the highest 10 above; until what waits for W and every rank's own recomputed
-blocks were counted they were 62 in 100 and 62 percent below at worst. What is still further above or below:
+Columns choose what a search replays. Of 200 drawn 88 in 100 are from 2 percent below the replay to 5 above, the lowest 13
+below, the highest 19 above, both with multi-token prediction beside backward passes that are cut; until what waits for W and
+every rank's own recomputed blocks were counted they were 62 in 100 and 62 percent below at worst. What is still further above
+or below:
 
     experts   that are a bucket of their own (ep, tp), reduced while the next are gathered, and gradients that I leaves
               unreduced: each is taken to be there with the rest at its most
