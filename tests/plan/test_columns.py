@@ -1,8 +1,9 @@
 """Columns of memory against the replay, over the whole space of layouts and every family; and what more of something costs.
 
-Columns choose what a search replays. Of 200 drawn 89 in 100 are from 2 percent
-below the replay to 5 above, the lowest 8 below, the highest 10 above; until what waits for W and every rank's own recomputed
-blocks were counted they were 62 in 100 and 62 percent below at worst. What is still further above or below:
+Columns choose what a search replays. Of 200 drawn 88 in 100 are from 2 percent below the replay to 5 above, the lowest 13
+below, the highest 19 above, both with multi-token prediction beside backward passes that are cut; until what waits for W and
+every rank's own recomputed blocks were counted they were 62 in 100 and 62 percent below at worst. What is still further above
+or below:
 
     experts   that are a bucket of their own (ep, tp), reduced while the next are gathered, and gradients that I leaves
               unreduced: each is taken to be there with the rest at its most
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.description.layout import Layout
+from ultrascale.description.schedules import SCHEDULES
 from ultrascale.plan.columns.footprint import stage_memory
 from ultrascale.plan.columns.rank_loads import PASSES, Pipeline, enough_micro_batches, loads_of, loads_of_actions
 from ultrascale.plan.layouts import LayoutTable
@@ -90,6 +92,32 @@ def test_columns_are_near_the_replay_of_any_layout(drawn: tuple[Workload, Layout
 @settings(max_examples=300, deadline=None)
 def test_columns_are_near_the_replay_of_many_layouts(drawn: tuple[Workload, Layout]) -> None:
     check(drawn)
+
+
+def drawn_of(schedule: str, count: int) -> list[tuple[float, str]]:
+    """How far columns are from the replay of as many layouts of a schedule, which a search may leave out."""
+    draw, found = np.random.default_rng(1), []
+    for number in range(count):
+        workload, _ = space(FAMILIES[number % len(FAMILIES)], 16, 8, 16, False)
+        pp, tp, size, dp = (int(draw.choice(some)) for some in ([2, 4, 8], [1, 2], [1, 2], [1, 2, 4, 8]))
+        ep = int(draw.choice([1, 2])) if workload.model.num_experts and dp * tp > 1 else 1
+        layout = Layout(
+            dp=dp, tp=tp, pp=pp, ep=ep, micro_batch_size=size, precision="bf16", recompute=str(draw.choice(["none", "full"])),  # type: ignore[arg-type]
+            schedule=schedule, virtual_stages=SCHEDULES[schedule].virtual_stages or 2,
+            zero_stage=int(draw.choice([0, 1, 2, 3])) if dp > 1 else 0,  # type: ignore[arg-type]
+        )  # fmt: skip
+        sequences = dp * size * pp * int(draw.choice([2, 4]))
+        cluster = parse_cluster(f"{layout.world_size}xh100")
+        asked = replace(workload, cluster=cluster, sequences_per_batch=sequences)
+        found.append((columns(asked, layout) / replayed(asked, layout) - 1, f"{workload.model.name} {layout}"))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "dualpipe-v", "dualpipe"])
+def test_of_each_schedule_nine_in_ten_are_within_two_percent_below_and_five_above(schedule: str) -> None:
+    found = drawn_of(schedule, 48)
+    assert np.mean([-0.02 <= off <= 0.05 for off, _ in found]) >= 0.9, (found[:3], found[-3:])
+    assert found[0][0] > LOW and found[-1][0] < HIGH, (found[0], found[-1])
 
 
 def test_most_layouts_are_within_five_percent() -> None:

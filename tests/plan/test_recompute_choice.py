@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.cluster import Cluster, Sourced, parse_cluster
 from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.description.recomputed import blocks_text, modes_of
-from ultrascale.description.run import Batch, Run
+from ultrascale.description.run import Batch, Data, Run
+from ultrascale.plan.columns.footprint import MARGIN
+from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.report import RunPlan, plan_run
 from ultrascale.plan.search.recompute_choice import Way, choose, frontier, ways_of_block, with_recomputation
+from ultrascale.plan.search.space import legal_layouts
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
 from ultrascale.work.work import Shape
@@ -88,6 +94,49 @@ def test_ranks_of_a_pipeline_that_keep_more_micro_batches_compute_more_again() -
     ways = {way.mode: way.seconds for way in ways_of_block(LLAMA, 0, Shape(2, 8192, "bf16", device="cuda"))}
     first, last = (sum(ways[mode] for mode in part) for part in (modes[:8], modes[-8:]))
     assert first > last
+
+
+FAMILIES = ("llama-3-8b", "gpt2-xl", "smollm3-3b", "qwen3-30b-a3b", "deepseek-v2-lite", "gpt-oss-20b")
+
+
+@lru_cache(maxsize=32)
+def layouts_of(name: str) -> LayoutTable:
+    model = replace(PRESETS[name], num_hidden_layers=8, num_experts=min(PRESETS[name].num_experts, 16))
+    return legal_layouts(Workload(model, parse_cluster("8xh100"), 4096, 16), asked={"recompute": ("none",)}).table
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    name = draw(st.sampled_from(FAMILIES))
+    table = layouts_of(name)
+    left = np.ones(len(table), dtype=bool)
+    for axis in ("pp", "schedule", "tp", "ep", "zero_stage", "micro_batch_size"):
+        column = getattr(table, axis)
+        left &= column == draw(st.sampled_from(np.unique(column[left]).tolist()))
+    layout = table.layout(int(draw(st.sampled_from(np.flatnonzero(left).tolist()))))
+    model = replace(PRESETS[name], num_hidden_layers=8, num_experts=min(PRESETS[name].num_experts, 16))
+    return Run(model, layout=layout, batch=Batch(4096, 16), data=Data(document_mask=False))
+
+
+@settings(max_examples=20, deadline=None)
+@given(run=runs(), share=st.floats(0, 1))
+def test_what_is_chosen_is_what_a_plan_calls_fitting_and_no_plain_way_that_fits_is_faster(run: Run, share: float) -> None:
+    """On a device between what the smallest of the plain ways needs and what the largest does."""
+
+    def planned(way: Any, cluster: Cluster) -> RunPlan:
+        return plan_run(replace(run, layout=replace(run.layout, recompute=way)), cluster)
+
+    cluster = parse_cluster("8xh100")
+    ways = ("none", "selective", "full")
+    least, most = min(needs := [planned(way, cluster).needed_bytes for way in ways]), max(needs)
+    capacity = Sourced(round((least + share * (most - least)) / (1 - MARGIN)) + 1, "a test", "now")
+    tight = replace(cluster.accelerator, memory_bytes=capacity)
+    cluster = replace(cluster, node=replace(cluster.node, accelerator=tight))
+    plain = [plan for plan in (planned(way, cluster) for way in ways) if plan.fits]
+    chosen = planned("auto", cluster)
+    assert plain and chosen.fits, chosen.headroom_bytes
+    seconds = [plan.prediction.step_seconds for plan in (chosen, *plain) if plan.prediction is not None]
+    assert seconds[0] <= min(seconds) * (1 + 1e-9)
 
 
 def test_compiled_blocks_are_offered_what_the_compiler_can_tell_apart() -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import subprocess
+from bisect import bisect_left
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from ultrascale.catalogue.cluster import Sourced, parse_cluster
 from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Batch, Data, Faults, Run
 from ultrascale.description.units import format_bytes
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.plan.report import RESERVE_BYTES, RESERVE_FRACTION
+from ultrascale.plan.columns.footprint import live_limit
+from ultrascale.plan.report import plan_run
 from ultrascale.trace.rank import trace_rank
 from ultrascale.train.start.fit import Trace, _stage_plans, expect_fits, smallest_bytes, traced_by_first
 from ultrascale.train.watch.out_of_memory import Measured, out_of_memory
@@ -30,7 +33,8 @@ RUN = Run(
 
 def capacity_with(usable: int) -> int:
     """Of a device that has so much for tensors."""
-    return round((usable + RESERVE_BYTES["cuda"]) / (1 - RESERVE_FRACTION["cuda"]))
+    none, one = (live_limit(capacity, RUN.layout, joins_segments=False) for capacity in (0, GIB))
+    return round((usable - none) / (one - none) * GIB)
 
 
 def never(rank: int) -> str:
@@ -68,6 +72,18 @@ def test_of_compiled_blocks_what_no_compiler_makes_smaller_is_refused() -> None:
     assert expect_fits(compiled, 12 * GIB) == expect_fits(RUN, 12 * GIB, anyway=True)
     with pytest.raises(SpecError, match=r"weights, gradients and optimizer states alone take 7\.\d+ GiB"):
         expect_fits(compiled, 8 * GIB)
+
+
+@pytest.mark.parametrize("gib", [16, 24, 40])
+def test_what_a_plan_calls_fitting_is_not_refused(gib: int) -> None:
+    """By the longest sequences that it does so of."""
+    cluster = parse_cluster("8xh100")
+    device = replace(cluster.accelerator, memory_bytes=Sourced(gib * GIB, "a test", "now"))
+    cluster = replace(cluster, node=replace(cluster.node, accelerator=device))
+    alone = replace(RUN, model=preset("llama-3.2-1b"), layout=Layout(dp=8, zero_stage=3, recompute="full", precision="bf16"))
+    runs = [replace(alone, batch=Batch(length, 16)) for length in range(1024, 16_384 * gib, 1024)]
+    run = runs[bisect_left(runs, True, key=lambda one: not plan_run(one, cluster).fits) - 1]
+    assert expect_fits(run, gib * GIB, trace=lambda rank: "none here") is not None
 
 
 @pytest.mark.parametrize("share", [0.96, 1.04])

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ultrascale.description.layout import NARROW
 from ultrascale.plan.layouts import LayoutTable, by_schedule
 from ultrascale.schedules.actions import Action, Kind
-from ultrascale.work.op_builders import is_fp8, narrow_bytes
+from ultrascale.work.op_builders import narrow_bytes
 from ultrascale.work.ops import Collective, Op, Shape
 
 Half = Literal["input", "weight"]
@@ -74,7 +74,7 @@ def gathered_input_bytes(op: Op, shape: Shape) -> int:
     if op.product is None or not (shape.kernels.gathers_again and shape.cuts_sequence and reads_gathered(op)):
         return 0
     elements = op.product.m * op.product.k
-    return narrow_bytes(shape, elements) if is_fp8(op) else elements * shape.itemsize
+    return narrow_bytes(shape, elements) if op.in_fp8 else elements * shape.itemsize
 
 
 def cut_share(table: LayoutTable, num_micro_batches: NDArray[np.int64]) -> NDArray[np.float64]:

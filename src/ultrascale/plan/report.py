@@ -16,6 +16,7 @@ from ultrascale.catalogue.stacks.stack import Stack, with_attention, with_optimi
 from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.config.rules.trainable import untrainable, untrainable_layout
 from ultrascale.description.architecture.weights import num_parameters
+from ultrascale.description.layout import Layout
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.run import Run, one_island
 from ultrascale.plan.flops import CONVENTION, model_flops_per_token
@@ -28,11 +29,8 @@ if TYPE_CHECKING:
     from ultrascale.plan.costs.storage import Storage
     from ultrascale.plan.time.price import Prediction
 
-RESERVE_FRACTION = {"cuda": 0.06, "cpu": 0.0}
-"""Reserve by type of device, as a share of its memory: what the allocator reserves and does not use. SimuMax takes 6
-percent, others 10."""
-RESERVE_BYTES = {"cuda": 3 * 2**30, "cpu": 2**29}
-"""CUDA's context and kernels 0.5 to 0.9 GiB, NCCL 1 to 2 GiB; on a CPU the interpreter and torch, about 0.4 GiB a process."""
+CPU_RESERVE_BYTES = 2**29
+"""Bytes of the interpreter and of torch on a CPU: about 0.4 GiB a process."""
 DEFAULT_OPTIMIZER = "adamw"
 """Optimizer that reports and command lines leave unnamed."""
 RECOMPUTE_FROM_CHEAP = ("none", "selective", "full")
@@ -233,8 +231,12 @@ def workload_of(
         raise SpecError([one for one in untrainable_layout(run.layout) if one.key == "layout.precision"])
     batch = run.batch
     length, sequences, documents = batch.sequence_length, batch.sequences_per_batch, run.data.document_mask
-    stack = with_attention(stack, run.layout.attention, deterministic=run.deterministic)
+    stack = _with_optimizer_of(run, with_attention(stack, run.layout.attention, deterministic=run.deterministic))
     return Workload(run.model, cluster, length, sequences, stack, documents, expert_imbalance, storage, save_seconds)
+
+
+def _with_optimizer_of(run: Run, stack: Stack) -> Stack:
+    return stack if run.optimizer.name == DEFAULT_OPTIMIZER else with_optimizer(stack, run.optimizer.name)
 
 
 _NO_RATES = (
@@ -261,12 +263,11 @@ def plan_run(
     if run.islands.count > 1:
         alone = plan_run(one_island(run), cluster, stack, expert_imbalance=expert_imbalance, storage=storage)
         return replace(alone, islands=plan_islands(run))
-    if run.optimizer.name != DEFAULT_OPTIMIZER:
-        stack = with_optimizer(stack, run.optimizer.name)
+    stack = _with_optimizer_of(run, stack)
     if run.layout.recompute == "auto":
         from ultrascale.plan.search.recompute_choice import with_recomputation  # here, so that a CPU is planned without NumPy
 
-        run = with_recomputation(run, cluster, stack)
+        run = with_recomputation(run, cluster, stack, expert_imbalance=expert_imbalance)
     device, knows_rates = device_of(cluster.accelerator), has_rates(cluster.accelerator, run.layout.precision)
     prediction = None
     if knows_rates:
@@ -295,7 +296,7 @@ def plan_run(
             found = [lacks(cluster.accelerator, run.layout.precision)]
         raise SpecError(found or [Problem("cluster", *_NO_RATES)])
     capacity = int(cluster.accelerator.memory_bytes.value)
-    reserve = round(capacity * RESERVE_FRACTION[device]) + RESERVE_BYTES[device]
+    reserve = capacity - live_room(cluster.accelerator, run.layout, stack)
     if prediction is not None:
         from ultrascale.plan.columns.footprint import MARGIN  # NumPy comes with the prediction
 
@@ -329,6 +330,16 @@ def device_of(accelerator: Accelerator) -> Device:
 def has_rates(accelerator: Accelerator, precision: str) -> bool:
     """True if the catalogue gives the device's peak rate in this precision, so that it is not measured at run time."""
     return precision in ("fp16", *accelerator.peak_flops) and not accelerator.measured_at_run_time
+
+
+def live_room(accelerator: Accelerator, layout: Layout, stack: Stack) -> int:
+    """Bytes of live tensors that fit a device, where nothing but a replay says what is needed."""
+    capacity = int(accelerator.memory_bytes.value)
+    if device_of(accelerator) == "cpu":
+        return capacity - CPU_RESERVE_BYTES
+    from ultrascale.plan.columns.footprint import live_limit  # here, so that a CPU is planned without NumPy
+
+    return live_limit(capacity, layout, joins_segments=stack.joins_segments)
 
 
 def plan_rank(

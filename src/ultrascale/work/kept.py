@@ -25,7 +25,6 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import NARROW, Layout, Precision
 from ultrascale.description.recomputed import CHOSEN, ELEMENTWISE, MODULES, SELECTIVE, Again, modules_name, parse_mode
 from ultrascale.work.fp8_slots import fp8_layers
-from ultrascale.work.op_builders import is_fp8
 from ultrascale.work.ops import Op, Shape
 from ultrascale.work.work import block_work
 
@@ -307,7 +306,7 @@ def stops_behind(ops: Iterable[Op], *, tp: int, splits: bool) -> bool:
     """True if a whole block's last operation that saves something is run too, as one that autograd sees whole: torch stops
     before a plain product, whose input is all it keeps, but behind an operation of our own: over tp (with its sum), of experts,
     in fp8, and where the schedule `splits` backward passes, which makes products operations."""
-    return splits or tp > 1 or any(op.name.startswith(EXPERTS) or is_fp8(op) for op in ops)
+    return splits or tp > 1 or any(op.name.startswith(EXPERTS) or op.in_fp8 for op in ops)
 
 
 def computed_again(again: Again | None, ops: tuple[Op, ...], *, stops_behind: bool) -> list[Op]:
@@ -348,7 +347,7 @@ def adds_bias_apart(op: Op) -> bool:
     sum that the next operation reads. So with experts and in fp8; elsewhere a bias is part of the product."""
     if op.kind != "matmul" or not any(name.endswith(".bias") for name in op.weights):
         return False
-    return op.name.startswith(EXPERTS) or is_fp8(op)
+    return op.name.startswith(EXPERTS) or op.in_fp8
 
 
 def kept_bytes_by_kind(

@@ -264,12 +264,12 @@ def _grouped(model: Model, shape: Shape, tokens: int, local: int, f: int) -> lis
         sums = 2 * local * tokens * rows if model.mlp_bias else 0  # of each expert's rows, for its bias: a product with ones
         suffixes = ("weight", "bias") if model.mlp_bias else ("weight",)
         parameters = tuple(f"mlp.experts.{one}_proj.{suffix}" for one in weights for suffix in suffixes)
-        is_fp8 = in_own_fp8(shape, source)
-        together = names.index(name) + 1 if is_fp8 and name in names else 1  # of one call in fp8, which has made those before
+        ours = in_own_fp8(shape, source)
+        together = names.index(name) + 1 if ours and name in names else 1  # of one call in fp8, which has made those before
         # The products, and of each row its expert's bias, beside the sums.
         biased = (together + 1) * tokens * rows * a if model.mlp_bias else 0
         room, backward_room = fp8_room(shape, source, tokens, columns, rows, experts=local, biased_bytes=biased)
-        if is_fp8 and not shape.fp8_gathered:
+        if ours and not shape.fp8_gathered:
             room += (together - 1) * local * rows * columns * FP8_BYTES
             if name == names[0]:  # before the products all weights are rounded, one after the other
                 rounded = local * rows * columns * (len(names) * FP8_BYTES + shape.wide_itemsize)
@@ -278,7 +278,7 @@ def _grouped(model: Model, shape: Shape, tokens: int, local: int, f: int) -> lis
         return Op(
             f"mlp.experts.{name}_proj", "matmul", (source.read,), (made,), source.saved, parameters, flops, 2 * flops + sums,
             scratch_bytes=room, backward_scratch_bytes=source.again_bytes + backward_room,
-            product=Product(m, rows, columns, local), collectives=scales,
+            product=Product(m, rows, columns, local), collectives=scales, in_fp8=source.in_fp8,
         )  # fmt: skip
 
     saved, source = local_source(shape, "expert_in", d, tokens)

@@ -116,6 +116,8 @@ class Op:
     """Operations inside it for each of `pieces`: forward, and all but the last once more before their backward passes."""
     holds: tuple[str, ...] = ()
     """Activations that variables of our own trainer still name while it runs: alive even where nothing is saved."""
+    in_fp8: bool = False
+    """True for a product that rounds its input to 8 bits or fewer, and saves that."""
 
     @property
     def passes_gradient(self) -> bool:

@@ -26,7 +26,6 @@ from ultrascale.description.architecture.weights import layer_weights, weights_o
 from ultrascale.description.recomputed import Again
 from ultrascale.plan.cut_backward import is_row_sum, may_wait
 from ultrascale.work.kept import Region, block_again, kept_results, regions
-from ultrascale.work.op_builders import is_fp8
 from ultrascale.work.work import Op, Shape, block_work, embedding_work, head_work
 
 Recompute = str
@@ -104,7 +103,7 @@ def _known_moves(moves: tuple[object, ...]) -> object:
 def _moves(op: Op) -> tuple[object, ...]:
     axes = tuple((one.axis, one.kind) for one in op.collectives)
     made = tuple(one.name for one in op.makes)
-    return op.name, op.kind, op.reads, made, op.saves, op.weights, op.hands_on_saved, op.inside != (), axes, is_fp8(op)
+    return op.name, op.kind, op.reads, made, op.saves, op.weights, op.hands_on_saved, op.inside != (), axes, op.in_fp8
 
 
 def _played_together(
@@ -380,10 +379,13 @@ class _Part:
                     self._make_again(left[name], tape, left, dropped)
             tape.pop()
             arriving = list(dict.fromkeys(gradients.pop(one.name) for one in op.makes if one.name in gradients))
+            leaving: dict[str, str] = {}
             if arriving or op.hands_on_saved:
-                self._one_backward(op, saved, arriving, gradients)
+                leaving = self._one_backward(op, saved, arriving)
             for name in (*arriving, *saved):
                 books.drop(name)
+            for name, gradient in leaving.items():
+                gradients[name] = self._added(gradients[name], gradient) if name in gradients else gradient
 
     def _make_again(
         self, region: Region, tape: list[tuple[Op, list[str]]], left: dict[str, Region], dropped: frozenset[str]
@@ -419,7 +421,18 @@ class _Part:
             if name in books.sizes:
                 books.drop(name)
 
-    def _one_backward(self, op: Op, saved: list[str], arriving: list[str], gradients: dict[str, str]) -> None:
+    def _added(self, there: str, gradient: str) -> str:
+        """The sum: autograd adds to the one that is there, unless W waits for it too."""
+        total = there
+        if self.books.holders[there] > 1:
+            total = f"{there} + {gradient}"
+            self.books.take(total, self.books.sizes[there])
+            self.books.drop(there)
+        self.books.drop(gradient)
+        return total
+
+    def _one_backward(self, op: Op, saved: list[str], arriving: list[str]) -> dict[str, str]:
+        """Gradients of what `op` reads."""
         books = self.books
         leaving: dict[str, str] = {}
         for name in op.reads:
@@ -437,11 +450,7 @@ class _Part:
         else:
             self._make_weight_gradients(op, saved)
             books.touch(self.scratch[op.name][1])
-        for name, gradient in leaving.items():
-            if name in gradients:  # autograd adds to the one that is there
-                books.drop(gradient)
-            else:
-                gradients[name] = gradient
+        return leaving
 
     def _leave_for_w(self, op: Op, saved: list[str], arriving: str, shape: Shape) -> None:
         """The input and the gradient of a linear layer's result: of what tp sums this rank's positions, in fp8 as rounded."""
@@ -449,10 +458,10 @@ class _Part:
         part = next(
             (self.made[one.makes[0].name] for one in self.ops if is_row_sum(one) and one.reads[0] == op.makes[0].name), None
         )
-        if part is not None or is_fp8(op):
+        if part is not None or op.in_fp8:
             held[0] = f"d {op.makes[0].name} for W"
             whole = self.books.sizes[arriving] if part is None else part
-            self.books.take(held[0], whole // (shape.itemsize if is_fp8(op) else 1))
+            self.books.take(held[0], whole // (shape.itemsize if op.in_fp8 else 1))
             self.books.holders[held[0]] = 0
         for name in held:
             if name not in self.waiting:

@@ -23,11 +23,12 @@ outside     CUDA's context and modules, NCCL's buffers of each communicator, cuB
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ultrascale.description.layout import Layout
 from ultrascale.plan.columns.fp8_state import fp8_bytes
 from ultrascale.plan.columns.rank_activations import rank_activations
 from ultrascale.plan.columns.rank_moments import MOMENTS, NOTHING, Moment, aside_bytes, late_bytes, rank_moments
@@ -91,6 +92,11 @@ class Footprint:
     @property
     def fits(self) -> NDArray[np.bool_]:
         return self.headroom >= 0
+
+    def replayed(self, peak: int) -> Footprint:
+        """This of one layout, with `peak` bytes of live tensors in place of what columns say."""
+        more = peak - self.allocated
+        return replace(self, allocated=self.allocated + more, reserved=self.reserved + more)
 
     def row(self, index: int) -> Footprint:
         """One layout's."""
@@ -205,6 +211,14 @@ COMMUNICATOR_BYTES = 0.35 * 2**30
 def reserved_bytes(allocated: Floats, *, joins_segments: bool) -> Floats:
     """Bytes that torch's caching allocator reserves for a peak of `allocated`; `joins_segments` as in `Stack`."""
     return allocated * (1 + CACHED_FRACTION) + (CACHED_BYTES if joins_segments else LEFT_BYTES)
+
+
+def live_limit(capacity_bytes: int, layout: Layout, *, joins_segments: bool) -> int:
+    """Bytes of live tensors up to which `layout` fits a device of `capacity_bytes`: `Footprint.fits` for whoever has a peak and
+    no columns, so without `plan.columns.rank_moments.late_bytes`."""
+    none, one = (float(reserved_bytes(np.asarray(live), joins_segments=joins_segments)) for live in (0.0, 1.0))
+    outside = float(outside_bytes(LayoutTable.of([layout]))[0])
+    return round((capacity_bytes * (1 - MARGIN) - outside - HELD * none) / (1 + HELD * (one - none - 1)))
 
 
 def outside_bytes(table: LayoutTable) -> Floats:

@@ -42,7 +42,7 @@ SUMS = slice(-3, -1)
 """Columns of gradients."""
 PASSES = (
     "forward", "head forward", "head backward", "backward last", "backward next", "reduction", "backward first", "outside",
-    "input last", "input first", "weights",
+    "input last", "input first", "weights first", "weights last",
 )  # fmt: skip
 """Moments of passes: `plan.columns.rank_moments` says what is there beside activations."""
 WHEN = ("first", "between", "last")
@@ -307,7 +307,7 @@ def _changes(
             row[BY_TYPE.index(work) * num_types + block] += 1
         row[apart + 1], row[apart + 3] = head, -emptied
         if not (is_first and is_last):
-            row[apart + 2] = 1 + (name not in ("forward", "head forward", "weights") and not head)
+            row[apart + 2] = 1 + (not name.startswith(("forward", "head forward", "weights")) and not head)
         found.append((PASSES.index(name), tuple(row)))
 
     if does == "F":
@@ -317,7 +317,8 @@ def _changes(
             note("head forward", head=-1)
         return found
     if does == "W":
-        note("weights")
+        note("weights first")
+        note("weights last", left=((block, -number) for block, number in numbers()))
         return found
     if is_last:
         note("head backward", head=of_head)

@@ -12,7 +12,8 @@ a pass over equal blocks memory changes evenly, so it is enough to look at its e
     outside         the embedding's gradient, and the reduction of what is outside the blocks
     input last      of a backward pass that is cut in two, in I: the last block
     input first     the first: what the others leave for W instead of what they saved
-    weights         W: all that waits, and gradients of weights, block after block, until the stage's are reduced
+    weights first   W: all that waits, and no gradient of a weight
+    weights last    nothing of its micro-batch waits any more, and the gradients of all its weights wait to be reduced
     optimizer       no activations; its own temporaries
 
 FSDP's own memory (`plan.memory.sharding` replays it move by move): parameters whole or gathered ahead, flat buffers of gathers,
@@ -30,6 +31,7 @@ from ultrascale.plan.columns.rank_activations import RankActivations
 from ultrascale.plan.columns.rank_loads import PASSES
 from ultrascale.plan.columns.rank_state import MASTERS, RankState
 from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.time.stages import copies_held
 from ultrascale.plan.workload import Workload
 
 Floats = NDArray[np.float64]
@@ -151,6 +153,7 @@ def _fsdp(
     flat = np.where(n > 1, state.bucket_itemsize, 0.0)
     wide = np.where(alone, np.maximum(c, MASTER_BYTES), r)  # of a summed gradient
     per_bucket = np.where(alone, 1, table.layers_per_bucket)
+    held_stages = table.virtual_stages * copies_held(table)
     blocks, root, expert_shard = state.blocks, state.root, np.where(n > 1, state.expert_shard, 1)
     dense, experts = ((state.block - state.block_experts) * per_bucket, state.block_experts * per_bucket)
     dense, experts = np.minimum(dense, blocks - state.experts), np.minimum(experts, state.experts)
@@ -175,7 +178,7 @@ def _fsdp(
     summed_in = np.minimum(MASTERS[table.precision], workload.stack.gradient_bytes)
     kept = np.where(scatters & workload.stack.keeps_reduced & (r != summed_in), r, 0.0)
     scattered = np.where(state.lone_experts > 0, 0.0, 1.0)
-    left = state.gradients - np.where(whole_sums & cuts, wide * to_cut / table.virtual_stages, 0.0)
+    left = state.gradients - np.where(whole_sums & cuts, wide * to_cut / held_stages, 0.0)
     return _Fsdp(
         all_parameters=np.where(copies > 0, state.gathered_itemsize, 0.0) * (blocks - state.lone_experts) + copies * root,
         bucket_parameters=np.where(copies > 0, state.bucket_itemsize, 0.0) * np.where(state.lone_experts > 0, dense, bucket),
@@ -203,11 +206,11 @@ def _fsdp(
         * wide
         * (others_dense / n + others_experts / expert_shard)
         * np.where(repeated & (table.zero_stage >= reduces_from) & scatters, 0.0, 1.0)
-        + kept / table.virtual_stages * (others_dense / n + scattered * others_experts / expert_shard),
+        + kept / held_stages * (others_dense / n + scattered * others_experts / expert_shard),
         summed=state.gradients,
         summed_at_first=left,
         held=(per_bucket - 1) * fresh * state.block,
-        narrow_stage=np.where((whole_sums | alone) & (c >= wide), 0.0, c * (blocks - state.experts) / table.virtual_stages),
+        narrow_stage=np.where((whole_sums | alone) & (c >= wide), 0.0, c * (blocks - state.experts) / held_stages),
         pending=np.where(waits & ~whole_sums, r * (state.experts + np.where(parts.has_head, root * half, 0.0)), 0.0),
         blocks_between=(per_bucket - 1.0) * (blocks > bucket),
         at_end=whole_sums & ~alone,
@@ -267,7 +270,8 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
         ),
         Moment(at["input last"], at_work, early + pending["input last"], ahead, old + ahead),
         Moment(at["input first"], at_work, early + pending["input first"], ahead, old + ahead),
-        Moment(at["weights"], outside, early + f.narrow_stage + pending["weights"], f.reduce_bucket, old),
+        Moment(at["weights first"], outside, early + pending["weights first"], NOTHING, old),
+        Moment(at["weights last"], outside, early + f.narrow_stage + pending["weights last"], f.reduce_bucket, old),
         Moment(NOTHING, np.where(state.alone, f.all_parameters, 0.0), state.late_gradients, _optimizer_room(workload, state),
                sharded * state.late_gradients),
     ]  # fmt: skip
@@ -293,7 +297,7 @@ def _as_if_alike(f: _Fsdp, parts: RankActivations) -> dict[str, Floats]:
         "reduction": np.maximum(f.narrow_bucket, f.cut_bucket + f.copy_bucket) + f.reduce_bucket,
         "backward first": f.cut_others + f.reduce_bucket,
         "outside": f.cut_others + f.cut_bucket + root_reduced + f.reduce_root,
-        "weights": f.reduce_bucket,
+        "weights last": f.reduce_bucket,
     }
     found = {}
     for name in PASSES:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ultrascale.description.layout import DTYPE_BYTES
 from ultrascale.plan.columns.fp8_state import gathered_in_fp8
 from ultrascale.plan.layouts import PRECISIONS, LayoutTable
-from ultrascale.plan.time.stages import FIRST, Stages, block_parameters, copies_held, parameters_by_kind
+from ultrascale.plan.time.stages import Stages, block_parameters, copies_held, outside_parameters, parameters_by_kind
 from ultrascale.plan.workload import Workload
 
 Floats = NDArray[np.float64]
@@ -145,13 +145,13 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
 
 def _prediction_parameters(workload: Workload, table: LayoutTable, stages: Stages) -> tuple[Floats, Floats]:
     """Parameters that multi-token prediction adds to the rank with the head: what its blocks have beyond others, and a copy
-    of the embedding if that is in another stage (Megatron's mtp_process; DeepSeek-V3, section 2.2)."""
+    of the embedding if that is of another stage (Megatron's mtp_process; DeepSeek-V3, section 2.2)."""
     model, last = workload.model, workload.model.num_hidden_layers
     ways, which = np.unique(table.tp, return_inverse=True)
     more = [block_parameters(model, last, int(tp))[0] - block_parameters(model, last - 1, int(tp))[0] for tp in ways]
     has_head, elsewhere = stages.has_head > 0, table.pp > 1
     joins = model.num_nextn_predict_layers * np.array(more, dtype=float)[which] * has_head
-    return joins, np.where(has_head & elsewhere, stages.root_parameters[FIRST], 0.0)
+    return joins, np.where(has_head & elsewhere, outside_parameters(workload, table)[0], 0.0)
 
 
 def shards(table: LayoutTable, stages: Stages) -> tuple[Floats, Floats, Floats, Floats]:

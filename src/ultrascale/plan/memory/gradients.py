@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ultrascale.plan.memory.ledger import Held, Ledger
 from ultrascale.plan.memory.sharding import Shards
 from ultrascale.plan.memory.stage_work import StageWork
-from ultrascale.work.op_builders import is_fp8, native_room
+from ultrascale.work.op_builders import native_room
 from ultrascale.work.ops import Op, Shape
 
 
@@ -65,7 +65,7 @@ class Waits(NamedTuple):
 def waiting_gradient(ledger: Ledger, op: Op, shape: Shape, share: Held | None, arriving: Held) -> Held:
     """The gradient of a product `op`'s result: `share`, this rank's positions, if others have theirs. In fp8 rounded first."""
     own = arriving.hold() if share is None else share
-    if not is_fp8(op):
+    if not op.in_fp8:
         return own
     rounded = ledger.take("temporary", "gradients of activations", waiting_bytes(op, shape, own))
     ledger.drop(own)
@@ -74,13 +74,13 @@ def waiting_gradient(ledger: Ledger, op: Op, shape: Shape, share: Held | None, a
 
 def waiting_bytes(op: Op, shape: Shape, gradient: Held) -> int:
     """Bytes of `gradient` while it waits for the weight gradient of `op`: an element takes one byte in fp8."""
-    return gradient.num_bytes // (shape.itemsize if is_fp8(op) else 1)
+    return gradient.num_bytes // (shape.itemsize if op.in_fp8 else 1)
 
 
 def waiting_room(op: Op, shape: Shape) -> int:
     """Temporary bytes of a product in fp8 that W makes: on CUDA both factors transposed and padded, on the CPU both and the
     result in fp32. 0 for other products."""
-    if op.product is None or not is_fp8(op):
+    if op.product is None or not op.in_fp8:
         return 0
     m, n, k, _ = op.product
     if shape.device == "cpu":

@@ -40,7 +40,7 @@ from ultrascale.work.kept import (
     sent_again,
     stops_behind,
 )
-from ultrascale.work.op_builders import gathered_room, is_fp8
+from ultrascale.work.op_builders import gathered_room
 from ultrascale.work.sharding.places import Coordinates, even_part
 from ultrascale.work.work import Op, coming_work, input_gather, prediction_head_work, shared_work
 
@@ -496,7 +496,7 @@ class StageReplay:
         waits: list[Waits] | None,
     ) -> None:
         ledger, names = self.ledger, self.work.names(op.weights, layer)
-        joined = self.is_ours and reads_gathered(op) and not is_fp8(op)  # with the others of its input one operation
+        joined = self.is_ours and reads_gathered(op) and not op.in_fp8  # with the others of its input one operation
         if op.hands_on_saved:
             leaving = {op.reads[0]: saved[0].hold()}
         elif op.passes_gradient:

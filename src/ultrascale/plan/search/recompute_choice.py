@@ -30,11 +30,12 @@ from ultrascale.description.recomputed import MODULES, blocks_text, mode_name, m
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes
 from ultrascale.plan.columns.block_memory import block_memory
+from ultrascale.plan.columns.footprint import stage_memory
 from ultrascale.plan.constants import CONSTANTS
+from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.memory.replay import num_micro_batches, plan_memory, rank_shape, stage_parts
 from ultrascale.plan.pipeline.pipeline_activations import rank_in_flight
-from ultrascale.plan.report import RESERVE_BYTES, RESERVE_FRACTION, device_of, has_rates, workload_of
-from ultrascale.plan.time.price import predict
+from ultrascale.plan.report import RunPlan, device_of, has_rates, live_room, plan_run, workload_of
 from ultrascale.plan.time.recompute_prices import forward_seconds
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.actions import Kind
@@ -187,33 +188,42 @@ def _told_with(layout: Layout, modes: Sequence[str], layers: Sequence[int], foun
     return _told(layout, _put(modes, layers, found.at(index).modes))
 
 
-def with_recomputation(run: Run, cluster: Cluster, stack: Stack = STACKS["ultrascale"]) -> Run:
+def with_recomputation(
+    run: Run, cluster: Cluster, stack: Stack = STACKS["ultrascale"], *, expert_imbalance: float = 1.0
+) -> Run:
     """`run` with the ways of its blocks, if its recompute is "auto": the fastest that fits `cluster`, or the budget it gives.
 
-    Raises SpecError if the budget is below what full recomputation keeps, or the batch does not suit the layout.
+    Without a budget `plan_run` calls it fitting wherever it does so with one way for all blocks, and no such way that fits is
+    faster. Raises SpecError if the budget is below what full recomputation keeps, or the batch does not suit the layout.
     """
     layout = run.layout
     if layout.recompute != "auto":
         return run
-    workload, device = workload_of(run, cluster, stack), device_of(cluster.accelerator)
-    capacity = cluster.accelerator.memory_bytes.value
-    usable = capacity * (1 - RESERVE_FRACTION[device]) - RESERVE_BYTES[device]
-    priced = has_rates(cluster.accelerator, layout.precision)
+    workload = workload_of(run, cluster, stack, expert_imbalance=expert_imbalance)
+    device, priced = device_of(cluster.accelerator), has_rates(cluster.accelerator, layout.precision)
+
+    def planned(tried: Layout) -> RunPlan:
+        return plan_run(replace(run, layout=tried), cluster, stack, expert_imbalance=expert_imbalance)
 
     def fits(tried: Layout, pp: int) -> bool:
-        """By the price of a plan and by the replay, which the trainer goes by when it starts."""
-        if priced and layout.pp == 1 and not predict(workload, tried).memory.fits:
-            return False
-        rank = pp * layout.world_size // layout.pp
-        needed = plan_memory(
+        """As a plan judges its fullest rank (`plan.search.replayed`)."""
+        peak = plan_memory(
             run.model, tried, sequence_length=workload.sequence_length, sequences_per_batch=workload.sequences_per_batch,
-            documents=workload.documents, device=device, rank=rank, steps=2, optimizer=run.optimizer.name, stack=workload.stack,
-            expert_imbalance=workload.expert_imbalance,
+            documents=workload.documents, device=device, rank=pp * layout.world_size // layout.pp,
+            optimizer=run.optimizer.name, stack=workload.stack, expert_imbalance=expert_imbalance,
         ).peak.total  # fmt: skip
-        return needed <= usable
+        if not priced:
+            return peak <= live_room(cluster.accelerator, tried, stack)
+        return bool(stage_memory(workload, LayoutTable.of([tried])).row(0).replayed(peak).fits)
 
-    asked = None if layout.recompute_budget is not None else fits
-    return replace(run, layout=choose(workload, layout, fits=asked, compiled=run.compile, device=device))
+    if layout.recompute_budget is not None:
+        return replace(run, layout=choose(workload, layout, compiled=run.compile, device=device))
+    chosen = choose(workload, layout, fits=fits, compiled=run.compile, device=device)
+    # Ranks choose one after the other, the smallest ways first tried by what they keep: one way for all may still be better.
+    plain = (_told(layout, [way] * workload.model.num_hidden_layers) for way in PLAIN)
+    fitting = [plan for plan in map(planned, (chosen, *plain)) if plan.fits]
+    best = min(fitting, key=lambda plan: plan.prediction.step_seconds if plan.prediction else 0.0, default=None)
+    return replace(run, layout=chosen if best is None else best.run.layout)
 
 
 def _first_that_fits(low: int, high: int, holds: Callable[[int], bool]) -> int:

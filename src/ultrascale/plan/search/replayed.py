@@ -30,10 +30,7 @@ def with_replay(prediction: Prediction) -> Prediction:
     known = _replayed.__wrapped__ if is_file(layout.schedule) else _replayed  # a file may change
     plan = known(workload.model, layout, workload.sequence_length, workload.sequences_per_batch, workload.documents,
                  workload.stack, workload.expert_imbalance)  # fmt: skip
-    more = plan.peak.total - columns.allocated
-    memory = replace(
-        columns, allocated=columns.allocated + more, reserved=columns.reserved + more, categories=categories_of(plan)
-    )
+    memory = replace(columns.replayed(plan.peak.total), categories=categories_of(plan))
     return replace(prediction, memory=memory, replay=plan)
 
 

@@ -269,7 +269,8 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
 
     In fp8 other trainers cast once what products share: an input once for all that read it, before ranks of tp gather it, and
     the gradient of a result once for both products of the backward pass, each in both orders, since Hopper's product wants its
-    factors by rows (Transformer Engine's cast_transpose and grad_output_preprocess). Weights that are gathered for every pass
+    factors by rows (Transformer Engine's cast_transpose and grad_output_preprocess); an input that is kept as it is
+    (`Kernels.rounds_again`) in one order a pass. Weights that are gathered for every pass
     are cast in every pass (torchao's Float8Linear); those that stay are cast once a step. Of ours every product casts its own.
     """
     accelerator, stack = workload.cluster.accelerator, workload.stack
@@ -324,9 +325,12 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
             at_once += 0.0 if may_wait(op) else seconds
         over = 1.0 if op.kind == "loss" else workload.overheads.elementwise  # every pass of a loss is in the table
         if op.name.endswith(".quantise"):  # the law of fp8 products was measured with the cast
-            cast = elementwise_seconds(accelerator, op.moved_bytes * cast_bytes / NARROW_BYTES)
-            elementwise += cast if shares and op.moved_bytes else 0.0
-        elif op.moved_bytes:
+            orders = cast_bytes - (1 if op.backward_moved_bytes else 0)  # one in each pass, or both in the first
+            passes = [elementwise_seconds(accelerator, moved * orders / NARROW_BYTES) if shares and moved else 0.0
+                      for moved in (op.moved_bytes, op.backward_moved_bytes)]  # fmt: skip
+            elementwise, weights = elementwise + passes[0], weights + passes[1]
+            continue
+        if op.moved_bytes:
             elementwise += over * elementwise_seconds(accelerator, op.moved_bytes)
         if op.backward_moved_bytes:
             inputs += over * elementwise_seconds(accelerator, op.backward_moved_bytes)

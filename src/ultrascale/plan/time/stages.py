@@ -71,7 +71,7 @@ def cut_stages(workload: Workload, table: LayoutTable, layers_per_stage: tuple[i
     layers = in_fp8 + kept
     embedding, head, chunk_layers = every[:, -3], every[:, -2], every[:, -1]
     per_layer, expert = parameters_by_kind(workload, table)
-    outside_embedding, outside_head, tied = _outside(workload, table)
+    outside_embedding, outside_head, tied = outside_parameters(workload, table)
     of_embedding = embedding * outside_embedding
     of_head = head * (np.where(table.pp == 1, 0.0, outside_head) if tied else outside_head)  # two stages have two copies
     expert_parameters = np.zeros((3, len(table)))
@@ -173,7 +173,7 @@ def block_parameters(model: Model, layer: int, tp: int) -> tuple[int, int]:
     return sum(w.local_numel(tp=tp) for w in weights if not w.is_expert), sum(w.numel for w in weights if w.is_expert)
 
 
-def _outside(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats, bool]:
+def outside_parameters(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats, bool]:
     """Parameters of the embedding side and of the head side on one rank, the vocabulary padded and cut over tp."""
     model = workload.model
     multiple = workload.stack.pads_vocab_to * table.tp

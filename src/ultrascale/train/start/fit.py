@@ -13,13 +13,15 @@ import torch
 
 from ultrascale import console, heartbeat
 from ultrascale.catalogue.cluster import Cluster, parse_cluster
+from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes
 from ultrascale.measure.machine.ceilings import this_gpu
 from ultrascale.parallel.mesh import Ranks
+from ultrascale.plan.columns.footprint import live_limit
 from ultrascale.plan.memory.replay import MemoryPlan
-from ultrascale.plan.report import RESERVE_BYTES, RESERVE_FRACTION, plan_rank
+from ultrascale.plan.report import plan_rank
 from ultrascale.train.watch.traced_rank import TRACE_SECONDS, NoTraceError, traced_rank
 
 AGREES_WITHIN = 0.03
@@ -46,7 +48,7 @@ def expect_fits(run: Run, capacity_bytes: int, *, anyway: bool = False, trace: T
     plans = _stage_plans(run)
     peaks = [plan.peak.total for plan in plans]
     least = [plan.before_update.total for plan in plans] if run.compile else peaks
-    usable = usable_bytes(capacity_bytes)
+    usable = live_limit(capacity_bytes, run.layout, joins_segments=STACKS["ultrascale"].joins_segments)
     worst = max(range(len(least)), key=least.__getitem__)
     rank = worst * (run.layout.world_size // run.layout.pp)
     told = ", ".join(map(format_bytes, peaks)) if len(set(map(format_bytes, peaks))) > 1 else format_bytes(max(peaks))
@@ -65,11 +67,6 @@ def expect_fits(run: Run, capacity_bytes: int, *, anyway: bool = False, trace: T
         )
         raise mistake("layout", rule, remedy)
     return line
-
-
-def usable_bytes(capacity_bytes: int) -> int:
-    """Bytes of a GPU's memory for tensors: all but the reserve."""
-    return round(capacity_bytes * (1 - RESERVE_FRACTION["cuda"])) - RESERVE_BYTES["cuda"]
 
 
 @dataclass(frozen=True)
