@@ -105,7 +105,8 @@ class StageReplay:
         self._shares: dict[str, Held] = {}
         self._together: list[Held] = []
         self._halves: dict[int, tuple[Op, Op]] = {}
-        self._readers: dict[tuple[int, int], tuple[Any, dict[str, int]]] = {}
+        self._known_drops: dict[Hashable, tuple[Any, list[list[str]]]] = {}
+        self._known_last: dict[int, tuple[tuple[Op, ...], int, tuple[Op, ...]]] = {}
         self._offload = OffloadReplay(ledger, layout, part.blocks, part.is_first)
         plain = splits or ledger.keeps_timeline or layout.offload_activations or work.per_bucket > 1
         first = {(id(work.block(layer)), layout.again(layer)): layer for layer in reversed(part.layers)}
@@ -328,7 +329,7 @@ class StageReplay:
         make is not saved, and what they read is kept. `is_again`: in a backward pass, where FSDP2 lets go of nothing, and
         whoever calls counts what is done."""
         tape = Tape()
-        last_reader = self._last_readers(ops, some)
+        drops = self._drops(ops, some, tuple(made), frozenset(leaves))
         for region in some:
             tape.remade |= dict.fromkeys(region.drops, Waiting(region))
         ends = {region.end: region for region in some}
@@ -364,7 +365,7 @@ class StageReplay:
             if (region := ends.get(op.name)) is not None:
                 reads = {name: made[name].hold() for name in region.reads if name in made and name not in tape.remade}
                 tape.remade[next(iter(region.drops))].reads |= reads
-            for name in [n for n in made if n not in leaves and last_reader.get(n, -1) <= index]:
+            for name in drops[index]:
                 self.ledger.drop(made.pop(name))
             if experts is not None and index == last:
                 if is_again:  # recomputation enters FSDP2 here, which takes them for the root
@@ -377,18 +378,38 @@ class StageReplay:
         """Operations that block `layer` recomputes."""
         return again_in(self.stack, self.layout.again(layer), self.model, layer, self.layout)
 
-    def _last_readers(self, ops: tuple[Op, ...], some: Sequence[Region] = ()) -> dict[str, int]:
+    def _drops(
+        self, ops: tuple[Op, ...], some: Sequence[Region], given: tuple[str, ...], leaves: frozenset[str]
+    ) -> list[list[str]]:
+        """By operation, what goes when it is done: of what was `given` or made, without `leaves`, what nobody reads later."""
+        key = id(ops), id(some), given, leaves
+        if key not in self._known_drops:
+            last_reader, there = self._last_readers(ops, some), dict.fromkeys(given)
+            found = list[list[str]]()
+            for index, op in enumerate(ops):
+                there |= dict.fromkeys(one.name for one in op.makes)
+                found.append([name for name in there if name not in leaves and last_reader.get(name, -1) <= index])
+                for name in found[-1]:
+                    del there[name]
+            self._known_drops[key] = (ops, some), found
+        return self._known_drops[key][1]
+
+    def _last_readers(self, ops: tuple[Op, ...], some: Sequence[Region]) -> dict[str, int]:
         """By name of what is read the last operation that does."""
-        known = self._readers.get((id(ops), id(some)))
-        if known is None:
-            found = {name: index for index, op in enumerate(ops) for name in (*op.reads, *op.saves, *op.holds)}
-            places = {op.name: index for index, op in enumerate(ops)}
-            for region in some:
-                end = places[region.end]
-                found |= {name: max(end, found.get(name, 0)) for name in region.reads}
-                found |= {name: min(end, found.get(name, end)) for name in region.hidden}  # its variables end with it
-            known = self._readers[id(ops), id(some)] = (ops, some), found
-        return known[1]
+        found = {name: index for index, op in enumerate(ops) for name in (*op.reads, *op.saves, *op.holds)}
+        places = {op.name: index for index, op in enumerate(ops)}
+        for region in some:
+            end = places[region.end]
+            found |= {name: max(end, found.get(name, 0)) for name in region.reads}
+            found |= {name: min(end, found.get(name, end)) for name in region.hidden}  # its variables end with it
+        return found
+
+    def _last_saving(self, ops: tuple[Op, ...]) -> tuple[int, tuple[Op, ...]]:
+        """The last operation that saves something, and all before it."""
+        if id(ops) not in self._known_last:
+            last = max(index for index, op in enumerate(ops) if op.saves)
+            self._known_last[id(ops)] = ops, last, ops[:last]
+        return self._known_last[id(ops)][1:]
 
     def _save(self, op: Op, made: dict[str, Held], remade: Collection[str] = ()) -> list[Held]:
         shared = self._now.shared  # a mask that a block's last operation makes is not there, where that is not run again
@@ -422,14 +443,14 @@ class StageReplay:
     def _recompute(self, layer: int, checkpoint: Checkpoint) -> Tape:
         """Run a block again up to the last operation that saves something: torch stops there, before computing it."""
         ops = self.work.block(layer)
-        last = max(index for index, op in enumerate(ops) if op.saves)
+        last, before = self._last_saving(ops)
         kept = None if self.layout.recomputes(layer) else checkpoint.kept
         made = {name: held.hold() for name, held in checkpoint.reads.items()}
         if self.layout.recomputes(layer) and self.work.cuts_input(layer):
             self.ledger.drop(made["hidden"])
             made["hidden"] = self.ledger.take("temporary", "gathered block inputs", self.work.hidden_bytes)
             self.tally.send("all_gather", self.layout.group("tp"), input_gather(self.model, self.shape).num_bytes)
-        tape = self._run(ops[:last], made, "temporary", set(ops[last].saves), layer=layer, kept=kept, is_again=True)
+        tape = self._run(before, made, "temporary", set(ops[last].saves), layer=layer, kept=kept, is_again=True)
         self._count_again(layer, ops)
         tape.entries += [(ops[last], self._save(ops[last], made)), *((op, []) for op in ops[last + 1 :])]
         self.ledger.drop_all(made.values())
