@@ -12,7 +12,7 @@ most. Not in it: what kernels take for themselves, fragmentation, the CUDA conte
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -28,7 +28,7 @@ from ultrascale.plan.columns.block_memory import dummy_gradient_bytes
 from ultrascale.plan.memory.ledger import Ledger, Moment
 from ultrascale.plan.memory.muon_update import muon_update_bytes
 from ultrascale.plan.memory.sharding import Shards, scale_bytes, scale_tables, stays_whole
-from ultrascale.plan.memory.stage_player import Entries, MailReplay, RankReplay, StagePlayer, alike
+from ultrascale.plan.memory.stage_player import MailReplay, Passes, RankReplay, StagePlayer, alike
 from ultrascale.plan.memory.stage_replay import StageReplay
 from ultrascale.plan.memory.stage_work import Part
 from ultrascale.plan.memory.tally import Tally
@@ -109,7 +109,7 @@ def plan_memory(
     expert_imbalance: float = 1.0,
     steps: int = 1,
     keeps_timeline: bool = False,
-    passes: dict[Hashable, Entries] | None = None,
+    passes: Passes | None = None,
 ) -> MemoryPlan:
     """Replay `steps` training steps of one rank: of the first, which holds the largest parts, or another.
 
@@ -119,7 +119,7 @@ def plan_memory(
     ranks of the same layout, asked in the same words, have written down of theirs.
     Raises SpecError if the batch cannot be cut into micro-batches, or the pipeline's schedule does not suit.
     """
-    passes = {} if passes is None else passes
+    passes = passes or Passes({}, {})
     count = num_micro_batches(layout, sequences_per_batch)
     ledger, at = Ledger(keeps_timeline=keeps_timeline), Coordinates.of(layout, rank)
     shape = rank_shape(layout, sequence_length, documents=documents, device=device, at=at, stack=stack)
@@ -128,7 +128,8 @@ def plan_memory(
     tally, orders = Tally(layout, shape, at.cp), _orders(layout, count, stack)
     parts = stage_parts(model, layout, sequence_length, at, stack.stage_cut)
     stages = {
-        number: StageReplay(ledger, tally, model, part, at, splits=orders.splits, stack=stack) for number, part in parts.items()
+        number: StageReplay(ledger, tally, model, part, at, splits=orders.splits, stack=stack, entries=passes.blocks)
+        for number, part in parts.items()
     }
     ledger.take("other", "batch", count * _batch_bytes(model, layout, shape, documents=documents))
     if stack.kernels.own_fp8:
@@ -193,7 +194,7 @@ def _plan_fullest_rank(model: Model, layout: Layout, **options: Any) -> MemoryPl
     in_stage = layout.world_size // layout.pp
     cut = options.get("stack", OURS).stage_cut
     ranks = _full_ranks(model, layout, options["sequence_length"], options["sequences_per_batch"], cut)
-    passes: dict[Hashable, Entries] = {}
+    passes = Passes({}, {})
     plans = [plan_memory(model, layout, rank=rank * in_stage, passes=passes, **options) for rank in ranks]
     return max(plans, key=lambda plan: plan.peak.total)
 
@@ -392,7 +393,7 @@ def _pipeline_orders(name: str, pp: int, count: int, virtual_stages: int) -> _Or
 
 def _play_step(
     ledger: Ledger, tally: Tally, stages: Mapping[int, StageReplay], orders: _Orders, step: int, at: Coordinates,
-    passes: dict[Hashable, Entries], outputs: int,
+    passes: Passes, outputs: int,
 ) -> None:  # fmt: skip
     """The passes of a step."""
     layout = tally.layout
@@ -409,7 +410,7 @@ def _play_step(
     sent = messages(orders.schedule, _neighbours(layout, at.pp))
     mail = MailReplay(ledger, tally, sent, at.pp, stage.work.hidden_bytes, over_gloo=stage.shards.over_gloo)
     plain = ledger.keeps_timeline or layout.offload_activations
-    players = {number: StagePlayer(one, passes.setdefault(alike(number, stages), {})) for number, one in stages.items()}
+    players = {number: StagePlayer(one, passes.stages.setdefault(alike(number, stages), {})) for number, one in stages.items()}
     played = stages if plain else players
     replay = RankReplay(ledger, played, mail, layout.num_stages - 1, outputs)
     replay.play(sharded(orders.schedule[at.pp], layout.zero_stage, reduces_from), step)

@@ -69,6 +69,9 @@ class BlockEntry(NamedTuple):
     leaves: BucketsLeft
 
 
+BlockEntries = dict[Hashable, BlockEntry]
+
+
 class Untouched:
     """In the place of `Shards`: whatever it is told, nothing happens."""
 
@@ -84,10 +87,10 @@ class StageReplay:
 
     def __init__(
         self, ledger: Ledger, tally: Tally, model: Model, part: Part, at: Coordinates, *, splits: bool = False,
-        stack: Stack = STACKS["ultrascale"],
+        stack: Stack = STACKS["ultrascale"], entries: BlockEntries | None = None,
     ):  # fmt: skip
         """`splits`: whether the schedule cuts backward passes in two, which makes products operations of their own. `stack`:
-        the trainer."""
+        the trainer. `entries`: passes of blocks that other stages of the same layout have written down."""
         layout, shape, self.stack = tally.layout, tally.shape, stack
         self.ledger, self.tally, self.model, self.layout, self.shape, self.part = ledger, tally, model, layout, shape, part
         self.splits = splits
@@ -108,10 +111,12 @@ class StageReplay:
         self._known_drops: dict[Hashable, tuple[Any, list[list[str]]]] = {}
         self._known_last: dict[int, tuple[tuple[Op, ...], int, tuple[Op, ...]]] = {}
         self._offload = OffloadReplay(ledger, layout, part.blocks, part.is_first)
-        plain = splits or ledger.keeps_timeline or layout.offload_activations or work.per_bucket > 1
+        plain = ledger.keeps_timeline or layout.offload_activations or work.per_bucket > 1
         first = {(id(work.block(layer)), layout.again(layer)): layer for layer in reversed(part.layers)}
         self._inner = frozenset[int]() if plain else frozenset(part.layers[:-1]) - {*first.values()}
-        self._entries: dict[Hashable, BlockEntry] = {}
+        self._entries: BlockEntries = {} if entries is None else entries
+        self._results: dict[Hashable, tuple[str, str, int]] = {}
+        """What a forward pass of a block makes, by kind of block and what it reads."""
 
     def state(self) -> tuple[Hashable, ...]:
         """State that the bytes of the next pass depend on: buckets as they are, and gradients under way to them."""
@@ -197,37 +202,48 @@ class StageReplay:
 
     def _pass_block(self, layer: int, given: Held, action: Action | None, waits: list[Waits] | None) -> Held:
         """Forward, or with an `action` backward. Between the first block of a kind, which holds what all of it share, and the
-        last, passes are replayed once in each state, then booked."""
+        last, passes are replayed once in each state, then booked; but I, of which W needs what is left."""
 
         def replay() -> Held:
             if action is None:
                 return self._forward_block(layer, given)
             return self._backward_block(layer, given, action, waits).pop("hidden")
 
-        if layer not in self._inner or self.shards.root is None:
+        if layer not in self._inner:
             return replay()
-        ledger, tally, shards, tapes, near = self.ledger, self.tally, self.shards, self._now.tapes, self.work.around(layer)
-        told = given.category, given.label, given.num_bytes
+        tapes, told = self._now.tapes, (given.category, given.label, given.num_bytes)
+        tape, is_off = None if action is None else tapes[-1], self.shards.root is None
+        kind = id(self.work.block(layer)), self.layout.again(layer), told
+        if is_off and action is None and (made := self._results.get(kind)) is not None:
+            tapes.append(Booked(told))
+            return Held(*made)
+        if is_off or waits is not None:
+            if isinstance(tape, Booked):
+                tapes[-1] = self._make_tape(layer, tape)
+            return replay()
+        ledger, tally, shards, near = self.ledger, self.tally, self.shards, self.work.around(layer)
         key = (
-            action and action._replace(stage=0, micro_batch=0, beside=None), id(self.work.block(layer)),
-            self.layout.again(layer), told, given.holders, shards.state(near), tuple(shards.sizes[one] for one in near),
-            self.gradients.state(), len(self._shares), len(self._together),
+            action and action._replace(stage=0, micro_batch=0, beside=None), kind, given.holders, shards.state(near),
+            tuple(shards.sizes[one] for one in near), self.gradients.state(), len(self._shares), len(self._together),
         )  # fmt: skip
-        entry, tape = self._entries.get(key), None if action is None else tapes[-1]
+        entry = self._entries.get(key)
         if entry is None or isinstance(tape, Tape | Checkpoint):  # which may hold some of what all share
             if isinstance(tape, Booked):
                 tapes[-1] = self._make_tape(layer, tape)
             counted = tally.counted()
             with ledger.recording() as recorded:
                 result = replay()
+            made = result.category, result.label, result.num_bytes
+            if action is None:
+                self._results[kind] = made
             if result.holders == 1 and (left := shards.left(near)) is not None:
-                made = result.category, result.label, result.num_bytes
                 self._entries[key] = BlockEntry(recorded.effect(), tally.since(counted), made, left)
             return result
         ledger.apply(entry.effect)
         tally.add(entry.counts)
         shards.put_back(entry.leaves, near)
         if action is None:
+            self._results[kind] = entry.result
             tapes.append(Booked(told))
         else:
             tapes.pop()
