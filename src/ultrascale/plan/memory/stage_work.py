@@ -59,6 +59,7 @@ class StageWork:
         self._local = {w.name: w for w in self._weights(at)}
         self.buckets = self._buckets()
         self.by_name = {weight.name: (bucket, weight) for bucket in self.buckets for weight in bucket.weights}
+        self._blocks: dict[int, tuple[Op, ...]] = {}
         self.uses = Counter(name for ops in self.outside() for op in ops for name in op.weights)
 
     def _weights(self, at: Coordinates) -> list[Weight]:
@@ -106,6 +107,12 @@ class StageWork:
         return [self.before(), self.after(), *predicting * len(self.part.predictions)]
 
     def block(self, layer: int) -> tuple[Op, ...]:
+        """Operations of a block; the same object for blocks that are equal, of other stages too."""
+        if layer not in self._blocks:
+            self._blocks[layer] = self._block(layer)
+        return self._blocks[layer]
+
+    def _block(self, layer: int) -> tuple[Op, ...]:
         if layer in self.part.predictions:
             return prediction_block_work(self.model, layer, self.shape)
         kept = self.layout.fp8_keep_blocks
