@@ -49,8 +49,7 @@ def messages(schedule: Schedule, ranks: Iterable[int] | None = None) -> list[Mes
     executable."""
     passes = [*_passes(schedule, range(len(schedule)) if ranks is None else ranks)]
     last = max(part.stage for _, _, part in passes)
-    readers = {read_by(part, last): (rank, position) for rank, position, part in passes}
-    readers.pop(None, None)
+    readers = {key: (rank, position) for rank, position, part in passes if (key := read_by(part, last)) is not None}
     found: list[Message] = []
     for rank, position, part in passes:
         key = made_by(part, last)

@@ -308,7 +308,7 @@ class Shards:
             self._cast_gradients(bucket)
         if not self.is_cut(bucket):
             return
-        for name in [name for name in bucket.whole_gradients if name.endswith(" new")]:
+        for name in [name for name in bucket.whole_gradients if name.endswith(" new")] if bucket.cast else ():
             self.ledger.drop(bucket.whole_gradients.pop(name))
         if not action.keep_parameters:
             self._reshard(bucket)

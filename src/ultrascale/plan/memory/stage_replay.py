@@ -368,7 +368,7 @@ class StageReplay:
                     self.ledger.drop(kept.pop(result.name))
                 if keeps is not None and not apart:
                     keeps[result.name] = made[result.name].hold()
-            if parts := self.tally.hop_parts(op):
+            if op.kind == "attention" and (parts := self.tally.hop_parts(op)):
                 if keeps is not None:  # results of single hops are kept, and merged again
                     keeps[f"{op.name} parts"] = self.ledger.take(category, op.kind, parts)
                 elif kept is not None and f"{op.name} parts" in kept:
@@ -377,7 +377,7 @@ class StageReplay:
             if keeps is not None and apart:
                 keeps[op.makes[0].name] = self.ledger.take(category, op.kind, op.makes[0].num_bytes)
             if saves:
-                tape.entries.append((op, self._save(op, made, tape.remade)))
+                tape.entries.append((op, self._save(op, made, tape.remade) if op.saves else []))
             if (region := ends.get(op.name)) is not None:
                 reads = {name: made[name].hold() for name in region.reads if name in made and name not in tape.remade}
                 tape.remade[next(iter(region.drops))].reads |= reads

@@ -60,6 +60,7 @@ class StageWork:
         self.buckets = self._buckets()
         self.by_name = {weight.name: (bucket, weight) for bucket in self.buckets for weight in bucket.weights}
         self._blocks: dict[int, tuple[Op, ...]] = {}
+        self._names: dict[tuple[tuple[str, ...], int | None], list[str]] = {}
         self.uses = Counter(name for ops in self.outside() for op in ops for name in op.weights)
 
     def _weights(self, at: Coordinates) -> list[Weight]:
@@ -152,9 +153,13 @@ class StageWork:
         held_anyway = layer == self._first_block and not self.part.is_first
         return self.layout.partition_checkpoints and not held_anyway
 
-    def names(self, weights: Sequence[str], layer: int | None) -> list[str]:
+    def names(self, weights: tuple[str, ...], layer: int | None) -> list[str]:
         """Names of weights in the whole model; a prediction's head is the model's own."""
-        return [name if layer is None or name in self.by_name else f"layers.{layer}.{name}" for name in weights]
+        known = self._names.get((weights, layer))
+        if known is None:
+            own = [name if layer is None or name in self.by_name else f"layers.{layer}.{name}" for name in weights]
+            known = self._names[weights, layer] = own
+        return known
 
 
 @lru_cache(maxsize=4096)
