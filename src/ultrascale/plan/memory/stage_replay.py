@@ -116,7 +116,7 @@ class StageReplay:
         self._inner = frozenset[int]() if plain else frozenset(part.layers[:-1]) - {*first.values()}
         self._entries: BlockEntries = {} if entries is None else entries
         self._results: dict[Hashable, tuple[str, str, int]] = {}
-        """What a forward pass of a block makes, by kind of block and what it reads."""
+        """Result of a forward pass, by kind of block and the bytes that it reads."""
 
     def state(self) -> tuple[Hashable, ...]:
         """State that the bytes of the next pass depend on: buckets as they are, and gradients under way to them."""
