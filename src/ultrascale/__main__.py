@@ -44,7 +44,8 @@ def main() -> int:
     import atexit
     import gc
 
-    if sys.argv[1:2] == ["plan"]:
+    plans = sys.argv[1:2] == ["plan"]
+    if plans:
         gc.disable()  # the process ends with its one answer: to look for cycles was 7 percent of a search
     from ultrascale.cli.main import main
 
@@ -55,7 +56,10 @@ def main() -> int:
             from ultrascale.launch.orphans import end_with_starter
 
             end_with_starter()
-        return main()
+        code = main()
+        if plans:
+            gc.freeze()  # nor does Python look for them when it ends
+        return code
     except KeyboardInterrupt:  # before or after the verb, which has told it otherwise
         return STOPPED
     finally:

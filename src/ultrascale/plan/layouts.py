@@ -89,7 +89,7 @@ class LayoutTable:
     def gathers_fp8(self) -> NDArray[np.bool_]:
         """True where weights of fp8 products are all-gathered in fp8: `work.fp8_slots.gathers_fp8`."""
         in_fp8 = _IS_NARROW[self.precision] & (self.fp8_all_gather > 0)
-        return in_fp8 & (self.zero_stage > 0) & (self.dp_shard * self.cp > 1)
+        return in_fp8 & (self.zero_stage > 0) & (self.dp_shard * self.cp > 1) if in_fp8.any() else in_fp8
 
     @property
     def kept_blocks(self) -> Column:

@@ -8,7 +8,11 @@ gradient of the input, which the stage before waits for, and those of the weight
 from __future__ import annotations
 
 from enum import Enum
+from functools import lru_cache
 from typing import NamedTuple
+
+MANY = 1 << 15
+"""Actions of a kind that are kept: a search makes the same ones for hundreds of pipelines."""
 
 
 class Kind(Enum):
@@ -56,21 +60,25 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind.value}{self.micro_batch}"
 
 
+@lru_cache(maxsize=MANY)
 def forward(stage: int, micro_batch: int) -> Action:
     """F: one micro-batch through one stage."""
     return Action(Kind.FORWARD, micro_batch, stage)
 
 
+@lru_cache(maxsize=MANY)
 def backward(stage: int, micro_batch: int) -> Action:
     """B: all gradients of one micro-batch in one stage."""
     return Action(Kind.BACKWARD, micro_batch, stage)
 
 
+@lru_cache(maxsize=MANY)
 def input_gradient(stage: int, micro_batch: int) -> Action:
     """I: the gradient of the stage's input."""
     return Action(Kind.INPUT_GRADIENT, micro_batch, stage)
 
 
+@lru_cache(maxsize=MANY)
 def weight_gradient(stage: int, micro_batch: int) -> Action:
     """W: the gradients of the stage's weights."""
     return Action(Kind.WEIGHT_GRADIENT, micro_batch, stage)

@@ -82,22 +82,24 @@ def _slots(schedule: Schedule, num_stages: int, count: int) -> tuple[list[int], 
     forward, weight = Kind.FORWARD, Kind.WEIGHT_GRADIENT
     gradients, last = num_stages * count, num_stages - 1
 
-    def needed(part: Action) -> int:
-        kind, micro_batch, stage = part[:3]
-        if kind is forward:
-            return (stage - 1) * count + micro_batch if stage else -1
-        if kind is weight or stage == last:
-            return -1
-        return gradients + (stage + 1) * count + micro_batch
+    needs, others, gives = list[int](), list[int](), list[tuple[int, int]]()
 
-    needs, others, gives = [], [], []
+    def needed(part: Action) -> int:
+        """What `part` needs; what it gives is noted."""
+        kind, micro_batch, stage = part[:3]
+        if kind is weight:
+            return -1
+        own = stage * count + micro_batch
+        if kind is forward:
+            gives.append((len(needs), own))
+            return own - count if stage else -1
+        gives.append((len(needs), gradients + own))
+        return -1 if stage == last else gradients + own + count
+
     for row in schedule:
         for action in row:
-            for part in action.parts:
-                if part.kind is not weight:
-                    gives.append((len(needs), part.stage * count + part.micro_batch + gradients * (part.kind is not forward)))
-            needs.append(needed(action))
             others.append(-1 if action.beside is None else needed(action.beside))
+            needs.append(needed(action))
     return needs, others, gives
 
 

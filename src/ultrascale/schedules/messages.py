@@ -10,7 +10,7 @@ NCCL knows no tags. A pass on the rank of the pass before it needs no message. E
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ultrascale.schedules.actions import Action, Kind
@@ -44,9 +44,10 @@ class Message(NamedTuple):
         return f"the {what} of micro-batch {self.micro_batch} from stage {source} (pipeline rank {self.sender})"
 
 
-def messages(schedule: Schedule) -> list[Message]:
-    """Every message of a step, by sender, in the order of sending. The schedule must be executable."""
-    passes = [*_passes(schedule)]
+def messages(schedule: Schedule, ranks: Iterable[int] | None = None) -> list[Message]:
+    """Every message of a step, by sender, in the order of sending; of some `ranks`, those between them. The schedule must be
+    executable."""
+    passes = [*_passes(schedule, range(len(schedule)) if ranks is None else ranks)]
     last = max(part.stage for _, _, part in passes)
     readers = {key: (rank, position) for rank, position, part in passes if (key := read_by(part, last)) is not None}
     found: list[Message] = []
@@ -120,8 +121,8 @@ def only_forward(schedule: Schedule) -> list[list[Action]]:
     return list(forward)
 
 
-def _passes(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
-    for rank, row in enumerate(schedule):
-        for position, action in enumerate(row):
+def _passes(schedule: Schedule, ranks: Iterable[int]) -> Iterator[tuple[int, int, Action]]:
+    for rank in ranks:
+        for position, action in enumerate(schedule[rank]):
             for part in action.parts:
                 yield rank, position, part

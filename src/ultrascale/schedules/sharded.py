@@ -28,8 +28,8 @@ def sharded(actions: Sequence[Action], zero_stage: int, reduces_from: int = 2) -
         finishes = part.kind in FINISHES
         left[part.stage] -= finishes
         is_last = finishes and not left[part.stage]
-        return part._replace(
-            beside=None,
+        return Action(
+            *part[:3],
             reduce_gradients=is_last or (finishes and zero_stage >= reduces_from),
             sum_replicas=is_last,
             keep_parameters=zero_stage < 3 and not is_last,

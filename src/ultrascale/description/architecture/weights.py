@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod, sqrt
 from typing import Literal
 
@@ -79,12 +80,17 @@ def weights(model: Model) -> Iterator[Weight]:
         yield Weight("lm_head.weight", (model.vocab_size, d), "head", None, std, tp_dim=0)
 
 
-def layer_weights(model: Model, layer: int) -> Iterator[Weight]:
+@lru_cache(maxsize=4096)
+def layer_weights(model: Model, layer: int) -> tuple[Weight, ...]:
     """The weights of one decoder block, in the order of its forward pass.
 
     Layers from `num_hidden_layers` on are those of multi-token prediction (DeepSeek-V3, section 2.2): a projection that joins
     the embedding of the next token to what the block before made, a block of the last kind, and a norm before the shared head.
     """
+    return tuple(_layer_weights(model, layer))
+
+
+def _layer_weights(model: Model, layer: int) -> Iterator[Weight]:
     block, d = f"layers.{layer}", model.hidden_size
     if layer >= model.num_hidden_layers:
         yield from _norm(model, f"{block}.enorm", layer, d)
@@ -137,9 +143,10 @@ def num_active_parameters(model: Model) -> int:
     return num_parameters(model) - moe_layers * idle * expert
 
 
-def weights_outside_layers(model: Model) -> Iterator[Weight]:
+@lru_cache(maxsize=256)
+def weights_outside_layers(model: Model) -> tuple[Weight, ...]:
     """Embeddings, final norm and head: what `weights` gives without its blocks."""
-    return weights(replace(model, num_hidden_layers=0, num_nextn_predict_layers=0))
+    return tuple(weights(replace(model, num_hidden_layers=0, num_nextn_predict_layers=0)))
 
 
 def _attention(model: Model, layer: int) -> Iterator[Weight]:

@@ -40,7 +40,7 @@ from ultrascale.plan.columns.rank_loads import (
     loads_of_actions,
 )
 from ultrascale.plan.layouts import RECOMPUTE, SCHEDULE_NAMES, LayoutTable, by_schedule, distinct
-from ultrascale.plan.time.blocks import distinct_shapes, layer_kinds
+from ultrascale.plan.time.blocks import distinct_shapes, kinds_of_layers, layer_kinds
 from ultrascale.plan.time.stages import Stages, chunk_layers_of
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.executable import Schedule
@@ -246,24 +246,25 @@ def _pipeline(
     every, kept, count, virtual, pp, number = map(int, key)
     name = SCHEDULE_NAMES[number]
     chunks = tuple(chunk_layers_of(workload, pp * virtual, stages.layers_per_stage))
-    types = _types(workload, table.modes, every, kept)
-    used = tuple(sorted(set(types)))
-    places = tuple(map(used.index, types))
+    used, places = _types(workload.model, table.modes, every, kept)
     return Pipeline(name, pp, virtual, enough_micro_batches(name, pp, count), chunks, places, len(used)), used
 
 
-def _types(workload: Workload, modes: tuple[str, ...], every: int, kept: int) -> tuple[int, ...]:
-    """Type of each block: its kind, whether it stays in bf16 beside fp8, and its way of recomputing, as one number."""
-    kinds, kind_of_layer = layer_kinds(workload)
-    last = workload.model.num_hidden_layers - kept
+@lru_cache(maxsize=1024)
+def _types(model: Model, modes: tuple[str, ...], every: int, kept: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Types of blocks that there are, and the place of each block's among them. A type is its kind, whether it stays in bf16
+    beside fp8, and its way of recomputing, as one number."""
+    kinds, kind_of_layer = kinds_of_layers(model)
+    last = model.num_hidden_layers - kept
     layout = Layout(recompute="every-k", recompute_every=every) if every else None
     ways = list(dict.fromkeys(modes))
     found = []
     for layer, kind in enumerate(kind_of_layer):
-        in_bf16 = kept > 0 and not kept <= layer < last and layer < workload.model.num_hidden_layers
+        in_bf16 = kept > 0 and not kept <= layer < last and layer < model.num_hidden_layers
         way = int(layout.recomputes(layer)) if layout else ways.index(modes[min(layer, len(modes) - 1)]) if modes else 0
         found.append((way * 2 + in_bf16) * len(kinds) + kind)
-    return tuple(found)
+    used = tuple(sorted(set(found)))
+    return used, tuple(map(used.index, found))
 
 
 @lru_cache(maxsize=4096)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -207,8 +207,9 @@ class _Passes(NamedTuple):
 def _passes(lists: Sequence[Sequence[Action]], stages: Sequence[tuple[int, ...]]) -> _Passes:
     """Plays the lists of some ranks, one after the other: each ends with nothing held, so that all is a running sum."""
     lengths, last = [len(passes) for passes in lists], len(stages) - 1
-    kind = np.frombuffer("".join([one.kind._value_ for passes in lists for one in passes]).encode(), dtype=np.uint8)
-    stage, rank = np.array([one.stage for passes in lists for one in passes]), np.repeat(np.arange(len(lists)), lengths)
+    kinds, _, of_stages, *_ = zip(*chain.from_iterable(lists), strict=True)
+    kind = np.frombuffer("".join([one._value_ for one in kinds]).encode(), dtype=np.uint8)
+    stage, rank = np.array(of_stages), np.repeat(np.arange(len(lists)), lengths)
     starts, every = np.searchsorted(rank, rank), np.arange(len(kind))
     held, cell = np.unique(rank * len(stages) + stage, return_inverse=True)
     alike: dict[tuple[tuple[int, ...], bool, bool], int] = {}

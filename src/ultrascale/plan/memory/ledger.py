@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 CATEGORIES = (
@@ -58,34 +60,22 @@ class Effect:
 
 @dataclass
 class Recorder:
-    """An `Effect` in the making."""
+    """An `Effect` in the making: the books at its beginning, and the highest moment since."""
 
     ledger: Ledger
-    start: Moment
+    total: int
     alive: dict[tuple[str, str], int]
+    held: dict[str, int]
     peak_total: int
     peak_alive: dict[tuple[str, str], int]
     highest: dict[str, int]
 
-    def look(self) -> None:
-        """The sum is about to fall."""
-        if self.ledger.total > self.peak_total:
-            self.peak_total, self.peak_alive = self.ledger.total, dict(self.ledger._alive)
-
-    def join(self, total: int, alive: dict[tuple[str, str], int], highest: dict[str, int]) -> None:
-        """Somebody else looked: at the highest moment of a while."""
-        if total > self.peak_total:
-            self.peak_total, self.peak_alive = total, alive
-        for name, most in highest.items():
-            self.highest[name] = max(self.highest[name], most)
-
     def effect(self) -> Effect:
         """Effect of all changes since the recording began."""
-        ledger, start, held = self.ledger, self.start.total, self.start.by_category
-
+        ledger, start = self.ledger, self.total
         return Effect(
-            ledger.total - start, _since(ledger._alive, self.alive), _since(ledger._held, held),
-            self.peak_total - start, _since(self.peak_alive, self.alive), _since(self.highest, held),
+            ledger.total - start, _since(ledger._alive, self.alive), _since(ledger._held, self.held),
+            self.peak_total - start, _since(self.peak_alive, self.alive), _since(self.highest, self.held),
         )  # fmt: skip
 
 
@@ -104,22 +94,24 @@ class Ledger:
     """(step, phase, bytes by category) before every fall."""
     on_host: int = 0
     peak_on_host: int = 0
-    _alive: dict[tuple[str, str], int] = field(default_factory=dict)
+    _alive: defaultdict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     _held: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
-    _highest: dict[str, int] = field(default_factory=dict)
-    """Entry of `highest` for the current step."""
+    _highest: dict[str, Any] = field(default_factory=dict)
+    """The most of each category: in the recording under way, else in the current step, where it is an entry of `highest`."""
+    _top: float = -1
+    """The highest total that was looked at in the same while; infinite off the books."""
     _recorder: Recorder | None = None
-    _is_off: bool = False
 
     def __post_init__(self) -> None:
         self._highest = self.highest.setdefault(self.step, dict(self._held))
 
     def mark(self, phase: str, step: int) -> None:
-        """Say what comes next."""
+        """Say what comes next. Not inside a recording."""
         self._note()
         is_new, self.phase, self.step = step != self.step, phase, step
         if is_new:
             self._highest = self.highest.setdefault(step, dict(self._held))
+            self._top = self.peaks[step].total if step in self.peaks else -1
         if is_new or self.keeps_timeline:
             self._note()
 
@@ -179,82 +171,79 @@ class Ledger:
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
         """Write down what happens inside, which can be applied again. Not with offloading to the host."""
-        outer, alive = self._recorder, dict(self._alive)
-        recorder = self._recorder = Recorder(self, self.now(), alive, self.total, alive, dict(self._held))
+        outer, top, highest, alive = self._recorder, self._top, self._highest, dict(self._alive)
+        inside = dict(self._held)
+        recorder = Recorder(self, self.total, alive, dict(inside), self.total, alive, inside)
+        self._recorder, self._top, self._highest = recorder, self.total, inside
         try:
             yield recorder
-            recorder.look()
+            self._note()
         finally:
-            self._recorder = outer
-        if outer is not None:
-            outer.join(recorder.peak_total, recorder.peak_alive, recorder.highest)
+            self._recorder, self._top, self._highest = outer, top, highest
+        self._raise_highest(inside)
+        if recorder.peak_total > top:
+            self._see(recorder.peak_total, recorder.peak_alive)
 
     def apply(self, effect: Effect) -> None:
         """Book a recorded effect once more: the same changes, peaks and bytes."""
-        best, recorder, top = self.peaks.get(self.step), self._recorder, self.total + effect.peak_total
-        highest = {category: self._held[category] + more for category, more in effect.highest.items()}
-        if best is None or top > best.total or (recorder is not None and top > recorder.peak_total):
-            alive = {
-                key: self._alive.get(key, 0) + effect.peak_alive.get(key, 0) for key in {**self._alive, **effect.peak_alive}
-            }
-            held: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-            for (category, _), num_bytes in alive.items():
-                held[category] += num_bytes
-            alive = {key: num_bytes for key, num_bytes in alive.items() if num_bytes}
-            if recorder is not None:
-                recorder.join(top, alive, highest)
-            if best is None or top > best.total:
-                self.peaks[self.step] = Moment(self.step, self.phase, top, held, alive)
-        elif recorder is not None:
-            recorder.join(0, {}, highest)
-        for category, most in highest.items():
-            self._highest[category] = max(self._highest[category], most)
+        top, alive, held = self.total + effect.peak_total, self._alive, self._held
+        if top > self._top:
+            some = effect.peak_alive
+            self._see(top, {key: alive.get(key, 0) + some.get(key, 0) for key in {**alive, **some}})
+        self._raise_highest({category: held[category] + more for category, more in effect.highest.items()})
         for key, more in effect.alive.items():
-            self._alive[key] = self._alive.get(key, 0) + more
+            alive[key] += more
         for category, more in effect.held.items():
-            self._held[category] += more
+            held[category] += more
         self.total += effect.total
 
     @contextmanager
     def off_the_books(self) -> Iterator[None]:
         """Leave totals and peaks as they are, whatever happens inside: the bytes are in them already."""
-        total, alive, held = self.total, dict(self._alive), dict(self._held)
-        self._is_off = True
+        alive, held = self._alive.copy(), dict(self._held)
+        before = self.total, self._top, self._highest
+        self._top, self._highest = inf, dict.fromkeys(self._held, inf)
         try:
             yield
         finally:
-            self.total, self._alive, self._held, self._is_off = total, alive, held, False
+            self.total, self._top, self._highest = before
+            self._alive, self._held = alive, held
 
     def now(self) -> Moment:
         """The books as they stand."""
-        by_label = {key: num_bytes for key, num_bytes in self._alive.items() if num_bytes}
-        return Moment(self.step, self.phase, self.total, dict(self._held), by_label)
+        return self._moment(self.total, self._alive)
+
+    def _moment(self, total: int, alive: Mapping[tuple[str, str], int]) -> Moment:
+        by_category: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+        for (category, _), num_bytes in alive.items():
+            by_category[category] += num_bytes
+        return Moment(self.step, self.phase, total, by_category, {key: size for key, size in alive.items() if size})
 
     def _change(self, category: str, label: str, num_bytes: int) -> None:
-        key = (category, label)
-        self._alive[key] = self._alive.get(key, 0) + num_bytes
-        if not num_bytes:
-            return
+        self._alive[category, label] += num_bytes
         self.total += num_bytes
         held = self._held[category] = self._held[category] + num_bytes
-        if self._is_off:
-            return
         if held > self._highest[category]:
             self._highest[category] = held
-        if self._recorder is not None and held > self._recorder.highest[category]:
-            self._recorder.highest[category] = held
 
     def _note(self) -> None:
         """Only before a fall can the sum have been at its highest, so only then is it looked at."""
-        if self._is_off:
-            return
-        if self._recorder is not None:
-            self._recorder.look()
-        best = self.peaks.get(self.step)
-        if best is None or self.total > best.total:
-            self.peaks[self.step] = self.now()
+        if self.total > self._top:
+            self._see(self.total, dict(self._alive))
         if self.keeps_timeline:
             self.timeline.append((self.step, self.phase, self.now().by_category))
+
+    def _see(self, total: int, alive: dict[tuple[str, str], int]) -> None:
+        """There was more than at any moment before, with these bytes alive."""
+        self._top = total
+        if self._recorder is None:
+            self.peaks[self.step] = self._moment(total, alive)
+        else:
+            self._recorder.peak_total, self._recorder.peak_alive = total, alive
+
+    def _raise_highest(self, most: dict[str, int]) -> None:
+        for category, num_bytes in most.items():
+            self._highest[category] = max(self._highest[category], num_bytes)
 
 
 def _since(now: dict[Any, int], then: dict[Any, int]) -> dict[Any, int]:

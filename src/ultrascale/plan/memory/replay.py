@@ -12,7 +12,7 @@ most. Not in it: what kernels take for themselves, fragmentation, the CUDA conte
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -21,14 +21,14 @@ from typing import Any, Literal, NamedTuple
 from ultrascale.catalogue.stacks.stack import Stack, StageCut, with_attention
 from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.description.architecture.model import Model
-from ultrascale.description.architecture.weights import Weight, is_hidden_matrix, weights
+from ultrascale.description.architecture.weights import Weight, is_hidden_matrix, weights, weights_outside_layers
 from ultrascale.description.layout import DTYPE_BYTES, Layout
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.plan.columns.block_memory import dummy_gradient_bytes
 from ultrascale.plan.memory.ledger import Ledger, Moment
 from ultrascale.plan.memory.muon_update import muon_update_bytes
 from ultrascale.plan.memory.sharding import Shards, scale_bytes, scale_tables, stays_whole
-from ultrascale.plan.memory.stage_player import Entries, MailReplay, RankReplay, StagePlayer, alike
+from ultrascale.plan.memory.stage_player import MailReplay, Passes, RankReplay, StagePlayer, alike
 from ultrascale.plan.memory.stage_replay import StageReplay
 from ultrascale.plan.memory.stage_work import Part
 from ultrascale.plan.memory.tally import Tally
@@ -38,7 +38,7 @@ from ultrascale.schedules.accumulate import accumulate
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.build import build_schedule, is_file, stages_of_ranks
 from ultrascale.schedules.ends import mirror_of, others_with_embedding, shares_embedding
-from ultrascale.schedules.messages import Message, messages
+from ultrascale.schedules.messages import messages
 from ultrascale.schedules.sharded import sharded
 from ultrascale.work.fp8_slots import SLOT_BYTES, fp8_layers, gathers_fp8, is_delayed, num_block_slots
 from ultrascale.work.kept import again_in, kept_bytes_by_kind
@@ -109,7 +109,7 @@ def plan_memory(
     expert_imbalance: float = 1.0,
     steps: int = 1,
     keeps_timeline: bool = False,
-    passes: dict[Hashable, Entries] | None = None,
+    passes: Passes | None = None,
 ) -> MemoryPlan:
     """Replay `steps` training steps of one rank: of the first, which holds the largest parts, or another.
 
@@ -119,7 +119,7 @@ def plan_memory(
     ranks of the same layout, asked in the same words, have written down of theirs.
     Raises SpecError if the batch cannot be cut into micro-batches, or the pipeline's schedule does not suit.
     """
-    passes = {} if passes is None else passes
+    passes = passes or Passes({}, {})
     count = num_micro_batches(layout, sequences_per_batch)
     ledger, at = Ledger(keeps_timeline=keeps_timeline), Coordinates.of(layout, rank)
     shape = rank_shape(layout, sequence_length, documents=documents, device=device, at=at, stack=stack)
@@ -128,7 +128,8 @@ def plan_memory(
     tally, orders = Tally(layout, shape, at.cp), _orders(layout, count, stack)
     parts = stage_parts(model, layout, sequence_length, at, stack.stage_cut)
     stages = {
-        number: StageReplay(ledger, tally, model, part, at, splits=orders.splits, stack=stack) for number, part in parts.items()
+        number: StageReplay(ledger, tally, model, part, at, splits=orders.splits, stack=stack, entries=passes.blocks)
+        for number, part in parts.items()
     }
     ledger.take("other", "batch", count * _batch_bytes(model, layout, shape, documents=documents))
     if stack.kernels.own_fp8:
@@ -193,7 +194,7 @@ def _plan_fullest_rank(model: Model, layout: Layout, **options: Any) -> MemoryPl
     in_stage = layout.world_size // layout.pp
     cut = options.get("stack", OURS).stage_cut
     ranks = _full_ranks(model, layout, options["sequence_length"], options["sequences_per_batch"], cut)
-    passes: dict[Hashable, Entries] = {}
+    passes = Passes({}, {})
     plans = [plan_memory(model, layout, rank=rank * in_stage, passes=passes, **options) for rank in ranks]
     return max(plans, key=lambda plan: plan.peak.total)
 
@@ -307,7 +308,7 @@ def exchanged_bytes(model: Model, layout: Layout, rank: int, parts: Mapping[int,
     the other end, all with a mirror (DualPipe)."""
     at = Coordinates.of(layout, rank).pp
     others = others_with_embedding(layout, at) if shares_embedding(model, layout) else ()
-    shared = [weight for weight in weights(model) for _ in others if weight.name == TIED]
+    shared = [weight for weight in weights_outside_layers(model) if weight.name == TIED] * len(others) if others else []
     if mirror_of(layout, at) != at:
         shared += held_weights(model, parts)
     sizes = (prod(part_shape(weight, layout, rank)) * DTYPE_BYTES[layout.master_dtype] for weight in shared)
@@ -367,7 +368,6 @@ class _Orders(NamedTuple):
 
     schedule: list[list[Action]]
     num_micro_batches: int
-    messages: list[Message]
     splits: bool
     """True if any backward pass is split into I and W."""
 
@@ -376,7 +376,7 @@ def _orders(layout: Layout, count: int, stack: Stack) -> _Orders:
     """Orders of a step on all ranks, with only some of many micro-batches that come and go alike."""
     if layout.pp == 1:
         count = min(count, 1 if stays_whole(stack, layout) else MAX_REPLAYED)
-        return _Orders([accumulate(count, layout.zero_stage)], count, [], False)
+        return _Orders([accumulate(count, layout.zero_stage)], count, False)
     if (known := layout.known_schedule) and not known.forward_first:
         count = min(count, MAX_IN_FLIGHT * layout.num_stages)
     build = _pipeline_orders.__wrapped__ if is_file(layout.schedule) else _pipeline_orders  # a file may change
@@ -388,12 +388,12 @@ def _pipeline_orders(name: str, pp: int, count: int, virtual_stages: int) -> _Or
     """Orders of a pipeline's step, kept: every rank has the same."""
     schedule = build_schedule(name, pp, count, virtual_stages)
     splits = any(part.kind is Kind.INPUT_GRADIENT for row in schedule for action in row for part in action.parts)
-    return _Orders(schedule, count, messages(schedule), splits)
+    return _Orders(schedule, count, splits)
 
 
 def _play_step(
     ledger: Ledger, tally: Tally, stages: Mapping[int, StageReplay], orders: _Orders, step: int, at: Coordinates,
-    passes: dict[Hashable, Entries], outputs: int,
+    passes: Passes, outputs: int,
 ) -> None:  # fmt: skip
     """The passes of a step."""
     layout = tally.layout
@@ -407,12 +407,20 @@ def _play_step(
                 stages[0].backward(action)
         return
     stage = next(iter(stages.values()))
-    mail = MailReplay(ledger, tally, orders.messages, at.pp, stage.work.hidden_bytes, over_gloo=stage.shards.over_gloo)
+    sent = messages(orders.schedule, _neighbours(layout, at.pp))
+    mail = MailReplay(ledger, tally, sent, at.pp, stage.work.hidden_bytes, over_gloo=stage.shards.over_gloo)
     plain = ledger.keeps_timeline or layout.offload_activations
-    players = {number: StagePlayer(one, passes.setdefault(alike(number, stages), {})) for number, one in stages.items()}
+    players = {number: StagePlayer(one, passes.stages.setdefault(alike(number, stages), {})) for number, one in stages.items()}
     played = stages if plain else players
     replay = RankReplay(ledger, played, mail, layout.num_stages - 1, outputs)
     replay.play(sharded(orders.schedule[at.pp], layout.zero_stage, reduces_from), step)
+
+
+def _neighbours(layout: Layout, rank: int) -> list[int]:
+    """A pipeline rank, and those with which it exchanges messages: they hold the stages before and after its own."""
+    held = stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)
+    near = {stage + more for stage in held[rank] for more in (-1, 0, 1)}
+    return [other for other, stages in enumerate(held) if not near.isdisjoint(stages)]
 
 
 def _saved_by_kind(model: Model, layout: Layout, shape: Shape, layer: int, stack: Stack) -> dict[str, int]:

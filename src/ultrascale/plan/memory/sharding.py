@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -214,7 +216,7 @@ class Shards:
         return self.sizes[bucket][1]
 
     def _sizes_of(self, bucket: Bucket) -> tuple[int, int]:
-        each = [_padded(weight, self.ranks_of(bucket)) for weight in bucket.weights]
+        each = [_padded_elements(weight.shape, self.ranks_of(bucket)) for weight in bucket.weights]
         narrow, whole = self.narrow_itemsize, self.compute_itemsize
         sizes = [narrow if weight.name in bucket.in_fp8 else whole for weight in bucket.weights]
         return sum(each), sum(map(mul, each, sizes))
@@ -223,8 +225,7 @@ class Shards:
         """Elements of this rank's shard of a weight without padding: the last ranks may have fewer, or none."""
         ranks = self.ranks_of(bucket)
         own = self.at.dp * self.layout.cp + self.at.cp if bucket.ranks is None else self.at.expert_dp
-        rows = zero_shape(weight.shape, ranks)[0]
-        return chunk(rows, ranks, own % ranks).length * (weight.numel // rows)
+        return _chunk_elements(weight.shape, ranks, own % ranks)
 
     def shard_elements(self, bucket: Bucket) -> int:
         """Elements of this rank's shard without padding."""
@@ -307,7 +308,7 @@ class Shards:
             self._cast_gradients(bucket)
         if not self.is_cut(bucket):
             return
-        for name in [name for name in bucket.whole_gradients if name.endswith(" new")]:
+        for name in [name for name in bucket.whole_gradients if name.endswith(" new")] if bucket.cast else ():
             self.ledger.drop(bucket.whole_gradients.pop(name))
         if not action.keep_parameters:
             self._reshard(bucket)
@@ -513,9 +514,16 @@ def moment_bytes(weight: Weight, elements: int, optimizer: str, master_itemsize:
     return 2 * (elements + 4 * blocks)
 
 
-def _padded(weight: Weight, ranks: int) -> int:
-    rows = zero_shape(weight.shape, ranks)[0]
-    return -(-rows // ranks) * ranks * (weight.numel // rows)
+@lru_cache(maxsize=4096)
+def _chunk_elements(shape: tuple[int, ...], ranks: int, rank: int) -> int:
+    rows = zero_shape(shape, ranks)[0]
+    return chunk(rows, ranks, rank).length * (prod(shape) // rows)
+
+
+@lru_cache(maxsize=4096)
+def _padded_elements(shape: tuple[int, ...], ranks: int) -> int:
+    rows = zero_shape(shape, ranks)[0]
+    return -(-rows // ranks) * ranks * (prod(shape) // rows)
 
 
 class ScaleTable(NamedTuple):

@@ -19,10 +19,11 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ultrascale.plan.memory.ledger import Effect, Held, Ledger
 from ultrascale.plan.memory.sharding import BucketsLeft
-from ultrascale.plan.memory.stage_replay import StageReplay
+from ultrascale.plan.memory.stage_replay import BlockEntries, StageReplay
 from ultrascale.plan.memory.tally import Counts, Tally
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.messages import Message, made_by, read_by, receipts
@@ -54,6 +55,15 @@ class Played:
 
 
 Entries = dict[Hashable, Entry | None]
+
+
+class Passes(NamedTuple):
+    """Passes that stages of one layout have written down: whole ones by sort of stage (`alike`), and those of single blocks."""
+
+    stages: dict[Hashable, Entries]
+    blocks: BlockEntries
+
+
 FORWARD = Kind.FORWARD.value
 
 

@@ -69,6 +69,9 @@ class BlockEntry(NamedTuple):
     leaves: BucketsLeft
 
 
+BlockEntries = dict[Hashable, BlockEntry]
+
+
 class Untouched:
     """In the place of `Shards`: whatever it is told, nothing happens."""
 
@@ -84,10 +87,10 @@ class StageReplay:
 
     def __init__(
         self, ledger: Ledger, tally: Tally, model: Model, part: Part, at: Coordinates, *, splits: bool = False,
-        stack: Stack = STACKS["ultrascale"],
+        stack: Stack = STACKS["ultrascale"], entries: BlockEntries | None = None,
     ):  # fmt: skip
         """`splits`: whether the schedule cuts backward passes in two, which makes products operations of their own. `stack`:
-        the trainer."""
+        the trainer. `entries`: passes of blocks that other stages of the same layout have written down."""
         layout, shape, self.stack = tally.layout, tally.shape, stack
         self.ledger, self.tally, self.model, self.layout, self.shape, self.part = ledger, tally, model, layout, shape, part
         self.splits = splits
@@ -105,12 +108,15 @@ class StageReplay:
         self._shares: dict[str, Held] = {}
         self._together: list[Held] = []
         self._halves: dict[int, tuple[Op, Op]] = {}
-        self._readers: dict[tuple[int, int], tuple[Any, dict[str, int]]] = {}
+        self._known_drops: dict[Hashable, tuple[Any, list[list[str]]]] = {}
+        self._known_last: dict[int, tuple[tuple[Op, ...], int, tuple[Op, ...]]] = {}
         self._offload = OffloadReplay(ledger, layout, part.blocks, part.is_first)
-        plain = splits or ledger.keeps_timeline or layout.offload_activations or work.per_bucket > 1
+        plain = ledger.keeps_timeline or layout.offload_activations or work.per_bucket > 1
         first = {(id(work.block(layer)), layout.again(layer)): layer for layer in reversed(part.layers)}
         self._inner = frozenset[int]() if plain else frozenset(part.layers[:-1]) - {*first.values()}
-        self._entries: dict[Hashable, BlockEntry] = {}
+        self._entries: BlockEntries = {} if entries is None else entries
+        self._results: dict[Hashable, tuple[str, str, int]] = {}
+        """Result of a forward pass, by kind of block and the bytes that it reads."""
 
     def state(self) -> tuple[Hashable, ...]:
         """State that the bytes of the next pass depend on: buckets as they are, and gradients under way to them."""
@@ -196,37 +202,48 @@ class StageReplay:
 
     def _pass_block(self, layer: int, given: Held, action: Action | None, waits: list[Waits] | None) -> Held:
         """Forward, or with an `action` backward. Between the first block of a kind, which holds what all of it share, and the
-        last, passes are replayed once in each state, then booked."""
+        last, passes are replayed once in each state, then booked; but I, of which W needs what is left."""
 
         def replay() -> Held:
             if action is None:
                 return self._forward_block(layer, given)
             return self._backward_block(layer, given, action, waits).pop("hidden")
 
-        if layer not in self._inner or self.shards.root is None:
+        if layer not in self._inner:
             return replay()
-        ledger, tally, shards, tapes, near = self.ledger, self.tally, self.shards, self._now.tapes, self.work.around(layer)
-        told = given.category, given.label, given.num_bytes
+        tapes, told = self._now.tapes, (given.category, given.label, given.num_bytes)
+        tape, is_off = None if action is None else tapes[-1], self.shards.root is None
+        kind = id(self.work.block(layer)), self.layout.again(layer), told
+        if is_off and action is None and (made := self._results.get(kind)) is not None:
+            tapes.append(Booked(told))
+            return Held(*made)
+        if is_off or waits is not None:
+            if isinstance(tape, Booked):
+                tapes[-1] = self._make_tape(layer, tape)
+            return replay()
+        ledger, tally, shards, near = self.ledger, self.tally, self.shards, self.work.around(layer)
         key = (
-            action and action._replace(stage=0, micro_batch=0, beside=None), id(self.work.block(layer)),
-            self.layout.again(layer), told, given.holders, shards.state(near), tuple(shards.sizes[one] for one in near),
-            self.gradients.state(), len(self._shares), len(self._together),
+            action and action._replace(stage=0, micro_batch=0, beside=None), kind, given.holders, shards.state(near),
+            tuple(shards.sizes[one] for one in near), self.gradients.state(), len(self._shares), len(self._together),
         )  # fmt: skip
-        entry, tape = self._entries.get(key), None if action is None else tapes[-1]
+        entry = self._entries.get(key)
         if entry is None or isinstance(tape, Tape | Checkpoint):  # which may hold some of what all share
             if isinstance(tape, Booked):
                 tapes[-1] = self._make_tape(layer, tape)
             counted = tally.counted()
             with ledger.recording() as recorded:
                 result = replay()
+            made = result.category, result.label, result.num_bytes
+            if action is None:
+                self._results[kind] = made
             if result.holders == 1 and (left := shards.left(near)) is not None:
-                made = result.category, result.label, result.num_bytes
                 self._entries[key] = BlockEntry(recorded.effect(), tally.since(counted), made, left)
             return result
         ledger.apply(entry.effect)
         tally.add(entry.counts)
         shards.put_back(entry.leaves, near)
         if action is None:
+            self._results[kind] = entry.result
             tapes.append(Booked(told))
         else:
             tapes.pop()
@@ -328,7 +345,7 @@ class StageReplay:
         make is not saved, and what they read is kept. `is_again`: in a backward pass, where FSDP2 lets go of nothing, and
         whoever calls counts what is done."""
         tape = Tape()
-        last_reader = self._last_readers(ops, some)
+        drops = self._drops(ops, some, tuple(made), frozenset(leaves))
         for region in some:
             tape.remade |= dict.fromkeys(region.drops, Waiting(region))
         ends = {region.end: region for region in some}
@@ -351,7 +368,7 @@ class StageReplay:
                     self.ledger.drop(kept.pop(result.name))
                 if keeps is not None and not apart:
                     keeps[result.name] = made[result.name].hold()
-            if parts := self.tally.hop_parts(op):
+            if op.kind == "attention" and (parts := self.tally.hop_parts(op)):
                 if keeps is not None:  # results of single hops are kept, and merged again
                     keeps[f"{op.name} parts"] = self.ledger.take(category, op.kind, parts)
                 elif kept is not None and f"{op.name} parts" in kept:
@@ -360,11 +377,11 @@ class StageReplay:
             if keeps is not None and apart:
                 keeps[op.makes[0].name] = self.ledger.take(category, op.kind, op.makes[0].num_bytes)
             if saves:
-                tape.entries.append((op, self._save(op, made, tape.remade)))
+                tape.entries.append((op, self._save(op, made, tape.remade) if op.saves else []))
             if (region := ends.get(op.name)) is not None:
                 reads = {name: made[name].hold() for name in region.reads if name in made and name not in tape.remade}
                 tape.remade[next(iter(region.drops))].reads |= reads
-            for name in [n for n in made if n not in leaves and last_reader.get(n, -1) <= index]:
+            for name in drops[index]:
                 self.ledger.drop(made.pop(name))
             if experts is not None and index == last:
                 if is_again:  # recomputation enters FSDP2 here, which takes them for the root
@@ -377,18 +394,38 @@ class StageReplay:
         """Operations that block `layer` recomputes."""
         return again_in(self.stack, self.layout.again(layer), self.model, layer, self.layout)
 
-    def _last_readers(self, ops: tuple[Op, ...], some: Sequence[Region] = ()) -> dict[str, int]:
+    def _drops(
+        self, ops: tuple[Op, ...], some: Sequence[Region], given: tuple[str, ...], leaves: frozenset[str]
+    ) -> list[list[str]]:
+        """By operation, what goes when it is done: of what was `given` or made, without `leaves`, what nobody reads later."""
+        key = id(ops), id(some), given, leaves
+        if key not in self._known_drops:
+            last_reader, there = self._last_readers(ops, some), dict.fromkeys(given)
+            found = list[list[str]]()
+            for index, op in enumerate(ops):
+                there |= dict.fromkeys(one.name for one in op.makes)
+                found.append([name for name in there if name not in leaves and last_reader.get(name, -1) <= index])
+                for name in found[-1]:
+                    del there[name]
+            self._known_drops[key] = (ops, some), found
+        return self._known_drops[key][1]
+
+    def _last_readers(self, ops: tuple[Op, ...], some: Sequence[Region]) -> dict[str, int]:
         """By name of what is read the last operation that does."""
-        known = self._readers.get((id(ops), id(some)))
-        if known is None:
-            found = {name: index for index, op in enumerate(ops) for name in (*op.reads, *op.saves, *op.holds)}
-            places = {op.name: index for index, op in enumerate(ops)}
-            for region in some:
-                end = places[region.end]
-                found |= {name: max(end, found.get(name, 0)) for name in region.reads}
-                found |= {name: min(end, found.get(name, end)) for name in region.hidden}  # its variables end with it
-            known = self._readers[id(ops), id(some)] = (ops, some), found
-        return known[1]
+        found = {name: index for index, op in enumerate(ops) for name in (*op.reads, *op.saves, *op.holds)}
+        places = {op.name: index for index, op in enumerate(ops)}
+        for region in some:
+            end = places[region.end]
+            found |= {name: max(end, found.get(name, 0)) for name in region.reads}
+            found |= {name: min(end, found.get(name, end)) for name in region.hidden}  # its variables end with it
+        return found
+
+    def _last_saving(self, ops: tuple[Op, ...]) -> tuple[int, tuple[Op, ...]]:
+        """The last operation that saves something, and all before it."""
+        if id(ops) not in self._known_last:
+            last = max(index for index, op in enumerate(ops) if op.saves)
+            self._known_last[id(ops)] = ops, last, ops[:last]
+        return self._known_last[id(ops)][1:]
 
     def _save(self, op: Op, made: dict[str, Held], remade: Collection[str] = ()) -> list[Held]:
         shared = self._now.shared  # a mask that a block's last operation makes is not there, where that is not run again
@@ -422,14 +459,14 @@ class StageReplay:
     def _recompute(self, layer: int, checkpoint: Checkpoint) -> Tape:
         """Run a block again up to the last operation that saves something: torch stops there, before computing it."""
         ops = self.work.block(layer)
-        last = max(index for index, op in enumerate(ops) if op.saves)
+        last, before = self._last_saving(ops)
         kept = None if self.layout.recomputes(layer) else checkpoint.kept
         made = {name: held.hold() for name, held in checkpoint.reads.items()}
         if self.layout.recomputes(layer) and self.work.cuts_input(layer):
             self.ledger.drop(made["hidden"])
             made["hidden"] = self.ledger.take("temporary", "gathered block inputs", self.work.hidden_bytes)
             self.tally.send("all_gather", self.layout.group("tp"), input_gather(self.model, self.shape).num_bytes)
-        tape = self._run(ops[:last], made, "temporary", set(ops[last].saves), layer=layer, kept=kept, is_again=True)
+        tape = self._run(before, made, "temporary", set(ops[last].saves), layer=layer, kept=kept, is_again=True)
         self._count_again(layer, ops)
         tape.entries += [(ops[last], self._save(ops[last], made)), *((op, []) for op in ops[last + 1 :])]
         self.ledger.drop_all(made.values())

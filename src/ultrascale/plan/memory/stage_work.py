@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from ultrascale.description.architecture.model import Model
@@ -54,17 +56,21 @@ class StageWork:
         self._first_block, self._last_block = (blocks[0], blocks[-1]) if blocks else (None, None)
         self.hidden_bytes = shape.outer_tokens * model.hidden_size * shape.itemsize
         """Bytes of the residual stream of one micro-batch."""
-        self._local = {w.name: _part(w, place(w, layout, at)) for w in self._weights()}
+        self._local = {w.name: w for w in self._weights(at)}
         self.buckets = self._buckets()
         self.by_name = {weight.name: (bucket, weight) for bucket in self.buckets for weight in bucket.weights}
+        self._blocks: dict[int, tuple[Op, ...]] = {}
+        self._names: dict[tuple[tuple[str, ...], int | None], list[str]] = {}
         self.uses = Counter(name for ops in self.outside() for op in ops for name in op.weights)
 
-    def _weights(self) -> list[Weight]:
-        """Weights of the whole model that this stage holds."""
-        part = self.part
+    def _weights(self, at: Coordinates) -> list[Weight]:
+        """Weights of this stage, with the shapes that the rank at `at` holds."""
         named = {name for ops in self.outside() for op in ops for name in op.weights}
         outside = [w for w in weights_outside_layers(self.model) if w.name in named]
-        return [*outside, *(w for layer in part.blocks for w in layer_weights(self.model, layer))]
+        layout = self.layout
+        cut, here = Layout(tp=layout.tp, ep=layout.ep, expert_tp=layout.expert_tp), at._replace(pp=0, dp=0, expert_dp=0)
+        blocks = (_block_weights(self.model, layer, cut, here) for layer in self.part.blocks)
+        return [*(_part(w, place(w, cut, here)) for w in outside), *chain.from_iterable(blocks)]
 
     def _buckets(self) -> list[Bucket]:
         """In the order in which FSDP2 sees them end in a forward pass, what is outside the blocks first: experts that are cut
@@ -102,6 +108,12 @@ class StageWork:
         return [self.before(), self.after(), *predicting * len(self.part.predictions)]
 
     def block(self, layer: int) -> tuple[Op, ...]:
+        """Operations of a block; the same object for blocks that are equal, of other stages too."""
+        if layer not in self._blocks:
+            self._blocks[layer] = self._block(layer)
+        return self._blocks[layer]
+
+    def _block(self, layer: int) -> tuple[Op, ...]:
         if layer in self.part.predictions:
             return prediction_block_work(self.model, layer, self.shape)
         kept = self.layout.fp8_keep_blocks
@@ -141,9 +153,19 @@ class StageWork:
         held_anyway = layer == self._first_block and not self.part.is_first
         return self.layout.partition_checkpoints and not held_anyway
 
-    def names(self, weights: Sequence[str], layer: int | None) -> list[str]:
+    def names(self, weights: tuple[str, ...], layer: int | None) -> list[str]:
         """Names of weights in the whole model; a prediction's head is the model's own."""
-        return [name if layer is None or name in self.by_name else f"layers.{layer}.{name}" for name in weights]
+        known = self._names.get((weights, layer))
+        if known is None:
+            own = [name if layer is None or name in self.by_name else f"layers.{layer}.{name}" for name in weights]
+            known = self._names[weights, layer] = own
+        return known
+
+
+@lru_cache(maxsize=4096)
+def _block_weights(model: Model, layer: int, cut: Layout, at: Coordinates) -> tuple[Weight, ...]:
+    """Weights of a block as tp, ep and expert_tp cut them: layouts of one search share them."""
+    return tuple(_part(weight, place(weight, cut, at)) for weight in layer_weights(model, layer))
 
 
 def _part(weight: Weight, held: Place) -> Weight:

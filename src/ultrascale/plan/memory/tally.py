@@ -184,7 +184,7 @@ class Tally:
     def hop_parts(self, op: Op) -> int:
         """Bytes of an attention's results of single hops, as wide as kernels make them, beyond those of the merged one; 0 where
         there is one hop."""
-        if op.kind != "attention" or not op.collectives or self.layout.cp_grid[0] == 1 or self.shape.documents:
+        if not op.collectives or self.layout.cp_grid[0] == 1 or self.shape.documents:
             return 0
         (places, heads), shape = self.layout.cp_grid, self.shape
         made = rows_made(shape.sequence_length, places, self.cp_rank // heads, op.collectives[0].window)

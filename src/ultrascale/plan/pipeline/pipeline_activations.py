@@ -60,6 +60,6 @@ def peak_activation_bytes(
     """The most bytes of activations on one rank, of each row of `sizes` [rows, stages], of a micro-batch up to I or B, and each
     of `weights`, the part of it that is left from I to W."""
     parts = [part for action in actions for part in action.parts]
-    holds = np.array([HOLDS[part.kind.value] for part in parts]).T[:, None]
+    holds = np.array([HOLDS[part.kind._value_] for part in parts]).T[:, None]
     whole, waiting = (holds * np.array(sizes)[:, [part.stage for part in parts]]).cumsum(axis=2)
     return (whole[:, None] + np.array(weights)[:, None] * waiting[:, None]).max(axis=2, initial=0.0).ravel().tolist()

@@ -124,8 +124,8 @@ def _borders(actions: list[Action], wiring: Wiring, sources: NDArray[np.intp], n
 
 def _codes(actions: list[Action], num_stages: int) -> tuple[NDArray[np.intp], list[tuple[int, int]]]:
     """[actions]: row of the table of durations; and the stages of its pairs."""
-    base = {kind: number * num_stages for number, kind in enumerate(TABLE_KINDS)}
-    rows = [base[action.kind] + action.stage for action in actions]
+    base = {kind.value: number * num_stages for number, kind in enumerate(TABLE_KINDS)}
+    rows = [base[action.kind._value_] + action.stage for action in actions]
     pairs: dict[tuple[int, int], int] = {}
     for number, action in enumerate(actions):
         if action.beside is not None:

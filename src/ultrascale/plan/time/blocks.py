@@ -176,11 +176,11 @@ def _price_blocks_of(workload: Workload, shapes: list[Shape], layer: int) -> Par
 
 def layer_kinds(workload: Workload) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """A first layer of each kind of block (dense or experts, windowed or not), and the kind of every layer."""
-    return _layer_kinds(workload.model)
+    return kinds_of_layers(workload.model)
 
 
 @lru_cache(maxsize=64)
-def _layer_kinds(model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def kinds_of_layers(model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
     known: dict[tuple[bool, int | None], int] = {}
     first: list[int] = []
     kind_of_layer = []

@@ -169,7 +169,7 @@ def _parameters(model: Model, layers: tuple[int, ...], ways: tuple[int, ...]) ->
 @lru_cache(maxsize=4096)
 def block_parameters(model: Model, layer: int, tp: int) -> tuple[int, int]:
     """Parameters of one block: dense ones on one rank of tp, and all routed experts'."""
-    weights = list(layer_weights(model, layer))
+    weights = layer_weights(model, layer)
     return sum(w.local_numel(tp=tp) for w in weights if not w.is_expert), sum(w.numel for w in weights if w.is_expert)
 
 

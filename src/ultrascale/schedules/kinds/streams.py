@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from ultrascale.schedules.actions import Action, backward, forward, input_gradient, together, weight_gradient
@@ -21,7 +22,8 @@ class Streams:
         self.actions: list[Action] = []
         self._places = (near, far)
         self._passed = {"F": [0, 0], "B": [0, 0]}
-        self._waiting: list[tuple[int, tuple[int, int]]] = []
+        self._waiting: tuple[deque[tuple[int, tuple[int, int]]], ...] = (deque(), deque())
+        self._cut = 0
 
     def add(self, steps: str, times: int = 1) -> None:
         """Append the actions named in `steps`, `times` times over."""
@@ -33,12 +35,12 @@ class Streams:
 
     def _next(self, kind: str, stream: int) -> Action:
         if kind == "W":
-            oldest = next(item for item in self._waiting if stream in (-1, item[0]))
-            self._waiting.remove(oldest)
-            return weight_gradient(*oldest[1])
+            waiting = min(filter(None, self._waiting)) if stream == -1 else self._waiting[stream]
+            return weight_gradient(*waiting.popleft()[1])
         passed = self._passed["F" if kind == "F" else "B"]
         where = self._places[stream](passed[stream])
         passed[stream] += 1
         if kind == "I":
-            self._waiting.append((stream, where))
+            self._waiting[stream].append((self._cut, where))
+            self._cut += 1
         return _MAKE[kind](*where)
