@@ -38,7 +38,7 @@ def export(
 
     Args:
         checkpoint: A run folder (its newest whole checkpoint), one checkpoint, or another Hugging Face folder; s3://... too.
-        out: The folder to make. It appears whole or not at all. In a store config.json appears last; hf://USER/NAME is pushed to.
+        out: The folder to make. It appears whole or not at all; in a store config.json appears last. hf://USER/NAME: pushed.
         precision: Dtype of the weights written; as-is: that of the folder the run was imported from, else of the checkpoint.
         max_shard_gb: Weights are split into files of at most this many GB (10^9 bytes).
         tokenizer: A tokenizer.json to go along, if the one of the run's data is elsewhere.
