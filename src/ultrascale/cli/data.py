@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 _VERBS = """ultrascale data: text to tokens.
 
-  ultrascale data prepare INPUT... --output FOLDER   text, JSONL (.gz, .zst), tables, WebDataset, MDS to token shards
+  ultrascale data prepare INPUT... --output FOLDER   text, JSONL, CSV, TSV (.gz, .zst), Parquet, Arrow,
+                                                     WebDataset or MDS to token shards
   ultrascale data inspect FOLDER                     what a prepared folder holds, with decoded samples
 
 Each has --help with an example.
