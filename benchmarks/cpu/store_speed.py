@@ -1,12 +1,13 @@
 """How fast checkpoints go to an S3 server and come back, beside the server's own rate.
 
-    python benchmarks/cpu/store_speed.py [--mib 256] [--rounds 5] [--json FILE]
+    python benchmarks/cpu/store_speed.py [--mib 256] [--rounds 5] [--apart] [--json FILE]
 
 The server is moto's on this machine, in memory, in Python: it is the slowest part, and its own rate is what plain requests
 (http.client, as many at once, of the same sizes) get of it. Every round times each line once, in turns; reported are MB/s,
 median and lowest to highest, and two medians of the rounds' ratios to the server's own line: of rates, and of processor seconds
-of client and server together, which others on the machine do not change. Ours reads the file, takes CRC-32 of each part, and
-SHA-256 for the server to compare; loading checks every part and fsyncs the file.
+of client and server together, which others on the machine do not change. With `--apart` the server has one processor and the
+client another, as on two machines; else each takes from the other what it uses. Ours reads the file, takes CRC-32 of each part,
+and SHA-256 for the server to compare; loading checks every part and fsyncs the file.
 """
 
 from __future__ import annotations
@@ -70,6 +71,15 @@ def processor_seconds() -> float:
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
+def keep_apart() -> None:
+    """The server on the first processor, this process on the second."""
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    (child,) = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    for processor, process in ((first, child), (second, str(os.getpid()))):
+        for thread in os.listdir(f"/proc/{process}/task"):
+            os.sched_setaffinity(int(thread), {processor})
+
+
 def measure(server: str, mib: int, rounds: int, scratch: Path) -> dict[str, list[tuple[float, float]]]:
     """MB/s, and processor seconds per GB, of every line in every round."""
     tensors = {f"w{i}": torch.randn(mib * (1 << 20) // 4 // 8) for i in range(8)}
@@ -107,12 +117,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--apart", action="store_true")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     scratch = Path(tempfile.mkdtemp(prefix="store-speed-"))
     try:
         with s3_server() as server:
             os.environ.update(environment(server))
+            if asked.apart:
+                keep_apart()
             rates = measure(server, asked.mib, asked.rounds, scratch)
     finally:
         shutil.rmtree(scratch)
@@ -127,7 +140,13 @@ def main() -> None:
         told = f"{median(speeds):7.0f} MB/s  ({min(speeds):.0f} to {max(speeds):.0f})"
         print(f"{name:28} {told}  {ratio:.2f}  by processor seconds {work:.2f}")
     if asked.json:
-        facts = {"mib": asked.mib, "rounds": asked.rounds, "processor_count": os.cpu_count(), "platform": platform.platform()}
+        facts = {
+            "mib": asked.mib,
+            "rounds": asked.rounds,
+            "apart": asked.apart,
+            "processor_count": os.cpu_count(),
+            "platform": platform.platform(),
+        }
         asked.json.write_text(json.dumps({**facts, "lines": rows}, indent=1) + "\n")
 
 
