@@ -64,7 +64,8 @@ class Saver:
         self._ranks = self._resources.enter_context(coordinating(process_group, own_group=True))
         self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._ranks.agree("before the first save", lambda: check_writable(self.root))
-        self._expect_one_folder()
+        if self._ranks.world > 1:
+            self._expect_one_folder()
         self.swept: list[str] = self._ranks.on_rank_0("removing leftovers", lambda: sweep(self.root))
         """Names of unfinished saves and deletions of earlier runs that were removed."""
         self._held: HeldFolder | None = None
