@@ -98,19 +98,23 @@ def measure(server: str, mib: int, rounds: int, scratch: Path) -> dict[str, list
         return result
 
     for _ in range(rounds):
-        prefix = uuid.uuid4().hex  # what is written over costs the server half: it has the memory at hand
+        prefix = uuid.uuid4().hex
         store = open_store(f"s3://{BUCKET}/{prefix}")
 
         def save(store: Store = store) -> Index:
             return publish_stored(store, folder, upload_files(store, folder, files_of(manifest)), before=None)
 
+        def empty(store: Store = store) -> None:  # memory that it has at hand costs the server less than new
+            store.remove(one.key for one in store.walk(""))
+
         line("the server's own, PUT", partial(plainly, server, "PUT", prefix, sizes, body))
-        index = line("ours: upload and publish", save)
         line("the server's own, GET", partial(plainly, server, "GET", prefix, sizes, body))
+        empty()
+        index = line("ours: upload and publish", save)
         line("ours: fetch onto the disk", partial(fetch, store, index, scratch / "back"))
         line("ours: verify", partial(verify_stored, store, index))
+        empty()
         shutil.rmtree(scratch / "back")
-        store.remove(one.key for one in store.walk(""))
     return found
 
 

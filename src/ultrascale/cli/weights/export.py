@@ -64,7 +64,7 @@ def export(
     if push_to_hub is not None:
         from ultrascale.models.hub import expect_pushable
 
-        expect_pushable(push_to_hub)
+        expect_pushable(push_to_hub, url if url.startswith("hf://") else "--push-to-hub")
     elif public:
         raise mistake("--public", "is about --push-to-hub, which is not given", "Give both, or neither.")
     with waiting("exporting"):
