@@ -26,7 +26,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 PART_BYTES = 16 << 20
-"""Of 32 MiB both sides need a third more processor time: less of a part is still in the caches when it is used again."""
+"""Parts of 32 MiB cost both sides a third more processor time: less of one is still in the caches when it is used again."""
 STREAMS = 8
 """Parts on their way at once. Those that go there are held whole, 128 MiB at most; those that come pass in small blocks."""
 

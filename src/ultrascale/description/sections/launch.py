@@ -51,7 +51,7 @@ class Kubernetes:
     namespace: str = "default"
     """Namespace of the objects."""
     volume: Literal["claim", "store"] = "claim"
-    """Where the run lives: on a claim that all pods mount, or, on one node, in `checkpoint.store` behind the pod's own disk."""
+    """Place of the run: a claim that all pods mount, or, on one node, `checkpoint.store` behind the pod's own disk."""
     secret: str | None = None
     """A Secret whose entries are variables of every pod, such as a store's credentials. None: the pods' own role."""
     claim: str | None = None
