@@ -1,12 +1,13 @@
 """How fast checkpoints go to an S3 server and come back, beside the server's own rate.
 
-    python benchmarks/cpu/store_speed.py [--mib 256] [--rounds 5] [--json FILE]
+    python benchmarks/cpu/store_speed.py [--mib 256] [--rounds 5] [--apart] [--json FILE]
 
 The server is moto's on this machine, in memory, in Python: it is the slowest part, and its own rate is what plain requests
 (http.client, as many at once, of the same sizes) get of it. Every round times each line once, in turns; reported are MB/s,
 median and lowest to highest, and two medians of the rounds' ratios to the server's own line: of rates, and of processor seconds
-of client and server together, which others on the machine do not change. Ours reads the file, takes CRC-32 of each part, and
-SHA-256 for the server to compare; loading checks every part and fsyncs the file.
+of client and server together, which others on the machine do not change. With `--apart` the server has one processor and the
+client another, as on two machines; else each takes from the other what it uses. Ours reads the file, takes CRC-32 of each part,
+and SHA-256 for the server to compare; loading checks every part and fsyncs the file.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ SIGNED = {
 """The server looks who asks, and compares no signature."""
 
 
-def plainly(server: str, method: str, sizes: list[int], body: bytes) -> None:
-    """One request a size, `STREAMS` at a time, each on a connection of its own."""
+def plainly(server: str, method: str, prefix: str, sizes: list[int], body: bytes) -> None:
+    """One request a size, `STREAMS` at a time, each on a connection of its own; keys are under `prefix`."""
 
     def request(index: int) -> None:
         connection = http.client.HTTPConnection(server.removeprefix("http://"))
         sent = memoryview(body)[: sizes[index]]
-        connection.request(method, f"/{BUCKET}/plain/{index}", sent if method == "PUT" else None, SIGNED)
+        connection.request(method, f"/{BUCKET}/{prefix}/plain/{index}", sent if method == "PUT" else None, SIGNED)
         answer = connection.getresponse()
         data = answer.read()
         connection.close()
@@ -68,6 +69,15 @@ def processor_seconds() -> float:
     fields = [Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split() for child in children]
     ticks = sum(int(one[11]) + int(one[12]) for one in fields)
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def keep_apart() -> None:
+    """The server on the first processor, this process on the second."""
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    (child,) = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    for processor, process in ((first, child), (second, str(os.getpid()))):
+        for thread in os.listdir(f"/proc/{process}/task"):
+            os.sched_setaffinity(int(thread), {processor})
 
 
 def measure(server: str, mib: int, rounds: int, scratch: Path) -> dict[str, list[tuple[float, float]]]:
@@ -88,18 +98,23 @@ def measure(server: str, mib: int, rounds: int, scratch: Path) -> dict[str, list
         return result
 
     for _ in range(rounds):
-        store = open_store(f"s3://{BUCKET}/{uuid.uuid4().hex}")
+        prefix = uuid.uuid4().hex
+        store = open_store(f"s3://{BUCKET}/{prefix}")
 
         def save(store: Store = store) -> Index:
             return publish_stored(store, folder, upload_files(store, folder, files_of(manifest)), before=None)
 
-        line("the server's own, PUT", partial(plainly, server, "PUT", sizes, body))
+        def empty(store: Store = store) -> None:  # memory that it has at hand costs the server less than new
+            store.remove(one.key for one in store.walk(""))
+
+        line("the server's own, PUT", partial(plainly, server, "PUT", prefix, sizes, body))
+        line("the server's own, GET", partial(plainly, server, "GET", prefix, sizes, body))
+        empty()
         index = line("ours: upload and publish", save)
-        line("the server's own, GET", partial(plainly, server, "GET", sizes, body))
         line("ours: fetch onto the disk", partial(fetch, store, index, scratch / "back"))
         line("ours: verify", partial(verify_stored, store, index))
+        empty()
         shutil.rmtree(scratch / "back")
-        store.remove(one.key for one in store.walk(""))
     return found
 
 
@@ -107,12 +122,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--apart", action="store_true")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     scratch = Path(tempfile.mkdtemp(prefix="store-speed-"))
     try:
         with s3_server() as server:
             os.environ.update(environment(server))
+            if asked.apart:
+                keep_apart()
             rates = measure(server, asked.mib, asked.rounds, scratch)
     finally:
         shutil.rmtree(scratch)
@@ -127,7 +145,13 @@ def main() -> None:
         told = f"{median(speeds):7.0f} MB/s  ({min(speeds):.0f} to {max(speeds):.0f})"
         print(f"{name:28} {told}  {ratio:.2f}  by processor seconds {work:.2f}")
     if asked.json:
-        facts = {"mib": asked.mib, "rounds": asked.rounds, "processor_count": os.cpu_count(), "platform": platform.platform()}
+        facts = {
+            "mib": asked.mib,
+            "rounds": asked.rounds,
+            "apart": asked.apart,
+            "processor_count": os.cpu_count(),
+            "platform": platform.platform(),
+        }
         asked.json.write_text(json.dumps({**facts, "lines": rows}, indent=1) + "\n")
 
 

@@ -53,7 +53,7 @@ def test_json_output_is_json_with_the_counts(text, capsys):
 def test_the_help_names_every_format_that_is_read(capsys):
     assert command(["--help"]) == 0
     told = capsys.readouterr().out
-    assert all(name in told for name in ("text", "JSONL", ".gz", ".zst", "Parquet", "CSV", "TSV"))
+    assert all(name in told for name in ("text", "JSONL", ".gz", ".zst", "Parquet", "CSV", "TSV", "Arrow", "WebDataset", "MDS"))
 
 
 def test_skipped_documents_are_printed_with_the_first_of_each_reason(text, capsys):

@@ -54,8 +54,8 @@ def there(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def text(capsys, launcher: str, *words: str) -> str:
-    assert main(["launch", launcher, "run.toml", "--nodes", "8", "--print", *words]) == 0
+def text(capsys, launcher: str, *words: str, nodes: int = 8) -> str:
+    assert main(["launch", launcher, "run.toml", "--nodes", str(nodes), "--print", *words]) == 0
     return capsys.readouterr().out
 
 
@@ -208,6 +208,33 @@ def test_pods_have_shared_memory_a_probe_time_to_leave_and_the_volume(kind, caps
     assert {one["name"]: one["value"] for one in container["env"]}["WORDS"] == "a 'quoted' $text"
 
 
+IN_A_STORE = [
+    *("--launch.kubernetes.volume", "store", "--launch.kubernetes.secret", "keys", "--checkpoint.store", "s3://bucket/runs"),
+    *("--data.sources", "s3://bucket/data", "--cluster", "8xh100", "--layout.dp", "8", "--layout.dp-shard", "8"),
+]
+
+
+@pytest.mark.parametrize("kind", ["trainjob", "jobset"])
+def test_a_run_of_one_node_lives_in_a_store_without_a_claim(kind, capsys):
+    found = documents(text(capsys, "kubernetes", "--launch.kubernetes.kind", kind, *IN_A_STORE, nodes=1))
+    assert [one["kind"] for one in found] == [
+        "ConfigMap",
+        *(["TrainingRuntime", "TrainJob"] if kind == "trainjob" else ["JobSet"]),
+    ]
+    assert found[0]["data"] == {"run.toml": RUN}
+    (job_spec,) = [one for document in found[1:] for one in replicated_jobs(document)]
+    pod = job_spec["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    disk, file = pod["volumes"][:2]
+    assert disk == {"name": "run", "emptyDir": {}} and file["configMap"] == {"name": found[0]["metadata"]["name"]}
+    assert {"name": "file", "mountPath": "/mnt/run/run.toml", "subPath": "run.toml"} in container["volumeMounts"]
+    assert container["envFrom"] == [{"secretRef": {"name": "keys"}}] and container["workingDir"] == "/mnt/run"
+    assert "--checkpoint.store s3://bucket/runs" in container["command"][2] and "claim" not in str(pod)
+    published = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed: no schemas")
+    for one in (found[0], job_spec):
+        published.validate(one, KUBERNETES, strict=True)
+
+
 SKY = Path(sys.prefix) / "sky" / "bin" / "python"
 """An environment of its own: SkyPilot wants other versions of what is here."""
 READ_TASK = "import sys, sky; t = sky.Task.from_yaml(sys.argv[1]); print(t.num_nodes, next(iter(t.resources)).use_spot)"
@@ -251,6 +278,26 @@ WRONG = {
     "a time without a unit": (["slurm", "run.toml", "--nodes", "8", "--launch.time-limit", "24"], "has no unit", '"24h"'),
     "too short a time": (["slurm", "run.toml", "--nodes", "8", "--launch.time-limit", "2m"], "too short", '"1h"'),
     "no image": (["kubernetes", "run.toml", "--nodes", "8", "--launch.container", "none"], "pods start from", "Containerfile"),
+    "a store for several nodes": (
+        ["kubernetes", "run.toml", "--nodes", "8", "--launch.kubernetes.volume", "store"],
+        "8 nodes save into one folder",
+        'Set it to "claim"',
+    ),
+    "no store": (
+        ["kubernetes", "run.toml", "--nodes", "8", "--launch.kubernetes.volume", "store"],
+        "is not given",
+        "s3://BUCKET",
+    ),
+    "data that a pod does not see": (
+        ["kubernetes", "run.toml", "--nodes", "8", "--launch.kubernetes.volume", "store"],
+        "has data/web, which a pod without a claim does not see",
+        "s3://BUCKET/DATA",
+    ),
+    "a secret's content": (
+        ["kubernetes", "run.toml", "--nodes", "8", "--launch.kubernetes.secret", "AKIA/x"],
+        "lower-case letters",
+        "kubectl get secrets",
+    ),
     "hosts of another number": (["ssh", "run.toml", "--nodes", "8", "--launch.hosts", "a,b"], "names 2 hosts", "one for each"),
     "an odd host": (["ssh", "run.toml", "--nodes", "8", "--launch.hosts", "a;b"], "names no host", "USER@HOST"),
     "an odd variable": (["slurm", "run.toml", "--nodes", "8", "--launch.environment", "A B"], "sets no variable", "NAME=VALUE"),

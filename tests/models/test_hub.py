@@ -37,10 +37,13 @@ def exported(tmp_path) -> Path:
     return export_folder(decoder.state_dict(), MODEL, tmp_path / "exported")
 
 
-def push(hub: Hub, exported: Path, *words: str, token: str = "hf_right") -> subprocess.CompletedProcess[str]:
+def push(
+    hub: Hub, exported: Path, *words: str, token: str = "hf_right", out: str = "", scratch: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
     own = {"HF_ENDPOINT": hub.address, "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(exported.parent / "hf")}
-    command = [sys.executable, "-m", "ultrascale", "export", str(exported), str(exported.parent / "out"), *words]
+    own |= {} if scratch is None else {"TMPDIR": str(scratch)}
+    command = [sys.executable, "-m", "ultrascale", "export", str(exported), out or str(exported.parent / "out"), *words]
     return subprocess.run(command, env=os.environ | own, capture_output=True, text=True, check=False, timeout=250)
 
 
@@ -60,6 +63,23 @@ def test_an_export_goes_up_whole_in_one_commit_private_and_with_a_card(hub, expo
     (exported.parent / "again" / "model.safetensors").write_bytes(hub.files["model.safetensors"])
     weights = load_file(exported.parent / "again" / "model.safetensors")
     assert all(torch.equal(value, load_file(exported / "model.safetensors")[name]) for name, value in weights.items())
+
+
+def test_an_export_to_the_hub_is_a_push_and_stays_here_if_that_fails(hub, exported, tmp_path):
+    (scratch := tmp_path / "scratch").mkdir()
+    done = push(hub, exported, "--json", out=f"hf://{REPO}", scratch=scratch)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["pushed_to"] == f"{hub.address}/{REPO}" and told["folder"] == f"hf://{REPO}"
+    assert len(hub.commits) == 1 and {"config.json", "model.safetensors", "README.md"} <= set(hub.files)
+    assert not [*scratch.iterdir()]
+    hub.refuse = {"/commit/": 403}
+    done = push(hub, exported, out=f"hf://{REPO}", scratch=scratch)
+    (kept,) = scratch.glob("*/export")
+    assert done.returncode == 1 and str(kept) in "".join(done.stderr.split("\n")) and (kept / "model.safetensors").exists()
+    for place in (f"hf://datasets/{REPO}", f"hf://{REPO}/folder", "hf://tiny"):
+        done = push(hub, exported, out=place, scratch=scratch)
+        assert done.returncode == 2 and len(hub.commits) == 1, done.stderr
 
 
 def test_a_card_that_is_there_stays(hub, exported):

@@ -103,7 +103,7 @@ def test_a_store_that_cannot_be_used_is_told_before_anything_starts(server: str,
     assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("words", [("hf://ada", "out"), ("s3://b/x", "s3://key@b/x"), ("s3://b/x", "hf://a/b")])
+@pytest.mark.parametrize("words", [("hf://ada", "out"), ("s3://b/x", "s3://key@b/x"), ("s3://b/x", "hf://datasets/a/b")])
 def test_a_place_that_names_no_store_is_a_wrong_argument(
     words: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

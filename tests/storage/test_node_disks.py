@@ -38,3 +38,18 @@ def test_ranks_that_see_one_disk_save_into_it(tmp_path: Path, world: int):
 def save_on_one_disk(rank: int, root: Path, world: int) -> None:
     part = {"w": [Slice(torch.full((2, 3), float(rank)), (2 * world, 3), (2 * rank, 0))]}
     checkpoint.save(root, 1, part, {})
+
+
+def begin_saving(rank: int, disks: Path) -> str:
+    try:
+        checkpoint.Saver(disks / f"node-{rank // 2}").close()
+    except checkpoint.CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_disks_of_two_nodes_are_told_before_the_first_step(tmp_path: Path):
+    for told in run_ranks(4, begin_saving, tmp_path):
+        assert "ranks [2, 3] of 4: it is not there: this node has a disk of its own" in told
+    assert not [*tmp_path.glob("node-*/*")]
+    assert run_ranks(2, begin_saving, tmp_path) == ["", ""]

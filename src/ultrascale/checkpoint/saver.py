@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -26,9 +27,10 @@ class Saver:
 
     Nothing is removed for a checkpoint that has not been read back in full: each one is, once, before it first counts.
 
-    All methods are collective over `process_group` (all ranks by default). At its start it proves that every rank can write,
-    and sweeps away what a killed run has left, so one job at a time may own `root`. Rank 0 holds that folder open: once the
-    path leads to it no more, nothing is written or removed there, and each save fails until `use` names a place.
+    All methods are collective over `process_group` (all ranks by default). At its start it proves that every rank can write and
+    sees what rank 0 writes, and sweeps away what a killed run has left, so one job at a time may own `root`. Rank 0 holds that
+    folder open: once the path leads to it no more, nothing is written or removed there, and each save fails until `use` names a
+    place.
 
     With `asynchronous`, `save` returns once the numbers are copied to host memory (each rank copies only what it will write)
     and a thread does the rest through a gloo group of its own. One save is pending at most: the next one waits for it. What
@@ -62,11 +64,24 @@ class Saver:
         self._ranks = self._resources.enter_context(coordinating(process_group, own_group=True))
         self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._ranks.agree("before the first save", lambda: check_writable(self.root))
+        if self._ranks.world > 1:
+            self._expect_one_folder()
         self.swept: list[str] = self._ranks.on_rank_0("removing leftovers", lambda: sweep(self.root))
         """Names of unfinished saves and deletions of earlier runs that were removed."""
         self._held: HeldFolder | None = None
         self._resources.callback(self._let_go)
         self.use(self.root)
+
+    def _expect_one_folder(self) -> None:
+        """Raises CheckpointError on every rank if `root` is another folder for some, as on disks of several nodes."""
+        mark = self.root / self._ranks.broadcast(f".write-test-{uuid.uuid4().hex}")
+        doing = f"looking for what rank 0 wrote into {self.root}"
+        self._ranks.agree(doing, lambda: mark.mkdir() if self._ranks.rank == 0 else None)
+        try:
+            self._ranks.agree(doing, lambda: _expect_seen(mark))
+        finally:
+            if self._ranks.rank == 0:
+                mark.rmdir()
 
     def use(self, root: Path) -> None:
         """Save into `root` from now on, which is made if the folder above it is there. Raises CheckpointError, also for the
@@ -182,3 +197,9 @@ class Saver:
         if name not in self._verified:
             verify(self.root / name, ranks=self._ranks)
             self._verified.add(name)
+
+
+def _expect_seen(mark: Path) -> None:
+    if not mark.exists():
+        remedy = "set `folder` to one that all nodes mount, or keep the run's ranks on one node"
+        raise CheckpointError(f"it is not there: this node has a disk of its own, and a save needs one for all; {remedy}.")

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 _VERBS = """ultrascale data: text to tokens.
 
-  ultrascale data prepare INPUT... --output FOLDER   text, JSONL (.gz, .zst), Parquet, CSV or TSV to token shards
+  ultrascale data prepare INPUT... --output FOLDER   text, JSONL, CSV, TSV (.gz, .zst), Parquet, Arrow,
+                                                     WebDataset or MDS to token shards
   ultrascale data inspect FOLDER                     what a prepared folder holds, with decoded samples
 
 Each has --help with an example.
@@ -86,7 +87,7 @@ def prepare(
         tokenizer: A tokenizer.json.
         train_tokenizer: Or: train a byte-level BPE with so many ids on the input.
         eod: The tokenizer's end-of-document token, if it is not one of the usual ones.
-        field: Where the text is, for JSONL, Parquet and CSV.
+        field: Where the text is: of JSONL, tables and MDS the column, of WebDataset the extension, or the field of its .json.
         glob: Which names are taken from folders.
         exclude: A name of files or folders left out of folders; may be given more than once.
         workers: Processes. All cores if left out.

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
-from ultrascale.description.problems import mistake
+from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.jobs.environment import variables
 from ultrascale.jobs.job import Job
 from ultrascale.jobs.text import block, fill, head, no_time_limit, quoted, setup, train_words
+from ultrascale.storage import url_of
 
 LEAVING_SECONDS = 60
 """Seconds for torchrun and the shell to end when the ranks have."""
@@ -20,6 +22,18 @@ MAX_RESTARTS = 20
 """Restarts of all pods for other reasons than that the cluster wanted a node."""
 LONGEST_NAME = 40
 """Longest name: of a label's 63 letters some are for what JobSet adds."""
+
+RUN_FILE = """\
+---
+# The run's file. All else that the run has is in its checkpoint.store: a pod begins with an empty disk.
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: {name}-file
+  namespace: {namespace}
+data:
+  run.toml: {text}
+"""
 
 
 def kubernetes_text(job: Job, file: object) -> str:
@@ -31,10 +45,12 @@ def kubernetes_text(job: Job, file: object) -> str:
     name = object_name(job.name)
     if asked.claim is None:
         expect_server(job, "launch.kubernetes.claim")
-    claim = asked.claim or f"{name}-run"
-    described = (
-        fill("claim.yaml", claim=claim, namespace=asked.namespace, size=_text(asked.size)) if asked.claim is None else ""
-    )
+    claim, described = asked.claim or f"{name}-run", ""
+    if asked.volume == "store":
+        _expect_store(job)
+        described = RUN_FILE.format(name=name, namespace=asked.namespace, text=_text(job.file.read_text()))
+    elif asked.claim is None:
+        described = fill("claim.yaml", claim=claim, namespace=asked.namespace, size=_text(asked.size))
     labels = "" if asked.queue is None else f"\n  labels:\n    kueue.x-k8s.io/queue-name: {_text(asked.queue)}"
     depth = 2 if asked.kind == "jobset" else 6
     return fill(
@@ -50,6 +66,26 @@ def expect_server(job: Job, key: str) -> None:
         rule = f"is a folder, and each island has a volume of its own ({key})"
         remedy = "Name a server that all of them reach, tcp://HOST:PORT: python -m ultrascale.islands.store HOST PORT."
         raise mistake("islands.meet", rule, remedy)
+
+
+def _expect_store(job: Job) -> None:
+    """Raise SpecError with everything that keeps a run from living in a store behind its pod's disk."""
+    run, asked, key = job.run, job.launch.kubernetes, "launch.kubernetes.volume"
+    problems = []
+    if job.nodes > 1:
+        rule = f"is store, and {job.nodes} nodes save into one folder, which must be on a volume that all of them mount"
+        problems.append(Problem(key, rule, 'Set it to "claim"; checkpoint.store keeps the run in the store besides.'))
+    if run.checkpoint.store is None or url_of(run.checkpoint.store) is None:
+        rule = f"is {run.checkpoint.store or 'not given'}, and the disk of a pod goes with it ({key} is store)"
+        problems.append(Problem("checkpoint.store", rule, 'Name a store: "s3://BUCKET/runs".'))
+    for source in (*run.data.sources, *run.data.validation):
+        if url_of(source.path) is None:
+            rule = f"has {source.path}, which a pod without a claim does not see ({key} is store)"
+            problems.append(Problem("data", rule, "Copy the prepared folder into the store, and name that: s3://BUCKET/DATA."))
+    if asked.claim is not None:
+        problems.append(Problem("launch.kubernetes.claim", f"is given beside {key} = store", "Keep one of the two."))
+    if problems:
+        raise SpecError(problems)
 
 
 def object_name(name: str) -> str:
@@ -71,10 +107,28 @@ def _jobset_spec(job: Job, name: str, claim: str) -> str:
         grace_reason=f"To save and leave is given {job.grace_reason}.",
         image=_text(job.launch.container), path=_text(asked.path),
         script=block(node_script(job, first=f"{name}-node-0-0.{name}", number="JOB_COMPLETION_INDEX"), 20),
-        env=block(_env(job), 18), claim=claim, shared_memory=_text(asked.shared_memory),
+        env=block(_env(job), 18), volume=block(_volume(job, name, claim), 14), mount=block(_mount(job), 18),
+        shared_memory=_text(asked.shared_memory),
+        secret=block("" if asked.secret is None else f"\nenvFrom:\n  - secretRef:\n      name: {asked.secret}", 16),
         resources=block("limits:\n" + "\n".join(f"  {key}: {count}" for key, count in limits.items()) if limits else "{}", 18),
         security=block(security, 16) if asked.network else "", probe='python, -m, ultrascale.jobs.alive',
     )  # fmt: skip
+
+
+def _volume(job: Job, name: str, claim: str) -> str:
+    """The volume that the run lives on, and where no claim has it, its file."""
+    if job.launch.kubernetes.volume == "claim":
+        return f"- name: run\n  persistentVolumeClaim:\n    claimName: {claim}"
+    disk = "# Goes with the pod: the next one goes on from checkpoint.store.\n- name: run\n  emptyDir: {}"
+    return f"{disk}\n- name: file\n  configMap:\n    name: {name}-file"
+
+
+def _mount(job: Job) -> str:
+    asked = job.launch.kubernetes
+    rows = [f"- name: run\n  mountPath: {_text(asked.path)}"]
+    if asked.volume == "store":
+        rows.append(f"- name: file\n  mountPath: {_text(Path(asked.path) / job.file)}\n  subPath: run.toml")
+    return "\n".join(rows)
 
 
 def node_script(job: Job, *, first: str, number: str) -> str:

@@ -23,18 +23,19 @@ class HubError(RuntimeError):
     """The Hub could not be reached, or would not take a folder."""
 
 
-def expect_pushable(repo: str) -> None:
-    """Raises SpecError, before anything is written, if `repo` is no USER/NAME, huggingface_hub is missing or has no key."""
+def expect_pushable(repo: str, key: str = "--push-to-hub") -> None:
+    """Raises SpecError naming `key`, before anything is written, if `repo` is no USER/NAME, or huggingface_hub is missing or
+    has no key."""
     if not _REPO.fullmatch(repo) or len(repo) > 96:
         rule = f"must be USER/NAME, is {repo!r}"
-        raise mistake("--push-to-hub", rule, "Name the model as its address on the Hub has it.")
+        raise mistake(key, rule, "Name the model as its address on the Hub has it.")
     try:
         from huggingface_hub import get_token
     except ImportError:
         remedy = "pip install huggingface_hub, or leave it out and upload the folder yourself."
-        raise mistake("--push-to-hub", "needs huggingface_hub, which is not installed", remedy) from None
+        raise mistake(key, "needs huggingface_hub, which is not installed", remedy) from None
     if get_token() is None:
-        raise mistake("--push-to-hub", "finds no key of the Hub", "Set HF_TOKEN, or run `hf auth login`.")
+        raise mistake(key, "finds no key of the Hub", "Set HF_TOKEN, or run `hf auth login`.")
 
 
 def push(folder: Path, repo: str, *, card: str, public: bool = False) -> str:

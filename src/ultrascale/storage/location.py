@@ -37,7 +37,9 @@ def url_problem(place: str, *, to_write: bool = False) -> str | None:
     scheme, rest = url.split("://", 1)
     if scheme == "hf":
         if to_write:
-            return "hf:// takes commits and no put on a condition: keep the run in a bucket, and push exports"
+            return (
+                "hf:// keeps every version, and takes no put on a condition of one file: keep the run in a bucket, push exports"
+            )
         return (
             None if PLACE.fullmatch(rest) else "names no repository: expected hf://USER/NAME or hf://datasets/USER/NAME/FOLDER"
         )

@@ -23,7 +23,7 @@ from ultrascale.storage.store import PAUSE_SECONDS, READS, Block, Store, Stored,
 
 T = TypeVar("T")
 CONNECT_SECONDS, REQUEST_SECONDS = 10, 300
-"""A part of 32 MiB passes at 1 Mbit/s in the latter."""
+"""A part of 16 MiB passes at 1 Mbit/s in half the latter."""
 MULTIPART_BYTES, MULTIPART_STREAMS = 16 << 20, 8
 BLOCK_BYTES = 256 << 10
 """An object that is read by blocks comes in these: larger ones leave the processor's caches between two uses."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from ultrascale.description.problems import mistake
 from ultrascale.storage import MissingError, Store, open_store, url_of
+from ultrascale.storage.hub import HubStore
 from ultrascale.storage.location import url_problem
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
@@ -70,12 +72,18 @@ def bring_newest(store: Store, run: Path) -> None:
 
 @contextmanager
 def sent(place: Path, *, overwrite: bool) -> Iterator[Path]:
-    """`place`, or while inside a folder whose files go to the store after that, `config.json` last.
+    """`place`, or while inside a folder whose files go to the store after that, `config.json` last. For hf:// the folder is the
+    caller's to push, and stays if that fails.
 
     Raises SpecError if something is there already and is not to be overwritten, or is no export; StorageError."""
     store = store_of(place)
     if store is None:
         yield place
+        return
+    if isinstance(store, HubStore):
+        kept = Path(tempfile.mkdtemp(prefix="ultrascale-"))
+        yield kept / "export"
+        shutil.rmtree(kept)
         return
     there = {one.key for one in store.files()}
     if there and not (overwrite and CONFIG in there):

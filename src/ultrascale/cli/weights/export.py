@@ -17,6 +17,7 @@ from ultrascale.description.problems import SpecError, mistake
 from ultrascale.description.progress import tokens_after
 from ultrascale.description.units import format_count
 from ultrascale.models.files.tokenizer_files import find_tokenizer
+from ultrascale.storage import url_of
 from ultrascale.train.folder.run_folder import RunFolder
 
 
@@ -38,7 +39,7 @@ def export(
 
     Args:
         checkpoint: A run folder (its newest whole checkpoint), one checkpoint, or another Hugging Face folder; s3://... too.
-        out: The folder to make. It appears whole or not at all. In a store (s3://...) config.json appears last.
+        out: The folder to make. It appears whole or not at all; in a store config.json appears last. hf://USER/NAME: pushed.
         precision: Dtype of the weights written; as-is: that of the folder the run was imported from, else of the checkpoint.
         max_shard_gb: Weights are split into files of at most this many GB (10^9 bytes).
         tokenizer: A tokenizer.json to go along, if the one of the run's data is elsewhere.
@@ -50,7 +51,11 @@ def export(
     here = store_of(checkpoint) is None
     if here:
         expect_folder(checkpoint)
-    if store_of(out, to_write=True) is None:
+    if (url := url_of(out) or "").startswith("hf://"):
+        if push_to_hub is not None:
+            raise mistake("--push-to-hub", f"is given beside {url}, which is pushed to as well", "Keep one of the two.")
+        push_to_hub = url.removeprefix("hf://")
+    elif store_of(out, to_write=True) is None:
         from ultrascale.models.files.folders import expect_replaceable
         from ultrascale.models.files.weight_files import is_exported
 
@@ -60,7 +65,7 @@ def export(
     if push_to_hub is not None:
         from ultrascale.models.hub import expect_pushable
 
-        expect_pushable(push_to_hub)
+        expect_pushable(push_to_hub, url if url.startswith("hf://") else "--push-to-hub")
     elif public:
         raise mistake("--public", "is about --push-to-hub, which is not given", "Give both, or neither.")
     if tokenizer is not None:

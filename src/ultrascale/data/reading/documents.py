@@ -1,9 +1,10 @@
 """Documents out of files, one after the other, with memory that does not grow with the file, the line or the document.
 
-A text file is one document; a line of JSONL and a row of Parquet or CSV are one document each. What is wrong with one comes out
-in its place as a `DataError`, and the reader goes on; whether that ends the run or is counted is up to the caller.
-Lines are split at the byte b"\\n" only; `str.splitlines` would also split at U+2028, a form feed or a lone carriage return.
-A byte-order mark at the start of a file is dropped. Parquet must hold one row in memory; the others need a few MiB.
+A text file is one document; a line of JSONL, a row of Parquet, Arrow or CSV and a sample of WebDataset or MDS are one each.
+What is wrong with one comes out in its place as a `DataError`, and the reader goes on; whether that ends the run or is counted
+is up to the caller. Lines are split at the byte b"\\n" only; `str.splitlines` would also split at U+2028, a form feed or a lone
+carriage return. A byte-order mark at the start of a file is dropped. Of tables and samples memory holds a row (of Arrow a batch
+of rows); the others need a few MiB.
 """
 
 from __future__ import annotations
@@ -11,18 +12,26 @@ from __future__ import annotations
 import codecs
 import csv
 import io
-import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ultrascale.data.files import DataError, writing
 from ultrascale.data.reading.compressed import damage, import_extra, open_bytes
 from ultrascale.data.reading.inputs import InputFile, Part
+from ultrascale.data.reading.judged import (
+    REPAIR,
+    Document,
+    invalid_utf8,
+    judge_piece,
+    judged,
+    judged_text,
+    parse_line,
+)
 from ultrascale.data.reading.long_lines import marked, shorten, string_pieces
+from ultrascale.data.reading.samples import mds_texts, tar_samples
 
 PIECE_BYTES = 1 << 20
 LONGEST_CELL = 1 << 30
@@ -31,18 +40,7 @@ LONGEST_LINE = 4 << 20
 """Longer lines are not held in memory; see `long_lines`."""
 _MAGICS = {b"\x1f\x8b": ("gzip", ".gz"), b"\x28\xb5\x2f\xfd": ("zstd", ".zst"), b"PAR1": ("Parquet", ".parquet")}
 _BOM = codecs.BOM_UTF8
-_REPAIR = "Repair it, or leave such documents out with --on-bad skip."
-
-
-@dataclass(frozen=True)
-class Document:
-    """One document, whole or as pieces of text that are read as they are asked for (and may raise DataError then)."""
-
-    where: str
-    key: str
-    """Names it for ever: file and place inside."""
-    text: str | None
-    pieces: Iterator[str] | None = None
+_ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class PartReader:
@@ -58,7 +56,8 @@ class PartReader:
         """Progress, of `part.weight_bytes`."""
 
     def __iter__(self) -> Iterator[Document | DataError]:
-        read = {"text": self._text, "jsonl": self._jsonl, "parquet": self._parquet, "csv": self._csv}[self.part.file.kind]
+        read = {"text": self._text, "jsonl": self._jsonl, "parquet": self._parquet, "csv": self._csv, "arrow": self._arrow,
+                "tar": self._tar, "mds": self._mds}[self.part.file.kind]  # fmt: skip
         try:
             with _named_damage(self.part.file.path):
                 _expect_named_kind(self.part.file)
@@ -72,7 +71,7 @@ class PartReader:
         with open_bytes(file.path, file.compression) as (stream, raw):
             first = stream.read(PIECE_BYTES)
             if len(first) < PIECE_BYTES:
-                yield _judged(first.removeprefix(_BOM), str(file.path), file.name, len(_BOM) if first.startswith(_BOM) else 0)
+                yield judged(first.removeprefix(_BOM), str(file.path), file.name, len(_BOM) if first.startswith(_BOM) else 0)
             else:
                 yield Document(str(file.path), file.name, None, self._text_pieces(first, stream, raw))
 
@@ -87,8 +86,8 @@ class PartReader:
                 try:
                     text = decoder.decode(block, final=not block)
                 except UnicodeDecodeError as error:
-                    raise _invalid_utf8(str(path), position - before + error.start, error) from error
-                yield _judge_piece(text, f"{path}, after byte {position}")
+                    raise invalid_utf8(str(path), position - before + error.start, error) from error
+                yield judge_piece(text, f"{path}, after byte {position}")
                 if not block:
                     return
                 position += len(block)
@@ -118,7 +117,7 @@ class PartReader:
                 position += length
                 self.consumed_bytes = raw.tell() - start
             if position == 0:
-                yield DataError(str(file.path), "is empty", _REPAIR, "empty_file")
+                yield DataError(str(file.path), "is empty", REPAIR, "empty_file")
 
     def _csv(self) -> Iterator[Document | DataError]:
         """The column `field` of a table with a header, a row each; tabs between columns in a .tsv."""
@@ -134,11 +133,58 @@ class PartReader:
                     return
                 for number, row in enumerate(table, start=1):
                     self.consumed_bytes = raw.tell()
-                    yield _judged_text(row[self.field], f"{file.path}:{table.line_num}", f"{file.name}:row {number}")
+                    yield judged_text(row[self.field], f"{file.path}:{table.line_num}", f"{file.name}:row {number}")
             except UnicodeDecodeError as error:
-                yield _invalid_utf8(str(file.path), error.start, error, "byte of a block")
+                yield invalid_utf8(str(file.path), error.start, error, "byte of a block")
             except csv.Error as error:
-                yield DataError(f"{file.path}:{table.line_num}", f"is no row of a table: {error}", _REPAIR, "broken_csv")
+                yield DataError(f"{file.path}:{table.line_num}", f"is no row of a table: {error}", REPAIR, "broken_csv")
+
+    def _arrow(self) -> Iterator[Document | DataError]:
+        """Rows of a shard of `datasets`, which is a stream of batches and ends with a mark."""
+        file, row = self.part.file, 0
+        pyarrow = import_extra("pyarrow")
+        try:
+            with open(file.path, "rb") as raw:
+                raw.seek(-min(8, file.size), io.SEEK_END)
+                if raw.read() != _ARROW_END:
+                    raise DataError(
+                        str(file.path), "is no whole Arrow stream: it lacks the mark of an end", REPAIR, "damaged_file"
+                    )
+                raw.seek(0)
+                table = import_extra("pyarrow.ipc").open_stream(raw)
+                _expect_text_column(pyarrow, table.schema, self.field, file.path)
+                for batch in table:
+                    self.consumed_bytes = raw.tell()
+                    for value in batch.column(self.field):
+                        yield _row_document(value, f"{file.path}, row {row}", f"{file.name}:{row}")
+                        row += 1
+        except pyarrow.ArrowException as error:
+            raise DataError(str(file.path), f"is damaged: {error}", REPAIR, "damaged_file") from error
+
+    def _tar(self) -> Iterator[Document | DataError]:
+        """The text of a sample is its file with the extension `field`, else this field of its .json, else its .txt."""
+        file = self.part.file
+        with open_bytes(file.path, file.compression) as (stream, raw):
+            for name, files in tar_samples(stream, str(file.path)):
+                self.consumed_bytes = raw.tell()
+                where, key = f"{file.path}, sample {name}", f"{file.name}:{name}"
+                if self.field in files:
+                    yield judged(files[self.field], where, key, 0)
+                elif "json" in files:
+                    yield self._line(files["json"], where, key)
+                elif self.field == "text" and "txt" in files:
+                    yield judged(files["txt"], where, key, 0)
+                else:
+                    wanted = "txt" if self.field == "text" else self.field
+                    has = f"has no .{wanted} and no .json, only {', '.join(f'.{one}' for one in files)}"
+                    yield DataError(where, has, "Name the text's extension with --field.", "missing_field")
+
+    def _mds(self) -> Iterator[Document | DataError]:
+        file = self.part.file
+        with open_bytes(file.path, file.compression) as (stream, raw):
+            for number, text in enumerate(mds_texts(stream, self.field, str(file.path))):
+                self.consumed_bytes = raw.tell()
+                yield judged(text, f"{file.path}, sample {number}", f"{file.name}:{number}", 0)
 
     def _first_line(self, stream: BinaryIO) -> int:
         """Moves to the first line that begins in this part, and gives its position; the part's end if there is none."""
@@ -153,26 +199,26 @@ class PartReader:
 
     def _line(self, line: bytes, where: str, key: str) -> Document | DataError:
         if not line.strip():
-            return DataError(where, "is an empty line", _REPAIR, "empty_line")
+            return DataError(where, "is an empty line", REPAIR, "empty_line")
         try:
-            value = _parse_line(line, where, self.field)
+            value = parse_line(line, where, self.field)
         except DataError as error:
             return error
-        return _judged_text(value, where, key)
+        return judged_text(value, where, key)
 
     def _long_line(self, spooled: BinaryIO, where: str, key: str, *, bom: bool) -> Document | DataError:
         short = shorten(spooled, LONGEST_LINE)
         if short is None:
             problem = f"has more than {LONGEST_LINE} bytes outside long strings, or a string that does not end"
-            return DataError(where, problem, _REPAIR, "broken_json")
+            return DataError(where, problem, REPAIR, "broken_json")
         line, ranges = short
         try:
-            value = _parse_line(line.removeprefix(_BOM) if bom else line, where, self.field)
+            value = parse_line(line.removeprefix(_BOM) if bom else line, where, self.field)
         except DataError as error:
             return error
         mark = marked(value)
         if mark is None:
-            return _judged_text(value, where, key)
+            return judged_text(value, where, key)
         return Document(where, key, None, _long_pieces(spooled, *ranges[mark], where))
 
     def _parquet(self) -> Iterator[Document | DataError]:
@@ -186,18 +232,18 @@ class PartReader:
                     for batch in table.iter_batches(64, row_groups=[group], columns=[self.field], use_threads=False):
                         for value in batch.column(0):
                             where = f"{path}, row group {group}, row {row}"
-                            yield _parquet_document(value, where, f"{part.file.name}:{group}:{row}")
+                            yield _row_document(value, where, f"{part.file.name}:{group}:{row}")
                             row += 1
                     self.consumed_bytes = part.weight_bytes * (group + 1 - part.start) // (part.end - part.start)
                 if table.metadata.num_rows == 0:
-                    yield DataError(str(path), "has no rows", _REPAIR, "empty_file")
+                    yield DataError(str(path), "has no rows", REPAIR, "empty_file")
         except pyarrow.ArrowException as error:
-            raise DataError(str(path), f"is damaged: {error}", _REPAIR, "damaged_file") from error
+            raise DataError(str(path), f"is damaged: {error}", REPAIR, "damaged_file") from error
 
 
 def _expect_named_kind(file: InputFile) -> None:
     """Raises DataError if a plain file starts as a compressed or Parquet file does."""
-    if file.compression or file.kind == "parquet":
+    if file.compression or file.kind in ("parquet", "arrow", "mds"):
         return
     with open(file.path, "rb") as raw:
         magic = raw.read(4)
@@ -213,7 +259,7 @@ def _named_damage(path: Path) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, DataError) or (problem := damage(error)) is None:
             raise
-        raise DataError(str(path), problem, _REPAIR, "damaged_file") from error
+        raise DataError(str(path), problem, REPAIR, "damaged_file") from error
 
 
 @contextmanager
@@ -239,13 +285,13 @@ def _spool_line(begun: bytes, stream: BinaryIO, spooled: BinaryIO, folder: Path)
 def _long_pieces(spooled: BinaryIO, first: int, last: int, where: str) -> Iterator[str]:
     try:
         for text in string_pieces(spooled, first, last):
-            yield _judge_piece(text, where)
+            yield judge_piece(text, where)
     except UnicodeDecodeError as error:
-        raise _invalid_utf8(where, None, error) from error
+        raise invalid_utf8(where, None, error) from error
     except DataError:
         raise
     except ValueError as error:
-        raise DataError(where, f"is not JSON: {error}", _REPAIR, "broken_json") from error
+        raise DataError(where, f"is not JSON: {error}", REPAIR, "broken_json") from error
 
 
 def _count_lines(path: Path, end: int) -> int:
@@ -255,77 +301,6 @@ def _count_lines(path: Path, end: int) -> int:
         while end > 0 and (block := file.read(min(PIECE_BYTES, end))):
             count, end = count + block.count(b"\n"), end - len(block)
     return count
-
-
-def _parse_line(line: bytes, where: str, field: str) -> Any:
-    """The field's value in a line of JSON. Raises DataError if the line is not a JSON object with that field."""
-    try:
-        value = _DECODER.decode(line.decode("utf-8").lstrip(" \t\r\n"))
-    except UnicodeDecodeError as error:
-        raise _invalid_utf8(where, error.start, error, "byte of the line") from error
-    except RecursionError as error:
-        raise DataError(where, "is nested too deeply", _REPAIR, "broken_json") from error
-    except ValueError as error:
-        raise DataError(where, f"is not JSON: {error}", _REPAIR, "broken_json") from error
-    if not isinstance(value, dict):
-        raise DataError(where, f"is {type(value).__name__}, expected a JSON object", _REPAIR, "broken_json")
-    if field not in value:
-        problem = f"has no field {field!r}, only {', '.join(map(repr, list(value)[:8])) or 'none'}"
-        raise DataError(where, problem, "Name the text's field with --field, or use --on-bad skip.", "missing_field")
-    return value[field]
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} comes twice")
-    return value
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_constant)
-
-
-def _judged(content: bytes, where: str, key: str, offset: int) -> Document | DataError:
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return _invalid_utf8(where, offset + error.start, error)
-    return _judged_text(text, where, key)
-
-
-def _judged_text(value: Any, where: str, key: str) -> Document | DataError:
-    if not isinstance(value, str):
-        kind = "null" if value is None else type(value).__name__
-        return DataError(where, f"the text is {kind}, expected a string", _REPAIR, "not_text")
-    if not value:
-        return DataError(where, "the document is empty", _REPAIR, "empty")
-    try:
-        return Document(where, key, _judge_piece(value, where))
-    except DataError as error:
-        return error
-
-
-def _judge_piece(text: str, where: str) -> str:
-    if (at := text.find("\0")) >= 0:
-        raise DataError(where, f"has a NUL (U+0000) at character {at}, as binary data do", _REPAIR, "nul")
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            problem = f"has half a surrogate pair (U+{ord(text[error.start]):04X}) at character {error.start}"
-            raise DataError(where, problem, _REPAIR, "lone_surrogate") from error
-    return text
-
-
-def _invalid_utf8(where: str, at: int | None, error: UnicodeDecodeError, of: str = "byte") -> DataError:
-    place = "" if at is None else f", at {of} {at}"
-    problem = f"is not UTF-8: {error.reason} (0x{error.object[error.start]:02x}){place}"
-    return DataError(where, problem, f"Convert it to UTF-8. {_REPAIR}", "invalid_utf8")
 
 
 def _expect_text_column(pyarrow: Any, schema: Any, field: str, path: Path) -> None:
@@ -339,9 +314,9 @@ def _expect_text_column(pyarrow: Any, schema: Any, field: str, path: Path) -> No
         raise DataError(str(path), problem, "Name the text's column with --field.", "not_text")
 
 
-def _parquet_document(value: Any, where: str, key: str) -> Document | DataError:
+def _row_document(value: Any, where: str, key: str) -> Document | DataError:
     try:
         text = value.as_py()
     except UnicodeDecodeError as error:
-        return _invalid_utf8(where, error.start, error)
-    return _judged_text(text, where, key)
+        return invalid_utf8(where, error.start, error)
+    return judged_text(text, where, key)

@@ -7,6 +7,7 @@ input, so that there are enough to share and not too many to keep; the number of
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,8 +19,21 @@ from typing import Any, Literal
 from ultrascale.data.files import DataError
 from ultrascale.data.reading.compressed import import_extra
 
-Kind = Literal["text", "jsonl", "parquet", "csv"]
+Kind = Literal["text", "jsonl", "parquet", "csv", "arrow", "tar", "mds"]
 Compression = Literal["", "gz", "zst"]
+KINDS: dict[str, Kind] = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv",
+    ".arrow": "arrow", ".tar": "tar", ".tgz": "tar", ".mds": "mds",
+}  # fmt: skip
+"""By a name's ending, before that of a compression; all others are text."""
+COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".tgz": "gz", ".zst": "zst", ".zstd": "zst"}
+SIDES: dict[str, Kind] = {
+    "index.json": "mds",
+    "dataset_info.json": "arrow",
+    "state.json": "arrow",
+    "dataset_dict.json": "arrow",
+}
+"""Files that say something of those of a kind, and hold no text themselves."""
 SMALLEST_SHARD, LARGEST_SHARD, USUAL_NUM_SHARDS = 2 << 20, 256 << 20, 256
 
 
@@ -80,8 +94,11 @@ def find_files(
                 raise DataError(str(path), "is given twice", "Name every file once; a folder includes its files.")
             seen.add(identity)
             files.append(file)
+    files = list(_without_sides(files))
     if not files:
-        raise DataError("INPUT", "names no file", "Give text, JSONL or Parquet files, or folders of them.")
+        raise DataError(
+            "INPUT", "names no file", "Give files of text, JSONL, Parquet, Arrow, WebDataset or MDS, or folders of them."
+        )
     return files
 
 
@@ -130,6 +147,29 @@ def _cut_row_groups(file: InputFile, size: int) -> Iterator[Part]:
     yield Part(file, start, len(weights), weight)
 
 
+def _without_sides(files: list[InputFile]) -> Iterator[InputFile]:
+    """The files but for those that only say which others there are. Raises DataError if a shard that is named is not there."""
+    kinds = {(file.path.parent, file.kind) for file in files}
+    for file in files:
+        below = any(kind == SIDES.get(file.path.name) and folder.is_relative_to(file.path.parent) for folder, kind in kinds)
+        if not below:
+            yield file
+        elif file.path.name == "index.json":
+            _expect_shards(file.path)
+
+
+def _expect_shards(index: Path) -> None:
+    """Every shard that MosaicML's index names must be there, in one of its forms."""
+    try:
+        shards = json.loads(index.read_bytes())["shards"]
+        forms = [[one[form]["basename"] for form in ("raw_data", "zip_data") if one.get(form)] for one in shards]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(str(index), f"is no index of MDS shards ({error!r})", "Copy it again.") from error
+    for names in forms:
+        if not any((index.parent / name).is_file() for name in names):
+            raise DataError(str(index), f"names {' or '.join(names)}, which is not there", "Copy the folder again.")
+
+
 def _walk(folder: Path, glob: str, exclude: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
     def refuse(error: OSError) -> None:
         raise DataError(str(error.filename), f"cannot be listed: {error.strerror}", "Check its permissions.") from error
@@ -153,12 +193,14 @@ def _describe(path: Path, name: str) -> tuple[InputFile, tuple[int, int]]:
     except OSError as error:
         raise DataError(str(path), f"cannot be read: {error.strerror}", "Check the path and its permissions.") from error
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    compression: Compression = "gz" if suffixes[-1:] == [".gz"] else "zst" if suffixes[-1:] == [".zst"] else ""
-    inner = suffixes[-2:-1] if compression else suffixes[-1:]
-    kind: Kind = "jsonl" if inner in ([".jsonl"], [".ndjson"], [".json"]) else "parquet" if inner == [".parquet"] else "text"
-    kind = "csv" if inner in ([".csv"], [".tsv"]) else kind
-    if kind == "parquet" and compression:
-        raise DataError(str(path), "is a compressed Parquet file, which cannot be read in parts", "Decompress it first.")
+    compression = COMPRESSIONS.get(suffixes[-1], "") if suffixes else ""
+    inner = suffixes[-1:] if not compression or suffixes[-1] == ".tgz" else suffixes[-2:-1]
+    kind = KINDS.get(inner[0], "text") if inner else "text"
+    if ".mds" in suffixes and kind != "mds":
+        raise DataError(str(path), "is a MDS shard in a compression that is not read here", "Use zstd, gz or none.")
+    if kind in ("parquet", "arrow") and compression:
+        what = "a compressed Parquet file" if kind == "parquet" else "a compressed Arrow file"
+        raise DataError(str(path), f"is {what}, which cannot be read in parts", "Decompress it first.")
     if compression == "zst":
         import_extra("zstandard")
     described = InputFile(Path(os.path.abspath(path)), name, kind, compression, facts.st_size, facts.st_mtime_ns)

@@ -50,12 +50,16 @@ class Kubernetes:
     """A TrainJob with a runtime of its own (Kubeflow Trainer 2), or the JobSet that would come of it."""
     namespace: str = "default"
     """Namespace of the objects."""
+    volume: Literal["claim", "store"] = "claim"
+    """Place of the run: a claim that all pods mount, or, on one node, `checkpoint.store` behind the pod's own disk."""
+    secret: str | None = None
+    """A Secret whose entries are variables of every pod, such as a store's credentials. None: the pods' own role."""
     claim: str | None = None
     """The PersistentVolumeClaim with run, data and folders, which every node mounts (ReadWriteMany). None: one is described."""
     size: str = "1Ti"
     """Size of the PersistentVolumeClaim that is described if `claim` is none."""
     path: str = "/mnt/run"
-    """Mount point of the claim, and working folder of the command: paths of the run are relative to it."""
+    """Mount point of the volume, and working folder of the command: paths of the run are relative to it."""
     shared_memory: str = "64Gi"
     """Most of /dev/shm, through which NCCL and gloo talk inside a node; a container's own is 64 MiB."""
     queue: str | None = None
@@ -136,6 +140,11 @@ class Launch:
         if not _LABEL.fullmatch(self.kubernetes.namespace):
             rule = f"must be lower-case letters, digits and '-', is {self.kubernetes.namespace!r}"
             yield Problem("launch.kubernetes.namespace", rule, "Name one that `kubectl get namespaces` lists.")
+        if self.kubernetes.secret is not None and not _LABEL.fullmatch(self.kubernetes.secret):
+            rule = f"must be lower-case letters, digits and '-', is {self.kubernetes.secret!r}"
+            yield Problem(
+                "launch.kubernetes.secret", rule, "Name one that `kubectl get secrets` lists; its content stays there."
+            )
         if self.kubernetes.network is not None and not re.fullmatch(r"[\w./-]+=[1-9]\d*", self.kubernetes.network):
             rule = f"must be a resource and a number, is {self.kubernetes.network!r}"
             yield Problem("launch.kubernetes.network", rule, 'Write "rdma/hca=8".')
