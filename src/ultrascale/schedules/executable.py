@@ -85,7 +85,7 @@ def _slots(schedule: Schedule, num_stages: int, count: int) -> tuple[list[int], 
     needs, others, gives = list[int](), list[int](), list[tuple[int, int]]()
 
     def needed(part: Action) -> int:
-        """What `part` needs; what it gives is noted."""
+        """The result that `part` needs; the one it gives is noted."""
         kind, micro_batch, stage = part[:3]
         if kind is weight:
             return -1

@@ -181,6 +181,7 @@ def layer_kinds(workload: Workload) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @lru_cache(maxsize=64)
 def kinds_of_layers(model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`layer_kinds` of a model."""
     known: dict[tuple[bool, int | None], int] = {}
     first: list[int] = []
     kind_of_layer = []
