@@ -13,6 +13,7 @@ import pytest
 from islands.runs import ONE, island, run_of, train, trained, weights
 from train.small_runs import at_step, curve, make_corpus, rows, same, state
 
+from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Checkpoint
 from ultrascale.description.sections.islands import Islands
 from ultrascale.train.trainer import Trainer
@@ -73,14 +74,17 @@ def test_any_number_of_islands_goes_on_as_any_other(home: Path) -> None:
     assert tokens == [min(4, n) * 44 + max(0, n - 4) * 88 for n in range(1, 17)]
 
 
-def test_an_island_of_another_dp_goes_on_from_a_checkpoint_of_any_other(home: Path) -> None:
-    lost = run_of(home, "lost", islands=Islands(2, every_steps=4, dp=(1, 2)), batch=Batch(11, 12))
-    trained(replace(lost, steps=8))
-    kept = home / "lost" / "islands" / "1" / "checkpoints"
-    shutil.rmtree(kept)
-    told = "islands.dp: gives islands other shards, and islands [1] are not where island 0 is in the run. Copy the newest"
-    found = train(lost)
-    assert all(told in one["text"] for one in found), found
-    shutil.copytree(home / "lost" / "checkpoints", kept, dirs_exist_ok=True)
-    trained(lost)
-    assert same(weights(lost), weights(island(lost, 1))) and len(curve(lost)) == 12
+@pytest.mark.parametrize("layout", [replace(ONE, zero_stage=3), replace(ONE, tp=2)])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_an_island_that_has_lost_its_checkpoint_takes_the_state_of_one_of_another_dp(home: Path, layout: Layout, lost: int) -> None:
+    settings, name = Islands(2, every_steps=4, dp=(1, 2)), f"{layout.tp}-{lost}"
+    calm, run = (run_of(home, f"{kind}-{name}", layout, islands=settings, batch=Batch(11, 12)) for kind in ("kept", "lost"))
+    for one in (calm, run):
+        trained(replace(one, steps=8))
+    shutil.rmtree((home / run.name / "islands" / "1" if lost else home / run.name) / "checkpoints")
+    trained(calm)
+    trained(run)
+    told = f"island {lost} took the state of island {1 - lost}, at step 8"
+    assert any(told in log.read_text() for log in (home / run.name).rglob("log.txt"))
+    assert same(weights(run), weights(calm)) and same(weights(island(run, 1)), weights(run))
+    assert len(curve(run)) == (12 if lost else 12)
