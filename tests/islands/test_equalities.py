@@ -84,7 +84,8 @@ def test_islands_that_differ_in_dp_are_data_parallelism_over_all_of_them(
     whole = run_of(home, f"whole-of-{batch.sequences_per_batch}-{model.num_experts}", batch=batch, model=model)
     if not (home / whole.name).exists():
         trained(whole)
-    name = f"differ-{'-'.join(map(str, degrees))}-{layout.zero_stage}-{layout.tp}-{layout.ep}-{layout.expert_tp}-{model.num_experts}"
+    cut = (*degrees, layout.zero_stage, layout.tp, layout.ep, layout.expert_tp, model.num_experts)
+    name = f"differ-{'-'.join(map(str, cut))}"
     run = run_of(home, name, replace(layout, dp=degrees[0]), batch=batch, model=model,
                  islands=Islands(len(degrees), 1, AVERAGE, dp=degrees))  # fmt: skip
     trained(run)

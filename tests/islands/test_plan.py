@@ -56,8 +56,8 @@ def test_what_islands_send_is_what_is_planned(tmp_path: Path, degrees: tuple[int
     (EXPERTS, Layout(dp=4, ep=2, zero_stage=1)),
 ])  # fmt: skip
 @pytest.mark.parametrize("islands", [
-    Islands(3, 10), Islands(2, 10, fragments=2, overlap_steps=3, dtype="int4"), Islands(2, 10, dp=(2, 1)), Islands(2, 10, dp=(2, 1), quorum=1),
-    Islands(2, 10, fragments=2, dtype="int8", quorum=1),
+    Islands(3, 10), Islands(2, 10, fragments=2, overlap_steps=3, dtype="int4"), Islands(2, 10, dp=(2, 1)),
+    Islands(2, 10, dp=(2, 1), quorum=1), Islands(2, 10, fragments=2, dtype="int8", quorum=1),
 ])  # fmt: skip
 def test_a_traced_rank_sends_and_keeps_what_is_planned(model: Model, layout: Layout, islands: Islands) -> None:
     if islands.dp:

@@ -62,8 +62,8 @@ def test_a_word_is_replaced_and_forgotten(url: str) -> None:
 
 
 def test_who_is_silent_or_was_started_again_is_gone(url: str) -> None:
-    here = Presence(open_store(url, TIMEOUT), 0, 0, 0.5)
-    there = Presence(open_store(url, TIMEOUT), 1, 0, 0.5)
+    here = Presence(open_store(url, TIMEOUT), 0, 0, (1, 1), 0.5)
+    there = Presence(open_store(url, TIMEOUT), 1, 0, (1, 1), 0.5)
     there.begin("1-aa")
     assert here.current(1) == "1-aa" and here.state("1-aa") == KNOCKS
     until_seen = threading.Event()

@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
 
 from ultrascale import heartbeat
-from ultrascale.description.sections.islands import Islands
+from ultrascale.description.run import Run
 from ultrascale.islands.link import Group, LostIslandError
 from ultrascale.islands.presence import KNOCKS, TAKES_PART, Presence, island_of
 from ultrascale.islands.store import open_store
@@ -76,15 +76,12 @@ class Answer(NamedTuple):
 class Admission:
     """This rank's part. All ranks of an island come to the same calls and learn the same."""
 
-    def __init__(
-        self, islands: Islands, ranks: Ranks, worlds: Sequence[int], *, timeout_seconds: float, wants_to_stop: Callable[[], bool]
-    ):
-        """`worlds`: ranks of each island."""
+    def __init__(self, run: Run, ranks: Ranks, *, timeout_seconds: float, wants_to_stop: Callable[[], bool]):
         assert ranks.meeting is not None
-        self.islands, self.ranks, self.worlds, self.wants_to_stop = islands, ranks, worlds, wants_to_stop
+        self.islands, self.ranks, self.wants_to_stop = run.islands, ranks, wants_to_stop
         self.timeout = timedelta(seconds=timeout_seconds)
         self.store = open_store(ranks.meeting, self.timeout)
-        self.presence = Presence(self.store, ranks.island, ranks.rank, worlds, islands.silent_seconds)
+        self.presence = Presence(self.store, ranks.island, ranks.rank, run.worlds, run.islands.silent_seconds)
         self.era = -1
         self.last = Decision(())
         """Members of the last outer step, and those who joined them after it."""

@@ -54,9 +54,7 @@ class Group:
 
     `divisor`: of the sum of moves in the mean; None: the number of islands."""
 
-    def __init__(
-        self, store: Store, islands: Sequence[int], index: int, timeout: timedelta, divisor: int | None = None
-    ):
+    def __init__(self, store: Store, islands: Sequence[int], index: int, timeout: timedelta, divisor: int | None = None):
         self.islands, self.index, self.count, self.timeout = [*islands], index, len(islands), timeout
         self.divisor = divisor or self.count
         self.island = self.islands[index]

@@ -26,8 +26,8 @@ from torch import Tensor
 from ultrascale.checkpoint.slices import Slice
 from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
-from ultrascale.islands.admission import Answer, LeftOutError
 from ultrascale.islands import whole
+from ultrascale.islands.admission import Answer, LeftOutError
 from ultrascale.islands.link import Group, Link, LostIslandError, Mean, mean_among
 from ultrascale.islands.outer_state import OuterState
 from ultrascale.islands.presence import island_of
@@ -203,9 +203,7 @@ class OuterLoop:
         """What this rank learns; where islands differ what rank 0 does, which speaks for all. Collective then."""
         return json.loads(self.ranks.gather_text(json.dumps(ask()))[0]) if self.islands.differ else ask()
 
-    def _hand_over(
-        self, group: Group | None, leader: int, *, gives: bool, takes: bool, given: Tensors | None = None
-    ) -> None:
+    def _hand_over(self, group: Group | None, leader: int, *, gives: bool, takes: bool, given: Tensors | None = None) -> None:
         """The whole state of number `leader` of `group`, which `gives`, goes to those who take it. `given`: the leader's
         tensors, if it has them at hand."""
         tensors, facts, took = self._whole

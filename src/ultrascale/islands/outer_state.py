@@ -13,8 +13,8 @@ A bucket is what is sent at once: the parts of a fragment that the same ranks of
 ZeRO stage 0). Each of those sends its piece of the bucket, and what comes back they gather within the island.
 
 Where islands differ in dp, no rank of one holds what a rank of another does. All ranks at one place of pp and tp (of experts:
-of pp, ep and expert_tp) then gather what they hold together, and the first of them, as many as there are in the smallest island,
-each send a piece of that. A move counts by its island's dp.
+of pp, ep and expert_tp) then gather what they hold together, and the first of them, as many as there are in the smallest
+island, each send a piece of that. A move counts by its island's dp.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Quorum:
         """`likes`: as `islands.link.groups_of` has them."""
         self.islands, self.ranks, self.worlds, self.wants_to_stop = run.islands, ranks, run.worlds, wants_to_stop
         self.timeout_seconds, self._likes = timeout_seconds, likes
-        self.door = Admission(run.islands, ranks, run.worlds, timeout_seconds=timeout_seconds, wants_to_stop=wants_to_stop)
+        self.door = Admission(run, ranks, timeout_seconds=timeout_seconds, wants_to_stop=wants_to_stop)
         self.store, self.presence = self.door.store, self.door.presence
         self.lines: list[str] = []
         """Lines to be told of islands that came and went."""

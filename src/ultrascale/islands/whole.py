@@ -29,8 +29,8 @@ def hand_over(
 ) -> None:
     """Give `tensors` of number `leader` of `group` to the islands that take them; all ranks of each come with their own.
 
-    `group`: rank 0's with those of the other islands; None on another rank. Raises LostIslandError on a rank 0 whose group fails;
-    a giver does so at the end, once its other ranks have come through.
+    `group`: rank 0's with those of the other islands; None on another rank. Raises LostIslandError on a rank 0 whose group
+    fails; a giver does so at the end, once its other ranks have come through.
     """
     held = [json.loads(word) for word in ranks.gather_text(json.dumps({n: _described(some) for n, some in tensors.items()}))]
     lost: LostIslandError | None = None
@@ -65,7 +65,8 @@ def hand_over(
 
 def _described(slices: Sequence[Slice]) -> tuple[tuple[int, ...], str, list[Box]]:
     """Shape and dtype of the whole tensor, and the boxes of it."""
-    return slices[0].shape, str(slices[0].tensor.dtype).removeprefix("torch."), [_box(one) for one in slices if one.tensor.numel()]
+    dtype = str(slices[0].tensor.dtype).removeprefix("torch.")
+    return slices[0].shape, dtype, [_box(one) for one in slices if one.tensor.numel()]
 
 
 def _box(one: Slice) -> Box:

@@ -9,8 +9,8 @@ direction a line carries 2 (N-1)/N of half of the buffer, and 2 (N-1) messages w
 
 with two ways round, or one between two sites, which are neighbours only once.
 
-Islands of the trainer (`islands.link`) have a line each into a network that reaches all (`uplink`): every piece goes straight to
-whom it is for, in two rounds, and gloo sends a message once the other end has said that it is ready:
+Islands of the trainer (`islands.link`) have a line each into a network that reaches all (`uplink`): every piece goes
+straight to whom it is for, in two rounds, and gloo sends a message once the other end has said that it is ready:
 
     seconds = 2 (N-1)/N x bytes / line rate  +  4 x (distance / 200,000 km/s + switching)
 

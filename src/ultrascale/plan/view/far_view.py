@@ -18,8 +18,8 @@ WORTH_IT = 0.95
 def show(plan: FarPlan, console: Console) -> None:
     """Print one plan with its alternatives."""
     kilometres = plan.distance_metres / 1e3
-    whom = "another" if plan.uplink else "the next"
-    head = f"{format_count(plan.num_parameters)} parameters on {plan.num_sites:,} sites, {kilometres:,.0f} km from one to {whom}"
+    apart = f"{kilometres:,.0f} km from one to {'another' if plan.uplink else 'the next'}"
+    head = f"{format_count(plan.num_parameters)} parameters on {plan.num_sites:,} sites, {apart}"
     console.print(Text(head, style="bold"))
     console.print(_all_reduce(plan))
     console.print()
