@@ -12,8 +12,8 @@ there: DiLoCo's own runs begin with trained weights too.
 `line` sends the moves of that model through `islands.link` between network namespaces that a shaped line joins, beside what
 `ultrascale plan far --uplink` says of it. `wall` trains over that line. Its plan is made of
 
-    steps          those of the slowest island of each round, measured in the same run: what a step takes on this machine, with
-                   whoever else is at its processors, is not to be planned here
+    steps          those of the slowest island of each round, without what its outer loop took, measured in the same run: what
+                   a step takes on this machine, with whoever else is at its processors, is not to be planned here
     outer steps    the seconds of `plan far --uplink`, and what the same messages take over loopback, measured just before: the
                    processor's part
 """
@@ -47,6 +47,7 @@ from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Checkpoint, Data, Evaluation, Log, Optimizer, Run, Source
 from ultrascale.description.sections.islands import Islands, Outer, Wire
 from ultrascale.islands.link import Link
+from ultrascale.islands.outer_loop import OuterLoop
 from ultrascale.launch.forked import run_forked
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.plan.view.far_apart import far_apart
@@ -64,11 +65,12 @@ TOKENS = 128
 ALONE = 4
 """One step of so many is done by one island alone, where that begins."""
 BITS_PER_SECOND, ONE_WAY_SECONDS, REPEATS = 1e8, 0.05, 5
-MOST_ROUNDS = 24
+MOST_ROUNDS = 12
 """Outer steps of a way whose wall time is measured."""
 HELD_OUT = 20
 """One document of so many is held out."""
 NEW_NETWORK = 0x40000000
+OUTER_SECONDS = "outer_seconds.json"
 
 
 def corpus(folder: Path) -> None:
@@ -115,7 +117,7 @@ def loss(count: int, steps: int, folder: Path, output: Path | None) -> None:
     int4 = Islands(count, 8, AVERAGE, dtype="int4")
     ways: dict[str, tuple[Islands, int, int]] = {
         "data parallelism": (Islands(), count, 0), "H = 8, int4": (int4, 1, 0),
-        "H = 8, int4, alone first": (int4, 1, steps // ALONE),
+        "H = 3, int4": (replace(int4, every_steps=3), 1, 0), "H = 8, int4, alone first": (int4, 1, steps // ALONE),
     }  # fmt: skip
     ways |= {f"H = {h}": (Islands(count, h, AVERAGE), 1, 0) for h in (32, 128, 8, 1)}
     ways |= {"H = 32, Nesterov": (Islands(count, 32), 1, 0)}
@@ -175,41 +177,52 @@ def _planned(islands: Islands) -> float:
 def wall(count: int, steps: int, folder: Path, output: Path | None) -> None:
     """Wall time of training over the line, measured and planned."""
     found: dict[str, Any] = {}
-    ways: list[tuple[int, Wire]] = [(8, "int4"), (8, "fp32"), (32, "fp32"), (128, "fp32"), (1, "fp32")]
-    last_step = 0.0
+    ways: list[tuple[int, Wire]] = [(1, "fp32"), (8, "int4"), (8, "fp32"), (32, "fp32"), (128, "fp32")]
     for every, wire in ways:
         islands, name = Islands(count, every, AVERAGE, dtype=wire), f"H-{every}-{wire}"
-        run = run_of(folder, name, islands, dp=1, steps=min(steps, MOST_ROUNDS * every))
+        run = run_of(folder, name, islands, dp=1, steps=min(max(steps, every), MOST_ROUNDS * every))
         messages = statistics.median(_messages(islands, None))
         with shaped_link(count, bits_per_second=BITS_PER_SECOND, one_way_seconds=ONE_WAY_SECONDS) as names:
             run_forked(count, _train_over, names, run)
-        each = [_step_seconds(folder / name / (f"islands/{number}" if number else "")) for number in range(count)]
-        known = sorted(each[0])
-        outer = [step for step in known if islands.due(step, run.steps)]
-        inner, since = 0.0, known[0] - 1
-        for step in [*outer, known[-1]]:
-            mine = [[one[k] for k in range(since + 1, step + 1) if k not in outer] for one in each]
-            slowest = max(map(sum, mine)) / len(mine[0]) if mine[0] else last_step
-            inner, since = inner + slowest * (step - since), step
-        last_step = inner / len(known)
-        planned, measured = inner + (_planned(islands) + messages) * len(outer), sum(each[0].values())
+        whole, each = _seconds(folder / name), [_seconds(own, outer=True) for own in _folders(folder / name, count)]
+        outer = [step for step in whole if islands.due(step, run.steps)]
+        inner, since = 0.0, min(whole) - 1
+        for step in [*outer, max(whole)]:
+            inner, since = inner + max(sum(one[k] for k in range(since + 1, step + 1)) for one in each), step
+        planned, measured = inner + (_planned(islands) + messages) * len(outer), sum(whole.values())
         found[name] = {"measured_seconds": measured, "planned_seconds": planned, "planned_over_measured": planned / measured,
-                       "step_seconds": last_step, "line_seconds": _planned(islands), "loopback_seconds": messages,
-                       "steps": len(known), "outer_steps": len(outer)}  # fmt: skip
+                       "step_seconds": inner / len(whole), "line_seconds": _planned(islands), "loopback_seconds": messages,
+                       "steps": len(whole), "outer_steps": len(outer)}  # fmt: skip
         print(name, found[name], flush=True)
         _write(output, _over_line(count) | {"ways": found})
 
 
-def _step_seconds(folder: Path) -> dict[int, float]:
-    """Seconds of each step of an island, where they are known."""
+def _folders(folder: Path, count: int) -> list[Path]:
+    return [folder / (f"islands/{number}" if number else "") for number in range(count)]
+
+
+def _seconds(folder: Path, *, outer: bool = False) -> dict[int, float]:
+    """Seconds of each step of an island, where they are known; with `outer` less those of its outer loop."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["perf/step_s"] for row in rows if "perf/step_s" in row}
+    beside = json.loads((folder / OUTER_SECONDS).read_text())
+    return {row["step"]: row["perf/step_s"] - beside[row["step"] - 1] * outer for row in rows if "perf/step_s" in row}
 
 
 def _train_over(rendezvous: str, names: list[str], run: Run) -> None:
     """On an island, in its namespace."""
     _enter(names)
+    after_step, beside = OuterLoop.after_step, list[float]()
+
+    def timed(loop: OuterLoop, steps_done: int) -> bool:
+        started = time.perf_counter()
+        done = after_step(loop, steps_done)
+        beside.append(time.perf_counter() - started)
+        return done
+
+    OuterLoop.after_step = timed
     _train(rendezvous, run)
+    own = _folders(Path(run.folder) / run.name, len(names))[int(os.environ["RANK"])]
+    (own / OUTER_SECONDS).write_text(json.dumps(beside))
 
 
 def _enter(names: list[str]) -> None:

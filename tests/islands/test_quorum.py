@@ -243,6 +243,34 @@ def test_an_island_of_another_dp_is_killed_and_comes_back_as_if_told_to(
     all_the_same(home, monkeypatch, away, run, *range(settings.count))
 
 
+@pytest.mark.parametrize(("settings", "killed"), [
+    (SETTINGS, 1), (replace(SETTINGS, dp=(2, 1, 1)), 1), (replace(SETTINGS, dp=(2, 1, 1)), 0),
+])  # fmt: skip
+def test_others_go_on_where_one_is_killed_amid_giving_or_taking_a_state(
+    home: Path, monkeypatch: pytest.MonkeyPatch, settings: Islands, killed: int
+) -> None:
+    """After the outer step after step 9 island 0 gives its state to island 1."""
+    run = run_at(home, "hands-over", settings, layout=replace(ONE, dp=(settings.dp or (1,))[0], zero_stage=3))
+    hand, counted = Group.from_one, [0]
+
+    def interrupted(group: Group, tensor: torch.Tensor, index: int) -> None:
+        counted[0] += group.island == killed
+        if counted[0] == 9:  # amid the tensors
+            os.kill(os.getpid(), signal.SIGKILL)
+        hand(group, tensor, index)
+
+    monkeypatch.setattr(Group, "from_one", interrupted)
+    first, second, third = start(run, home, before_step=both(dies_at(4, 1), waits_for(8, 1)))
+    assert second.outcome() == {"exit": -signal.SIGKILL}
+    until(lambda: "without it" in text(run, 2), "island 1 to be left out")
+    again = Started(run, 1, home / "processes", None)
+    monkeypatch.undo()
+    finished([third] if killed == 0 else [first, third])
+    assert again.outcome() == {"exit": -signal.SIGKILL} if killed == 1 else "error" in again.outcome()
+    away = {(6, 1), (9, 1), (12, 1)} | ({(12, 0)} if killed == 0 else set())
+    all_the_same(home, monkeypatch, away, run, *((2,) if killed == 0 else (0, 2)))
+
+
 def test_moves_of_an_island_that_dies_before_it_has_the_mean_are_not_in_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, says, counted = run_at(home, "almost"), FolderStore.set, [0]
 
