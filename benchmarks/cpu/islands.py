@@ -219,7 +219,7 @@ def _train_over(rendezvous: str, names: list[str], run: Run) -> None:
         beside.append(time.perf_counter() - started)
         return done
 
-    OuterLoop.after_step = timed
+    OuterLoop.after_step = timed  # pyright: ignore[reportAttributeAccessIssue]
     _train(rendezvous, run)
     own = _folders(Path(run.folder) / run.name, len(names))[int(os.environ["RANK"])]
     (own / OUTER_SECONDS).write_text(json.dumps(beside))

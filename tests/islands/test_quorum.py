@@ -396,14 +396,16 @@ def served() -> Iterator[tuple[subprocess.Popen[str], str]]:
         server.kill()
 
 
-def test_a_killed_island_of_a_command_comes_back_and_a_stop_saves_all(home: Path) -> None:
-    run = run_at(home, "commanded", replace(SETTINGS, count=2, silent_seconds=10.0), steps=100_000)
+@pytest.mark.parametrize("degrees", [(), (1, 2)])
+def test_a_killed_island_of_a_command_comes_back_and_a_stop_saves_all(home: Path, degrees: tuple[int, ...]) -> None:
+    run = run_at(home, "commanded", replace(SETTINGS, count=2, silent_seconds=10.0, dp=degrees), steps=100_000)
     log, other = home / "commanded" / "log.txt", home / "commanded" / "islands" / "1" / "log.txt"
     with launched(run) as command:
         until(lambda: log.exists() and "step 5/" in log.read_text(), "the first steps")
         islands = [one for one in psutil.Process(command.pid).children() if one.cmdline()[-1] == "1"]
-        (rank,) = [one for server in islands[0].children(recursive=True) for one in server.children()]
-        rank.kill()
+        ranks = [one for server in islands[0].children(recursive=True) for one in server.children()]
+        assert len(ranks) == run.worlds[1]
+        ranks[-1].kill()
         until(lambda: "has the state of island 0" in log.read_text(), "island 1 to come back")
         until(lambda: "\nstep" in other.read_text().partition("took the state")[2], "its next step")
         command.terminate()
