@@ -142,7 +142,7 @@ class Admission:
         return self._group_of_ranks((giver, taker), f"give/{taker}")
 
     def _group_of_ranks(self, members: tuple[str, ...], name: str) -> Group | None:
-        """Of rank r of each island; where islands differ of their first ranks alone, which speak for the others."""
+        """Group of rank r of each island; where islands differ, of first ranks alone, which speak for the others."""
         return self.group(members, name, str(self.ranks.rank)) if self.ranks.is_first or not self.islands.differ else None
 
     def takers(self, step: int) -> Iterator[str]:

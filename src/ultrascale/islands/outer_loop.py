@@ -200,7 +200,7 @@ class OuterLoop:
         return f"{which} took the state of island {islands[leader]}, at step {everybody[leader][1]}"
 
     def _told(self, ask: Callable[[], list[Any]]) -> list[Any]:
-        """What this rank learns; where islands differ what rank 0 does, which speaks for all. Collective then."""
+        """Answer to this rank; where islands differ that to rank 0, which speaks for all. Collective then."""
         return json.loads(self.ranks.gather_text(json.dumps(ask()))[0]) if self.islands.differ else ask()
 
     def _hand_over(self, group: Group | None, leader: int, *, gives: bool, takes: bool, given: Tensors | None = None) -> None:
