@@ -108,8 +108,8 @@ class Islands:
         return self.dp or (dp,) * self.count
 
     def senders(self, layout: Layout, *, experts: bool = False) -> int:
-        """Ranks that talk to other islands where islands differ, of those of an island that hold the same part of a weight, data
-        parallelism left aside: as many as the smallest island has."""
+        """Ranks that talk to other islands where islands differ, of those that hold the same part of a weight, data parallelism
+        left aside: as many as the smallest island has."""
         ranks = min(self.dp) * layout.cp
         return ranks * layout.tp // (layout.ep * layout.expert_tp) if experts else ranks
 
