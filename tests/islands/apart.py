@@ -30,7 +30,7 @@ class Started:
         self.island, self.folder = island, folder / f"{island}-{uuid.uuid4().hex[:6]}"
         self.folder.mkdir(parents=True)
         context = multiprocessing.get_context("fork")
-        world = run.layout.world_size
+        world = run.worlds[island]
         self.processes = [
             context.Process(target=_rank, args=(run, island, rank, world, self.folder, before_step), daemon=True)
             for rank in range(world)

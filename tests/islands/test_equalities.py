@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from islands.runs import ONE, island, run_of, trained, weights
-from train.small_runs import curve, largest_error, make_corpus, same
+from train.small_runs import MODEL, curve, largest_error, make_corpus, same
 
+from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Optimizer, Run
 from ultrascale.description.sections.islands import Islands, Outer
@@ -63,17 +64,29 @@ DIFFER = [
 """Degrees of data parallelism of islands, and the layout of each."""
 
 
-@pytest.mark.parametrize(("degrees", "layout"), DIFFER)
+EXPERTS = replace(
+    MODEL, model_type="mixtral", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, num_key_value_heads=2
+)  # fmt: skip
+DIFFER_IN_EXPERTS = [
+    ((2, 4), replace(ONE, ep=2)), ((2, 4), replace(ONE, ep=2, zero_stage=3)), ((1, 2), replace(ONE, tp=2, ep=2)),
+    ((1, 2), replace(ONE, tp=2, expert_tp=2, zero_stage=1)), ((2, 1, 2), replace(ONE, tp=2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("degrees", "layout", "model"), [
+    *((*one, MODEL) for one in DIFFER), *((*one, EXPERTS) for one in DIFFER_IN_EXPERTS)
+])  # fmt: skip
 def test_islands_that_differ_in_dp_are_data_parallelism_over_all_of_them(
-    home: Path, plain_sgd: None, degrees: tuple[int, ...], layout: Layout
+    home: Path, plain_sgd: None, degrees: tuple[int, ...], layout: Layout, model: Model
 ) -> None:
     """Shares of the batch and weights in the mean are in proportion to dp."""
-    batch = Batch(SEQUENCE, 12)
-    whole = run_of(home, "whole-of-12", batch=batch)
-    if not (home / "whole-of-12").exists():
+    batch = Batch(SEQUENCE, 12 if sum(degrees) in (3, 4, 6) else 10)
+    whole = run_of(home, f"whole-of-{batch.sequences_per_batch}-{model.num_experts}", batch=batch, model=model)
+    if not (home / whole.name).exists():
         trained(whole)
-    name = f"differ-{'-'.join(map(str, degrees))}-{layout.zero_stage}-{layout.tp}"
-    run = run_of(home, name, replace(layout, dp=degrees[0]), batch=batch,
+    cut = (*degrees, layout.zero_stage, layout.tp, layout.ep, layout.expert_tp, model.num_experts)
+    name = f"differ-{'-'.join(map(str, cut))}"
+    run = run_of(home, name, replace(layout, dp=degrees[0]), batch=batch, model=model,
                  islands=Islands(len(degrees), 1, AVERAGE, dp=degrees))  # fmt: skip
     trained(run)
     assert largest_error(weights(run), weights(whole)) < TOLERANCE

@@ -24,7 +24,7 @@ def link_at(rendezvous: str, *, timeout_seconds: float = 60.0) -> Link:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = FileStore(rendezvous.removeprefix("file://"), world)
     ranks = Ranks(0, 1, torch.device("cpu"), island=rank, store=store)
-    return Link(ranks, world, timeout_seconds=timeout_seconds)
+    return Link(ranks, world, timeout_seconds=timeout_seconds, likes={"all": True})
 
 
 def moves_of(island: int) -> torch.Tensor:
@@ -35,7 +35,7 @@ def means(rendezvous: str) -> dict[str, Any]:
     """Of every wire: the mean, what was lost, and the bytes."""
     link, found = link_at(rendezvous), {}
     for wire in WIRES:
-        one = link.mean(moves_of(link.island), wire)
+        one = link.groups["all"].mean(moves_of(link.island), wire)
         found[wire] = (one.values.tolist(), one.lost.tolist(), one.sent_bytes)
     return found
 

@@ -18,11 +18,13 @@ import pytest
 import torch
 from islands.apart import LONGEST_SECONDS, Started, start, until
 from islands.runs import ONE, island, run_of, train
-from islands.test_equalities import TOLERANCE, by_hand
+from islands.test_equalities import EXPERTS, TOLERANCE, by_hand
 from launch.families import launched
-from train.small_runs import at_step, curve, largest_error, make_corpus, rows, same, state, train_here
+from train.small_runs import MODEL, at_step, curve, largest_error, make_corpus, rows, same, state, train_here
 
 from ultrascale.checkpoint import newest_valid
+from ultrascale.description.architecture.model import Model
+from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Run
 from ultrascale.description.sections.islands import Islands
@@ -209,6 +211,66 @@ def test_moves_are_averaged_over_the_islands_that_are_there(home: Path, monkeypa
     assert largest_error(found, by_hand(replace(run, islands=replace(run.islands, quorum=0)), {2: 6})) < TOLERANCE
 
 
+OTHER_SIZES = replace(SETTINGS, dp=(1, 2, 1))
+
+
+def test_moves_of_islands_that_differ_count_by_the_dp_of_those_that_are_there(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_at(home, "sizes", OTHER_SIZES, layout=replace(ONE, zero_stage=3))
+    run = told(home, monkeypatch, {(step, 2) for step in (6, 9, 12)}, run)
+    found = {name: tensor for name, tensor in state(run).items() if name.startswith("model.")}
+    alone = replace(run, layout=ONE, islands=replace(run.islands, quorum=0))
+    assert largest_error(found, by_hand(alone, {2: 6})) < TOLERANCE
+
+
+@pytest.mark.parametrize(("settings", "layout", "model", "away"), [
+    (replace(HARD, dp=(1, 2, 1)), replace(ONE, zero_stage=3), MODEL, {(6, 1), (8, 1)}),
+    (replace(OTHER_SIZES, count=2, dp=(2, 1)), replace(ONE, tp=2, ep=2), EXPERTS, {(6, 1), (9, 1)}),
+])  # fmt: skip
+def test_an_island_of_another_dp_is_killed_and_comes_back_as_if_told_to(
+    home: Path, monkeypatch: pytest.MonkeyPatch, settings: Islands, layout: Layout, model: Model, away: set[tuple[int, int]]
+) -> None:
+    """All of its state, experts over other ranks too, comes from an island whose ranks hold other parts of it."""
+    run = run_at(home, "other", settings, layout=replace(layout, dp=settings.dp[0]), model=model)
+    hold = max(step for step, _ in away) - 1
+    started = start(run, home, before_step=both(dies_at(5, 1), waits_for(hold, 1)))
+    assert started[1].outcome() == {"exit": -signal.SIGKILL}
+    until(lambda: goes_on(run), "island 1 to be left out")
+    started[1] = Started(run, 1, home / "processes", None)
+    finished(started)
+    assert "island 1 took the state of island 0, at step" in text(run, 1)
+    all_the_same(home, monkeypatch, away, run, *range(settings.count))
+
+
+@pytest.mark.parametrize(("settings", "killed"), [
+    (SETTINGS, 1), (replace(SETTINGS, dp=(2, 1, 1)), 1), (replace(SETTINGS, dp=(2, 1, 1)), 0),
+])  # fmt: skip
+def test_others_go_on_where_one_is_killed_amid_giving_or_taking_a_state(
+    home: Path, monkeypatch: pytest.MonkeyPatch, settings: Islands, killed: int
+) -> None:
+    """After the outer step after step 9 island 0 gives its state to island 1."""
+    run = run_at(home, "hands-over", settings, layout=replace(ONE, dp=(settings.dp or (1,))[0], zero_stage=3))
+    hand, counted = Group.from_one, [0]
+
+    def interrupted(group: Group, tensor: torch.Tensor, index: int) -> None:
+        counted[0] += group.island == killed
+        if counted[0] == 9:  # amid the tensors
+            os.kill(os.getpid(), signal.SIGKILL)
+        hand(group, tensor, index)
+
+    monkeypatch.setattr(Group, "from_one", interrupted)
+    first, second, third = start(run, home, before_step=both(dies_at(4, 1), waits_for(8, 1)))
+    assert second.outcome() == {"exit": -signal.SIGKILL}
+    until(lambda: "without it" in text(run, 2), "island 1 to be left out")
+    again = Started(run, 1, home / "processes", None)
+    monkeypatch.undo()
+    finished([third] if killed == 0 else [first, third])
+    assert again.outcome() == {"exit": -signal.SIGKILL} if killed == 1 else "error" in again.outcome()
+    away = {(6, 1), (9, 1), (12, 1)} | ({(12, 0)} if killed == 0 else set())
+    all_the_same(home, monkeypatch, away, run, *((2,) if killed == 0 else (0, 2)))
+
+
 def test_moves_of_an_island_that_dies_before_it_has_the_mean_are_not_in_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, says, counted = run_at(home, "almost"), FolderStore.set, [0]
 
@@ -334,14 +396,16 @@ def served() -> Iterator[tuple[subprocess.Popen[str], str]]:
         server.kill()
 
 
-def test_a_killed_island_of_a_command_comes_back_and_a_stop_saves_all(home: Path) -> None:
-    run = run_at(home, "commanded", replace(SETTINGS, count=2, silent_seconds=10.0), steps=100_000)
+@pytest.mark.parametrize("degrees", [(), (1, 2)])
+def test_a_killed_island_of_a_command_comes_back_and_a_stop_saves_all(home: Path, degrees: tuple[int, ...]) -> None:
+    run = run_at(home, "commanded", replace(SETTINGS, count=2, silent_seconds=10.0, dp=degrees), steps=100_000)
     log, other = home / "commanded" / "log.txt", home / "commanded" / "islands" / "1" / "log.txt"
     with launched(run) as command:
         until(lambda: log.exists() and "step 5/" in log.read_text(), "the first steps")
         islands = [one for one in psutil.Process(command.pid).children() if one.cmdline()[-1] == "1"]
-        (rank,) = [one for server in islands[0].children(recursive=True) for one in server.children()]
-        rank.kill()
+        ranks = [one for server in islands[0].children(recursive=True) for one in server.children()]
+        assert len(ranks) == run.worlds[1]
+        ranks[-1].kill()
         until(lambda: "has the state of island 0" in log.read_text(), "island 1 to come back")
         until(lambda: "\nstep" in other.read_text().partition("took the state")[2], "its next step")
         command.terminate()
@@ -357,7 +421,7 @@ def test_islands_with_a_quorum_are_started_apart(home: Path, monkeypatch: pytest
     with pytest.raises(SpecError, match=r"islands\.quorum: needs each island to be started by itself, with its number"):
         train_here(run)
     monkeypatch.setattr(apart, "_devices", lambda: ["0"])
-    with pytest.raises(SpecError, match=r"2 islands of 1 rank each need 2 GPUs, and it has 1\. Start some"):
+    with pytest.raises(SpecError, match=r"2 islands of 1 \+ 1 ranks need 2 GPUs, and it has 1\. Start some"):
         apart.launch_islands("", replace(run, device="auto"), ())
     with pytest.raises(SpecError, match=r"islands\.quorum: is 0, or there is one island, so that islands live"):
         train_here(replace(run, islands=replace(run.islands, quorum=0)), island=1)

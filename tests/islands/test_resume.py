@@ -13,6 +13,7 @@ import pytest
 from islands.runs import ONE, island, run_of, train, trained, weights
 from train.small_runs import at_step, curve, make_corpus, rows, same, state
 
+from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Checkpoint
 from ultrascale.description.sections.islands import Islands
 from ultrascale.train.trainer import Trainer
@@ -73,14 +74,18 @@ def test_any_number_of_islands_goes_on_as_any_other(home: Path) -> None:
     assert tokens == [min(4, n) * 44 + max(0, n - 4) * 88 for n in range(1, 17)]
 
 
-def test_an_island_of_another_dp_goes_on_from_a_checkpoint_of_any_other(home: Path) -> None:
-    lost = run_of(home, "lost", islands=Islands(2, every_steps=4, dp=(1, 2)), batch=Batch(11, 12))
-    trained(replace(lost, steps=8))
-    kept = home / "lost" / "islands" / "1" / "checkpoints"
-    shutil.rmtree(kept)
-    told = "islands.dp: gives islands other shards, and islands [1] are not where island 0 is in the run. Copy the newest"
-    found = train(lost)
-    assert all(told in one["text"] for one in found), found
-    shutil.copytree(home / "lost" / "checkpoints", kept, dirs_exist_ok=True)
-    trained(lost)
-    assert same(weights(lost), weights(island(lost, 1))) and len(curve(lost)) == 12
+@pytest.mark.parametrize(("layout", "lost"), [(replace(ONE, zero_stage=3), 0), (replace(ONE, tp=2), 1)])
+def test_an_island_takes_the_state_of_one_of_another_dp_as_from_its_checkpoint(home: Path, layout: Layout, lost: int) -> None:
+    settings = Islands(2, every_steps=4, dp=(1, 2))
+    runs = [run_of(home, f"{kind}-{lost}", layout, islands=settings, batch=Batch(11, 12)) for kind in ("copied", "lost")]
+    for run in runs:
+        trained(replace(run, steps=8))
+        folders = [home / run.name, home / run.name / "islands" / "1"]
+        shutil.rmtree(folders[lost] / "checkpoints")
+        if run is runs[0]:
+            shutil.copytree(folders[1 - lost] / "checkpoints", folders[lost] / "checkpoints")
+        trained(run)
+    copied, sent = runs
+    logs = [log.read_text() for log in (home / sent.name).rglob("log.txt")]
+    assert any(f"island {lost} took the state of island {1 - lost}, at step 8" in text for text in logs)
+    assert same(state(sent), state(copied)) and same(state(island(sent, 1)), state(island(copied, 1)))

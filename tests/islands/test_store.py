@@ -62,8 +62,8 @@ def test_a_word_is_replaced_and_forgotten(url: str) -> None:
 
 
 def test_who_is_silent_or_was_started_again_is_gone(url: str) -> None:
-    here = Presence(open_store(url, TIMEOUT), 0, 0, 0.5)
-    there = Presence(open_store(url, TIMEOUT), 1, 0, 0.5)
+    here = Presence(open_store(url, TIMEOUT), 0, 0, (1, 1), 0.5)
+    there = Presence(open_store(url, TIMEOUT), 1, 0, (1, 1), 0.5)
     there.begin("1-aa")
     assert here.current(1) == "1-aa" and here.state("1-aa") == KNOCKS
     until_seen = threading.Event()
@@ -76,6 +76,21 @@ def test_who_is_silent_or_was_started_again_is_gone(url: str) -> None:
     assert not here.end_of("1-bb")
     there.leave()
     assert any(here.end_of("1-bb") == "has left" or until_seen.wait(0.1) for _ in range(100))
+
+
+def test_every_rank_of_a_larger_island_is_looked_at(url: str) -> None:
+    worlds = (1, 2)
+    small = Presence(open_store(url, TIMEOUT), 0, 0, worlds, 0.5)
+    first, second = (Presence(open_store(url, TIMEOUT), 1, rank, worlds, 0.5) for rank in range(2))
+    for one, member in ((small, "0-aa"), (first, "1-aa"), (second, "1-aa")):
+        one.begin(member)
+    waits = threading.Event()
+    for _ in range(10):
+        assert not small.end_of("1-aa") and not second.end_of("0-aa")
+        waits.wait(0.1)
+    second.leave()
+    assert any(small.end_of("1-aa") == "has left" or waits.wait(0.1) for _ in range(100))
+    assert not second.end_of("0-aa")
 
 
 def test_a_folder_that_is_gone_is_named(tmp_path: Path) -> None:

@@ -459,6 +459,34 @@ def test_islands_with_a_quorum_are_a_job_each_with_its_folder_its_port_and_one_p
     assert one == other
 
 
+OF_SIZES = ["--islands.dp", "32,16", "--layout.dp-shard", "16", "--batch.sequences-per-batch", "96"]
+
+
+def test_islands_of_other_sizes_are_jobs_on_as_many_nodes_as_each_needs(capsys, there):
+    few = refused(capsys, "slurm", "run.toml", "--nodes", "4", *TWO, *QUORUM, *MEET, *OF_SIZES)
+    assert "4 nodes of 8 ranks are 32 ranks, and the layout (dp 16) wants 16" in few and "Take --nodes 2" in few
+    hosts = ["--launch.hosts", "a,b,c,d,e,f"]
+    for number, (nodes, named) in enumerate([("4", "a b c d"), ("2", "e f")]):
+        words = [
+            "launch",
+            "ssh",
+            "run.toml",
+            "--nodes",
+            nodes,
+            *TWO,
+            *QUORUM,
+            *MEET,
+            *OF_SIZES,
+            *hosts,
+            "--island",
+            str(number),
+            "--print",
+        ]
+        assert main(words) == 0
+        told = capsys.readouterr().out
+        assert f"hosts=({named})" in told and f"--nnodes {nodes}" in told
+
+
 def test_islands_without_a_quorum_are_one_job_of_all_their_ranks(capsys):
     assert "--nnodes 8" in text(capsys, "torchrun", *TWO)
     few = refused(
@@ -475,6 +503,7 @@ def test_islands_without_a_quorum_are_one_job_of_all_their_ranks(capsys):
     ("kubernetes", [*QUORUM], "islands.meet is a folder, and each island has a volume of its own"),
     ("ssh", [*QUORUM, "--launch.hosts", "a,b"], "launch.hosts names 2 hosts for 4 nodes of each of 2 islands"),
     ("slurm", [*QUORUM, "--measure", "--island", "1"], "--island is given beside --measure"),
+    ("ssh", [*QUORUM, *OF_SIZES, "--island", "0", "--launch.hosts", "a,b"], "names 2 hosts for 4 + 2 nodes of 2 islands"),
     ("torchrun", [*QUORUM, "--launch.port", "65535"], "2 islands, a port each, go up to 65536, past 65535"),
     ("slurm", [*QUORUM, "--launch.gpus-per-node", "16"], "4 nodes of 16 ranks are 64 ranks, and the layout (dp 32) wants 32"),
 ])  # fmt: skip

@@ -30,6 +30,13 @@ def test_a_ring_of_many_sites_uses_both_ways_and_as_much_light() -> None:
     assert ring.transfer_seconds == pytest.approx(10.56)
 
 
+def test_sites_with_a_line_each_send_all_their_bytes_over_it_in_two_rounds() -> None:
+    for sites in (2, 4):
+        plan = coast_to_coast(num_sites=sites, uplink=True, switching_seconds=1e-3)
+        assert plan.transfer_seconds == pytest.approx(2 * (sites - 1) / sites * 144e12 / 12.5e12)
+        assert plan.latency_seconds == pytest.approx(4 * (24e-3 + 1e-3))
+
+
 def test_reducing_every_h_steps_divides_what_shows_by_h() -> None:
     plan = coast_to_coast()
     lost = [plan.every(h).seconds_per_step - 60 for h in (1, 10, 100)]

@@ -197,7 +197,7 @@ def _launch(run: Run, max_restarts: int, flags: tuple[str, ...], island: int | N
     from ultrascale.launch.restarts import read_account, summary
 
     where_they_meet(run, island)
-    num_processes = run.num_processes if island is None else run.layout.world_size
+    num_processes = run.num_processes if island is None else run.worlds[island]
     expect_processes(num_processes)
 
     own = "" if island is None else f"island {island}: "

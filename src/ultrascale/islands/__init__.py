@@ -4,6 +4,7 @@ describes them).
 encoding.py     moves as bytes: fp32, bf16, int8, int4, and what was rounded off
 link.py         a rank and its like on the other islands: arrival, the mean of all, the state of one
 outer_state.py  anchors, momentum, what is rounded off and what is under way, of one rank
+whole.py        the state of one for an island of another dp
 outer_loop.py   when a fragment is sent and applied; beginning anew; leaving before the end; coming back
 
 With a quorum, islands are started apart and go on without one that has died:

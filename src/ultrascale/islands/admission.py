@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from ultrascale import heartbeat
-from ultrascale.description.sections.islands import Islands
+from ultrascale.description.run import Run
 from ultrascale.islands.link import Group, LostIslandError
 from ultrascale.islands.presence import KNOCKS, TAKES_PART, Presence, island_of
 from ultrascale.islands.store import open_store
@@ -76,12 +76,12 @@ class Answer(NamedTuple):
 class Admission:
     """This rank's part. All ranks of an island come to the same calls and learn the same."""
 
-    def __init__(self, islands: Islands, ranks: Ranks, *, timeout_seconds: float, wants_to_stop: Callable[[], bool]):
+    def __init__(self, run: Run, ranks: Ranks, *, timeout_seconds: float, wants_to_stop: Callable[[], bool]):
         assert ranks.meeting is not None
-        self.islands, self.ranks, self.wants_to_stop = islands, ranks, wants_to_stop
+        self.islands, self.ranks, self.wants_to_stop = run.islands, ranks, wants_to_stop
         self.timeout = timedelta(seconds=timeout_seconds)
         self.store = open_store(ranks.meeting, self.timeout)
-        self.presence = Presence(self.store, ranks.island, ranks.rank, islands.silent_seconds)
+        self.presence = Presence(self.store, ranks.island, ranks.rank, run.worlds, run.islands.silent_seconds)
         self.era = -1
         self.last = Decision(())
         """Members of the last outer step, and those who joined them after it."""
@@ -133,13 +133,17 @@ class Admission:
         """Take part from now on."""
         self.presence.say(TAKES_PART)
 
-    def group_of_era(self) -> Group:
-        """The group of all who begin the era."""
-        return self.group(self.last.members, f"{self.era}/begin")
+    def group_of_era(self) -> Group | None:
+        """The group of all who begin the era; None on a rank that has no like."""
+        return self._group_of_ranks(self.last.members, f"{self.era}/begin")
 
-    def group_of_two(self, giver: str, taker: str) -> Group:
-        """The group of the one who gives its state and the one who takes it."""
-        return self.group((giver, taker), f"give/{taker}")
+    def group_of_two(self, giver: str, taker: str) -> Group | None:
+        """The group of the one who gives its state and the one who takes it; None on a rank that has no like."""
+        return self._group_of_ranks((giver, taker), f"give/{taker}")
+
+    def _group_of_ranks(self, members: tuple[str, ...], name: str) -> Group | None:
+        """Group of rank r of each island; where islands differ, of first ranks alone, which speak for the others."""
+        return self.group(members, name, str(self.ranks.rank)) if self.ranks.is_first or not self.islands.differ else None
 
     def takers(self, step: int) -> Iterator[str]:
         """Members that must be given this island's state after the outer step after `step` steps."""
@@ -204,11 +208,11 @@ class Admission:
         knocks = member is not None and self.presence.state(member) == KNOCKS and not self.presence.end_of(member)
         return member if knocks and self.store.get(self._answer(member or "")) is None else None
 
-    def group(self, members: tuple[str, ...], name: str) -> Group:
-        """The group of this rank's like on the islands of `members`."""
-        store = self.store.for_group(f"{name}/{self.ranks.rank}", len(members))
+    def group(self, members: tuple[str, ...], name: str, like: str) -> Group:
+        """The group of this rank's `like` on the islands of `members`."""
+        store = self.store.for_group(f"{name}/{like}", len(members))
         islands = [island_of(member) for member in members]
-        return Group(store, islands, members.index(self.member), self.timeout)
+        return Group(store, islands, members.index(self.member), self.timeout, self.islands.divisor(islands))
 
     def too_few(self, found: int, where: str) -> str:
         told = f"{found} of {self.islands.count} islands are there {where}, and islands.quorum is {self.islands.quorum}"

@@ -1,8 +1,10 @@
 """A rank and its like on the other islands: rank r of each is in one group, and they send one another what rank r holds.
+Where islands differ in dp a rank is in a group for each kind of weights (experts, others) that it sends a piece of.
 
     arrive    who is here for an outer step; an island that was told to stop says that it has left, so that nobody waits for it
     mean      two rounds of pieces. Of the buffer, cut in N, island k has piece k sent by all the others, adds them up in their
-              order, and sends the mean to all: 2 (N - 1) / N of the buffer leaves each rank, and all have the same bits
+              order, and sends the mean to all: 2 (N - 1) / N of the buffer leaves each rank, and all have the same bits. Both
+              rounds go straight to whom they are for: a ring, as gloo's own all-gather, would take N - 1 flights of light
 
 Every piece is encoded twice, as a move and as a mean. Of the first the error is the sender's; of the second it is N times what
 island k must add to its own next move to make it good, and so both are in one buffer.
@@ -11,8 +13,8 @@ island k must add to its own next move to make it good, and so both are in one b
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -48,16 +50,19 @@ class Mean(NamedTuple):
 
 
 class Group:
-    """A rank and its like on `islands`, of which it is number `index`. All build theirs at the same time."""
+    """A rank and its like on `islands`, of which it is number `index`. All build theirs at the same time.
 
-    def __init__(self, store: Store, islands: Sequence[int], index: int, timeout: timedelta):
+    `divisor`: of the sum of moves in the mean; None: the number of islands."""
+
+    def __init__(self, store: Store, islands: Sequence[int], index: int, timeout: timedelta, divisor: int | None = None):
         self.islands, self.index, self.count, self.timeout = [*islands], index, len(islands), timeout
+        self.divisor = divisor or self.count
         self.island = self.islands[index]
         with self._waiting("to meet"):
             self._group: Any = dist.ProcessGroupGloo(store, index, self.count, timeout)
 
     def mean(self, own: Tensor, wire: Wire) -> Mean:
-        """Mean over the islands of `own`, [n]. Sends messages, and waits for the others'."""
+        """Mean over the islands of `own`, [n], by the divisor. Sends messages, and waits for the others'."""
         n, piece = len(own), piece_of(len(own), self.count, wire)
         whole = own if n == piece * self.count else pad(own, (0, piece * self.count - n))
         pieces = whole.view(self.count, -1)
@@ -67,9 +72,9 @@ class Group:
         total = came[0].clone()
         for other in came[1:]:  # in the order of islands, on whichever of them
             total += other
-        mean = (total / self.count)[None]
+        mean = (total / self.divisor)[None]
         result = encode(mean, wire)
-        lost[self.index] += (mean - decode(result, wire, own.dtype))[0] * self.count
+        lost[self.index] += (mean - decode(result, wire, own.dtype))[0] * self.divisor
         sent_bytes = (self.count - 1) * (message.shape[1] + result.nbytes)
         return Mean(decode(self._gather(result), wire, own.dtype).flatten()[:n], lost.flatten()[:n], sent_bytes)
 
@@ -88,60 +93,58 @@ class Group:
         if index != self.index:
             tensor.copy_(host)
 
-    def _swap(self, message: Tensor) -> Tensor:
+    def _swap(self, message: Tensor, what: str = "for their moves") -> Tensor:
         """Row k of `message` [N, n] to island k, for what each island has for this one."""
         came = torch.empty_like(message)
-        with self._waiting("for their moves"):
+        with self._waiting(what):
             self._group.alltoall_base(came, message, [], []).wait()
         return came
 
     def _gather(self, row: Tensor) -> Tensor:
         """The `row` [1, ...] of each island, one below the other."""
-        came = row.new_empty((self.count, *row.shape[1:]))
-        with self._waiting("for the mean of moves"):
-            self._group._allgather_base(came, row.contiguous()).wait()
-        return came
+        return self._swap(row.expand(self.count, *row.shape[1:]).contiguous(), "for the mean of moves")
 
-    @contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
-        """Let what is awaited inside fail in words. Raises LostIslandError."""
-        beside = threading.current_thread() is not threading.main_thread()  # of training, which goes on
-        try:
-            with nullcontext() if beside else heartbeat.waits(f"waiting for other islands {what}"):
-                yield
-        except RuntimeError as error:
-            limit = f"{self.timeout.total_seconds():g} s (collective_timeout_seconds)"
-            told = f"island {self.island} waited {what} for at most {limit}, and another island did not answer"
-            raise LostIslandError(
-                f"{told}: {why(error)}. Start all islands again: each goes on from its checkpoint."
-            ) from error
+    def _waiting(self, what: str) -> AbstractContextManager[None]:
+        return _waiting(self.island, self.timeout, what)
 
 
-class Link(Group):
+Groups = Mapping[str, Group]
+"""Groups that a rank sends in, by the name of its like."""
+
+
+def groups_of(likes: Mapping[str, bool], make: Callable[[str], Group]) -> Groups:
+    """The groups of a rank. `likes`: names of its like, in the same order on all ranks, and whether it sends among them."""
+    return {like: make(like) for like, sends in likes.items() if sends}
+
+
+def mean_among(groups: Groups, like: str, own: Tensor, wire: Wire) -> Mean:
+    """Mean over the islands of `own`, [n]; of a rank that sends nothing among its like, what it has."""
+    return groups[like].mean(own, wire) if like in groups else Mean(own, own, 0)
+
+
+class Link:
     """This rank's end of the link of all islands that were started together."""
 
-    def __init__(self, ranks: Ranks, count: int, *, timeout_seconds: float, name: str = "", sends: bool = True):
-        """`name`: of this rank's like on all islands, its rank if that is the same. `sends`: False of a rank that has no like,
-        which only learns who is here."""
+    def __init__(
+        self, ranks: Ranks, count: int, *, timeout_seconds: float, likes: Mapping[str, bool], divisor: int | None = None
+    ):
+        """`likes`: as `groups_of` has them; who is here is learnt under the first."""
         assert ranks.store is not None
-        self._store = PrefixStore(f"between islands, rank {name or ranks.rank}", ranks.store)
-        self.sends, timeout = sends, timedelta(seconds=timeout_seconds)
-        if sends:
-            super().__init__(PrefixStore("messages", self._store), range(count), ranks.island, timeout)
-        else:
-            self.islands, self.island, self.count, self.timeout = [*range(count)], ranks.island, count, timeout
-
-    def mean(self, own: Tensor, wire: Wire) -> Mean:
-        """Mean over the islands of `own`, [n]; from a rank that sends nothing, what it has."""
-        return super().mean(own, wire) if self.sends else Mean(own, own, 0)
+        store, timeout = PrefixStore("between islands", ranks.store), timedelta(seconds=timeout_seconds)
+        self.island, self.count, self._timeout = ranks.island, count, timeout
+        self._store = PrefixStore(next(iter(likes)), store)
+        self.groups = groups_of(
+            likes,
+            lambda like: Group(PrefixStore(f"messages, {like}", store), range(count), ranks.island, timeout, divisor),
+        )
 
     def arrive(self, step: int) -> bool:
         """True if all islands have reached the outer step after `step` steps; False if one has left, or will stop before it."""
         self._store.set(_at(step, self.island), HERE)
         others = [_at(step, island) for island in range(self.count) if island != self.island]
-        with self._waiting(f"at the outer step after step {step}"):
+        with _waiting(self.island, self._timeout, f"at the outer step after step {step}"):
             try:
-                self._store.wait(others, self.timeout)
+                self._store.wait(others, self._timeout)
                 return all(self._store.get(key).decode() == HERE for key in others)
             except dist.DistNetworkError:  # whoever held the store has left, and nobody can be met any more
                 return False
@@ -154,3 +157,16 @@ class Link(Group):
 
 def _at(step: int, island: int) -> str:
     return f"after step {step}, island {island}"
+
+
+@contextmanager
+def _waiting(island: int, timeout: timedelta, what: str) -> Iterator[None]:
+    """Let what is awaited inside fail in words. Raises LostIslandError."""
+    beside = threading.current_thread() is not threading.main_thread()  # of training, which goes on
+    try:
+        with nullcontext() if beside else heartbeat.waits(f"waiting for other islands {what}"):
+            yield
+    except RuntimeError as error:
+        limit = f"{timeout.total_seconds():g} s (collective_timeout_seconds)"
+        told = f"island {island} waited {what} for at most {limit}, and another island did not answer"
+        raise LostIslandError(f"{told}: {why(error)}. Start all islands again: each goes on from its checkpoint.") from error

@@ -1,4 +1,4 @@
-"""The thread that sends moves beside the one that trains: one for each group of islands, which ends with it."""
+"""The thread that sends moves beside the one that trains: one for each set of islands, which ends with it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from ultrascale.islands.link import Group, LostIslandError
+from ultrascale.islands.link import Groups, LostIslandError
 
 T = TypeVar("T")
 
 
 class Messages:
-    """A group and the thread that speaks for it. Gloo cannot be stopped: a thread that is given up waits for its time-out."""
+    """Groups and the thread that speaks for them. Gloo cannot be stopped: a thread that is given up waits for its time-out."""
 
-    def __init__(self, members: tuple[str, ...], make: Callable[[], Group]):
+    def __init__(self, members: tuple[str, ...], make: Callable[[], Groups]):
         self.members, self.broken = members, False
-        self._make, self._jobs = make, queue.SimpleQueue[tuple[Callable[[Group], Any], Future[Any]] | None]()
+        self._make, self._jobs = make, queue.SimpleQueue[tuple[Callable[[Groups], Any], Future[Any]] | None]()
         threading.Thread(target=self._work, daemon=True, name="islands").start()
 
-    def submit(self, job: Callable[[Group], T]) -> Future[T]:
+    def submit(self, job: Callable[[Groups], T]) -> Future[T]:
         """Have `job` done after those before it."""
         future: Future[T] = Future()
         self._jobs.put((job, future))
@@ -37,14 +37,14 @@ class Messages:
         self._jobs.put(None)
 
     def _work(self) -> None:
-        group: Group | None = None
+        groups: Groups | None = None
         while (asked := self._jobs.get()) is not None:
             job, future = asked
             try:
                 if self.broken:
                     raise LostIslandError("an exchange before it failed")
-                group = group or self._make()
-                result = job(group)
+                groups = self._make() if groups is None else groups
+                result = job(groups)
             except Exception as error:
                 self.broken = True
                 future.set_exception(error)

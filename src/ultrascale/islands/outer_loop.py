@@ -23,17 +23,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ultrascale.checkpoint.slices import Slice
 from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
+from ultrascale.islands import whole
 from ultrascale.islands.admission import Answer, LeftOutError
-from ultrascale.islands.link import Group, Link, LostIslandError, Mean
+from ultrascale.islands.link import Group, Link, LostIslandError, Mean, mean_among
 from ultrascale.islands.outer_state import OuterState
 from ultrascale.islands.presence import island_of
 from ultrascale.islands.quorum import Quorum
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.share import Held, Share
 
-Tensors = Mapping[str, Sequence[Tensor]]
+Tensors = Mapping[str, Sequence[Slice]]
 Facts = dict[str, Any]
 Took = Callable[[Facts], None]
 Whole = tuple[Callable[[], Tensors], Callable[[], Facts], Took]
@@ -46,10 +48,16 @@ class OuterLoop:
         self.islands, self.steps, self.ranks = run.islands, run.steps, ranks
         self.state = OuterState(run.islands, share)
         limit = run.collective_timeout_seconds
-        self.link = None if ranks.meeting else _link(run, ranks, share, limit)
+        self.link: Link | None = None
         """Link of islands that were started together."""
-        self.quorum = Quorum(run.islands, ranks, timeout_seconds=limit, wants_to_stop=wants_to_stop) if ranks.meeting else None
+        self.quorum: Quorum | None = None
         """Quorum of islands that were started apart."""
+        likes = self.state.likes()
+        if ranks.meeting:
+            self.quorum = Quorum(run, ranks, likes, timeout_seconds=limit, wants_to_stop=wants_to_stop)
+        else:
+            divisor = run.islands.divisor(range(run.islands.count))
+            self.link = Link(ranks, run.islands.count, timeout_seconds=limit, likes=likes, divisor=divisor)
         self.outer_steps = 0
         """Outer steps so far, each fragment's counted."""
         self.owes = False
@@ -166,21 +174,19 @@ class OuterLoop:
         """
         self._whole = tensors, facts, took
         if self.link is not None:
-            return self._compare(self.link, steps_done)
+            own = self.link.groups.values() if self.ranks.is_first or not self.islands.differ else ()
+            return self._compare(next(iter(own), None), steps_done)
         assert self.quorum is not None
         if steps_done >= self.steps and not self.owes:
             return ""
         return self._let_in(self.quorum.knock(self.steps), steps_done)
 
-    def _compare(self, group: Group, steps_done: int) -> str:
+    def _compare(self, group: Group | None, steps_done: int) -> str:
         """All of `group` go on from the state of the first of those that are furthest."""
         meets = steps_done if self.owes else self.islands.next_due(steps_done, self.steps)
         own = torch.tensor([meets, steps_done, self._digest(), self._described])
-        everybody = group.from_all(own).tolist() if not isinstance(group, Link) or group.sends else []
-        if self.islands.differ:  # some ranks have nobody to ask
-            told = self.ranks.gather_text(json.dumps(everybody))
-            everybody = everybody or json.loads(max(told, key=len))
-        self._expect_one_description([one[3] for one in everybody], group.islands)
+        islands, everybody = self._told(lambda: [] if group is None else [group.islands, group.from_all(own).tolist()])
+        self._expect_one_description([one[3] for one in everybody], islands)
         leader = max(range(len(everybody)), key=lambda index: (*everybody[index][:2], -index))
         joining = {i for i, one in enumerate(everybody) if (one[0], one[2]) != (everybody[leader][0], everybody[leader][2])}
         # A weight that differs may be held by some ranks only, and all of an island must do the same.
@@ -188,24 +194,29 @@ class OuterLoop:
         joining = {int(index) for index in told.split()}
         if not joining:
             return ""
-        if self.islands.differ:
-            rule = f"gives islands other shards, and islands {sorted(joining)} are not where island {leader} is in the run"
-            remedy = f"Copy the newest checkpoint of island {leader} into their folders: one of any dp is read."
-            raise mistake("islands.dp", rule, remedy)
-        self._hand_over(group, leader, takes=group.index in joining)
-        which = f"island{'s' * (len(joining) > 1)} {', '.join(str(group.islands[index]) for index in sorted(joining))}"
-        return f"{which} took the state of island {group.islands[leader]}, at step {everybody[leader][1]}"
+        index = islands.index(self.ranks.island)
+        self._hand_over(group, leader, gives=index == leader, takes=index in joining)
+        which = f"island{'s' * (len(joining) > 1)} {', '.join(str(islands[index]) for index in sorted(joining))}"
+        return f"{which} took the state of island {islands[leader]}, at step {everybody[leader][1]}"
 
-    def _hand_over(self, group: Group, leader: int, *, takes: bool, given: Tensors | None = None) -> None:
-        """The whole state of number `leader` of `group` goes to those who take it. `given`: the leader's tensors, if it has
-        them at hand."""
+    def _told(self, ask: Callable[[], list[Any]]) -> list[Any]:
+        """Answer to this rank; where islands differ that to rank 0, which speaks for all. Collective then."""
+        return json.loads(self.ranks.gather_text(json.dumps(ask()))[0]) if self.islands.differ else ask()
+
+    def _hand_over(self, group: Group | None, leader: int, *, gives: bool, takes: bool, given: Tensors | None = None) -> None:
+        """The whole state of number `leader` of `group`, which `gives`, goes to those who take it. `given`: the leader's
+        tensors, if it has them at hand."""
         tensors, facts, took = self._whole
-        said = self._facts_of(group, leader, facts())
+        said = self._told(lambda: [] if group is None else [self._facts_of(group, leader, facts())])[0]
         if takes:
             self.expect(said["islands"])
-        for _, some in sorted((given or tensors()).items()):
-            for tensor in some:
-                group.from_one(tensor if takes else tensor.clone(), leader)
+        state = given or tensors()
+        if self.islands.differ:
+            whole.hand_over(self.ranks, group, leader, state, gives=gives, takes=takes)
+        for _, some in () if self.islands.differ else sorted(state.items()):
+            for one in some:
+                assert group is not None
+                group.from_one(one.tensor if takes else one.tensor.clone(), leader)
         if takes:
             took({**said, "islands": {**said["islands"], "sent_bytes": self.sent_bytes}})
             self.state.forget_residuals()
@@ -252,10 +263,15 @@ class OuterLoop:
         self._moves.clear()
         self.under_way.clear()
         group = quorum.door.group_of_two(answer.giver, quorum.door.member)
-        self._expect_one_description(group.from_all(torch.tensor([self._described])).flatten().tolist(), group.islands)
-        self._hand_over(group, 0, takes=True)
+        described = self._told(lambda: [] if group is None else self._described_by(group))
+        giver = island_of(answer.giver)
+        self._expect_one_description(described, [giver, self.ranks.island])
+        self._hand_over(group, 0, gives=False, takes=True)
         quorum.door.took()
-        return f"island {self.ranks.island} took the state of island {group.islands[0]}, at step {answer.step}"
+        return f"island {self.ranks.island} took the state of island {giver}, at step {answer.step}"
+
+    def _described_by(self, group: Group) -> list[int]:
+        return group.from_all(torch.tensor([self._described])).flatten().tolist()
 
     def _give(self, steps_done: int) -> None:
         """Give the state of this island to those that it is to let in, if any."""
@@ -265,16 +281,31 @@ class OuterLoop:
         for taker in quorum.door.takers(steps_done):
             given = self._whole[0]()  # with all that is under way, which the ranks of this island wait for together
             try:
-                group = quorum.door.group_of_two(quorum.door.member, taker)
-                described = group.from_all(torch.tensor([self._described])).flatten().tolist()
-                if described[0] == described[1]:
-                    self._hand_over(group, 0, takes=False, given=given)
+                self._give_to(quorum, taker, given)
             except LostIslandError as error:
                 quorum.lines.append(f"island {island_of(taker)} was lost while it was given a state: {error}")
             if quorum.door.has_taken(taker):
                 quorum.lines.append(
                     f"island {island_of(taker)} has the state of island {self.ranks.island}, at step {steps_done}"
                 )
+
+    def _give_to(self, quorum: Quorum, taker: str, given: Tensors) -> None:
+        group: Group | None = None
+        lost: list[LostIslandError] = []
+
+        def described() -> list[int]:
+            nonlocal group
+            try:
+                group = quorum.door.group_of_two(quorum.door.member, taker)
+                return [] if group is None else self._described_by(group)
+            except LostIslandError as error:
+                lost.append(error)
+                return []
+
+        if len(same := self._told(described)) == 2 and same[0] == same[1]:
+            self._hand_over(group, 0, gives=True, takes=False, given=given)
+        if lost:
+            raise lost[0]
 
     def _arrive(self, steps_done: int) -> bool:
         if self.link is not None:
@@ -290,26 +321,31 @@ class OuterLoop:
             raise mistake("islands", rule, "Start all islands with the same description.")
 
     def _digest(self) -> int:
-        """Digest of this rank's anchors."""
-        return _number(*(one.contiguous().view(-1).view(torch.uint8).numpy().data for one in self.state.anchors()))
+        """Digest of this rank's anchors; where islands differ of the island's, the same on all of its ranks."""
+        bits = [(place, [one.contiguous().view(-1).view(torch.uint8).numpy().data for one in some])
+                for place, some in self.state.anchors()]  # fmt: skip
+        if not self.islands.differ:
+            return _number(*(one for _, some in bits for one in some))
+        lines = "\n".join(f"{index}, {place}: {_number(*some)}" for index, (place, some) in enumerate(bits))
+        return _number("\n".join(sorted({*"\n".join(self.ranks.gather_text(lines)).split("\n")})).encode())
 
     # What goes between them.
 
     def _send(self, steps_done: int, fragments: list[int], *, beside: bool) -> None:
         wire = self.islands.dtype
         if self.quorum is not None:
-            moves = [[bucket.moves() for bucket in self.state.fragments[fragment]] for fragment in fragments]
+            moves = [[(bucket.like, bucket.moves()) for bucket in self.state.fragments[fragment]] for fragment in fragments]
             means = iter(self.quorum.send(steps_done, [own for some in moves for own in some], wire))
             self._moves |= {fragment: [next(means) for _ in some] for fragment, some in zip(fragments, moves, strict=True)}
             return
         assert self.link is not None
-        mean = self.link.mean
+        groups = self.link.groups
         for fragment in fragments:
-            moves = [bucket.moves() for bucket in self.state.fragments[fragment]]
+            moves = [(bucket.like, bucket.moves()) for bucket in self.state.fragments[fragment]]
             if beside:
-                self._moves[fragment] = [self._beside.submit(mean, own, wire) for own in moves]
+                self._moves[fragment] = [self._beside.submit(mean_among, groups, like, own, wire) for like, own in moves]
             else:
-                self._moves[fragment] = [_done(mean(own, wire)) for own in moves]
+                self._moves[fragment] = [_done(mean_among(groups, like, own, wire)) for like, own in moves]
 
     def _await(self, fragment: int) -> None:
         """Keep the means of a fragment, once they have arrived."""
@@ -327,16 +363,6 @@ class OuterLoop:
             self.state.step(fragment)
             self.outer_steps += 1
             del self.under_way[fragment]
-
-
-def _link(run: Run, ranks: Ranks, share: Share, timeout_seconds: float) -> Link:
-    """This rank's end of the link of islands that were started together."""
-    islands, layout, at = run.islands, run.layout, share.mesh.at
-    if not islands.differ:
-        return Link(ranks, islands.count, timeout_seconds=timeout_seconds)
-    senders, place = islands.senders(layout.cp), at.dp * layout.cp + at.cp
-    name = f"{place % senders} at pp {at.pp}, tp {at.tp}"
-    return Link(ranks, islands.count, timeout_seconds=timeout_seconds, name=name, sends=place < senders)
 
 
 def _done(result: Mean) -> Future[Mean]:

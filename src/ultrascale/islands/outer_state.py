@@ -12,9 +12,9 @@ in the dtype of weights between steps: 4 to 24 bytes a parameter that the rank h
 A bucket is what is sent at once: the parts of a fragment that the same ranks of the island hold alike (replicas, of HSDP or
 ZeRO stage 0). Each of those sends its piece of the bucket, and what comes back they gather within the island.
 
-Where islands differ in dp, no rank of one holds what a rank of another does. All ranks at one place of pp and tp then gather
-what they hold together, and the first of them, as many as there are in the smallest island, each send a piece of that. A move
-counts by its island's dp.
+Where islands differ in dp, no rank of one holds what a rank of another does. All ranks at one place of pp and tp (of experts:
+of pp, ep and expert_tp) then gather what they hold together, and the first of them, as many as there are in the smallest
+island, each send a piece of that. A move counts by its island's dp.
 """
 
 from __future__ import annotations
@@ -89,12 +89,24 @@ class Bucket:
     """Index of this rank among them; one past their last has no piece."""
     elements: int
     """Elements of a sender's piece, padded to a whole number of pieces, one for each island."""
+    place: str
+    """Name of the ranks that hold the same together, alike on all islands."""
     grid: DeviceMesh | None
     """Ranks that hold parts (dp_shard) and copies of them (dp_replicate); None where that is this rank alone."""
     gathers_shards: bool = False
     """True where islands differ in dp, so that parts are put together before they are sent."""
     weight: float = 1.0
-    """Factor of the moves of this island in the mean."""
+    """Factor of the moves of this island in their sum."""
+
+    @property
+    def like(self) -> str:
+        """Name of this rank's like on all islands."""
+        return f"{self.sender % self.senders} at {self.place}"
+
+    @property
+    def sends(self) -> bool:
+        """True if this rank has a piece to send."""
+        return self.sender < self.senders
 
     def moves(self) -> Tensor:
         """This replica's share of the move since the anchor plus earlier rounding residuals, [elements]."""
@@ -107,7 +119,7 @@ class Bucket:
         if self.weight != 1.0:
             whole *= self.weight
         rows = pad(whole, (0, self.senders * self.elements - whole.numel())).view(self.senders, self.elements)
-        return rows[self.sender].contiguous() if self.sender < self.senders else whole.new_zeros(self.elements)
+        return rows[self.sender].contiguous() if self.sends else whole.new_zeros(1).expand(self.elements)
 
     def arrived(self, mean: Tensor, lost: Tensor) -> None:
         """Keep the mean of this rank's piece, and what was rounded off; collective among ranks that hold the same."""
@@ -152,7 +164,7 @@ class Bucket:
             return rows
         whole = torch.empty(group.size() * len(rows), rows.shape[1], dtype=rows.dtype, device=device)
         with waiting("the outer step's gather within the island", group, tensor=whole):
-            dist.all_gather_into_tensor(whole, rows.to(device), group=group)
+            dist.all_gather_into_tensor(whole, rows.to(device).contiguous(), group=group)
         return whole.to(rows.device)
 
     def _split(self, flat: Tensor) -> Iterator[Tensor]:
@@ -179,26 +191,34 @@ class OuterState:
         for held in self.share.held:
             apart, _ = replicas_of(held.weight, self.share.model, self.share.layout)
             found[self.islands.fragment(held.weight)][apart].append(self._part(held))
-        self.fragments = [[self._bucket(parts) for parts in some.values()] for some in found]
+        self.fragments = [[self._bucket(parts, apart) for apart, parts in some.items()] for some in found]
 
     def sent_bytes(self) -> int:
         """Bytes that this rank sends in one round, every fragment once, counted from the encoded size of the messages; nothing
         is sent."""
         count, sent = self.islands.count, 0
-        for bucket in (bucket for buckets in self.fragments for bucket in buckets):
+        for bucket in self.buckets():
             message = encode(bucket.moves().view(count, -1), self.islands.dtype)
-            sent += 2 * (count - 1) * message.shape[1] * (bucket.sender < bucket.senders)
+            sent += 2 * (count - 1) * message.shape[1] * bucket.sends
         return sent
 
     def kept_bytes(self) -> int:
         """Bytes of host memory at most: all tensors, and with a quorum moves under way, which are needed again if an exchange
         fails. After the run's last step these are of all fragments."""
-        moves = [bucket.moves() for buckets in self.fragments for bucket in buckets] if self.islands.quorum else []
-        return sum(tensor.nbytes for tensor in (*moves, *(tensor for part in self.parts() for _, tensor in part.kept())))
+        kept = sum(tensor.nbytes for part in self.parts() for _, tensor in part.kept())
+        return kept + sum(bucket.moves().nbytes * bucket.sends for bucket in self.buckets() if self.islands.quorum)
+
+    def buckets(self) -> Iterator[Bucket]:
+        """All buckets, in a fixed order."""
+        return (bucket for buckets in self.fragments for bucket in buckets)
 
     def parts(self) -> Iterator[Part]:
         """All parts, in a fixed order."""
-        return (part for buckets in self.fragments for bucket in buckets for part in bucket.parts)
+        return (part for bucket in self.buckets() for part in bucket.parts)
+
+    def likes(self) -> dict[str, bool]:
+        """Names of this rank's like, in a fixed order, and whether it sends among them."""
+        return {bucket.like: bucket.sends for bucket in self.buckets()}
 
     def allow_overlap(self) -> None:
         """Make room for fragments under way."""
@@ -211,10 +231,9 @@ class OuterState:
             if part.residual is not None:
                 part.residual.zero_()
 
-    def anchors(self) -> Iterator[Tensor]:
-        """Anchors as like ranks of all islands hold them alike; collective where islands differ."""
-        for bucket in (bucket for buckets in self.fragments for bucket in buckets):
-            yield from bucket.wholes([part.anchor for part in bucket.parts])
+    def anchors(self) -> Iterator[tuple[str, list[Tensor]]]:
+        """Anchors as all islands hold them alike, by the place of the ranks that do; collective where islands differ."""
+        return ((bucket.place, bucket.wholes([part.anchor for part in bucket.parts])) for bucket in self.buckets())
 
     def anchor_here(self) -> None:
         """Take the weights as they are for the common ones."""
@@ -241,14 +260,16 @@ class OuterState:
             part.allow_overlap()
         return part
 
-    def _bucket(self, parts: list[Part]) -> Bucket:
-        islands, layout, parameter = self.islands, self.share.layout, parts[0].held.parameter
+    def _bucket(self, parts: list[Part], experts: bool) -> Bucket:
+        islands, layout, at, parameter = self.islands, self.share.layout, self.share.mesh.at, parts[0].held.parameter
         grid = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        copy, shard = (0, 0) if grid is None else (grid.get_local_rank("dp_replicate"), grid.get_local_rank("dp_shard"))
         if islands.differ:
-            at, senders = self.share.mesh.at, islands.senders(layout.cp)
-            piece = islands.piece(sum(part.held.parameter.numel() for part in parts), senders) * islands.count
-            weight = layout.dp * islands.count / sum(islands.dp)
-            return Bucket(parts, senders, at.dp * layout.cp + at.cp, piece, grid, True, weight)
-        senders, sender = (1, 0) if grid is None else (grid.size(0), grid.get_local_rank("dp_replicate"))
-        piece = islands.piece(sum(part.anchor.numel() for part in parts), senders) * islands.count
-        return Bucket(parts, senders, sender, piece, grid)
+            senders, elements = islands.senders(layout, experts=experts), sum(p.held.parameter.numel() for p in parts)
+            place = f"pp {at.pp}, ep {at.ep}, expert_tp {at.expert_tp}" if experts else f"pp {at.pp}, tp {at.tp}"
+            sender, weight = (0 if grid is None else copy * grid.size(1) + shard), float(layout.dp)
+        else:
+            senders, elements = 1 if grid is None else grid.size(0), sum(part.anchor.numel() for part in parts)
+            place, sender, weight = f"rank {self.share.mesh.rank}", copy, 1.0
+        piece = islands.piece(elements, senders) * islands.count
+        return Bucket(parts, senders, sender, piece, place, grid, islands.differ, weight)

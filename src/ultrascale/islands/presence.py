@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 from ultrascale.islands.store import IslandStore, LostStoreError
@@ -22,12 +23,14 @@ BEATS = 10
 class Presence:
     """This rank's signs of life, and what it sees of its like on the other islands."""
 
-    def __init__(self, store: IslandStore, island: int, rank: int, silent_seconds: float):
+    def __init__(self, store: IslandStore, island: int, rank: int, worlds: Sequence[int], silent_seconds: float):
+        """`worlds`: ranks of each island."""
         self.store, self.island, self.rank, self.silent_seconds = store, island, rank, silent_seconds
+        self.worlds = worlds
         self.member = ""
         self._over = threading.Event()
         self._seen: dict[str, tuple[str | None, float]] = {}
-        """The last sign of each member, and when it was first seen."""
+        """The last sign of each rank that this one looks at, and when it was first seen."""
         self._looked: dict[str, tuple[float, str]] = {}
 
     def begin(self, member: str) -> None:
@@ -67,12 +70,13 @@ class Presence:
     def _look(self, member: str, now: float) -> str:
         if self.current(island_of(member)) != member:
             return "was started again"
-        sign = self.store.get(_sign(member, self.rank))
-        before, since = self._seen.get(member, (None, now))
-        if sign != before:
-            since = now
-        self._seen[member] = sign, since
-        if now - since <= self.silent_seconds:
+        world, quiet_since = self.worlds[island_of(member)], now
+        for rank in range(self.rank % world, world, self.worlds[self.island]):  # all of a larger island's between them
+            name = _sign(member, rank)
+            sign, (before, since) = self.store.get(name), self._seen.get(name, (None, now))
+            self._seen[name] = sign, (now if sign != before else since)
+            quiet_since = min(quiet_since, self._seen[name][1])
+        if now - quiet_since <= self.silent_seconds:
             return ""
         return "has left" if self.state(member) == HAS_LEFT else f"was silent for {self.silent_seconds:g} s"
 

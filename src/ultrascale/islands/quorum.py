@@ -18,7 +18,7 @@ Names begin with era, step and attempt. What is agreed is kept for a thousand ou
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,9 +26,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ultrascale.contact import why
-from ultrascale.description.sections.islands import Islands, Wire
+from ultrascale.description.run import Run
+from ultrascale.description.sections.islands import Wire
 from ultrascale.islands.admission import AGAIN, Admission, Answer, Decision, LeftOutError
-from ultrascale.islands.link import Group, LostIslandError, Mean
+from ultrascale.islands.link import Groups, LostIslandError, Mean, groups_of, mean_among
 from ultrascale.islands.messages import Messages
 from ultrascale.islands.presence import HAS_LEFT, island_of
 from ultrascale.parallel.lost import LostRankError
@@ -42,13 +43,17 @@ MOST_ATTEMPTS = 8
 COMPLETE = "complete"
 
 
+Move = tuple[str, Tensor]
+"""The name of a rank's like, and what is sent among them."""
+
+
 @dataclass
 class Round:
     """One outer step that was begun and is not applied."""
 
     step: int
     decision: Decision
-    moves: list[Tensor] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
     wire: Wire = "fp32"
     attempt: int = 0
     exchange: Future[list[Mean]] | None = None
@@ -62,10 +67,13 @@ class Quorum:
     """True if an island is left out of the outer step after `step` steps although it is there. For proofs: what others compute
     then is what they compute where it has died."""
 
-    def __init__(self, islands: Islands, ranks: Ranks, *, timeout_seconds: float, wants_to_stop: Callable[[], bool]):
-        self.islands, self.ranks, self.wants_to_stop = islands, ranks, wants_to_stop
-        self.timeout_seconds = timeout_seconds
-        self.door = Admission(islands, ranks, timeout_seconds=timeout_seconds, wants_to_stop=wants_to_stop)
+    def __init__(
+        self, run: Run, ranks: Ranks, likes: Mapping[str, bool], *, timeout_seconds: float, wants_to_stop: Callable[[], bool]
+    ):
+        """`likes`: as `islands.link.groups_of` has them."""
+        self.islands, self.ranks, self.worlds, self.wants_to_stop = run.islands, ranks, run.worlds, wants_to_stop
+        self.timeout_seconds, self._likes = timeout_seconds, likes
+        self.door = Admission(run, ranks, timeout_seconds=timeout_seconds, wants_to_stop=wants_to_stop)
         self.store, self.presence = self.door.store, self.door.presence
         self.lines: list[str] = []
         """Lines to be told of islands that came and went."""
@@ -95,7 +103,7 @@ class Quorum:
         self._tell(step, decision)
         return True
 
-    def send(self, step: int, moves: Sequence[Tensor], wire: Wire) -> list[Future[Mean]]:
+    def send(self, step: int, moves: Sequence[Move], wire: Wire) -> list[Future[Mean]]:
         """Send `moves` among those who take part. The means of all of them are there once one of these is asked."""
         one = self._rounds[step]
         one.moves, one.wire = [*moves], wire
@@ -191,12 +199,12 @@ class Quorum:
         if self._messages is None or self._messages.members != members or self._messages.broken:
             if self._messages is not None:
                 self._messages.end()
-            self._messages = Messages(members, lambda: self.door.group(members, key))
+            self._messages = Messages(members, lambda: groups_of(self._likes, lambda like: self.door.group(members, key, like)))
         done, moves, wire = f"{key}/done/{self.door.member}/{self.ranks.rank}", one.moves, one.wire
 
-        def exchanged(group: Group) -> list[Mean]:
+        def exchanged(groups: Groups) -> list[Mean]:
             try:
-                found = [group.mean(own, wire) for own in moves]
+                found = [mean_among(groups, like, own, wire) for like, own in moves]
                 self.store.set(done, "")
                 return found
             except Exception as error:
@@ -231,8 +239,8 @@ class Quorum:
 
     def _all_have(self, one: Round) -> bool:
         key = f"{self.door.era}/{one.step}/{one.attempt}/done"
-        ranks = range(self.ranks.world)
-        return all(self.store.get(f"{key}/{member}/{rank}") is not None for member in one.decision.members for rank in ranks)
+        ranks = ((member, rank) for member in one.decision.members for rank in range(self.worlds[island_of(member)]))
+        return all(self.store.get(f"{key}/{member}/{rank}") is not None for member, rank in ranks)
 
     def _forget_agreements(self, one: Round) -> None:
         """Forget what was agreed many outer steps ago: who has slept that long learns from later ones that it was left out."""

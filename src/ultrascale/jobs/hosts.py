@@ -21,11 +21,13 @@ def torchrun_text(job: Job, file: Path) -> str:
 
 def ssh_text(job: Job, file: Path) -> str:
     """The script that starts the other one on every host. Raises SpecError if there are not as many hosts as nodes."""
-    hosts, islands = job.launch.hosts, 1 if job.island is None else job.run.islands.count
-    if len(hosts) != job.nodes * islands:
-        rule = f"names {len(hosts)} hosts for {job.nodes} nodes" + f" of each of {islands} islands" * (islands > 1)
+    nodes = [job.nodes] if job.island is None else [world // job.ranks_per_node for world in job.run.worlds]
+    hosts, islands = job.launch.hosts, len(nodes)
+    if len(hosts) != sum(nodes):
+        many = f"{job.nodes} nodes of each of" if len({*nodes}) == 1 else f"{' + '.join(map(str, nodes))} nodes of"
+        rule = f"names {len(hosts)} hosts for " + (f"{many} {islands} islands" if islands > 1 else f"{job.nodes} nodes")
         raise mistake("launch.hosts", rule, 'Name one for each: [launch] hosts = ["node1", "user@node2"].')
-    hosts = hosts[(job.island or 0) * job.nodes :][: job.nodes]
+    hosts = hosts[sum(nodes[: job.island or 0]) :][: job.nodes]
     inside = torchrun_text(job, file)
     python = f"cd {quoted([Path.cwd()])} && {{ {'; '.join(job.launch.setup) or ':'}; }} >/dev/null"
     state = f"{python} && python -m ultrascale.jobs.state {quoted([job.folder])}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, prod
 from pathlib import Path
@@ -107,9 +107,10 @@ def job_of(
         raise mistake("--nodes", f"must be at least 1, is {asked}", "Give the number of machines.")
     ranks = ranks_per_node(run, launch)
     together = island is None and run.islands.count > 1
-    wanted = run.num_processes if together else run.layout.world_size
+    wanted = run.num_processes if together else run.worlds[island or 0]
     ports = [] if island is None else _ports(launch, run.islands.count)
-    problems = [*_fit(run, asked, ranks, wanted), *_time(run, launch), *ports]
+    own = run if island is None else replace(run, layout=replace(run.layout, dp=run.degrees[island]))
+    problems = [*_fit(own, asked, ranks, wanted), *_time(run, launch), *ports]
     if problems:
         raise SpecError(problems)
     return Job(run, launch, file, tuple(settings), asked, ranks, command, tuple(notes), island)

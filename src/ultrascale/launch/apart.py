@@ -14,7 +14,6 @@ from types import FrameType
 
 from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
-from ultrascale.description.units import count_of
 from ultrascale.launch.orphans import terminate_with_parent
 from ultrascale.launch.scratch import scratch_folder
 from ultrascale.launch.stopping import handled_by
@@ -26,9 +25,9 @@ def launch_islands(run_toml: str, run: Run, flags: tuple[str, ...]) -> int:
 
     Raises SpecError if there are GPUs, but not one for each rank.
     """
-    count, ranks, devices = run.islands.count, run.layout.world_size, _devices() if run.device != "cpu" else []
-    if 0 < len(devices) < count * ranks:
-        wanted = f"{count} islands of {count_of(ranks, 'rank')} each need {count * ranks} GPUs"
+    count, ranks, devices = run.islands.count, run.num_processes, _devices() if run.device != "cpu" else []
+    if 0 < len(devices) < ranks:
+        wanted = f"{count} islands of {' + '.join(map(str, run.worlds))} ranks need {ranks} GPUs"
         rule = f"is too many for this machine: {wanted}, and it has {len(devices)}"
         raise mistake("islands.count", rule, 'Start some of them elsewhere with --island, or use device = "cpu".')
     with scratch_folder("islands") as folder:
@@ -44,7 +43,7 @@ def launch_islands(run_toml: str, run: Run, flags: tuple[str, ...]) -> int:
 
         with handled_by(pass_on):
             for island in range(count):
-                own = ",".join(devices[island * ranks : (island + 1) * ranks])
+                own = ",".join(devices[sum(run.worlds[:island]) : sum(run.worlds[: island + 1])])
                 started.append(_start([*words, str(island)], {"CUDA_VISIBLE_DEVICES": own} if devices else {}, threads))
             return max(one.wait() if one.wait() >= 0 else 1 for one in started)
 

@@ -88,13 +88,14 @@ def _buckets(run: Run, rank: int) -> Counter[tuple[int, bool, int]]:
     """Elements that a rank sends of, with others that hold the same: by fragment, whether they are experts', and how many ranks
     of its island send a piece of them."""
     buckets, layout, at = Counter[tuple[int, bool, int]](), run.layout, Coordinates.of(run.layout, rank)
-    differ, senders = run.islands.differ, run.islands.senders(layout.cp) if run.islands.differ else 0
-    if differ and at.dp * layout.cp + at.cp >= senders:
-        return buckets
     for weight in _held(run, rank):
-        apart, replicas = (False, senders) if differ else replicas_of(weight, run.model, layout)
-        held = place(weight, layout, at).shape if differ else part_shape(weight, layout, rank)
-        buckets[run.islands.fragment(weight), apart, replicas] += prod(held)
+        apart, senders = replicas_of(weight, run.model, layout)
+        held = part_shape(weight, layout, rank)
+        if run.islands.differ:
+            senders, held = run.islands.senders(layout, experts=apart), place(weight, layout, at).shape
+            if (at.expert_dp if apart else at.dp * layout.cp + at.cp) >= senders:
+                continue
+        buckets[run.islands.fragment(weight), apart, senders] += prod(held)
     return buckets
 
 

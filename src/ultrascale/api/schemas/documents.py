@@ -275,6 +275,7 @@ class PlanFar(TypedDict):
     step_seconds: float
     outer_every: int
     overlap: bool
+    uplink: bool
     num_bytes: float
     bytes_per_line: float
     flight_seconds: float

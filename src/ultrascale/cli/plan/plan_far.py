@@ -22,6 +22,7 @@ def far(
     every: int = 1,
     overlap: bool = False,
     switching_ms: float = 0.0,
+    uplink: bool = False,
     json: bool = False,
 ) -> dict[str, Any]:
     """Cost of distance for training on several data centres, and what reducing gradients less often saves.
@@ -32,7 +33,7 @@ def far(
 
     Args:
         parameters: Parameters of the model, such as 405B.
-        kilometres: Distance from one site to the next; the sites are a ring.
+        kilometres: Distance from one site to the next; without --uplink the sites are a ring.
         line_gbits: Bandwidth of the line between two sites, Gbit/s in each direction.
         step_seconds: Seconds of a step without the reduction between sites.
         sites: Data centres.
@@ -40,6 +41,7 @@ def far(
         every: Steps between two reductions (an outer step every H steps).
         overlap: The reduction runs beside the next steps.
         switching_ms: Latency of the equipment on the way, for each hop, milliseconds.
+        uplink: Each site has one line into a network that reaches all, as the trainer's islands do; else the sites are a ring.
         json: Print one JSON object.
     """
     return dict(locals())
@@ -86,6 +88,7 @@ def _plan(parsed: dict[str, Any]) -> FarPlan:
             outer_every=parsed["every"],
             overlap=parsed["overlap"],
             switching_seconds=parsed["switching_ms"] / 1e3,
+            uplink=parsed["uplink"],
         )
     except SpecError as error:
         named = (replace(problem, key=FLAGS[problem.key.removeprefix("far.")]) for problem in error.problems)

@@ -299,9 +299,6 @@ def _islands(run: Run) -> Iterator[Problem]:
         yield from (
             Problem("islands.dp", f"{dp}: {one.key} {one.rule}", one.remedy) for one in replace(layout, dp=dp).problems()
         )
-    if islands.differ and run.model.num_experts and layout.tp * layout.ep * layout.expert_tp > 1:
-        rule = "differ, and experts over tp or ep are on other ranks in each island, where they do not find each other so far"
-        yield Problem("islands.dp", rule, "Leave experts whole (tp = 1, ep = 1), or give all islands one dp.")
     if islands.fragments > layers:
         rule = f"must be at most the model's {layers} layers, is {islands.fragments}"
         yield Problem("islands.fragments", rule, f"Use {layers} or fewer: a fragment is whole layers.")

@@ -16,7 +16,7 @@ are encoded in. Here is the arithmetic of it, which the trainer sends by and the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -81,9 +81,6 @@ class Islands:
         if self.dp and (len(self.dp) != self.count or min(self.dp) < 1):
             rule = f"must be a degree of 1 or more for each of islands.count = {self.count}, is {[*self.dp]}"
             yield Problem("islands.dp", rule, "Give as many, or leave it out where all have layout.dp.")
-        if self.differ and self.quorum:
-            rule = "is for islands that are alike: those that differ in islands.dp live and end together so far"
-            yield Problem("islands.quorum", rule, "Leave out one of the two.")
         if self.overlap_steps >= self.every_steps and self.count > 1:
             rule = f"must be below islands.every_steps = {self.every_steps}, is {self.overlap_steps}"
             yield Problem("islands.overlap_steps", rule, "A fragment must be back before it is sent again.")
@@ -110,9 +107,15 @@ class Islands:
         """Degree of data parallelism of each island. `dp`: of the layout."""
         return self.dp or (dp,) * self.count
 
-    def senders(self, cp: int) -> int:
-        """Ranks at each place of pp and tp that talk to other islands, where islands differ: as many as the smallest has."""
-        return min(self.dp) * cp
+    def senders(self, layout: Layout, *, experts: bool = False) -> int:
+        """Ranks that talk to other islands where islands differ, of those that hold the same part of a weight, data parallelism
+        left aside: as many as the smallest island has."""
+        ranks = min(self.dp) * layout.cp
+        return ranks * layout.tp // (layout.ep * layout.expert_tp) if experts else ranks
+
+    def divisor(self, islands: Iterable[int]) -> int:
+        """Divisor of the sum of these islands' moves in their mean: moves of islands that differ count by their dp."""
+        return sum(self.dp[island] if self.differ else 1 for island in islands)
 
     @property
     def kept_tensors(self) -> int:

@@ -9,6 +9,11 @@ direction a line carries 2 (N-1)/N of half of the buffer, and 2 (N-1) messages w
 
 with two ways round, or one between two sites, which are neighbours only once.
 
+Islands of the trainer (`islands.link`) have a line each into a network that reaches all (`uplink`): every piece goes
+straight to whom it is for, in two rounds, and gloo sends a message once the other end has said that it is ready:
+
+    seconds = 2 (N-1)/N x bytes / line rate  +  4 x (distance / 200,000 km/s + switching)
+
 The distance hurts little, the bytes do. What helps is fewer bytes: an outer step every H inner ones sends the difference of the
 weights instead of every gradient (DiLoCo, Douillard et al. 2023, H = 50 to 500), in fewer bits (Streaming DiLoCo, 2025: 4), a
 fragment at a time beside the computation. That is another algorithm: what it does to the loss is not predicted here.
@@ -26,6 +31,8 @@ from ultrascale.description.problems import Problem, SpecError
 FIBRE_METRES_PER_SECOND = 2e8
 """Light in glass: 299,792 km/s over a refractive index of 1.47, rounded as every network engineer does."""
 BITS_PER_BYTE = 8
+UPLINK_HOPS = 4
+"""Two rounds of messages, each there and back: gloo's receiver says that it is ready, and then the message comes."""
 LIMITS: dict[str, tuple[float, float, float, str]] = {
     "num_parameters": (1e3, 1e16, 1, ""), "distance_kilometres": (0, 1e6, 1, " km"),
     "line_bits_per_second": (1e6, 1e18, 1e9, " Gbit/s"), "step_seconds": (1e-3, 1e7, 1, " s"),
@@ -55,6 +62,8 @@ class FarPlan:
     overlap: bool
     """True if the reduction runs beside the next H steps, which then work with the sum of H steps ago; False: in front of
     them."""
+    uplink: bool = False
+    """True if each site has one line into a network that reaches all, as the trainer's islands; False: a ring."""
 
     @property
     def num_bytes(self) -> float:
@@ -69,17 +78,17 @@ class FarPlan:
     @property
     def num_messages(self) -> int:
         """Hops that follow one another: those of the reduce-scatter and of the all-gather."""
-        return 2 * (self.num_sites - 1)
+        return UPLINK_HOPS if self.uplink else 2 * (self.num_sites - 1)
 
     @property
     def num_ways(self) -> int:
         """Ways round the ring that are used at once."""
-        return 2 if self.num_sites > 2 else 1
+        return 2 if self.num_sites > 2 and not self.uplink else 1
 
     @property
     def bytes_per_line(self) -> float:
         """Bytes that a line carries in one direction: 2 (N-1)/N of the buffer, shared by the ways round."""
-        return self.num_messages / self.num_sites * self.num_bytes / self.num_ways
+        return 2 * (self.num_sites - 1) / self.num_sites * self.num_bytes / self.num_ways
 
     @property
     def latency_seconds(self) -> float:
@@ -154,8 +163,10 @@ def far_apart(
     outer_every: int = 1,
     overlap: bool = False,
     switching_seconds: float = 0.0,
+    uplink: bool = False,
 ) -> FarPlan:
-    """The cost of training on `num_sites` sites in a ring whose neighbours are `distance_kilometres` apart.
+    """The cost of training on `num_sites` sites in a ring whose neighbours are `distance_kilometres` apart; with `uplink` on
+    sites that far apart with a line each into a network that reaches all.
 
     Raises SpecError naming every number that makes no sense.
     """
@@ -169,7 +180,7 @@ def far_apart(
         raise SpecError(problems)
     return FarPlan(
         num_parameters, bits_per_parameter, num_sites, distance_kilometres * 1e3, line_bits_per_second / BITS_PER_BYTE,
-        switching_seconds, step_seconds, outer_every, overlap,
+        switching_seconds, step_seconds, outer_every, overlap, uplink,
     )  # fmt: skip
 
 

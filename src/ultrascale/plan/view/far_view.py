@@ -18,9 +18,8 @@ WORTH_IT = 0.95
 def show(plan: FarPlan, console: Console) -> None:
     """Print one plan with its alternatives."""
     kilometres = plan.distance_metres / 1e3
-    head = (
-        f"{format_count(plan.num_parameters)} parameters on {plan.num_sites:,} sites, {kilometres:,.0f} km from one to the next"
-    )
+    apart = f"{kilometres:,.0f} km from one to {'another' if plan.uplink else 'the next'}"
+    head = f"{format_count(plan.num_parameters)} parameters on {plan.num_sites:,} sites, {apart}"
     console.print(Text(head, style="bold"))
     console.print(_all_reduce(plan))
     console.print()
@@ -41,7 +40,7 @@ def _all_reduce(plan: FarPlan) -> Table:
     table.add_row(
         "all-reduce",
         format_seconds(plan.all_reduce_seconds),
-        "bidirectional ring" if plan.num_ways == 2 else "two sites, one line",
+        "a line each" if plan.uplink else "bidirectional ring" if plan.num_ways == 2 else "two sites, one line",
     )
     return table
 

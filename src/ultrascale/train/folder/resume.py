@@ -153,10 +153,10 @@ def begin_islands(trainer: Trainer) -> str:
 
     whole: dict[str, list[Slice]] = {}
 
-    def tensors() -> dict[str, list[Tensor]]:
+    def tensors() -> dict[str, list[Slice]]:
         whole.clear()
         whole.update(tensors_of(trainer))
-        return {name: [one.tensor for one in slices] for name, slices in whole.items()}
+        return whole
 
     def take(facts: dict[str, Any]) -> None:
         _take_back(trainer, whole)

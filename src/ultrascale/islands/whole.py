@@ -1,0 +1,81 @@
+"""The state of an island as whole tensors, for islands of another dp, whose ranks hold other parts of them.
+
+    giver    each rank puts the boxes that it is the first to hold into zeros of the whole shape; their sum is the tensor
+    line     from rank 0 to rank 0, a tensor at a time
+    taker    rank 0 has what came and the others zeros; their sum is the tensor again, of which each cuts its own boxes
+
+Sums are of bytes, so that every bit arrives. In host memory there is one whole tensor at a time, on each rank. Islands of one
+dp send rank to rank instead (`outer_loop`), as many lines at once as there are ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import torch
+
+from ultrascale.checkpoint.slices import Slice
+from ultrascale.islands.link import Group, LostIslandError
+from ultrascale.parallel.mesh import Ranks
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and shape of a slice."""
+
+
+def hand_over(
+    ranks: Ranks, group: Group | None, leader: int, tensors: Mapping[str, Sequence[Slice]], *, gives: bool, takes: bool
+) -> None:
+    """Give `tensors` of number `leader` of `group` to the islands that take them; all ranks of each come with their own.
+
+    `group`: rank 0's with those of the other islands; None on another rank. Raises LostIslandError on a rank 0 whose group
+    fails; a giver does so at the end, once its other ranks have come through.
+    """
+    held = [json.loads(word) for word in ranks.gather_text(json.dumps({n: _described(some) for n, some in tensors.items()}))]
+    lost: LostIslandError | None = None
+    for name in sorted({name for some in held for name in some}):
+        (shape, dtype, _), *_ = (some[name] for some in held if name in some)
+        whole = torch.zeros(shape, dtype=getattr(torch, dtype))
+        flat = whole.view(-1).view(torch.uint8)
+        before = [_boxes(some[name][2]) for some in held[: ranks.rank] if name in some]
+        if gives:
+            covered = {box for some in held if name in some for box in _boxes(some[name][2])}
+            assert sum(prod(box[1]) for box in covered) == whole.numel(), f"{name} is not held whole, or is held twice"
+            for one in tensors.get(name, ()):
+                if not any(_box(one) in boxes for boxes in before):
+                    whole[_index(one)] = one.tensor.to(whole.device)
+            ranks.sum(flat)
+        if group is not None and lost is None:
+            try:
+                group.from_one(whole, leader)
+            except LostIslandError as error:
+                if not gives:
+                    raise
+                lost = error
+        if takes:
+            if group is None:
+                whole.zero_()
+            ranks.sum(flat)
+            for one in tensors.get(name, ()):
+                one.tensor.copy_(whole[_index(one)])
+    if lost is not None:
+        raise lost
+
+
+def _described(slices: Sequence[Slice]) -> tuple[tuple[int, ...], str, list[Box]]:
+    """Shape and dtype of the whole tensor, and the boxes of it."""
+    dtype = str(slices[0].tensor.dtype).removeprefix("torch.")
+    return slices[0].shape, dtype, [_box(one) for one in slices if one.tensor.numel()]
+
+
+def _box(one: Slice) -> Box:
+    return tuple(one.offsets), tuple(one.tensor.shape)
+
+
+def _boxes(told: list[list[list[int]]]) -> set[Box]:
+    return {(tuple(offsets), tuple(shape)) for offsets, shape in told}
+
+
+def _index(one: Slice) -> tuple[slice, ...]:
+    return tuple(slice(first, first + size) for first, size in zip(one.offsets, one.tensor.shape, strict=True))
