@@ -5,14 +5,12 @@ Each is replayed (`plan.memory.replay`), whatever the trainer.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import numpy as np
 
 from ultrascale.description.problems import SpecError
 from ultrascale.description.schedules import SCHEDULES
 from ultrascale.plan.memory.replay import plan_memory
-from ultrascale.plan.memory.stage_player import Entries
+from ultrascale.plan.memory.stage_player import BookedPasses
 from ultrascale.plan.search.replayed import categories_of
 from ultrascale.plan.time.price import Prediction
 
@@ -33,7 +31,7 @@ def rank_memories(one: Prediction) -> list[tuple[str, dict[str, float]]]:
 def _replayed(one: Prediction) -> list[tuple[str, dict[str, float]]]:
     workload, layout = one.workload, one.layout
     in_stage = layout.world_size // layout.pp
-    passes: dict[Hashable, Entries] = {}
+    passes = BookedPasses({}, {})
     shown = np.unique(np.linspace(0, layout.pp - 1, min(layout.pp, MOST_REPLAYED)).round().astype(int)).tolist()
     plans = {
         rank: plan_memory(

@@ -28,7 +28,7 @@ from ultrascale.plan.columns.block_memory import dummy_gradient_bytes
 from ultrascale.plan.memory.ledger import Ledger, Moment
 from ultrascale.plan.memory.muon_update import muon_update_bytes
 from ultrascale.plan.memory.sharding import Shards, scale_bytes, scale_tables, stays_whole
-from ultrascale.plan.memory.stage_player import MailReplay, Passes, RankReplay, StagePlayer, alike
+from ultrascale.plan.memory.stage_player import BookedPasses, MailReplay, RankReplay, StagePlayer, alike
 from ultrascale.plan.memory.stage_replay import StageReplay
 from ultrascale.plan.memory.stage_work import Part
 from ultrascale.plan.memory.tally import Tally
@@ -109,7 +109,7 @@ def plan_memory(
     expert_imbalance: float = 1.0,
     steps: int = 1,
     keeps_timeline: bool = False,
-    passes: Passes | None = None,
+    passes: BookedPasses | None = None,
 ) -> MemoryPlan:
     """Replay `steps` training steps of one rank: of the first, which holds the largest parts, or another.
 
@@ -119,7 +119,7 @@ def plan_memory(
     ranks of the same layout, asked in the same words, have written down of theirs.
     Raises SpecError if the batch cannot be cut into micro-batches, or the pipeline's schedule does not suit.
     """
-    passes = passes or Passes({}, {})
+    passes = passes or BookedPasses({}, {})
     count = num_micro_batches(layout, sequences_per_batch)
     ledger, at = Ledger(keeps_timeline=keeps_timeline), Coordinates.of(layout, rank)
     shape = rank_shape(layout, sequence_length, documents=documents, device=device, at=at, stack=stack)
@@ -194,7 +194,7 @@ def _plan_fullest_rank(model: Model, layout: Layout, **options: Any) -> MemoryPl
     in_stage = layout.world_size // layout.pp
     cut = options.get("stack", OURS).stage_cut
     ranks = _full_ranks(model, layout, options["sequence_length"], options["sequences_per_batch"], cut)
-    passes = Passes({}, {})
+    passes = BookedPasses({}, {})
     plans = [plan_memory(model, layout, rank=rank * in_stage, passes=passes, **options) for rank in ranks]
     return max(plans, key=lambda plan: plan.peak.total)
 
@@ -393,7 +393,7 @@ def _pipeline_orders(name: str, pp: int, count: int, virtual_stages: int) -> _Or
 
 def _play_step(
     ledger: Ledger, tally: Tally, stages: Mapping[int, StageReplay], orders: _Orders, step: int, at: Coordinates,
-    passes: Passes, outputs: int,
+    passes: BookedPasses, outputs: int,
 ) -> None:  # fmt: skip
     """The passes of a step."""
     layout = tally.layout

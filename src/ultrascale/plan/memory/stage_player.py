@@ -57,7 +57,7 @@ class Played:
 Entries = dict[Hashable, Entry | None]
 
 
-class Passes(NamedTuple):
+class BookedPasses(NamedTuple):
     """Passes that stages of one layout have written down: whole ones by sort of stage (`alike`), and those of single blocks."""
 
     stages: dict[Hashable, Entries]
