@@ -21,7 +21,7 @@ from ultrascale.plan.search.bounds import memory_floors
 from ultrascale.plan.search.scaling import counts, most_that_pay, scaling, smallest_that_fits
 from ultrascale.plan.search.search import TIE, expected_seconds, pareto, price_all, risk, search
 from ultrascale.plan.search.space import MIN_TOKENS_PER_CP_RANK, divisors, legal_layouts
-from ultrascale.plan.time.price import predict, price
+from ultrascale.plan.time.price import Prediction, predict, price
 from ultrascale.plan.view.search_view import distinct
 from ultrascale.plan.workload import Workload
 
@@ -190,6 +190,21 @@ def test_the_ranking_is_by_expected_time_and_the_front_holds_nothing_that_is_bea
         for one in distinct(result.ranked)
     ]
     assert len(cuts) == len(set(cuts))
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "batch"),
+    [("llama-3-8b", "64xh100", 512), ("llama-3-70b", "256xh100", 1024), ("llama-3-8b", "8xa100", 64)],
+)
+def test_a_short_ranking_is_the_head_of_the_long_one_with_fewer_replays(model: str, gpus: str, batch: int) -> None:
+    workload = real(model, gpus, batch=batch)
+    short, long = search(workload, shown=3), search(workload)
+    assert [replayed(one) for one in distinct(short.ranked)[:3]] == [replayed(one) for one in distinct(long.ranked)[:3]]
+    assert [replayed(one) for one in distinct(short.further)[:10]] == [replayed(one) for one in distinct(long.ranked)[:10]]
+
+
+def replayed(one: Prediction) -> tuple[Layout, float, float]:
+    return one.layout, one.step_seconds, float(one.memory.needed)
 
 
 def test_what_is_asked_for_is_kept() -> None:

@@ -103,12 +103,19 @@ class PlanOptions:
     """Print one JSON object."""
 
     @property
+    def rows(self) -> int:
+        """Rows of a ranking on a terminal."""
+        return min(self.top, BRIEF_ROWS) if self.brief else self.top
+
+    @property
     def file(self) -> str | None:
         """The run's file, if one is planned."""
         return self.run[0] if self.run else None
 
 
 PlanRequest = Asked[PlanOptions]
+BRIEF_ROWS = 3
+"""Rows of a short ranking."""
 
 SHORT = {
     "seq_len": "batch.sequence_length", "tokens_per_batch": "batch.tokens_per_batch",

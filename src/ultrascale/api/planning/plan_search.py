@@ -113,10 +113,12 @@ def searched(request: PlanRequest, cluster: Cluster, stack: Stack, told: Callabl
     def told_share(share: float) -> None:
         told(f"{share:.0%} of the layouts searched" if share < 1 else "the fastest layouts played action by action")
 
-    result = search(workload, base=base, asked=asked, told=told_share)
+    drawn = options.json or options.explain or options.html or options.png
+    shown = options.rows if options.brief and not drawn else None
+    result = search(workload, base=base, asked=asked, shown=shown, told=told_share)
     if tokens_asked is not None and (nearer := _nearer(tokens_asked, run, result.best)) is not None:
         run = replace(run, batch=replace(run.batch, sequences_per_batch=nearer))
-        result = search(replace(workload, sequences_per_batch=nearer), base=base, asked=asked, told=told_share)
+        result = search(replace(workload, sequences_per_batch=nearer), base=base, asked=asked, shown=shown, told=told_share)
     best = result.best or result.smallest
     assert best is not None
     layout = replace(best.layout, **{name: getattr(base, name) for name in NOT_IN_TABLES})

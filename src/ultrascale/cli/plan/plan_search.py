@@ -6,7 +6,7 @@ import shlex
 
 from rich.text import Text
 
-from ultrascale.api.planning.plan_request import PlanRequest
+from ultrascale.api.planning.plan_request import BRIEF_ROWS, PlanRequest
 from ultrascale.api.planning.plan_result import Plan
 from ultrascale.api.planning.plan_search import Searched
 from ultrascale.cli.plan.plan_command import next_of_run, num_tokens, words_again
@@ -19,9 +19,6 @@ from ultrascale.plan.view.plan_view import show_briefly, show_plan
 from ultrascale.plan.view.search_view import layout_words, no_layout_fits, show_explanation, show_ranking
 from ultrascale.plan.workload import Workload
 
-BRIEF_ROWS = 3
-"""Rows of a short ranking."""
-
 
 def show_search(found: Plan, searched: Searched) -> None:
     """Print the ranking, the plan of its first, why if that was asked, the ranking's first again, and what to do next."""
@@ -31,8 +28,7 @@ def show_search(found: Plan, searched: Searched) -> None:
         console.print(f"[bold red]{no_layout_fits(result)}[/]")
         console.print(_what_would_fit(searched) + "\n")
     else:
-        top = min(options.top, BRIEF_ROWS) if options.brief else options.top
-        show_ranking(result, console, top=top, legend=not options.brief)
+        show_ranking(result, console, top=options.rows, legend=not options.brief)
         if not options.brief:
             console.print()
     tokens = num_tokens(found.request)
@@ -58,7 +54,7 @@ def roomier(result: SearchResult, chosen: RunPlan) -> str:
     best = result.best
     if best is None or not 0 <= chosen.headroom_bytes < TIGHT_BYTES:
         return ""
-    ranked = distinct(result.ranked)
+    ranked = distinct(result.further)
     for number, one in enumerate(ranked, start=1):
         headroom = float(one.memory.headroom)
         if headroom >= TIGHT_BYTES:

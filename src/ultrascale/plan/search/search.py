@@ -116,6 +116,11 @@ class SearchResult:
         return self.priced.space.refused
 
     @cached_property
+    def further(self) -> tuple[Prediction, ...]:
+        """The ranking, with the `REPLAYED` best replayed if fewer were."""
+        return tuple(_first_replayed(self.ranked, REPLAYED))
+
+    @cached_property
     def with_rest(self) -> Priced:
         """The layouts with prices also of those that could not matter, for whoever asks what more memory would be worth."""
         return _with_rest(self.workload, self.priced)
@@ -128,13 +133,15 @@ def search(
     asked: Asked | None = None,
     exact: int = EXACT,
     prunes: bool = True,
+    shown: int | None = None,
     told: Progress | None = None,
 ) -> SearchResult:
     """Rank all legal layouts of the workload's cluster.
 
     `base` gives the fields of a layout that are not searched, `asked` holds searched fields to given values. The best `exact`
-    layouts of each schedule are predicted one by one. `prunes` False prices every layout. `told` is called now and then with
-    the share that is done. Raises SpecError if none is legal, or if a value that is asked for is in none.
+    layouts of each schedule are predicted one by one. `prunes` False prices every layout. Of the ranking the first `shown`, if
+    given, are known by their replay, else `REPLAYED`. `told` is called now and then with the share that is done. Raises
+    SpecError if none is legal, or if a value that is asked for is in none.
     """
     started = time.perf_counter()
     space = legal_layouts(workload, base=base, asked=asked)
@@ -147,7 +154,7 @@ def search(
         priced = _across_nodes(workload, base, asked or {}) or priced
     space = priced.space
     ranked = _predict_all(workload, priced, fastest_of_each_schedule(space.table, priced.step_seconds, priced.fits, exact))
-    ranked = _first_replayed(ranked, REPLAYED)
+    ranked = _first_replayed(ranked, shown or REPLAYED)
     least = int(np.argmin(np.where(priced.was_priced, priced.peak_bytes, np.inf)))
     front = _front(priced)
     prices = price(workload, space.table.take([least, *front]))
@@ -326,15 +333,22 @@ def expected_seconds(one: Prediction) -> float:
 
 
 def _first_replayed(ranked: Sequence[Prediction], count: int) -> list[Prediction]:
-    """`ranked` in the order of what is known once the best of its first `count` ways to cut the model are replayed: those that
-    turn out not to fit are left out. A replay moves what it is of, so that others may come to the head and are replayed too."""
+    """`ranked` in the order of what is known once `count` ways to cut the model are replayed, those that turn out not to fit
+    left out: the first, and of the `REPLAYED` best those that a smaller risk than their columns say would bring there. A replay
+    moves what it is of, so that others may come to the head and are replayed too."""
     found, replayed = list(ranked), set[int]()
-    while waiting := [one for one in distinct(found)[:count] if id(one) not in replayed]:
+    while waiting := [one for one in _among_first(distinct(found)[:REPLAYED], count) if id(one) not in replayed]:
         after = {id(one): with_replay(one) for one in waiting}
         found = [after.get(id(one), one) for one in found]
         replayed |= {id(one) for one in after.values()}
         found = sorted((one for one in found if one.memory.fits), key=expected_seconds)
     return found
+
+
+def _among_first(ranked: Sequence[Prediction], count: int) -> list[Prediction]:
+    """Those that are among the first `count`, or would be if nothing were known of their memory but that they fit."""
+    last = expected_seconds(ranked[min(count, len(ranked)) - 1]) if ranked else 0.0
+    return [one for number, one in enumerate(ranked) if number < count or one.step_seconds < last]
 
 
 def distinct(ranked: Iterable[Prediction]) -> list[Prediction]:
