@@ -346,7 +346,7 @@ def _first_replayed(ranked: Sequence[Prediction], count: int) -> list[Prediction
 
 
 def _among_first(ranked: Sequence[Prediction], count: int) -> list[Prediction]:
-    """Those that are among the first `count`, or would be if nothing were known of their memory but that they fit."""
+    """Ways among the first `count`, or that would be there if nothing were known of their memory but that they fit."""
     last = expected_seconds(ranked[min(count, len(ranked)) - 1]) if ranked else 0.0
     return [one for number, one in enumerate(ranked) if number < count or one.step_seconds < last]
 
