@@ -21,6 +21,7 @@ DAMAGED = "a run/step-2/manifest.json: checksum is ab, expected cd: it is damage
         ("rank 0 waited for rank 1 in broadcast: closed", "rank 0|waited for rank 1 in broadcast: closed"),
         ("s3://b/k was written by somebody else.", "s3://b/k|was written by somebody else"),
         ("s3://b: there is no such bucket. Make it first.", "s3://b|there is no such bucket|Make it first."),
+        ("ended unsaved (hang: rank 1 (x)). See out.", "train|ended unsaved (hang: rank 1 (x))|See out."),
         ("the command did not stop within 5.5 s", "train|the command did not stop within 5.5 s"),
         ("out: none is whole. Bring it.\n  step-2: x. Use y.", "out|none is whole\n      step-2: x. Use y.|Bring it."),
         ("rank 1 ran out (A. B)\n  measured 1\n`trace` says what", "rank 1|ran out (A. B)\n      measured 1|`trace` says what"),

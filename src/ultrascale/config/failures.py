@@ -22,9 +22,9 @@ from ultrascale.description.problems import Problem, SpecError
 _KEY = re.compile(
     r"(?P<key>(?:pipeline )?rank \d+(?: \([^)]*\))?) (?P<rank>.+)"
     r"|(?P<place>\S*/\S*[^\s:]) (?P<told>(?:is|was|has|holds|cannot|needs|refuses|came|does) .+)"
-    r"|(?P<name>(?:[^.:]|[.:](?! ))+): (?P<rule>.+)"
+    r"|(?P<name>(?:[^.:(]|[.:](?! )|\([^)]*\))+): (?P<rule>.+)"
 )
-"""A rank, a path or a URL, or whatever stands before the first colon."""
+"""A rank, a path or a URL, or whatever stands before the first colon that is in no parentheses."""
 _DOING = re.compile(r"^(?:verifying|loading|reading) [^:]+: (?=\S*/\S+: )")
 """Prefix of a message that says what was done when a file was found damaged, before the file itself."""
 _REMEDY = re.compile(r"\. (?=[A-Z`\"'-])")
