@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from typing import Literal
+from typing import Any, Literal
 
 Stream = Literal["stdout", "stderr"]
 NUMBERS: dict[Stream, int] = {"stdout": 1, "stderr": 2}
@@ -88,3 +88,19 @@ def hold_closed_streams() -> None:
 def why(error: Exception) -> str:
     """The system's own words, without its number."""
     return getattr(error, "strerror", None) or str(error)
+
+
+class Trimmed:
+    """Standard output, or the other stream, whatever it is at the time, without blanks at the ends of lines."""
+
+    def __init__(self, stream: Stream = "stdout"):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        """Write what is left of the text, and say that all of it was."""
+        lines = text.split("\n")
+        getattr(sys, self.stream).write("\n".join([*(line.rstrip(" ") for line in lines[:-1]), lines[-1]]))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(getattr(sys, self.stream), name)

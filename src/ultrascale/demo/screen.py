@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 import resource
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
@@ -16,6 +18,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ultrascale.console import Trimmed
 from ultrascale.demo.claims import MARKS, Claim
 
 WIDEST = 100
@@ -50,6 +53,9 @@ class Screen:
     def on(cls, *, stderr: bool) -> Screen:
         """Standard output, or the other one when that is wanted by a machine."""
         console = Console(stderr=stderr, highlight=False)
+        if not console.is_terminal:
+            file: Any = Trimmed("stderr" if stderr else "stdout")
+            console = Console(file=file, highlight=False, width=None if "COLUMNS" in os.environ else WIDEST)
         console.width = min(WIDEST, console.width)
         return cls(console)
 

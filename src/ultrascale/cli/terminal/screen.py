@@ -18,6 +18,7 @@ from json import dumps
 from typing import TYPE_CHECKING, Any
 
 from ultrascale.api.schemas.stamp import stamped
+from ultrascale.console import Trimmed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,7 +35,7 @@ def console_for_people() -> Console:
 
     if sys.stdout is None or sys.stdout.isatty():
         return Console(highlight=False)
-    file: Any = _Trimmed()
+    file: Any = Trimmed()
     return Console(highlight=False, file=file, width=None if "COLUMNS" in os.environ else FILE_WIDTH)
 
 
@@ -46,19 +47,6 @@ def print_json(document: Any, name: str | None = None, *, indent: int | None = N
 def drawing_width(console: Console) -> int:
     """Columns of a drawing that is cut into blocks: of a terminal all, of a file as many as a page has, or as COLUMNS says."""
     return console.width if console.is_terminal or "COLUMNS" in os.environ else PAGE_WIDTH
-
-
-class _Trimmed:
-    """Standard output, whatever it is at the time, without blanks at the ends of lines."""
-
-    def write(self, text: str) -> int:
-        """Write what is left of the text, and say that all of it was."""
-        lines = text.split("\n")
-        sys.stdout.write("\n".join([*(line.rstrip(" ") for line in lines[:-1]), lines[-1]]))
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stdout, name)
 
 
 AFTER_SECONDS = 1.0
