@@ -24,7 +24,8 @@ _SIZES = {"vocab_size": 512, "num_hidden_layers": 2}
 
 def _dense(family: str, **changes: Any) -> Model:
     model = models.families.FAMILIES[family]
-    return replace(model, intermediate_size=80, sliding_window=model.sliding_window and 16, **_SIZES, **changes)
+    changes |= {"initializer_range": 0.02, "intermediate_size": 80, "sliding_window": model.sliding_window and 16}
+    return replace(model, **_SIZES, **changes)
 
 
 LLAMA, GPT2 = _dense("llama", name="small-llama"), _dense("gpt2")

@@ -283,11 +283,11 @@ STAYING: dict[str, tuple[Rule, str]] = {
     "the credentials expire": (lambda r: Answer(status=400, code="ExpiredToken") if r.method == "PUT" else None, "expired"),
     "they expire, as Google says it": (
         lambda r: Answer(status=401, code="AuthenticationRequired") if r.method == "PUT" else None,
-        "give credentials",
+        "ive credentials",
     ),
     "they expire, as Azure says it": (
         lambda r: Answer(status=403, code="AuthenticationFailed") if r.method == "PUT" else None,
-        "give credentials",
+        "ive credentials",
     ),
     "the clock is wrong": (lambda r: Answer(status=403, code="RequestTimeTooSkewed") if r.method != "HEAD" else None, "clock"),
     "the bucket turns read-only": (lambda r: Answer(status=403, code="AccessDenied") if r.method == "PUT" else None, "refused"),
