@@ -265,12 +265,10 @@ def draw(files: list[Path], output: Path) -> None:
         points = sorted((one["sent_bytes"] / 2**20, one["validation_loss"], name) for name, one in known["ways"].items())
         axes.plot([p[0] for p in points], [p[1] for p in points], marker, label=label)
         for megabytes, value, name in points:
-            place = (
-                {"xytext": (-6, -9 if marker == "s" else 2), "ha": "right"}
-                if megabytes > 4096
-                else {"xytext": (5, 4 if marker == "s" else -8)}
-            )
-            axes.annotate(name, (megabytes, value), textcoords="offset points", fontsize=7, **place)
+            left, up = megabytes > 4096, marker == "s"
+            offset = (-6, -9 if up else 2) if left else (5, 4 if up else -8)
+            side = "right" if left else "left"
+            axes.annotate(name, (megabytes, value), xytext=offset, textcoords="offset points", fontsize=7, ha=side)
     axes.set_xscale("log")
     axes.set_xlabel("MiB sent by an island")
     axes.set_ylabel("validation loss, nats a byte")
