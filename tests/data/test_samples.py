@@ -159,6 +159,12 @@ def test_a_shard_cut_off_or_harmed_anywhere_is_bad_and_never_shorter(tmp_path: P
         assert read_all(path)[-1].startswith("damaged_file: "), at
 
 
+@pytest.mark.parametrize("sizes", [b'[8, "ab"]', b"[8, 0.50]", b"[-8,null]"])
+def test_a_shard_whose_columns_have_no_sizes_is_damaged(tmp_path: Path, sizes: bytes):
+    (tmp_path / "x.mds").write_bytes(mds_of(TEXTS).replace(b"[8, null]", sizes))
+    assert "a size is no number of bytes" in read_all(tmp_path)[-1]
+
+
 @pytest.mark.parametrize(
     ("shard", "told"),
     [

@@ -17,6 +17,7 @@ from ultrascale.description.layout import Layout, Precision
 from ultrascale.description.problems import SpecError
 from ultrascale.plan.intervals import out_of_memory_risk
 from ultrascale.plan.layouts import COLUMNS, LayoutTable
+from ultrascale.plan.search import search as searching
 from ultrascale.plan.search.bounds import memory_floors
 from ultrascale.plan.search.scaling import counts, most_that_pay, scaling, smallest_that_fits
 from ultrascale.plan.search.search import TIE, expected_seconds, pareto, price_all, risk, search
@@ -201,6 +202,16 @@ def test_a_short_ranking_is_the_head_of_the_long_one_with_fewer_replays(model: s
     short, long = search(workload, shown=3), search(workload)
     assert [replayed(one) for one in distinct(short.ranked)[:3]] == [replayed(one) for one in distinct(long.ranked)[:3]]
     assert [replayed(one) for one in distinct(short.further)[:10]] == [replayed(one) for one in distinct(long.ranked)[:10]]
+
+
+def test_a_short_ranking_replays_also_what_a_smaller_risk_would_bring_to_its_head(monkeypatch) -> None:
+    first, *others = distinct(search(real("llama-3-8b", "64xh100", batch=512)).ranked)[:6]
+    limit = float(first.memory.capacity) * 0.899
+    risky = replace(first, memory=first.memory.replayed(int(first.memory.allocated + limit - first.memory.needed)))
+    ranked = sorted([risky, *others], key=expected_seconds)
+    assert risky.memory.fits and ranked[-1] is risky
+    monkeypatch.setattr(searching, "with_replay", lambda one: first if one is risky else one)
+    assert searching._first_replayed(ranked, 3) == [first, *others]
 
 
 def replayed(one: Prediction) -> tuple[Layout, float, float]:

@@ -31,8 +31,6 @@ from ultrascale.checkpoint.manifest import Chunk, Entry, Manifest
 from ultrascale.checkpoint.slices import Slice, Tensors, pieces_of, slices_of
 from ultrascale.failpoints import failpoint
 
-"""Reading and CRC-32 run outside the interpreter's lock."""
-
 
 @dataclass(frozen=True)
 class Rejected:

@@ -13,6 +13,7 @@ from ultrascale.checkpoint.errors import CheckpointError
 from ultrascale.checkpoint.manifest import Manifest, Shard
 
 VERIFY_THREADS = 4
+"""Reading and CRC-32 run outside the interpreter's lock."""
 
 
 def expected_manifest(folder: Path) -> Manifest:

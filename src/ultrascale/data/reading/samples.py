@@ -95,8 +95,10 @@ def _columns(text: bytes, field: str, where: str) -> tuple[list[str], list[int |
         facts: dict[str, Any] = json.loads(text)
         names, kinds, sizes = (list(facts[f"column_{key}"]) for key in ("names", "encodings", "sizes"))
         if not len(names) == len(kinds) == len(sizes):
-            raise ValueError("its columns differ in number")
-    except (ValueError, KeyError, TypeError) as error:
+            raise ValueError("names, encodings and sizes differ in number")
+        if not all(size is None or (type(size) is int and size >= 0) for size in sizes):
+            raise ValueError("a size is no number of bytes")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(where, f"its columns cannot be read ({error})") from error
     remedy = "Name the text's column with --field."
     if field not in names:
