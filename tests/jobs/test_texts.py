@@ -266,7 +266,7 @@ def test_a_skypilot_task_recovers_spot_machines_and_keeps_runs_in_a_bucket_with_
     assert "--folder /mnt/run" in task["run"] and "ultrascale.jobs.state /mnt/run/big" in task["run"]
 
 
-IN_A_STORE = ["kubernetes", "run.toml", "--nodes", "8", "--launch.kubernetes.volume", "store"]
+EIGHT_IN_A_STORE = ["kubernetes", "run.toml", "--nodes", "8", "--launch.kubernetes.volume", "store"]
 WRONG = {
     "nodes that do not give the layout": (
         ["slurm", "run.toml", "--nodes", "4"],
@@ -280,17 +280,17 @@ WRONG = {
     "too short a time": (["slurm", "run.toml", "--nodes", "8", "--launch.time-limit", "2m"], "too short", '"1h"'),
     "no image": (["kubernetes", "run.toml", "--nodes", "8", "--launch.container", "none"], "pods start from", "Containerfile"),
     "a store for several nodes": (
-        IN_A_STORE,
+        EIGHT_IN_A_STORE,
         "8 nodes save into one folder",
         'Set it to "claim"',
     ),
     "no store": (
-        IN_A_STORE,
+        EIGHT_IN_A_STORE,
         "is not given",
         "s3://BUCKET",
     ),
     "data that a pod does not see": (
-        IN_A_STORE,
+        EIGHT_IN_A_STORE,
         "has data/web, which a pod without a claim does not see",
         "s3://BUCKET/DATA",
     ),
