@@ -368,3 +368,24 @@ def _die(task, report):
 def test_a_worker_that_dies_is_an_error_with_its_exit_code():
     with pytest.raises(DataError, match="a worker process ended with exit code 7"):
         run_tasks([1, 2], _die, workers=2, report=lambda *numbers: None)
+
+
+def _negated(task, report):
+    return -task
+
+
+AFTER_A_LAUNCHER = """
+import sys
+from ultrascale.launch.warm import prepare
+prepare("ultrascale.data.preparing.workers", warm=True)
+from ultrascale.data.preparing.workers import run_tasks
+from data.test_prepare import _negated
+print(run_tasks([1, 2], _negated, workers=2, report=print))
+"""
+
+
+def test_workers_end_in_a_process_that_has_trained():
+    """Its fork server is the ranks', and passes on that the signals of a batch system are blocked."""
+    done = subprocess.run([sys.executable, "-c", AFTER_A_LAUNCHER], capture_output=True, text=True, timeout=300,
+                          env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
+    assert done.stdout == "[-1, -2]\n", done.stderr

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +112,13 @@ def test_control_ranks_that_take_the_name_they_find_take_that_of_an_earlier_atte
 # --- the store ---------------------------------------------------------------------------------------------------------------
 
 
-def hold_a_store(sending: Connection) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    sending.send(store.port)
-    time.sleep(600)
+HOLD_A_STORE = """
+import sys
+from torch._C._distributed_c10d import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
 
 
 def kill_and_wait(pid: int) -> None:
@@ -127,17 +130,15 @@ def kill_and_wait(pid: int) -> None:
 
 @contextmanager
 def store_elsewhere() -> Iterator[tuple[int, int]]:
-    """(port, pid) of a store in a process of its own, as torchrun's agent is."""
-    context = multiprocessing.get_context("fork")
-    receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=hold_a_store, args=(sending,), daemon=True)
-    process.start()
-    assert process.pid is not None
+    """(port, pid) of a store in a process of its own, as torchrun's agent is. No fork: a server's thread of an earlier
+    test that resolves a name meanwhile would leave its lock held there for ever."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD_A_STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
     try:
-        yield receiving.recv(), process.pid
+        yield int(process.stdout.readline()), process.pid
     finally:
         process.kill()
-        process.join()
+        process.communicate()
 
 
 def train_with_store(

@@ -151,6 +151,7 @@ FORGED = """async () => {
     if (answer.title) answer.title.model = "kept";
     store.put({ ...one, text: JSON.stringify(answer) }, key);
   }
+  await new Promise((done) => { store.transaction.oncomplete = done; });
 }"""
 """Marks what the browser keeps, so that it is seen where it is drawn."""
 

@@ -12,6 +12,7 @@ from ultrascale.catalogue.machines import usable_cores
 from ultrascale.data.preparing.workers import end_with_parent
 from ultrascale.description.run import Run, one_island
 from ultrascale.kernels.choice.device_kind import Kind
+from ultrascale.launch.stopping import STOP_SIGNALS
 from ultrascale.plan.report import plan_rank
 from ultrascale.trace.allocator import reserved_bytes
 from ultrascale.trace.rank import trace_rank
@@ -47,6 +48,7 @@ def trace_stages(run: Run, *, device: Kind) -> list[StagePeak]:
 
 def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # as a fork server of ranks has them
     end_with_parent()
 
 

@@ -65,7 +65,7 @@ def _workers(context: Any, count: int, work: Work[Any, Any], threads: int) -> It
         yield running
     finally:
         for process in running.values():
-            process.terminate()
+            process.kill()  # a fork server that a launcher has started passes on that SIGTERM is blocked
         for connection, process in running.items():
             process.join()
             connection.close()

@@ -2,8 +2,8 @@
 "use strict";
 
 const KEPT = 48; // answers, the newest; some 230 kB each
-const PATIENCE = 1000; // milliseconds for a kept answer; Python takes longer to start
-let build = "", worker = null, isReady = false, number = 0;
+let build = "", worker = null, isReady = false, number = 0, ready = null;
+const started = new Promise((done) => { ready = done; }); // Python, or the attempt to start it
 const waiting = new Map();
 
 const result = (request) => new Promise((done, failed) => {
@@ -35,6 +35,8 @@ async function keepAnswer(key, text) {
 function heard({ data }) {
   if (data.starts) return source.starts(data.starts);
   isReady = true;
+  ready(null);
+  if (data.isReady) return;
   const { done, key } = waiting.get(data.number), answer = JSON.parse(data.answer);
   waiting.delete(data.number);
   done(answer);
@@ -50,12 +52,12 @@ const source = {
     worker.onmessage = heard;
     return known;
   },
-  // An answer of before, while the planner starts.
+  // An answer of before, if the browser gives it before the planner could.
   async kept(question) {
     if (isReady || question.file) return null;
     const found = await Promise.race([
       answers.then((store) => result(store("readonly").get(keyOf(question)))).catch(() => null),
-      new Promise((late) => setTimeout(late, PATIENCE)),
+      started,
     ]);
     return found ? JSON.parse(found.text) : null;
   },

@@ -26,6 +26,7 @@ const ready = (async () => {
   starts("Planning ...");
   return question;
 })();
+ready.catch(() => {}).finally(() => self.postMessage({ isReady: true })); // a question tells what failed
 
 self.onmessage = async ({ data }) => {
   let answer;
