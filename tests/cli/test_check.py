@@ -13,7 +13,8 @@ from api.validator import mistakes
 from ultrascale.api.schemas.json_schema import schema_of
 from ultrascale.check import matrix, prove
 from ultrascale.check.compare import Verdict
-from ultrascale.check.faults.fault import FAULTS
+from ultrascale.check.faults.plants import PLANTS
+from ultrascale.check.faults.table import FAULTS
 from ultrascale.check.prove import Case
 from ultrascale.cli.check import _Count
 from ultrascale.cli.main import main
@@ -131,7 +132,7 @@ def test_all_faults_that_a_run_can_have_are_planted_and_no_others(run_file, caps
 
 
 def test_a_fault_that_is_missed_and_a_layout_that_differs_fail(run_file, capsys, monkeypatch):
-    monkeypatch.setitem(FAULTS, "shifted-batch", replace(FAULTS["shifted-batch"], plant=lambda trainer: nullcontext()))
+    monkeypatch.setitem(PLANTS, "shifted-batch", lambda trainer: nullcontext())
     assert check(run_file, "--plant", "shifted-batch", "--own-layout") == 1
     assert "MISSED" in capsys.readouterr().out
     monkeypatch.setattr(prove, "TOLERANCE", -1.0)

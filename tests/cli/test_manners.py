@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import ultrascale
-from ultrascale.api.check import fault_names
 from ultrascale.api.planning.plan_request import PlanOptions
 from ultrascale.cli.main import main
 from ultrascale.cli.terminal.parse import read_words
@@ -210,6 +209,7 @@ sources = ["nowhere"]
         (["train", "run.toml", "--device", "cuda"], "no prepared text at nowhere"),
         (["check", "run.toml", "--plant", "nosuch"], "knows no fault"),
         (["check", "run.toml", "--plant", "cp-order", "--processes", "1"], "these are faults between processes"),
+        (["check", "run.toml", "--plant", "cp-order", "--processes", "2"], "cp-order needs cp > 1"),
         (["check", "--matrix", "--markdown", "nowhere/tables.md"], "is in no folder that there is"),
         (["generate", "full"], "None is not supported"),
         (["generate", "gpt2"], "holds no safetensors weights"),
@@ -292,12 +292,6 @@ def test_a_gpu_is_what_a_driver_shows(tmp_path):
     assert not sees_gpu(tmp_path)
     (tmp_path / "nvidia0").touch()
     assert sees_gpu(tmp_path)
-
-
-def test_the_names_of_faults_are_those_that_can_be_planted():
-    from ultrascale.check.faults.all_faults import FAULTS
-
-    assert sorted(fault_names()) == sorted(FAULTS)
 
 
 def test_all_mistakes_of_a_command_are_told_at_once():

@@ -7,8 +7,10 @@ from functools import cache
 
 import pytest
 
+from ultrascale.check.cases import home_of
 from ultrascale.check.compare import Verdict
-from ultrascale.check.faults.all_faults import CLASSIC, FAULTS, expect_fault, home_of, suitable
+from ultrascale.check.faults.all_faults import CLASSIC
+from ultrascale.check.faults.table import FAULTS, expect_fault, suitable
 from ultrascale.check.prove import Case, prove_all
 from ultrascale.description.problems import SpecError
 

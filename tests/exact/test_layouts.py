@@ -15,10 +15,11 @@ import torch._dynamo  # FSDP2 and optimizers load it at first use: seconds, here
 import torch.distributed.fsdp
 from models.families import FAMILIES
 
+from ultrascale.check.cases import cases
 from ultrascale.check.compare import Verdict, differences
 from ultrascale.check.oracle.documents import RandomDocuments
 from ultrascale.check.oracle.reference import Reference, StepFacts
-from ultrascale.check.prove import Case, cases, made_small, prove_all
+from ultrascale.check.prove import Case, made_small, prove_all
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Data, Optimizer, Run

@@ -7,7 +7,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.check import prove
+from ultrascale.check.cases import cases
 from ultrascale.check.compare import Verdict
-from ultrascale.check.faults.fault import FAULTS, Fault, Home
-from ultrascale.check.prove import Case, cases, made_small, prove_all
+from ultrascale.check.faults.plants import PLANTS
+from ultrascale.check.prove import Case, made_small, prove_all
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Run
@@ -98,7 +99,8 @@ def case_of(line: Line) -> Case:
     return list(cases(run, own_layout=True))[-1]
 
 
-def fault_of(line: Line) -> Fault:
+def plant_of(line: Line) -> Callable[[Trainer], AbstractContextManager[None]]:
+    @contextmanager
     def plant(trainer: Trainer) -> Iterator[None]:
         function = changed(inspect.getattr_static(line.owners[0], line.function), line.old, line.new)
         with ExitStack() as stack:
@@ -106,7 +108,7 @@ def fault_of(line: Line) -> Fault:
                 stack.enter_context(patch.object(owner, line.function, function))
             yield
 
-    return Fault("", "", "", lambda run: True, Home(), contextmanager(plant))
+    return plant
 
 
 @cache
@@ -114,7 +116,7 @@ def proven() -> dict[str, Verdict]:
     """The verdict on each line, and on each run without a change."""
     planted = [replace(case_of(line), name=name, fault=name) for name, line in LINES.items()]
     controls = {repr(case.run): Case(repr(case.run), case.run) for case in planted}.values()
-    with patch.dict(FAULTS, {name: fault_of(line) for name, line in LINES.items()}):
+    with patch.dict(PLANTS, {name: plant_of(line) for name, line in LINES.items()}):
         todo = sorted([*planted, *controls], key=lambda case: repr(case.run))  # what one process computes is computed once
         return {verdict.case: verdict for verdict in prove_all(todo, steps=2, go_on=True)}
 
@@ -137,7 +139,7 @@ def test_experts_that_are_chosen_otherwise_where_two_are_exactly_as_good_are_see
         with patch.object(router, "choose", last_of_equals):
             yield
 
-    monkeypatch.setitem(FAULTS, "ties", Fault("", "", "", lambda run: True, Home(), plant))
+    monkeypatch.setitem(PLANTS, "ties", plant)
     case = case_of(Line((), "", "", "", {"dp": 2, "ep": 2}, "tiny-mixtral"))
     bare, planted = prove_all([case, replace(case, fault="ties")], steps=1)
     assert bare.holds and {"experts", "gradient"} <= {difference.quantity for difference in planted.beyond}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ultrascale.catalogue.models.model_presets import PRESETS
-from ultrascale.check.prove import cases
+from ultrascale.check.cases import cases
 from ultrascale.check.small import made_small, micro_batch_counts, provable, small_layouts
 from ultrascale.config.rules.run_rules import cut_problems
 from ultrascale.description.architecture.families import TRAINED

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from ultrascale.catalogue.models.model_presets import PRESETS
+from ultrascale.check.cases import cases
 from ultrascale.check.compare import Verdict
 from ultrascale.check.matrix import FAMILIES
 from ultrascale.check.oracle import reference
-from ultrascale.check.prove import cases, prove_all
+from ultrascale.check.prove import prove_all
 from ultrascale.cli.main import main
 from ultrascale.description.architecture.weights import Weight
 from ultrascale.description.layout import Layout

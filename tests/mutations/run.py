@@ -158,7 +158,8 @@ def _child(job: Job, tree: Path) -> None:
 def _by_check(mutation: Mutation) -> str:
     """What is beyond the tolerance first, or what a rank raised; as `ultrascale check RUN.TOML --own-layout`."""
     from ultrascale.check import prove as pool
-    from ultrascale.check.prove import cases, prove_all
+    from ultrascale.check.cases import cases
+    from ultrascale.check.prove import prove_all
     from ultrascale.config.resolve import resolve
     from ultrascale.launch.forked import RankFailed
 

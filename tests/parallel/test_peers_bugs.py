@@ -12,7 +12,7 @@ import torch._dynamo  # FSDP2 and optimizers load it at first use: seconds, here
 import torch.distributed.fsdp  # noqa: F401
 from models.families import FAMILIES
 
-from ultrascale.check.faults.all_faults import FAULTS
+from ultrascale.check.faults.table import FAULTS
 from ultrascale.check.prove import Case, made_small, prove_all
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
@@ -18,7 +16,9 @@ from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.planning.run_of import Described, planned_run
 from ultrascale.api.schemas.stamp import stamped
 from ultrascale.api.shown import Facts, Rows, html
-from ultrascale.check.small import small_layouts
+from ultrascale.check.cases import cases, home_of, with_faults
+from ultrascale.check.faults.table import FAULTS, expect_known
+from ultrascale.check.small import Case, small_layouts
 from ultrascale.config.resolve import resolve
 from ultrascale.config.rules.trainable import expect_trainable
 from ultrascale.description.architecture.huggingface import to_hf
@@ -30,7 +30,6 @@ from ultrascale.description.units import count_of
 if TYPE_CHECKING:  # imports torch
     from ultrascale.check.compare import Verdict
     from ultrascale.check.matrix import Outcome
-    from ultrascale.check.prove import Case
 
 Progress = Callable[[int, int], "Callable[[Verdict], None] | None"]
 """Function of the number of cases and the most processes of any: returns the function that takes each verdict, in the process
@@ -196,8 +195,8 @@ def answer(
     """The proof that is asked for. `tell` is told beforehand what is done otherwise than the run says."""
     options, rest = asked.options, list(asked.settings)
     expect_numbers(options, rest)
-    if options.plant is not None:
-        expect_fault_named(options.plant)
+    if options.plant not in (None, "list"):
+        expect_known(options.plant)
     if options.matrix:
         return _matrix(options, progress)
     asked_for = Described(options.model, options.gpus, options.seq_len, options.tokens_per_batch)
@@ -213,9 +212,6 @@ def answer(
     if options.against is not None and find_spec(options.against) is None:
         remedy = "pip install transformers, or leave --against out."
         raise mistake("--against", "needs transformers, which is not installed", remedy)
-    from ultrascale.check.faults.all_faults import with_faults
-    from ultrascale.check.prove import cases, prove_all
-
     changes, proven, tolerance = [], described, None
     if options.against is not None:
         from ultrascale.check.oracle.transformers_loop import comparable, tolerance_of
@@ -237,6 +233,8 @@ def answer(
         tell(note)
     against: dict[str, Any] = {} if options.against is None else {"against": options.against, "tolerance": tolerance}
     planted = options.plant is not None
+    from ultrascale.check.prove import prove_all
+
     verdicts = prove_all(todo, steps=steps, go_on=planted, on_verdict=progress(len(todo), _most_processes(todo)), **against)
     return Check(tuple(verdicts), planted, options.against, of_a_run=True, notes=tuple(notes))
 
@@ -261,31 +259,14 @@ def _matrix(options: CheckOptions, progress: Progress) -> CheckMatrix:
 
 def _at_home(options: CheckOptions, progress: Progress) -> Check:
     """A planted fault, or `all`, each in the least run in which it can be seen."""
-    from ultrascale.check.faults.all_faults import FAULTS, expect_known, home_of
-    from ultrascale.check.prove import Case, prove_all
+    from ultrascale.check.prove import prove_all
 
     name = options.plant
     assert name is not None
-    expect_known(name)
     names = list(FAULTS) if name == "all" else [name]
     todo = [Case(one, home_of(one), one) for one in names]
     verdicts = prove_all(todo, steps=max(2, options.steps), go_on=True, on_verdict=progress(len(todo), 0))
     return Check(tuple(verdicts), True, None, of_a_run=False)
-
-
-def fault_names() -> list[str]:
-    """The faults that can be planted, read off the sources: importing them would import torch."""
-    sources = sorted(Path(__file__).parents[1].glob("check/faults/faults_*.py"))
-    return [name for source in sources for name in re.findall(r'^@fault\(\s*"([^"]+)"', source.read_text(), re.MULTILINE)]
-
-
-def expect_fault_named(name: str) -> None:
-    """Raise SpecError for a fault that nobody knows, with the nearest that there is."""
-    names = fault_names()
-    if name not in (*names, "all", "list"):
-        near = get_close_matches(name, names, n=3, cutoff=0.4)
-        remedy = f"Did you mean {' or '.join(near)}?" if near else "`ultrascale check --plant list` names them."
-        raise mistake("--plant", f"knows no fault {name!r}", remedy)
 
 
 def expect_numbers(options: CheckOptions, rest: list[str]) -> None:

@@ -30,7 +30,7 @@ from ultrascale.check.oracle.documents import RandomDocuments
 from ultrascale.check.oracle.gathered import bias_parts, gather, moment_parts, parts
 from ultrascale.check.oracle.messages import Watch
 from ultrascale.check.oracle.reference import Reference, StepFacts, rows_together
-from ultrascale.check.small import Case, made_small, micro_batch_counts, provable, small_layouts
+from ultrascale.check.small import Case, made_small
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Run
 from ultrascale.launch.forked import RankFailed, run_forked
@@ -45,7 +45,7 @@ from ultrascale.work.sharding.places import Place
 if TYPE_CHECKING:
     from ultrascale.check.oracle.transformers_loop import TransformersLoop
 
-__all__ = ["TOLERANCE", "Case", "cases", "made_small", "prove", "prove_all"]
+__all__ = ["TOLERANCE", "Case", "made_small", "prove", "prove_all"]
 
 TOLERANCE = 1e-11
 CLIP_SHARES = (0.8, 1.25)
@@ -55,23 +55,6 @@ is not. A run's `clip_grad_norm` may lie far above or far below the norms of a s
 STEP_SECONDS, SECONDS_A_RANK = 30.0, 4.0
 """Seconds that a rank waits for another within a step of a small model, a constant plus so many per rank: ranks that share few
 cores take turns."""
-
-
-def cases(run: Run, *, own_layout: bool = False, processes: int | None = None) -> Iterator[Case]:
-    """Every ZeRO stage over few processes that have the run's own axes, whole and in groups, the embedding tied and untied,
-    with and without accumulation, sequence parallelism on and off. With `own_layout` only the run's own settings of these.
-
-    `processes`: how many; None: the run's own number, or what a laptop can start.
-    """
-    for layout in small_layouts(run.layout, processes):
-        base = provable(replace(run, layout=layout), run.layout)
-        own = base.model.tie_word_embeddings
-        for tied in (own,) if own_layout else (own, not own):
-            model = replace(base.model, tie_word_embeddings=tied)
-            for one in (base.layout,) if own_layout else _every_layout(base.layout):
-                for count in micro_batch_counts(one):
-                    batch = replace(base.batch, sequences_per_batch=count * one.dp * one.micro_batch_size)
-                    yield Case(_case_name(one, count, tied=tied), replace(base, model=model, layout=one, batch=batch))
 
 
 def prove(case: Case, *, steps: int = 3) -> Verdict:
@@ -208,27 +191,6 @@ def _documents(run: Run) -> RandomDocuments:
 def _decided_by(run: Run, loader: RandomDocuments) -> str:
     """All that decides what the reference computes: of the layout only how many sequences a loss for balance is over."""
     return f"{replace(run, layout=Layout(), name='')} {rows_together(run)} {loader.fingerprint()}"
-
-
-def _case_name(layout: Layout, accumulation: int, *, tied: bool) -> str:
-    shard = f" shard {layout.shard_size}" if layout.zero_stage and layout.shard_size < layout.dp else ""
-    micro_batches = "1 micro-batch" if accumulation == 1 else f"{accumulation} micro-batches"
-    others = [(axis, getattr(layout, axis)) for axis in ("tp", "cp", "pp", "ep", "expert_tp")]
-    axes = "".join(f" {axis} {size}" for axis, size in others if size > 1)
-    whole = " whole sequences" if layout.tp > 1 and not layout.sequence_parallel else ""
-    return f"dp {layout.dp}{axes}{whole} zero {layout.zero_stage}{shard} x {micro_batches}, {'tied' if tied else 'untied'}"
-
-
-def _every_layout(own: Layout) -> list[Layout]:
-    """Every ZeRO stage (where ranks share weights), over all ranks and over groups of half of them and of the layout's own
-    size; with tp sequence parallelism on and off."""
-    groups = {own.dp // 2} if own.dp >= 4 and own.dp % 2 == 0 else set()
-    if own.zero_stage and own.shard_size < own.dp:
-        groups.add(own.shard_size)
-    stages = (0, 1, 2, 3) if own.dp * own.cp > 1 or own.world_size == 1 else (own.zero_stage,)
-    found = [replace(own, zero_stage=stage, dp_shard=None) for stage in stages]
-    found += [replace(own, zero_stage=stage, dp_shard=size) for size in sorted(groups) for stage in (1, 2, 3)]
-    return found + ([replace(own, sequence_parallel=not own.sequence_parallel)] if own.tp > 1 else [])
 
 
 TIMEOUT_SECONDS = 300

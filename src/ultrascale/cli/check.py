@@ -48,7 +48,7 @@ def command(arguments: list[str]) -> int:
 
 def list_faults(*, json: bool) -> int:
     """Print every fault that can be planted."""
-    from ultrascale.check.faults.all_faults import FAULTS
+    from ultrascale.check.faults.table import FAULTS
 
     if json:
         told = [{"name": one.name, "what": one.what, "needs": one.needs} for one in FAULTS.values()]

@@ -1,4 +1,5 @@
 """Planted faults: classic ways to be wrong, each of which the proof must see.
 
-fault, all_faults  what a fault is; the list, from the files of each part of the program
+table                what each is and which runs can have it
+plants, all_faults   the code that plants it, from the files of each part of the program
 """

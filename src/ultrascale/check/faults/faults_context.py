@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ultrascale.check.faults.fault import Home, axis, fault
-from ultrascale.description.run import Run
+from ultrascale.check.faults.plants import plants
 from ultrascale.kernels.loss.cross_entropy import IGNORED
 from ultrascale.parallel.context import context_attention, context_gather, context_masks, context_ring
 from ultrascale.parallel.context.context_parallel import LocalBatch
@@ -20,21 +19,13 @@ from ultrascale.train import micro_batches
 from ultrascale.train.micro_batches import MicroBatch
 from ultrascale.train.trainer import Trainer
 
-HOME = Home(layout={"cp": 2})
-
-
-def _rings(run: Run) -> bool:
-    """True if partial results of attention are merged: the ring of context parallelism has more than one rank."""
-    return run.layout.cp > 1 and run.layout.cp_grid[0] > 1
-
 
 def _changed(trainer: Trainer, change: Callable[[MicroBatch], MicroBatch]) -> Any:
     to_device = trainer.to_device
     return patch.object(trainer, "to_device", lambda sequences: change(to_device(sequences)))
 
 
-@fault("cp-rope-restarted", "rotary positions are counted from the start of each rank's part", needs="cp > 1, rotary positions",
-       fits=lambda run: run.layout.cp > 1 and run.model.position_embedding == "rotary", home=HOME)  # fmt: skip
+@plants("cp-rope-restarted")
 def _rope_restarted(trainer: Trainer) -> Iterator[None]:
     def restarted(batch: MicroBatch) -> MicroBatch:
         assert batch.positions is not None
@@ -44,8 +35,7 @@ def _rope_restarted(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("cp-order", "tokens are dealt out one place further on than masks take them to be (zigzag off by one)", needs="cp > 1",
-       fits=axis("cp"), home=HOME)  # fmt: skip
+@plants("cp-order")
 def _order(trainer: Trainer) -> Iterator[None]:
     cut_batch = micro_batches.cut_batch
 
@@ -58,8 +48,7 @@ def _order(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("cp-targets", "each rank makes its targets from its own tokens (Megatron#673: labels rolled over the border)",
-       needs="cp > 1", fits=axis("cp"), home=HOME)  # fmt: skip
+@plants("cp-targets")
 def _targets(trainer: Trainer) -> Iterator[None]:
     def rolled(batch: MicroBatch) -> MicroBatch:
         own = torch.where(batch.targets == IGNORED, IGNORED, batch.tokens.roll(-1, dims=1))
@@ -69,8 +58,7 @@ def _targets(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("cp-weights-of-parts", "parts of attention are joined without their log-sum-exp", needs="cp > 1 over a ring",
-       fits=_rings, home=HOME)  # fmt: skip
+@plants("cp-weights-of-parts")
 def _weights_of_parts(trainer: Trainer) -> Iterator[None]:
     def averaged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         out.lerp_(part.to(out.dtype), 0.5)
@@ -80,8 +68,7 @@ def _weights_of_parts(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("cp-own-lse", "the backward pass of a part takes its own log-sum-exp for all parts' (TransformerEngine#1557)",
-       needs="cp > 1 over a ring", fits=_rings, home=HOME)  # fmt: skip
+@plants("cp-own-lse")
 def _own_lse(trainer: Trainer) -> Iterator[None]:
     backward = context_attention.attend_backward
 
@@ -93,8 +80,7 @@ def _own_lse(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("cp-gradients-lost", "gradients of keys and values never come home from other ranks", needs="cp > 1 over a ring",
-       fits=_rings, home=HOME)  # fmt: skip
+@plants("cp-gradients-lost")
 def _gradients_lost(trainer: Trainer) -> Iterator[None]:
     ring, scattered = context_ring.RingGradients.arrived, context_gather.ScatteredGradients.arrived
 
@@ -108,8 +94,7 @@ def _gradients_lost(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("cp-documents-seen", "masks leave out documents where queries and keys are on several ranks", needs="cp > 1, documents",
-       fits=lambda run: run.layout.cp > 1 and run.data.document_mask, home=HOME)  # fmt: skip
+@plants("cp-documents-seen")
 def _documents_seen(trainer: Trainer) -> Iterator[None]:
     visible = context_masks._visible
 

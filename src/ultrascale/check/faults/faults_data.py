@@ -9,26 +9,13 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrascale.check.faults.fault import Home, fault
-from ultrascale.description.run import Run
+from ultrascale.check.faults.plants import plants
+from ultrascale.check.faults.table import micro_batches as count_micro_batches
 from ultrascale.parallel.data.collectives import DirectReduceScatter
 from ultrascale.parallel.data.data_parallel import sharded_modules
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.torch_private import own_buckets
 from ultrascale.train.trainer import Trainer
-
-
-def _reduces(run: Run) -> bool:
-    return run.layout.dp * run.layout.cp > 1
-
-
-def _repeats(run: Run) -> bool:
-    """True if gradients are all-reduced over replicas: hybrid sharding (HSDP), or unsharded data parallelism."""
-    return run.layout.group("replicate")[0] > 1
-
-
-def _cuts(run: Run) -> bool:
-    return run.layout.group("shard")[0] > 1
 
 
 def _scattered_alone(
@@ -57,38 +44,32 @@ def _all_reduce(change: Callable[[Tensor], Any], *, skips: bool) -> Any:
     return patch.object(dist, "all_reduce", call)
 
 
-@fault("missing-reduce", "gradients are never summed over the ranks (picotron: cp > 1 at dp = 1)", needs="dp or cp > 1",
-       fits=_reduces, home=Home(layout={"dp": 2}))  # fmt: skip
+@plants("missing-reduce")
 def _missing_reduce(trainer: Trainer) -> Iterator[None]:
     with _all_reduce(lambda tensor: None, skips=True), patch.object(DirectReduceScatter, "__call__", _scattered_alone):
         yield
 
 
-@fault("missing-scatter", "gradients are summed over copies of the state, but not over the ranks that cut it",
-       needs="a ZeRO stage", fits=_cuts, home=Home(layout={"dp": 2, "zero_stage": 2}))  # fmt: skip
+@plants("missing-scatter")
 def _missing_scatter(trainer: Trainer) -> Iterator[None]:
     with patch.object(DirectReduceScatter, "__call__", _scattered_alone):
         yield
 
 
-@fault("missing-replicas", "gradients are summed over the ranks that cut the state, but not over its copies",
-       needs="copies of the state", fits=_repeats,
-       home=Home(layout={"dp": 4, "dp_shard": 2, "zero_stage": 1}))  # fmt: skip
+@plants("missing-replicas")
 def _missing_replicas(trainer: Trainer) -> Iterator[None]:
     with _all_reduce(lambda tensor: None, skips=True):
         yield
 
 
-@fault("reduced-twice", "gradients that are whole are summed over the ranks once more (DeepSpeed#7718, Megatron#7160)",
-       needs="copies of the state", fits=_repeats, home=Home(layout={"dp": 2}))  # fmt: skip
+@plants("reduced-twice")
 def _reduced_twice(trainer: Trainer) -> Iterator[None]:
     ranks = trainer.run.layout.group("replicate")[0]
     with _all_reduce(lambda tensor: tensor.mul_(ranks), skips=False):
         yield
 
 
-@fault("averaged", "gradients of sums are averaged over the ranks, as FSDP2 does unless told", needs="dp or cp > 1",
-       fits=_reduces, home=Home(layout={"dp": 2, "zero_stage": 3}))  # fmt: skip
+@plants("averaged")
 def _averaged(trainer: Trainer) -> Iterator[None]:
     finish, ranks = trainer.share.finish_gradients, trainer.run.layout.dp * trainer.run.layout.cp
 
@@ -102,9 +83,7 @@ def _averaged(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("accumulation-reset", "only the last micro-batch's gradient is kept (Fast-LLM#550)", needs="several micro-batches",
-       fits=lambda run: _reduces(run) and _micro_batches(run) > 1 and run.layout.pp == 1,
-       home=Home(layout={"dp": 2, "zero_stage": 2}))  # fmt: skip
+@plants("accumulation-reset")
 def _accumulation_reset(trainer: Trainer) -> Iterator[None]:
     told = trainer.passes.on_action
 
@@ -128,15 +107,9 @@ def _forget(stage: Any) -> None:
                 parameter.unsharded_accumulated_grad = None
 
 
-def _micro_batches(run: Run) -> int:
-    return run.batch.sequences_per_batch // (run.layout.dp * run.layout.micro_batch_size)
-
-
-@fault("moving-average", "each micro-batch divides what was accumulated before (torchtitan#1733, torch's scale_grads)",
-       needs="several micro-batches", fits=lambda run: run.layout.world_size > 1 and _micro_batches(run) > 1,
-       home=Home(layout={"pp": 2}))  # fmt: skip
+@plants("moving-average")
 def _moving_average(trainer: Trainer) -> Iterator[None]:
-    train, count = trainer.passes.train, _micro_batches(trainer.run)
+    train, count = trainer.passes.train, count_micro_batches(trainer.run)
 
     def scaled(micro_batches: Any, num_targets: int) -> Any:
         return train(micro_batches, num_targets * count)

@@ -9,25 +9,13 @@ from unittest.mock import patch
 
 import torch
 
-from ultrascale.check.faults.fault import Home, fault
-from ultrascale.description.run import Run
+from ultrascale.check.faults.plants import plants
 from ultrascale.kernels import dropout
 from ultrascale.train.micro_batches import MicroBatch
 from ultrascale.train.trainer import Trainer
 
-DROPS = {"dropout": 0.2}
 
-
-def _drops(run: Run) -> bool:
-    return run.model.dropout > 0
-
-
-def _splits_sequences(run: Run) -> bool:
-    return _drops(run) and run.layout.cp > 1
-
-
-@fault("dropout-own-places", "a rank drops by its own count of tokens, not by their place in the sequence (Megatron#1256)",
-       needs="cp > 1 and dropout", fits=_splits_sequences, home=Home(layout={"cp": 2}, model=DROPS))  # fmt: skip
+@plants("dropout-own-places")
 def _own_places(trainer: Trainer) -> Iterator[None]:
     to_device = trainer.to_device
 
@@ -40,9 +28,7 @@ def _own_places(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("dropout-same-on-ranks", "every rank draws the bits of the first",
-       needs="dp > 1 and dropout", fits=lambda run: _drops(run) and run.layout.dp > 1,
-       home=Home(layout={"dp": 2}, model=DROPS))  # fmt: skip
+@plants("dropout-same-on-ranks")
 def _same_on_ranks(trainer: Trainer) -> Iterator[None]:
     to_device, layout, dp = trainer.to_device, trainer.run.layout, trainer.share.mesh.at.dp
 
@@ -53,9 +39,7 @@ def _same_on_ranks(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("dropout-drawn-again", "recomputation drops other elements than the forward pass did",
-       needs="recomputation and dropout", fits=lambda run: _drops(run) and run.layout.recompute == "full",
-       home=Home(layout={"recompute": "full"}, model=DROPS))  # fmt: skip
+@plants("dropout-drawn-again")
 def _drawn_again(trainer: Trainer) -> Iterator[None]:
     calls, dropped = iter(range(1 << 30)), dropout.dropped
 

@@ -10,29 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrascale.check.faults.fault import Home, axis, fault, with_experts
-from ultrascale.description.run import Run
+from ultrascale.check.faults.plants import plants
 from ultrascale.models.experts import GroupedLinear, Seen, moe_layers
 from ultrascale.parallel.expert import expert_dispatch
 from ultrascale.parallel.share import local
 from ultrascale.train import passes
 from ultrascale.train.trainer import Trainer
-
-MIXTRAL = Home("tiny-mixtral", {"dp": 2, "ep": 2})
-DEEPSEEK = Home("tiny-deepseek-v3", {"dp": 2})
-
-
-def _balances(run: Run) -> bool:
-    """True if the router has biases that balance load (DeepSeek-V3), and more than one rank counts it."""
-    return run.layout.world_size > 1 and run.model.topk_method == "noaux_tc"
-
-
-def _has_balance_loss(run: Run) -> bool:
-    return run.layout.tp * run.layout.cp > 1 and with_experts(run) and run.model.balance_loss_coef > 0
-
-
-def _travels(run: Run) -> bool:
-    return run.layout.ep * run.layout.expert_tp > 1
 
 
 def _after_backward(trainer: Trainer, change: Callable[[Tensor], Any]) -> Any:
@@ -48,33 +31,27 @@ def _after_backward(trainer: Trainer, change: Callable[[Tensor], Any]) -> Any:
     return patch.object(trainer.share, "finish_gradients", changed)
 
 
-@fault("expert-gradients-doubled", "gradients of experts are ep times too large (pytorch#160285)", needs="ep > 1",
-       fits=axis("ep"), home=MIXTRAL)  # fmt: skip
+@plants("expert-gradients-doubled")
 def _gradients_doubled(trainer: Trainer) -> Iterator[None]:
     with _after_backward(trainer, lambda gradient: gradient.mul_(trainer.run.layout.ep)):
         yield
 
 
-@fault("expert-gradients-mixed", "gradients of different experts are summed, as if all ranks held the same (Megatron#5916)",
-       needs="ep > 1", fits=axis("ep"), home=MIXTRAL)  # fmt: skip
+@plants("expert-gradients-mixed")
 def _gradients_mixed(trainer: Trainer) -> Iterator[None]:
     group = trainer.share.mesh.group("ep")
     with _after_backward(trainer, lambda gradient: dist.all_reduce(gradient, group=group)):
         yield
 
 
-@fault("expert-gradients-averaged", "gradients of experts are averaged over the ranks that repeat them (Megatron#7165)",
-       needs="ep or expert_tp > 1 and several copies of experts",
-       fits=lambda run: with_experts(run) and _travels(run) and run.layout.expert_dp > 1,
-       home=Home("tiny-mixtral", {"dp": 4, "ep": 2}))  # fmt: skip
+@plants("expert-gradients-averaged")
 def _gradients_averaged(trainer: Trainer) -> Iterator[None]:
     # What a rank alone had is gone after the sum; the mean over ranks is as wrong.
     with _after_backward(trainer, lambda gradient: gradient.div_(trainer.run.layout.expert_dp)):
         yield
 
 
-@fault("router-detached", "weights of choices get no gradient through the dispatch (transformers#48687, Automodel#2995)",
-       needs="ep or expert_tp > 1", fits=_travels, home=MIXTRAL)  # fmt: skip
+@plants("router-detached")
 def _router_detached(trainer: Trainer) -> Iterator[None]:
     weighted_sum = expert_dispatch.weighted_sum
 
@@ -85,16 +62,13 @@ def _router_detached(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("expert-rows-unsorted", "results go home in the order in which experts computed them", needs="ep > 1", fits=axis("ep"),
-       home=MIXTRAL)  # fmt: skip
+@plants("expert-rows-unsorted")
 def _rows_unsorted(trainer: Trainer) -> Iterator[None]:
     with patch.object(expert_dispatch, "put_back", lambda rows, order: rows):
         yield
 
 
-@fault("expert-bias-everywhere", "the bias of an expert's last product is added on every rank of expert_tp",
-       needs="expert_tp > 1 and biases", fits=lambda run: run.layout.expert_tp > 1 and run.model.mlp_bias,
-       home=Home("tiny-gpt-oss", {"dp": 2, "expert_tp": 2}))  # fmt: skip
+@plants("expert-bias-everywhere")
 def _bias_everywhere(trainer: Trainer) -> Iterator[None]:
     modules = [module for stage in trainer.share.stages.values() for module in stage.modules()]
     quiet = [module for module in modules if isinstance(module, GroupedLinear) and not module.adds_bias]
@@ -109,8 +83,7 @@ def _bias_everywhere(trainer: Trainer) -> Iterator[None]:
         module.adds_bias = False
 
 
-@fault("router-counts-overwritten", "only the last micro-batch's choices are counted", needs="experts, several ranks",
-       fits=lambda run: run.layout.world_size > 1 and with_experts(run), home=DEEPSEEK)  # fmt: skip
+@plants("router-counts-overwritten")
 def _counts_overwritten(trainer: Trainer) -> Iterator[None]:
     def overwrite(seen: Seen, counts: Tensor, auxiliary: Tensor | None) -> None:
         seen.counts, seen.auxiliary = counts, auxiliary
@@ -119,9 +92,7 @@ def _counts_overwritten(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("router-counts-twice", "choices are counted again where blocks are recomputed", needs="experts, recomputation",
-       fits=lambda run: run.layout.world_size > 1 and with_experts(run) and run.layout.recompute != "none",
-       home=Home("tiny-deepseek-v3", {"dp": 2, "recompute": "full"}))  # fmt: skip
+@plants("router-counts-twice")
 def _counts_twice(trainer: Trainer) -> Iterator[None]:
     add = Seen.add
 
@@ -133,8 +104,7 @@ def _counts_twice(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("expert-bias-local", "each rank moves the biases that even out the load by its own counts (torchtitan#2416)",
-       needs="several ranks, a bias that balances", fits=_balances, home=DEEPSEEK)  # fmt: skip
+@plants("expert-bias-local")
 def _bias_local(trainer: Trainer) -> Iterator[None]:
     apply = trainer.apply
 
@@ -146,8 +116,7 @@ def _bias_local(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("auxiliary-scale", "losses for balance are weighted by the number of ranks (Megatron#5047)", needs="a loss for balance",
-       fits=_has_balance_loss, home=Home("tiny-olmoe", {"tp": 2}))  # fmt: skip
+@plants("auxiliary-scale")
 def _auxiliary_scale(trainer: Trainer) -> Iterator[None]:
     scale = passes.scale_auxiliary_losses
     ranks = trainer.run.layout.tp * trainer.run.layout.cp
@@ -156,10 +125,7 @@ def _auxiliary_scale(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("auxiliary-counts", "a loss for balance counts only the choices of this rank's part of the sequence",
-       needs="a loss for balance, cp > 1 or tp > 1 with sequence_parallel",
-       fits=lambda run: _has_balance_loss(run) and (run.layout.cp > 1 or run.layout.sequence_parallel),
-       home=Home("tiny-olmoe", {"cp": 2}))  # fmt: skip
+@plants("auxiliary-counts")
 def _auxiliary_counts(trainer: Trainer) -> Iterator[None]:
     layers = [layer for stage in trainer.share.stages.values() for _, layer in moe_layers(stage)]
     before = [layer.router.sum_counts for layer in layers]

@@ -10,36 +10,16 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from ultrascale.check.faults.fault import Home, axis, fault, is_tied
-from ultrascale.description.run import Run
-from ultrascale.description.schedules import SCHEDULES
+from ultrascale.check.faults.plants import plants
 from ultrascale.parallel.pipeline import pipeline_passes
 from ultrascale.parallel.pipeline.pipeline_passes import Passing
 from ultrascale.parallel.pipeline.pipeline_weights import Waiting
 from ultrascale.parallel.share import TIED, Share, local
 from ultrascale.schedules.actions import Action
-from ultrascale.schedules.ends import has_mirrors
 from ultrascale.train.trainer import Trainer
 
-HOME = Home(layout={"pp": 2, "layers_per_stage": (2, 1)})
-TIED_ENDS = "pp > 1, tied embedding"
-MIRRORS = "a schedule with two copies of the weights"
-MIRRORED = Home(layout={"pp": 2, "layers_per_stage": (2, 1),
-                        "schedule": next(name for name, one in SCHEDULES.items() if one.copies > 1)})  # fmt: skip
-ZERO_BUBBLE = next(name for name, one in SCHEDULES.items() if one.splits_backward)
 
-
-def _mirrored(run: Run) -> bool:
-    return has_mirrors(run.layout)
-
-
-def _tied_ends(run: Run) -> bool:
-    return run.layout.pp > 1 and is_tied(run.model)
-
-
-@fault("pp-order", "the last stage takes the targets of another micro-batch", needs="pp > 1, several micro-batches",
-       fits=lambda run: run.layout.pp > 1 and run.batch.sequences_per_batch > run.layout.dp * run.layout.micro_batch_size,
-       home=HOME)  # fmt: skip
+@plants("pp-order")
 def _order(trainer: Trainer) -> Iterator[None]:
     train = trainer.passes.train
 
@@ -52,8 +32,7 @@ def _order(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("pp-gradient-dropped", "the gradient of the first micro-batch never reaches the stage before", needs="pp > 1",
-       fits=axis("pp"), home=HOME)  # fmt: skip
+@plants("pp-gradient-dropped")
 def _gradient_dropped(trainer: Trainer) -> Iterator[None]:
     backward = Passing._backward
 
@@ -65,8 +44,7 @@ def _gradient_dropped(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("pp-documents", "stages after the first do not know the documents (torchtitan)", needs="pp > 1, documents",
-       fits=lambda run: run.layout.pp > 1 and run.data.document_mask, home=HOME)  # fmt: skip
+@plants("pp-documents")
 def _documents(trainer: Trainer) -> Iterator[None]:
     forward = trainer.passes.forward
 
@@ -78,15 +56,13 @@ def _documents(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("pp-tied", "gradients of a tied embedding on first and last stage are not added up", needs=TIED_ENDS, fits=_tied_ends,
-       home=HOME)  # fmt: skip
+@plants("pp-tied")
 def _tied(trainer: Trainer) -> Iterator[None]:
     with patch.object(Share, "_sum_tied", lambda share: None):
         yield
 
 
-@fault("pp-tied-twice", "gradients of a tied embedding are added up twice (Megatron#844)", needs=TIED_ENDS, fits=_tied_ends,
-       home=HOME)  # fmt: skip
+@plants("pp-tied-twice")
 def _tied_twice(trainer: Trainer) -> Iterator[None]:
     sum_tied = Share._sum_tied
 
@@ -98,8 +74,7 @@ def _tied_twice(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("pp-tied-updated-twice", "the last stage updates its copy of a tied embedding once more", needs=TIED_ENDS,
-       fits=_tied_ends, home=HOME)  # fmt: skip
+@plants("pp-tied-updated-twice")
 def _tied_updated_twice(trainer: Trainer) -> Iterator[None]:
     update = trainer.update
 
@@ -116,9 +91,7 @@ def _tied_updated_twice(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("pp-weights-dropped", "a zero-bubble W forgets one matrix", needs="a zero-bubble schedule",
-       fits=lambda run: bool((known := run.layout.known_schedule) and known.splits_backward),
-       home=Home(layout={"pp": 2, "schedule": ZERO_BUBBLE, "layers_per_stage": (2, 1)}))  # fmt: skip
+@plants("pp-weights-dropped")
 def _weights_dropped(trainer: Trainer) -> Iterator[None]:
     make = pipeline_passes.make_gradients
 
@@ -129,15 +102,13 @@ def _weights_dropped(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("pp-mirror", "the two copies of a stage do not add up their gradients (DualPipe)", needs=MIRRORS, fits=_mirrored,
-       home=MIRRORED)  # fmt: skip
+@plants("pp-mirror")
 def _mirror(trainer: Trainer) -> Iterator[None]:
     with patch.object(Share, "_sum_mirrors", lambda share: None):
         yield
 
 
-@fault("pp-mirror-twice", "the two copies of a stage add up their gradients twice (DualPipe)", needs=MIRRORS, fits=_mirrored,
-       home=MIRRORED)  # fmt: skip
+@plants("pp-mirror-twice")
 def _mirror_twice(trainer: Trainer) -> Iterator[None]:
     sum_mirrors = Share._sum_mirrors
 
@@ -149,8 +120,7 @@ def _mirror_twice(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("pp-mirror-drifts", "one of the two copies of a stage is updated with its own half of the gradient (DualPipe)",
-       needs=MIRRORS, fits=_mirrored, home=MIRRORED)  # fmt: skip
+@plants("pp-mirror-drifts")
 def _mirror_drifts(trainer: Trainer) -> Iterator[None]:
     sum_mirrors = Share._sum_mirrors
 
@@ -165,7 +135,7 @@ def _mirror_drifts(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("norm-of-mirrors", "the norm counts both copies of a stage (DualPipe)", needs=MIRRORS, fits=_mirrored, home=MIRRORED)
+@plants("norm-of-mirrors")
 def _norm_of_mirrors(trainer: Trainer) -> Iterator[None]:
     with patch.object(Share, "_counts", lambda share, one: not one.is_second and not one.place.copy):
         yield

@@ -9,27 +9,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from ultrascale.check.faults.fault import Home, axis, fault, is_tied
+from ultrascale.check.faults.plants import plants
 from ultrascale.description.progress import StepSpan
-from ultrascale.description.run import Run
 from ultrascale.parallel.share import TIED, Held, Share, local
 from ultrascale.train.trainer import Trainer
 
 
-def _several(run: Run) -> bool:
-    return run.layout.world_size > 1
-
-
-def _shares_tokens(run: Run) -> bool:
-    return run.layout.dp * run.layout.cp > 1
-
-
-def _clips(run: Run) -> bool:
-    return run.layout.world_size > 1 and run.optimizer.clip_grad_norm is not None
-
-
-@fault("mean-of-means", "each rank divides by its own count of valid targets (transformers#34191, nanotron, DeepSpeed)",
-       needs="dp or cp > 1", fits=_shares_tokens, home=Home(layout={"dp": 2}))  # fmt: skip
+@plants("mean-of-means")
 def _mean_of_means(trainer: Trainer) -> Iterator[None]:
     agree, ranks = trainer.agree_on_targets, trainer.run.layout.dp * trainer.run.layout.cp
 
@@ -41,8 +27,7 @@ def _mean_of_means(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("shifted-batch", "a rank reads its neighbour's sequences (picotron)", needs="dp > 1", fits=axis("dp"),
-       home=Home(layout={"dp": 2}))  # fmt: skip
+@plants("shifted-batch")
 def _shifted_batch(trainer: Trainer) -> Iterator[None]:
     read = trainer.read_micro_batches
 
@@ -54,8 +39,7 @@ def _shifted_batch(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("counted-twice", "the embedding's gradient is added once too often (pytorch#160285; tied embeddings)",
-       needs="several ranks", fits=_several, home=Home(layout={"dp": 2}))  # fmt: skip
+@plants("counted-twice")
 def _counted_twice(trainer: Trainer) -> Iterator[None]:
     train = trainer.passes.train
 
@@ -70,9 +54,7 @@ def _counted_twice(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("local-clip", "each rank clips by the norm of the gradients it holds (torchtitan#596: of its own stage)",
-       needs="several ranks that hold different parts, and clip_grad_norm", fits=_clips,
-       home=Home(layout={"pp": 2}))  # fmt: skip
+@plants("local-clip")
 def _local_clip(trainer: Trainer) -> Iterator[None]:
     update = trainer.update
 
@@ -88,47 +70,40 @@ def _counting(trainer: Trainer, counts: Callable[[Share, Held], bool]) -> Any:
     return patch.object(Share, "_counts", counts)
 
 
-@fault("norm-overcount", "the norm counts what several ranks of tp hold once for each of them", needs="tp > 1", fits=axis("tp"),
-       home=Home(layout={"tp": 2}))  # fmt: skip
+@plants("norm-overcount")
 def _norm_overcount(trainer: Trainer) -> Iterator[None]:
     with _counting(trainer, lambda share, one: not one.is_second):
         yield
 
 
-@fault("norm-of-replicas", "the norm counts every copy of the state (hybrid sharding)", needs="copies of the state",
-       fits=lambda run: run.layout.dp_replicate > 1, home=Home(layout={"dp": 2}))  # fmt: skip
+@plants("norm-of-replicas")
 def _norm_of_replicas(trainer: Trainer) -> Iterator[None]:
     with _counting(trainer, lambda share, one: not one.is_second and not one.place.copy):
         yield
 
 
-@fault("tied-norm-twice", "the norm counts a tied embedding on the first stage and on the last", needs="pp > 1, tied embedding",
-       fits=lambda run: run.layout.pp > 1 and is_tied(run.model), home=Home(layout={"pp": 2}))  # fmt: skip
+@plants("tied-norm-twice")
 def _tied_norm_twice(trainer: Trainer) -> Iterator[None]:
     counts = Share._counts
     with _counting(trainer, lambda share, one: counts(share, one._replace(is_second=False))):
         yield
 
 
-@fault("norm-without-experts", "the norm leaves out experts (Megatron#5916)", needs="ep > 1", fits=axis("ep"),
-       home=Home("tiny-mixtral", {"dp": 2, "ep": 2}))  # fmt: skip
+@plants("norm-without-experts")
 def _norm_without_experts(trainer: Trainer) -> Iterator[None]:
     counts = Share._counts
     with _counting(trainer, lambda share, one: counts(share, one) and not one.weight.is_expert):
         yield
 
 
-@fault("norm-without-sinks", "the norm leaves out attention sinks, which tp cuts (Megatron#7452, 8)", needs="attention sinks",
-       fits=lambda run: run.layout.world_size > 1 and run.model.attention_sinks,
-       home=Home("tiny-gpt-oss", {"tp": 2}))  # fmt: skip
+@plants("norm-without-sinks")
 def _norm_without_sinks(trainer: Trainer) -> Iterator[None]:
     counts = Share._counts
     with _counting(trainer, lambda share, one: counts(share, one) and not one.name.endswith("sinks")):
         yield
 
 
-@fault("initial-weights", "each rank draws its own initial weights (pytorch#168058; torchtitan#2387: routers)",
-       needs="several ranks", fits=_several, home=Home(layout={"dp": 2}))  # fmt: skip
+@plants("initial-weights")
 def _initial_weights(trainer: Trainer) -> Iterator[None]:
     one = next(one for one in trainer.share.held if one.name.endswith("_proj.weight"))
     if trainer.ranks.rank == trainer.ranks.world - 1:
@@ -137,8 +112,7 @@ def _initial_weights(trainer: Trainer) -> Iterator[None]:
     yield
 
 
-@fault("stale-copy", "the forward pass reads the weights of the step before (FSDP shards not refreshed: Megatron#3510)",
-       needs="several ranks", fits=_several, home=Home(layout={"dp": 2}))  # fmt: skip
+@plants("stale-copy")
 def _stale_copy(trainer: Trainer) -> Iterator[None]:
     compute, previous = trainer.compute_gradients, [_values(trainer)]
 
@@ -154,8 +128,7 @@ def _stale_copy(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("drifting-replica", "one rank rounds its copy of a weight otherwise: 1e-14 of it", needs="several copies",
-       fits=lambda run: run.layout.dp_replicate > 1, home=Home(layout={"dp": 2}))  # fmt: skip
+@plants("drifting-replica")
 def _drifting_replica(trainer: Trainer) -> Iterator[None]:
     update = trainer.update
 
@@ -170,8 +143,7 @@ def _drifting_replica(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("decayed-norms", "weight decay reaches norms and biases", needs="several ranks", fits=_several,
-       home=Home(layout={"dp": 2}))  # fmt: skip
+@plants("decayed-norms")
 def _decayed_norms(trainer: Trainer) -> Iterator[None]:
     groups = trainer.optimizer.param_groups
     before = [group["weight_decay"] for group in groups]
@@ -182,8 +154,7 @@ def _decayed_norms(trainer: Trainer) -> Iterator[None]:
         group["weight_decay"] = decay
 
 
-@fault("step-forgotten", "AdamW's count of updates starts again each step (accelerate#3971)", needs="several ranks",
-       fits=_several, home=Home(layout={"dp": 2}))  # fmt: skip
+@plants("step-forgotten")
 def _step_forgotten(trainer: Trainer) -> Iterator[None]:
     update = trainer.update
 

@@ -11,18 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrascale.check.faults.fault import Home, axis, fault
-from ultrascale.description.run import Run
+from ultrascale.check.faults.plants import plants
 from ultrascale.parallel.share import Share
 from ultrascale.parallel.tensor import tensor_loss, tensor_ops
 from ultrascale.train.trainer import Trainer
 from ultrascale.work.sharding.places import even_part
-
-HOME = Home(layout={"tp": 2})
-
-
-def _cuts_sequences(run: Run) -> bool:
-    return run.layout.tp > 1 and run.layout.sequence_parallel
 
 
 def _seams(trainer: Trainer, seam: str) -> list[tuple[Any, Any]]:
@@ -47,7 +40,7 @@ def _own_part(whole: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     return lambda: whole[:, first : first + length].contiguous()
 
 
-@fault("tp-sum-missing", "products cut by rows are not summed over tp", needs="tp > 1", fits=axis("tp"), home=HOME)
+@plants("tp-sum-missing")
 def _sum_missing(trainer: Trainer) -> Iterator[None]:
     class Alone(torch.autograd.Function):
         @staticmethod
@@ -71,8 +64,7 @@ def _sum_missing(trainer: Trainer) -> Iterator[None]:
     yield from _refilled(trainer, "fan_in", alone)
 
 
-@fault("tp-input-gradient", "gradients of a column product's input are not summed over tp", needs="tp > 1", fits=axis("tp"),
-       home=HOME)  # fmt: skip
+@plants("tp-input-gradient")
 def _input_gradient(trainer: Trainer) -> Iterator[None]:
     backward = tensor_ops._Columns.backward
 
@@ -86,8 +78,7 @@ def _input_gradient(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("tp-input-gradient-twice", "gradients of a column product's input are summed over tp twice", needs="tp > 1",
-       fits=axis("tp"), home=HOME)  # fmt: skip
+@plants("tp-input-gradient-twice")
 def _input_gradient_twice(trainer: Trainer) -> Iterator[None]:
     backward, ranks = tensor_ops._Columns.backward, trainer.run.layout.tp
 
@@ -100,9 +91,7 @@ def _input_gradient_twice(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("tp-bias-everywhere", "the bias of a row product is added on every rank of tp", needs="tp > 1 and such biases",
-       fits=lambda run: run.layout.tp > 1 and (run.model.mlp_bias or run.model.attention_output_bias),
-       home=Home("tiny-gpt2", {"tp": 2}))  # fmt: skip
+@plants("tp-bias-everywhere")
 def _bias_everywhere(trainer: Trainer) -> Iterator[None]:
     def heavy(fan_in: Callable[..., Tensor]) -> Callable[..., Tensor]:
         extra = trainer.run.layout.tp - 1
@@ -120,8 +109,7 @@ def _bias_everywhere(trainer: Trainer) -> Iterator[None]:
     yield from _refilled(trainer, "fan_in", heavy)
 
 
-@fault("tp-vocabulary-offset", "ranks of tp take the vocabulary to be cut one row further on", needs="tp > 1", fits=axis("tp"),
-       home=HOME)  # fmt: skip
+@plants("tp-vocabulary-offset")
 def _vocabulary_offset(trainer: Trainer) -> Iterator[None]:
     def shifted(length: int, parts: int, part: int) -> tuple[int, int]:
         first, size = even_part(length, parts, part)
@@ -131,8 +119,7 @@ def _vocabulary_offset(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("tp-normaliser", "the loss takes every rank's logits for the whole vocabulary's: log(tp) too high (Megatron#7452, 2)",
-       needs="tp > 1", fits=axis("tp"), home=HOME)  # fmt: skip
+@plants("tp-normaliser")
 def _normaliser(trainer: Trainer) -> Iterator[None]:
     join, extra = tensor_loss._join, torch.tensor(float(trainer.run.layout.tp)).log().double()
 
@@ -144,16 +131,13 @@ def _normaliser(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("tp-copies", "gradients of norms are not summed over tp (torchtitan#1373, Megatron's sequence parallelism)",
-       needs="tp > 1 with sequence_parallel", fits=_cuts_sequences, home=HOME)  # fmt: skip
+@plants("tp-copies")
 def _copies(trainer: Trainer) -> Iterator[None]:
     with patch.object(Share, "_sum_copies", lambda share: None):
         yield
 
 
-@fault("tp-copies-twice", "gradients that every rank of tp has whole are summed over tp", needs="tp > 1, no sequence_parallel",
-       fits=lambda run: run.layout.tp > 1 and not run.layout.sequence_parallel,
-       home=Home(layout={"tp": 2, "sequence_parallel": False}))  # fmt: skip
+@plants("tp-copies-twice")
 def _copies_twice(trainer: Trainer) -> Iterator[None]:
     held, mesh, tp = trainer.share.held, trainer.share.mesh, trainer.run.layout.tp
     known, whole = mesh.neighbours, mesh.group("tp")  # a right run has no group of copies here
@@ -163,9 +147,7 @@ def _copies_twice(trainer: Trainer) -> Iterator[None]:
     trainer.share.held = held
 
 
-@fault("tp-key-heads", "copies of a head of keys or values that several ranks hold go their own ways (bigcode Megatron#35)",
-       needs="tp > num_key_value_heads", fits=lambda run: run.layout.tp > run.model.num_key_value_heads,
-       home=Home(layout={"tp": 2}, model={"num_key_value_heads": 1}))  # fmt: skip
+@plants("tp-key-heads")
 def _key_heads(trainer: Trainer) -> Iterator[None]:
     held, heads = trainer.share.held, ("k_proj.weight", "v_proj.weight")
     trainer.share.held = [
@@ -175,9 +157,7 @@ def _key_heads(trainer: Trainer) -> Iterator[None]:
     trainer.share.held = held
 
 
-@fault("tp-shared-key", "the gradient of latent attention's shared rope key is not summed over tp (torchtitan#1373)",
-       needs="tp > 1 and latent attention", fits=lambda run: run.layout.tp > 1 and run.model.latent_attention,
-       home=Home("tiny-deepseek-v3", {"tp": 2}))  # fmt: skip
+@plants("tp-shared-key")
 def _shared_key(trainer: Trainer) -> Iterator[None]:
     def alone(ctx: Any, *grads: Tensor) -> Any:
         group = tensor_ops.group_named(ctx.group)
@@ -187,10 +167,7 @@ def _shared_key(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@fault("tp-positions", "a rank adds the learned positions of another rank's part of the sequence (Megatron#7452, 7)",
-       needs="tp > 1 with sequence_parallel, learned positions",
-       fits=lambda run: _cuts_sequences(run) and run.model.position_embedding == "learned",
-       home=Home("tiny-gpt2", {"tp": 2}))  # fmt: skip
+@plants("tp-positions")
 def _positions(trainer: Trainer) -> Iterator[None]:
     group = trainer.share.mesh.group("tp")
     assert group is not None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ultrascale.check.cases import cases
 from ultrascale.check.compare import Verdict
 from ultrascale.check.faults.all_faults import CLASSIC
-from ultrascale.check.prove import TOLERANCE, cases, prove_all
+from ultrascale.check.prove import TOLERANCE, prove_all
 from ultrascale.demo.claims import Claim, judged
 from ultrascale.description.run import Run
 
