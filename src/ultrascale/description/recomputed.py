@@ -43,8 +43,6 @@ MODULES = {
     "moe": "layers of experts",
 }
 """By name, what is made again, in words."""
-OURS_ALONE = frozenset({"mlp_act", "moe_permute"})
-"""Modules that no other trainer has a name for."""
 SPELLINGS = {"layernorm": "norm"}
 """Megatron-Core's names for modules of ours."""
 CHOSEN = "selective"
