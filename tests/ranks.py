@@ -31,7 +31,7 @@ import torch._dynamo  # FSDP2 and optimizers load it at first use: seconds, here
 import torch.distributed as dist
 import torch.distributed.fsdp
 
-from ultrascale.launch.forked import keep_to_own_garbage, nothing_collected
+from ultrascale.launch.forked import forks_compute, keep_to_own_garbage, nothing_collected
 
 GRACE_SECONDS = 20.0
 """How long the other ranks may go on after one has failed; a rank blocked in a collective learns of it much sooner."""
@@ -84,7 +84,9 @@ def _run_once(
     world: int, fn: Callable[..., Any], arguments: tuple[Any, ...], timeout_seconds: float, environment: dict[str, str]
 ) -> tuple[list[Any], list[int]]:
     """Every rank's result or `RankError`, and the ranks in the order in which they ended."""
-    context: Any = multiprocessing.get_context("forkserver" if torch.cuda.is_available() else "fork")
+    built = torch.backends.cuda.is_built()  # compiling starts threads of autograd there, also where there is no GPU
+    apart = torch.cuda.is_available() or (built and not forks_compute())
+    context: Any = multiprocessing.get_context("forkserver" if apart else "fork")
     context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp"])
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         store = os.path.join(folder, "store")

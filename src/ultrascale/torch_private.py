@@ -203,7 +203,8 @@ def modules_of_collectives() -> tuple[ModuleType, ModuleType]:
 
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
     """Let collectives of `group` take so long from now on."""
-    distributed_c10d._set_pg_timeout(timeout, group)
+    public = getattr(dist, "set_timeout", None)  # torch 2.14 and later
+    (public or distributed_c10d._set_pg_timeout)(timeout, group)
 
 
 def fsdp_state(module: nn.Module | FSDPModule) -> Any:

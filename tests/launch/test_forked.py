@@ -9,8 +9,10 @@ import time
 
 import psutil
 import pytest
+import torch
 
-from ultrascale.launch.forked import RankFailed, run_forked
+from ultrascale.launch import forked
+from ultrascale.launch.forked import RankFailed, forks_compute, run_forked
 
 
 def place(rendezvous: str, greeting: str) -> list[str]:
@@ -58,11 +60,19 @@ def collect(rendezvous: str) -> int:
     return gc.collect()
 
 
-def test_results_come_in_order_of_rank():
+@pytest.fixture(params=[True, False], ids=["forked here", "forked apart"])
+def from_here(request, monkeypatch) -> bool:
+    """False: as if this process had done a backward pass with a torch that is built for a GPU."""
+    if not request.param:
+        monkeypatch.setattr(forked, "forks_compute", lambda: False)
+    return request.param
+
+
+def test_results_come_in_order_of_rank(from_here):
     assert run_forked(3, place, "hello") == [["hello", str(rank), "3", "file"] for rank in range(3)]
 
 
-def test_an_exception_is_raised_with_its_rank_and_traceback_and_the_others_are_ended():
+def test_an_exception_is_raised_with_its_rank_and_traceback_and_the_others_are_ended(from_here):
     before = set(psutil.Process().children())  # other tests of this process may have left a fork server waiting
     with pytest.raises(RankFailed, match=r"rank 1: Traceback(.|\n)*raise_on_rank_1(.|\n)*not me"):
         run_forked(2, raise_on_rank_1)
@@ -70,7 +80,7 @@ def test_an_exception_is_raised_with_its_rank_and_traceback_and_the_others_are_e
     assert [child for child in left if child.status() != psutil.STATUS_ZOMBIE] == []
 
 
-def test_a_killed_rank_is_told():
+def test_a_killed_rank_is_told(from_here):
     with pytest.raises(RankFailed, match="rank 0: was ended by SIGKILL"):
         run_forked(2, die_on_rank_0)
 
@@ -99,3 +109,25 @@ def test_a_rank_does_not_collect_its_parents_garbage():
     frozen = gc.get_freeze_count()
     run_forked(2, collect)
     assert gc.isenabled() and gc.get_freeze_count() == frozen
+
+
+def test_whether_a_fork_can_do_a_backward_pass_is_tried(monkeypatch):
+    assert forks_compute()
+    monkeypatch.setattr(forked, "PROBE_SECONDS", 0.2)
+    for broken in (lambda tensor: time.sleep(60), lambda tensor: 1 / 0):
+        monkeypatch.setattr(torch.Tensor, "backward", broken)
+        assert not forks_compute()
+
+
+def double(rendezvous: str, number: float) -> float:
+    value = torch.tensor(number, requires_grad=True)
+    (value * value).backward()
+    assert value.grad is not None
+    return value.grad.item()
+
+
+@pytest.mark.gpu
+def test_ranks_compute_where_this_process_has_computed_on_a_gpu():
+    torch.ones(1, device="cuda", requires_grad=True).sum().backward()
+    assert not forks_compute()
+    assert run_forked(2, double, 3.0) == [6.0, 6.0]

@@ -1,6 +1,9 @@
 """Ranks on this machine in tenths of a second: forked from a process that has torch loaded already.
 
 For short jobs on the CPU, such as a proof. torchrun starts each rank from nothing and watches over it: ten seconds.
+
+Where torch is built for a GPU, its first backward pass starts threads without which a fork cannot do one: a notebook that has
+trained something. Ranks are forked from a process of their own then.
 """
 
 from __future__ import annotations
@@ -10,7 +13,10 @@ import gc
 import json
 import multiprocessing
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -24,6 +30,8 @@ from ultrascale.launch.scratch import scratch_folder
 
 OTHERS_SECONDS = 5.0
 """Time that a rank which another one lost has to end; then what that other one says is all that is known."""
+PROBE_SECONDS = 60.0
+"""Time that a fork has for a backward pass of one number: it may wait for a lock of a thread that was not forked."""
 
 
 class RankFailed(RuntimeError):
@@ -36,6 +44,60 @@ def run_forked(world: int, function: Callable[..., Any], *arguments: Any) -> lis
     Each process finds RANK, LOCAL_RANK and WORLD_SIZE in its environment, and meets the others at `rendezvous`, a file:// URL.
     Raises RankFailed with the traceback of the first rank that failed, or of the one that it lost.
     """
+    return (_run_here if forks_compute() else _run_apart)(world, function, arguments)
+
+
+def forks_compute() -> bool:
+    """True if a fork of this process can do a backward pass, as a first one finds out."""
+    import torch
+
+    if (process := os.fork()) == 0:
+        code = 1
+        try:
+            torch.ones(1, requires_grad=True).sum().backward()
+            code = 0
+        finally:
+            os._exit(code)
+    until = time.monotonic() + PROBE_SECONDS
+    while (ended := os.waitpid(process, os.WNOHANG))[0] == 0:
+        if time.monotonic() > until:  # it waits for a lock of a thread that was not forked
+            os.kill(process, signal.SIGKILL)
+            until = float("inf")
+        time.sleep(0.001)
+    return ended[1] == 0
+
+
+def _run_apart(world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
+    """Let a process that has computed nothing yet fork the ranks; `function` and `arguments` are pickled."""
+    with scratch_folder("forking") as folder:
+        (folder / "work").write_bytes(pickle.dumps((world, function, arguments)))
+        paths = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        with subprocess.Popen([sys.executable, "-m", __name__, str(folder)], stdin=subprocess.PIPE, env=paths) as process:
+            code = process.wait()
+        if code:
+            failed = folder / "failed"
+            raise RankFailed(failed.read_text() if failed.exists() else f"the process that forks the ranks {_ending(code)}")
+        return json.loads((folder / "found").read_text())
+
+
+def main() -> None:
+    """Fork the ranks of another process, which cannot. Ends with it."""
+    folder = Path(sys.argv[1])
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    try:
+        found = _run_here(*pickle.loads((folder / "work").read_bytes()))
+    except RankFailed as error:
+        (folder / "failed").write_text(str(error))
+        raise SystemExit(1) from None
+    (folder / "found").write_text(json.dumps(found))
+
+
+def _end_with_input() -> None:
+    os.read(0, 1)  # not `sys.stdin`, whose lock a rank would wait for
+    os._exit(1)
+
+
+def _run_here(world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
     context = multiprocessing.get_context("fork")
     with scratch_folder("ranks") as folder:
         processes = [
@@ -125,3 +187,7 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
