@@ -27,8 +27,7 @@ from ultrascale.plan.memory.stage_replay import StageReplay
 from ultrascale.plan.memory.tally import Pass, Tally, Way
 from ultrascale.plan.pipeline.pipelined import stage_seconds
 from ultrascale.plan.pipeline.play import compile_schedule, duration_table
-from ultrascale.plan.time.blocks import compute_seconds
-from ultrascale.plan.time.passes import product_derate
+from ultrascale.plan.time.blocks import compute_seconds, product_derate
 from ultrascale.plan.time.price import predict, price
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.actions import Action, Kind
@@ -78,10 +77,11 @@ def halves_of(model: Model, layout: Layout, stage: int) -> tuple[float, float, f
     ops = [(op, False) for op in replay.work.before()] + [(op, True) for op in replay.work.after()]
     ops += [(op, False) for layer in part.layers for op in replay.work.block(layer)]
     for op, is_head in ops:
-        *_, of_input, of_weight, _, _, _, _ = compute_seconds(workload, shape, [op], is_head)
-        inputs += of_input * derate
-        weights += of_weight * derate * (not may_wait(op))
-        late += of_weight * derate * may_wait(op)
+        one = compute_seconds(workload, shape, [op], is_head)
+        inputs += one.input_gradient * derate + one.input_elementwise
+        of_weight = one.weight_gradient * derate + one.weight_elementwise
+        weights += of_weight * (not may_wait(op))
+        late += of_weight * may_wait(op)
 
     def forward() -> None:
         held = None if part.is_first else ledger.take("other", "given", replay.work.hidden_bytes)

@@ -16,7 +16,7 @@ import yaml
 from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.catalogue.stacks.stack import with_optimizer
-from ultrascale.catalogue.stacks.stack_files import STACKS, stack_file
+from ultrascale.catalogue.stacks.stack_files import STACKS, changed_stack, stack_file
 from ultrascale.config.resolve import resolve
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
@@ -272,6 +272,9 @@ def test_torchtitan_gets_its_stages_and_its_float8() -> None:
     assert parallelism["pipeline_parallel_layers_per_stage"] == 32 // 8
     less = [parallelism[f"pipeline_parallel_{end}_stage_less_layers"] for end in ("first", "last")]
     assert less == [0, 0] and settings["model"]["converters"] == ["quantize.linear.float8"]
+    assert "recipe_name" not in settings["quantize"]["linear"]["float8"]
+    by_row = replace(workload("torchtitan"), stack=changed_stack("torchtitan", {"kernels.fp8_scaling": "row"}))
+    assert tomllib.loads(trainer_flags(by_row, layout))["quantize"]["linear"]["float8"] == {"recipe_name": "rowwise"}
     odd = replace(workload("torchtitan"), model=replace(preset("llama-3-8b"), num_hidden_layers=9))
     with pytest.raises(SpecError, match="into 5 stages, the plan wants 8"):
         trainer_flags(odd, layout)

@@ -13,6 +13,8 @@ from ultrascale.plan.layouts import LayoutTable
 from ultrascale.validation.cells.programs import program_of_row
 from ultrascale.validation.predict import predict_rows
 from ultrascale.validation.setups import setup_of
+from ultrascale.work.ops import Shape
+from ultrascale.work.work import block_work
 
 PIPELINE = {"pp": "8", "tp": "8", "dp": "8", "n_gpus": "512", "layers": "126", "micro_batch": "", "grad_accum": "", "vpp": ""}
 README = "NVIDIA Megatron-LM README, images/model_table.png"
@@ -157,11 +159,28 @@ def test_logits_of_all_micro_batches_stay_on_torchtitan_s_last_stage_where_its_c
 
 
 @pytest.mark.parametrize(
-    ("framework", "at_once"), [("MaxText (JAX/XLA)", False), ("PaxML (JAX/XLA)", False), ("torchtitan", True)]
-)
-def test_fp8_of_jax_s_programs_has_scales_of_steps_before(framework: str, at_once: bool):
-    """flax.linen.fp8_ops keeps a history of largest magnitudes; torchao reads each tensor once more."""
-    assert program_of_row(asked(framework=framework, precision="fp8")).stacks[0].scales_at_once is at_once
+    ("framework", "precision", "scalings"),
+    [("MaxText (JAX/XLA)", "fp8", ["delayed"]), ("PaxML (JAX/XLA)", "fp8", ["delayed"]), ("NeMo 25.02", "fp8", ["delayed"]),
+     ("torchtitan", "fp8", ["tensor", "row"]), ("torchtitan", "mxfp8", ["tensor"]), ("torchtitan", "float8 rowwise", ["row"]),
+     ("torchtitan", "fp8-tensorwise", ["tensor"]), ("NeMo 25.02", "FP8 current scaling", ["tensor"])],
+)  # fmt: skip
+def test_scales_of_fp8_are_a_program_s_own_unless_the_precision_names_them(framework: str, precision: str, scalings: list[str]):
+    """flax.linen.fp8_ops keeps a history of largest magnitudes; torchao reads each tensor once more, or scales rows."""
+    stacks = program_of_row(asked(framework=framework, precision=precision)).stacks
+    assert list(dict.fromkeys(stack.kernels.fp8_scaling for stack in stacks)) == scalings
+
+
+def test_torchtitan_of_2024_repeats_keys_and_sends_all_of_them_over_cp():
+    """repeat_kv before attention, until its pull request 2259; so has its issue 1283 (2025)."""
+    cells = {"n_gpus": "8", "dp": "2", "cp": "4", "tp": "1", "heads": "32", "kv_heads": "8", "seq_len": "131072"}
+    sent = {}
+    for stack in ("torchtitan-2024", "torchtitan"):
+        setup = setup_of(asked(**cells, stack=stack))
+        shape = Shape(1, 131_072, "bf16", device="cuda", cp=4, cp_method="all-gather", kernels=setup.workload.stack.kernels)
+        ops = block_work(setup.workload.model, 0, shape)
+        sent[stack] = [one.num_bytes for op in ops for one in op.collectives if one.axis == "cp"]
+        assert ("self_attn.k_rotated_repeat" in {op.name for op in ops}) is (stack == "torchtitan-2024")
+    assert sent["torchtitan-2024"] == [4 * num_bytes for num_bytes in sent["torchtitan"]] != []
 
 
 def test_gpt_oss_has_its_biases_and_sinks_in_rows_too():

@@ -47,6 +47,8 @@ Columns = TypeVar("Columns", "Asked", "Measured")
 class Asked:
     """The run that was asked for: everything a prediction may look at. Names are the file's columns."""
 
+    id: str = ""
+    """Name of the row, by which its source states what holds for it alone (`validation/stated.toml`)."""
     model: str = ""
     source: str = ""
     source_key: str = ""

@@ -128,10 +128,12 @@ def _heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...], tupl
 def _repeats_heads(model: Model, layer: int, shape: Shape) -> bool:
     """True if keys and values are repeated, since no fused kernel on CUDA takes fewer heads of them here. With sinks an
     operation of ours does it inside itself, in both passes, and saves what it was given."""
+    fewer = cut(model.num_key_value_heads, shape.tp) < cut(model.num_attention_heads, shape.tp)
+    if shape.kernels.repeats_keys:
+        return fewer
     if shape.device == "cpu" or shape.cp > 1 or shape.masks_in_kernel:
         return False
     has_mask = mask_elements(model.window(layer), shape) > 0
-    fewer = cut(model.num_key_value_heads, shape.tp) < cut(model.num_attention_heads, shape.tp)
     return fewer and (has_mask or shape.itemsize != 2)
 
 
@@ -249,8 +251,13 @@ def _bytes_of_heads(model: Model, shape: Shape) -> tuple[int, int, int]:
     query = n * cut(model.num_attention_heads, tp) * model.head_dim * a
     if model.latent_attention:
         return query, query, _attended_bytes(model, shape)
-    key = n * cut(model.num_key_value_heads, tp) * model.head_dim * a
+    key = n * _given_heads(model, shape) * model.head_dim * a
     return query, key, key
+
+
+def _given_heads(model: Model, shape: Shape) -> int:
+    """Heads of keys and values of this rank that attention is given."""
+    return cut(model.num_attention_heads if shape.kernels.repeats_keys else model.num_key_value_heads, shape.tp)
 
 
 def _bytes_of_swapped(model: Model, shape: Shape) -> tuple[int, int, int]:
@@ -258,14 +265,14 @@ def _bytes_of_swapped(model: Model, shape: Shape) -> tuple[int, int, int]:
     query, key, value = _bytes_of_heads(model, shape)
     if model.latent_attention:
         return query, key, value
-    heads, ranks = cut(model.num_key_value_heads, shape.tp), shape.cp_grid[1]
+    heads, ranks = _given_heads(model, shape), shape.cp_grid[1]
     each = _key_value_heads(model, shape)
     return query, key * each * ranks // heads, value * each * ranks // heads
 
 
 def _key_value_heads(model: Model, shape: Shape) -> int:
     """Heads of keys and values at work on one rank: each that its query heads read."""
-    groups, ranks = cut(model.num_key_value_heads, shape.tp), shape.cp_grid[1]
+    groups, ranks = _given_heads(model, shape), shape.cp_grid[1]
     queries = cut(model.num_attention_heads, shape.tp * ranks)
     if model.latent_attention:
         return queries

@@ -189,7 +189,8 @@ def column_source(shape: Shape, read: str, width: int, *, projections: int = 1) 
         return ops, source
     gathered = f"{read}_whole"
     whole = shape.num_tokens * width * shape.itemsize
-    narrow = narrow_bytes(shape, shape.num_tokens * width) if shape.precision in NARROW else whole
+    in_narrow = shape.precision in NARROW and not (shape.precision == "fp8" and shape.kernels.fp8_scaling == "row")
+    narrow = narrow_bytes(shape, shape.num_tokens * width) if in_narrow else whole
     traffic = [Collective("all_gather", "tp", narrow, "forward", "product")]
     traffic += [Collective("reduce_scatter", "tp", whole, "backward", "product"), *scales]
     if shape.precision == "fp8" and shape.fp8_scaling == "row" and shape.kernels.own_fp8:

@@ -60,6 +60,11 @@ class Kernels:
     own_fp8: bool = False
     """True if in fp8 ranks of tp agree on the scales of sharded tensors, and factors are rounded in operations of their own
     (ours)."""
+    fp8_scaling: Literal["delayed", "tensor", "row"] = "delayed"
+    """Scales of fp8 in other trainers (ours: `layout.fp8_scaling`). delayed: one for a tensor, of steps before (Transformer
+    Engine). tensor: its own largest magnitude, for which it is read once more. row: one for each row of each product's factors
+    (torchao's rowwise), so that a tensor is scaled and cast twice, by its rows and by its columns, and ranks of tp gather it
+    before that, in 16 bits. In MXFP8 and NVFP4 row counts as tensor."""
     masks_in_kernel: bool = False
     """The attention kernel knows documents and windows by itself; else they take a mask, and the full square is computed."""
     rounds_again: bool = False
@@ -69,6 +74,8 @@ class Kernels:
     """In 8 bits and fewer SwiGLU keeps its inputs rounded, and its result is made again from them (DeepSeek-V3)."""
     drops_unseen_keys: bool = True
     """A ring of keys and values sends on only what a rank further on will look at (ours); else all of it, all the way round."""
+    repeats_keys: bool = False
+    """Keys and values are repeated to as many heads as queries have before attention, and so travel over cp."""
     widens_key_gradients: bool = True
     """Gradients of keys and values are fp32 between ranks of cp, which all add to them; else as wide as activations."""
     sorts_own_rows: bool = True
@@ -156,9 +163,6 @@ class Stack:
     """True if with ZeRO 1 gradients are all-reduced, not reduce-scattered, after the last backward pass and without overlap;
     all-gathered parameters are copied to their places piece by piece (`plan.time.data_traffic`). Read only if gathers =
     "whole"."""
-    scales_at_once: bool = False
-    """True if in fp8 a tensor's scale is its own largest magnitude: it is read once more before it is cast (torchao's dynamic
-    scaling); else that of steps before (Transformer Engine's delayed scaling)."""
     overlaps_tensor_parallel: bool = False
     sends_beside_gradients: bool = False
     """True if tp communication in the backward pass of a column-parallel GEMM overlaps with its own two GEMMs

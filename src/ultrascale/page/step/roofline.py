@@ -18,8 +18,8 @@ from ultrascale.description.layout import NARROW
 from ultrascale.plan.constants import CONSTANTS
 from ultrascale.plan.laws.curves import BACKWARD_WORK
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.time.blocks import compute_seconds, price_blocks
-from ultrascale.plan.time.passes import pass_seconds, product_derate
+from ultrascale.plan.time.blocks import compute_seconds, price_blocks, product_derate
+from ultrascale.plan.time.passes import pass_seconds
 from ultrascale.plan.time.price import Prediction
 from ultrascale.plan.time.stages import cut_stages
 from ultrascale.plan.time.step_parts import KINDS, works
@@ -83,8 +83,7 @@ def _works_of(workload: Workload, shape: Shape, op: Op, is_head: bool) -> Iterat
             yield Work(work.name, work.kind, *(op.pieces * value for value in work[2:]))
     for (kind, only), measure in zip(KINDS.items(), (_of_product, _of_attention, _of_moves), strict=True):
         stripped = replace(only(op), inside=())
-        product, attention, elementwise, inputs, weights, *_ = compute_seconds(workload, shape, [stripped], is_head)
-        seconds = attention + elementwise + product_derate(workload, CONSTANTS) * (product + inputs + weights)
+        seconds = compute_seconds(workload, shape, [stripped], is_head).total(product_derate(workload, CONSTANTS))
         if seconds > 0:
             yield Work(op.name, kind, 1.0, seconds, *measure(op, shape, is_head))
 

@@ -160,7 +160,8 @@ def _sections(plan: Plan, family: str, flavor: str) -> dict[str, dict[str, Any]]
     if layout.precision == "fp8":
         sections["model"]["converters"] = ["quantize.linear.float8"]
         narrow, one_scale = layout.fp8_all_gather, layout.fp8_scaling == "tensor"
-        sections["quantize.linear.float8"] = {
+        by_row = plan.workload.stack.kernels.fp8_scaling == "row"
+        sections["quantize.linear.float8"] = {"recipe_name": "rowwise"} if by_row else {
             "enable_fsdp_float8_all_gather": narrow, "precompute_float8_dynamic_scale_for_fsdp": narrow and one_scale,
         }  # fmt: skip
     if layout.precision == "mxfp8":

@@ -103,6 +103,13 @@ def elementwise_seconds(accelerator: Accelerator, num_bytes: Any, *, num_kernels
     return derate * (num_kernels * rate.launch_seconds + num_bytes / rate.bytes_per_second)
 
 
+def columns_seconds(accelerator: Accelerator, num_bytes: float) -> float:
+    """Seconds of a compiled kernel that reads and writes `num_bytes` of a matrix across its rows, as scaling and casting its
+    columns does. Raises SpecError if the device's peak is unknown."""
+    rate = _stream(accelerator)
+    return rate.launch_seconds + num_bytes / rate.columns_bytes_per_second
+
+
 def optimizer_seconds(accelerator: Accelerator, num_bytes: Any) -> Any:
     """Seconds of an optimizer update that reads and writes `num_bytes` in multi-tensor kernels, which run as fast as copies.
 

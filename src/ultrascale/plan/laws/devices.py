@@ -62,8 +62,15 @@ class Stream(NamedTuple):
     launch_seconds: float
     bytes_per_second: float
     """Achieved by large copies."""
+    columns_bytes_per_second: float
+    """Achieved by kernels that read and write a matrix across its rows."""
 
 
+COLUMNS_BYTES_PER_SECOND = 0.65e12 / 132
+"""Bytes per second of a multiprocessor in kernels that torch's compiler makes to scale and cast a matrix by its columns: 0.6 to
+0.7 TB/s on an H100 where along the rows it is 2.0 to 2.2 (pytorch issue 149982, 2025). Loads and stores of single elements are
+what bounds them, so that more bandwidth does not help. Held to what torchtitan's Llama 3 8B on 8 GPUs takes longer with scales
+of rows than with one for a tensor: 14 percent on H100, 21 on B200 (torchao's READMEs of float8 and mx_formats, 2025)."""
 STREAM_EFFICIENCY = {"a100-80": 0.86, "h100-sxm": 0.90, "h200": 0.90, "b200": 0.85, "gb200": 0.85}
 """Share of the memory bandwidth that large element-wise kernels reach. A100: BabelStream, 1.75 of 2.04 TB/s (2021). H100 and
 H200: device copies, 3.0 of 3.35 and 4.3 of 4.8 TB/s (2026-11). Blackwell: assumed between these and SimuMax's 0.67 of 8 TB/s
@@ -149,10 +156,12 @@ def attention_curve(accelerator: Accelerator, dtype: str, kernel: str, direction
 def stream(accelerator: Accelerator) -> Stream:
     """Law of element-wise work on a device: launch seconds and bytes per second."""
     if accelerator.name == "cpu":
-        return Stream(CPU_LAUNCH_SECONDS, _bandwidth(accelerator))
+        return Stream(CPU_LAUNCH_SECONDS, _bandwidth(accelerator), _bandwidth(accelerator))
     relative = relative_of(accelerator)
+    rate = _bandwidth(accelerator) * STREAM_EFFICIENCY[relative]
+    across = min(rate, COLUMNS_BYTES_PER_SECOND * _multiprocessors(accelerator, relative))
     # A kernel that does nothing takes about as long as the smallest product.
-    return Stream(MATMUL[relative, "bf16"].launch_seconds, _bandwidth(accelerator) * STREAM_EFFICIENCY[relative])
+    return Stream(MATMUL[relative, "bf16"].launch_seconds, rate, across)
 
 
 def _peak(accelerator: Accelerator, dtype: str) -> float:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +20,10 @@ from ultrascale.catalogue.stacks.stack import Kernels
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import NARROW
 from ultrascale.description.recomputed import SELECTIVE
+from ultrascale.plan.constants import Constants
 from ultrascale.plan.cut_backward import HALVES, Half, may_wait, sent_in_half
 from ultrascale.plan.laws.collectives import collective_seconds
-from ultrascale.plan.laws.compute import attention_seconds, elementwise_seconds, matmul_seconds
+from ultrascale.plan.laws.compute import attention_seconds, columns_seconds, elementwise_seconds, matmul_seconds
 from ultrascale.plan.layouts import CP_METHODS, FP8_SCALINGS, PRECISIONS, LayoutTable
 from ultrascale.plan.time.attention_choice import attention_kernel
 from ultrascale.plan.workload import Workload
@@ -44,6 +46,11 @@ HEAD_MULTIPLE = 8
 """Multiple of which a vocabulary's columns, always of 16 bits here, must be for aligned rows."""
 WIDE_BYTES, NARROW_BYTES, CAST_BYTES = 2, 3, 4
 """Memory traffic of an element that is read in bf16; that is written in fp8 then; that is written in both orders."""
+COLUMN_BYTES = WIDE_BYTES + NARROW_BYTES
+"""Memory traffic of an element whose column is scaled by its own largest magnitude: it is read twice."""
+ROWWISE_OVER_TENSORWISE = 1.05
+"""Time of products whose rows have scales (CUTLASS) over those of one scale (cuBLAS): most shapes have 90 to 100 percent of the
+rate (pytorch issue 147971, H100, 2025)."""
 
 
 @dataclass
@@ -55,10 +62,15 @@ class PartSeconds:
     attention: Floats
     elementwise: Floats
     input_gradient: Floats
-    """Products of the backward pass that make the gradient of what was read, and all of attention's and element-wise work's."""
+    """Products of the backward pass that make the gradient of what was read, and all of attention's."""
+    input_elementwise: Floats
+    """Element-wise work of the backward pass beside them."""
     weight_gradient: Floats
+    weight_elementwise: Floats
+    """Element-wise work that gradients of weights need: sums, and casts of what they read."""
     weight_gradient_in_i: Floats
     """Part of `weight_gradient` that does not wait for W where backward passes are split."""
+    weight_elementwise_in_i: Floats
     tp_forward: Floats
     tp_backward: Floats
     tp_beside: Floats
@@ -94,6 +106,28 @@ class PartSeconds:
     def forward(self) -> Floats:
         """Compute of the forward pass."""
         return self.product + self.attention + self.elementwise
+
+
+class Compute(NamedTuple):
+    """The columns of `PartSeconds` that are computing, of one shape (or of all, an element each)."""
+
+    product: Any
+    attention: Any
+    elementwise: Any
+    input_gradient: Any
+    input_elementwise: Any
+    weight_gradient: Any
+    weight_elementwise: Any
+    weight_gradient_in_i: Any
+    weight_elementwise_in_i: Any
+    grouped_product: Any
+    last_product: Any
+    num_ops: Any
+
+    def total(self, derate: float) -> float:
+        """Seconds of both passes, products and attention slower by `derate`."""
+        elementwise = self.elementwise + self.input_elementwise + self.weight_elementwise
+        return elementwise + derate * (self.product + self.attention + self.input_gradient + self.weight_gradient)
 
 
 @dataclass(frozen=True)
@@ -169,8 +203,8 @@ def _price_blocks_of(workload: Workload, shapes: list[Shape], layer: int) -> Par
     if workload.stack.selective == "modules":
         again = [resolved(SELECTIVE, workload.model, layer, shape) for shape in shapes]
         runs = [computed_again(one, ops, stops_behind=False) for one, ops in zip(again, works, strict=True)]
-        seconds = [sum(compute_seconds(workload, shape, run, False)[:3]) for shape, run in zip(shapes, runs, strict=True)]
-        part.chosen_modules = np.array(seconds)
+        seconds = [compute_seconds(workload, shape, run, False) for shape, run in zip(shapes, runs, strict=True)]
+        part.chosen_modules = np.array([one.product + one.attention + one.elementwise for one in seconds])
     return part
 
 
@@ -239,7 +273,7 @@ def _known_shape(
 
 def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]], *, head: bool = False) -> PartSeconds:
     compute = np.array([compute_seconds(workload, shape, ops, head) for shape, ops in zip(shapes, works, strict=True)])
-    columns = compute.reshape(len(shapes), 9).T
+    columns = Compute(*compute.reshape(len(shapes), len(Compute._fields)).T)
     traffic, counts = _traffic(workload, shapes, _sent(works))
     over_tp = [[op for op in ops if any(one.axis in OVER_TP for one in op.collectives)] for ops in works]
     of_columns = [[op for op in ops if _is_of_column(op)] for ops in over_tp]
@@ -248,70 +282,86 @@ def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]],
     sums = _halves(shapes, of_columns, "input")
     axes = {f"{axis}_{when}": traffic[axis, when] for axis in ("tp", "cp", "ring", "ep") for when in PASSES}
     return PartSeconds(
-        *columns[:5],
-        weight_gradient_in_i=columns[8],
+        **columns._asdict(),
         **axes,
-        tp_beside=np.minimum(beside, columns[3] + columns[4]),
+        tp_beside=np.minimum(beside, columns.input_gradient + columns.weight_gradient),
         tp_cut_input=_over_tp(workload, shapes, of_input),
         tp_cut_sums=_over_tp(workload, shapes, sums),
         tp_cut_weight=_over_tp(workload, shapes, of_weight),
-        grouped_product=columns[5],
-        last_product=columns[6],
         chosen_modules=np.zeros(len(shapes)),
-        num_ops=columns[7],
         num_collectives=counts[0],
         num_backward_collectives=counts[1],
     )
 
 
-def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) -> tuple[float, ...]:
-    """Seconds of products, attention and element-wise work forward, of both gradients, and of grouped products; operations;
-    seconds of gradients of weights that never wait for W.
+def product_derate(workload: Workload, constants: Constants) -> float:
+    """Factor on the price of matrix products and attention, which a device's power slows; memory is as fast as ever."""
+    derate = constants.compute_derate * workload.overheads.products
+    return derate * constants.device_derates.get(workload.cluster.accelerator.kind, 1.0)
+
+
+def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) -> Compute:
+    """Seconds of operations on a rank, forward and backward, of a micro-batch, each kernel alone.
 
     In fp8 other trainers cast once what products share: an input once for all that read it, before ranks of tp gather it, and
     the gradient of a result once for both products of the backward pass, each in both orders, since Hopper's product wants its
     factors by rows (Transformer Engine's cast_transpose and grad_output_preprocess); an input that is kept as it is
-    (`Kernels.rounds_again`) in one order a pass. Weights that are gathered for every pass
-    are cast in every pass (torchao's Float8Linear); those that stay are cast once a step. Of ours every product casts its own.
+    (`Kernels.rounds_again`) in one order a pass. Weights that are gathered for every pass are cast in every pass (torchao's
+    Float8Linear); those that stay are cast once a step. With a scale for each row (`Kernels.fp8_scaling`) each order has its
+    own scales and is a kernel of its own, where it is read: rows for the product and for the gradient of its input, columns
+    for that of its weight, and of weights backward. Of ours every product casts its own.
     """
     accelerator, stack = workload.cluster.accelerator, workload.stack
     product = attention = elementwise = inputs = weights = grouped = last = count = at_once = 0.0
+    around_inputs = around_weights = around_at_once = 0.0
     # A product that adds to the summed gradient reads and writes it; else the gradient is written, and added in another pass.
     gradient_bytes = 2.0 * stack.gradient_bytes if stack.fuses_gradient_accumulation else float(shape.itemsize)
     added_bytes = 0 if stack.fuses_gradient_accumulation else 2 * stack.gradient_bytes + shape.itemsize
     dtype = "bf16" if head and shape.precision in NARROW else shape.precision
     shares = dtype in NARROW and not shape.kernels.own_fp8
-    cast_bytes = CAST_BYTES + (WIDE_BYTES if stack.scales_at_once else 0)
+    by_row = shares and dtype == "fp8" and shape.kernels.fp8_scaling == "row"
+    slower = ROWWISE_OVER_TENSORWISE if by_row else 1.0
+    cast_bytes = CAST_BYTES + (0 if shape.kernels.fp8_scaling == "delayed" else WIDE_BYTES)
     weight_cast_bytes = cast_bytes - 1 if shares and stack.gathers == "buckets" else 0  # in one order
     wide = "bf16" if shape.precision in NARROW else shape.precision
     for op in ops:
         count += 1
-        of_weights: list[float] = []
+        of_weights = around = 0.0
         if op.inside:
             each, again = (compute_seconds(workload, shape, some, head) for some in (op.inside, op.inside[:-1]))
-            product, elementwise = product + op.pieces * each[0], elementwise + op.pieces * each[2]
-            inputs += op.pieces * (each[3] + again[0] + again[2])
-            of_weights.append(op.pieces * each[4])
-            count += op.pieces * each[7]
+            product, elementwise = product + op.pieces * each.product, elementwise + op.pieces * each.elementwise
+            inputs += op.pieces * (each.input_gradient + again.product)
+            around_inputs += op.pieces * (each.input_elementwise + again.elementwise)
+            of_weights += op.pieces * each.weight_gradient
+            around += op.pieces * each.weight_elementwise
+            count += op.pieces * each.num_ops
         if op.product is not None:
             m, n, k, copies = op.product
             if head and n % HEAD_MULTIPLE:  # logits; some trainers pad the vocabulary
                 n = -(-n // stack.pads_vocab_to) * stack.pads_vocab_to
-            forward = matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies, casts=not shares)
+            forward = matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies, casts=not shares, derate=slower)
             product += forward * op.forward_products
             grouped += forward if op.name.startswith("mlp.experts.") else 0.0
             last += forward if op.name == "mlp.down_proj" and shape.tp == 1 else 0.0
-            inputs += matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies, kind="input-gradient", casts=not shares)
-            if shares:
-                inputs += elementwise_seconds(accelerator, m * n * copies * cast_bytes)
+            inputs += matmul_seconds(
+                accelerator, m, n, k, dtype=dtype, count=copies, kind="input-gradient", casts=not shares, derate=slower
+            )
+            if by_row:
+                around_inputs += elementwise_seconds(accelerator, m * n * copies * NARROW_BYTES)
+                around += columns_seconds(accelerator, m * n * copies * COLUMN_BYTES)
+                if weight_cast_bytes:
+                    elementwise += elementwise_seconds(accelerator, n * k * copies * NARROW_BYTES)
+                    around_inputs += columns_seconds(accelerator, n * k * copies * COLUMN_BYTES)
+            elif shares:
+                around_inputs += elementwise_seconds(accelerator, m * n * copies * cast_bytes)
                 cast = elementwise_seconds(accelerator, n * k * copies * weight_cast_bytes) if weight_cast_bytes else 0.0
-                elementwise, inputs = elementwise + cast, inputs + cast
-            of_weights.append(matmul_seconds(
+                elementwise, around_inputs = elementwise + cast, around_inputs + cast
+            of_weights += matmul_seconds(
                 accelerator, m, n, k, dtype=dtype, count=copies, kind="weight-gradient", output_bytes=gradient_bytes,
-                casts=not shares,
-            ))  # fmt: skip
+                casts=not shares, derate=slower,
+            )  # fmt: skip
             if added_bytes:
-                of_weights.append(elementwise_seconds(accelerator, n * k * copies * added_bytes))
+                around += elementwise_seconds(accelerator, n * k * copies * added_bytes)
         if op.scores is not None:
             scores, pieces = op.scores._asdict(), 1
             if shape.rings:  # as many kernels as places, each on one place's keys
@@ -321,21 +371,29 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
             kernel, over = attention_kernel(workload, shape, op.scores), workload.overheads.attention
             attention += pieces * over * attention_seconds(accelerator, **scores, dtype=wide, backward=False, kernel=kernel)
             inputs += pieces * over * attention_seconds(accelerator, **scores, dtype=wide, backward=True, kernel=kernel)
-        for seconds in of_weights:
-            weights += seconds
-            at_once += 0.0 if may_wait(op) else seconds
+        weights, around_weights = weights + of_weights, around_weights + around
+        if of_weights and not may_wait(op):
+            at_once, around_at_once = at_once + of_weights, around_at_once + around
         over = 1.0 if op.kind == "loss" else workload.overheads.elementwise  # every pass of a loss is in the table
         if op.name.endswith(".quantise"):  # the law of fp8 products was measured with the cast
             orders = cast_bytes - (1 if op.backward_moved_bytes else 0)  # one in each pass, or both in the first
             passes = [elementwise_seconds(accelerator, moved * orders / NARROW_BYTES) if shares and moved else 0.0
                       for moved in (op.moved_bytes, op.backward_moved_bytes)]  # fmt: skip
-            elementwise, weights = elementwise + passes[0], weights + passes[1]
+            if by_row:
+                passes = (
+                    elementwise_seconds(accelerator, op.moved_bytes),
+                    columns_seconds(accelerator, op.moved_bytes * COLUMN_BYTES / NARROW_BYTES),
+                )
+            elementwise, around_weights = elementwise + passes[0], around_weights + passes[1]
             continue
         if op.moved_bytes:
             elementwise += over * elementwise_seconds(accelerator, op.moved_bytes)
         if op.backward_moved_bytes:
-            inputs += over * elementwise_seconds(accelerator, op.backward_moved_bytes)
-    return product, attention, elementwise, inputs, weights, grouped, last, count, at_once
+            around_inputs += over * elementwise_seconds(accelerator, op.backward_moved_bytes)
+    return Compute(
+        product, attention, elementwise, inputs, around_inputs, weights, around_weights, at_once, around_at_once, grouped, last,
+        count,
+    )  # fmt: skip
 
 
 def _sent(works: Sequence[Iterable[Op]]) -> list[list[Sent]]:

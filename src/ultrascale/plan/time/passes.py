@@ -14,7 +14,7 @@ from ultrascale.catalogue.stacks.stack import Stack
 from ultrascale.plan.constants import Constants
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.layouts import RECOMPUTE, LayoutTable
-from ultrascale.plan.time.blocks import Blocks, PartSeconds, price_kept_blocks
+from ultrascale.plan.time.blocks import Blocks, PartSeconds, price_kept_blocks, product_derate
 from ultrascale.plan.time.recompute_prices import mean_again
 from ultrascale.plan.workload import Workload
 from ultrascale.work.op_builders import without_fp8
@@ -102,8 +102,9 @@ def pass_seconds(
 
     derate = product_derate(workload, constants)
     again = _recomputed_share(table)
-    forward = derate * sum_of("product") + sum_of("attention") + sum_of("elementwise")
-    inputs, weight_gradient = derate * sum_of("input_gradient"), derate * sum_of("weight_gradient")
+    forward = derate * (sum_of("product") + sum_of("attention")) + sum_of("elementwise")
+    inputs = derate * sum_of("input_gradient") + sum_of("input_elementwise")
+    weight_gradient = derate * sum_of("weight_gradient") + sum_of("weight_elementwise")
     full, selective = _second_passes(stack, sum_of, in_blocks, derate)
     recompute = again * full + (table.recompute == RECOMPUTE.index("selective")) * selective
     told = None
@@ -115,7 +116,7 @@ def pass_seconds(
     shown, tp_forward, tp_backward = _tensor_parallel(table, stack, sum_of, constants)
     tp = tp_forward + tp_backward + again * shown * sum_of("tp_forward", in_blocks)
     sums = sum_of("tp_cut_sums")
-    at_once = derate * sum_of("weight_gradient_in_i")
+    at_once = derate * sum_of("weight_gradient_in_i") + sum_of("weight_elementwise_in_i")
     cut_input = at_once + sums + shown * (sum_of("tp_cut_input") - sums) - tp_backward
     cut_weight = sum_of("tp_cut_weight") - at_once
     if table.partition_checkpoints.any():
@@ -132,7 +133,7 @@ def pass_seconds(
 
     # What selective recomputation of ours keeps is single operations' results, and a ring or a swap is no such operation.
     attends_again = again + (stack.selective == "elementwise") * (table.recompute == RECOMPUTE.index("selective"))
-    cp_forward, cp = _exposed_context_parallel(table, sum_of, attends_again, constants)
+    cp_forward, cp = _exposed_context_parallel(table, sum_of, attends_again, derate, constants)
     ep = sum_of("ep_forward") + sum_of("ep_backward") + again * sum_of("ep_forward", in_blocks)
     if told is not None:
         more = np.einsum("ckn,rkn->crn", told, in_blocks)
@@ -157,14 +158,16 @@ class _SumOf(Protocol):
 
 def _second_passes(stack: Stack, sum_of: _SumOf, in_blocks: Floats, derate: float) -> tuple[Floats, Floats]:
     """Seconds of what blocks compute a second time under full and under selective recomputation, [rows, layouts]."""
-    full = derate * sum_of("product", in_blocks) + sum_of("attention", in_blocks) + sum_of("elementwise", in_blocks)
+    full = derate * (sum_of("product", in_blocks) + sum_of("attention", in_blocks)) + sum_of("elementwise", in_blocks)
     if stack.stops_early:
         full = full - derate * sum_of("last_product", in_blocks)
     selective = sum_of(BY_SELECTIVE.get(stack.selective, "elementwise"), in_blocks)
+    if stack.selective == "attention":
+        selective = derate * selective
     if stack.selective.endswith("-products"):  # gate and up are 0.55 of the products of a block of Llama 70B
         selective = selective + derate * (sum_of("product", in_blocks) + sum_of("grouped_product", in_blocks)) / 2
     if stack.selective == "wide-products":
-        selective = selective + sum_of("attention", in_blocks)
+        selective = selective + derate * sum_of("attention", in_blocks)
     return full, selective
 
 
@@ -176,12 +179,6 @@ def _tensor_parallel(table: LayoutTable, stack: Stack, sum_of: _SumOf, constants
     is_beside = overlaps | stack.sends_beside_gradients
     beside = np.where(is_beside, sum_of("tp_beside") * (1 - constants.overlap_slowdown), 0.0)
     return shown, shown * sum_of("tp_forward"), shown * (sum_of("tp_backward") - beside)
-
-
-def product_derate(workload: Workload, constants: Constants) -> float:
-    """Factor on the price of a matrix product."""
-    derate = constants.compute_derate * workload.overheads.products
-    return derate * constants.device_derates.get(workload.cluster.accelerator.kind, 1.0)
 
 
 def _all_sums(every: Floats, weights: Floats, in_blocks: Floats) -> dict[str, tuple[Floats, Floats]]:
@@ -220,12 +217,12 @@ def _recomputed_share(table: LayoutTable) -> Floats:
 
 
 def _exposed_context_parallel(
-    table: LayoutTable, sum_of: Callable[[str], Floats], again: Floats, constants: Constants
+    table: LayoutTable, sum_of: Callable[[str], Floats], again: Floats, derate: float, constants: Constants
 ) -> tuple[Floats, Floats]:
     """Exposed seconds of context parallelism: of the forward pass, and of all passes. A ring sends the next keys and values
     while attention works on the last; what is swapped or gathered is waited for."""
     forward, backward = sum_of("ring_forward"), sum_of("ring_backward")
-    beside = sum_of("attention") * (1 - 1 / table.cp_places)
+    beside = derate * sum_of("attention") * (1 - 1 / table.cp_places)
 
     def shown(ring: Floats, waited: Floats, room: Floats) -> Floats:
         exposed = np.maximum(ring - room, 0.0)

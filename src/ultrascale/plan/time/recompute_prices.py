@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from ultrascale.plan.constants import Constants
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.time.blocks import layer_kinds, price_ops
+from ultrascale.plan.time.blocks import layer_kinds, price_ops, product_derate
 from ultrascale.plan.workload import Workload
 from ultrascale.work.kept import block_again, computed_again, stops_behind
 from ultrascale.work.ops import Op, Shape
@@ -19,9 +19,8 @@ Floats = NDArray[np.float64]
 def forward_seconds(workload: Workload, shape: Shape, ops: tuple[Op, ...], constants: Constants) -> Floats:
     """Seconds of one micro-batch on one rank: [compute, tp traffic, cp traffic that attention does not hide, ep traffic]."""
     part = price_ops(workload, shape, ops)
-    derate = constants.compute_derate * workload.overheads.products
-    derate *= constants.device_derates.get(workload.cluster.accelerator.kind, 1.0)
-    attention = part.attention
+    derate = product_derate(workload, constants)
+    attention = derate * part.attention
     ring = np.maximum(part.ring_forward - attention * (1 - 1 / shape.cp_grid[0]), 0.0)
     compute = derate * part.product + attention + part.elementwise
     return np.array([compute, part.tp_forward, part.cp_forward + ring, part.ep_forward])[:, 0]

@@ -19,8 +19,8 @@ from ultrascale.description.layout import Layout
 from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.flops import hardware_flops
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.time.blocks import Blocks, compute_seconds, price_blocks
-from ultrascale.plan.time.passes import pass_seconds, product_derate
+from ultrascale.plan.time.blocks import Blocks, compute_seconds, price_blocks, product_derate
+from ultrascale.plan.time.passes import pass_seconds
 from ultrascale.plan.time.price import Prediction
 from ultrascale.plan.time.stages import Stages, cut_stages
 from ultrascale.plan.workload import Workload
@@ -73,8 +73,7 @@ def kind_seconds(workload: Workload, blocks: Blocks, stages: Stages, row: int, c
     for name, only in KINDS.items():
         found[name] = 0.0
         for count, ops, is_head in works(workload, blocks, stages, row):
-            product, attention, elementwise, inputs, weights, *_ = compute_seconds(workload, shape, map(only, ops), is_head)
-            found[name] += count * (attention + elementwise + derate * (product + inputs + weights))
+            found[name] += count * compute_seconds(workload, shape, map(only, ops), is_head).total(derate)
     return found
 
 

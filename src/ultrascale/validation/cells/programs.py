@@ -27,6 +27,8 @@ UNFUSED = {"kernels.norm": False, "kernels.rotary": False, "kernels.swiglu": Fal
 LIMITED_POWER = 0.75
 """Fraction of a device's power, where it is said to be limited and not to what: an assumption, reported with the prediction.
 Clocks follow its third root, as for an H100 of 500 W (`constants.DEVICE_DERATES`)."""
+_SCALINGS = {"row": "row", "tensor": "tensor", "current": "tensor", "delayed": "delayed"}
+"""Words of a precision, and what has a scale of its own then (`Kernels.fp8_scaling`)."""
 _SELECTIVE = (
     ("save_dot", "wide-products"), ("norm", "elementwise"), ("moe_act", "elementwise"), ("mla_up_proj", "elementwise"),
     ("core", "attention"),
@@ -65,12 +67,12 @@ def program_of_row(asked: Asked, tuning: Tuning = TUNING) -> Program:
     file = stack_file(_name(asked, tuning, assumed))
     shared = {key: tuning.shared[name] for key, name in file.shared.items() if name in tuning.shared}
     try:
-        stack = with_settings(with_settings(file.stack, shared), _of_cells(asked, file.stack, assumed))
-        stack = with_settings(stack, dict(asked.settings))
+        told = _of_cells(asked, file.stack, assumed) | dict(asked.settings)
+        stack = with_settings(with_settings(file.stack, shared), told)
     except SpecError as error:
         raise UnrepresentableError("; ".join(f"{one.key} {one.rule}" for one in error.problems)) from None
     choices = file.usual.open_settings(asked.precision.lower())
-    choices = {key: values for key, values in choices.items() if key not in dict(asked.settings)}
+    choices = {key: values for key, values in choices.items() if key not in told}
     if not asked.experts:
         choices.pop("dispatcher", None)
     stacks = tuple(with_settings(stack, dict(zip(choices, values, strict=True))) for values in product(*choices.values()))
@@ -102,6 +104,9 @@ def _of_cells(asked: Asked, stack: Stack, assumed: list[str]) -> dict[str, Any]:
             found |= UNFUSED
     if asked.flash_attention is False:
         found["kernels.attention"] = "math"
+    scales = next((what for word, what in _SCALINGS.items() if word in asked.precision.lower()), None)
+    if scales:
+        found["kernels.fp8_scaling"] = scales
     detail = asked.recompute_detail.lower()
     found |= next(({"selective": what} for word, what in _SELECTIVE if word in detail), {})
     products, attention = stack.overheads.products, stack.overheads.attention
