@@ -34,8 +34,8 @@ VALUES = {
 }  # fmt: skip
 
 
-KINDS = {"model": "gemma-3-12b", "count": "8", "machine": "h100-sxm", "seq_len": "1024", "tokens_per_batch": "4M", "stack": "megatron"}
-"""Blocks of two kinds: where their seconds are added up by `np.einsum`, in an order of the processor's own, the last bits differ."""
+KINDS = SMALL | {"model": "gemma-3-12b", "tokens_per_batch": "4M", "stack": "megatron"}
+"""Blocks of two kinds: added up by `np.einsum`, in an order of the processor's own, their seconds differ in the last bits."""
 
 
 def drawn(count: int) -> list[dict[str, str]]:
