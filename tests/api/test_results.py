@@ -23,7 +23,7 @@ def test_a_result_is_one_line_and_a_table(name):
     assert found.rows() and all(isinstance(row, dict) for row in found.rows())
 
 
-@pytest.mark.parametrize("name", ["run", "GPUs", "search as a search", "schedule", "schedules", "trace", "stages"])
+@pytest.mark.parametrize("name", RESULTS)
 def test_a_picture_is_drawn(name, tmp_path):
     pytest.importorskip("matplotlib")
     figure = RESULTS[name]().plot()

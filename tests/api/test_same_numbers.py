@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +87,14 @@ def test_a_mistake_gets_the_sentence_of_the_command_line(name, capsys):
         call()
     assert main(words) == 2
     assert capsys.readouterr().err == f"ultrascale: error: {problem_list(error.value.problems)}\n"
+
+
+def test_no_model_is_not_the_run_of_this_folder(tmp_path, monkeypatch):
+    (tmp_path / "run.toml").write_text(Path(RUN).read_text())
+    monkeypatch.chdir(tmp_path)
+    assert us.plan(".").run.model.name == "tiny-llama-4m"
+    with pytest.raises(us.SpecError):
+        us.plan("")
 
 
 def test_a_misspelt_keyword_is_named_with_the_nearest():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from ultrascale.cli.start.doctor import command
 from ultrascale.measure.machine import doctor
@@ -60,6 +62,17 @@ def test_a_torch_release_that_is_too_new_stops(monkeypatch):
 def test_processes_that_cannot_reach_each_other_stop(monkeypatch):
     monkeypatch.setattr(doctor, "sum_over_gloo", lambda rank, store: exit(1))
     assert doctor.gloo_loopback().state == "stop"
+
+
+def test_ctrl_c_is_left_to_the_process_that_started_them(monkeypatch):
+    begin = dist.init_process_group
+
+    def interrupted(*words, **settings):
+        signal.raise_signal(signal.SIGINT)
+        begin(*words, **settings)
+
+    monkeypatch.setattr(dist, "init_process_group", interrupted)
+    assert doctor.gloo_loopback().state == "good"
 
 
 def test_fewer_gpus_than_a_job_expects_stop(capsys, tmp_path):

@@ -328,7 +328,7 @@ def test_an_output_that_cannot_be_made_is_refused(tmp_path, source, tokenizer):
 def test_an_output_that_is_a_file_is_called_one(tmp_path, source, tokenizer):
     (tmp_path / "file").write_text("x")
     with pytest.raises(DataError, match=r"file: is a file, and text is prepared into a folder\. Choose another --output"):
-        prepare([source], output=tmp_path / "file", recipe=recipe(tokenizer), workers=1)
+        prepare([source, tmp_path / "file"], output=tmp_path / "file", recipe=recipe(tokenizer), workers=1)
 
 
 def test_two_preparations_of_one_folder_do_not_mix(tmp_path, source, tokenizer):

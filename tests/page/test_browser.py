@@ -160,6 +160,37 @@ def test_a_dropped_file_is_there_after_loading_again_and_going_back(tab, link):
     assert "config.json" not in tab.inner_text("#status")
 
 
+RUN = """
+cluster = "16xh200"
+[model]
+preset = "gpt2"
+[layout]
+dp = 8
+tp = 2
+zero_stage = 1
+[batch]
+sequence_length = 512
+sequences_per_batch = 64
+"""
+
+
+def test_a_dropped_run_is_planned_as_it_is_and_can_be_kept(tab, link):
+    """The page opens on a question of its own, of which a run's file takes nothing."""
+    opened(tab, link)
+    tab.set_input_files("#file", {"name": "run.toml", "mimeType": "application/toml", "buffer": RUN.encode()})
+    tab.wait_for_selector("body[data-state=done] #status:has-text('from run.toml')")
+    told = tab.inner_text("#facts")
+    assert all(words in told for words in ("gpt2", "16 x NVIDIA H200", "dp8 tp2, ZeRO 1", "64 sequences of 512"))
+    assert (tab.input_value("#control-model"), tab.input_value("#control-count")) == ("", "")
+    tab.click("#keep")
+    changed(tab, "count", "32")
+    assert "32 x NVIDIA H200" in tab.inner_text("#facts")
+    tab.reload()
+    tab.wait_for_selector("#compared:has-text('16 x NVIDIA H200')")
+    changed(tab, "model", "llama-3-8b")
+    assert "32 x NVIDIA H100" in tab.inner_text("#facts") and tab.input_value("#control-tokens_per_batch") == "4M"
+
+
 def test_what_is_open_and_where_the_focus_is_outlive_an_answer(tab, link):
     opened(tab, f"{link}?model=gpt2&count=8&seq_len=1024")
     tab.click("#memory summary")

@@ -9,6 +9,7 @@ import pytest
 from train.small_runs import make_corpus, small_run
 
 from ultrascale.cli.main import main
+from ultrascale.cli.measure.measure_command import _show
 from ultrascale.config.resolve import to_toml
 from ultrascale.description.run import Batch
 from ultrascale.measure.plots import smoothed
@@ -75,6 +76,8 @@ def test_a_profiled_step_is_one_file(run_file, tmp_path, capfd):
     bar = document["sections"][0]["part"]["rows"][-1]
     assert bar["label"] == "rank 0"
     assert sum(part["value"] for part in bar["parts"]) == pytest.approx(told["step_seconds"])
+    _show(tmp_path / "profile", path, top=0, as_json=False)
+    assert capfd.readouterr().out.splitlines()[-1].strip() == str(path)
 
 
 def test_a_sweep_is_one_file(run_file, tmp_path, capfd):
@@ -141,7 +144,9 @@ def test_every_part_is_drawn_by_a_browser_at_a_phones_width(tab, tmp_path):
         {"kind": "bars", "rows": [bars]},
         {"kind": "areas", "names": ["parameters"], "colours": [0], "rows": [[1], [2]], "marks": [{"at": 0, "text": "step 1"}],
          "top": {"value": 2, "text": "2 B"}},
-        {"kind": "lines", "series": [{"name": "train/loss", "points": [[1, 7.0, "7.0"], [3, 6.0, "6.0"]], "faint": False}],
+        {"kind": "lines", "series": [
+            {"name": f"train/loss{ending}", "points": [[1, 7.0, "7.0"], [3, 6.0, "6.0"]], "faint": not ending}
+            for ending in ("", ", smoothed")],
          "marks": [{"at": 2, "text": "killed"}, {"at": 9, "text": "after the end"}]},
         {"kind": "points", "points": [point, point | {"x": 2.0}], "across": "planned", "up": "measured"},
     ]  # fmt: skip
@@ -158,4 +163,5 @@ def test_every_part_is_drawn_by_a_browser_at_a_phones_width(tab, tmp_path):
     assert tab.inner_text("#part-4 .told") == "cell"
     tab.locator("#part-3 svg").hover()
     assert tab.inner_text("#part-3 .told").startswith("train/loss ") and "killed" in tab.inner_html("#part-3 svg")
+    assert tab.locator("#part-3 .legend i").evaluate_all("all => all.map((one) => one.className)") == ["k0 faint", "k0"]
     assert "after the end" not in tab.inner_html("#part-3 svg")

@@ -15,7 +15,7 @@ def test_every_chart_of_a_plan_is_drawn(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     folder = tmp_path / "new" / "charts"
     assert main([*ASKED, "--pp", "2", "--micro-batch-size", "1", "--explain", "--png", str(folder)]) == 0
-    names = ["front", "memory", "ranks", "roofline", "scaling", "sent", "time"]
+    names = ["front", "memory", "ranks", "roofline", "scaling", "schedule", "sent", "time"]
     assert sorted(path.stem for path in folder.glob("*.png")) == names
     for path in folder.glob("*.png"):
         assert path.read_bytes()[:4] == b"\x89PNG" and path.stat().st_size > 10_000

@@ -16,10 +16,12 @@ from ultrascale.description.layout import Layout
 from ultrascale.plan.memory import replay as memory
 from ultrascale.plan.memory.replay import MemoryPlan, plan_fullest_rank, plan_memory
 
-MODELS = ("tiny-llama", "tiny-qwen3", "tiny-mixtral", "tiny-deepseek-v3", "tiny-gpt2")
+MODELS = ("tiny-llama", "tiny-qwen3", "tiny-mixtral", "tiny-deepseek-v3", "tiny-gpt2", "tiny-olmo2")
 SCHEDULES = {"afab": 1, "1f1b": 1, "interleaved": 2, "breadth-first": 2, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2}
 
 DEEP = replace(preset("tiny-llama"), num_hidden_layers=12)
+POST = replace(preset("tiny-olmo2"), num_hidden_layers=8)
+"""Norms after the products: W reads the stage's input, which its I has let go."""
 
 
 @st.composite
@@ -40,6 +42,8 @@ def pipelines(draw) -> tuple[Model, Layout, dict[str, Any]]:
 @given(pipelines())
 @settings(max_examples=60, deadline=None)
 @example((DEEP, Layout(pp=3, schedule="zb-v", virtual_stages=2), {"sequence_length": 64, "sequences_per_batch": 18}))
+@example((POST, Layout(pp=4, schedule="zb-h1", recompute="full"), {"sequence_length": 64, "sequences_per_batch": 32}))
+@example((POST, Layout(pp=2, schedule="zb-v", virtual_stages=2), {"sequence_length": 64, "sequences_per_batch": 16}))
 def test_what_is_played_is_what_is_replayed(drawn: tuple[Model, Layout, dict[str, Any]]) -> None:
     model, layout, asked = drawn
     if layout.num_stages > model.num_hidden_layers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,6 +49,10 @@ def test_the_second_step_is_like_all_that_follow(traced: RankTrace) -> None:
     longer = trace_rank(RUN, 3, steps=4, round_to=1)
     assert traced.peak_bytes(1) == longer.peak_bytes(2) == longer.peak_bytes(3)
     assert traffic_of(traced, 1) == traffic_of(longer, 3)
+
+
+def test_tracebacks_after_a_trace_are_python_s_own(traced: RankTrace) -> None:
+    assert sys.excepthook is sys.__excepthook__
 
 
 def test_categories_sum_to_what_lives_at_every_moment(traced: RankTrace) -> None:

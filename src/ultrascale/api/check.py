@@ -15,7 +15,7 @@ from ultrascale.api.extras import naming_extras
 from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.planning.run_of import Described, planned_run
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Facts, Rows, html
+from ultrascale.api.shown import Facts, Rows, bars, html
 from ultrascale.check.cases import cases, home_of, with_faults
 from ultrascale.check.faults.table import FAULTS, expect_known
 from ultrascale.check.small import Case, small_layouts
@@ -126,6 +126,11 @@ class Check(Rows):
             for one in self.verdicts
         ]
 
+    def plot(self) -> Any:
+        """A matplotlib figure of the largest relative error of each case. Raises NotInstalledError without matplotlib."""
+        errors = [(one.case, max((worst.error for worst in one.worst.values()), default=0.0)) for one in self.verdicts]
+        return bars(repr(self), errors, label="largest relative error", scale="symlog" if self.planted else "linear")
+
     def __repr__(self) -> str:
         held, count = sum(one.holds for one in self.verdicts), len(self.verdicts)
         seen, equal = f"{count - held} of {count} planted faults seen", f"{held} of {count_of(count, 'case')} equal"
@@ -171,6 +176,10 @@ class CheckMatrix(Rows):
     def rows(self) -> list[Facts]:
         """A row for each combination."""
         return [{"name": one.cell.name, "state": one.state, "reason": one.cell.refused} for one in self.outcomes]
+
+    def plot(self) -> Any:
+        """A matplotlib figure of the combinations in each state. Raises NotInstalledError without matplotlib."""
+        return bars(repr(self), self.states, label="combinations")
 
     def __repr__(self) -> str:
         return f"CheckMatrix({', '.join(f'{number} {state}' for state, number in self.states)})"

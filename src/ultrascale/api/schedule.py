@@ -217,6 +217,11 @@ class ExecutedSchedule(Rows):
 
         return svg_beside({f"{self.name}, {key}": one for key, one in self.both._asdict().items()})
 
+    def plot(self) -> Any:
+        """A matplotlib figure of what each rank waits, planned and executed. Raises NotInstalledError without matplotlib."""
+        pairs = [(f"rank {row['rank']}, {key}", row[f"waits_{key}"]) for row in self.rows() for key in self.both._fields]
+        return bars(repr(self), pairs, label="share of the step")
+
     def __repr__(self) -> str:
         planned, executed = self.both
         seconds = f"planned {planned.step_seconds * 1e3:.1f} ms, took {executed.step_seconds * 1e3:.1f} ms"

@@ -74,10 +74,12 @@ def figure(title: str, *, width: float = 8.0, height: float = 4.2) -> Any:
     return found
 
 
-def bars(title: str, values: Sequence[tuple[str, float]], *, label: str = "b / a") -> Any:
+def bars(title: str, values: Sequence[tuple[str, float]], *, label: str = "b / a", scale: str = "linear") -> Any:
     """A bar for each name, the first on top."""
     found = figure(title, height=1.2 + 0.28 * len(values))
-    _bars(found.add_subplot(), [name for name, _ in values], [value for _, value in values], label, FIRST)
+    axes = found.add_subplot()
+    _bars(axes, [name for name, _ in values], [value for _, value in values], label, FIRST)
+    axes.set_xscale(scale)
     return found
 
 

@@ -97,6 +97,9 @@ def words_of(question: dict[str, Any], folder: Path) -> list[str]:
     if values.get("stack") == BY_NAME["stack"].default:
         del values["stack"]
     count, machine = values.pop("count", None), values.pop("machine", None)
+    if file is not None and file.suffix == ".toml" and not (count and machine) and (count or machine):
+        own_count, own_machine = _machines_of(question["file"]["text"])
+        count, machine = count or own_count, machine or own_machine
     if count or machine:
         values["gpus"] = f"{count or 1}x{machine}" if machine else str(count)
     words += [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
@@ -133,6 +136,16 @@ def _dropped(file: Any, folder: Path) -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def _machines_of(text: str) -> tuple[str, str]:
+    """Count and name of a run's machines, `16xh200`: a control that changes one of them keeps the other."""
+    try:
+        cluster = str(tomllib.loads(text).get("cluster", ""))
+    except tomllib.TOMLDecodeError:
+        return "", ""
+    count, counted, machine = cluster.partition("x")
+    return (count, machine) if counted and count.isdigit() else ("", cluster)
 
 
 def _too_large(num_bytes: int) -> Problem:

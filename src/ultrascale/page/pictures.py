@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,15 @@ COLOURS = {
 """Colours as in page.css: Okabe and Ito's, distinguishable with every kind of colour vision."""
 KINDS = {"matrix products": ("#009e73", "o"), "attention": ("#0072b2", "s")}
 
+PASSES = {
+    "F": ("forward", "#0072b2"), "I": ("input gradient", "#5b4a9e"), "W": ("weight gradient", "#b25c00"),
+    "B": ("backward", "#00805d"),
+}  # fmt: skip
+PASS = re.compile(r"\d+([FIWB])\d+")
+
 
 def write_pictures(answer: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write what there is of memory, ranks, time, sent, roofline, front and scaling, each as NAME.png into `folder`.
+    """Write what there is of memory, ranks, time, schedule, sent, roofline, front and scaling, each as NAME.png into `folder`.
 
     Raises ModuleNotFoundError without matplotlib (extra `plot`).
     """
@@ -34,6 +41,8 @@ def write_pictures(answer: Mapping[str, Any], folder: Path) -> list[Path]:
         drawn["ranks"] = _memory(answer, memory["ranks"], "Live tensors at the peak, by pipeline rank")
     if answer["waterfall"]:
         drawn["time"] = _waterfall(answer)
+    if answer["schedule"]:
+        drawn["schedule"] = _schedule(answer, answer["schedule"])
     if answer.get("sent", {}).get("rows"):
         drawn["sent"] = _sent(answer)
     if roofline:
@@ -113,6 +122,24 @@ def _waterfall(answer: Mapping[str, Any]) -> Any:
         axes.text(left, at, f" {part['text']}, {part['share']}", va="center", fontsize=8)
     axes.set_xlim(0, left * 1.25)
     _rows(axes, [part["label"] for part in parts])
+    return figure
+
+
+def _schedule(answer: Mapping[str, Any], schedule: Mapping[str, Any]) -> Any:
+    ranks = schedule["ranks"]
+    figure, axes = _axes(answer, schedule["title"], 1.6 + 0.3 * len(ranks), "seconds")
+    boxes: dict[str, list[tuple[float, float, float, float]]] = {kind: [] for kind in PASSES}
+    for row, rank in enumerate(ranks):
+        for name, start, end in rank["actions"]:
+            kinds = PASS.findall(name)  # two run at once in some schedules, one drawn above the other
+            for half, kind in enumerate(kinds):
+                boxes[kind].append((row - 0.4 + 0.8 * (half + 0.5) / len(kinds), end - start, start, 0.8 / len(kinds)))
+    for kind, (label, colour) in PASSES.items():
+        if boxes[kind]:
+            rows, widths, starts, heights = zip(*boxes[kind], strict=True)
+            axes.barh(rows, widths, heights, starts, color=colour, edgecolor="white", linewidth=0.3, label=label)
+    _rows(axes, [f"rank {rank['rank']}" for rank in ranks])
+    figure.legend(loc="outside lower center", ncols=len(PASSES), fontsize=7, frameon=False)
     return figure
 
 

@@ -87,7 +87,7 @@ def plan_request(model: str | PathLike[str] | None, gpus: str | None, given: dic
 
 
 def _is_run(path: str) -> bool:
-    return path.endswith(".toml") or Path(path, "run.toml").is_file()
+    return path.endswith(".toml") or (path != "" and Path(path, "run.toml").is_file())
 
 
 def answer(request: PlanRequest, *, told: Callable[[str], None] = lambda phase: None) -> Plan:

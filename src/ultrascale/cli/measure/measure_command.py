@@ -104,9 +104,9 @@ def command(arguments: list[str]) -> int:
     folder = out or RunFolder.of(run).path / "profile"
     code = _profile(run, first, last, folder)
     if code == 0 and told_rank(os.environ) == 0:
-        _show(folder, top=top, as_json=as_json)
         if html is not None:
             write_document(html, step_document(_report(folder).to_json()), ["measure", *arguments])
+        _show(folder, html, top=top, as_json=as_json)
     return code
 
 
@@ -157,16 +157,15 @@ def _report(folder: Path) -> StepReport:
     return StepReport.from_json(jsonlib.loads((folder / REPORT).read_text()))
 
 
-def _show(folder: Path, *, top: int, as_json: bool) -> None:
+def _show(folder: Path, html: Path | None, *, top: int, as_json: bool) -> None:
     report = _report(folder)
     if as_json:
         print_json(report.to_json(), "measure-step")
     else:
-        _print(report, folder, top)
+        _print(report, [*sorted(folder.iterdir()), *([] if html is None else [html])], top)
 
 
-def _print(report: StepReport, folder: Path, top: int) -> None:
-
+def _print(report: StepReport, files: list[Path], top: int) -> None:
     from ultrascale.measure.step.step_report import computing_share, hidden_lines, top_table, waterfall_table
 
     console = console_for_people()
@@ -184,5 +183,5 @@ def _print(report: StepReport, folder: Path, top: int) -> None:
         console.print()
         console.print(top_table(report.ranks[0].top[:top], len(report.steps)))
     console.print("\nfiles")
-    for path in sorted(folder.iterdir()):
+    for path in files:
         console.print(f"  {path}", soft_wrap=True)

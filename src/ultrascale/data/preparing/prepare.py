@@ -135,8 +135,6 @@ def _prepare(
     shards = cut_shards(files, recipe.shard_bytes)
     total = sum(part.weight_bytes for parts in shards for part in parts)
     for each in folders:
-        if each.is_file():
-            raise DataError(str(each), "is a file, and text is prepared into a folder", "Choose another --output.")
         with writing(each):
             each.mkdir(parents=True, exist_ok=True)
     with locked(folder / LOCK, folder):
@@ -202,6 +200,8 @@ def _expect_ready(inputs: list[str | Path], folder: Path, recipe: Recipe) -> Non
 
 def _expect_outside(files: list[InputFile], folders: tuple[Path, ...]) -> None:
     for folder in map(os.path.abspath, folders):
+        if os.path.isfile(folder):
+            raise DataError(folder, "is a file, and text is prepared into a folder", "Choose another --output.")
         for file in files:
             if os.path.commonpath((folder, file.path)) == folder:
                 raise DataError(str(file.path), f"lies in the output folder {folder}", "Choose another --output.")

@@ -206,11 +206,13 @@ def gloo_loopback() -> Finding:
 
 def sum_over_gloo(rank: int, store: str) -> None:
     """One of the two ranks of `gloo_loopback`."""
+    import signal
     from datetime import timedelta
 
     import torch
     import torch.distributed as dist
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told as well, and ends us
     wait = timedelta(seconds=20)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=wait)
     total = torch.ones(1)

@@ -2,7 +2,7 @@
 "use strict";
 
 function drawLegend(parts) {
-  return make("ul", { class: "legend" }, parts.map(([name, colour]) => make("li", {}, make("i", { class: `k${colour}` }), name)));
+  return make("ul", { class: "legend" }, parts.map(([name, colour, faint]) => make("li", {}, make("i", { class: `k${colour}${faint ? " faint" : ""}` }), name)));
 }
 
 function frame(width, height, label, fromX, toX, fromY, toY) {
@@ -50,7 +50,7 @@ const DRAWN = {
       const near = part.series.map((one) => [one.name, one.points.reduce((best, point) => (Math.abs(x(point[0]) - at) < Math.abs(x(best[0]) - at) ? point : best))]);
       told.textContent = near.map(([name, point]) => `${name} ${point[2]} at step ${point[0].toLocaleString("en")}`).join("; ");
     });
-    return make("div", {}, picture, told, part.series.length > 1 ? drawLegend(part.series.map((one, index) => [one.name, colour(index)])) : null);
+    return make("div", {}, picture, told, part.series.length > 1 ? drawLegend(part.series.map((one, index) => [one.name, colour(index), one.faint])) : null);
   },
   points(part, title, width) {
     const values = part.points.flatMap((one) => [one.x, one.y]), [low, high] = [Math.min(...values), Math.max(...values)], told = make("output", { class: "told" }, "Point at a cell, or move to it with the tab key.");

@@ -6,7 +6,8 @@ const view = document.getElementById("view");
 const status = document.getElementById("status");
 const failure = document.getElementById("error");
 const WAIT = 250; // milliseconds without a letter before it is asked; a slider asks at once
-let controls = [], largestFile = 0, dropped = null, shown = null, timer = null, slid = null;
+let controls = [], largestFile = 0, shown = null, timer = null, slid = null;
+let dropped = null, keptFile = null; // the file that is planned, and that of the kept plan; both are in the history of this tab
 let progress = "Planning ..."; // what is done before an answer
 let asking = false, again = false; // one question at a time: what changes meanwhile is asked when it is answered
 const keptAnswers = new Map();
@@ -50,6 +51,8 @@ function fillForm() {
     const value = link.has(control.name) ? link.get(control.name) : control.default, input = fieldOf(control.name);
     if (input.tagName === "SELECT" && ![...input.options].some((option) => option.value === value)) input.append(make("option", { value }, value));
     input.value = value;
+    const unsaid = dropped && (isRun() || control.name === "model") ? "as in the file" : "any";
+    if (input.tagName === "SELECT") for (const option of input.options) option.textContent = option.value || unsaid; else input.placeholder = unsaid;
     setSlider(control);
   }
   document.getElementById("unkeep").hidden = !link.has("vs");
@@ -66,10 +69,7 @@ function changed(event) {
   if (event.target.type === "file") return;
   const of = event.target.dataset.of, name = of || event.target.name, control = controls.find((one) => one.name === name);
   if (of) fieldOf(of).value = String(2 ** Number(event.target.value));
-  if (name === "model") {
-    dropped = null;
-    document.getElementById("file").value = "";
-  }
+  if (name === "model") give(null);
   if (control) setSlider(control);
   clearTimeout(timer);
   performance.mark("changed");
@@ -94,9 +94,9 @@ function linkOf(changes = {}) {
   return link.toString();
 }
 
-function go(changes, { replace = false } = {}) {
+function go(changes, { replace = false, given = false } = {}) {
   const search = linkOf(changes), url = search ? `?${search}` : location.pathname;
-  if (search !== location.search.slice(1)) history[replace ? "replaceState" : "pushState"]({ dropped }, "", url);
+  if (given || search !== location.search.slice(1)) history[replace ? "replaceState" : "pushState"]({ dropped, keptFile }, "", url);
   fillForm();
   plan();
 }
@@ -156,8 +156,9 @@ async function planOnce() {
 const answered = async (question) => await source.kept(question) ?? source.ask(question);
 
 async function keptPlan(search) {
-  if (!keptAnswers.has(search)) keptAnswers.set(search, await answered(questionOf(search)));
-  return keptAnswers.get(search);
+  const question = { ...questionOf(search), ...(keptFile && { file: keptFile }) }, key = JSON.stringify(question);
+  if (!keptAnswers.has(key)) keptAnswers.set(key, await answered(question));
+  return keptAnswers.get(key);
 }
 
 let lastKept = null;
@@ -170,7 +171,8 @@ function render(kept = lastKept) {
 function keep() {
   const link = new URLSearchParams(linkOf());
   link.delete("vs");
-  go({ vs: link.toString() });
+  keptFile = dropped;
+  go({ vs: link.toString() }, { given: true });
 }
 
 async function copyLink() {
@@ -183,11 +185,25 @@ async function copyLink() {
 }
 
 function reset() {
-  dropped = null;
-  document.getElementById("file").value = "";
-  history.pushState({ dropped }, "", location.pathname);
+  give(null);
+  keptFile = null;
+  history.pushState({ dropped, keptFile }, "", location.pathname);
   fillForm();
   plan();
+}
+
+const isRun = () => dropped !== null && dropped.name.toLowerCase().endsWith(".toml");
+
+// Plans a file, or none again. What it says stands in no control: a run's file says all, a config.json the model.
+function give(file) {
+  const wasRun = isRun();
+  dropped = file;
+  if (!file) document.getElementById("file").value = "";
+  for (const control of controls) {
+    const input = fieldOf(control.name);
+    if (isRun() || (file && control.name === "model")) input.value = "";
+    else if (wasRun && !input.value) input.value = control.default;
+  }
 }
 
 async function take(file) {
@@ -198,9 +214,8 @@ async function take(file) {
     failure.textContent = answer.error;
     return;
   }
-  dropped = { name: file.name, text: await file.text() };
-  history.pushState({ dropped }, "", location.href);
-  plan();
+  give({ name: file.name, text: await file.text() });
+  go({}, { given: true });
 }
 
 document.addEventListener("dragover", (event) => { event.preventDefault(); document.body.classList.add("dropping"); });
@@ -210,7 +225,8 @@ document.addEventListener("drop", (event) => {
   document.body.classList.remove("dropping");
   take(event.dataTransfer.files[0]);
 });
-addEventListener("popstate", (event) => { dropped = (event.state && event.state.dropped) || null; fillForm(); plan(); });
+const restore = (state) => { ({ dropped = null, keptFile = null } = state || {}); };
+addEventListener("popstate", (event) => { restore(event.state); fillForm(); plan(); });
 let widthBefore = innerWidth;
 addEventListener("resize", () => { if (shown && innerWidth !== widthBefore) { widthBefore = innerWidth; render(); } });
 
@@ -218,5 +234,5 @@ source.starts = (told) => {
   progress = told;
   if (again || document.body.dataset.state === "first") status.textContent = told;
 };
-dropped = (history.state && history.state.dropped) || null; // loaded again
+restore(history.state); // loaded again
 source.controls().then((known) => { controls = known.controls; largestFile = known.largest_file; buildForm(); fillForm(); plan(); });

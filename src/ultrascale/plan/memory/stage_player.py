@@ -40,6 +40,8 @@ class Entry:
     """Category, label and bytes."""
     keeps_gradient: int
     """Holders that the gradient which came in has gained: I keeps it for W."""
+    keeps_given: int
+    """Holders of the stage's input that F and I have added: a product of W reads it where no norm stands before."""
     leaves: tuple[tuple[Hashable, ...], BucketsLeft] | None
     """The state after it, and what buckets have then; None where they are as before."""
 
@@ -52,6 +54,7 @@ class Played:
     gradient: Held | None = None
     input_gradient: Action | None = None
     """Its I, once that has been played too."""
+    keeps_given: int = 0
 
 
 Entries = dict[Hashable, Entry | None]
@@ -85,11 +88,15 @@ class StagePlayer:
     _entries: Entries = field(default_factory=dict)
     """None: a pass that leaves gradients under way, or shares what it leaves, and is replayed every time."""
     _played: dict[int, Played] = field(default_factory=dict)
+    _given: dict[int, tuple[Held, int]] = field(default_factory=dict)
+    """Input of each micro-batch, and its holders before the F."""
     _state: tuple[Hashable, ...] | None = None
 
     def forward(self, micro_batch: int, given: Held | None = None) -> Held | None:
         """F."""
         key = FORWARD, self._now()
+        if given is not None:
+            self._given[micro_batch] = given, given.holders
         if (entry := self._entries.get(key)) is None:
             return self._replay(key, lambda: self.stage.forward(micro_batch, given), None)
         self._played[micro_batch] = Played(given)
@@ -100,9 +107,13 @@ class StagePlayer:
         key, one = self._key(action), self._played.get(action.micro_batch)
         if one is None or (entry := self._entries.get(key)) is None:
             self._make(action.micro_batch)
-            return self._replay(key, lambda: self.stage.backward(action, gradient), gradient)
+            return self._replay(
+                key, lambda: self.stage.backward(action, gradient), gradient, self._given.get(action.micro_batch)
+            )
         if action.kind is Kind.INPUT_GRADIENT:
-            one.gradient, one.input_gradient = gradient, action
+            one.gradient, one.input_gradient, one.keeps_given = gradient, action, entry.keeps_given
+            if one.given is not None:
+                one.given.holders += entry.keeps_given
         else:
             del self._played[action.micro_batch]
         return self._play(entry, gradient)
@@ -135,7 +146,9 @@ class StagePlayer:
             self.stage.shards.put_back(left)
         return None if entry.result is None else Held(*entry.result)
 
-    def _replay(self, key: Hashable, run: Callable[[], Held | None], gradient: Held | None) -> Held | None:
+    def _replay(
+        self, key: Hashable, run: Callable[[], Held | None], gradient: Held | None, given: tuple[Held, int] | None = None
+    ) -> Held | None:
         """The pass itself, written down if it has not been."""
         ledger, tally, before = self.stage.ledger, self.stage.tally, self._now()
         self._state = None
@@ -146,12 +159,14 @@ class StagePlayer:
             result = run()
         told = None if result is None else (result.category, result.label, result.num_bytes)
         kept = 0 if gradient is None else gradient.holders - holders
+        kept_given = 0 if given is None else given[0].holders - given[1]
         now, changed = self._now(), None
         repeats = now[1:] == before[1:] and (result is None or result.holders == 1)
         if repeats and now != before:
             left = self.stage.shards.left()
             repeats, changed = left is not None, left and (now, left)
-        self._entries[key] = Entry(recorded.effect(), tally.since(counted), told, kept, changed) if repeats else None
+        effect, counts = recorded.effect(), tally.since(counted)
+        self._entries[key] = Entry(effect, counts, told, kept, kept_given, changed) if repeats else None
         return result
 
     def _make(self, micro_batch: int) -> None:
@@ -164,9 +179,9 @@ class StagePlayer:
             if one.input_gradient is None:
                 self._let_go(stage.forward(micro_batch, given))
                 return
-            for held in (given, gradient):  # their owners have let go since
+            for held, keeps in ((given, one.keeps_given), (gradient, 0)):  # their owners have let go since
                 if held is not None:
-                    held.holders += 1
+                    held.holders += 1 - keeps
             self._let_go(stage.forward(micro_batch, given))
             kept = 0 if gradient is None else gradient.holders - 1
             if gradient is not None:
@@ -177,7 +192,7 @@ class StagePlayer:
                 gradient.holders = kept
             if given is not None:
                 given.holders -= 1
-                assert given.holders == 0, given
+                assert given.holders == one.keeps_given, given
 
     def _let_go(self, result: Held | None) -> None:
         if result is not None:

@@ -84,7 +84,9 @@ def pass_seconds(
     kept: Floats,
 ) -> Passes:
     """Seconds of passes on ranks or chunks with so many blocks of each kind, [rows, kinds, layouts], and ends, [rows,
-    layouts]. `kept`: those of `layers` that stay in bf16 beside blocks in fp8."""
+    layouts]. `kept`: those of `layers` that stay in bf16 beside blocks in fp8.
+
+    No sum is an einsum: its order depends on the processor, and a plan in a browser would differ in the last bit."""
     stack, some_kept = workload.stack, bool(kept.any())
     prices, in_blocks = blocks.prices, layers  # without embedding and head
     if some_kept:
@@ -98,7 +100,7 @@ def pass_seconds(
         if few is not None:
             return few[name][counts is in_blocks]
         by_shape = np.ascontiguousarray(prices[: counts.shape[1], COLUMNS[name]])
-        return np.einsum("rpn,pn->rn", counts, by_shape[:, blocks.shape_of])
+        return _weighed(counts, by_shape[:, blocks.shape_of])
 
     derate = product_derate(workload, constants)
     again = _recomputed_share(table)
@@ -136,7 +138,7 @@ def pass_seconds(
     cp_forward, cp = _exposed_context_parallel(table, sum_of, attends_again, derate, constants)
     ep = sum_of("ep_forward") + sum_of("ep_backward") + again * sum_of("ep_forward", in_blocks)
     if told is not None:
-        more = np.einsum("ckn,rkn->crn", told, in_blocks)
+        more = (told[:, None] * in_blocks).sum(axis=2)
         recompute, tp, cp, ep = recompute + more[0], tp + shown * more[1], cp + more[2], ep + more[3]
     ahead_ep = sum_of("ep_forward")
     return Passes(
@@ -181,11 +183,20 @@ def _tensor_parallel(table: LayoutTable, stack: Stack, sum_of: _SumOf, constants
     return shown, shown * sum_of("tp_forward"), shown * (sum_of("tp_backward") - beside)
 
 
+def _weighed(counts: Floats, seconds: Floats) -> Floats:
+    """Sum over parts of counts [rows, parts, layouts] times seconds [parts, layouts], one part after the other."""
+    total = counts[:, 0] * seconds[0]
+    for part in range(1, counts.shape[1]):
+        total += counts[:, part] * seconds[part]
+    return total
+
+
 def _all_sums(every: Floats, weights: Floats, in_blocks: Floats) -> dict[str, tuple[Floats, Floats]]:
     """By column of `PartSeconds`: its sum over all parts, and over blocks only; each [rows, layouts]. `every`: [parts, columns,
     layouts]."""
-    whole = np.einsum("rpn,pcn->crn", weights, every)
-    blocks = np.einsum("rpn,pcn->crn", in_blocks, every[: in_blocks.shape[1]])
+    whole, blocks = (
+        (counts[:, :, None] * every[: counts.shape[1]]).sum(axis=1).swapaxes(0, 1) for counts in (weights, in_blocks)
+    )
     return dict(zip(COLUMNS, zip(whole, blocks, strict=True), strict=True))
 
 

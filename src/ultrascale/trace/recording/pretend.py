@@ -10,6 +10,7 @@ Everything that is replaced is named in this file, is of torch or of `parallel.a
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -47,6 +48,7 @@ def pretended_rank(rank: int, world: int, kind: Kind) -> Iterator[tuple[Ranks, S
             undo.enter_context(replaced(owner, name, value))
         group = None
         if world > 1:
+            undo.enter_context(replaced(sys, "excepthook", sys.excepthook))  # torch's begins each line with [rank1]
             _join(rank, world)
             undo.callback(dist.destroy_process_group)
             group = dist.group.WORLD
