@@ -1,13 +1,32 @@
-"""Nodes whose disks do not see each other: what docs/object-stores.md says of them."""
+"""Nodes whose disks do not see each other: what docs/object-stores.md says of them.
 
+Ranks are forked, those of a node in a folder of its own, where the run's relative `folder` is. What has used a bucket must not
+fork: the test's own process never does, and asks through a child.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
+from train.small_runs import BeforeStep, make_corpus, small_run, state, stop_at, train_here, train_ranks
 
 from ultrascale import checkpoint
 from ultrascale.checkpoint import Slice
+from ultrascale.checkpoint.stored import fetch, found_in, verify_stored
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Run
+from ultrascale.failpoints import VARIABLE
+from ultrascale.launch.forked import RankFailed, run_forked
+from ultrascale.storage import open_store
+from ultrascale.storage import parts as storage_parts
 
 
 def save_on_own_disk(rank: int, disks: Path) -> tuple[str, list[str]]:
@@ -53,3 +72,187 @@ def test_disks_of_two_nodes_are_told_before_the_first_step(tmp_path: Path):
         assert "ranks [2, 3] of 4: it is not there: this node has a disk of its own" in told
     assert not [*tmp_path.glob("node-*/*")]
     assert run_ranks(2, begin_saving, tmp_path) == ["", ""]
+
+
+FOUR, TWO = (Layout(dp=ranks, zero_stage=1, micro_batch_size=1) for ranks in (4, 2))
+
+
+def stored(folder: Path, url: str, **changes: Any) -> Run:
+    """The small run on four ranks, saved every 3 steps in `out` of whatever folder a rank is in, and kept at `url`."""
+    if not (folder / "tokens.bin").exists():
+        make_corpus(folder / "tokens")
+    run = small_run(folder, layout=FOUR, **changes)
+    return replace(run, folder="out", checkpoint=replace(run.checkpoint, every_steps=3, keep=2, store=url))
+
+
+def train_on_nodes(
+    run: Run, disks: Path, nodes: int, *, before_step: BeforeStep | None = None, kill: str = "", first: int = 0
+) -> list[dict]:
+    """Train with the run's ranks spread over these nodes, numbered from `first` on; each rank's outcome. Raises RankFailed."""
+    return run_forked(run.layout.world_size, train_on_node, run, str(disks), nodes, before_step, kill, first)
+
+
+def train_on_node(
+    rendezvous: str, run: Run, disks: str, nodes: int, before_step: BeforeStep | None, kill: str, first: int
+) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    storage_parts.PART_BYTES = 5_000
+    os.environ |= {VARIABLE: kill} if kill else {}
+    own = Path(disks) / f"node-{first + int(os.environ['RANK']) * nodes // run.layout.world_size}"
+    own.mkdir(parents=True, exist_ok=True)
+    os.chdir(own)
+    try:
+        outcome = train_here(run, before_step=before_step, rendezvous=rendezvous)
+    except checkpoint.CheckpointError as error:
+        return {"error": str(error)}
+    return {"steps_done": outcome.steps_done}
+
+
+def in_child(work: Callable[..., Any], *arguments: Any) -> Any:
+    return run_forked(1, lambda rendezvous: work(*arguments))[0]
+
+
+def in_store(url: str) -> dict[str, Any]:
+    """Steps of the store's checkpoints, newest first, each of which verifies; and the objects of no checkpoint there."""
+
+    def look() -> dict[str, Any]:
+        store = open_store(f"{url}/small")
+        found = found_in(store)
+        for one in found:
+            assert one.index is not None, one.problem
+            verify_stored(store, one.index)
+        named = {key for one in found if one.index for key in one.index.part_keys()}
+        loose = [one.key for one in store.walk("checkpoints") if not one.key.endswith(".json") and one.key not in named]
+        return {"steps": [one.step for one in found], "loose": loose}
+
+    return in_child(look)
+
+
+def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    return {name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest() for name, tensor in tensors.items()}
+
+
+def newest_in_store(url: str, folder: Path) -> dict[str, str]:
+    """Digests of weights and moments in the store's newest checkpoint, brought to an empty folder."""
+
+    def bring() -> dict[str, str]:
+        store = open_store(f"{url}/small")
+        index = found_in(store)[0].index
+        assert index is not None
+        return digests(checkpoint.load_full(fetch(store, index, folder))[0])
+
+    return in_child(bring)
+
+
+def on_disk(disks: Path, node: int) -> dict[str, list[str]]:
+    """Shards of each checkpoint on a node's disk."""
+    return {
+        one.name: sorted(path.name[5:10] for path in one.glob("*.safetensors"))
+        for one in sorted((disks / f"node-{node}/out/small/checkpoints").iterdir())
+    }
+
+
+@pytest.fixture
+def straight(tmp_path: Path) -> dict[str, str]:
+    """Of the same run on one disk, without a store and without an end before its last step."""
+    folder = tmp_path / "straight"
+    folder.mkdir()
+    make_corpus(folder / "tokens")
+    train_ranks(small_run(folder, layout=FOUR))
+    return digests(state(small_run(folder)))
+
+
+def test_each_node_saves_and_uploads_its_own_and_empty_disks_of_another_number_go_on_to_the_same_bits(
+    tmp_path: Path, url: str, straight: dict[str, str]
+):
+    run = stored(tmp_path, url)
+    assert train_on_nodes(run, tmp_path / "two", 2, before_step=stop_at(7)) == [{"steps_done": 7}] * 4
+    assert on_disk(tmp_path / "two", 0)["step-00000007"] == ["00000", "00001"]
+    assert on_disk(tmp_path / "two", 1)["step-00000007"] == ["00002", "00003"]
+    assert in_store(url)["steps"][0] == 7
+    shutil.rmtree(tmp_path / "two")
+    assert train_on_nodes(run, tmp_path / "four", 4, before_step=stop_at(10)) == [{"steps_done": 10}] * 4
+    shutil.rmtree(tmp_path / "four")
+    assert train_on_nodes(run, tmp_path / "one", 1) == [{"steps_done": 12}] * 4
+    assert in_store(url) == {"steps": [12, 10], "loose": []}
+    assert newest_in_store(url, tmp_path / "reader") == straight
+
+
+def test_fewer_nodes_and_ranks_go_on_as_on_one_disk(tmp_path: Path, url: str):
+    run = stored(tmp_path, url)
+    train_on_nodes(run, tmp_path / "nodes", 4, before_step=stop_at(7))
+    shutil.rmtree(tmp_path / "nodes/node-0")
+    train_on_nodes(replace(run, layout=TWO), tmp_path / "nodes", 2, first=2)  # on two of the four, one of them now the first
+    here = replace(run, folder=str(tmp_path / "shared"), checkpoint=replace(run.checkpoint, store=None))
+    train_ranks(here, before_step=stop_at(7))
+    train_ranks(replace(here, layout=TWO))
+    assert newest_in_store(url, tmp_path / "reader") == digests(state(here))
+    rows = (tmp_path / "nodes/node-2/out/small/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == list(range(1, 13))
+
+
+KILLS = ["upload.start:3:2", "upload.part:3:9", "upload.file:3:2", "store.before:0:2"]
+"""While step 6 is uploaded: on the second node before, between and after its parts; on the first between parts and index."""
+
+
+@pytest.mark.parametrize("kill", KILLS)
+def test_a_node_that_is_lost_before_a_checkpoint_is_published_leaves_the_one_before(
+    tmp_path: Path, url: str, straight: dict[str, str], kill: str
+):
+    run = stored(tmp_path, url)
+    with pytest.raises(RankFailed, match="SIGKILL"):
+        train_on_nodes(run, tmp_path / "nodes", 2, kill=kill)
+    assert in_store(url)["steps"] == [3]
+    shutil.rmtree(tmp_path / "nodes/node-1")
+    assert train_on_nodes(run, tmp_path / "nodes", 2, before_step=stop_at(8)) == [{"steps_done": 8}] * 4
+    said = (tmp_path / "nodes/node-0/out/small/log.txt").read_text()
+    assert "at step 3" in said
+    assert train_on_nodes(run, tmp_path / "nodes", 2) == [{"steps_done": 12}] * 4
+    assert in_store(url) == {"steps": [12, 9], "loose": []}
+    assert newest_in_store(url, tmp_path / "reader") == straight
+
+
+@pytest.mark.parametrize("kill", [*KILLS, "store.published:0:2"])
+def test_nodes_that_all_come_back_lose_nothing_that_is_on_their_disks(
+    tmp_path: Path, url: str, straight: dict[str, str], kill: str
+):
+    run = stored(tmp_path, url)
+    with pytest.raises(RankFailed, match="SIGKILL"):
+        train_on_nodes(run, tmp_path / "nodes", 2, kill=kill)
+    os.rename(tmp_path / "nodes/node-0", tmp_path / "nodes/node-2")  # numbers of nodes are given anew: 1 is first now, then 2
+    assert train_on_nodes(run, tmp_path / "nodes", 2, first=1) == [{"steps_done": 12}] * 4
+    assert "at step 6" in (tmp_path / "nodes/node-1/out/small/log.txt").read_text()
+    assert in_store(url)["loose"] == []
+    assert newest_in_store(url, tmp_path / "reader") == straight
+
+
+@pytest.mark.parametrize("kill", ["save.manifest:2:2", "publish.renamed:0:2", "publish.before:2:2", "publish.renamed:2:2"])
+def test_a_kill_while_nodes_publish_on_their_disks_leaves_the_one_before_or_the_new_one(
+    tmp_path: Path, url: str, straight: dict[str, str], kill: str
+):
+    run = stored(tmp_path, url)
+    with pytest.raises(RankFailed, match="SIGKILL"):
+        train_on_nodes(run, tmp_path / "nodes", 2, kill=kill)
+    assert train_on_nodes(run, tmp_path / "nodes", 2) == [{"steps_done": 12}] * 4
+    said = (tmp_path / "nodes/node-0/out/small/log.txt").read_text()
+    assert "at step 3" in said or "at step 6" in said
+    assert newest_in_store(url, tmp_path / "reader") == straight
+
+
+def test_a_node_that_sees_another_store_or_has_another_run_on_its_disk_is_refused_before_the_first_step(
+    tmp_path: Path, url: str
+):
+    own = replace(stored(tmp_path, url), checkpoint=replace(stored(tmp_path, url).checkpoint, store="kept"))
+    for one in train_on_nodes(own, tmp_path / "apart", 2):
+        assert "is not what rank 0 sees there" in one["error"]
+    train_on_nodes(stored(tmp_path, f"{url}/other"), tmp_path / "nodes", 2, before_step=stop_at(1))
+    shutil.rmtree(tmp_path / "nodes/node-0")
+    train_on_nodes(stored(tmp_path, url), tmp_path / "calm", 1, before_step=stop_at(1))
+    for one in train_on_nodes(stored(tmp_path, url), tmp_path / "nodes", 2):
+        assert "rank 2 of 4" in one["error"] and "holds another run than out/small" in one["error"]
+
+
+def test_the_export_is_made_of_all_nodes_parts(tmp_path: Path, url: str):
+    run = stored(tmp_path, url, steps=3)
+    train_on_nodes(replace(run, checkpoint=replace(run.checkpoint, export=True)), tmp_path / "nodes", 2)
+    assert (tmp_path / "nodes/node-0/out/small/export/model.safetensors").exists()
