@@ -131,7 +131,8 @@ def in_store(url: str) -> dict[str, Any]:
 
 
 def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    return {name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest() for name, tensor in tensors.items()}
+    found = {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
+    return {name: hashlib.sha256(data).hexdigest() for name, data in found.items()}
 
 
 def newest_in_store(url: str, folder: Path) -> dict[str, str]:

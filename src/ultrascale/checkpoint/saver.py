@@ -113,7 +113,7 @@ class Saver:
         """
         self.wait()
         plan = plan_save(self.root, step, tensors, metadata, ranks=self._ranks, finite=finite)
-        plan = replace(plan, held=self._held)
+        plan = replace(plan, held=self._held, disks=self._disks)
         if self._thread is None:
             return self._write(plan)
         copied = self._ranks.agree(f"copying step {step} to host memory", lambda: copy_to_host(plan))
@@ -142,7 +142,7 @@ class Saver:
 
     def _write(self, plan: Plan) -> Path:
         try:
-            folder = write_and_publish(plan, ranks=self._ranks, disks=self._disks)
+            folder = write_and_publish(plan, ranks=self._ranks)
             self._verified.discard(folder.name)  # another save of the same step
             if self._published is not None:
                 self._published(folder, self._ranks)

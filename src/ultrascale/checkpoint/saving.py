@@ -27,16 +27,7 @@ from ultrascale.checkpoint.disk.nodes import NodeDisks
 from ultrascale.checkpoint.disk.patience import patiently
 from ultrascale.checkpoint.errors import CheckpointError
 from ultrascale.checkpoint.finite import expect_finite
-from ultrascale.checkpoint.manifest import (
-    MANIFEST_NAME,
-    Chunk,
-    Entry,
-    Manifest,
-    Shard,
-    decode,
-    encode,
-    metadata_text,
-)
+from ultrascale.checkpoint.manifest import MANIFEST_NAME, Shard, decode, encode, manifest_of, metadata_text, shard_name
 from ultrascale.checkpoint.slices import Tensors, pieces_of, slices_of
 from ultrascale.failpoints import failpoint
 from ultrascale.held_folder import HeldFolder
@@ -55,6 +46,8 @@ class Plan:
     metadata: dict[str, Any]
     held: HeldFolder | None = None
     """On a rank that publishes: the folder that must still be at `root`. None: any, made if it is missing."""
+    disks: NodeDisks | None = None
+    """Which ranks see one `root`. None: all do."""
 
     @property
     def temporary(self) -> Path:
@@ -117,11 +110,11 @@ def copy_to_host(plan: Plan) -> Plan:
     return replace(plan, pieces=copies)
 
 
-def write_and_publish(plan: Plan, *, ranks: Coordinator, disks: NodeDisks | None = None) -> Path:
+def write_and_publish(plan: Plan, *, ranks: Coordinator) -> Path:
     """Write what `plan` says and publish it, on one disk or on several. Collective. Raises CheckpointError on every rank."""
     doing = f"saving step {plan.step} to {plan.root}"
     final = step_folder(plan.root, plan.step)
-    disks = disks or NodeDisks(ranks.rank, (0,) * ranks.world)
+    disks = plan.disks or NodeDisks(ranks.rank, (0,) * ranks.world)
     try:
         ranks.agree(doing, lambda: _make_temporary(plan) if disks.leads else None)
         written = ranks.agree(doing, lambda: _write_pieces(plan, ranks.rank))
@@ -164,7 +157,7 @@ def _write_pieces(plan: Plan, rank: int) -> dict[str, Any] | None:
     """This rank's shard; what the manifest must say of it. None if it has nothing to write."""
     if not plan.pieces:
         return None
-    file = _file_of(rank)
+    file = shard_name(rank)
     shard, begins = write_shard(plan.temporary, file, plan.pieces, save_id=plan.save_id, step=plan.step)
     failpoint("save.shard")
     boxes = [
@@ -174,13 +167,9 @@ def _write_pieces(plan: Plan, rank: int) -> dict[str, Any] | None:
     return {"file": file, "bytes": shard.bytes, "checksum": shard.checksum, "boxes": boxes}
 
 
-def _file_of(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
-
-
 def _contents(plan: Plan, written: list[dict[str, Any] | None]) -> dict[str, Any]:
     """On rank 0: the manifest's text, from what was written and not from what was planned, and its shards."""
-    manifest = _manifest(plan, [part for part in written if part is not None])
+    manifest = manifest_of(plan.save_id, plan.step, [part for part in written if part is not None], plan.metadata)
     data = encode(manifest)
     where = plan.temporary / MANIFEST_NAME
     decode(data, str(where))  # What a later load would refuse must not be published.
@@ -194,7 +183,7 @@ def _contents(plan: Plan, written: list[dict[str, Any] | None]) -> dict[str, Any
 
 def _expect_shards(plan: Plan, contents: dict[str, Any], disks: NodeDisks) -> None:
     """Raises CheckpointError unless the shards that ranks on this disk wrote are there, each as long as it was written."""
-    here = {_file_of(rank) for rank in disks.mates}
+    here = {shard_name(rank) for rank in disks.mates}
     for file, shard in ((file, Shard(*facts)) for file, *facts in contents["shards"] if file in here):
         verify_size(plan.temporary, file, shard)
 
@@ -208,15 +197,3 @@ def _finish(plan: Plan, contents: dict[str, Any], disks: NodeDisks, final: Path)
     failpoint("save.manifest")
     expect_held(plan.held)
     publish(plan.temporary, final)
-
-
-def _manifest(plan: Plan, parts: list[dict[str, Any]]) -> Manifest:
-    shards = {part["file"]: Shard(part["bytes"], part["checksum"]) for part in parts}
-    chunks: dict[str, list[Chunk]] = {}
-    heads: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for part in parts:
-        for name, dtype, shape, offsets, sizes, begin in part["boxes"]:
-            heads[name] = (dtype, tuple(shape))
-            chunks.setdefault(name, []).append(Chunk(tuple(offsets), tuple(sizes), part["file"], begin))
-    entries = {name: Entry(*head, tuple(sorted(chunks[name], key=lambda c: c.offsets))) for name, head in heads.items()}
-    return Manifest(plan.save_id, plan.step, shards, dict(sorted(entries.items())), plan.metadata)

@@ -1,4 +1,4 @@
-"""Whose a run's store is: which run it holds, and which start of it writes there.
+"""Ownership of a run's store: which run it holds, and which start of it writes there.
 
 A start takes the run over, and an older one can publish no more: no clock is asked who is alive. The folder on each disk says
 which run of the store it is of, so that two runs of one name are not mixed.

@@ -111,8 +111,8 @@ class RunStore(LoopObserver):
                 return Search(found.folder, (*found.rejected, *rejected))
 
     def _search_disks(self, root: Path) -> Search:
-        """Where each node has a disk of its own: upload what is whole on all of them together and newer than the store's, and
-        bring the store's newest whole one to each."""
+        """Upload what is whole on all nodes' disks together and newer than the store's; bring the store's newest whole one to
+        each."""
         self._wait()
         ranks, lead = self._ranks, self.disks.leads
         gathered = ranks.gather(ranks.agree(LOOKING, lambda: saves_on(root) if lead else []))
