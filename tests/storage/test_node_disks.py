@@ -17,18 +17,20 @@ import pytest
 import torch
 from ranks import run_ranks
 from train.small_runs import BeforeStep, make_corpus, small_run, state, stop_at, train_here, train_ranks
+from train.test_anomalies import spoil_next_loss
 
 from ultrascale import checkpoint
 from ultrascale.checkpoint import Slice
 from ultrascale.checkpoint.disk.nodes import NodeDisks
 from ultrascale.checkpoint.stored import fetch, found_in, verify_stored
 from ultrascale.description.layout import Layout
-from ultrascale.description.run import Run
+from ultrascale.description.run import Faults, Run
 from ultrascale.description.sections.islands import Islands
 from ultrascale.failpoints import VARIABLE
 from ultrascale.launch.forked import RankFailed, run_forked
 from ultrascale.storage import open_store
 from ultrascale.storage import parts as storage_parts
+from ultrascale.train.trainer import Trainer
 
 
 def save_on_own_disk(rank: int, disks: Path) -> tuple[str, list[str]]:
@@ -266,6 +268,24 @@ def test_the_export_is_made_of_all_nodes_parts(tmp_path: Path, url: str):
     run = stored(tmp_path, url, steps=3)
     train_on_nodes(replace(run, checkpoint=replace(run.checkpoint, export=True)), tmp_path / "nodes", 2)
     assert (tmp_path / "nodes/node-0/out/small/export/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_going_back_after_a_step_that_is_not_finite_brings_each_node_the_others_shards(
+    tmp_path: Path, url: str, straight: dict[str, str], asynchronous: bool
+):
+    run = replace(stored(tmp_path, url), faults=Faults(on_anomaly="rewind"))
+    run = replace(run, checkpoint=replace(run.checkpoint, asynchronous=asynchronous))
+    done: list[int] = []
+
+    def once(trainer: Trainer) -> None:
+        if trainer.steps_done == 7 and trainer.ranks.rank == 3 and not done:
+            done.append(7)
+            spoil_next_loss(trainer)
+
+    assert train_on_nodes(run, tmp_path / "nodes", 2, before_step=once) == [{"steps_done": 12}] * 4
+    assert "Back to step 6." in (tmp_path / "nodes/node-0/out/small/log.txt").read_text()
+    assert newest_in_store(f"{url}/small", tmp_path / "reader") == straight
 
 
 def save_with_damage(rank: int, disks: Path) -> tuple[str, list[str]]:
