@@ -1,14 +1,16 @@
 """Nodes whose disks do not see each other: what docs/object-stores.md says of them.
 
 Ranks are forked, those of a node in a folder of its own, where the run's relative `folder` is. What has used a bucket must not
-fork: the test's own process never does, and asks through a child.
+fork, as this process may have in another file's tests: a process that has not does it (`apart`), and asks through children.
 """
 
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from train.small_runs import BeforeStep, make_corpus, small_run, state, stop_at, train_here, train_ranks
+from train.small_runs import make_corpus, small_run, state, stop_at, train_here
 from train.test_anomalies import spoil_next_loss
 
 from ultrascale import checkpoint
@@ -45,7 +47,7 @@ def save_on_own_disk(rank: int, disks: Path) -> tuple[str, list[str]]:
 
 
 def test_a_save_on_disks_of_two_nodes_fails_on_both_and_publishes_nothing(tmp_path: Path):
-    outcomes = run_ranks(2, save_on_own_disk, tmp_path)
+    outcomes = apart(run_ranks, 2, save_on_own_disk, tmp_path)
     for told, left in outcomes:
         assert "rank 1 of 2" in told and "step-00000001" in told and left == []
     assert all(checkpoint.newest_valid(tmp_path / f"node-{rank}") is None for rank in (0, 1))
@@ -53,7 +55,7 @@ def test_a_save_on_disks_of_two_nodes_fails_on_both_and_publishes_nothing(tmp_pa
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_ranks_that_see_one_disk_save_into_it(tmp_path: Path, world: int):
-    run_ranks(world, save_on_one_disk, tmp_path / "shared", world)
+    apart(run_ranks, world, save_on_one_disk, tmp_path / "shared", world)
     tensors, _ = checkpoint.load_full(tmp_path / "shared/step-00000001")
     assert tensors["w"].tolist() == [[float(rank)] * 3 for rank in range(world) for _ in range(2)]
 
@@ -72,10 +74,10 @@ def begin_saving(rank: int, disks: Path) -> str:
 
 
 def test_disks_of_two_nodes_are_told_before_the_first_step(tmp_path: Path):
-    for told in run_ranks(4, begin_saving, tmp_path):
+    for told in apart(run_ranks, 4, begin_saving, tmp_path):
         assert "ranks [2, 3] of 4: it is not there: this node has a disk of its own" in told
     assert not [*tmp_path.glob("node-*/*")]
-    assert run_ranks(2, begin_saving, tmp_path) == ["", ""]
+    assert apart(run_ranks, 2, begin_saving, tmp_path) == ["", ""]
 
 
 FOUR, TWO = (Layout(dp=ranks, zero_stage=1, micro_batch_size=1) for ranks in (4, 2))
@@ -89,15 +91,39 @@ def stored(folder: Path, url: str, **changes: Any) -> Run:
     return replace(run, folder="out", checkpoint=replace(run.checkpoint, every_steps=3, keep=2, store=url))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def clean() -> Iterator[None]:
+    """While inside, `apart` has its process."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as pool:
+        POOLS.append(pool)
+        yield
+        POOLS.clear()
+
+
+POOLS: list[ProcessPoolExecutor] = []
+
+
+def apart(work: Callable[..., Any], *arguments: Any) -> Any:
+    """What `work` returns in a process that has used no bucket, with this one's environment."""
+    return POOLS[0].submit(in_environment, dict(os.environ), work, *arguments).result()
+
+
+def in_environment(environment: dict[str, str], work: Callable[..., Any], *arguments: Any) -> Any:
+    os.environ |= environment
+    return work(*arguments)
+
+
 def train_on_nodes(
-    run: Run, disks: Path, nodes: int, *, before_step: BeforeStep | None = None, kill: str = "", first: int = 0
+    run: Run, disks: Path, nodes: int, *, stop: int | None = None, spoil: int | None = None, kill: str = "", first: int = 0
 ) -> list[dict]:
-    """Train with the run's ranks spread over these nodes, numbered from `first` on; each rank's outcome. Raises RankFailed."""
-    return run_forked(run.num_processes, train_on_node, run, str(disks), nodes, before_step, kill, first)
+    """Train with the run's ranks spread over these nodes, numbered from `first` on; each rank's outcome. Raises RankFailed.
+
+    All are stopped before the step `stop`; before the step `spoil` rank 3 spoils its loss, once; one is killed at `kill`."""
+    return apart(run_forked, run.num_processes, train_on_node, run, str(disks), nodes, stop, spoil, kill, first)
 
 
 def train_on_node(
-    rendezvous: str, run: Run, disks: str, nodes: int, before_step: BeforeStep | None, kill: str, first: int
+    rendezvous: str, run: Run, disks: str, nodes: int, stop: int | None, spoil: int | None, kill: str, first: int
 ) -> dict[str, Any]:
     torch.set_num_threads(1)
     storage_parts.PART_BYTES = 5_000
@@ -105,6 +131,15 @@ def train_on_node(
     own = Path(disks) / f"node-{first + int(os.environ['RANK']) * nodes // run.num_processes}"
     own.mkdir(parents=True, exist_ok=True)
     os.chdir(own)
+    spoiled: list[int] = []
+
+    def before_step(trainer: Trainer) -> None:
+        if trainer.steps_done == stop:
+            trainer.request_stop()
+        if trainer.steps_done == spoil and trainer.ranks.rank == 3 and not spoiled:
+            spoiled.append(spoil)
+            spoil_next_loss(trainer)
+
     try:
         outcome = train_here(run, before_step=before_step, rendezvous=rendezvous)
     except checkpoint.CheckpointError as error:
@@ -112,24 +147,20 @@ def train_on_node(
     return {"steps_done": outcome.steps_done}
 
 
-def in_child(work: Callable[..., Any], *arguments: Any) -> Any:
-    return run_forked(1, lambda rendezvous: work(*arguments))[0]
-
-
 def in_store(url: str) -> dict[str, Any]:
     """Steps of the store's checkpoints, newest first, each of which verifies; and the objects of no checkpoint there."""
+    return apart(run_forked, 1, look, url)[0]
 
-    def look() -> dict[str, Any]:
-        store = open_store(f"{url}/small")
-        found = found_in(store)
-        for one in found:
-            assert one.index is not None, one.problem
-            verify_stored(store, one.index)
-        named = {key for one in found if one.index for key in one.index.part_keys()}
-        loose = [one.key for one in store.walk("checkpoints") if not one.key.endswith(".json") and one.key not in named]
-        return {"steps": [one.step for one in found], "loose": loose}
 
-    return in_child(look)
+def look(rendezvous: str, url: str) -> dict[str, Any]:
+    store = open_store(f"{url}/small")
+    found = found_in(store)
+    for one in found:
+        assert one.index is not None, one.problem
+        verify_stored(store, one.index)
+    named = {key for one in found if one.index for key in one.index.part_keys()}
+    loose = [one.key for one in store.walk("checkpoints") if not one.key.endswith(".json") and one.key not in named]
+    return {"steps": [one.step for one in found], "loose": loose}
 
 
 def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -139,14 +170,14 @@ def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 def newest_in_store(url: str, folder: Path) -> dict[str, str]:
     """Digests of weights and moments in the store's newest checkpoint, brought to an empty folder."""
+    return apart(run_forked, 1, bring, url, str(folder))[0]
 
-    def bring() -> dict[str, str]:
-        store = open_store(url)
-        index = found_in(store)[0].index
-        assert index is not None
-        return digests(checkpoint.load_full(fetch(store, index, folder))[0])
 
-    return in_child(bring)
+def bring(rendezvous: str, url: str, folder: str) -> dict[str, str]:
+    store = open_store(url)
+    index = found_in(store)[0].index
+    assert index is not None
+    return digests(checkpoint.load_full(fetch(store, index, Path(folder)))[0])
 
 
 def on_disk(disks: Path, node: int) -> dict[str, list[str]]:
@@ -157,13 +188,18 @@ def on_disk(disks: Path, node: int) -> dict[str, list[str]]:
     }
 
 
+def on_one_disk(rendezvous: str, run: Run, stop: int | None = None) -> int:
+    torch.set_num_threads(1)
+    return train_here(run, before_step=None if stop is None else stop_at(stop), rendezvous=rendezvous).steps_done
+
+
 @pytest.fixture
 def straight(tmp_path: Path) -> dict[str, str]:
     """Of the same run on one disk, without a store and without an end before its last step."""
     folder = tmp_path / "straight"
     folder.mkdir()
     make_corpus(folder / "tokens")
-    train_ranks(small_run(folder, layout=FOUR))
+    apart(run_forked, 4, on_one_disk, small_run(folder, layout=FOUR))
     return digests(state(small_run(folder)))
 
 
@@ -171,12 +207,12 @@ def test_each_node_saves_and_uploads_its_own_and_empty_disks_of_another_number_g
     tmp_path: Path, url: str, straight: dict[str, str]
 ):
     run = stored(tmp_path, url)
-    assert train_on_nodes(run, tmp_path / "two", 2, before_step=stop_at(7)) == [{"steps_done": 7}] * 4
+    assert train_on_nodes(run, tmp_path / "two", 2, stop=7) == [{"steps_done": 7}] * 4
     assert on_disk(tmp_path / "two", 0)["step-00000007"] == ["00000", "00001"]
     assert on_disk(tmp_path / "two", 1)["step-00000007"] == ["00002", "00003"]
     assert in_store(url)["steps"][0] == 7
     shutil.rmtree(tmp_path / "two")
-    assert train_on_nodes(run, tmp_path / "four", 4, before_step=stop_at(10)) == [{"steps_done": 10}] * 4
+    assert train_on_nodes(run, tmp_path / "four", 4, stop=10) == [{"steps_done": 10}] * 4
     shutil.rmtree(tmp_path / "four")
     assert train_on_nodes(run, tmp_path / "one", 1) == [{"steps_done": 12}] * 4
     assert in_store(url) == {"steps": [12, 10], "loose": []}
@@ -185,12 +221,12 @@ def test_each_node_saves_and_uploads_its_own_and_empty_disks_of_another_number_g
 
 def test_fewer_nodes_and_ranks_go_on_as_on_one_disk(tmp_path: Path, url: str):
     run = stored(tmp_path, url)
-    train_on_nodes(run, tmp_path / "nodes", 4, before_step=stop_at(7))
+    train_on_nodes(run, tmp_path / "nodes", 4, stop=7)
     shutil.rmtree(tmp_path / "nodes/node-0")
     train_on_nodes(replace(run, layout=TWO), tmp_path / "nodes", 2, first=2)  # on two of the four, one of them now the first
     here = replace(run, folder=str(tmp_path / "shared"), checkpoint=replace(run.checkpoint, store=None))
-    train_ranks(here, before_step=stop_at(7))
-    train_ranks(replace(here, layout=TWO))
+    apart(run_forked, 4, on_one_disk, here, 7)
+    apart(run_forked, 2, on_one_disk, replace(here, layout=TWO))
     assert newest_in_store(f"{url}/small", tmp_path / "reader") == digests(state(here))
     rows = (tmp_path / "nodes/node-2/out/small/metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == list(range(1, 13))
@@ -213,7 +249,7 @@ def test_a_node_that_is_lost_before_a_checkpoint_is_published_leaves_the_one_bef
         train_on_nodes(run, tmp_path / "nodes", 2, kill=kill)
     assert in_store(url)["steps"] == [3]
     shutil.rmtree(tmp_path / "nodes/node-1")
-    assert train_on_nodes(run, tmp_path / "nodes", 2, before_step=stop_at(8)) == [{"steps_done": 8}] * 4
+    assert train_on_nodes(run, tmp_path / "nodes", 2, stop=8) == [{"steps_done": 8}] * 4
     said = (tmp_path / "nodes/node-0/out/small/log.txt").read_text()
     assert "at step 3" in said
     assert train_on_nodes(run, tmp_path / "nodes", 2) == [{"steps_done": 12}] * 4
@@ -257,9 +293,9 @@ def test_a_node_that_sees_another_store_or_has_another_run_on_its_disk_is_refuse
     own = replace(stored(tmp_path, url), checkpoint=replace(stored(tmp_path, url).checkpoint, store="kept"))
     for one in train_on_nodes(own, tmp_path / "apart", 2):
         assert "is not what rank 0 sees there" in one["error"]
-    train_on_nodes(stored(tmp_path, f"{url}/other"), tmp_path / "nodes", 2, before_step=stop_at(1))
+    train_on_nodes(stored(tmp_path, f"{url}/other"), tmp_path / "nodes", 2, stop=1)
     shutil.rmtree(tmp_path / "nodes/node-0")
-    train_on_nodes(stored(tmp_path, url), tmp_path / "calm", 1, before_step=stop_at(1))
+    train_on_nodes(stored(tmp_path, url), tmp_path / "calm", 1, stop=1)
     for one in train_on_nodes(stored(tmp_path, url), tmp_path / "nodes", 2):
         assert "rank 2 of 4" in one["error"] and "holds another run than out/small" in one["error"]
 
@@ -276,14 +312,7 @@ def test_going_back_after_a_step_that_is_not_finite_brings_each_node_the_others_
 ):
     run = replace(stored(tmp_path, url), faults=Faults(on_anomaly="rewind"))
     run = replace(run, checkpoint=replace(run.checkpoint, asynchronous=asynchronous))
-    done: list[int] = []
-
-    def once(trainer: Trainer) -> None:
-        if trainer.steps_done == 7 and trainer.ranks.rank == 3 and not done:
-            done.append(7)
-            spoil_next_loss(trainer)
-
-    assert train_on_nodes(run, tmp_path / "nodes", 2, before_step=once) == [{"steps_done": 12}] * 4
+    assert train_on_nodes(run, tmp_path / "nodes", 2, spoil=7) == [{"steps_done": 12}] * 4
     assert "Back to step 6." in (tmp_path / "nodes/node-0/out/small/log.txt").read_text()
     assert newest_in_store(f"{url}/small", tmp_path / "reader") == straight
 
@@ -311,7 +340,7 @@ def save_with_damage(rank: int, disks: Path) -> tuple[str, list[str]]:
 
 
 def test_nothing_is_removed_for_a_checkpoint_that_is_damaged_on_any_disk(tmp_path: Path):
-    for told, left in run_ranks(2, save_with_damage, tmp_path):
+    for told, left in apart(run_ranks, 2, save_with_damage, tmp_path):
         assert "rank 1 of 2" in told and "rank-00001.safetensors: checksum" in told
         assert left == ["step-00000002", "step-00000003"]
 
@@ -319,7 +348,7 @@ def test_nothing_is_removed_for_a_checkpoint_that_is_damaged_on_any_disk(tmp_pat
 def test_islands_on_nodes_of_their_own_each_have_a_place_in_the_store(tmp_path: Path, url: str):
     run = stored(tmp_path, url, islands=Islands(count=2, every_steps=3))
     run = replace(run, layout=TWO)
-    assert train_on_nodes(run, tmp_path / "first", 4, before_step=stop_at(6)) == [{"steps_done": 6}] * 4
+    assert train_on_nodes(run, tmp_path / "first", 4, stop=6) == [{"steps_done": 6}] * 4
     assert train_on_nodes(run, tmp_path / "second", 4) == [{"steps_done": 12}] * 4
     first, second = (newest_in_store(f"{url}/{name}", tmp_path / name) for name in ("small", "small/islands/1"))
     assert first.keys() == second.keys() and first["model.norm.weight"] == second["model.norm.weight"]
