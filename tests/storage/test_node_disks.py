@@ -137,7 +137,7 @@ def train_on_node(
         if trainer.steps_done == stop:
             trainer.request_stop()
         if trainer.steps_done == spoil and trainer.ranks.rank == 3 and not spoiled:
-            spoiled.append(spoil)
+            spoiled.append(trainer.steps_done)
             spoil_next_loss(trainer)
 
     try:
