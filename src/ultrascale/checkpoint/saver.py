@@ -38,7 +38,7 @@ class Saver:
     went wrong in the background is raised on every rank by the next `save`, `wait` or `close`.
 
     `published` is told of each checkpoint once it has its name, on every rank, in the thread that wrote it. Those that `spared`
-    names on rank 0 are not removed yet."""
+    names on a rank that removes are not removed yet."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ class Plan:
     held: HeldFolder | None = None
     """On a rank that publishes: the folder that must still be at `root`. None: any, made if it is missing."""
     disks: NodeDisks | None = None
-    """Which ranks see one `root`. None: all do."""
+    """The disks that `root` is on. None: one for all ranks."""
 
     @property
     def temporary(self) -> Path:
