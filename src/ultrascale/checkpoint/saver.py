@@ -170,16 +170,16 @@ class Saver:
             elif not (self.keep_every_steps and number % self.keep_every_steps == 0):
                 doomed.append(name)
         if doomed:
-            kept_names = {name for _, name in found} - set(doomed)
-            self._ranks.agree(
-                "removing old checkpoints", lambda: self._discard(step, kept_names) if self._disks.leads else None
-            )
+            stay = {name for _, name in found} - set(doomed)
+            self._ranks.agree("removing old checkpoints", lambda: self._discard(step, doomed, stay))
 
-    def _discard(self, step: int, stay: Collection[str]) -> None:
-        """Remove from this disk the checkpoints up to `step` but those that are to stay."""
-        for _, name in self._listed(up_to=step):
+    def _discard(self, step: int, doomed: list[str], stay: Collection[str]) -> None:
+        """Remove from this rank's disk, if it leads there, what rank 0 does not keep of the checkpoints up to `step`."""
+        if self._ranks.rank and self._disks.leads:  # of a disk that rank 0 does not see
+            doomed = [name for _, name in self._listed(up_to=step) if name not in stay]
+        for name in doomed if self._disks.leads else ():
             expect_held(self._held)
-            if name not in stay and name not in self._spared():
+            if name not in self._spared():
                 discard(self.root / name)
 
     def _listed(self, *, up_to: int) -> list[tuple[int, str]]:
