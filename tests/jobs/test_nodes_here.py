@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from jobs.slurm_here import wait_until
+from s3_server import BUCKET, reached_at, s3_server
 from train.small_runs import curve, make_corpus, same, small_run, state, train_ranks
 
 from ultrascale.cli.main import main
@@ -117,11 +119,47 @@ def test_a_pod_that_is_asked_to_leave_saves_and_does_not_end_like_one_whose_run_
     expect_calm_bits(two)
 
 
-def start_pods(script: str) -> list[subprocess.Popen[bytes]]:
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_pods_with_disks_of_their_own_keep_the_run_in_a_store_and_go_on_on_empty_disks(two):
+    """Each pod's shell in a folder of its own: told to leave, both end with 75; on new disks both end with 0, all done."""
+
+    def where_first(disks: list[str]) -> Run:
+        """The run on the disk of rank 0, which torchrun puts where it likes."""
+        return next((one for disk in disks if rows(one := replace(run, folder=f"{disk}/out"))), run)
+
+    found = resolve("two.toml")
+    with s3_server() as address, reached_at(address):
+        run = replace(found.run, folder="out", checkpoint=replace(found.run.checkpoint, store=f"s3://{BUCKET}/runs"))
+        Path("two.toml").write_text(to_toml(run))
+        job = job_of(run, found.launch, file=Path("../two.toml"), nodes=2, command="")
+        script = node_script(job, first="127.0.0.1", number="JOB_COMPLETION_INDEX")
+        first, second = ["disk-0", "disk-1"], ["disk-2", "disk-3"]
+        pods = start_pods(script, disks=first)
+        wait_until(lambda: rows(where_first(first)) >= 30 or any(pod.poll() is not None for pod in pods), "thirty steps")
+        for pod in pods:
+            pod.terminate()
+        assert [pod.wait(120) for pod in pods] == [75, 75], [Path(f"pod-{number}.txt").read_text() for number in (0, 1)]
+        assert 30 <= rows(where_first(first)) < STEPS
+        shards = [sorted(path.name for path in Path(disk).rglob("step-*/*.safetensors")) for disk in first]
+        assert sorted(map(set, shards), key=str) == [{"rank-00000.safetensors"}, {"rank-00001.safetensors"}]
+        assert [pod.wait(200) for pod in start_pods(script, disks=second)] == [0, 0]
+        words = ["-m", "ultrascale", "export", f"s3://{BUCKET}/runs/two", "exported"]
+        subprocess.run([sys.executable, *words], check=True, capture_output=True)
+    calm = replace(two, name="calm", checkpoint=replace(two.checkpoint, export=True))
+    train_ranks(calm)
+    assert curve(where_first(second)) == curve(calm)
+    weights = "model.safetensors"
+    assert Path("exported", weights).read_bytes() == Path(two.folder, "calm/export", weights).read_bytes()
+
+
+def start_pods(script: str, disks: Sequence[str] = (".", ".")) -> list[subprocess.Popen[bytes]]:
     given = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120"}
     pods = []
-    for number in range(2):
+    for number, disk in enumerate(disks):
+        Path(disk).mkdir(exist_ok=True)
         with open(f"pod-{number}.txt", "a") as said:
             words, own = ["bash", "-c", script], given | {"JOB_COMPLETION_INDEX": str(number)}
-            pods.append(subprocess.Popen(words, env=own, stdout=said, stderr=subprocess.STDOUT, start_new_session=True))
+            options = {"cwd": disk, "env": own, "stdout": said, "stderr": subprocess.STDOUT, "start_new_session": True}
+            pods.append(subprocess.Popen(words, **options))
     return pods

@@ -43,6 +43,7 @@ environment = ["NCCL_DEBUG=INFO", "WORDS=a 'quoted' $text"]
 KUBERNETES = "1.34"
 EVERY = ("slurm", "kubernetes", "skypilot", "torchrun")
 SHELLS = ("slurm", "torchrun")
+IN_A_BUCKET = ["--checkpoint.store", "s3://bucket/runs"]
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +69,7 @@ def refused(capsys, *words: str) -> str:
 
 @pytest.mark.parametrize("launcher", EVERY)
 def test_a_text_is_whole_and_says_what_it_starts_and_what_the_plan_says(launcher, capsys):
-    told = text(capsys, launcher)
+    told = text(capsys, launcher, *IN_A_BUCKET * (launcher == "skypilot"))
     assert not re.search(r"@\{|@@", told) and "# big: 20,000 steps on 8 nodes of 8 GPUs\n" in told
     assert re.search(r"# Planned: [\d.]+ GiB of 79.6 GiB of each device, [\d.]+ s a step, 1d\d\dh for all", told)
     assert "--nproc-per-node 8" in told and "-m ultrascale train run.toml" in told
@@ -209,14 +210,17 @@ def test_pods_have_shared_memory_a_probe_time_to_leave_and_the_volume(kind, caps
 
 
 IN_A_STORE = [
-    *("--launch.kubernetes.volume", "store", "--launch.kubernetes.secret", "keys", "--checkpoint.store", "s3://bucket/runs"),
-    *("--data.sources", "s3://bucket/data", "--cluster", "8xh100", "--layout.dp", "8", "--layout.dp-shard", "8"),
+    *("--launch.kubernetes.volume", "store", "--launch.kubernetes.secret", "keys", *IN_A_BUCKET),
+    *("--data.sources", "s3://bucket/data"),
 ]
+ON_ONE_NODE = ["--cluster", "8xh100", "--layout.dp", "8", "--layout.dp-shard", "8"]
 
 
+@pytest.mark.parametrize("nodes", [1, 8])
 @pytest.mark.parametrize("kind", ["trainjob", "jobset"])
-def test_a_run_of_one_node_lives_in_a_store_without_a_claim(kind, capsys):
-    found = documents(text(capsys, "kubernetes", "--launch.kubernetes.kind", kind, *IN_A_STORE, nodes=1))
+def test_a_run_lives_in_a_store_without_a_claim(kind, nodes, capsys):
+    words = [*IN_A_STORE, *ON_ONE_NODE * (nodes == 1)]
+    found = documents(text(capsys, "kubernetes", "--launch.kubernetes.kind", kind, *words, nodes=nodes))
     assert [one["kind"] for one in found] == [
         "ConfigMap",
         *(["TrainingRuntime", "TrainJob"] if kind == "trainjob" else ["JobSet"]),
@@ -250,18 +254,24 @@ def test_skypilot_reads_its_task(tmp_path, capsys):
         own = os.environ | {"HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
         return subprocess.run([str(SKY), "-c", READ_TASK, str(file)], env=own, capture_output=True, text=True, check=False)
 
-    told = text(capsys, "skypilot", "--launch.skypilot.infra", "aws")
+    told = text(capsys, "skypilot", "--launch.skypilot.infra", "aws", *IN_A_BUCKET)
     done = read(told)
     assert done.stdout.split() == ["8", "True"], done.stderr
     done = read(told.replace("use_spot:", "use_spots:"))  # no such key
     assert done.returncode != 0 and "use_spots" in done.stderr
 
 
-def test_a_skypilot_task_recovers_spot_machines_and_keeps_runs_in_a_bucket_with_a_disk_before_it(capsys):
-    (task,) = documents(text(capsys, "skypilot", "--launch.skypilot.bucket", "s3://mine"))
+def test_a_skypilot_task_recovers_spot_machines_and_each_node_sends_its_parts_to_the_store(capsys):
+    (task,) = documents(text(capsys, "skypilot", *IN_A_BUCKET))
     resources = task["resources"]
     assert (task["num_nodes"], resources["accelerators"], resources["use_spot"]) == (8, "H100:8", True)
     assert resources["job_recovery"]["strategy"] == "EAGER_NEXT_REGION"
+    assert "file_mounts" not in task and ".[train,store]" in task["setup"]
+    assert "--checkpoint.store s3://bucket/runs" in task["run"] and "ultrascale.jobs.state out/big" in task["run"]
+
+
+def test_a_skypilot_task_of_one_node_may_keep_runs_in_a_bucket_with_a_disk_before_it(capsys):
+    (task,) = documents(text(capsys, "skypilot", "--launch.skypilot.bucket", "s3://mine", *ON_ONE_NODE, nodes=1))
     assert task["file_mounts"] == {"/mnt/run": {"source": "s3://mine", "mode": "MOUNT_CACHED"}}
     assert "--folder /mnt/run" in task["run"] and "ultrascale.jobs.state /mnt/run/big" in task["run"]
 
@@ -279,10 +289,15 @@ WRONG = {
     "a time without a unit": (["slurm", "run.toml", "--nodes", "8", "--launch.time-limit", "24"], "has no unit", '"24h"'),
     "too short a time": (["slurm", "run.toml", "--nodes", "8", "--launch.time-limit", "2m"], "too short", '"1h"'),
     "no image": (["kubernetes", "run.toml", "--nodes", "8", "--launch.container", "none"], "pods start from", "Containerfile"),
-    "a store for several nodes": (
-        EIGHT_IN_A_STORE,
-        "8 nodes save into one folder",
-        'Set it to "claim"',
+    "a mounted bucket for several nodes": (
+        ["skypilot", "run.toml", "--nodes", "8"],
+        "shows none of 8 nodes what another writes",
+        "s3://BUCKET/runs",
+    ),
+    "a bucket beside a store": (
+        ["skypilot", "run.toml", "--nodes", "8", "--launch.skypilot.bucket", "s3://mine", *IN_A_BUCKET],
+        "is given beside checkpoint.store",
+        "one of the two",
     ),
     "no store": (
         EIGHT_IN_A_STORE,
@@ -329,7 +344,7 @@ def test_what_is_wrong_is_told_in_a_sentence_before_anything_is_written(case, th
 def test_a_launcher_that_is_not_installed_is_named_and_nothing_is_written(launcher, there, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda program: None)
     hosts = ["--launch.hosts", ",".join(f"h{number}" for number in range(8))] if launcher == "ssh" else []
-    told = refused(capsys, launcher, "run.toml", "--nodes", "8", "--submit", *hosts)
+    told = refused(capsys, launcher, "run.toml", "--nodes", "8", "--submit", *hosts, *IN_A_BUCKET)
     assert "is not installed here" in told and os.listdir(there) == ["run.toml"]
 
 
@@ -442,7 +457,7 @@ QUORUM, MEET = ["--islands.quorum", "1"], ["--islands.meet", "tcp://head:29400"]
 @pytest.mark.parametrize("launcher", [*EVERY, "ssh"])
 def test_islands_with_a_quorum_are_a_job_each_with_its_folder_its_port_and_one_place_to_meet(launcher, capsys, there):
     hosts = ["--launch.hosts", "a,b,c,d,e,f,g,h"] * (launcher == "ssh")
-    words = ["launch", launcher, "run.toml", "--nodes", "4", *hosts, *TWO, *QUORUM, *MEET]
+    words = ["launch", launcher, "run.toml", "--nodes", "4", *hosts, *TWO, *QUORUM, *MEET, *IN_A_BUCKET]
     assert main(words) == 0
     files, said = sorted(there.glob("big-island-*")), capsys.readouterr().out
     assert len(files) == 2 and all(f"{file.name}\nnext  " in said for file in files)

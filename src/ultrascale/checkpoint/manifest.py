@@ -87,6 +87,24 @@ class Manifest:
     metadata: dict[str, Any]
 
 
+def shard_name(rank: int) -> str:
+    """Name of the file that a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def manifest_of(save_id: str, step: int, parts: list[dict[str, Any]], metadata: dict[str, Any]) -> Manifest:
+    """The manifest of what ranks have written: of each its file, bytes, checksum and boxes."""
+    shards = {part["file"]: Shard(part["bytes"], part["checksum"]) for part in parts}
+    chunks: dict[str, list[Chunk]] = {}
+    heads: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for part in parts:
+        for name, dtype, shape, offsets, sizes, begin in part["boxes"]:
+            heads[name] = (dtype, tuple(shape))
+            chunks.setdefault(name, []).append(Chunk(tuple(offsets), tuple(sizes), part["file"], begin))
+    entries = {name: Entry(*head, tuple(sorted(chunks[name], key=lambda c: c.offsets))) for name, head in heads.items()}
+    return Manifest(save_id, step, shards, dict(sorted(entries.items())), metadata)
+
+
 def encode(manifest: Manifest) -> bytes:
     """The file's bytes. Raises CheckpointError if `metadata` would not come back from JSON as it is."""
     shards = {name: {"bytes": shard.bytes, "checksum": shard.checksum} for name, shard in manifest.shards.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from ultrascale.checkpoint.coordination import Coordinator, coordinating
 from ultrascale.checkpoint.disk.folders import candidates, check_writable, discard, step_folder, sweep
+from ultrascale.checkpoint.disk.nodes import NodeDisks, find_disks, verify_on_disks
 from ultrascale.checkpoint.errors import CheckpointError, LostContactError, SaveFailedError
 from ultrascale.checkpoint.loading import verify
 from ultrascale.checkpoint.saving import Plan, copy_to_host, expect_held, plan_save, write_and_publish
@@ -30,14 +30,15 @@ class Saver:
     All methods are collective over `process_group` (all ranks by default). At its start it proves that every rank can write and
     sees what rank 0 writes, and sweeps away what a killed run has left, so one job at a time may own `root`. Rank 0 holds that
     folder open: once the path leads to it no more, nothing is written or removed there, and each save fails until `use` names a
-    place.
+    place. With `disks` (`disk.nodes.find_disks`), `root` may be on several: each then has the shards of its own ranks, and its
+    leader does there what rank 0 does elsewhere.
 
     With `asynchronous`, `save` returns once the numbers are copied to host memory (each rank copies only what it will write)
     and a thread does the rest through a gloo group of its own. One save is pending at most: the next one waits for it. What
     went wrong in the background is raised on every rank by the next `save`, `wait` or `close`.
 
     `published` is told of each checkpoint once it has its name, on every rank, in the thread that wrote it. Those that `spared`
-    names on rank 0 are not removed yet."""
+    names on a rank that removes are not removed yet."""
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class Saver:
         process_group: dist.ProcessGroup | None = None,
         published: Callable[[Path, Coordinator], None] | None = None,
         spared: Callable[[], Collection[str]] = tuple,
+        disks: NodeDisks | None = None,
     ):
         if keep < 0 or (keep_every_steps is not None and keep_every_steps < 1):
             raise CheckpointError(
@@ -64,24 +66,20 @@ class Saver:
         self._ranks = self._resources.enter_context(coordinating(process_group, own_group=True))
         self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._ranks.agree("before the first save", lambda: check_writable(self.root))
-        if self._ranks.world > 1:
-            self._expect_one_folder()
-        self.swept: list[str] = self._ranks.on_rank_0("removing leftovers", lambda: sweep(self.root))
-        """Names of unfinished saves and deletions of earlier runs that were removed."""
+        self._disks = disks or self._expect_one_folder()
+        doing = "removing leftovers"
+        self.swept: list[str] = self._ranks.agree(doing, lambda: sweep(self.root) if self._disks.leads else [])
+        """Names of unfinished saves and deletions of earlier runs that were removed by this rank."""
         self._held: HeldFolder | None = None
         self._resources.callback(self._let_go)
         self.use(self.root)
 
-    def _expect_one_folder(self) -> None:
+    def _expect_one_folder(self) -> NodeDisks:
         """Raises CheckpointError on every rank if `root` is another folder for some, as on disks of several nodes."""
-        mark = self.root / self._ranks.broadcast(f".write-test-{uuid.uuid4().hex}")
+        disks = find_disks(self.root, self._ranks)
         doing = f"looking for what rank 0 wrote into {self.root}"
-        self._ranks.agree(doing, lambda: mark.mkdir() if self._ranks.rank == 0 else None)
-        try:
-            self._ranks.agree(doing, lambda: _expect_seen(mark))
-        finally:
-            if self._ranks.rank == 0:
-                mark.rmdir()
+        self._ranks.agree(doing, lambda: _expect_seen(disks))
+        return disks
 
     def use(self, root: Path) -> None:
         """Save into `root` from now on, which is made if the folder above it is there. Raises CheckpointError, also for the
@@ -97,8 +95,8 @@ class Saver:
 
     def _hold(self) -> None:
         self._let_go()
-        if self._ranks.rank == 0:
-            self.root.mkdir(exist_ok=True)
+        if self._disks.leads:
+            self.root.mkdir(exist_ok=True, parents=self._ranks.rank > 0)  # a refuge is made on rank 0's disk alone
             self._held = HeldFolder(self.root)
 
     def _let_go(self) -> None:
@@ -115,7 +113,7 @@ class Saver:
         """
         self.wait()
         plan = plan_save(self.root, step, tensors, metadata, ranks=self._ranks, finite=finite)
-        plan = replace(plan, held=self._held)
+        plan = replace(plan, held=self._held, disks=self._disks)
         if self._thread is None:
             return self._write(plan)
         copied = self._ranks.agree(f"copying step {step} to host memory", lambda: copy_to_host(plan))
@@ -172,10 +170,14 @@ class Saver:
             elif not (self.keep_every_steps and number % self.keep_every_steps == 0):
                 doomed.append(name)
         if doomed:
-            self._ranks.on_rank_0("removing old checkpoints", lambda: self._discard(doomed))
+            stay = {name for _, name in found} - set(doomed)
+            self._ranks.agree("removing old checkpoints", lambda: self._discard(step, doomed, stay))
 
-    def _discard(self, names: list[str]) -> None:
-        for name in names:
+    def _discard(self, step: int, doomed: list[str], stay: Collection[str]) -> None:
+        """Remove from this rank's disk, if it leads there, what rank 0 does not keep of the checkpoints up to `step`."""
+        if self._ranks.rank and self._disks.leads:  # of a disk that rank 0 does not see
+            doomed = [name for _, name in self._listed(up_to=step) if name not in stay]
+        for name in doomed if self._disks.leads else ():
             expect_held(self._held)
             if name not in self._spared():
                 discard(self.root / name)
@@ -195,11 +197,14 @@ class Saver:
     def _verify(self, name: str) -> None:
         """Read the checkpoint back in full, unless that was done before. Collective. Raises CheckpointError."""
         if name not in self._verified:
-            verify(self.root / name, ranks=self._ranks)
+            if self._disks.are_one:
+                verify(self.root / name, ranks=self._ranks)
+            else:
+                verify_on_disks(self.root / name, ranks=self._ranks, disks=self._disks)
             self._verified.add(name)
 
 
-def _expect_seen(mark: Path) -> None:
-    if not mark.exists():
-        remedy = "set `folder` to one that all nodes mount, or keep the run's ranks on one node"
+def _expect_seen(disks: NodeDisks) -> None:
+    if disks.leaders[disks.rank]:
+        remedy = "set `folder` to one that all nodes mount, or keep the run in a bucket (checkpoint.store)"
         raise CheckpointError(f"it is not there: this node has a disk of its own, and a save needs one for all; {remedy}.")

@@ -4,14 +4,15 @@
     write     each rank streams its boxes into one shard and fsyncs it
     publish   rank 0 checks that every shard is visible and complete, writes the manifest, renames
 
-After each stage all ranks agree that all is well. If not, all raise, nothing is published, and the temporary folder is removed.
+On nodes with disks of their own the lowest rank of each publishes there, all with one manifest (`disk.nodes`). After each
+stage all ranks agree that all is well. If not, all raise, nothing is published, and temporary folders are removed.
 """
 
 from __future__ import annotations
 
 import shutil
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,11 @@ from ultrascale.checkpoint.coordination import Coordinator, coordinating
 from ultrascale.checkpoint.disk.dtypes import DTYPE_NAMES
 from ultrascale.checkpoint.disk.files import Piece, verify_size, write_file, write_shard
 from ultrascale.checkpoint.disk.folders import make_folder, publish, step_folder, temporary_folder
+from ultrascale.checkpoint.disk.nodes import NodeDisks
 from ultrascale.checkpoint.disk.patience import patiently
 from ultrascale.checkpoint.errors import CheckpointError
 from ultrascale.checkpoint.finite import expect_finite
-from ultrascale.checkpoint.manifest import (
-    MANIFEST_NAME,
-    Chunk,
-    Entry,
-    Manifest,
-    Shard,
-    decode,
-    encode,
-    metadata_text,
-)
+from ultrascale.checkpoint.manifest import MANIFEST_NAME, Shard, decode, encode, manifest_of, metadata_text, shard_name
 from ultrascale.checkpoint.slices import Tensors, pieces_of, slices_of
 from ultrascale.failpoints import failpoint
 from ultrascale.held_folder import HeldFolder
@@ -52,7 +45,9 @@ class Plan:
     """On rank 0: dtype and global shape of every tensor of any rank."""
     metadata: dict[str, Any]
     held: HeldFolder | None = None
-    """On rank 0: the folder that must still be at `root`. None: any, made if it is missing."""
+    """On a rank that publishes: the folder that must still be at `root`. None: any, made if it is missing."""
+    disks: NodeDisks | None = None
+    """The disks that `root` is on. None: one for all ranks."""
 
     @property
     def temporary(self) -> Path:
@@ -116,16 +111,21 @@ def copy_to_host(plan: Plan) -> Plan:
 
 
 def write_and_publish(plan: Plan, *, ranks: Coordinator) -> Path:
-    """Write what `plan` says and publish it. Collective. Raises CheckpointError on every rank."""
+    """Write what `plan` says and publish it, on one disk or on several. Collective. Raises CheckpointError on every rank."""
     doing = f"saving step {plan.step} to {plan.root}"
     final = step_folder(plan.root, plan.step)
+    disks = plan.disks or NodeDisks(ranks.rank, (0,) * ranks.world)
     try:
-        ranks.agree(doing, lambda: _make_temporary(plan) if ranks.rank == 0 else None)
+        ranks.agree(doing, lambda: _make_temporary(plan) if disks.leads else None)
         written = ranks.agree(doing, lambda: _write_pieces(plan, ranks.rank))
         shards = ranks.gather(written)
-        ranks.agree(doing, lambda: _finish(plan, shards or [], final) if ranks.rank == 0 else None)
+        contents = ranks.agree(doing, lambda: _contents(plan, shards or []) if ranks.rank == 0 else {})
+        if not disks.are_one:
+            contents = ranks.broadcast(contents)
+            ranks.agree(doing, lambda: _expect_shards(plan, contents, disks) if disks.leads else None)
+        ranks.agree(doing, lambda: _finish(plan, contents, disks, final) if disks.leads else None)
     except BaseException:
-        if ranks.rank == 0:  # If this fails too, the next start sweeps it away.
+        if disks.leads:  # If this fails too, the next start sweeps it away.
             shutil.rmtree(plan.temporary, ignore_errors=True)
         raise
     return final
@@ -157,7 +157,7 @@ def _write_pieces(plan: Plan, rank: int) -> dict[str, Any] | None:
     """This rank's shard; what the manifest must say of it. None if it has nothing to write."""
     if not plan.pieces:
         return None
-    file = f"rank-{rank:05d}.safetensors"
+    file = shard_name(rank)
     shard, begins = write_shard(plan.temporary, file, plan.pieces, save_id=plan.save_id, step=plan.step)
     failpoint("save.shard")
     boxes = [
@@ -167,10 +167,9 @@ def _write_pieces(plan: Plan, rank: int) -> dict[str, Any] | None:
     return {"file": file, "bytes": shard.bytes, "checksum": shard.checksum, "boxes": boxes}
 
 
-def _finish(plan: Plan, written: list[dict[str, Any] | None], final: Path) -> None:
-    """On rank 0: the manifest, from what was written and not from what was planned; then the name."""
-    parts = [part for part in written if part is not None]
-    manifest = _manifest(plan, parts)
+def _contents(plan: Plan, written: list[dict[str, Any] | None]) -> dict[str, Any]:
+    """On rank 0: the manifest's text, from what was written and not from what was planned, and its shards."""
+    manifest = manifest_of(plan.save_id, plan.step, [part for part in written if part is not None], plan.metadata)
     data = encode(manifest)
     where = plan.temporary / MANIFEST_NAME
     decode(data, str(where))  # What a later load would refuse must not be published.
@@ -179,22 +178,22 @@ def _finish(plan: Plan, written: list[dict[str, Any] | None], final: Path) -> No
     if stored != planned:
         lost = sorted(name for name in planned if stored.get(name) != planned[name])
         raise CheckpointError(f"{where}: {lost[:20]} were planned but not written. Report this: it is a fault of the program.")
-    for file, shard in manifest.shards.items():
+    return {"manifest": data.decode("ascii"), "shards": [[file, *astuple(shard)] for file, shard in manifest.shards.items()]}
+
+
+def _expect_shards(plan: Plan, contents: dict[str, Any], disks: NodeDisks) -> None:
+    """Raises CheckpointError unless the shards that ranks on this disk wrote are there, each as long as it was written."""
+    here = {shard_name(rank) for rank in disks.mates}
+    for file, shard in ((file, Shard(*facts)) for file, *facts in contents["shards"] if file in here):
         verify_size(plan.temporary, file, shard)
+
+
+def _finish(plan: Plan, contents: dict[str, Any], disks: NodeDisks, final: Path) -> None:
+    """On the rank that publishes on this disk: the manifest; then the name."""
+    where, data = plan.temporary / MANIFEST_NAME, contents["manifest"].encode("ascii")
+    _expect_shards(plan, contents, disks)
     failpoint("save.shards")
     write_file(where, data)
     failpoint("save.manifest")
     expect_held(plan.held)
     publish(plan.temporary, final)
-
-
-def _manifest(plan: Plan, parts: list[dict[str, Any]]) -> Manifest:
-    shards = {part["file"]: Shard(part["bytes"], part["checksum"]) for part in parts}
-    chunks: dict[str, list[Chunk]] = {}
-    heads: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for part in parts:
-        for name, dtype, shape, offsets, sizes, begin in part["boxes"]:
-            heads[name] = (dtype, tuple(shape))
-            chunks.setdefault(name, []).append(Chunk(tuple(offsets), tuple(sizes), part["file"], begin))
-    entries = {name: Entry(*head, tuple(sorted(chunks[name], key=lambda c: c.offsets))) for name, head in heads.items()}
-    return Manifest(plan.save_id, plan.step, shards, dict(sorted(entries.items())), plan.metadata)

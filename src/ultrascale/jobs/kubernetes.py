@@ -25,7 +25,7 @@ LONGEST_NAME = 40
 
 RUN_FILE = """\
 ---
-# The run's file. All else that the run has is in its checkpoint.store: a pod begins with an empty disk.
+# The run's file. All else that the run has is in its checkpoint.store: each pod begins with an empty disk of its own.
 apiVersion: v1
 kind: ConfigMap
 metadata:
@@ -72,9 +72,6 @@ def _expect_store(job: Job) -> None:
     """Raise SpecError with everything that keeps a run from living in a store behind its pod's disk."""
     run, asked, key = job.run, job.launch.kubernetes, "launch.kubernetes.volume"
     problems = []
-    if job.nodes > 1:
-        rule = f"is store, and {job.nodes} nodes save into one folder, which must be on a volume that all of them mount"
-        problems.append(Problem(key, rule, 'Set it to "claim"; checkpoint.store keeps the run in the store besides.'))
     if run.checkpoint.store is None or url_of(run.checkpoint.store) is None:
         rule = f"is {run.checkpoint.store or 'not given'}, and the disk of a pod goes with it ({key} is store)"
         problems.append(Problem("checkpoint.store", rule, 'Name a store: "s3://BUCKET/runs".'))
@@ -119,7 +116,7 @@ def _volume(job: Job, name: str, claim: str) -> str:
     """The volume that the run lives on, and where no claim has it, its file."""
     if job.launch.kubernetes.volume == "claim":
         return f"- name: run\n  persistentVolumeClaim:\n    claimName: {claim}"
-    disk = "# Goes with the pod: the next one goes on from checkpoint.store.\n- name: run\n  emptyDir: {}"
+    disk = "# Each pod's own, and goes with it: the next one goes on from checkpoint.store.\n- name: run\n  emptyDir: {}"
     return f"{disk}\n- name: file\n  configMap:\n    name: {name}-file"
 
 

@@ -13,8 +13,16 @@ from ultrascale.jobs.environment import variables
 from ultrascale.jobs.job import Job
 from ultrascale.jobs.kubernetes import expect_server, node_script, object_name
 from ultrascale.jobs.text import block, fill, head, no_time_limit, setup
+from ultrascale.storage import url_of
 
 MOUNT = "/mnt/run"
+MOUNTS = """\
+file_mounts:
+  # Run folders. A checkpoint becomes visible by a rename, which buckets do not have: MOUNT_CACHED has a disk before them that
+  # does. MOUNT would fail at the first save.
+  {mount}:
+    {source}
+    mode: MOUNT_CACHED"""
 RESTARTS_ON_ERRORS = 5
 """Restarts of the whole job when its own commands fail; those that a cloud takes away are not counted."""
 NAMES = {
@@ -25,17 +33,28 @@ NAMES = {
 
 
 def skypilot_text(job: Job, file: Path) -> str:
-    """The task. Raises SpecError if nothing says which accelerator."""
-    kept = replace(job, run=replace(job.run, folder=MOUNT), settings=(*job.settings, "--folder", MOUNT))
-    bucket = job.launch.skypilot.bucket
+    """The task. Raises SpecError if nothing says which accelerator, or nothing keeps the run of several nodes."""
+    bucket, store = job.launch.skypilot.bucket, job.run.checkpoint.store
     expect_server(job, "launch.skypilot.bucket")
     name = object_name(job.name)
+    if store is not None and url_of(store) is not None:
+        kept, extras = job, "train,store"
+        mounts = f"# The run's folder is on each node's own disk, and goes with it: {store} keeps the run."
+        if bucket is not None:
+            raise mistake("launch.skypilot.bucket", "is given beside checkpoint.store", "Keep one of the two.")
+    elif job.nodes > 1:
+        rule = f"is {store or 'not given'}, and a bucket that is mounted shows none of {job.nodes} nodes what another writes"
+        raise mistake("checkpoint.store", rule, 'Name a store, which each node sends its own parts to: "s3://BUCKET/runs".')
+    else:
+        kept, extras = replace(job, run=replace(job.run, folder=MOUNT), settings=(*job.settings, "--folder", MOUNT)), "train"
+        source = f"name: {name}-runs" if bucket is None else f"source: {json.dumps(bucket)}"
+        mounts = MOUNTS.format(mount=MOUNT, source=source)
+    install = f"pip install '.[{extras}]'  # where the folder is a checkout of ultrascale"
     return fill(
-        "skypilot.yaml", head=head(no_time_limit(job)), text_file=file, name=name, nodes=job.nodes, mount=MOUNT,
+        "skypilot.yaml", head=head(no_time_limit(job)), text_file=file, name=name, nodes=job.nodes, mounts=mounts,
         resources="\n".join(f"  {line}" for line in _resources(job)),
-        bucket=f"name: {name}-runs" if bucket is None else f"source: {json.dumps(bucket)}",
         env=block("\n".join(f"# {one.reason}\n{one.name}: {json.dumps(one.value)}" for one in variables(job)), 2),
-        setup=block(setup(job, default=["pip install '.[train]'  # where the folder is a checkout of ultrascale"]), 2),
+        setup=block(setup(job, default=[install]), 2),
         script=block(node_script(kept, first="$first", number="SKYPILOT_NODE_RANK"), 2),
     )  # fmt: skip
 

@@ -147,6 +147,8 @@ def finish(session: Session, outcome: Outcome) -> Outcome:
 
 def export(session: Session) -> None:
     """Write the newest checkpoint as a Hugging Face folder, on one rank."""
+    if session.store is not None:
+        session.store.bring_newest()
     target = export_checkpoint(session.folder.checkpoints, session.folder.path / "export", run=session.run)
     narrow = session.trainer.imported_dtype
     told = "" if narrow is None else f", in {narrow} as the one that was imported"

@@ -8,19 +8,23 @@ A save's parts are written first, under a name of their own (SAVE). Then `step-*
 there, or still is what was last seen there: that instant publishes the checkpoint, or replaces another of the same step whole.
 """
 
-from ultrascale.checkpoint.stored.fetch import Found, fetch, found_in, summarize_stored, verify_stored
+from ultrascale.checkpoint.stored.fetch import Found, fetch, found_at, found_in, summarize_stored, verify_stored
 from ultrascale.checkpoint.stored.index import Index
 from ultrascale.checkpoint.stored.publish import collect_leftovers, prune_stored, publish_stored, upload_files
+from ultrascale.checkpoint.stored.unfinished import saves_on, uploads
 
 __all__ = [
     "Found",
     "Index",
     "collect_leftovers",
     "fetch",
+    "found_at",
     "found_in",
     "prune_stored",
     "publish_stored",
+    "saves_on",
     "summarize_stored",
     "upload_files",
+    "uploads",
     "verify_stored",
 ]

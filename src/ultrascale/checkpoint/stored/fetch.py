@@ -7,6 +7,7 @@ lags behind hides nothing and shows nothing that is gone.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ultrascale.checkpoint.disk.checksum import checksum_text
+from ultrascale.checkpoint.disk.damage import expected_manifest, verify_shards
 from ultrascale.checkpoint.disk.files import read_manifest, verify_size
 from ultrascale.checkpoint.disk.folders import make_folder, publish, step_folder, temporary_folder
 from ultrascale.checkpoint.errors import CheckpointError, UnknownVersionError
@@ -53,11 +55,12 @@ def steps_listed(store: Store) -> set[int]:
 def found_in(store: Store) -> list[Found]:
     """Every checkpoint of a run in the store, newest first. Raises StorageError."""
     with ThreadPoolExecutor(READERS) as pool:
-        found = list(pool.map(lambda step: _found(store, step), sorted(steps_listed(store), reverse=True)))
+        found = list(pool.map(lambda step: found_at(store, step), sorted(steps_listed(store), reverse=True)))
     return [one for one in found if one is not None]
 
 
-def _found(store: Store, step: int) -> Found | None:
+def found_at(store: Store, step: int) -> Found | None:
+    """The checkpoint of `step` in the store; None if there is none. Raises StorageError."""
     key = key_of(step)
     where = store.where(key)
     try:
@@ -74,26 +77,48 @@ def _found(store: Store, step: int) -> Found | None:
 
 
 def fetch(store: Store, index: Index, root: Path) -> Path:
-    """Bring a checkpoint into the folder `root`, where it appears whole or not at all; its folder.
+    """Bring a checkpoint into the folder `root`, where it appears whole or not at all; its folder. Shards of the same save that
+    are there and verify are not brought again.
 
     Raises StorageError, OSError, and CheckpointError if its manifest is not the one that was uploaded with it."""
     make_folder(root)
+    final = step_folder(root, index.step)
+    at_hand = _at_hand(final, index)
+    if at_hand == index.files.keys():
+        return final
     temporary = temporary_folder(root, index.step, uuid.uuid4().hex)
     temporary.mkdir()
     try:
-        download_files(store, {temporary / file: (index.prefix(file), parts) for file, parts in index.files.items()})
+        for file in at_hand:
+            with suppress(OSError):  # some file systems have no links
+                os.link(final / file, temporary / file)
+        brought = index.files.keys() - set(os.listdir(temporary))
+        download_files(store, {temporary / file: (index.prefix(file), index.files[file]) for file in sorted(brought)})
         failpoint("fetch.files")
         manifest = read_manifest(temporary)
         _expect_same(index, manifest.step, manifest.save_id, store)
         for file, shard in manifest.shards.items():
             verify_size(temporary, file, shard)
-        final = step_folder(root, index.step)
         publish(temporary, final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     failpoint("fetch.done")
     return final
+
+
+def _at_hand(folder: Path, index: Index) -> set[str]:
+    """Files of a stored checkpoint that `folder` has, every byte as it was saved."""
+    found: set[str] = set()
+    with suppress(CheckpointError):
+        manifest = expected_manifest(folder)
+        if (manifest.step, manifest.save_id) == (index.step, index.save_id):
+            found.add(MANIFEST_NAME)
+            for file in sorted(manifest.shards.keys() & set(os.listdir(folder))):
+                with suppress(CheckpointError):
+                    verify_shards(folder, [(file, manifest.shards[file])], manifest.save_id)
+                    found.add(file)
+    return found & index.files.keys()
 
 
 def verify_stored(store: Store, index: Index) -> None:

@@ -51,7 +51,7 @@ class Kubernetes:
     namespace: str = "default"
     """Namespace of the objects."""
     volume: Literal["claim", "store"] = "claim"
-    """Place of the run: a claim that all pods mount, or, on one node, `checkpoint.store` behind the pod's own disk."""
+    """Place of the run: a claim that all pods mount, or `checkpoint.store` behind each pod's own disk."""
     secret: str | None = None
     """A Secret whose entries are variables of every pod, such as a store's credentials. None: the pods' own role."""
     claim: str | None = None
@@ -79,7 +79,8 @@ class SkyPilot:
     spot: bool = True
     """Machines that may be taken away, and are then replaced: the run goes on from its newest checkpoint."""
     bucket: str | None = None
-    """For run folders, s3://NAME or gs://NAME. None: the run's name, made by SkyPilot."""
+    """For the folder of a run on one node (several have `checkpoint.store`), s3://NAME or gs://NAME. None: the run's name, made
+    by SkyPilot."""
 
 
 @dataclass(frozen=True)

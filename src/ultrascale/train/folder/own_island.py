@@ -11,6 +11,7 @@ from pathlib import Path
 from ultrascale.description.problems import mistake
 from ultrascale.description.rank_environment import told_rank
 from ultrascale.description.run import Evaluation, Run
+from ultrascale.storage import join_url
 
 FOLDER = "islands"
 """In the run's folder: those of the other islands, each with its metrics and checkpoints, by number."""
@@ -30,7 +31,8 @@ def _number(run: Run, island: int | None) -> int:
 
 def of_own_island(run: Run, island: int | None = None) -> Run:
     """`run` as the island of this process does it. The first has the run's own folder, evaluates and exports; another keeps its
-    checkpoints and metrics in a folder of its own, `islands/N`, so that islands need no file system in common.
+    checkpoints and metrics in a folder of its own, `islands/N` (the same in the run's store), so that islands need no file
+    system in common.
 
     `island`: its number, if it was started by itself."""
     folder = own_folder(run, island)
@@ -38,11 +40,12 @@ def of_own_island(run: Run, island: int | None = None) -> Run:
     if folder == Path(run.folder) / run.name:
         return run
     folder.mkdir(parents=True, exist_ok=True)
+    store = run.checkpoint.store
     return replace(
         run,
         folder=str(folder.parent),
         name=folder.name,
-        checkpoint=replace(run.checkpoint, export=False),
+        checkpoint=replace(run.checkpoint, export=False, store=store and join_url(store, run.name, FOLDER)),
         data=replace(run.data, validation=()),
         evaluation=Evaluation(),
     )

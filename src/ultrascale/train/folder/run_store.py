@@ -8,18 +8,18 @@ Ranks upload the shards that they wrote, each in a thread; rank 0 publishes once
 a time: one that is saved meanwhile stays on disk, and the newest is uploaded at the end. A start takes the run over, and what
 an older one has under way is refused from then on: no clock is asked who is alive. An upload that fails is told, and training
 goes on; only at the end it is an error.
+
+Nodes may have disks of their own (`checkpoint.disk.nodes`): each uploads what is on its disk, and a start brings to each what
+its disk lacks.
 """
 
 from __future__ import annotations
 
-import json
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -28,35 +28,35 @@ from ultrascale.checkpoint import CheckpointError, Rejected, Search, UnknownVers
 from ultrascale.checkpoint.coordination import Coordinator, coordinating
 from ultrascale.checkpoint.disk.files import read_manifest
 from ultrascale.checkpoint.disk.folders import candidates, step_folder
+from ultrascale.checkpoint.disk.nodes import NodeDisks
 from ultrascale.checkpoint.stored import (
     collect_leftovers,
     fetch,
+    found_at,
     found_in,
     prune_stored,
     publish_stored,
+    saves_on,
     upload_files,
+    uploads,
 )
+from ultrascale.checkpoint.stored.index import key_of
 from ultrascale.checkpoint.stored.publish import files_of, seen
-from ultrascale.config.resolve import run_from_toml
-from ultrascale.description.problems import SpecError, mistake
+from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
+from ultrascale.launch.events import stamp
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.time_limits import SLOW_SECONDS
-from ultrascale.storage import ConflictError, MissingError, Part, StorageError, Store, Version, join_url, open_store
-from ultrascale.train.folder.resume import decisive_parts
+from ultrascale.run_rows import event_line
+from ultrascale.storage import MissingError, Part, StorageError, Store, join_url, open_store
+from ultrascale.train.folder.claim import LOCAL, join_disks, read_claim, take_over, told
 from ultrascale.train.folder.run_folder import RunFolder
 from ultrascale.train.session.moments import LoopObserver, Outcome, Session, StepDone
 
-CLAIM = "run.json"
 LOOKING = "looking into the run's store"
 BEAT_SECONDS = 5.0
-LOCAL = ".store.json"
-"""In the run's folder: which run of the store it is."""
 SMALL = ("run.toml", "plan.json", "environment.json", "memory.json", "metrics.jsonl", "events.jsonl", "log.txt",
          "tokenizer.json")  # fmt: skip
-
-
-HISTORY = ("metrics.jsonl", "events.jsonl", "log.txt")
 
 
 @contextmanager
@@ -70,81 +70,19 @@ def opened_store(run: Run, ranks: Ranks, folder: RunFolder, *, allow_changes: bo
     store = open_store(join_url(run.checkpoint.store, run.name))
     with coordinating(ranks.host_group, own_group=True) as coordinator:
         taking = partial(take_over, store, run, folder, allow_changes=allow_changes)
-        writer = coordinator.on_rank_0("taking the run over", lambda: _told(taking))
-        own = RunStore(store, run, folder, coordinator, writer)
+        writer = coordinator.on_rank_0("taking the run over", lambda: told(taking))
+        own = RunStore(store, run, folder, coordinator, writer, join_disks(store, folder, coordinator, writer))
         try:
             yield own
         finally:
             own.close()
 
 
-def take_over(store: Store, run: Run, folder: RunFolder, *, allow_changes: bool = False) -> str:
-    """Make this start of `run` the one that writes to the store; the name that it is known by there.
-
-    Raises CheckpointError if the store holds another run than the folder or `run`, StorageError."""
-    claimed, version = read_claim(store)
-    local = folder.read_json(LOCAL)
-    known = local.get("run_id") if isinstance(local, dict) else None
-    if claimed is not None and known != claimed["run_id"] and (known is not None or candidates(folder.checkpoints)):
-        told = f"{store.url} holds another run than {folder.path}"
-        raise CheckpointError(f"{told}. Give this one a --name of its own, or another checkpoint.store.")
-    if claimed is not None:
-        _expect_same_run(store, run, ("batch",) if allow_changes else ("model", "batch"))
-    run_id = claimed["run_id"] if claimed is not None else known or uuid.uuid4().hex
-    writer = uuid.uuid4().hex
-    try:
-        store.publish(CLAIM, json.dumps({"run_id": run_id, "writer": writer}).encode(), replacing=version)
-    except ConflictError as error:
-        raise CheckpointError(f"{store.url}: another process is starting this run at this moment. Start it once.") from error
-    if claimed is not None and not candidates(folder.checkpoints):
-        _bring_history(store, folder)
-    folder.write_json(LOCAL, {"run_id": run_id})
-    return writer
-
-
-def _bring_history(store: Store, folder: RunFolder) -> None:
-    """Copies the run's history from the store into a folder that lacks it."""
-    for name in HISTORY:
-        if not (folder.path / name).exists():
-            with suppress(MissingError):
-                folder.write_text(name, store.read(name).decode())
-
-
-def read_claim(store: Store) -> tuple[dict[str, Any] | None, Version | None]:
-    """Claim of a store (its run's id and its writer) and the claim's version; None each if there is none. Raises
-    CheckpointError if it is no claim of a run, StorageError."""
-    try:
-        data, version = store.read_version(CLAIM)
-    except MissingError:
-        return None, None
-    try:
-        claim = json.loads(data)
-        if isinstance(claim["run_id"], str) and isinstance(claim["writer"], str):
-            return claim, version
-    except (ValueError, TypeError, KeyError):
-        pass
-    raise CheckpointError(f"{store.where(CLAIM)} is not of a run. Name another checkpoint.store, or remove it.")
-
-
-def _expect_same_run(store: Store, run: Run, parts: tuple[str, ...]) -> None:
-    """Raises CheckpointError if the store's run differs in one of these parts; `restore` tells each in full."""
-    try:
-        text = store.read("run.toml").decode()
-        kept = decisive_parts(run_from_toml(text, where=store.where("run.toml")))
-    except (MissingError, SpecError, UnicodeDecodeError):
-        return  # its checkpoints say
-    now = decisive_parts(run)
-    differing = [key for key in parts if kept[key] != now[key]]
-    if differing:
-        told = f"holds another run: its {' and '.join(differing)} {'is' if len(differing) == 1 else 'are'} not this one's"
-        raise CheckpointError(f"{store.url} {told}. Give this run a --name of its own, or another checkpoint.store.")
-
-
 class RunStore(LoopObserver):
     """The store as one rank uses it."""
 
-    def __init__(self, store: Store, run: Run, folder: RunFolder, ranks: Coordinator, writer: str):
-        self.store, self.run, self.folder = store, run, folder
+    def __init__(self, store: Store, run: Run, folder: RunFolder, ranks: Coordinator, writer: str, disks: NodeDisks):
+        self.store, self.run, self.folder, self.disks = store, run, folder, disks
         self._ranks, self._writer = ranks, writer
         self._thread = ThreadPoolExecutor(1, "store")
         self._pending: Future[None] | None = None
@@ -162,13 +100,41 @@ class RunStore(LoopObserver):
         """As `checkpoint.search`, with what the store has and the disk lacks: a newer checkpoint there is brought here.
 
         Raises CheckpointError also if the store does not answer: a run must not begin anew because of that."""
+        if not self.disks.are_one:
+            return self._search_disks(root)
         while True:
             found = search(root, process_group=process_group)
             step = -1 if found.folder is None else next(one.step for one in candidates(root) if one.path == found.folder)
-            fetched = self._ranks.on_rank_0(LOOKING, partial(_told, partial(self._fetch_newer, root, step)))
+            fetched = self._ranks.on_rank_0(LOOKING, partial(told, partial(self._fetch_newer, root, step)))
             if not fetched:
                 rejected = () if found.folder is not None else tuple(self._rejected)
                 return Search(found.folder, (*found.rejected, *rejected))
+
+    def _search_disks(self, root: Path) -> Search:
+        """Upload what is whole on all nodes' disks together and newer than the store's; bring the store's newest whole one to
+        each."""
+        self._wait()
+        ranks, lead = self._ranks, self.disks.leads
+        gathered = ranks.gather(ranks.agree(LOOKING, lambda: saves_on(root) if lead else []))
+        newest = partial(told, lambda: max((one.step for one in found_in(self.store) if one.index), default=-1))
+        for name, shares in ranks.on_rank_0(LOOKING, lambda: uploads(root, gathered or [], self.disks, after=newest())):
+            self._upload(root / name, resuming=True, files=shares[ranks.rank])
+            if self._uploaded == root / name:
+                break
+        rejected: list[Rejected] = []
+        while (step := ranks.on_rank_0(LOOKING, partial(told, partial(self._next_step, rejected)))) is not None:
+            bring = partial(told, partial(self._bring, step, root)) if lead else str
+            problems = ranks.broadcast(ranks.gather(ranks.agree(LOOKING, bring)))
+            problem = next((text for text in problems if text), "")
+            if not problem:
+                return Search(step_folder(root, step))
+            rejected.append(Rejected(Path(key_of(step)), step, problem))
+            self._lines.append(f"damaged checkpoint passed over: {problem}")
+        return Search(None, tuple(rejected))
+
+    def _next_step(self, rejected: list[Rejected]) -> int | None:
+        """On rank 0: the newest step in the store but for these."""
+        return next((one.step for one in found_in(self.store) if one.step not in {known.step for known in rejected}), None)
 
     def _fetch_newer(self, root: Path, step: int) -> bool:
         """On rank 0: bring the newest whole checkpoint after `step` here, if there is one."""
@@ -176,32 +142,54 @@ class RunStore(LoopObserver):
         for one in found_in(self.store):
             if one.step <= step or one.step in known:
                 continue
-            if one.is_of_another_release:
-                raise UnknownVersionError(one.problem)
-            try:
-                if one.index is None:
-                    raise CheckpointError(one.problem)
-                fetch(self.store, one.index, root)
-            except (CheckpointError, StorageError) as error:
-                if isinstance(error, StorageError) and not _is_damage(error):
-                    raise
-                self._rejected.append(Rejected(Path(one.where), one.step, str(error)))
-                self._lines.append(f"damaged checkpoint passed over: {error}")
-                continue
-            self._lines.append(f"step {one.step} came from {self.store.url}")
-            self._rejected.append(Rejected(Path(one.where), one.step, "does not verify on disk either"))  # once is enough
-            return True
+            problem = self._bring(one.step, root)
+            self._rejected.append(Rejected(Path(one.where), one.step, problem or "does not verify on disk either"))
+            if not problem:
+                return True  # once is enough
+            self._lines.append(f"damaged checkpoint passed over: {problem}")
         return False
+
+    def _bring(self, step: int, root: Path) -> str:
+        """Bring the store's checkpoint of `step` here; why it is damaged, else empty.
+
+        Raises StorageError, UnknownVersionError."""
+        one = found_at(self.store, step)
+        if one is not None and one.is_of_another_release:
+            raise UnknownVersionError(one.problem)
+        try:
+            if one is None or one.index is None:
+                raise CheckpointError(f"{self.store.where(key_of(step))} is not there." if one is None else one.problem)
+            fetch(self.store, one.index, root)
+        except (CheckpointError, StorageError) as error:
+            if isinstance(error, StorageError) and not _is_damage(error):
+                raise
+            return str(error)
+        self._lines.append(f"step {step} came from {self.store.url}")
+        return ""
+
+    def bring_newest(self) -> None:
+        """Have all of the store's newest checkpoint on this node's disk, for one rank that reads it alone, as an export does.
+
+        Raises CheckpointError."""
+        if not self.disks.are_one and (step := told(partial(self._next_step, []))) is not None:
+            problem = told(partial(self._bring, step, self.folder.checkpoints))
+            if problem:
+                raise CheckpointError(problem)
 
     def catch_up(self, newest: Path | None) -> None:
         """Upload the checkpoint that the run goes on from, if an earlier start could not. Collective."""
         if newest is None:
             return
-        lacking = self._ranks.on_rank_0(LOOKING, lambda: _told(lambda: self._lacks(newest)))
+        lacking = self._ranks.on_rank_0(LOOKING, lambda: told(lambda: self._lacks(newest)))
         if lacking:
             self._send(newest, resuming=True)
         else:
             self._uploaded = newest
+
+    def tell_node(self, kind: str, step: int) -> None:
+        """Note on a disk that rank 0 does not see that the run starts or ends there, for what asks there (`jobs.state`)."""
+        if self.disks.leads and self._ranks.rank:
+            self.folder.append("events.jsonl", event_line({**stamp(), "event": kind, "step": step}))
 
     def _lacks(self, newest: Path) -> bool:
         manifest = read_manifest(newest)
@@ -235,12 +223,13 @@ class RunStore(LoopObserver):
             self._wait()
         if self._uploaded != newest:
             raise CheckpointError(f"{newest} is whole, but is not in {self.store.url}: {self._failure}")
+        self.tell_node("stop" if outcome.stopped else "end", outcome.steps_done)
 
     def keep_export(self, export: Path) -> None:
         """Put the exported folder there, and the small files as they are at the end. On rank 0, after `ended`.
 
         Raises CheckpointError."""
-        _told(lambda: (put_folder(self.store, "export", export), self._keep_small_files()))
+        told(lambda: (put_folder(self.store, "export", export), self._keep_small_files()))
 
     def close(self) -> None:
         """Leave what is on its way to the next start."""
@@ -258,12 +247,12 @@ class RunStore(LoopObserver):
         self._sending = folder.name
         self._pending = self._thread.submit(self._upload, folder, resuming)
 
-    def _upload(self, folder: Path, resuming: bool) -> None:
+    def _upload(self, folder: Path, resuming: bool, files: list[str] | None = None) -> None:
         ranks, doing = self._ranks, f"keeping {folder.name} in {self.store.url}"
         try:
-            mine = ranks.agree(doing, lambda: _told(lambda: self._upload_mine(folder, resuming)))
+            mine = ranks.agree(doing, lambda: told(lambda: self._upload_mine(folder, resuming, files)))
             gathered = ranks.gather(mine) or []
-            ranks.on_rank_0(doing, lambda: _told(lambda: self._publish(folder, gathered)))
+            ranks.on_rank_0(doing, lambda: told(lambda: self._publish(folder, gathered)))
             self._uploaded, self._failure = folder, None
         except CheckpointError as error:
             self._failure, self._may_have_leftovers = str(error), True
@@ -271,8 +260,11 @@ class RunStore(LoopObserver):
         finally:
             self._sending = None
 
-    def _upload_mine(self, folder: Path, resuming: bool) -> dict[str, list[list[int]]]:
-        files = [file for file in files_of(read_manifest(folder)) if _rank_of(file) % self._ranks.world == self._ranks.rank]
+    def _upload_mine(self, folder: Path, resuming: bool, files: list[str] | None) -> dict[str, list[list[int]]]:
+        """Upload `files`; if None, what this rank wrote."""
+        if files is None:
+            world, rank = self._ranks.world, self._ranks.rank
+            files = [file for file in files_of(read_manifest(folder)) if _rank_of(file) % world == rank]
         found = upload_files(self.store, folder, files, resuming=resuming) if files else {}
         return {file: [[part.bytes, part.crc] for part in parts] for file, parts in found.items()}
 
@@ -332,14 +324,6 @@ def fetch_run(url: str, into: Path) -> Path:
         folder.write_text("run.toml", text)
         folder.write_json(LOCAL, {"run_id": claim["run_id"]})
     return folder.path
-
-
-def _told(work: Callable[[], Any]) -> Any:
-    """Result of `work`. Raises CheckpointError, which ranks report to each other, for a StorageError."""
-    try:
-        return work()
-    except StorageError as error:
-        raise CheckpointError(str(error)) from error
 
 
 def _is_damage(error: StorageError) -> bool:

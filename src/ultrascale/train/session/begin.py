@@ -97,8 +97,10 @@ def begin(
         process_group=ranks.host_group,
         published=None if store is None else store.offer,
         spared=tuple if store is None else store.spared,
+        disks=None if store is None else store.disks,
     )
     if store is not None:
+        store.tell_node("start", trainer.steps_done)
         store.catch_up(found.folder)
     saves = Saves(saver, run.checkpoint, metrics.save_failed, trainer.steps_done if found.folder is not None else -1)
     place = Place(run, folder, saves, ranks, metrics.checkpoints_lost)
@@ -250,7 +252,8 @@ class Rewind(LoopObserver):
             session.place.settle(step)
             if session.place.loss is not None or saves.saved_at < 0:
                 raise error
-            restore_newest(trainer, session.folder.checkpoints, allow_changes=True)
+            where = search if session.store is None or session.store.disks.are_one else session.store.search
+            restore_newest(trainer, session.folder.checkpoints, allow_changes=True, search=where)
         if session.ranks.is_first:
             session.folder.forget_metrics_from(trainer.steps_done)
         heartbeat.steps_done(trainer.steps_done)

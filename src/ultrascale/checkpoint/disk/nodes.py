@@ -1,0 +1,84 @@
+"""Nodes with disks of their own: which ranks see one folder, and a checkpoint whose shards lie on several disks.
+
+    ranks      0  1 | 2  3        each node's ranks write their shards under their own `root`; the lowest of them, the node's
+    leaders    0  0 | 2  2        leader, makes the folder there, writes the manifest (the same on all disks) and gives the name
+
+Such a checkpoint is whole if each of its shards is on some disk. One disk for all, as on a shared file system, is the case of
+one leader.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ultrascale.checkpoint.disk.damage import expected_manifest, verify_shards
+from ultrascale.checkpoint.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from ultrascale.checkpoint.coordination import Coordinator
+
+
+@dataclass(frozen=True)
+class NodeDisks:
+    """The disks that the ranks save to, as one rank sees them."""
+
+    rank: int
+    leaders: tuple[int, ...]
+    """By rank: the lowest rank that sees the same folder."""
+
+    @property
+    def are_one(self) -> bool:
+        """True if all ranks see one folder."""
+        return not any(self.leaders)
+
+    @property
+    def leads(self) -> bool:
+        """True if this rank is the lowest one on its disk."""
+        return self.leaders[self.rank] == self.rank
+
+    @property
+    def mates(self) -> list[int]:
+        """Ranks on this rank's disk, with itself."""
+        return [rank for rank, leader in enumerate(self.leaders) if leader == self.leaders[self.rank]]
+
+
+def find_disks(root: Path, ranks: Coordinator) -> NodeDisks:
+    """Find out which ranks see one folder `root`, which is there on every disk. Collective; raises CheckpointError."""
+    if ranks.world == 1:
+        return NodeDisks(0, (0,))
+    leaders: dict[int, int] = {}
+    doing = f"looking for what other ranks write into {root}"
+    while len(leaders) < ranks.world:
+        leader = min(set(range(ranks.world)) - leaders.keys())
+        mark = root / ranks.broadcast(f".write-test-{uuid.uuid4().hex}")
+        try:
+            ranks.agree(doing, lambda mark=mark, leader=leader: mark.mkdir() if ranks.rank == leader else None)
+            seen = ranks.broadcast(ranks.gather(mark.exists()))
+        finally:
+            if ranks.rank == leader and mark.exists():
+                mark.rmdir()
+        leaders |= {rank: leader for rank, sees in enumerate(seen) if sees and rank not in leaders}
+    return NodeDisks(ranks.rank, tuple(leaders[rank] for rank in range(ranks.world)))
+
+
+def verify_on_disks(folder: Path, *, ranks: Coordinator, disks: NodeDisks) -> None:
+    """Read every byte of a checkpoint whose shards are on several disks, each of its disk's ranks a share. Collective.
+
+    Raises CheckpointError naming what is damaged, or on no disk."""
+    doing = f"verifying {folder}"
+    manifest = ranks.agree(doing, lambda: expected_manifest(folder))
+    here = [(file, shard) for file, shard in manifest.shards.items() if (folder / file).exists()]
+    share = here[disks.mates.index(ranks.rank) :: len(disks.mates)]
+    ranks.agree(doing, lambda: verify_shards(folder, share, manifest.save_id))
+    gathered = ranks.gather([manifest.save_id, [file for file, _ in share]])
+    ranks.on_rank_0(doing, lambda: _expect_all(gathered or [], manifest.save_id, set(manifest.shards)))
+
+
+def _expect_all(gathered: list[tuple[str, list[str]]], save_id: str, shards: set[str]) -> None:
+    """On rank 0: raises CheckpointError unless the disks have all shards of one save."""
+    lacking = sorted(shards.difference(*(files for of, files in gathered if of == save_id)))
+    if lacking:
+        raise CheckpointError(f"{lacking[:20]} of this save are on no node's disk. Use another checkpoint.")

@@ -1,0 +1,131 @@
+"""Ownership of a run's store: which run it holds, and which start of it writes there.
+
+A start takes the run over, and an older one can publish no more: no clock is asked who is alive. The folder on each disk says
+which run of the store it is of, so that two runs of one name are not mixed.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from ultrascale.checkpoint import CheckpointError, check_writable
+from ultrascale.checkpoint.coordination import Coordinator
+from ultrascale.checkpoint.disk.folders import candidates
+from ultrascale.checkpoint.disk.nodes import NodeDisks, find_disks
+from ultrascale.config.resolve import run_from_toml
+from ultrascale.description.problems import SpecError
+from ultrascale.description.run import Run
+from ultrascale.storage import ConflictError, MissingError, StorageError, Store, Version
+from ultrascale.train.folder.resume import decisive_parts
+from ultrascale.train.folder.run_folder import RunFolder
+
+T = TypeVar("T")
+CLAIM = "run.json"
+LOCAL = ".store.json"
+"""In the run's folder: which run of the store it is."""
+HISTORY = ("metrics.jsonl", "events.jsonl", "log.txt")
+
+
+def take_over(store: Store, run: Run, folder: RunFolder, *, allow_changes: bool = False) -> str:
+    """Make this start of `run` the one that writes to the store; the name that it is known by there.
+
+    Raises CheckpointError if the store holds another run than the folder or `run`, StorageError."""
+    claimed, version = read_claim(store)
+    if claimed is not None:
+        _expect_same_id(store, folder, claimed["run_id"])
+        _expect_same_run(store, run, ("batch",) if allow_changes else ("model", "batch"))
+    run_id = claimed["run_id"] if claimed is not None else _known_id(folder) or uuid.uuid4().hex
+    writer = uuid.uuid4().hex
+    try:
+        store.publish(CLAIM, json.dumps({"run_id": run_id, "writer": writer}).encode(), replacing=version)
+    except ConflictError as error:
+        raise CheckpointError(f"{store.url}: another process is starting this run at this moment. Start it once.") from error
+    if claimed is not None:
+        _bring_history(store, folder)
+    folder.write_json(LOCAL, {"run_id": run_id})
+    return writer
+
+
+def _known_id(folder: RunFolder) -> str | None:
+    """The run of a store that the folder is of; None if it is of none."""
+    local = folder.read_json(LOCAL)
+    return local.get("run_id") if isinstance(local, dict) else None
+
+
+def _expect_same_id(store: Store, folder: RunFolder, run_id: str) -> None:
+    """Raises CheckpointError if the folder is of another run than the store's."""
+    known = _known_id(folder)
+    if known != run_id and (known is not None or candidates(folder.checkpoints)):
+        told = f"{store.url} holds another run than {folder.path}"
+        raise CheckpointError(f"{told}. Give this one a --name of its own, or another checkpoint.store.")
+
+
+def _bring_history(store: Store, folder: RunFolder) -> None:
+    """Copies the run's history from the store into a folder that lacks it, or has less of it: the run went on elsewhere."""
+    for name in HISTORY:
+        path = folder.path / name
+        with suppress(MissingError):
+            if store.size(name) > (path.stat().st_size if path.exists() else 0):
+                folder.write_text(name, store.read(name).decode())
+
+
+def join_disks(store: Store, folder: RunFolder, ranks: Coordinator, writer: str) -> NodeDisks:
+    """The disks that the ranks save to. Collective; raises CheckpointError if one of several holds another run, or if a node
+    sees another store than rank 0, as a folder that is on its disk alone."""
+    if ranks.world == 1:
+        return NodeDisks(0, (0,))
+    ranks.agree("before the first save", lambda: check_writable(folder.checkpoints))
+    disks = find_disks(folder.checkpoints, ranks)
+
+    def join() -> None:
+        claim, _ = read_claim(store)
+        if claim is None or claim["writer"] != writer:
+            raise CheckpointError(f"{store.url} is not what rank 0 sees there. Name a store that all nodes reach.")
+        _expect_same_id(store, folder, claim["run_id"])
+        folder.write_json(LOCAL, {"run_id": claim["run_id"]})
+
+    if not disks.are_one:
+        ranks.agree("joining the run's store", lambda: told(join) if disks.leads else None)
+    return disks
+
+
+def read_claim(store: Store) -> tuple[dict[str, Any] | None, Version | None]:
+    """Claim of a store (its run's id and its writer) and the claim's version; None each if there is none. Raises
+    CheckpointError if it is no claim of a run, StorageError."""
+    try:
+        data, version = store.read_version(CLAIM)
+    except MissingError:
+        return None, None
+    try:
+        claim = json.loads(data)
+        if isinstance(claim["run_id"], str) and isinstance(claim["writer"], str):
+            return claim, version
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise CheckpointError(f"{store.where(CLAIM)} is not of a run. Name another checkpoint.store, or remove it.")
+
+
+def _expect_same_run(store: Store, run: Run, parts: tuple[str, ...]) -> None:
+    """Raises CheckpointError if the store's run differs in one of these parts; `restore` tells each in full."""
+    try:
+        text = store.read("run.toml").decode()
+        kept = decisive_parts(run_from_toml(text, where=store.where("run.toml")))
+    except (MissingError, SpecError, UnicodeDecodeError):
+        return  # its checkpoints say
+    now = decisive_parts(run)
+    differing = [key for key in parts if kept[key] != now[key]]
+    if differing:
+        told = f"holds another run: its {' and '.join(differing)} {'is' if len(differing) == 1 else 'are'} not this one's"
+        raise CheckpointError(f"{store.url} {told}. Give this run a --name of its own, or another checkpoint.store.")
+
+
+def told(work: Callable[[], T]) -> T:
+    """Result of `work`. Raises CheckpointError, which ranks report to each other, for a StorageError."""
+    try:
+        return work()
+    except StorageError as error:
+        raise CheckpointError(str(error)) from error
