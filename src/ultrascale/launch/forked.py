@@ -13,9 +13,7 @@ import gc
 import json
 import multiprocessing
 import os
-import pickle
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -24,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ultrascale.launch.scratch import scratch_folder
@@ -68,33 +67,35 @@ def forks_compute() -> bool:
 
 
 def _run_apart(world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
-    """Let a process that has computed nothing yet fork the ranks; `function` and `arguments` are pickled."""
+    """Let a process that has computed nothing yet fork the ranks; `function` and `arguments` go there by pickle."""
     with scratch_folder("forking") as folder:
-        (folder / "work").write_bytes(pickle.dumps((world, function, arguments)))
-        paths = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        with subprocess.Popen([sys.executable, "-m", __name__, str(folder)], stdin=subprocess.PIPE, env=paths) as process:
-            code = process.wait()
-        if code:
-            failed = folder / "failed"
-            raise RankFailed(failed.read_text() if failed.exists() else f"the process that forks the ranks {_ending(code)}")
+        process = multiprocessing.get_context("spawn").Process(target=_fork_ranks, args=(folder, world, function, arguments))
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")  # a script that calls this is not run again there
+        try:
+            process.start()
+        finally:
+            sys.modules["__main__"] = main
+        try:
+            process.join()
+        finally:
+            process.kill()
+            process.join()
+        if (failed := folder / "failed").exists():
+            raise RankFailed(failed.read_text())
+        if process.exitcode != 0:
+            raise RankFailed(f"the process that forks the ranks {_ending(process.exitcode or 0)}")
         return json.loads((folder / "found").read_text())
 
 
-def main() -> None:
-    """Fork the ranks of another process, which cannot. Ends with it."""
-    folder = Path(sys.argv[1])
-    threading.Thread(target=_end_with_input, daemon=True).start()
+def _fork_ranks(folder: Path, world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        found = _run_here(*pickle.loads((folder / "work").read_bytes()))
+        found = _run_here(world, function, arguments)
     except RankFailed as error:
         (folder / "failed").write_text(str(error))
-        raise SystemExit(1) from None
-    (folder / "found").write_text(json.dumps(found))
-
-
-def _end_with_input() -> None:
-    os.read(0, 1)  # not `sys.stdin`, whose lock a rank would wait for
-    os._exit(1)
+    else:
+        (folder / "found").write_text(json.dumps(found))
 
 
 def _run_here(world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
@@ -187,7 +188,3 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-if __name__ == "__main__":
-    main()
