@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from ultrascale.check.faults.table import FAULTS
 from ultrascale.check.prove import Case
 from ultrascale.cli.check import _Count
 from ultrascale.cli.main import main
+from ultrascale.launch import forked
 
 CELLS = matrix.cells()
 RUN = """
@@ -129,6 +131,13 @@ def test_all_faults_that_a_run_can_have_are_planted_and_no_others(run_file, caps
     assert {"missing-reduce", "missing-scatter", "accumulation-reset", "stale-copy"} < planted
     assert not any(str(name).startswith(("tp-", "cp-", "pp-", "expert-")) for name in planted)
     assert all(FAULTS[str(case.fault)].fits(case.run) for case in todo)
+
+
+def test_verdicts_are_counted_where_a_spawned_process_forks_the_ranks(run_file, capfd, monkeypatch):
+    monkeypatch.setattr(forked, "_forks_here", False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert check(run_file, "--own-layout") == 0
+    assert "2 of 2 cases after" in capfd.readouterr().err
 
 
 def test_a_fault_that_is_missed_and_a_layout_that_differs_fail(run_file, capsys, monkeypatch):

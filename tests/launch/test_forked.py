@@ -63,8 +63,7 @@ def collect(rendezvous: str) -> int:
 @pytest.fixture(params=[True, False], ids=["forked here", "forked apart"])
 def from_here(request, monkeypatch) -> bool:
     """False: as if this process had done a backward pass with a torch that is built for a GPU."""
-    if not request.param:
-        monkeypatch.setattr(forked, "forks_compute", lambda: False)
+    monkeypatch.setattr(forked, "_forks_here", request.param)
     return request.param
 
 
@@ -109,6 +108,15 @@ def test_a_rank_does_not_collect_its_parents_garbage():
     frozen = gc.get_freeze_count()
     run_forked(2, collect)
     assert gc.isenabled() and gc.get_freeze_count() == frozen
+
+
+def test_what_is_found_out_of_forks_is_remembered_where_they_cannot_compute(monkeypatch):
+    asked = []
+    monkeypatch.setattr(forked, "_forks_here", True)
+    monkeypatch.setattr(forked, "forks_compute", lambda: asked.append(1))
+    for _ in range(2):
+        assert run_forked(1, place, "hello") == [["hello", "0", "1", "file"]]
+    assert asked == [1]
 
 
 def test_whether_a_fork_can_do_a_backward_pass_is_tried(monkeypatch):

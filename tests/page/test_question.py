@@ -228,3 +228,17 @@ def test_the_waterfall_sums_to_the_step_and_the_schedule_is_the_planners():
     assert sum(part["value"] for part in answer["waterfall"]) == pytest.approx(seconds)
     first = answer["schedule"]["ranks"][0]["actions"]
     assert [name for name, _, _ in first[:5]] == ["0F0", "0F1", "0F2", "0F3", "0B0"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "changed", "gpus"),
+    [
+        ("16xh200", {"count": "32"}, "32xh200"), ("16xh200", {"machine": "h100"}, "16xh100"),
+        ("2xdgx-h100", {"count": "32"}, "32xh100-sxm"), ("2xdgx-h100", {"machine": "h200"}, "16xh200"),
+        ("auto", {"count": "8"}, "8"), ("128xgb200/64", {"count": "64"}, "64xgb200/64"),
+    ],
+)  # fmt: skip
+def test_a_control_beside_a_dropped_run_changes_its_accelerators_and_nothing_else(cluster, changed, gpus, tmp_path):
+    text = f'cluster = "{cluster}"\n[model]\npreset = "gpt2"\n'
+    words = words_of(changed | {"file": {"name": "run.toml", "text": text}}, tmp_path)
+    assert [word for word in words if word.startswith("--gpus")] == [f"--gpus={gpus}"]

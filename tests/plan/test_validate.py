@@ -355,8 +355,11 @@ def test_settings_that_differ_between_runs_are_open_unless_a_cell_states_them():
     assert other.step_seconds > one.step_seconds and one.high and one.high > other.step_seconds
 
 
-def test_a_device_said_to_be_power_limited_is_priced_slower():
-    plain, limited = predict_rows([asked(gpu="B200"), asked(gpu="B200-180GB-SXM (power limited)")])
+@pytest.mark.parametrize("seq_len", ["8192", "65536"])
+def test_a_device_said_to_be_power_limited_is_priced_slower(seq_len):
+    """Attention, which is most of a step of long sequences, as much as products."""
+    gpus = ("B200", "B200-180GB-SXM (power limited)")
+    plain, limited = predict_rows([asked(gpu=gpu, seq_len=seq_len) for gpu in gpus])
     assert plain.step_seconds is not None and limited.step_seconds is not None
     assert limited.step_seconds == pytest.approx(plain.step_seconds * 0.75 ** (-1 / 3), rel=0.03)
     assert "three quarters of its power" in limited.reason and "power" not in plain.reason

@@ -129,7 +129,8 @@ class Check(Rows):
     def plot(self) -> Any:
         """A matplotlib figure of the largest relative error of each case. Raises NotInstalledError without matplotlib."""
         errors = [(one.case, max((worst.error for worst in one.worst.values()), default=0.0)) for one in self.verdicts]
-        return bars(repr(self), errors, label="largest relative error", scale="symlog" if self.planted else "linear")
+        allowed = max((one.tolerance for one in self.verdicts), default=0.0)
+        return bars(repr(self), errors, label="largest relative error", linear_to=allowed if self.planted else None)
 
     def __repr__(self) -> str:
         held, count = sum(one.holds for one in self.verdicts), len(self.verdicts)

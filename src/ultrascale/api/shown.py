@@ -74,12 +74,13 @@ def figure(title: str, *, width: float = 8.0, height: float = 4.2) -> Any:
     return found
 
 
-def bars(title: str, values: Sequence[tuple[str, float]], *, label: str = "b / a", scale: str = "linear") -> Any:
-    """A bar for each name, the first on top."""
+def bars(title: str, values: Sequence[tuple[str, float]], *, label: str = "b / a", linear_to: float | None = None) -> Any:
+    """A bar for each name, the first on top; where values above `linear_to` are of many sizes, logarithmic from there."""
     found = figure(title, height=1.2 + 0.28 * len(values))
     axes = found.add_subplot()
     _bars(axes, [name for name, _ in values], [value for _, value in values], label, FIRST)
-    axes.set_xscale(scale)
+    if linear_to is not None:
+        axes.set_xscale("symlog", linthresh=linear_to)
     return found
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from multiprocessing import Value
+from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 from ultrascale.api.asked import Asked
@@ -125,10 +125,10 @@ def progress(
 
 
 class _Count:
-    """Count of verdicts, in memory that processes started later share."""
+    """Count of verdicts, in memory that processes forked or spawned later share."""
 
     def __init__(self, total: int):
-        self.total, self.done, self.started = total, Value("i", 0), time.monotonic()
+        self.total, self.done, self.started = total, get_context("spawn").Value("i", 0), time.monotonic()
 
     def words(self) -> str:
         """The phase of the proof, in words."""

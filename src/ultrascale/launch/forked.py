@@ -31,6 +31,8 @@ OTHERS_SECONDS = 5.0
 """Time that a rank which another one lost has to end; then what that other one says is all that is known."""
 PROBE_SECONDS = 60.0
 """Time that a fork has for a backward pass of one number: it may wait for a lock of a thread that was not forked."""
+_forks_here = True
+"""False once a fork of this process could not compute: its threads stay."""
 
 
 class RankFailed(RuntimeError):
@@ -43,7 +45,9 @@ def run_forked(world: int, function: Callable[..., Any], *arguments: Any) -> lis
     Each process finds RANK, LOCAL_RANK and WORLD_SIZE in its environment, and meets the others at `rendezvous`, a file:// URL.
     Raises RankFailed with the traceback of the first rank that failed, or of the one that it lost.
     """
-    return (_run_here if forks_compute() else _run_apart)(world, function, arguments)
+    global _forks_here
+    _forks_here = _forks_here and forks_compute()
+    return (_run_here if _forks_here else _run_apart)(world, function, arguments)
 
 
 def forks_compute() -> bool:
@@ -89,6 +93,7 @@ def _run_apart(world: int, function: Callable[..., Any], arguments: tuple[Any, .
 
 
 def _fork_ranks(folder: Path, world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told as well, and ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         found = _run_here(world, function, arguments)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ultrascale.catalogue.cluster import MOST
+from ultrascale.catalogue.cluster import MOST, parse_cluster
 from ultrascale.catalogue.machines import USUAL_NODE
 from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.catalogue.stacks.stack_files import stack_names
@@ -114,10 +114,15 @@ def _unreadable(name: str, value: str) -> list[Problem]:
         from ultrascale.config.resolve import resolve
 
         resolve(None, ["--model.preset", value])  # says what is wrong, and which preset may have been meant
-    text = re.sub(r"/\d+$", "", value) if name == "machine" else value  # gb200-nvl72/64: so many of each rack
+    text = _without_places(value) if name == "machine" else value
     if any(letter in text for letter in "/\\\0\n") or text.lower().endswith((".toml", ".json", ".csv")):
         return [Problem(name, f"{value!r} names a file, and the page reads none", f"Give {BY_NAME[name].range}.")]
     return []
+
+
+def _without_places(machine: str) -> str:
+    """A machine's name without how many of each rack are used, such as `gb200-nvl72/64`."""
+    return re.sub(r"/\d+$", "", machine)
 
 
 def _dropped(file: Any, folder: Path) -> Path:
@@ -139,13 +144,14 @@ def _dropped(file: Any, folder: Path) -> Path:
 
 
 def _machines_of(text: str) -> tuple[str, str]:
-    """Count and name of a run's machines, `16xh200`: a control that changes one of them keeps the other."""
+    """Number and name of a run's accelerators, `16xh200`: a control that changes one of them keeps the other."""
     try:
-        cluster = str(tomllib.loads(text).get("cluster", ""))
-    except tomllib.TOMLDecodeError:
+        cluster = str(tomllib.loads(text)["cluster"])
+        found = parse_cluster(cluster).num_accelerators, parse_cluster(cluster).accelerator.kind
+    except (tomllib.TOMLDecodeError, KeyError, SpecError):  # the planner says what is wrong
         return "", ""
     count, counted, machine = cluster.partition("x")
-    return (count, machine) if counted and count.isdigit() else ("", cluster)
+    return (count, machine) if counted and count == str(found[0]) else (str(found[0]), found[1])
 
 
 def _too_large(num_bytes: int) -> Problem:
@@ -165,7 +171,7 @@ def _expect_no_paths(text: str) -> None:
         found.append(Problem("model.path", "names a file, and the page reads none", "Drop that config.json, or name a preset."))
     if isinstance(layout, dict) and str(layout.get("schedule", "")) not in ("", *SCHEDULES):
         found.append(Problem("layout.schedule", "is no schedule by name", f"Take {', '.join(SCHEDULES)}."))
-    if any(mark in str(told.get("cluster", "")) for mark in ("/", "\\", ".toml")):
+    if any(mark in _without_places(str(told.get("cluster", ""))) for mark in ("/", "\\", ".toml")):
         found.append(Problem("cluster", "names a file, and the page reads none", "Name machines such as 64xh100."))
     if found:
         raise SpecError(found)

@@ -14,8 +14,8 @@ DEVICE_DERATES = {
     "b200": 1.26,  # 1,000 W, not a GB200's 1,200: NVIDIA's recipes run 1.15 slower, SimuMax's products 1.32
     "gb300": 0.9,  # 1,400 W: products that throttle a GB200 do not throttle it; NVIDIA's recipes, 2025 to 2026
 }
-"""Time of products in training over what the law of `plan.laws.compute` gives for a device, where its power says it must
-differ."""
+"""Time of products and attention in training over what the law of `plan.laws.compute` gives for a device, where its power says
+it must differ."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Constants:
     """Constants of the time model: factors by which a step differs from the sum of its parts."""
 
     compute_derate: float = 1.145
-    """Time of a product in training over its time alone in a hot loop: cold caches, clocks lowered by power."""
+    """Time of a product or of attention in training over its time alone in a hot loop: cold caches, clocks lowered by power."""
     device_derates: Mapping[str, float] = field(default_factory=lambda: DEVICE_DERATES)
-    """Further factor on a product's time by name of accelerator; 1 for those not named."""
+    """Further factor on their time by name of accelerator; 1 for those not named."""
     compiled_host_fraction: float = 0.5
     """Share of Python's time to launch a block's operations that is left when the block is compiled."""
     tensor_parallel_hidden: float = 0.17

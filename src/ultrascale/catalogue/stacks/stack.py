@@ -110,7 +110,7 @@ class Overheads:
     step twice without a pipeline."""
     stall_nodes: int = 0
     products: float = 1.0
-    """Time of products over that of the same products in Megatron: what clocks, streams and copies between them cost."""
+    """Time of products and attention over that of the same in Megatron: what clocks, streams and copies between them cost."""
     attention: float = 1.0
     """Time of attention over that of the kernel named by `attention_kernel`: older versions, biases, copies around it."""
     elementwise: float = 1.0

