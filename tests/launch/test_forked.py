@@ -125,17 +125,3 @@ def test_whether_a_fork_can_do_a_backward_pass_is_tried(monkeypatch):
     for broken in (lambda tensor: time.sleep(60), lambda tensor: 1 / 0):
         monkeypatch.setattr(torch.Tensor, "backward", broken)
         assert not forks_compute()
-
-
-def double(rendezvous: str, number: float) -> float:
-    value = torch.tensor(number, requires_grad=True)
-    (value * value).backward()
-    assert value.grad is not None
-    return value.grad.item()
-
-
-@pytest.mark.gpu
-def test_ranks_compute_where_this_process_has_computed_on_a_gpu():
-    torch.ones(1, device="cuda", requires_grad=True).sum().backward()
-    assert not forks_compute()
-    assert run_forked(2, double, 3.0) == [6.0, 6.0]
