@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from ranks import run_ranks
+from s3_server import Answer, proxied, reached_at
 from train.small_runs import make_corpus, small_run, state, stop_at, train_here
 from train.test_anomalies import spoil_next_loss
 
@@ -271,6 +273,49 @@ def test_nodes_that_all_come_back_lose_nothing_that_is_on_their_disks(
     assert newest_in_store(f"{url}/small", tmp_path / "reader") == straight
 
 
+def test_a_fresh_node_that_is_the_first_loses_nothing_that_is_whole_on_the_others(
+    tmp_path: Path, url: str, straight: dict[str, str]
+):
+    run = stored(tmp_path, url)
+    with pytest.raises(RankFailed, match="SIGKILL"):
+        train_on_nodes(run, tmp_path / "nodes", 2, kill="upload.part:3:9")
+    os.rename(tmp_path / "nodes/node-1", tmp_path / "nodes/node-3")
+    os.rename(tmp_path / "nodes/node-0", tmp_path / "nodes/node-2")
+    assert train_on_nodes(run, tmp_path / "nodes", 3, first=1) == [{"steps_done": 12}] * 4
+    assert "at step 6" in (tmp_path / "nodes/node-1/out/small/log.txt").read_text()
+    assert newest_in_store(f"{url}/small", tmp_path / "reader") == straight
+
+
+def test_a_start_that_cannot_upload_what_only_disks_have_ends_and_takes_nothing_older(
+    tmp_path: Path, server: str, url: str, straight: dict[str, str]
+):
+    run = stored(tmp_path, url)
+    with pytest.raises(RankFailed, match="SIGKILL"):
+        train_on_nodes(run, tmp_path / "nodes", 2, kill="upload.part:3:9")
+    refused = Answer(status=403, code="AccessDenied")
+    with proxied(server) as proxy, reached_at(proxy.address):
+        proxy.rule = lambda asked: refused if asked.method == "PUT" and (asked.is_part or asked.is_index) else None
+        for one in train_on_nodes(run, tmp_path / "nodes", 2):
+            assert "keeping step-00000006" in one["error"] and "was refused" in one["error"]
+    assert [on_disk(tmp_path / "nodes", node)["step-00000006"] for node in (0, 1)] == [["00000", "00001"], ["00002", "00003"]]
+    assert train_on_nodes(run, tmp_path / "nodes", 2) == [{"steps_done": 12}] * 4
+    assert "at step 6" in (tmp_path / "nodes/node-0/out/small/log.txt").read_text()
+    assert newest_in_store(f"{url}/small", tmp_path / "reader") == straight
+
+
+def test_a_save_that_is_damaged_on_a_disk_is_named_and_passed_over_for_the_stores(
+    tmp_path: Path, url: str, straight: dict[str, str]
+):
+    run = stored(tmp_path, url)
+    with pytest.raises(RankFailed, match="SIGKILL"):
+        train_on_nodes(run, tmp_path / "nodes", 2, kill="upload.part:3:9")
+    spoil_last_byte(tmp_path / "nodes/node-1/out/small/checkpoints/step-00000006/rank-00002.safetensors")
+    assert train_on_nodes(run, tmp_path / "nodes", 2) == [{"steps_done": 12}] * 4
+    said = (tmp_path / "nodes/node-0/out/small/log.txt").read_text()
+    assert "rank-00002.safetensors: checksum is" in said and "at step 3" in said
+    assert newest_in_store(f"{url}/small", tmp_path / "reader") == straight
+
+
 @pytest.mark.parametrize(
     "kill",
     ["publish.renamed:0:2", *(pytest.param(f"{point}:2:2", marks=NIGHTLY) for point in ("save.manifest", "publish.before"))],
@@ -303,7 +348,11 @@ def test_a_node_that_sees_another_store_or_has_another_run_on_its_disk_is_refuse
 def test_the_export_is_made_of_all_nodes_parts(tmp_path: Path, url: str):
     run = stored(tmp_path, url, steps=3)
     train_on_nodes(replace(run, checkpoint=replace(run.checkpoint, export=True)), tmp_path / "nodes", 2)
-    assert (tmp_path / "nodes/node-0/out/small/export/model.safetensors").exists()
+    calm = small_run(tmp_path / "calm", layout=FOUR, steps=3, data=run.data)
+    apart(run_forked, 4, on_one_disk, replace(calm, checkpoint=replace(calm.checkpoint, export=True)))
+    exports = tmp_path / "nodes/node-0/out/small/export", tmp_path / "calm/small/export"
+    made, expected = (safetensors.torch.load_file(one / "model.safetensors") for one in exports)
+    assert digests(made) == digests(expected)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -317,16 +366,19 @@ def test_going_back_after_a_step_that_is_not_finite_brings_each_node_the_others_
     assert newest_in_store(f"{url}/small", tmp_path / "reader") == straight
 
 
+def spoil_last_byte(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
 def save_with_damage(rank: int, disks: Path) -> tuple[str, list[str]]:
     """Save three times, keeping one; after the third a byte of rank 1's shard changes on its node's disk. The error, and names
     of what is left on this disk."""
 
     def damage(folder: Path, ranks: object) -> None:
         if folder.name == "step-00000003" and rank == 1:
-            shard = folder / "rank-00001.safetensors"
-            data = bytearray(shard.read_bytes())
-            data[-1] ^= 1
-            shard.write_bytes(data)
+            spoil_last_byte(folder / "rank-00001.safetensors")
 
     root, told = disks / f"node-{rank}", ""
     with checkpoint.Saver(root, keep=1, published=damage, disks=NodeDisks(rank, (0, 1))) as saver:
@@ -343,6 +395,22 @@ def test_nothing_is_removed_for_a_checkpoint_that_is_damaged_on_any_disk(tmp_pat
     for told, left in apart(run_ranks, 2, save_with_damage, tmp_path):
         assert "rank 1 of 2" in told and "rank-00001.safetensors: checksum" in told
         assert left == ["step-00000002", "step-00000003"]
+
+
+def save_each(rank: int, disks: Path, steps: tuple[int, ...]) -> list[str]:
+    """Save at these steps, keeping one and every second; names of what is left on this disk."""
+    root = disks / f"node-{rank}"
+    with checkpoint.Saver(root, keep=1, keep_every_steps=2, disks=NodeDisks(rank, (0, 1))) as saver:
+        for step in steps:
+            saver.save(step, {"w": [Slice(torch.full((2, 3), float(step)), (4, 3), (2 * rank, 0))]}, {})
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_what_is_kept_for_good_stays_on_a_disk_though_the_first_one_is_new(tmp_path: Path):
+    assert apart(run_ranks, 2, save_each, tmp_path, (2, 3)) == [["step-00000002", "step-00000003"]] * 2
+    shutil.rmtree(tmp_path / "node-0")
+    new, old = apart(run_ranks, 2, save_each, tmp_path, (5, 7))
+    assert new == ["step-00000007"] and old == ["step-00000002", "step-00000007"]
 
 
 def test_islands_on_nodes_of_their_own_each_have_a_place_in_the_store(tmp_path: Path, url: str):
