@@ -4,6 +4,7 @@ Ranks are forked, those of a node in a folder of its own, where the run's relati
 fork, as this process may have in another file's tests: a process that has not does it (`apart`), and asks through children.
 """
 
+import errno
 import hashlib
 import json
 import multiprocessing
@@ -24,7 +25,7 @@ from train.small_runs import make_corpus, small_run, state, stop_at, train_here
 from train.test_anomalies import spoil_next_loss
 
 from ultrascale import checkpoint
-from ultrascale.checkpoint import Slice
+from ultrascale.checkpoint import Slice, saving
 from ultrascale.checkpoint.disk.nodes import NodeDisks
 from ultrascale.checkpoint.stored import fetch, found_in, verify_stored
 from ultrascale.description.layout import Layout
@@ -395,6 +396,29 @@ def test_nothing_is_removed_for_a_checkpoint_that_is_damaged_on_any_disk(tmp_pat
     for told, left in apart(run_ranks, 2, save_with_damage, tmp_path):
         assert "rank 1 of 2" in told and "rank-00001.safetensors: checksum" in told
         assert left == ["step-00000002", "step-00000003"]
+
+
+def save_where_one_disk_gives_no_name(rank: int, disks: Path) -> tuple[str, list[str]]:
+    """Save twice; the second time rank 1's disk fails at the rename. The error, and names of what is left on this disk."""
+    root, told, publish = disks / f"node-{rank}", "", saving.publish
+
+    def fails(temporary: Path, final: Path) -> None:
+        raise OSError(errno.ENOSPC, "no space for a name")
+
+    with checkpoint.Saver(root, disks=NodeDisks(rank, (0, 1))) as saver:
+        for step in (1, 2):
+            saving.publish = fails if (rank, step) == (1, 2) else publish
+            try:
+                saver.save(step, {"w": [Slice(torch.full((2, 3), float(step)), (4, 3), (2 * rank, 0))]}, {})
+            except checkpoint.SaveFailedError as error:
+                told = str(error)
+    return told, sorted(path.name for path in root.iterdir())
+
+
+def test_a_save_that_gets_no_name_on_one_disk_has_none_on_any(tmp_path: Path):
+    for told, left in apart(run_ranks, 2, save_where_one_disk_gives_no_name, tmp_path):
+        assert "rank 1 of 2" in told and "no space for a name" in told
+        assert left == ["step-00000001"]
 
 
 def save_each(rank: int, disks: Path, steps: tuple[int, ...]) -> list[str]:
