@@ -117,16 +117,33 @@ def in_environment(environment: dict[str, str], work: Callable[..., Any], *argum
 
 
 def train_on_nodes(
-    run: Run, disks: Path, nodes: int, *, stop: int | None = None, spoil: int | None = None, kill: str = "", first: int = 0
+    run: Run,
+    disks: Path,
+    nodes: int,
+    *,
+    stop: int | None = None,
+    spoil: int | None = None,
+    kill: str = "",
+    first: int = 0,
+    lose: int | None = None,
 ) -> list[dict]:
     """Train with the run's ranks spread over these nodes, numbered from `first` on; each rank's outcome. Raises RankFailed.
 
-    All are stopped before the step `stop`; before the step `spoil` rank 3 spoils its loss, once; one is killed at `kill`."""
-    return apart(run_forked, run.num_processes, train_on_node, run, str(disks), nodes, stop, spoil, kill, first)
+    All are stopped before the step `stop`; before the step `spoil` rank 3 spoils its loss, once; one is killed at `kill`;
+    before the step `lose` rank 3 removes its node's checkpoints."""
+    return apart(run_forked, run.num_processes, train_on_node, run, str(disks), nodes, stop, spoil, kill, first, lose)
 
 
 def train_on_node(
-    rendezvous: str, run: Run, disks: str, nodes: int, stop: int | None, spoil: int | None, kill: str, first: int
+    rendezvous: str,
+    run: Run,
+    disks: str,
+    nodes: int,
+    stop: int | None,
+    spoil: int | None,
+    kill: str,
+    first: int,
+    lose: int | None,
 ) -> dict[str, Any]:
     torch.set_num_threads(1)
     storage_parts.PART_BYTES = 5_000
@@ -142,6 +159,8 @@ def train_on_node(
         if trainer.steps_done == spoil and trainer.ranks.rank == 3 and not spoiled:
             spoiled.append(trainer.steps_done)
             spoil_next_loss(trainer)
+        if trainer.steps_done == lose and trainer.ranks.rank == 3:
+            shutil.rmtree("out/small/checkpoints")
 
     try:
         outcome = train_here(run, before_step=before_step, rendezvous=rendezvous)
@@ -364,6 +383,18 @@ def test_going_back_after_a_step_that_is_not_finite_brings_each_node_the_others_
     run = replace(run, checkpoint=replace(run.checkpoint, asynchronous=asynchronous))
     assert train_on_nodes(run, tmp_path / "nodes", 2, spoil=7) == [{"steps_done": 12}] * 4
     assert "Back to step 6." in (tmp_path / "nodes/node-0/out/small/log.txt").read_text()
+    assert newest_in_store(f"{url}/small", tmp_path / "reader") == straight
+
+
+def test_checkpoints_removed_on_a_node_that_is_not_the_first_are_told_and_the_next_ones_saved(
+    tmp_path: Path, url: str, straight: dict[str, str]
+):
+    run = stored(tmp_path, url)
+    run = replace(run, checkpoint=replace(run.checkpoint, every_steps=5))
+    assert train_on_nodes(run, tmp_path / "nodes", 2, lose=7) == [{"steps_done": 12}] * 4
+    assert [*on_disk(tmp_path / "nodes", 1)] == ["step-00000010", "step-00000012"]
+    said = (tmp_path / "nodes/node-0/out/small/log.txt").read_text()
+    assert said.count("on rank 2's node was removed while the run trained") == 1 and "saving failed" not in said
     assert newest_in_store(f"{url}/small", tmp_path / "reader") == straight
 
 

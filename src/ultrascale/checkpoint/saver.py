@@ -90,7 +90,7 @@ class Saver:
         self._ranks.agree(f"opening {self.root}", self._hold)
 
     def fate(self) -> str:
-        """On rank 0: the fate of `root`, as in `was removed`; empty while the path still leads to the original folder."""
+        """Fate of `root`, as in `was removed`, on a rank that holds it; empty while the path leads to the original folder."""
         return "" if self._held is None else self._held.fate()
 
     def _hold(self) -> None:
