@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from checkpoint.test_versions import rewrite
 from ranks import run_ranks
 from s3_server import Answer, proxied, reached_at
 from train.small_runs import make_corpus, small_run, state, stop_at, train_here
@@ -27,7 +28,7 @@ from train.test_anomalies import spoil_next_loss
 from ultrascale import checkpoint
 from ultrascale.checkpoint import Slice, saving
 from ultrascale.checkpoint.disk.nodes import NodeDisks
-from ultrascale.checkpoint.stored import fetch, found_in, verify_stored
+from ultrascale.checkpoint.stored import fetch, found_in, saves_on, verify_stored
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Faults, Run
 from ultrascale.description.sections.islands import Islands
@@ -321,6 +322,37 @@ def test_a_start_that_cannot_upload_what_only_disks_have_ends_and_takes_nothing_
     assert train_on_nodes(run, tmp_path / "nodes", 2) == [{"steps_done": 12}] * 4
     assert "at step 6" in (tmp_path / "nodes/node-0/out/small/log.txt").read_text()
     assert newest_in_store(f"{url}/small", tmp_path / "reader") == straight
+
+
+def spoil_parts(rendezvous: str, url: str, step: int) -> None:
+    store = open_store(f"{url}/small")
+    index = next(one.index for one in found_in(store) if one.step == step)
+    assert index is not None
+    for key in index.part_keys():
+        store.write(key, bytes(len(store.read(key))))
+
+
+def test_a_checkpoint_that_is_damaged_in_the_store_is_uploaded_again_from_the_disks_that_have_it_whole(
+    tmp_path: Path, url: str, straight: dict[str, str]
+):
+    run = stored(tmp_path, url)
+    train_on_nodes(run, tmp_path / "nodes", 2, stop=7)
+    apart(run_forked, 1, spoil_parts, url, 7)
+    assert train_on_nodes(run, tmp_path / "nodes", 2, stop=8) == [{"steps_done": 8}] * 4
+    assert "at step 7" in (tmp_path / "nodes/node-0/out/small/log.txt").read_text()
+    assert in_store(url)["steps"] == [8, 7]
+    assert train_on_nodes(run, tmp_path / "nodes", 2) == [{"steps_done": 12}] * 4
+    assert newest_in_store(f"{url}/small", tmp_path / "reader") == straight
+
+
+def test_a_save_of_another_release_on_a_nodes_disk_is_not_passed_over_for_an_older_one(tmp_path: Path):
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, {"w": torch.ones(2)}, {})
+    rewrite(tmp_path / "step-00000001", version=2)
+    assert [step for step, *_ in saves_on(tmp_path)] == [2]
+    rewrite(tmp_path / "step-00000002", version=2)
+    with pytest.raises(checkpoint.UnknownVersionError, match="step-00000002"):
+        saves_on(tmp_path)
 
 
 def test_a_save_that_is_damaged_on_a_disk_is_named_and_passed_over_for_the_stores(
