@@ -203,7 +203,7 @@ class Saver:
 
 
 def _newest_first(listed: list[list[tuple[int, str]]]) -> list[tuple[int, str]]:
-    """What any disk has, in the order of `candidates`: rank 0's may be new, and lack what the others keep."""
+    """Checkpoints on any disk, in the order of `candidates`: rank 0's may be new, and lack what the others keep."""
     return sorted(
         {(step, name) for one in listed for step, name in one}, key=lambda one: (-one[0], one[1].startswith("."), one)
     )

@@ -152,7 +152,7 @@ class RunStore(LoopObserver):
             self._reject(rejected, Path(key_of(step)), step, problem)
 
     def _damage(self, folder: Path, files: list[str]) -> str:
-        """What is wrong with these files of a checkpoint, on any rank; empty if nothing is. Collective."""
+        """Damage to these files of a checkpoint, on any rank; empty if there is none. Collective."""
         problem = None
         try:
             if files:
