@@ -102,7 +102,7 @@ def measure(server: str, mib: int, rounds: int, scratch: Path) -> dict[str, list
         store = open_store(f"s3://{BUCKET}/{prefix}")
 
         def save(store: Store = store) -> Index:
-            return publish_stored(store, folder, upload_files(store, folder, files_of(manifest)), before=None)
+            return publish_stored(store, manifest, upload_files(store, folder, files_of(manifest)), before=None)
 
         def empty(store: Store = store) -> None:  # memory that it has at hand costs the server less than new
             store.remove(one.key for one in store.walk(""))

@@ -24,6 +24,7 @@ from s3_server import BUCKET, Answer, Proxy, Request, proxied, reached_at
 
 from ultrascale import checkpoint
 from ultrascale.checkpoint import CheckpointError
+from ultrascale.checkpoint.disk.files import read_manifest
 from ultrascale.checkpoint.stored import (
     collect_leftovers,
     fetch,
@@ -97,7 +98,7 @@ def upload(store: Store, folder: Path, *, keep: int = 0) -> Index:
     manifest = checkpoint.verify(folder)
     files = upload_files(store, folder, files_of(manifest), resuming=True)
     before, _ = seen(store, manifest.step)
-    index = publish_stored(store, folder, files, before=before)
+    index = publish_stored(store, read_manifest(folder), files, before=before)
     prune_stored(store, manifest.step, keep=keep, keep_every_steps=None, verified=set())
     collect_leftovers(store, busy=(index.save_id,))
     return index
@@ -376,9 +377,9 @@ def test_of_two_writers_of_one_step_one_is_there_whole(url: str, tmp_path: Path)
     store = opened(url)
     folders = [save(tmp_path / name, 1, version=version) for name, version in (("a", 1), ("b", 2))]
     sent = [upload_files(store, folder, files_of(checkpoint.verify(folder))) for folder in folders]
-    publish_stored(store, folders[0], sent[0], before=None)
+    publish_stored(store, read_manifest(folders[0]), sent[0], before=None)
     with pytest.raises(StorageError, match="was written by somebody else"):
-        publish_stored(store, folders[1], sent[1], before=None)
+        publish_stored(store, read_manifest(folders[1]), sent[1], before=None)
     assert whole(store, tmp_path / "fresh") == 1
 
 
@@ -424,7 +425,7 @@ def test_an_index_that_is_published_before_its_parts_is_caught(proxy: Proxy, pla
     files = upload_files(store, folder, files_of(checkpoint.verify(folder)))
     folder = save(tmp_path / "disk", 2)
     careless = {name: made for name, made in files.items()}
-    publish_stored(store, folder, careless, before=None)  # step 2's index, but no part of it was sent
+    publish_stored(store, read_manifest(folder), careless, before=None)  # step 2's index, but no part of it was sent
     with pytest.raises(AssertionError):
         assert whole(store, tmp_path / "fresh") == 2
 

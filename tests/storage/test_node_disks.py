@@ -4,6 +4,7 @@ Ranks are forked, those of a node in a folder of its own, where the run's relati
 fork, as this process may have in another file's tests: a process that has not does it (`apart`), and asks through children.
 """
 
+import errno
 import hashlib
 import json
 import multiprocessing
@@ -16,15 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+from checkpoint.test_versions import rewrite
 from ranks import run_ranks
+from s3_server import Answer, proxied, reached_at
 from train.small_runs import make_corpus, small_run, state, stop_at, train_here
 from train.test_anomalies import spoil_next_loss
 
 from ultrascale import checkpoint
-from ultrascale.checkpoint import Slice
+from ultrascale.checkpoint import Slice, saving
 from ultrascale.checkpoint.disk.nodes import NodeDisks
-from ultrascale.checkpoint.stored import fetch, found_in, verify_stored
+from ultrascale.checkpoint.stored import fetch, found_in, saves_on, verify_stored
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Faults, Run
 from ultrascale.description.sections.islands import Islands
@@ -114,16 +118,33 @@ def in_environment(environment: dict[str, str], work: Callable[..., Any], *argum
 
 
 def train_on_nodes(
-    run: Run, disks: Path, nodes: int, *, stop: int | None = None, spoil: int | None = None, kill: str = "", first: int = 0
+    run: Run,
+    disks: Path,
+    nodes: int,
+    *,
+    stop: int | None = None,
+    spoil: int | None = None,
+    kill: str = "",
+    first: int = 0,
+    lose: int | None = None,
 ) -> list[dict]:
     """Train with the run's ranks spread over these nodes, numbered from `first` on; each rank's outcome. Raises RankFailed.
 
-    All are stopped before the step `stop`; before the step `spoil` rank 3 spoils its loss, once; one is killed at `kill`."""
-    return apart(run_forked, run.num_processes, train_on_node, run, str(disks), nodes, stop, spoil, kill, first)
+    All are stopped before the step `stop`; before the step `spoil` rank 3 spoils its loss, once; one is killed at `kill`;
+    before the step `lose` rank 3 removes its node's checkpoints."""
+    return apart(run_forked, run.num_processes, train_on_node, run, str(disks), nodes, stop, spoil, kill, first, lose)
 
 
 def train_on_node(
-    rendezvous: str, run: Run, disks: str, nodes: int, stop: int | None, spoil: int | None, kill: str, first: int
+    rendezvous: str,
+    run: Run,
+    disks: str,
+    nodes: int,
+    stop: int | None,
+    spoil: int | None,
+    kill: str,
+    first: int,
+    lose: int | None,
 ) -> dict[str, Any]:
     torch.set_num_threads(1)
     storage_parts.PART_BYTES = 5_000
@@ -139,6 +160,8 @@ def train_on_node(
         if trainer.steps_done == spoil and trainer.ranks.rank == 3 and not spoiled:
             spoiled.append(trainer.steps_done)
             spoil_next_loss(trainer)
+        if trainer.steps_done == lose and trainer.ranks.rank == 3:
+            shutil.rmtree("out/small/checkpoints")
 
     try:
         outcome = train_here(run, before_step=before_step, rendezvous=rendezvous)
@@ -271,6 +294,80 @@ def test_nodes_that_all_come_back_lose_nothing_that_is_on_their_disks(
     assert newest_in_store(f"{url}/small", tmp_path / "reader") == straight
 
 
+def test_a_fresh_node_that_is_the_first_loses_nothing_that_is_whole_on_the_others(
+    tmp_path: Path, url: str, straight: dict[str, str]
+):
+    run = stored(tmp_path, url)
+    with pytest.raises(RankFailed, match="SIGKILL"):
+        train_on_nodes(run, tmp_path / "nodes", 2, kill="upload.part:3:9")
+    os.rename(tmp_path / "nodes/node-1", tmp_path / "nodes/node-3")
+    os.rename(tmp_path / "nodes/node-0", tmp_path / "nodes/node-2")
+    assert train_on_nodes(run, tmp_path / "nodes", 3, first=1) == [{"steps_done": 12}] * 4
+    assert "at step 6" in (tmp_path / "nodes/node-1/out/small/log.txt").read_text()
+    assert newest_in_store(f"{url}/small", tmp_path / "reader") == straight
+
+
+def test_a_start_that_cannot_upload_what_only_disks_have_ends_and_takes_nothing_older(
+    tmp_path: Path, server: str, url: str, straight: dict[str, str]
+):
+    run = stored(tmp_path, url)
+    with pytest.raises(RankFailed, match="SIGKILL"):
+        train_on_nodes(run, tmp_path / "nodes", 2, kill="upload.part:3:9")
+    refused = Answer(status=403, code="AccessDenied")
+    with proxied(server) as proxy, reached_at(proxy.address):
+        proxy.rule = lambda asked: refused if asked.method == "PUT" and (asked.is_part or asked.is_index) else None
+        for one in train_on_nodes(run, tmp_path / "nodes", 2):
+            assert "keeping step-00000006" in one["error"] and "was refused" in one["error"]
+    assert [on_disk(tmp_path / "nodes", node)["step-00000006"] for node in (0, 1)] == [["00000", "00001"], ["00002", "00003"]]
+    assert train_on_nodes(run, tmp_path / "nodes", 2) == [{"steps_done": 12}] * 4
+    assert "at step 6" in (tmp_path / "nodes/node-0/out/small/log.txt").read_text()
+    assert newest_in_store(f"{url}/small", tmp_path / "reader") == straight
+
+
+def spoil_parts(rendezvous: str, url: str, step: int) -> None:
+    store = open_store(f"{url}/small")
+    index = next(one.index for one in found_in(store) if one.step == step)
+    assert index is not None
+    for key in index.part_keys():
+        store.write(key, bytes(len(store.read(key))))
+
+
+def test_a_checkpoint_that_is_damaged_in_the_store_is_uploaded_again_from_the_disks_that_have_it_whole(
+    tmp_path: Path, url: str, straight: dict[str, str]
+):
+    run = stored(tmp_path, url)
+    train_on_nodes(run, tmp_path / "nodes", 2, stop=7)
+    apart(run_forked, 1, spoil_parts, url, 7)
+    assert train_on_nodes(run, tmp_path / "nodes", 2, stop=8) == [{"steps_done": 8}] * 4
+    assert "at step 7" in (tmp_path / "nodes/node-0/out/small/log.txt").read_text()
+    assert in_store(url)["steps"] == [8, 7]
+    assert train_on_nodes(run, tmp_path / "nodes", 2) == [{"steps_done": 12}] * 4
+    assert newest_in_store(f"{url}/small", tmp_path / "reader") == straight
+
+
+def test_a_save_of_another_release_on_a_nodes_disk_is_not_passed_over_for_an_older_one(tmp_path: Path):
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, {"w": torch.ones(2)}, {})
+    rewrite(tmp_path / "step-00000001", version=2)
+    assert [step for step, *_ in saves_on(tmp_path)] == [2]
+    rewrite(tmp_path / "step-00000002", version=2)
+    with pytest.raises(checkpoint.UnknownVersionError, match="step-00000002"):
+        saves_on(tmp_path)
+
+
+def test_a_save_that_is_damaged_on_a_disk_is_named_and_passed_over_for_the_stores(
+    tmp_path: Path, url: str, straight: dict[str, str]
+):
+    run = stored(tmp_path, url)
+    with pytest.raises(RankFailed, match="SIGKILL"):
+        train_on_nodes(run, tmp_path / "nodes", 2, kill="upload.part:3:9")
+    spoil_last_byte(tmp_path / "nodes/node-1/out/small/checkpoints/step-00000006/rank-00002.safetensors")
+    assert train_on_nodes(run, tmp_path / "nodes", 2) == [{"steps_done": 12}] * 4
+    said = (tmp_path / "nodes/node-0/out/small/log.txt").read_text()
+    assert "rank-00002.safetensors: checksum is" in said and "at step 3" in said
+    assert newest_in_store(f"{url}/small", tmp_path / "reader") == straight
+
+
 @pytest.mark.parametrize(
     "kill",
     ["publish.renamed:0:2", *(pytest.param(f"{point}:2:2", marks=NIGHTLY) for point in ("save.manifest", "publish.before"))],
@@ -303,7 +400,11 @@ def test_a_node_that_sees_another_store_or_has_another_run_on_its_disk_is_refuse
 def test_the_export_is_made_of_all_nodes_parts(tmp_path: Path, url: str):
     run = stored(tmp_path, url, steps=3)
     train_on_nodes(replace(run, checkpoint=replace(run.checkpoint, export=True)), tmp_path / "nodes", 2)
-    assert (tmp_path / "nodes/node-0/out/small/export/model.safetensors").exists()
+    calm = small_run(tmp_path / "calm", layout=FOUR, steps=3, data=run.data)
+    apart(run_forked, 4, on_one_disk, replace(calm, checkpoint=replace(calm.checkpoint, export=True)))
+    exports = tmp_path / "nodes/node-0/out/small/export", tmp_path / "calm/small/export"
+    made, expected = (safetensors.torch.load_file(one / "model.safetensors") for one in exports)
+    assert digests(made) == digests(expected)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -317,16 +418,31 @@ def test_going_back_after_a_step_that_is_not_finite_brings_each_node_the_others_
     assert newest_in_store(f"{url}/small", tmp_path / "reader") == straight
 
 
+def test_checkpoints_removed_on_a_node_that_is_not_the_first_are_told_and_the_next_ones_saved(
+    tmp_path: Path, url: str, straight: dict[str, str]
+):
+    run = stored(tmp_path, url)
+    run = replace(run, checkpoint=replace(run.checkpoint, every_steps=5))
+    assert train_on_nodes(run, tmp_path / "nodes", 2, lose=7) == [{"steps_done": 12}] * 4
+    assert [*on_disk(tmp_path / "nodes", 1)] == ["step-00000010", "step-00000012"]
+    said = (tmp_path / "nodes/node-0/out/small/log.txt").read_text()
+    assert said.count("on rank 2's node was removed while the run trained") == 1 and "saving failed" not in said
+    assert newest_in_store(f"{url}/small", tmp_path / "reader") == straight
+
+
+def spoil_last_byte(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
 def save_with_damage(rank: int, disks: Path) -> tuple[str, list[str]]:
     """Save three times, keeping one; after the third a byte of rank 1's shard changes on its node's disk. The error, and names
     of what is left on this disk."""
 
     def damage(folder: Path, ranks: object) -> None:
         if folder.name == "step-00000003" and rank == 1:
-            shard = folder / "rank-00001.safetensors"
-            data = bytearray(shard.read_bytes())
-            data[-1] ^= 1
-            shard.write_bytes(data)
+            spoil_last_byte(folder / "rank-00001.safetensors")
 
     root, told = disks / f"node-{rank}", ""
     with checkpoint.Saver(root, keep=1, published=damage, disks=NodeDisks(rank, (0, 1))) as saver:
@@ -343,6 +459,45 @@ def test_nothing_is_removed_for_a_checkpoint_that_is_damaged_on_any_disk(tmp_pat
     for told, left in apart(run_ranks, 2, save_with_damage, tmp_path):
         assert "rank 1 of 2" in told and "rank-00001.safetensors: checksum" in told
         assert left == ["step-00000002", "step-00000003"]
+
+
+def save_where_one_disk_gives_no_name(rank: int, disks: Path) -> tuple[str, list[str]]:
+    """Save twice; the second time rank 1's disk fails at the rename. The error, and names of what is left on this disk."""
+    root, told, publish = disks / f"node-{rank}", "", saving.publish
+
+    def fails(temporary: Path, final: Path) -> None:
+        raise OSError(errno.ENOSPC, "no space for a name")
+
+    with checkpoint.Saver(root, disks=NodeDisks(rank, (0, 1))) as saver:
+        for step in (1, 2):
+            saving.publish = fails if (rank, step) == (1, 2) else publish
+            try:
+                saver.save(step, {"w": [Slice(torch.full((2, 3), float(step)), (4, 3), (2 * rank, 0))]}, {})
+            except checkpoint.SaveFailedError as error:
+                told = str(error)
+    return told, sorted(path.name for path in root.iterdir())
+
+
+def test_a_save_that_gets_no_name_on_one_disk_has_none_on_any(tmp_path: Path):
+    for told, left in apart(run_ranks, 2, save_where_one_disk_gives_no_name, tmp_path):
+        assert "rank 1 of 2" in told and "no space for a name" in told
+        assert left == ["step-00000001"]
+
+
+def save_each(rank: int, disks: Path, steps: tuple[int, ...]) -> list[str]:
+    """Save at these steps, keeping one and every second; names of what is left on this disk."""
+    root = disks / f"node-{rank}"
+    with checkpoint.Saver(root, keep=1, keep_every_steps=2, disks=NodeDisks(rank, (0, 1))) as saver:
+        for step in steps:
+            saver.save(step, {"w": [Slice(torch.full((2, 3), float(step)), (4, 3), (2 * rank, 0))]}, {})
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_what_is_kept_for_good_stays_on_a_disk_though_the_first_one_is_new(tmp_path: Path):
+    assert apart(run_ranks, 2, save_each, tmp_path, (2, 3)) == [["step-00000002", "step-00000003"]] * 2
+    shutil.rmtree(tmp_path / "node-0")
+    new, old = apart(run_ranks, 2, save_each, tmp_path, (5, 7))
+    assert new == ["step-00000007"] and old == ["step-00000002", "step-00000007"]
 
 
 def test_islands_on_nodes_of_their_own_each_have_a_place_in_the_store(tmp_path: Path, url: str):

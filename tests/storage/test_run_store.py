@@ -18,6 +18,8 @@ from ultrascale.description.run import Run
 from ultrascale.storage import open_store
 from ultrascale.storage import parts as storage_parts
 from ultrascale.train.folder import run_store
+from ultrascale.train.folder.claim import take_over
+from ultrascale.train.folder.run_folder import RunFolder
 
 
 @pytest.fixture(autouse=True)
@@ -186,6 +188,26 @@ def test_of_two_starts_the_later_one_owns_the_run(tmp_path: Path, url: str):
         train_here(first, before_step=other_start)
     assert steps_in(url)[0] == 12
     assert same(state(second), state(first))
+
+
+def test_the_history_of_a_run_that_went_on_elsewhere_is_brought_and_ones_own_end_is_kept(tmp_path: Path):
+    store, run = open_store(tmp_path / "store"), small_run(tmp_path)
+    first, second = RunFolder(tmp_path / "one/small"), RunFolder(tmp_path / "two/small")
+    take_over(store, run, first)
+    first.write_text("log.txt", "a\nlong and never uploaded\n")
+    store.write("log.txt", b"a\n")
+    take_over(store, run, second)
+    assert (second.path / "log.txt").read_text() == "a\n"
+    store.write("log.txt", b"a\nb\n")
+    take_over(store, run, first)
+    assert (first.path / "log.txt").read_text() == "a\nb\n"
+    first.write_text("log.txt", "a\nredone\n")
+    take_over(store, run, first)  # nobody else was there meanwhile
+    assert (first.path / "log.txt").read_text() == "a\nredone\n"
+    first.write_text("log.txt", "a\nb\nc\n")
+    take_over(store, run, second)  # which uploads nothing
+    take_over(store, run, first)
+    assert (first.path / "log.txt").read_text() == "a\nb\nc\n"
 
 
 def test_the_export_is_there_too(tmp_path: Path, url: str):

@@ -90,7 +90,7 @@ class Saver:
         self._ranks.agree(f"opening {self.root}", self._hold)
 
     def fate(self) -> str:
-        """On rank 0: the fate of `root`, as in `was removed`; empty while the path still leads to the original folder."""
+        """Fate of `root`, as in `was removed`, on a rank that holds it; empty while the path leads to the original folder."""
         return "" if self._held is None else self._held.fate()
 
     def _hold(self) -> None:
@@ -159,7 +159,8 @@ class Saver:
 
         Later steps (an abandoned future) stay until training passes them.
         """
-        found = self._ranks.on_rank_0("listing checkpoints", lambda: self._listed(up_to=step))
+        listed = self._ranks.agree("listing checkpoints", lambda: self._listed(up_to=step) if self._disks.leads else [])
+        found = self._ranks.broadcast(_newest_first(self._ranks.gather(listed) or []))
         if len(found) <= self.keep:
             return
         self._verify(newest.name)
@@ -170,14 +171,11 @@ class Saver:
             elif not (self.keep_every_steps and number % self.keep_every_steps == 0):
                 doomed.append(name)
         if doomed:
-            stay = {name for _, name in found} - set(doomed)
-            self._ranks.agree("removing old checkpoints", lambda: self._discard(step, doomed, stay))
+            self._ranks.agree("removing old checkpoints", lambda: self._discard(doomed) if self._disks.leads else None)
 
-    def _discard(self, step: int, doomed: list[str], stay: Collection[str]) -> None:
-        """Remove from this rank's disk, if it leads there, what rank 0 does not keep of the checkpoints up to `step`."""
-        if self._ranks.rank and self._disks.leads:  # of a disk that rank 0 does not see
-            doomed = [name for _, name in self._listed(up_to=step) if name not in stay]
-        for name in doomed if self._disks.leads else ():
+    def _discard(self, doomed: list[str]) -> None:
+        """Remove these from this disk, as far as it has them."""
+        for name in doomed:
             expect_held(self._held)
             if name not in self._spared():
                 discard(self.root / name)
@@ -202,6 +200,13 @@ class Saver:
             else:
                 verify_on_disks(self.root / name, ranks=self._ranks, disks=self._disks)
             self._verified.add(name)
+
+
+def _newest_first(listed: list[list[tuple[int, str]]]) -> list[tuple[int, str]]:
+    """Checkpoints on any disk, in the order of `candidates`: rank 0's may be new, and lack what the others keep."""
+    return sorted(
+        {(step, name) for one in listed for step, name in one}, key=lambda one: (-one[0], one[1].startswith("."), one)
+    )
 
 
 def _expect_seen(disks: NodeDisks) -> None:

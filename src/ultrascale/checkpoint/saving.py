@@ -5,13 +5,15 @@
     publish   rank 0 checks that every shard is visible and complete, writes the manifest, renames
 
 On nodes with disks of their own the lowest rank of each publishes there, all with one manifest (`disk.nodes`). After each
-stage all ranks agree that all is well. If not, all raise, nothing is published, and temporary folders are removed.
+stage all ranks agree that all is well. If not, all raise, nothing is published, and temporary folders are removed; a node that
+has given the name already takes it back.
 """
 
 from __future__ import annotations
 
 import shutil
 import uuid
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,11 @@ import torch.distributed as dist
 from ultrascale.checkpoint.boxes import Offer, offer_of, share_out
 from ultrascale.checkpoint.coordination import Coordinator, coordinating
 from ultrascale.checkpoint.disk.dtypes import DTYPE_NAMES
-from ultrascale.checkpoint.disk.files import Piece, verify_size, write_file, write_shard
-from ultrascale.checkpoint.disk.folders import make_folder, publish, step_folder, temporary_folder
+from ultrascale.checkpoint.disk.files import Piece, read_manifest, verify_size, write_file, write_shard
+from ultrascale.checkpoint.disk.folders import discard, make_folder, publish, step_folder, temporary_folder
 from ultrascale.checkpoint.disk.nodes import NodeDisks
 from ultrascale.checkpoint.disk.patience import patiently
-from ultrascale.checkpoint.errors import CheckpointError
+from ultrascale.checkpoint.errors import CheckpointError, LostContactError
 from ultrascale.checkpoint.finite import expect_finite
 from ultrascale.checkpoint.manifest import MANIFEST_NAME, Shard, decode, encode, manifest_of, metadata_text, shard_name
 from ultrascale.checkpoint.slices import Tensors, pieces_of, slices_of
@@ -124,11 +126,20 @@ def write_and_publish(plan: Plan, *, ranks: Coordinator) -> Path:
             contents = ranks.broadcast(contents)
             ranks.agree(doing, lambda: _expect_shards(plan, contents, disks) if disks.leads else None)
         ranks.agree(doing, lambda: _finish(plan, contents, disks, final) if disks.leads else None)
-    except BaseException:
+    except BaseException as error:
         if disks.leads:  # If this fails too, the next start sweeps it away.
             shutil.rmtree(plan.temporary, ignore_errors=True)
+            if not disks.are_one and isinstance(error, CheckpointError) and not isinstance(error, LostContactError):
+                _take_back(plan, final)
         raise
     return final
+
+
+def _take_back(plan: Plan, final: Path) -> None:
+    """Remove what got its name on this disk although another disk failed to give it."""
+    with suppress(CheckpointError, OSError):
+        if read_manifest(final).save_id == plan.save_id:
+            discard(final)
 
 
 def _share_out(gathered: list[list[list[Any]]]) -> dict[str, Any]:

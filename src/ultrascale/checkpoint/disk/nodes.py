@@ -10,6 +10,7 @@ one leader.
 from __future__ import annotations
 
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,10 +57,11 @@ def find_disks(root: Path, ranks: Coordinator) -> NodeDisks:
         mark = root / ranks.broadcast(f".write-test-{uuid.uuid4().hex}")
         try:
             ranks.agree(doing, lambda mark=mark, leader=leader: mark.mkdir() if ranks.rank == leader else None)
-            seen = ranks.broadcast(ranks.gather(mark.exists()))
+            seen = ranks.broadcast(ranks.gather(ranks.agree(doing, mark.exists)))
         finally:
-            if ranks.rank == leader and mark.exists():
-                mark.rmdir()
+            if ranks.rank == leader:
+                with suppress(OSError):  # the next start sweeps it away
+                    mark.rmdir()
         leaders |= {rank: leader for rank, sees in enumerate(seen) if sees and rank not in leaders}
     return NodeDisks(ranks.rank, tuple(leaders[rank] for rank in range(ranks.world)))
 
@@ -70,7 +72,7 @@ def verify_on_disks(folder: Path, *, ranks: Coordinator, disks: NodeDisks) -> No
     Raises CheckpointError naming what is damaged, or on no disk."""
     doing = f"verifying {folder}"
     manifest = ranks.agree(doing, lambda: expected_manifest(folder))
-    here = [(file, shard) for file, shard in manifest.shards.items() if (folder / file).exists()]
+    here = ranks.agree(doing, lambda: [one for one in manifest.shards.items() if (folder / one[0]).exists()])
     share = here[disks.mates.index(ranks.rank) :: len(disks.mates)]
     ranks.agree(doing, lambda: verify_shards(folder, share, manifest.save_id))
     gathered = ranks.gather([manifest.save_id, [file for file, _ in share]])

@@ -8,7 +8,15 @@ A save's parts are written first, under a name of their own (SAVE). Then `step-*
 there, or still is what was last seen there: that instant publishes the checkpoint, or replaces another of the same step whole.
 """
 
-from ultrascale.checkpoint.stored.fetch import Found, fetch, found_at, found_in, summarize_stored, verify_stored
+from ultrascale.checkpoint.stored.fetch import (
+    Found,
+    fetch,
+    found_at,
+    found_in,
+    stored_manifest,
+    summarize_stored,
+    verify_stored,
+)
 from ultrascale.checkpoint.stored.index import Index
 from ultrascale.checkpoint.stored.publish import collect_leftovers, prune_stored, publish_stored, upload_files
 from ultrascale.checkpoint.stored.unfinished import saves_on, uploads
@@ -23,6 +31,7 @@ __all__ = [
     "prune_stored",
     "publish_stored",
     "saves_on",
+    "stored_manifest",
     "summarize_stored",
     "upload_files",
     "uploads",

@@ -22,7 +22,7 @@ from ultrascale.checkpoint.disk.files import read_manifest, verify_size
 from ultrascale.checkpoint.disk.folders import make_folder, publish, step_folder, temporary_folder
 from ultrascale.checkpoint.errors import CheckpointError, UnknownVersionError
 from ultrascale.checkpoint.listing import Summary
-from ultrascale.checkpoint.manifest import MANIFEST_NAME
+from ultrascale.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ultrascale.checkpoint.manifest import decode as decode_manifest
 from ultrascale.checkpoint.stored.index import FOLDER, NEWEST, Index, decode, key_of, name_of, step_of
 from ultrascale.failpoints import failpoint
@@ -121,14 +121,19 @@ def _at_hand(folder: Path, index: Index) -> set[str]:
     return found & index.files.keys()
 
 
+def stored_manifest(store: Store, index: Index) -> Manifest:
+    """The manifest among a stored checkpoint's files. Raises CheckpointError if it is another one's, StorageError."""
+    data = read_parts(store, index.files[MANIFEST_NAME], index.prefix(MANIFEST_NAME))
+    manifest = decode_manifest(data, store.where(index.prefix(MANIFEST_NAME)))
+    _expect_same(index, manifest.step, manifest.save_id, store)
+    return manifest
+
+
 def verify_stored(store: Store, index: Index) -> None:
     """Read every byte of a stored checkpoint, and compare with the checksums of its parts and of its manifest.
 
     Raises CheckpointError naming what is damaged, StorageError if the store does not answer."""
-    data = read_parts(store, index.files[MANIFEST_NAME], index.prefix(MANIFEST_NAME))
-    where = store.where(index.prefix(MANIFEST_NAME))
-    manifest = decode_manifest(data, where)
-    _expect_same(index, manifest.step, manifest.save_id, store)
+    where, manifest = store.where(index.prefix(MANIFEST_NAME)), stored_manifest(store, index)
     for file, shard in manifest.shards.items():
         if file not in index.files:
             raise CheckpointError(f"{where}: names {file}, which is not among the files put there. Use another checkpoint.")

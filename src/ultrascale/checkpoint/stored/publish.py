@@ -51,13 +51,13 @@ def upload_files(store: Store, folder: Path, files: Collection[str], *, resuming
     return found
 
 
-def publish_stored(store: Store, folder: Path, files: Files, *, before: Version | None) -> Index:
-    """Make the checkpoint in `folder`, all of whose parts are written, appear in the store; `before` is what was last seen of
+def publish_stored(store: Store, manifest: Manifest, files: Files, *, before: Version | None) -> Index:
+    """Make the checkpoint of `manifest`, all of whose parts are written, appear in the store; `before` is what was last seen of
     that step there. Raises ConflictError if that is another one by now, CheckpointError, StorageError."""
-    manifest = read_manifest(folder)
     lacking = sorted(set(files_of(manifest)) - set(files))
     if lacking:
-        raise CheckpointError(f"{folder}: {lacking[:20]} were not uploaded, so that it is not published in {store.url}.")
+        told = f"{name_of(manifest.step)}: {lacking[:20]} were not uploaded, so that it is not published in {store.url}."
+        raise CheckpointError(told)
     told = manifest.metadata.get("saved_at")
     saved_at = float(told) if isinstance(told, int | float) else None
     index = Index(manifest.step, manifest.save_id, saved_at, len(manifest.tensors), files)

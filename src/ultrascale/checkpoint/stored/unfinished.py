@@ -9,37 +9,43 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ultrascale.checkpoint import CheckpointError
+from ultrascale.checkpoint import CheckpointError, UnknownVersionError
 from ultrascale.checkpoint.disk.files import read_manifest, verify_size
 from ultrascale.checkpoint.disk.folders import candidates, step_folder
 from ultrascale.checkpoint.disk.nodes import NodeDisks
 from ultrascale.checkpoint.manifest import MANIFEST_NAME, Manifest
 
-Save = tuple[int, str, list[str]]
-"""Step, save, and the shards of it on a disk."""
+Save = tuple[int, str, list[str], list[str]]
+"""Step, save, its shards, and those of them on a disk."""
 
 
 def saves_on(root: Path) -> list[Save]:
-    """The saves in `root` whose manifest can be read, with the shards that are as long as it says; newest first."""
-    return [(step, one.save_id, [file for file in one.shards if _is_there(root, one, file)]) for step, one in _manifests(root)]
+    """The saves in `root` whose manifest can be read, with the shards that are as long as it says; newest first.
+
+    Raises UnknownVersionError if another release wrote a newer one than these."""
+    return [
+        (step, one.save_id, list(one.shards), [file for file in one.shards if _is_there(root, one, file)])
+        for step, one in _manifests(root)
+    ]
 
 
-def uploads(root: Path, gathered: list[list[Save]], disks: NodeDisks, *, after: int) -> list[tuple[str, list[list[str]]]]:
-    """Saves after step `after` that are whole on the disks of all nodes together, newest first: the folder's name, and by rank
-    the files that it uploads. On rank 0, whose disk must have the manifest; `gathered`: by rank, `saves_on` of leaders."""
-    found: list[tuple[str, list[list[str]]]] = []
-    for step, manifest in _manifests(root):
-        holders: dict[str, set[int]] = {file: set() for file in manifest.shards}
-        for leader, saves in enumerate(gathered):
-            for file in [file for one in saves if (one[0], one[1]) == (step, manifest.save_id) for file in one[2]]:
-                holders[file].add(leader)
-        if step > after and all(holders.values()):
+def uploads(gathered: list[list[Save]], disks: NodeDisks) -> list[tuple[int, str, list[list[str]]]]:
+    """Saves that are whole on the disks of all nodes together, newest first: step, save, and by rank the files that it uploads.
+    `gathered`: by rank, `saves_on` of leaders. No disk need have all of them: one that was lost is empty, rank 0's too."""
+    holders: dict[tuple[int, str], dict[str, set[int]]] = {}
+    for leader, saves in enumerate(gathered):
+        for step, save_id, shards, here in saves:
+            known = holders.setdefault((step, save_id), {file: set() for file in (*shards, MANIFEST_NAME)})
+            for file in (*here, MANIFEST_NAME):
+                known[file].add(leader)
+    found: list[tuple[int, str, list[list[str]]]] = []
+    for (step, save_id), files in sorted(holders.items(), key=lambda one: -one[0][0]):
+        if all(files.values()):
             shares: list[list[str]] = [[] for _ in disks.leaders]
-            for file, leaders in holders.items():
+            for file, leaders in files.items():
                 able = [share for share, leader in zip(shares, disks.leaders, strict=True) if leader in leaders]
                 min(able, key=len).append(file)
-            shares[0].append(MANIFEST_NAME)
-            found.append((step_folder(root, step).name, shares))
+            found.append((step, save_id, shares))
     return found
 
 
@@ -48,7 +54,9 @@ def _manifests(root: Path) -> list[tuple[int, Manifest]]:
     for one in candidates(root):
         try:
             manifest = read_manifest(one.path)
-        except CheckpointError:
+        except CheckpointError as error:
+            if isinstance(error, UnknownVersionError) and not found:
+                raise
             continue
         if one.path == step_folder(root, manifest.step):
             found.append((one.step, manifest))

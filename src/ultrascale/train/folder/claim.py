@@ -26,7 +26,7 @@ from ultrascale.train.folder.run_folder import RunFolder
 T = TypeVar("T")
 CLAIM = "run.json"
 LOCAL = ".store.json"
-"""In the run's folder: which run of the store it is."""
+"""In the run's folder: which run of the store it is, and the last start whose history is there."""
 HISTORY = ("metrics.jsonl", "events.jsonl", "log.txt")
 
 
@@ -38,39 +38,40 @@ def take_over(store: Store, run: Run, folder: RunFolder, *, allow_changes: bool 
     if claimed is not None:
         _expect_same_id(store, folder, claimed["run_id"])
         _expect_same_run(store, run, ("batch",) if allow_changes else ("model", "batch"))
-    run_id = claimed["run_id"] if claimed is not None else _known_id(folder) or uuid.uuid4().hex
+    run_id = claimed["run_id"] if claimed is not None else _known(folder).get("run_id") or uuid.uuid4().hex
     writer = uuid.uuid4().hex
     try:
         store.publish(CLAIM, json.dumps({"run_id": run_id, "writer": writer}).encode(), replacing=version)
     except ConflictError as error:
         raise CheckpointError(f"{store.url}: another process is starting this run at this moment. Start it once.") from error
-    if claimed is not None:
+    if claimed is not None and _known(folder).get("writer") != claimed["writer"]:
         _bring_history(store, folder)
-    folder.write_json(LOCAL, {"run_id": run_id})
+    folder.write_json(LOCAL, {"run_id": run_id, "writer": writer})
     return writer
 
 
-def _known_id(folder: RunFolder) -> str | None:
-    """The run of a store that the folder is of; None if it is of none."""
+def _known(folder: RunFolder) -> dict[str, Any]:
+    """As was noted in the folder: the run of a store that it is of, and a start; empty if it is of none."""
     local = folder.read_json(LOCAL)
-    return local.get("run_id") if isinstance(local, dict) else None
+    return local if isinstance(local, dict) else {}
 
 
 def _expect_same_id(store: Store, folder: RunFolder, run_id: str) -> None:
     """Raises CheckpointError if the folder is of another run than the store's."""
-    known = _known_id(folder)
+    known = _known(folder).get("run_id")
     if known != run_id and (known is not None or candidates(folder.checkpoints)):
         told = f"{store.url} holds another run than {folder.path}"
         raise CheckpointError(f"{told}. Give this one a --name of its own, or another checkpoint.store.")
 
 
 def _bring_history(store: Store, folder: RunFolder) -> None:
-    """Copies the run's history from the store into a folder that lacks it, or has less of it: the run went on elsewhere."""
+    """Copies the run's history from the store into a folder that lacks some of it: the run went on elsewhere."""
     for name in HISTORY:
         path = folder.path / name
         with suppress(MissingError):
-            if store.size(name) > (path.stat().st_size if path.exists() else 0):
-                folder.write_text(name, store.read(name).decode())
+            stored = store.read(name)
+            if not (path.exists() and path.read_bytes().startswith(stored)):
+                folder.write_text(name, stored.decode())
 
 
 def join_disks(store: Store, folder: RunFolder, ranks: Coordinator, writer: str) -> NodeDisks:

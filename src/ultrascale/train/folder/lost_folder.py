@@ -7,7 +7,7 @@
     it says so        in one sentence that names the place, with exit code 1; nobody starts its ranks again
 
 Where only the folder of the checkpoints was removed or replaced, in a folder that is still the run's own, that is told, and
-the next ones are saved in the one that is there, or in a new one.
+the next ones are saved in the one that is there, or in a new one; so it is on the disk of any node.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class Place:
             return
         with coordinating(self.ranks.host_group) as everybody:
             what, refuge = everybody.on_rank_0(f"looking after {self.folder.path}", self._look)
-        if not what:
+            fates = everybody.failures(self.saves.saver.fate() or None)  # on each disk
+        if not what and not fates:
             return
         self.saves.settle(step)
         self.saves.saver.use(Path(refuge) / "checkpoints" if refuge else self.folder.checkpoints)
@@ -84,14 +85,16 @@ class Place:
         if refuge:
             self.loss = Loss(f"{self.folder.path} {what} while the run trained in it", Path(refuge))
             return
-        lost = f"{self.folder.checkpoints} {what} while the run trained"
+        rank, fate = next(iter(fates.items()))
+        where = f"{self.folder.checkpoints} on rank {rank}'s node" if rank else f"{self.folder.checkpoints}"
+        lost = f"{where} {fate} while the run trained"
         self.tell(step, f"WARNING: {lost}: what was saved is not there; saving in it goes on")
 
     def _look(self) -> tuple[str, str]:
-        """Pair: fate of the folder, or of its folder of checkpoints (empty: none), and the refuge if all of it is lost."""
+        """Pair: fate of the folder, and the refuge if it is lost; each empty if not."""
         if what := self.folder.lost():
             return what, str(_prepared(self.folder.refuge(), self.run))
-        return self.saves.saver.fate(), ""
+        return "", ""
 
 
 def _prepared(refuge: Path, run: Run) -> Path:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from ultrascale import heartbeat
 from ultrascale.checkpoint import CheckpointError, Rejected, Search, UnknownVersionError, search
 from ultrascale.checkpoint.coordination import Coordinator, coordinating
+from ultrascale.checkpoint.disk.damage import verify_shards
 from ultrascale.checkpoint.disk.files import read_manifest
 from ultrascale.checkpoint.disk.folders import candidates, step_folder
 from ultrascale.checkpoint.disk.nodes import NodeDisks
@@ -37,10 +39,11 @@ from ultrascale.checkpoint.stored import (
     prune_stored,
     publish_stored,
     saves_on,
+    stored_manifest,
     upload_files,
     uploads,
 )
-from ultrascale.checkpoint.stored.index import key_of
+from ultrascale.checkpoint.stored.index import Index, key_of
 from ultrascale.checkpoint.stored.publish import files_of, seen
 from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
@@ -78,6 +81,15 @@ def opened_store(run: Run, ranks: Ranks, folder: RunFolder, *, allow_changes: bo
             own.close()
 
 
+@dataclass(frozen=True)
+class Upload:
+    """One rank's part in uploading a save that some nodes' disks have, whoever wrote it."""
+
+    step: int
+    save_id: str
+    files: list[str]
+
+
 class RunStore(LoopObserver):
     """The store as one rank uses it."""
 
@@ -99,7 +111,7 @@ class RunStore(LoopObserver):
     def search(self, root: Path, *, process_group: dist.ProcessGroup | None = None) -> Search:
         """As `checkpoint.search`, with what the store has and the disk lacks: a newer checkpoint there is brought here.
 
-        Raises CheckpointError also if the store does not answer: a run must not begin anew because of that."""
+        Raises CheckpointError also if the store does not answer or takes nothing: a run must not begin anew because of that."""
         if not self.disks.are_one:
             return self._search_disks(root)
         while True:
@@ -111,26 +123,48 @@ class RunStore(LoopObserver):
                 return Search(found.folder, (*found.rejected, *rejected))
 
     def _search_disks(self, root: Path) -> Search:
-        """Upload what is whole on all nodes' disks together and newer than the store's; bring the store's newest whole one to
-        each."""
+        """Bring the newest whole one to each node's disk; it is uploaded first if it is on all of them together, and not in the
+        store. If that fails the search does: an older one must not be taken because of it."""
         self._wait()
         ranks, lead = self._ranks, self.disks.leads
         gathered = ranks.gather(ranks.agree(LOOKING, lambda: saves_on(root) if lead else []))
-        newest = partial(told, lambda: max((one.step for one in found_in(self.store) if one.index), default=-1))
-        for name, shares in ranks.on_rank_0(LOOKING, lambda: uploads(root, gathered or [], self.disks, after=newest())):
-            self._upload(root / name, resuming=True, files=shares[ranks.rank])
-            if self._uploaded == root / name:
-                break
+        unsent = ranks.on_rank_0(LOOKING, lambda: uploads(gathered or [], self.disks))
+        damaged: list[Rejected] = []
         rejected: list[Rejected] = []
-        while (step := ranks.on_rank_0(LOOKING, partial(told, partial(self._next_step, rejected)))) is not None:
+        while True:
+            step = ranks.on_rank_0(LOOKING, partial(told, partial(self._next_step, rejected)))
+            while unsent and (step is None or unsent[0][0] > step):
+                number, save_id, shares = unsent.pop(0)
+                folder = step_folder(root, number)
+                if problem := self._damage(folder, shares[ranks.rank]):
+                    self._reject(damaged, folder, number, problem)
+                    continue
+                is_new = number not in {known.step for known in rejected}  # else parts there are not to be relied on
+                self._put(folder, is_new, Upload(number, save_id, shares[ranks.rank]))
+                step = number
+            if step is None:
+                return Search(None, (*damaged, *rejected))
             bring = partial(told, partial(self._bring, step, root)) if lead else str
             problems = ranks.broadcast(ranks.gather(ranks.agree(LOOKING, bring)))
             problem = next((text for text in problems if text), "")
             if not problem:
                 return Search(step_folder(root, step))
-            rejected.append(Rejected(Path(key_of(step)), step, problem))
-            self._lines.append(f"damaged checkpoint passed over: {problem}")
-        return Search(None, tuple(rejected))
+            self._reject(rejected, Path(key_of(step)), step, problem)
+
+    def _damage(self, folder: Path, files: list[str]) -> str:
+        """Damage to these files of a checkpoint, on any rank; empty if there is none. Collective."""
+        problem = None
+        try:
+            if files:
+                manifest = read_manifest(folder)
+                verify_shards(folder, [one for one in manifest.shards.items() if one[0] in files], manifest.save_id)
+        except (CheckpointError, OSError) as error:
+            problem = str(error)
+        return "\n".join(self._ranks.failures(problem).values())
+
+    def _reject(self, rejected: list[Rejected], where: Path, step: int, problem: str) -> None:
+        rejected.append(Rejected(where, step, problem))
+        self._lines.append(f"damaged checkpoint passed over: {problem}")
 
     def _next_step(self, rejected: list[Rejected]) -> int | None:
         """On rank 0: the newest step in the store but for these."""
@@ -247,36 +281,44 @@ class RunStore(LoopObserver):
         self._sending = folder.name
         self._pending = self._thread.submit(self._upload, folder, resuming)
 
-    def _upload(self, folder: Path, resuming: bool, files: list[str] | None = None) -> None:
-        ranks, doing = self._ranks, f"keeping {folder.name} in {self.store.url}"
+    def _upload(self, folder: Path, resuming: bool) -> None:
         try:
-            mine = ranks.agree(doing, lambda: told(lambda: self._upload_mine(folder, resuming, files)))
-            gathered = ranks.gather(mine) or []
-            ranks.on_rank_0(doing, lambda: told(lambda: self._publish(folder, gathered)))
-            self._uploaded, self._failure = folder, None
+            self._put(folder, resuming)
         except CheckpointError as error:
             self._failure, self._may_have_leftovers = str(error), True
             self._lines.append(f"WARNING: {error} It stays on disk; the next checkpoint is tried again.")
         finally:
             self._sending = None
 
-    def _upload_mine(self, folder: Path, resuming: bool, files: list[str] | None) -> dict[str, list[list[int]]]:
-        """Upload `files`; if None, what this rank wrote."""
-        if files is None:
+    def _put(self, folder: Path, resuming: bool, upload: Upload | None = None) -> None:
+        """Upload and publish what ranks wrote of a checkpoint, or `upload`. Collective; raises CheckpointError."""
+        ranks, doing = self._ranks, f"keeping {folder.name} in {self.store.url}"
+        mine = ranks.agree(doing, lambda: told(lambda: self._upload_mine(folder, resuming, upload)))
+        gathered = ranks.gather(mine) or []
+        ranks.on_rank_0(doing, lambda: told(lambda: self._publish(folder, gathered, upload)))
+        self._uploaded, self._failure = folder, None
+
+    def _upload_mine(self, folder: Path, resuming: bool, upload: Upload | None) -> dict[str, list[list[int]]]:
+        if upload is None:
             world, rank = self._ranks.world, self._ranks.rank
             files = [file for file in files_of(read_manifest(folder)) if _rank_of(file) % world == rank]
+        else:
+            files = upload.files
         found = upload_files(self.store, folder, files, resuming=resuming) if files else {}
         return {file: [[part.bytes, part.crc] for part in parts] for file, parts in found.items()}
 
-    def _publish(self, folder: Path, gathered: list[dict[str, list[list[int]]]]) -> None:
+    def _publish(self, folder: Path, gathered: list[dict[str, list[list[int]]]], upload: Upload | None) -> None:
         files = {file: tuple(Part(*part) for part in parts) for one in gathered for file, parts in one.items()}
         self._keep_small_files()
-        step = read_manifest(folder).step
-        before, _ = seen(self.store, step)
+        if upload is None:
+            manifest = read_manifest(folder)
+        else:  # this disk may have nothing of it
+            manifest = stored_manifest(self.store, Index(upload.step, upload.save_id, None, 0, files))
+        before, _ = seen(self.store, manifest.step)
         self._expect_own()
-        index = publish_stored(self.store, folder, files, before=before)
+        index = publish_stored(self.store, manifest, files, before=before)
         kept = self.run.checkpoint
-        prune_stored(self.store, step, keep=kept.keep, keep_every_steps=kept.keep_every_steps, verified=self._verified)
+        prune_stored(self.store, index.step, keep=kept.keep, keep_every_steps=kept.keep_every_steps, verified=self._verified)
         if self._may_have_leftovers or before is not None:
             collect_leftovers(self.store, busy=(index.save_id,))
         self._may_have_leftovers = False
