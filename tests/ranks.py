@@ -31,7 +31,7 @@ import torch._dynamo  # FSDP2 and optimizers load it at first use: seconds, here
 import torch.distributed as dist
 import torch.distributed.fsdp
 
-from ultrascale.launch.forked import forks_compute, keep_to_own_garbage, nothing_collected
+from ultrascale.launch.forked import AMID_LOOKUP, forks_compute, keep_to_own_garbage, leave_if_amid_lookup, nothing_collected
 
 GRACE_SECONDS = 20.0
 """How long the other ranks may go on after one has failed; a rank blocked in a collective learns of it much sooner."""
@@ -65,6 +65,8 @@ def run_ranks(
     """
     options = (timeout_seconds, environment or {})
     outcomes, order = _run_once(world, fn, arguments, *options)
+    while any(isinstance(one, RankError) and one.exitcode == AMID_LOOKUP for one in outcomes):
+        outcomes, order = _run_once(world, fn, arguments, *options)
     if failures == "raise" and _only_missed_each_other(outcomes):
         outcomes, order = _run_once(world, fn, arguments, *options)
     failed = [outcomes[rank] for rank in order if isinstance(outcomes[rank], RankError)]
@@ -119,6 +121,7 @@ def _rank_main(
     arguments: tuple[Any, ...],
 ) -> None:
     keep_to_own_garbage()
+    leave_if_amid_lookup()
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}

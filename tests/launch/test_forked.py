@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import time
+from contextlib import suppress
+from typing import Any
 
 import psutil
 import pytest
@@ -108,6 +111,22 @@ def test_a_rank_does_not_collect_its_parents_garbage():
     frozen = gc.get_freeze_count()
     run_forked(2, collect)
     assert gc.isenabled() and gc.get_freeze_count() == frozen
+
+
+def test_a_rank_that_was_forked_while_a_name_was_looked_up_is_forked_again(monkeypatch, tmp_path):
+    """As the resolver's lock is there, held by a thread that was not forked: for ever."""
+    look_up = socket.getaddrinfo
+
+    def held(*arguments: Any) -> Any:
+        with suppress(FileExistsError):
+            (tmp_path / "held").mkdir()
+            time.sleep(600)
+        return look_up(*arguments)
+
+    monkeypatch.setattr(socket, "getaddrinfo", held)
+    monkeypatch.setattr(forked, "LOCK_SECONDS", 0.5)
+    assert run_forked(2, place, "hello") == [["hello", str(rank), "2", "file"] for rank in range(2)]
+    assert (tmp_path / "held").exists()
 
 
 def test_what_is_found_out_of_forks_is_remembered_where_they_cannot_compute(monkeypatch):

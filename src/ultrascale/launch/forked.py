@@ -4,6 +4,10 @@ For short jobs on the CPU, such as a proof. torchrun starts each rank from nothi
 
 Where torch is built for a GPU, its first backward pass starts threads without which a fork cannot do one: a notebook that has
 trained something. Ranks are forked from a process of their own then.
+
+A fork also takes along the locks that other threads hold at that instant. The C library's resolver has one that nothing frees
+in the child, and that even the end of a thread asks for which has looked up a name: each of gloo's. A rank that finds it held
+is forked again.
 """
 
 from __future__ import annotations
@@ -14,12 +18,13 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +36,10 @@ OTHERS_SECONDS = 5.0
 """Time that a rank which another one lost has to end; then what that other one says is all that is known."""
 PROBE_SECONDS = 60.0
 """Time that a fork has for a backward pass of one number: it may wait for a lock of a thread that was not forked."""
+LOCK_SECONDS = 10.0
+"""Time that a rank has to look up `localhost`, on a busy machine."""
+AMID_LOOKUP, MOST_FORKS = 87, 20
+"""Exit code of a rank that was forked while another thread looked up a name, and the most forks of one rank."""
 _forks_here = True
 """False once a fork of this process could not compute: its threads stay."""
 
@@ -106,20 +115,24 @@ def _fork_ranks(folder: Path, world: int, function: Callable[..., Any], argument
 def _run_here(world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
     context = multiprocessing.get_context("fork")
     with scratch_folder("ranks") as folder:
-        processes = [
-            context.Process(target=_rank_main, args=(folder, rank, world, function, arguments), daemon=True)
-            for rank in range(world)
-        ]
-        with nothing_collected():
-            for process in processes:
+
+        def fork(rank: int) -> Any:
+            process = context.Process(target=_rank_main, args=(folder, rank, world, function, arguments), daemon=True)
+            with nothing_collected():
                 process.start()
+            return process
+
+        processes, forks = [fork(rank) for rank in range(world)], world
         try:
             waiting = {process.sentinel: rank for rank, process in enumerate(processes)}
             while waiting:
                 for sentinel in wait(list(waiting)):
                     rank = waiting.pop(sentinel)  # pyright: ignore[reportArgumentType, reportCallIssue]
                     processes[rank].join()
-                    if not (folder / f"{rank}.json").exists():
+                    if processes[rank].exitcode == AMID_LOOKUP and forks < world * MOST_FORKS:
+                        processes[rank], forks = fork(rank), forks + 1
+                        waiting[processes[rank].sentinel] = rank
+                    elif not (folder / f"{rank}.json").exists():
                         raise RankFailed(_first_cause(folder, rank, processes))
         finally:
             for process in processes:
@@ -138,6 +151,20 @@ def nothing_collected() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+def leave_if_amid_lookup() -> None:
+    """End this process, which was forked, with AMID_LOOKUP if nobody here will ever give back the resolver's lock."""
+
+    def look_up() -> None:
+        with suppress(OSError):
+            socket.getaddrinfo("localhost", None)
+
+    asking = threading.Thread(target=look_up, daemon=True)
+    asking.start()
+    asking.join(LOCK_SECONDS)
+    if asking.is_alive():
+        os._exit(AMID_LOOKUP)
 
 
 def keep_to_own_garbage() -> None:
@@ -173,6 +200,7 @@ def _rank_main(folder: Path, rank: int, world: int, function: Callable[..., Any]
     keep_to_own_garbage()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told as well, and ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    leave_if_amid_lookup()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     faulthandler.enable(open(folder / f"{rank}.crash", "w"))  # noqa: SIM115  (open as long as the process lives)
