@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,9 @@ import torch.distributed as dist
 from ultrascale.checkpoint.boxes import Offer, offer_of, share_out
 from ultrascale.checkpoint.coordination import Coordinator, coordinating
 from ultrascale.checkpoint.disk.dtypes import DTYPE_NAMES
-from ultrascale.checkpoint.disk.files import Piece, read_manifest, verify_size, write_file, write_shard
-from ultrascale.checkpoint.disk.folders import discard, make_folder, publish, step_folder, temporary_folder
-from ultrascale.checkpoint.disk.nodes import NodeDisks
+from ultrascale.checkpoint.disk.files import Piece, verify_size, write_file, write_shard
+from ultrascale.checkpoint.disk.folders import make_folder, publish, step_folder, temporary_folder
+from ultrascale.checkpoint.disk.nodes import NodeDisks, take_back
 from ultrascale.checkpoint.disk.patience import patiently
 from ultrascale.checkpoint.errors import CheckpointError, LostContactError
 from ultrascale.checkpoint.finite import expect_finite
@@ -130,16 +129,9 @@ def write_and_publish(plan: Plan, *, ranks: Coordinator) -> Path:
         if disks.leads:  # If this fails too, the next start sweeps it away.
             shutil.rmtree(plan.temporary, ignore_errors=True)
             if not disks.are_one and isinstance(error, CheckpointError) and not isinstance(error, LostContactError):
-                _take_back(plan, final)
+                take_back(final, plan.save_id)
         raise
     return final
-
-
-def _take_back(plan: Plan, final: Path) -> None:
-    """Remove what got its name on this disk although another disk failed to give it."""
-    with suppress(CheckpointError, OSError):
-        if read_manifest(final).save_id == plan.save_id:
-            discard(final)
 
 
 def _share_out(gathered: list[list[list[Any]]]) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ultrascale.checkpoint.disk.damage import expected_manifest, verify_shards
+from ultrascale.checkpoint.disk.files import read_manifest
+from ultrascale.checkpoint.disk.folders import discard
 from ultrascale.checkpoint.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -84,3 +86,10 @@ def _expect_all(gathered: list[tuple[str, list[str]]], save_id: str, shards: set
     lacking = sorted(shards.difference(*(files for of, files in gathered if of == save_id)))
     if lacking:
         raise CheckpointError(f"{lacking[:20]} of this save are on no node's disk. Use another checkpoint.")
+
+
+def take_back(folder: Path, save_id: str) -> None:
+    """Remove the checkpoint that got its name on this disk although another disk failed to give it."""
+    with suppress(CheckpointError, OSError):
+        if read_manifest(folder).save_id == save_id:
+            discard(folder)
