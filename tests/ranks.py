@@ -65,8 +65,9 @@ def run_ranks(
     """
     options = (timeout_seconds, environment or {})
     outcomes, order = _run_once(world, fn, arguments, *options)
-    while any(isinstance(one, RankError) and one.exitcode == AMID_LOOKUP for one in outcomes):
-        outcomes, order = _run_once(world, fn, arguments, *options)
+    for _ in range(2):
+        if any(isinstance(one, RankError) and one.exitcode == AMID_LOOKUP for one in outcomes):
+            outcomes, order = _run_once(world, fn, arguments, *options)
     if failures == "raise" and _only_missed_each_other(outcomes):
         outcomes, order = _run_once(world, fn, arguments, *options)
     failed = [outcomes[rank] for rank in order if isinstance(outcomes[rank], RankError)]

@@ -129,6 +129,12 @@ def test_a_rank_that_was_forked_while_a_name_was_looked_up_is_forked_again(monke
     assert (tmp_path / "held").exists()
 
 
+def test_ranks_run_where_looking_up_a_name_takes_for_ever(monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments: time.sleep(600))
+    monkeypatch.setattr(forked, "LOCK_SECONDS", 0.2)
+    assert run_forked(1, place, "hello") == [["hello", "0", "1", "file"]]
+
+
 def test_what_is_found_out_of_forks_is_remembered_where_they_cannot_compute(monkeypatch):
     asked = []
     monkeypatch.setattr(forked, "_forks_here", True)

@@ -38,8 +38,9 @@ PROBE_SECONDS = 60.0
 """Time that a fork has for a backward pass of one number: it may wait for a lock of a thread that was not forked."""
 LOCK_SECONDS = 10.0
 """Time that a rank has to look up `localhost`, on a busy machine."""
-AMID_LOOKUP, MOST_FORKS = 87, 20
-"""Exit code of a rank that was forked while another thread looked up a name, and the most forks of one rank."""
+AMID_LOOKUP, MOST_AGAIN = 87, 2
+"""Exit code of a rank that was forked while another thread looked up a name, and how often one is taken for such: where that
+comes again and again names are slow, and no lock is held."""
 _forks_here = True
 """False once a fork of this process could not compute: its threads stay."""
 
@@ -117,20 +118,23 @@ def _run_here(world: int, function: Callable[..., Any], arguments: tuple[Any, ..
     with scratch_folder("ranks") as folder:
 
         def fork(rank: int) -> Any:
-            process = context.Process(target=_rank_main, args=(folder, rank, world, function, arguments), daemon=True)
+            work = (folder, rank, world, function, arguments, again[rank] < MOST_AGAIN)
+            process = context.Process(target=_rank_main, args=work, daemon=True)
             with nothing_collected():
                 process.start()
             return process
 
-        processes, forks = [fork(rank) for rank in range(world)], world
+        again = [0] * world
+        processes = [fork(rank) for rank in range(world)]
         try:
             waiting = {process.sentinel: rank for rank, process in enumerate(processes)}
             while waiting:
                 for sentinel in wait(list(waiting)):
                     rank = waiting.pop(sentinel)  # pyright: ignore[reportArgumentType, reportCallIssue]
                     processes[rank].join()
-                    if processes[rank].exitcode == AMID_LOOKUP and forks < world * MOST_FORKS:
-                        processes[rank], forks = fork(rank), forks + 1
+                    if processes[rank].exitcode == AMID_LOOKUP and again[rank] < MOST_AGAIN:
+                        again[rank] += 1
+                        processes[rank] = fork(rank)
                         waiting[processes[rank].sentinel] = rank
                     elif not (folder / f"{rank}.json").exists():
                         raise RankFailed(_first_cause(folder, rank, processes))
@@ -196,11 +200,14 @@ def _ending(exit_code: int) -> str:
     return f"was ended by {signal.Signals(-exit_code).name}\n" if exit_code < 0 else f"ended with exit status {exit_code}\n"
 
 
-def _rank_main(folder: Path, rank: int, world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _rank_main(
+    folder: Path, rank: int, world: int, function: Callable[..., Any], arguments: tuple[Any, ...], looks_up: bool
+) -> None:
     keep_to_own_garbage()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told as well, and ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    leave_if_amid_lookup()
+    if looks_up:
+        leave_if_amid_lookup()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     faulthandler.enable(open(folder / f"{rank}.crash", "w"))  # noqa: SIM115  (open as long as the process lives)

@@ -46,8 +46,6 @@ class BlockMemory:
     forward_peak_bytes: int
     backward_peak_bytes: int
     """Peak of the backward pass, with the gradient of the result and, if they are held, those of the weights."""
-    weight_gradient_bytes: int
-    """Gradients of all weights, in the dtype in which autograd makes them."""
     waiting_bytes: int = 0
     """Bytes that I leaves for W, where the backward pass is split in two."""
 
@@ -290,13 +288,8 @@ class _Part:
             self._by_kind(saved),
             forward_peak,
             self.books.peak,
-            self._weight_bytes(self.weights_named()),
             sum(self.books.sizes[name] for name in self.waiting),
         )
-
-    def weights_named(self) -> list[str]:
-        """The weights of the part's operations, each once."""
-        return list(dict.fromkeys(name for op in self.ops for name in op.weights))
 
     def _hold_given(self) -> None:
         for name in self.given:
