@@ -54,7 +54,7 @@ def _device(namespace: str, name: str, address: str) -> int:
         ["ip", "link", "set", name, "netns", namespace],
         [*inside, "ip", "link", "set", "lo", "up"],
         [*inside, "ip", "addr", "add", f"{address}/24", "dev", name],
-        [*inside, "ip", "link", "set", name, "mtu", str(MTU), "up"],
+        [*inside, "ip", "link", "set", name, "mtu", str(MTU), "txqueuelen", "10000", "up"],
         [*inside, "sysctl", "-q", "net.ipv4.tcp_slow_start_after_idle=0"],
     ):
         subprocess.run(words, check=True)

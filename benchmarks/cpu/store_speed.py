@@ -41,14 +41,20 @@ from ultrascale.storage import Store, open_store
 from ultrascale.storage.parts import PART_BYTES, STREAMS
 
 T = TypeVar("T")
+OWN = {
+    "ours: upload and publish": "the server's own, PUT", "ours: fetch onto the disk": "the server's own, GET to disk",
+    "ours: verify": "the server's own, GET",
+}  # fmt: skip
+"""What each line of ours is told of."""
 SIGNED = {
     "Authorization": "AWS4-HMAC-SHA256 Credential=AKIATEST/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
 }
 """The server looks who asks, and compares no signature."""
 
 
-def plainly(server: str, method: str, prefix: str, sizes: list[int], body: bytes) -> None:
-    """One request a size, `STREAMS` at a time, each on a connection of its own; keys are under `prefix`."""
+def plainly(server: str, method: str, prefix: str, sizes: list[int], body: bytes, folder: Path | None = None) -> None:
+    """One request a size, `STREAMS` at a time, each on a connection of its own; keys are under `prefix`. Answers are written to
+    files of `folder`, and fsynced."""
 
     def request(index: int) -> None:
         connection = http.client.HTTPConnection(server.removeprefix("http://"))
@@ -57,6 +63,10 @@ def plainly(server: str, method: str, prefix: str, sizes: list[int], body: bytes
         answer = connection.getresponse()
         data = answer.read()
         connection.close()
+        if folder is not None:
+            with open(folder / str(index), "wb", buffering=0) as file:
+                file.write(data)
+                os.fsync(file.fileno())
         assert answer.status == 200 and (method == "PUT" or len(data) == sizes[index]), answer.status
 
     with ThreadPoolExecutor(STREAMS) as pool:
@@ -109,6 +119,10 @@ def measure(server: str, mib: int, rounds: int, scratch: Path) -> dict[str, list
 
         line("the server's own, PUT", partial(plainly, server, "PUT", prefix, sizes, body))
         line("the server's own, GET", partial(plainly, server, "GET", prefix, sizes, body))
+        plain = scratch / "plain"
+        plain.mkdir()
+        line("the server's own, GET to disk", partial(plainly, server, "GET", prefix, sizes, body, plain))
+        shutil.rmtree(plain)
         empty()
         index = line("ours: upload and publish", save)
         line("ours: fetch onto the disk", partial(fetch, store, index, scratch / "back"))
@@ -136,14 +150,14 @@ def main() -> None:
         shutil.rmtree(scratch)
     rows = []
     for name, found in rates.items():
-        own = rates["the server's own, PUT" if "PUT" in name or "upload" in name else "the server's own, GET"]
+        own = rates[OWN.get(name, name)]
         ratio = median(ours / theirs for (ours, _), (theirs, _) in zip(found, own, strict=True))
         work = median(theirs / ours for (_, ours), (_, theirs) in zip(found, own, strict=True))
         speeds = [one for one, _ in found]
         rows.append({"line": name, "mb_per_s": median(speeds), "lowest": min(speeds), "highest": max(speeds), "ratio": ratio,
                      "processor_ratio": work})  # fmt: skip
         told = f"{median(speeds):7.0f} MB/s  ({min(speeds):.0f} to {max(speeds):.0f})"
-        print(f"{name:28} {told}  {ratio:.2f}  by processor seconds {work:.2f}")
+        print(f"{name:29} {told}  {ratio:.2f}  by processor seconds {work:.2f}")
     if asked.json:
         facts = {
             "mib": asked.mib,

@@ -95,10 +95,15 @@ class Group:
 
     def _swap(self, message: Tensor, what: str = "for their moves") -> Tensor:
         """Row k of `message` [N, n] to island k, for what each island has for this one."""
-        came = torch.empty_like(message)
-        with self._waiting(what):
-            self._group.alltoall_base(came, message, [], []).wait()
-        return came
+        host = message.cpu()
+        came = host.clone()
+        others = [(self.index + i) % self.count for i in range(1, self.count)]
+        with self._waiting(what):  # receives first: gloo's word that one is ready must not queue behind what is sent
+            works = [self._group.recv([came[other]], other, 0) for other in reversed(others)]
+            works += [self._group.send([host[other]], other, 0) for other in others]
+            for work in works:
+                work.wait()
+        return came.to(message.device)
 
     def _gather(self, row: Tensor) -> Tensor:
         """The `row` [1, ...] of each island, one below the other."""
