@@ -354,12 +354,13 @@ def _loss(shape: Shape, read: str, elements: int) -> Op:
         return Op("loss", "loss", (read,), (result,), (read,), hands_on_saved=way == "fused",
                   moved_bytes=4 * elements * a, backward_moved_bytes=2 * elements * a, collectives=traffic)  # fmt: skip
     kept = Activation("softmax", elements * w)
-    eager = way == "eager"
-    # eager: the copy lives beside logits and log-softmax, and backward two more wide ones, of which one is narrowed.
+    eager, wide = way == "eager", 2 + (shape.tp > 1 and not shape.kernels.gathers_logits)
+    # eager: the copy lives beside logits and log-softmax, and backward two more wide ones, of which one is narrowed. Of a
+    # vocabulary that is cut three: DTensor's loss adds exponentials to a gradient of targets alone, then scales the sum.
     held = (read,) if shape.kernels.gathers_logits and shape.tp > 1 else ()  # the program's own hold on what it gathered
     return Op(
         "loss", "loss", (read,), (result, kept), (kept.name, *held), scratch_bytes=elements * (w if eager else w - a),
-        backward_scratch_bytes=elements * (2 * w - a) if eager else 0, moved_bytes=elements * (a + 6 * w),
+        backward_scratch_bytes=elements * (wide * w - a) if eager else 0, moved_bytes=elements * (a + 6 * w),
         backward_moved_bytes=elements * (a + 4 * w), collectives=traffic,
     )  # fmt: skip
 
