@@ -78,6 +78,8 @@ def command(arguments: list[str]) -> int:
     _expect_sense(launcher, only_print, to_submit, measuring, [axis.key for axis in axes])
     if measuring and island is not None:
         raise mistake("--island", "is given beside --measure, which measures cells and no islands", "Leave one of them out.")
+    if "\n" in f"{out or ''}{Path.cwd()}":
+        raise mistake("--out", "has a line break in its path, which a script's comments cannot have", "Name another.")
     typed = shlex.join(["ultrascale", "launch", *arguments])
     found = resolve(path, rest, require_data=True) if not measuring else resolve(path, rest)
     if measuring:
@@ -251,7 +253,7 @@ def _measuring_text(
         for place in places:
             place.prepare()
         listing.write_text("".join(f"{place.path}\n" for place in places))
-    return slurm_array_text(job, text_file, listing, len(places), steps=steps, warm=warm, results=shlex.join(results))
+    return slurm_array_text(job, text_file, listing, len(places), steps=steps, warm=warm, results=" ".join(shlex.join(results).split()))
 
 
 def _expect_unedited(texts: dict[Path, str], launcher: str) -> None:
