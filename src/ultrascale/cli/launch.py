@@ -248,12 +248,13 @@ def _measuring_text(
     ]
     results += ["--list"]
     notes = [f"{len(places)} cells, {len(made) - len(places)} refused; {steps} steps are timed after {warm}."]
+    listed = " ".join(shlex.join(results).split())  # a line of a comment
     job = job_of(first, found.launch, file=Path(path), nodes=count, command=typed, notes=notes)
     if write:
         for place in places:
             place.prepare()
         listing.write_text("".join(f"{place.path}\n" for place in places))
-    return slurm_array_text(job, text_file, listing, len(places), steps=steps, warm=warm, results=" ".join(shlex.join(results).split()))
+    return slurm_array_text(job, text_file, listing, len(places), steps=steps, warm=warm, results=listed)
 
 
 def _expect_unedited(texts: dict[Path, str], launcher: str) -> None:
