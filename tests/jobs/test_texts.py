@@ -350,6 +350,7 @@ WRONG = {
         "--nodes 8",
     ),
     "no nodes": (["slurm", "run.toml"], "is missing: nothing says how many", "--nodes N"),
+    "zero nodes for a cell": (["slurm", "run.toml", "--nodes", "0", "--measure"], "must be at least 1, is 0", "machines"),
     "zero nodes": (["slurm", "run.toml", "--nodes", "0"], "must be at least 1", "number of machines"),
     "GPUs per node unknown": (["slurm", "run.toml", "--nodes", "8", "--cluster", "auto"], "launch.gpus_per_node", "64xh100"),
     "a time without a unit": (["slurm", "run.toml", "--nodes", "8", "--launch.time-limit", "24"], "has no unit", '"24h"'),
@@ -396,7 +397,7 @@ WRONG = {
         "64Gi",
     ),
     "a line of shell in a partition": (
-        ["slurm", "run.toml", "--nodes", "8", "--launch.slurm.partition", "gpu\ntouch made"],
+        ["slurm", "run.toml", "--nodes", "8", "--launch.slurm.partition", "gpu\u2028touch made"],
         "launch.slurm.partition",
         "line break",
     ),

@@ -18,7 +18,7 @@ from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes, format_seconds
 from ultrascale.jobs.hosts import ssh_text, torchrun_text
-from ultrascale.jobs.job import job_of, ranks_per_node
+from ultrascale.jobs.job import asked_nodes, job_of, ranks_per_node
 from ultrascale.jobs.kubernetes import kubernetes_text
 from ultrascale.jobs.skypilot import skypilot_text
 from ultrascale.jobs.slurm import slurm_array_text, slurm_text
@@ -222,9 +222,7 @@ def _measuring_text(
     for flag, value in (("--timed", steps), ("--warm", warm)):
         if value < 1:
             raise mistake(flag, f"must be at least 1, is {value}", "Leave it out for the usual number.")
-    count = nodes if nodes is not None else found.launch.nodes
-    if count is None or count < 1:
-        raise mistake("--nodes", "is missing: nothing says how many nodes a cell has", "Give --nodes N.")
+    count = asked_nodes(nodes, found.launch)
     ranks = count * ranks_per_node(found.run, found.launch)
     settings = _without_launch(rest)
     made, _ = cells(path, axes, settings, processes=ranks)

@@ -147,7 +147,7 @@ class Launch:
                 yield Problem("launch.environment", f"has {text!r}, which sets no variable", 'Write "NAME=VALUE".')
         for section, given in (("launch", vars(self)), ("launch.slurm", vars(self.slurm))):
             for key, value in given.items():
-                if any("\n" in str(text) for text in (value if isinstance(value, tuple) else (value,))):
+                if any(len(str(text).splitlines()) > 1 for text in (value if isinstance(value, tuple) else (value,))):
                     yield Problem(f"{section}.{key}", "has a line break in a value", "Give each line an item of its own.")
         for host in self.hosts:
             if not re.fullmatch(r"[\w.@:-]+", host) or host.startswith("-"):
