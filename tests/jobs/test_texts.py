@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -544,6 +545,9 @@ def test_the_image_is_built_from_what_is_in_the_repository_and_the_package_index
     copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
     assert copied and [name for name in copied if not (ROOT / name).exists()] == []
     ran = [line for line in lines if line.startswith("RUN")]
+    extras = {name for line in lines if line.startswith("ARG EXTRA=") for name in re.findall(r"[a-z]+", line)}
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {"train", "store"} <= extras <= known.keys()  # checkpoint.store is all that keeps a run of pods without a claim
     assert len(ran) == 1 and "pip install" in ran[0] and not re.search(r"apt|curl|wget|git |ADD ", "\n".join(lines))
 
 
