@@ -5,6 +5,7 @@ What the job does is shell, in the template; here are its options and what depen
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,7 +72,7 @@ def _options(job: Job, *, array: bool = False) -> Iterator[tuple[str, str]]:
 def _word(value: object) -> str:
     """A value as sbatch reads it in a line of its own."""
     text = str(value)
-    return '"' + re.sub(r'["\\]', r"\\\g<0>", text) + '"' if re.search(r"[\s\"'#\\]", text) else text
+    return json.dumps(text, ensure_ascii=False) if re.search(r"[\s\"'#\\]", text) else text
 
 
 def _signal(job: Job) -> Iterator[tuple[str, str]]:
