@@ -33,7 +33,9 @@ def here() -> Iterator[Slurm]:
 
 @pytest.fixture
 def two(tmp_path, here, monkeypatch) -> Iterator[Run]:
-    """A run on two nodes of one rank, in the current folder as two.toml; its jobs are gone at the end."""
+    """A run on two nodes of one rank, as two.toml in a folder whose name has a blank; its jobs are gone at the end."""
+    tmp_path = tmp_path / "a folder"
+    tmp_path.mkdir()
     make_corpus(tmp_path / "tokens")
     run = small_run(tmp_path, name="two", steps=STEPS, layout=Layout(dp=2, zero_stage=3, micro_batch_size=2))
     run = replace(run, checkpoint=Checkpoint(every_steps=20, keep=2, export=False))
@@ -162,7 +164,7 @@ def test_a_node_that_the_doctor_stops_is_left_out(two, here, capsys):
 def test_an_array_measures_every_cell_and_a_task_that_is_queued_again_begins_its_cell_anew(two, here, capsys):
     words = ["--layout.zero-stage", "0,3", "--warm", "2"]
     job = submitted(capsys, "--nodes", "1", "--launch.gpus-per-node", "1", "--measure", *words, "--timed", "3")
-    cells = Path("sweeps/two/cells.txt").read_text().split()
+    cells = Path("sweeps/two/cells.txt").read_text().splitlines()
     wait_until(lambda: here.says("squeue", "-h", "-j", f"{job}_1", "-o", "%t") == "R", "the second task begins")
     here.says("scontrol", "requeue", f"{job}_1")
     here.start_now(f"{job}_1", 1)

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.description.sections.launch import Kubernetes, Launch, SkyPilot, Slurm
 from ultrascale.description.units import UnitError, parse_seconds
 from ultrascale.jobs import alive, job, state
+from ultrascale.jobs.kubernetes import LONGEST_NAME, object_name
 
 RUN = """
 name = "big"
@@ -95,6 +97,37 @@ def test_variables_reach_the_shell_as_they_were_given(capsys):
     exported = "\n".join(line for line in told.splitlines() if line.startswith("export ") and "nproc" not in line)
     done = subprocess.run(["bash", "-c", f'{exported}\nprintf %s "$WORDS"'], capture_output=True, text=True)
     assert done.stdout == "a 'quoted' $text"
+
+
+STAND_IN = """#!/bin/bash
+printf '%s\\n' "$@" >>"$(dirname "$0")/asked"
+bash -n -c "${!#}" || touch "$(dirname "$0")/unread"
+exit 255
+"""
+
+
+def test_nothing_in_the_name_of_a_folder_is_run_here_or_by_the_shell_of_a_host(there, capsys, monkeypatch):
+    folder = "/nowhere/a $(touch made) `touch made` 'b\""
+    told = text(capsys, "ssh", "--launch.hosts", ",".join(f"h{number}" for number in range(8)), "--folder", folder)
+    (there / "ssh").write_text(STAND_IN)
+    (there / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{there}:{os.environ['PATH']}")
+    done = subprocess.run(["bash"], input=told, text=True, capture_output=True, timeout=60)
+    assert done.returncode == 1 and not (there / "made").exists() and not (there / "unread").exists()
+    asked = (there / "asked").read_text()
+    words = subprocess.run(
+        ["bash", "-c", f"printf %s {asked.partition('mkdir -p ')[2].partition(' && ')[0]}"], text=True, capture_output=True
+    )
+    assert words.stdout == f"{folder}/big/jobs" and not (there / "made").exists()
+
+
+def test_words_of_sbatch_are_one_word_each(there, capsys, monkeypatch):
+    folder = there / "a folder #1"
+    folder.mkdir()
+    (folder / "run.toml").write_text(RUN)
+    monkeypatch.chdir(folder)
+    told = text(capsys, "slurm", "--launch.slurm.account", 'lab "x" --wrap=y')
+    assert f'#SBATCH --chdir="{there}/a folder #1"\n' in told and '#SBATCH --account="lab \\"x\\" --wrap=y"\n' in told
 
 
 def test_each_setting_of_slurm_is_in_the_text(capsys):
@@ -209,6 +242,40 @@ def test_pods_have_shared_memory_a_probe_time_to_leave_and_the_volume(kind, caps
     assert {one["name"]: one["value"] for one in container["env"]}["WORDS"] == "a 'quoted' $text"
 
 
+@pytest.mark.parametrize("name", ["7b", "123", "true", "No", "a" * 64, "A..__--b", "0.-"])
+def test_any_name_of_a_run_is_one_that_objects_and_services_of_kubernetes_may_have(name, capsys):
+    words = ["--name", name, "--launch.kubernetes.namespace", "123"]
+    for one in documents(text(capsys, "kubernetes", *words))[1:]:
+        made = one["metadata"]["name"]
+        assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", made) and len(made) <= LONGEST_NAME
+        assert one["metadata"]["namespace"] == "123"
+    (task,) = documents(text(capsys, "skypilot", "--name", name, *IN_A_BUCKET))
+    assert task["name"] == made
+
+
+def test_runs_and_islands_whose_long_names_begin_alike_are_objects_of_their_own():
+    names = [f"{'a' * 50}-island-{number}" for number in range(12)]
+    assert len({object_name(name) for name in names}) == len(names)
+
+
+def test_the_kubelet_replaces_nothing_in_a_variable_or_in_the_shell(capsys):
+    words = ["--launch.environment", "A=$(B) $$c $d", "--launch.setup", "echo $$"]
+    found = documents(text(capsys, "kubernetes", *words))[1]["spec"]["template"]["spec"]
+    (container,) = found["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    value = {one["name"]: one["value"] for one in container["env"]}["A"]
+    assert as_the_kubelet_reads(value, {"B": "replaced"}) == "A=$(B) $$c $d".removeprefix("A=")
+    assert "\necho $$\n" in as_the_kubelet_reads(container["command"][2], {})
+
+
+def as_the_kubelet_reads(text: str, variables: dict[str, str]) -> str:
+    """Expansion of $(NAME), known names only, and of $$, as the API describes it for `env.value` and `command`."""
+
+    def read(found: re.Match[str]) -> str:
+        return "$" if found[0] == "$$" else variables.get(found[1], found[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", read, text)
+
+
 IN_A_STORE = [
     *("--launch.kubernetes.volume", "store", "--launch.kubernetes.secret", "keys", *IN_A_BUCKET),
     *("--data.sources", "s3://bucket/data"),
@@ -284,6 +351,7 @@ WRONG = {
         "--nodes 8",
     ),
     "no nodes": (["slurm", "run.toml"], "is missing: nothing says how many", "--nodes N"),
+    "zero nodes for a cell": (["slurm", "run.toml", "--nodes", "0", "--measure"], "must be at least 1, is 0", "machines"),
     "zero nodes": (["slurm", "run.toml", "--nodes", "0"], "must be at least 1", "number of machines"),
     "GPUs per node unknown": (["slurm", "run.toml", "--nodes", "8", "--cluster", "auto"], "launch.gpus_per_node", "64xh100"),
     "a time without a unit": (["slurm", "run.toml", "--nodes", "8", "--launch.time-limit", "24"], "has no unit", '"24h"'),
@@ -313,6 +381,36 @@ WRONG = {
         ["kubernetes", "run.toml", "--nodes", "8", "--launch.kubernetes.secret", "AKIA/x"],
         "lower-case letters",
         "kubectl get secrets",
+    ),
+    "a claim that is no name": (
+        ["kubernetes", "run.toml", "--nodes", "8", "--launch.kubernetes.claim", "a\n  b: 1"],
+        "lower-case letters",
+        "kubectl get pvc",
+    ),
+    "a folder of pods that is relative": (
+        ["kubernetes", "run.toml", "--nodes", "8", "--launch.kubernetes.path", "run"],
+        "absolute path",
+        "/mnt/run",
+    ),
+    "a size that is none": (
+        ["kubernetes", "run.toml", "--nodes", "8", "--launch.kubernetes.shared-memory", "much"],
+        "a size as Kubernetes",
+        "64Gi",
+    ),
+    "a line of shell in a partition": (
+        ["slurm", "run.toml", "--nodes", "8", "--launch.slurm.partition", "gpu\u2028touch made"],
+        "launch.slurm.partition",
+        "line break",
+    ),
+    "a line of shell in sbatch's options": (
+        ["slurm", "run.toml", "--nodes", "8", "--launch.slurm.options=--switches=1\ntouch made"],
+        "launch.slurm.options",
+        "line break",
+    ),
+    "a line of shell in a file's name": (
+        ["slurm", "run.toml", "--nodes", "8", "--out", "a\ntouch made"],
+        "--out",
+        "another",
     ),
     "hosts of another number": (["ssh", "run.toml", "--nodes", "8", "--launch.hosts", "a,b"], "names 2 hosts", "one for each"),
     "an odd host": (["ssh", "run.toml", "--nodes", "8", "--launch.hosts", "a;b"], "names no host", "USER@HOST"),
@@ -447,6 +545,9 @@ def test_the_image_is_built_from_what_is_in_the_repository_and_the_package_index
     copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
     assert copied and [name for name in copied if not (ROOT / name).exists()] == []
     ran = [line for line in lines if line.startswith("RUN")]
+    extras = {name for line in lines if line.startswith("ARG EXTRA=") for name in re.findall(r"[a-z]+", line)}
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {"train", "store"} <= extras <= known.keys()  # checkpoint.store is all that keeps a run of pods without a claim
     assert len(ran) == 1 and "pip install" in ran[0] and not re.search(r"apt|curl|wget|git |ADD ", "\n".join(lines))
 
 

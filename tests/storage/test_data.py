@@ -1,5 +1,6 @@
 """A prepared folder in a bucket: the same order and bits as on a disk, within a bounded cache, and fetched ahead."""
 
+import io
 import json
 import os
 import time
@@ -15,6 +16,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 from data.little_text import lines, recipe
+from data.test_samples import arrow_of, mds_of, tar_of
 from s3_server import Answer, Proxy
 from train.small_runs import MODEL, curve, same, small_run, state, train_here
 
@@ -184,6 +186,31 @@ def test_text_in_a_bucket_is_prepared_as_on_a_disk(url: str, tmp_path: Path, who
         shards.append({str(path.relative_to(tmp_path / name)): path.read_bytes() for path in found})
     assert shards[0] == shards[1] and len(shards[0]) > (10 if whole else 3)
     assert not (tmp_path / "there.inputs").exists()
+
+
+def test_shards_of_every_format_in_a_bucket_are_prepared_as_on_a_disk(url: str, tmp_path: Path):
+    """WebDataset, MosaicML Streaming and what `datasets` saves, with the files that stand beside them, and Parquet."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    several = [lines()[place::4] for place in range(4)]
+    held = io.BytesIO()
+    parquet.write_table(pyarrow.table({"text": several[3]}), held)
+    files = {
+        "web/000.tar": tar_of({f"{number}.txt": text.encode() for number, text in enumerate(several[0])}),
+        "mosaic/shard.00000.mds": mds_of(several[1]), "mosaic/index.json": b'{"shards": [], "version": 2}',
+        "saved/data-00000-of-00001.arrow": arrow_of(several[2]), "saved/dataset_info.json": b"{}", "saved/state.json": b"{}",
+        "part.parquet": held.getvalue(),
+    }  # fmt: skip
+    store = open_store(url)
+    for name, content in files.items():
+        (tmp_path / "shards" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "shards" / name).write_bytes(content)
+        store.write(name, content)
+    train_tokenizer([" ".join(lines()[:50])], 300).save(str(tmp_path / "tokenizer.json"))
+    made = {}
+    for place, name in ((tmp_path / "shards", "here"), (url, "there")):
+        prepare([place], output=tmp_path / name, recipe=recipe(tmp_path / "tokenizer.json"), workers=1)
+        made[name] = {path.name: path.read_bytes() for path in (tmp_path / name).rglob("shard-*")}
+    assert made["here"] == made["there"] and sorted(documents(tmp_path / "there")) == sorted(lines())
 
 
 @pytest.fixture

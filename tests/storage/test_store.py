@@ -234,10 +234,18 @@ def test_a_url_that_went_through_a_path_is_mended():
 @pytest.mark.parametrize(
     ("place", "told"),
     [("ftp://x/y", "is none of"), ("hf://a", "names no repository"), ("s3://key:secret@bucket/x", "no credentials"),
-     ("s3:///", "names no bucket"), ("", "is empty")],
+     ("s3:///", "names no bucket"), ("", "is empty"), ("gs://bucket/../other/x", "'..'")],
 )  # fmt: skip
 def test_what_cannot_be_a_store_is_refused_without_asking(place: str, told: str):
     assert told in (url_problem(place) or "")
+
+
+def test_a_store_that_lacks_its_account_says_which_variables(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("obstore")
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
+    with pytest.raises(StorageError, match=r"az://c/x cannot be opened .*AZURE_STORAGE_\.\.\."):
+        open_store("az://c/x")
 
 
 def test_profiles_of_the_shared_file_are_read(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch):

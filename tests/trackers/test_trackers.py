@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from train.small_runs import STEPS, at_step, small_run, train_here
 
 from ultrascale.description.run import Checkpoint
 from ultrascale.description.sections.trackers import SINKS, Log, Mlflow, Tensorboard, Trackio, Wandb
+from ultrascale.trackers.to_mlflow import offline_store
 from ultrascale.train.observers import metrics as follower
 
 LOG = Log(
@@ -74,6 +76,24 @@ def expect_labels(sink: str, labels: dict, settings: str) -> None:
         assert (labels["group"], labels["small"], labels["mlflow.user"]) == ("seeds", "true", "ada")
     else:
         assert "first" in settings and "small" in settings
+
+
+@pytest.mark.parametrize("sink", SINKS)
+def test_a_run_goes_on_with_the_tracked_run_whose_id_is_given(home, monkeypatch, sink):
+    expect_installed(sink)
+    monkeypatch.setattr(follower, "WAIT_SECONDS", 60.0)
+    known = "mine"
+    if sink == "mlflow":  # which makes ids itself
+        (home / "small").mkdir()
+        url = offline_store(home / "small")
+        client = importlib.import_module("mlflow").MlflowClient(url, registry_uri=url)
+        known = client.create_run(client.create_experiment("lab")).info.run_id
+    settings = replace(getattr(LOG, sink), id=known)
+    train_here(small_run(home, log=replace(LOG, sinks=(sink,), **{sink: settings})))
+    ((identity, tracked),) = READ[sink](home / "small").items()
+    assert identity == (sink if sink == "tensorboard" else known)  # event files of the run's folder have no id
+    assert json.loads((home / "small" / "tracked.json").read_text())["trackers"][sink]["id"] == known
+    assert [step for step, _ in tracked.rows] == list(range(1, STEPS + 1))
 
 
 @pytest.mark.parametrize("sink", ["wandb", "mlflow"])

@@ -18,7 +18,7 @@ from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes, format_seconds
 from ultrascale.jobs.hosts import ssh_text, torchrun_text
-from ultrascale.jobs.job import job_of, ranks_per_node
+from ultrascale.jobs.job import asked_nodes, job_of, ranks_per_node
 from ultrascale.jobs.kubernetes import kubernetes_text
 from ultrascale.jobs.skypilot import skypilot_text
 from ultrascale.jobs.slurm import slurm_array_text, slurm_text
@@ -78,6 +78,8 @@ def command(arguments: list[str]) -> int:
     _expect_sense(launcher, only_print, to_submit, measuring, [axis.key for axis in axes])
     if measuring and island is not None:
         raise mistake("--island", "is given beside --measure, which measures cells and no islands", "Leave one of them out.")
+    if "\n" in f"{out or ''}{Path.cwd()}":
+        raise mistake("--out", "has a line break in its path, which a script's comments cannot have", "Name another.")
     typed = shlex.join(["ultrascale", "launch", *arguments])
     found = resolve(path, rest, require_data=True) if not measuring else resolve(path, rest)
     if measuring:
@@ -220,9 +222,7 @@ def _measuring_text(
     for flag, value in (("--timed", steps), ("--warm", warm)):
         if value < 1:
             raise mistake(flag, f"must be at least 1, is {value}", "Leave it out for the usual number.")
-    count = nodes if nodes is not None else found.launch.nodes
-    if count is None or count < 1:
-        raise mistake("--nodes", "is missing: nothing says how many nodes a cell has", "Give --nodes N.")
+    count = asked_nodes(nodes, found.launch)
     ranks = count * ranks_per_node(found.run, found.launch)
     settings = _without_launch(rest)
     made, _ = cells(path, axes, settings, processes=ranks)
@@ -246,12 +246,13 @@ def _measuring_text(
     ]
     results += ["--list"]
     notes = [f"{len(places)} cells, {len(made) - len(places)} refused; {steps} steps are timed after {warm}."]
+    listed = " ".join(shlex.join(results).split())  # a line of a comment
     job = job_of(first, found.launch, file=Path(path), nodes=count, command=typed, notes=notes)
     if write:
         for place in places:
             place.prepare()
         listing.write_text("".join(f"{place.path}\n" for place in places))
-    return slurm_array_text(job, text_file, listing, len(places), steps=steps, warm=warm, results=shlex.join(results))
+    return slurm_array_text(job, text_file, listing, len(places), steps=steps, warm=warm, results=listed)
 
 
 def _expect_unedited(texts: dict[Path, str], launcher: str) -> None:

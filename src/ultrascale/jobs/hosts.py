@@ -32,7 +32,7 @@ def ssh_text(job: Job, file: Path) -> str:
     python = f"cd {quoted([Path.cwd()])} && {{ {'; '.join(job.launch.setup) or ':'}; }} >/dev/null"
     state = f"{python} && python -m ultrascale.jobs.state {quoted([job.folder])}"
     return fill("ssh.sh", head=head(job), text_file=file, hosts=quoted(hosts), node_script=inside,
-                folder=quoted([job.folder.absolute()]), state_words=quoted([state]))  # fmt: skip
+                folder=quoted([quoted([job.folder.absolute()])]), state_words=quoted([state]))  # fmt: skip
 
 
 def _leave_by(job: Job) -> str:

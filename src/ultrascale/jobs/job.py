@@ -100,11 +100,7 @@ def job_of(
 ) -> Job:
     """The job of `run`, or of one `island` of it, on `nodes` (else `launch.nodes`). Raises SpecError if they do not give its
     layout."""
-    asked = nodes if nodes is not None else launch.nodes
-    if asked is None:
-        raise mistake("--nodes", "is missing: nothing says how many", "Give --nodes N, or [launch] nodes = N.")
-    if asked < 1:
-        raise mistake("--nodes", f"must be at least 1, is {asked}", "Give the number of machines.")
+    asked = asked_nodes(nodes, launch)
     ranks = ranks_per_node(run, launch)
     together = island is None and run.islands.count > 1
     wanted = run.num_processes if together else run.worlds[island or 0]
@@ -114,6 +110,16 @@ def job_of(
     if problems:
         raise SpecError(problems)
     return Job(run, launch, file, tuple(settings), asked, ranks, command, tuple(notes), island)
+
+
+def asked_nodes(nodes: int | None, launch: Launch) -> int:
+    """`nodes`, else `launch.nodes`. Raises SpecError if neither is a number of machines."""
+    asked = nodes if nodes is not None else launch.nodes
+    if asked is None:
+        raise mistake("--nodes", "is missing: nothing says how many", "Give --nodes N, or [launch] nodes = N.")
+    if asked < 1:
+        raise mistake("--nodes", f"must be at least 1, is {asked}", "Give the number of machines.")
+    return asked
 
 
 def ranks_per_node(run: Run, launch: Launch) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from pathlib import Path
 
 from ultrascale.description.problems import Problem, SpecError, mistake
@@ -22,6 +23,8 @@ MAX_RESTARTS = 20
 """Restarts of all pods for other reasons than that the cluster wanted a node."""
 LONGEST_NAME = 40
 """Longest name: of a label's 63 letters some are for what JobSet adds."""
+MARK = 9
+"""Letters of a longer one that tell it from others with the same beginning."""
 
 RUN_FILE = """\
 ---
@@ -30,7 +33,7 @@ apiVersion: v1
 kind: ConfigMap
 metadata:
   name: {name}-file
-  namespace: {namespace}
+  namespace: "{namespace}"
 data:
   run.toml: {text}
 """
@@ -86,8 +89,12 @@ def _expect_store(job: Job) -> None:
 
 
 def object_name(name: str) -> str:
-    """A run's name as Kubernetes takes names: lower-case letters, digits and dashes."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:LONGEST_NAME].strip("-")
+    """A run's name as Kubernetes takes those of services: lower-case letters, digits and dashes, a letter first."""
+    made = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    made = made if made[0].isalpha() else f"run-{made}"
+    if len(made) <= LONGEST_NAME:
+        return made
+    return f"{made[: LONGEST_NAME - MARK].strip('-')}-{zlib.crc32(name.encode()):08x}"
 
 
 def _jobset_spec(job: Job, name: str, claim: str) -> str:
@@ -99,14 +106,15 @@ def _jobset_spec(job: Job, name: str, claim: str) -> str:
     security = (
         "\n# Cards read and write memory that must stay where it is.\nsecurityContext:\n  capabilities:\n    add: [IPC_LOCK]"
     )
+    script = node_script(job, first=f"{name}-node-0-0.{name}", number="JOB_COMPLETION_INDEX")
     return fill(
         "jobset_spec.yaml", max_restarts=MAX_RESTARTS, nodes=job.nodes, grace=job.grace + LEAVING_SECONDS,
         grace_reason=f"To save and leave is given {job.grace_reason}.",
         image=_text(job.launch.container), path=_text(asked.path),
-        script=block(node_script(job, first=f"{name}-node-0-0.{name}", number="JOB_COMPLETION_INDEX"), 20),
+        script=block(script.replace("$$", "$$$$"), 20),
         env=block(_env(job), 18), volume=block(_volume(job, name, claim), 14), mount=block(_mount(job), 18),
         shared_memory=_text(asked.shared_memory),
-        secret=block("" if asked.secret is None else f"\nenvFrom:\n  - secretRef:\n      name: {asked.secret}", 16),
+        secret=block("" if asked.secret is None else f"\nenvFrom:\n  - secretRef:\n      name: {_text(asked.secret)}", 16),
         resources=block("limits:\n" + "\n".join(f"  {key}: {count}" for key, count in limits.items()) if limits else "{}", 18),
         security=block(security, 16) if asked.network else "", probe='python, -m, ultrascale.jobs.alive',
     )  # fmt: skip
@@ -115,7 +123,7 @@ def _jobset_spec(job: Job, name: str, claim: str) -> str:
 def _volume(job: Job, name: str, claim: str) -> str:
     """The volume that the run lives on, and where no claim has it, its file."""
     if job.launch.kubernetes.volume == "claim":
-        return f"- name: run\n  persistentVolumeClaim:\n    claimName: {claim}"
+        return f"- name: run\n  persistentVolumeClaim:\n    claimName: {_text(claim)}"
     disk = "# Each pod's own, and goes with it: the next one goes on from checkpoint.store.\n- name: run\n  emptyDir: {}"
     return f"{disk}\n- name: file\n  configMap:\n    name: {name}-file"
 
@@ -140,8 +148,13 @@ def node_script(job: Job, *, first: str, number: str) -> str:
 
 
 def _env(job: Job) -> str:
-    rows = [f"# {one.reason}\n- name: {one.name}\n  value: {_text(one.value)}" for one in variables(job)]
+    rows = [f"# {one.reason}\n- name: {one.name}\n  value: {_text(_literal(one.value))}" for one in variables(job)]
     return "\n".join(rows)
+
+
+def _literal(text: str) -> str:
+    """Text in which the kubelet replaces nothing: $(NAME) is a variable to it, and $$ a dollar."""
+    return re.sub(r"\$(?=[$(])", "$$", text)
 
 
 def _text(value: object) -> str:

@@ -5,6 +5,8 @@ What the job does is shell, in the template; here are its options and what depen
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,13 +60,19 @@ def _options(job: Job, *, array: bool = False) -> Iterator[tuple[str, str]]:
         "partition": asked.partition, "account": asked.account, "qos": asked.qos, "reservation": asked.reservation,
         "constraint": asked.constraint,
     }  # fmt: skip
-    yield from (("", f"--{name}={value}") for name, value in given.items() if value is not None)
+    yield from (("", f"--{name}={_word(value)}") for name, value in given.items() if value is not None)
     if asked.requeue:
         yield "Queued again when a node dies or the job is preempted, under the same number.", "--requeue"
     yield "A job that starts again writes on in the same log.", "--open-mode=append"
     yield "", f"--output={_log(job, '%A_%a' if array else '%j')}"
-    yield "Paths of the run are relative to this folder, which all nodes must see.", f"--chdir={Path.cwd()}"
+    yield "Paths of the run are relative to this folder, which all nodes must see.", f"--chdir={_word(Path.cwd())}"
     yield from (("launch.slurm.options", option) for option in asked.options)
+
+
+def _word(value: object) -> str:
+    """A value as sbatch reads it in a line of its own."""
+    text = str(value)
+    return json.dumps(text, ensure_ascii=False) if re.search(r"[\s\"'#\\]", text) else text
 
 
 def _signal(job: Job) -> Iterator[tuple[str, str]]:

@@ -24,7 +24,7 @@ class _Text(Template):
 def fill(template: str, /, **values: object) -> str:
     """The template of this name with all `values`; lines that came out as blanks only are left empty."""
     text = _Text((TEMPLATES / template).read_text(encoding="utf-8")).substitute(values)
-    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+    return "\n".join(line.rstrip(" ") for line in text.split("\n"))
 
 
 def quoted(words: Iterable[object]) -> str:

@@ -49,6 +49,8 @@ def url_problem(place: str, *, to_write: bool = False) -> str | None:
         return "must hold no credentials: they come from the environment"
     if not rest.strip("/").split("/")[0]:
         return f"names no bucket: expected {scheme}://BUCKET/PREFIX"
+    if scheme != "file" and {".", ".."} & {*rest.split("/")}:
+        return "has '.' or '..' between slashes, which a bucket does not go by"
     return None
 
 

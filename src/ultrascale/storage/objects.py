@@ -69,7 +69,8 @@ class ObjectStore(Store):
                 },
             )
         except (*self._errors, ValueError) as error:
-            raise StorageError(f"{url} cannot be opened as a store: {_short(str(error))}.") from error
+            remedy = "Set the variables of its maker: AWS_..., GOOGLE_..., AZURE_STORAGE_..."
+            raise StorageError(f"{url} cannot be opened as a store: {_short(str(error))}. {remedy}.") from error
 
     def read(self, key: str) -> bytes:
         return self._read(key, lambda: bytes(self._obstore.get(self._store, key).bytes()))

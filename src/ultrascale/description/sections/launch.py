@@ -15,7 +15,20 @@ from ultrascale.description.units import parse_seconds
 
 MOST_NODES = 100_000
 _NAME_AND_VALUE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*")
-_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_LABEL, _SIZE = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", r"\d+(\.\d+)?(k|[KMGTPE]i|[MGTPE])?"
+_OF_KUBERNETES = {
+    "namespace": (_LABEL, "lower-case letters, digits and '-'", "Name one that `kubectl get namespaces` lists."),
+    "secret": (
+        rf"{_LABEL}(\.{_LABEL})*", "lower-case letters, digits, '-' and '.'",
+        "Name one that `kubectl get secrets` lists; its content stays there.",
+    ),
+    "claim": (rf"{_LABEL}(\.{_LABEL})*", "lower-case letters, digits, '-' and '.'", "Name one that `kubectl get pvc` lists."),
+    "network": (r"[\w./-]+=[1-9]\d*", "a resource and a number", 'Write "rdma/hca=8".'),
+    "size": (_SIZE, "a size as Kubernetes has them", 'Write "1Ti".'),
+    "shared_memory": (_SIZE, "a size as Kubernetes has them", 'Write "64Gi".'),
+    "path": (r"/[^:\n]*", "an absolute path without ':'", 'Write "/mnt/run".'),
+}  # fmt: skip
+"""Form of a key's value, in a regular expression and in words, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -132,23 +145,17 @@ class Launch:
         for text in self.environment:
             if not _NAME_AND_VALUE.fullmatch(text):
                 yield Problem("launch.environment", f"has {text!r}, which sets no variable", 'Write "NAME=VALUE".')
-        for key in ("setup", "environment", "hosts", "mounts"):
-            if any("\n" in text for text in getattr(self, key)):
-                yield Problem(f"launch.{key}", "has a line break inside an item", "Give each line an item of its own.")
+        for section, given in (("launch", vars(self)), ("launch.slurm", vars(self.slurm))):
+            for key, value in given.items():
+                if any(len(str(text).splitlines()) > 1 for text in (value if isinstance(value, tuple) else (value,))):
+                    yield Problem(f"{section}.{key}", "has a line break in a value", "Give each line an item of its own.")
         for host in self.hosts:
             if not re.fullmatch(r"[\w.@:-]+", host) or host.startswith("-"):
                 yield Problem("launch.hosts", f"has {host!r}, which names no host", "Write HOST or USER@HOST.")
-        if not _LABEL.fullmatch(self.kubernetes.namespace):
-            rule = f"must be lower-case letters, digits and '-', is {self.kubernetes.namespace!r}"
-            yield Problem("launch.kubernetes.namespace", rule, "Name one that `kubectl get namespaces` lists.")
-        if self.kubernetes.secret is not None and not _LABEL.fullmatch(self.kubernetes.secret):
-            rule = f"must be lower-case letters, digits and '-', is {self.kubernetes.secret!r}"
-            yield Problem(
-                "launch.kubernetes.secret", rule, "Name one that `kubectl get secrets` lists; its content stays there."
-            )
-        if self.kubernetes.network is not None and not re.fullmatch(r"[\w./-]+=[1-9]\d*", self.kubernetes.network):
-            rule = f"must be a resource and a number, is {self.kubernetes.network!r}"
-            yield Problem("launch.kubernetes.network", rule, 'Write "rdma/hca=8".')
+        for key, (form, rule, remedy) in _OF_KUBERNETES.items():
+            value = getattr(self.kubernetes, key)
+            if value is not None and not re.fullmatch(form, value):
+                yield Problem(f"launch.kubernetes.{key}", f"must be {rule}, is {value!r}", remedy)
         if self.skypilot.bucket is not None and not re.fullmatch(r"\w+://[\w./-]+", self.skypilot.bucket):
             rule = f"must be the address of a bucket, is {self.skypilot.bucket!r}"
             yield Problem("launch.skypilot.bucket", rule, "Write s3://NAME or gs://NAME.")

@@ -8,6 +8,7 @@
 set -uo pipefail
 hosts=(@{hosts})
 first=${hosts[0]#*@@}
+place=@{folder} # as the shell of a host reads it
 
 # What each host runs, with its number and the first host's name behind it.
 node_script=$(
@@ -19,7 +20,7 @@ run_on() { ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax
 
 started=()
 for number in "${!hosts[@@]}"; do
-    run_on "${hosts[$number]}" "f=\$(mktemp) && cat >\$f && mkdir -p @{folder}/jobs && echo \$\$ >@{folder}/jobs/pid-$number &&
+    run_on "${hosts[$number]}" "f=\$(mktemp) && cat >\$f && mkdir -p $place/jobs && echo \$\$ >$place/jobs/pid-$number &&
         exec bash \$f $number $first </dev/null" <<<"$node_script" > >(sed -u "s/^/${hosts[$number]}: /") 2>&1 &
     started+=($!)
 done
@@ -37,7 +38,7 @@ while ((${#codes[@@]} < ${#hosts[@@]})); do
             codes[$number]=$?
             ((codes[number])) && stopping=1
         elif [[ -n $stopping && -z ${told[$number]:-} ]]; then
-            run_on "${hosts[$number]}" "kill -TERM \$(cat @{folder}/jobs/pid-$number)" 2>/dev/null </dev/null && told[$number]=1
+            run_on "${hosts[$number]}" "kill -TERM \$(cat $place/jobs/pid-$number)" 2>/dev/null </dev/null && told[$number]=1
         fi
     done
     sleep 1
