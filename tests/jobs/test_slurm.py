@@ -114,7 +114,6 @@ def test_a_run_on_two_nodes_saves_when_slurm_says_so_and_when_it_is_preempted_an
     expect_calm_bits(two)
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_trainer_leaves_before_the_time_limit_and_the_job_queues_itself_again(two, here, capsys):
     main(["launch", "slurm", "two.toml", "--nodes", "2", "--steps", "100000"])
@@ -131,7 +130,6 @@ def test_the_trainer_leaves_before_the_time_limit_and_the_job_queues_itself_agai
     assert (events(two, "stop"), events(two, "failure")) == (1, 0)
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_job_that_loses_a_node_is_queued_again_and_goes_on_elsewhere_to_the_same_bits(two, here, capsys):
     job = submitted(capsys, "--nodes", "2")
