@@ -240,14 +240,14 @@ def test_what_is_not_there_is_told_before_torch_is_imported(words, told, tmp_pat
 @pytest.mark.parametrize(
     "verb, words, told, code",
     [
-        ("train", ["--data.sources", "empty"], "is not a folder of prepared text", 1),
+        ("train", ["--data.sources", "empty"], "is not a folder of prepared text", 2),
         ("train --processes=2", ["--data.sources", "little"], "holds 9 tokens, a sequence needs 65", 1),
         ("train", ["--data.validation", "little", "--evaluation.every-steps", "2"], "holds 9 tokens", 1),
         ("measure step", ["--device", "cuda"], "asks for CUDA", 2),
         ("measure speed", ["--data.sources", "nowhere"], "no prepared text at nowhere", 2),
         ("measure speed", ["--data.sources", "little"], "holds 9 tokens", 1),
         ("sweep", ["--device", "cuda"], "asks for CUDA", 2),
-        ("sweep", ["--data.sources", "empty", "--layout.zero-stage", "0,1"], "is not a folder of prepared text", 1),
+        ("sweep", ["--data.sources", "empty", "--layout.zero-stage", "0,1"], "is not a folder of prepared text", 2),
     ],
 )
 def test_what_cannot_start_is_told_before_torch_is_imported_and_no_rank_is_at_fault(verb, words, told, code, tmp_path):
