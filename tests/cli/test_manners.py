@@ -202,7 +202,9 @@ sources = ["nowhere"]
     "words, told",
     [
         (["checkpoint", "list", "nowhere"], "no such folder"),
-        (["generate", "full", "--temperature", "-1"], "temperature"),
+        (["generate", "full", "--temperature", "inf"], "--temperature\n    must be finite and at least 0, is inf"),
+        (["generate", "nowhere", "--top-p", "7"], "--top-p\n    must be above 0 and at most 1, is 7.0"),
+        (["generate", "nowhere", "--max-new-tokens", "0"], "nowhere\n    is no folder"),
         (["generate", "empty"], "holds neither"),
         (["export", "empty", "out"], "holds neither"),
         (["train", "run.toml"], "no prepared text at nowhere"),
