@@ -358,7 +358,7 @@ def _unknown(flag: str, known: list[str], name: str, settings: bool) -> Problem:
     last = {key.rpartition(".")[2].replace("_", ""): key for key in leaves()} if settings and word not in letters else {}
     meant = letters[near[0]] if near else f"--{last[word].replace('_', '-')}" if word in last else None
     if (ours := ELSEWHERE.get(flag.removeprefix("--").replace("-", "_"))) is not None and word not in letters:
-        short = f"--{ours.rpartition('.')[2].replace('_', '-')}"
+        short = "--seq-len" if ours == "batch.sequence_length" else f"--{ours.rpartition('.')[2].replace('_', '-')}"
         meant = short if short in known else f"--{ours.replace('_', '-')}" if settings else meant
     remedy = f"Did you mean {meant}?" if meant else f"See `ultrascale {name} --help`."
     return Problem(flag, f"is no flag of {name}", remedy)
