@@ -57,7 +57,7 @@ def document_sample(path: str | Path, number: int) -> dict[str, Any]:
     try:
         ids = corpus.document(number).tolist()
     except IndexError as error:
-        raise DataCommandError(str(path), str(error), "Choose a --document in that range.") from error
+        raise DataCommandError(str(path), str(error).removeprefix(f"{path} "), "Choose a --document in that range.") from error
     return {"document": number, "tokens": len(ids), "ids": ids, "text": _decode(corpus, ids)}
 
 
