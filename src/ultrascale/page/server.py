@@ -21,8 +21,8 @@ from importlib.resources import files
 from threading import Lock
 from typing import Any
 
-from ultrascale.description.problems import mistake
 from ultrascale.description.parsing import parse_json
+from ultrascale.description.problems import mistake
 from ultrascale.page.controls import LARGEST_FILE, controls_json
 
 Question = Callable[[dict[str, Any]], dict[str, Any]]
