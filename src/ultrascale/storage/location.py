@@ -31,8 +31,8 @@ def join_url(url: str, *names: str) -> str:
 
 
 def obstacle(folder: Path) -> Path | None:
-    """What keeps a folder of this machine from being made or written: the nearest of it and those above that is there, if it
-    is a file or may not be written."""
+    """Path that keeps `folder` from being made or written: the nearest at or above it that exists, if it is a file or may not be
+    written."""
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     return None if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK) else nearest
 
