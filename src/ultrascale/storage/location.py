@@ -31,7 +31,7 @@ def join_url(url: str, *names: str) -> str:
 
 
 def obstacle(folder: Path) -> Path | None:
-    """Path that keeps `folder` from being made or written: the nearest at or above it that exists, if that is a file or read-only."""
+    """Path that keeps `folder` from being written: the nearest at or above it that exists, if that is a file or read-only."""
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     return None if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK) else nearest
 
