@@ -9,13 +9,14 @@ The verbs of the command line as functions, with the same names, words and defau
 """
 
 import sys
-from importlib import import_module
-from types import ModuleType
 
 TYPE_CHECKING = False
-"""True to type checkers alone. `typing` itself takes 10 ms to import, in which Ctrl-C would be a traceback."""
+"""True to type checkers alone. `typing` takes 10 ms to import and `types` and `importlib` 2, in which Ctrl-C is a traceback."""
 if TYPE_CHECKING:
+    from types import ModuleType
     from typing import Any
+else:
+    ModuleType = type(sys)
 
 __version__ = "0.1.0"
 __all__ = ["SpecError", "__version__", "check", "compare", "plan", "report", "schedule", "search", "sweep", "trace"]
@@ -54,14 +55,19 @@ class _Front(ModuleType):
 
 
 def _at_home(name: str) -> "Any":
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(_imported(_HOMES[name]), name)
+
+
+def _imported(name: str) -> ModuleType:
+    __import__(f"{__name__}.{name}")
+    return sys.modules[f"{__name__}.{name}"]
 
 
 def __getattr__(name: str) -> "Any":
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _PACKAGES:
-        return import_module(f"{__name__}.{name}")
+        return _imported(name)
     return _at_home(name)
 
 

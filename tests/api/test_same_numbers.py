@@ -100,6 +100,8 @@ def test_no_model_is_not_the_run_of_this_folder(tmp_path, monkeypatch):
 def test_a_misspelt_keyword_is_named_with_the_nearest():
     with pytest.raises(us.SpecError, match=r"--zero-stge: is no flag of plan\. Did you mean --zero-stage"):
         us.plan(**TINY, zero_stge=3)
+    with pytest.raises(us.SpecError, match=r"--lr: is no flag of plan\. Did you mean --optimizer\.learning-rate"):
+        us.plan(**TINY, lr=3)
 
 
 LOOSE: Any = us
@@ -109,7 +111,8 @@ OF_ANOTHER_KIND: dict[str, Callable[[], Any]] = {
     "tp, a table": lambda: LOOSE.plan(**TINY, tp={"a": 1}), "tp, nothing": lambda: LOOSE.plan(**TINY, tp=[]),
     "tp, true": lambda: LOOSE.plan(**TINY, tp=True), "length": lambda: LOOSE.plan(**TINY, seq_len=8192.0),
     "plans": lambda: LOOSE.compare(1, 2), "run": lambda: LOOSE.check(["a"]), "costs": lambda: LOOSE.schedule("1f1b", cost=3),
-    "folder": lambda: LOOSE.report(3), "a run's search": lambda: us.search(RUN),
+    "folder": lambda: LOOSE.report(3), "no folder": lambda: LOOSE.report(None), "no run": lambda: LOOSE.sweep(None),
+    "a run's search": lambda: us.search(RUN),
     "a CPU's search": lambda: us.search("tiny-llama", "2xcpu"),
 }  # fmt: skip
 

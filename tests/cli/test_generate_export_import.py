@@ -148,12 +148,12 @@ def test_all_mistakes_of_sampling_are_told_together_and_before_the_prompt(export
     assert out == ""
     for key in (
         "7 mistakes",
-        "temperature",
-        "top_p",
-        "top_k",
-        "max_new_tokens",
-        "seed",
-        "asks for CUDA",
+        "--temperature\n",
+        "--top-p\n",
+        "--top-k\n",
+        "--max-new-tokens\n",
+        "--seed\n",
+        "--device\n    asks for CUDA",
         "character 2 is not",
     ):
         assert key in err

@@ -72,6 +72,11 @@ def test_a_choice_of_verbs_is_read_by_its_first_word():
         (["plan", *MODEL, "--seed", "-1"], "must be at least 0, is -1 -> Give 0 or more."),
         (["plan", *MODEL, "--model.hidden-size", "0"], "must be at least 1, is 0 -> Give 1 or more."),
         (["plan", *MODEL, "--zero", "3"], "Did you mean --zero-stage?"),
+        (["plan", *MODEL, "--lr", "3e-4"], "Did you mean --optimizer.learning-rate?"),
+        (["plan", *MODEL, "--batch-size", "512"], "Did you mean --sequences-per-batch?"),
+        (["plan", *MODEL, "--seq", "8192"], "Did you mean --seq-len?"),
+        (["train", "run.toml", "--seq-len", "8192"], "Did you mean --batch.sequence-length?"),
+        (["train", "run.toml", "--global-batch-size", "8"], "Did you mean --batch.sequences-per-batch?"),
         (["plan", *MODEL, "--tensor-parallel", "2"], "Did you mean --tp?"),
         (["train", "run.toml", "--zero", "3"], "Did you mean --layout.zero-stage?"),
         (["show", "run.toml", "--data.document-mask", "maybe"], "must be true or false"),
@@ -202,7 +207,9 @@ sources = ["nowhere"]
     "words, told",
     [
         (["checkpoint", "list", "nowhere"], "no such folder"),
-        (["generate", "full", "--temperature", "-1"], "temperature"),
+        (["generate", "full", "--temperature", "inf"], "--temperature\n    must be finite and at least 0, is inf"),
+        (["generate", "nowhere", "--top-p", "7"], "--top-p\n    must be above 0 and at most 1, is 7.0"),
+        (["generate", "nowhere", "--max-new-tokens", "0"], "nowhere\n    is no folder"),
         (["generate", "empty"], "holds neither"),
         (["export", "empty", "out"], "holds neither"),
         (["train", "run.toml"], "no prepared text at nowhere"),
@@ -240,14 +247,14 @@ def test_what_is_not_there_is_told_before_torch_is_imported(words, told, tmp_pat
 @pytest.mark.parametrize(
     "verb, words, told, code",
     [
-        ("train", ["--data.sources", "empty"], "is not a folder of prepared text", 1),
+        ("train", ["--data.sources", "empty"], "is not a folder of prepared text", 2),
         ("train --processes=2", ["--data.sources", "little"], "holds 9 tokens, a sequence needs 65", 1),
         ("train", ["--data.validation", "little", "--evaluation.every-steps", "2"], "holds 9 tokens", 1),
         ("measure step", ["--device", "cuda"], "asks for CUDA", 2),
         ("measure speed", ["--data.sources", "nowhere"], "no prepared text at nowhere", 2),
         ("measure speed", ["--data.sources", "little"], "holds 9 tokens", 1),
         ("sweep", ["--device", "cuda"], "asks for CUDA", 2),
-        ("sweep", ["--data.sources", "empty", "--layout.zero-stage", "0,1"], "is not a folder of prepared text", 1),
+        ("sweep", ["--data.sources", "empty", "--layout.zero-stage", "0,1"], "is not a folder of prepared text", 2),
     ],
 )
 def test_what_cannot_start_is_told_before_torch_is_imported_and_no_rank_is_at_fault(verb, words, told, code, tmp_path):

@@ -304,6 +304,20 @@ def test_options_that_make_no_sense_are_refused(tmp_path, source, tokenizer, opt
         prepare([source], output=tmp_path / "out", recipe=recipe(tokenizer, **options), workers=1)
 
 
+@pytest.mark.parametrize(("fraction", "share"), [(1e-9, "none"), (1 - 1e-9, "all")])
+def test_a_share_that_holds_out_none_or_all_is_refused_before_anything_is_written(tmp_path, source, tokenizer, fraction, share):
+    count = len([line for path in source.iterdir() for line in path.read_text().splitlines()])
+    with pytest.raises(DataError, match=rf"--validation-fraction: is {fraction}, which holds out {share} of {count} documents"):
+        prepare([source], output=tmp_path / "out", recipe=recipe(tokenizer, validation_fraction=fraction), workers=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_that_is_not_there_is_told_before_anything_is_written(tmp_path, source):
+    with pytest.raises(DataError, match=r"none\.json: is not there"):
+        prepare([source], output=tmp_path / "out", recipe=recipe(tmp_path / "none.json"), workers=1)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.catalogue(56)
 def test_no_documents_is_an_error_that_says_what_was_skipped(tmp_path, tokenizer):
     (tmp_path / "x.jsonl").write_text("{\n")
@@ -321,7 +335,7 @@ def test_an_output_inside_the_input_is_refused(tmp_path, source, tokenizer):
 
 def test_an_output_that_cannot_be_made_is_refused(tmp_path, source, tokenizer):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(DataError, match=r"file/out: cannot be written: Not a directory"):
+    with pytest.raises(DataError, match=r"file: is a file, and text is prepared into a folder"):
         prepare([source], output=tmp_path / "file" / "out", recipe=recipe(tokenizer), workers=1)
 
 

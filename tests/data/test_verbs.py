@@ -65,7 +65,7 @@ def test_skipped_documents_are_printed_with_the_first_of_each_reason(text, capsy
 @pytest.mark.parametrize(
     ("more", "code", "expected"),
     [
-        (["--glob", "*.none"], 1, "holds no file that matches"),
+        (["--glob", "*.none"], 2, "holds no file that matches"),
         (["--tokenizer", "tokenizer.json"], 2, "exactly one is needed"),
         (["--validation", "held"], 2, "has nothing to hold without --validation-fraction"),
         (["--workers", "0"], 2, "must be at least 1, is 0"),
@@ -74,6 +74,31 @@ def test_skipped_documents_are_printed_with_the_first_of_each_reason(text, capsy
 def test_mistakes_end_with_their_exit_code_and_a_remedy(text, capsys, more, code, expected):
     assert command(arguments(text, *more)) == code
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "prepare none --train-tokenizer 300 --output out",
+        "prepare good.txt --tokenizer none --output out",
+        "prepare good.txt --train-tokenizer 300 --output good.txt",
+        "prepare good.txt --train-tokenizer 300 --output good.txt/out",
+        "inspect none", "inspect empty", "inspect good.txt", "inspect made --document 99", "inspect made --sequence -1",
+    ],
+)  # fmt: skip
+def test_a_path_that_is_not_there_or_of_another_kind_is_a_wrong_command_as_of_other_verbs(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "good.txt").write_text("good")
+    assert command(["prepare", "good.txt", "--train-tokenizer", "300", "--output", "made"]) == 0
+    assert command(words.split()) == 2
+    told = capsys.readouterr().err
+    assert "invalid arguments" in told and "made has" not in told and not (tmp_path / "out").exists()
+
+
+def test_what_a_file_holds_is_no_fault_of_the_command(tmp_path):
+    (tmp_path / "bad.txt").write_bytes(b"\xff")
+    assert command(["prepare", str(tmp_path / "bad.txt"), "--train-tokenizer", "300", "--output", str(tmp_path / "out")]) == 1
 
 
 def test_several_wrong_options_are_told_together(text, capsys):

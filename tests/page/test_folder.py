@@ -101,16 +101,26 @@ def test_parts_that_are_missing_or_others_are_refused_by_name(tmp_path, capsys):
     assert not (tmp_path / "site").exists()
 
 
-@pytest.mark.parametrize("there", ["a folder with a file", "a file"])
-def test_nothing_is_written_over(there, tmp_path, capsys):
+@pytest.mark.parametrize("there", ["a folder with a file", "a file", "a file above"])
+def test_nothing_is_written_over(there, tmp_path, monkeypatch, capsys):
     site = tmp_path / "site"
-    if there == "a file":
+    if there != "a folder with a file":
         site.touch()
     else:
         site.mkdir()
         (site / "mine.txt").touch()
-    assert main(["page", "--build", str(site)]) == 2
-    assert "is not an empty folder" in " ".join(capsys.readouterr().err.split())
+    monkeypatch.setattr(shutil, "which", lambda name: pytest.fail("npm would fetch"))
+    assert main(["page", "--build", str(site if there != "a file above" else site / "below")]) == 2
+    assert ("no folder that can be" if site.is_file() else "is not an empty folder") in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_a_place_that_may_not_be_written_is_told_before_anything_is_fetched(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    monkeypatch.setattr(shutil, "which", lambda name: pytest.fail("npm would fetch"))
+    assert main(["page", "--build", str(tmp_path / "new" / "site")]) == 2
+    assert f"{tmp_path} is no folder that can be written" in " ".join(capsys.readouterr().err.split())
 
 
 def test_parts_are_for_a_build(capsys):

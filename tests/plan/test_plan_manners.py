@@ -185,6 +185,8 @@ def test_two_runs_stand_side_by_side(tmp_path, capsys):
     assert main(["plan", files[0], "--compare", files[1]]) == 0
     out = capsys.readouterr().out
     assert ["layout.dp", "1", "2"] in [line.split() for line in out.split("\n")]
+    assert main(["plan", "--compare", *files]) == 0
+    assert capsys.readouterr().out == out
     assert main(["plan", files[0], "--compare", files[1], "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["schema"] == "ultrascale/compare/2" and told["settings"][0]["name"] == "layout.dp"

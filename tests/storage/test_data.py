@@ -331,7 +331,7 @@ MISTAKES = {
     "tokenizer": "none.json",
     "recipe": "--field: is 'body', but .* was begun with 'text'",
     "inputs": "texts/one.jsonl: is no longer among the inputs",
-    "output": "there: is no folder that can be written",
+    "output": "there: is a file, and text is prepared into a folder",
     "lock": "is being prepared by another process",
 }
 

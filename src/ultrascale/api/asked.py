@@ -9,7 +9,7 @@ Several values are a list; a path may be a Path.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from json import dumps
@@ -18,12 +18,14 @@ from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
-from ultrascale.config.schema import BAD, STAND_INS, At, convert, default_of, leaves, sections
+from ultrascale.config.schema import BAD, ELSEWHERE, STAND_INS, At, convert, default_of, leaves, sections
 from ultrascale.description.problems import Problem, SpecError
 
 T = TypeVar("T")
 OF_THE_COMMAND_LINE = ("json", "brief", "compare")
 """Flags that only say how to print."""
+ALIKE = 0.7
+"""Similarity from which on one name may be a misspelling of the other."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,11 @@ def read_keywords(
         if key not in hints or is_table:
             settings += _settings(key if value is None else short.get(key, key), value)
         elif value is not None:
-            values[key] = as_kind(value, hints[key], key if key in positional else f"--{key.replace('_', '-')}", problems)
-    problems += [_unknown(key, hints, verb) for key, _ in settings if "." not in key and key not in leaves()]
+            values[key] = as_kind(value, hints[key], key if key in positional else _flag(key), problems)
+    known, unknown = [*map(_flag, hints)], [key for key, _ in settings if "." not in key and key not in leaves()]
+    problems += [unknown_flag(_flag(key), known, verb, settings=True) for key in unknown]
+    missing = [name for name in positional if not hasattr(kind, name) and given.get(name) is None]
+    problems += [Problem(name, "is missing", f"Give it; `ultrascale {verb} --help` has an example.") for name in missing]
     if problems:
         raise SpecError(problems)
     options = kind(**values)
@@ -125,10 +130,23 @@ def _toml(value: Any) -> str:
     return dumps(fspath(value) if isinstance(value, PathLike) else value)
 
 
-def _unknown(name: str, own: Collection[str], verb: str) -> Problem:
-    near = get_close_matches(name, own, n=1)
-    remedy = f"Did you mean --{near[0].replace('_', '-')}?" if near else f"See `ultrascale {verb} --help`."
-    return Problem(f"--{name.replace('_', '-')}", f"is no flag of {verb}", remedy)
+def unknown_flag(flag: str, known: list[str], verb: str, *, settings: bool) -> Problem:
+    """The problem of a flag that is none, with the one that was probably meant: `--seqlen`, `--gpu`, `--dp`. `settings`: the
+    verb takes those of a run too."""
+    letters = {one.replace("-", ""): one for one in [*known, *(map(_flag, (*leaves(), *STAND_INS)) if settings else ())]}
+    word = flag.lower().replace("-", "").replace("_", "")
+    near = get_close_matches(word, letters, n=1, cutoff=ALIKE)
+    last = {key.rpartition(".")[2].replace("_", ""): key for key in leaves()} if settings and word not in letters else {}
+    meant = letters[near[0]] if near else _flag(last[word]) if word in last else None
+    if (ours := ELSEWHERE.get(flag.removeprefix("--").replace("-", "_"))) is not None and word not in letters:
+        short = "--seq-len" if ours == "batch.sequence_length" else _flag(ours.rpartition(".")[2])
+        meant = short if short in known else _flag(ours) if settings else meant
+    remedy = f"Did you mean {meant}?" if meant else f"See `ultrascale {verb} --help`."
+    return Problem(flag, f"is no flag of {verb}", remedy)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _words(options: Any, given: Mapping[str, Any], positional: tuple[str, ...]) -> list[str]:
@@ -139,7 +157,7 @@ def _words(options: Any, given: Mapping[str, Any], positional: tuple[str, ...]) 
         found += [value] if isinstance(value, str) and value else map(str, value) if isinstance(value, tuple) else []
     defaults = {field.name: default_of(field) for field in fields(options)}
     for name in (name for name in given if name not in positional):
-        value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
+        value, flag = getattr(options, name), _flag(name)
         if is_dataclass(value):
             changed = {key: one for key, one in vars(value).items() if one != getattr(defaults[name], key)}
             found += [word for key, one in changed.items() for word in (f"{flag}.{key.replace('_', '-')}", _text(one))]

@@ -34,7 +34,7 @@ Each has --help with an example.
 
 
 def command(arguments: list[str]) -> int:
-    """Runs `ultrascale data ...`; 0 good, 1 bad data or disk, 2 bad usage, 130 stopped by Ctrl-C."""
+    """Runs `ultrascale data ...`; 0 good, 1 bad data or disk, 2 bad usage (a path that is not there), 130 stopped by Ctrl-C."""
     verbs: dict[str, Callable[..., int]] = {"prepare": prepare, "inspect": inspect}
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_VERBS, end="")

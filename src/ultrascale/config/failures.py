@@ -38,7 +38,7 @@ def is_for_people(error: BaseException) -> bool:
 def explained(error: BaseException | str, subject: str) -> tuple[int, str]:
     """Exit code and text of an error that is for people, or of such a text. `subject` stands for what it names no key for."""
     problems = getattr(error, "problems", ()) or problems_in(str(error), subject)
-    is_asked = isinstance(error, SpecError) or all(problem.key.startswith("--") for problem in problems)
+    is_asked = getattr(error, "is_asked", isinstance(error, SpecError)) or all(one.key.startswith("--") for one in problems)
     return 2 if is_asked else 1, problem_list(problems, is_asked=is_asked)
 
 

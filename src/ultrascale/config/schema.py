@@ -42,6 +42,12 @@ ELSEWHERE = {
     "expert_parallel": "layout.ep", "data_parallel": "layout.dp", "vpp": "layout.virtual_stages", "etp": "layout.expert_tp",
     "num_local_experts": "model.num_experts", "n_routed_experts": "model.num_experts",
     "activation_checkpointing": "layout.recompute", "gradient_checkpointing": "layout.recompute",
+    "tensor_model_parallel_size": "layout.tp", "pipeline_model_parallel_size": "layout.pp",
+    "lr": "optimizer.learning_rate", "warmup": "optimizer.warmup_steps", "wd": "optimizer.weight_decay",
+    "batch_size": "batch.sequences_per_batch", "global_batch_size": "batch.sequences_per_batch",
+    "mbs": "layout.micro_batch_size", "micro_batch": "layout.micro_batch_size", "train_iters": "steps",
+    "seq": "batch.sequence_length", "seq_len": "batch.sequence_length", "seq_length": "batch.sequence_length",
+    "max_seq_len": "batch.sequence_length", "dataset": "data.sources",
 }  # fmt: skip
 _COMMAS = re.compile(r"[^,]*|\d{1,3}(,\d{3})+[^,]*")
 """Texts of numbers in which a comma, if any, is one between thousands: 1,2 is no 12."""
@@ -147,10 +153,10 @@ def _nearest(section: str, last: str) -> list[str]:
     for key in known:
         by_name.setdefault(key.rpartition(".")[2], []).append(key)
     here = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
-    if last in by_name:
-        return by_name[last]
     if last in ELSEWHERE:
         return [ELSEWHERE[last]]
+    if last in by_name:
+        return by_name[last]
     if close := get_close_matches(last, here, n=2, cutoff=0.6):
         return [here[name] for name in close]
     return [key for name in get_close_matches(last, by_name, n=1, cutoff=0.75) for key in by_name[name]]

@@ -13,6 +13,7 @@ from pathlib import Path
 from ultrascale.config.resolve import Resolved, run_from_toml
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Run, Source
+from ultrascale.description.units import count_of
 
 ORIGIN = "train's default"
 """Source of a value that is chosen here."""
@@ -49,7 +50,7 @@ def usual(resolved: Resolved, own: Path | None = None) -> tuple[Resolved, list[s
         is_kept = before is not None and sources == before.data.validation
         origins |= {"data.validation": KEPT if is_kept else ORIGIN, "evaluation.every_steps": KEPT if before else ORIGIN}
         told = ", ".join(source.path for source in sources)
-        lines.append(f'validation: {told}, every {every} steps (evaluation.every_steps = "none" for never)')
+        lines.append(f'validation: {told}, every {count_of(every, "step")} (evaluation.every_steps = "none" for never)')
     return replace(resolved, run=run, provenance=resolved.provenance | origins), lines
 
 

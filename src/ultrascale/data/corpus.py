@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ultrascale.data.files import DataError
+from ultrascale.data.files import DataCommandError, DataError
 from ultrascale.data.indexed import Header, Shard, prefix_paths, read_header
 from ultrascale.data.manifest import NAME, Manifest, ShardRecord, TokenizerFacts, load_manifest
 from ultrascale.data.preparing.verify import BLOCK_BYTES as SAMPLE_BYTES
@@ -183,7 +183,7 @@ def _foreign_prefix(path: Path) -> Path:
     bin_path, idx_path = prefix_paths(path)
     if not bin_path.exists() and not idx_path.exists():
         problem = f"is neither a prepared folder nor a prefix: there is no {bin_path.name} beside it"
-        raise DataError(str(path), problem, "Make it with `ultrascale data prepare ... --output FOLDER`.")
+        raise DataCommandError(str(path), problem, "Make it with `ultrascale data prepare ... --output FOLDER`.")
     read_header(idx_path)
     return path
 

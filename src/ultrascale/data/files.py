@@ -107,6 +107,12 @@ class DataError(ValueError):
         return f"{self.where}: {self.problem}. {self.remedy}"
 
 
+class DataCommandError(DataError):
+    """The command is wrong, and not what was read: a path that is not there or of another kind, a place out of range."""
+
+    is_asked = True
+
+
 class SeveralDataErrors(DataError):
     """Mistakes that can be told together; `where` and the rest are those of the first."""
 

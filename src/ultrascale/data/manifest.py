@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ultrascale.data.files import DataError, read_json, write_json
+from ultrascale.data.files import DataCommandError, DataError, read_json, write_json
 
 NAME = "manifest.json"
 FORMAT = "ultrascale-data-1"
@@ -104,7 +104,7 @@ def load_manifest(folder: Path) -> Manifest:
     if not path.exists():
         if not any(any(folder.glob(left)) for left in ("*.bin", "*.idx", "tokenizer.json")):
             remedy = "Make one: ultrascale data prepare TEXT --output FOLDER."
-            raise DataError(str(folder), "is not a folder of prepared text", remedy)
+            raise DataCommandError(str(folder), "is not a folder of prepared text", remedy)
         remedy = "Run `ultrascale data prepare` (again: it goes on where it stopped)."
         raise DataError(str(folder), f"holds no {NAME}, so it was not prepared to the end", remedy)
     value = read_json(path)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from ultrascale.data.files import DataError
+from ultrascale.data.files import DataCommandError, DataError
 from ultrascale.data.manifest import TokenizerFacts
 from ultrascale.description.architecture.special_tokens import END_OF_DOCUMENT, ENDS
 
@@ -34,7 +34,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """A `tokenizer.json`, set to encode all of a text and nothing but it. Raises DataError if it cannot be read."""
     if not Path(path).is_file():
         rule = "is no file" if Path(path).exists() else "is not there"
-        raise DataError(str(path), rule, "Give a tokenizer.json with --tokenizer, or use --train-tokenizer.")
+        raise DataCommandError(str(path), rule, "Give a tokenizer.json with --tokenizer, or use --train-tokenizer.")
     try:
         tokenizer = Tokenizer.from_file(str(path))
         tokenizer.encode("a \N{SNOWMAN}")  # some that cannot be used are found out only then
@@ -58,7 +58,7 @@ def tokenizer_facts(path: Path, eod: str | None = None) -> TokenizerFacts:
             fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
             return TokenizerFacts(fingerprint, max(vocabulary.values()) + 1, token, vocabulary[token])
     problem = f"has no token {eod!r}" if eod else f"has none of the usual end-of-document tokens {', '.join(ENDS)}"
-    raise DataError(str(path), problem, "Name one of its tokens with --eod.")
+    raise DataCommandError(str(path), problem, "Name one of its tokens with --eod.")
 
 
 def vocabulary_problem(vocab_size: int) -> DataError | None:

@@ -29,7 +29,9 @@ class Sampling:
         if self.max_new_tokens < 1:
             found.append(Problem("max_new_tokens", f"must be at least 1, is {self.max_new_tokens}", "Give a positive number."))
         if not 0 <= self.temperature < inf:
-            found.append(Problem("temperature", f"must be at least 0, is {self.temperature}", "1 is usual; 0 is greedy."))
+            found.append(
+                Problem("temperature", f"must be finite and at least 0, is {self.temperature}", "1 is usual; 0 is greedy.")
+            )
         if self.top_k is not None and self.top_k < 1:
             found.append(Problem("top_k", f"must be at least 1, is {self.top_k}", "Leave it out to draw from all tokens."))
         if self.top_p is not None and not 0 < self.top_p <= 1:

@@ -30,6 +30,7 @@ from pathlib import Path
 from ultrascale.description.problems import mistake
 from ultrascale.page.controls import controls_json
 from ultrascale.page.server import static_text
+from ultrascale.storage.location import obstacle
 
 PACKAGES = {
     "pyodide@0.24.1": (
@@ -67,10 +68,13 @@ def build(folder: Path, parts: Path | None) -> str:
     """Write the page into `folder` and say what was written.
 
     `parts`: a folder with both files of `PACKAGES`; None: `npm pack` fetches them. Raises SpecError if they cannot be had, are
-    not those, or the folder is not empty.
+    not those, or the folder is not empty or cannot be written.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise mistake("--build", f"{folder} is not an empty folder", "Name a folder that is not there yet.")
+    remedy = "Name a folder that is not there yet."
+    if kept := obstacle(folder):
+        raise mistake("--build", f"{kept} is no folder that can be written", remedy)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise mistake("--build", f"{folder} is not an empty folder", remedy)
     with tempfile.TemporaryDirectory() as scratch:
         runtime, numpy = _checked(parts, "--parts") if parts else _checked(_packed(Path(scratch)), "--build")
         folder.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ from importlib.resources import files
 from threading import Lock
 from typing import Any
 
+from ultrascale.description.parsing import parse_json
 from ultrascale.description.problems import mistake
 from ultrascale.page.controls import LARGEST_FILE, controls_json
 
@@ -95,10 +96,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(403, "asked by another page")
         if path != "answer" or self.headers.get("Content-Type", "").partition(";")[0] != "application/json":
             return self._refuse(404, "nothing here")
-        if not size.isdigit() or int(size) > LARGEST_BODY:
+        if not size.isdecimal() or int(size) > LARGEST_BODY:
             return self._refuse(413, f"a question has at most {LARGEST_BODY:,} bytes")
         try:
-            asked = json.loads(self.rfile.read(int(size)))
+            asked = parse_json(self.rfile.read(int(size)))
         except ValueError:
             asked = None
         if not isinstance(asked, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -27,6 +28,12 @@ def url_of(place: str | Path) -> str | None:
 def join_url(url: str, *names: str) -> str:
     """`url` with names under it."""
     return "/".join([url.rstrip("/"), *names])
+
+
+def obstacle(folder: Path) -> Path | None:
+    """Path that keeps `folder` from being written: the nearest at or above it that exists, if that is a file or read-only."""
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    return None if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK) else nearest
 
 
 def url_problem(place: str, *, to_write: bool = False) -> str | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from difflib import get_close_matches
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from ultrascale.catalogue.cluster import Cluster, parse_cluster
 from ultrascale.catalogue.stacks.stack import Stack, with_optimizer
 from ultrascale.catalogue.stacks.stack_files import changed_stack
 from ultrascale.config.resolve import resolve, to_toml
-from ultrascale.description.problems import Problem, SpecError, mistake
+from ultrascale.description.problems import SpecError, mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import count_of
 from ultrascale.plan.report import RunPlan, alternatives, first_that_fits, has_rates, plan_run
@@ -199,22 +198,10 @@ def _machines(request: PlanRequest) -> Cluster:
     options = request.options
     if options.model is None:
         remedy = "Give a run's TOML file, or --model llama-3-8b --gpus 8xh100."
-        problem = Problem("model", "is missing: nothing says what to plan", remedy)
-        raise SpecError([problem, *_unknown(request.settings)])
+        raise mistake("model", "is missing: nothing says what to plan", remedy)
     if options.gpus is None:
         raise mistake("gpus", "is missing: nothing says on what", "Give --gpus 8xh100, or 2xcpu for this machine.")
     return parse_cluster(options.gpus)
-
-
-def _unknown(words: tuple[str, ...]) -> list[Problem]:
-    """Flags that are neither the verb's nor settings of a run."""
-    known = [name.replace("_", "-") for name in PlanOptions.__dataclass_fields__ if name != "run"]
-    flags = [word[2:].partition("=")[0] for word in words if word.startswith("--") and "." not in word]
-    near = {flag: get_close_matches(flag, known, n=1) for flag in flags}
-    return [
-        Problem(f"--{flag}", "is no flag of plan", f"Did you mean --{found[0]}?" if found else "See `ultrascale plan --help`.")
-        for flag, found in near.items()
-    ]
 
 
 def write_files(chosen: RunPlan, options: PlanOptions) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from ultrascale.api.sweep import Begun, Sweep, SweepOptions, answer
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import console_for_people, print_json
-from ultrascale.description.units import format_bytes, format_seconds, format_share
+from ultrascale.description.units import count_of, format_bytes, format_seconds, format_share
 from ultrascale.sweep.cells import Place
 from ultrascale.sweep.grid import Axis, Cell, names_of, split_axes
 from ultrascale.sweep.held import Held, Measured
@@ -46,7 +46,7 @@ class _Progress:
         """Prints what will be measured."""
         count, places = len(begun.cells), begun.places
         self._count, known = len(places), sum(place.result is not None for place in places)
-        parts = [f"{count} cells", f"{count - len(places)} refused", f"{known} measured before"]
+        parts = [count_of(count, "cell"), f"{count - len(places)} refused", f"{known} measured before"]
         parts += [f"{begun.same} left out, the same run as another"] * bool(begun.same)
         print(f"{', '.join(parts)}; in {begun.folder}", file=self._stream, flush=True)
 

@@ -25,6 +25,9 @@ def show_comparison(request: PlanRequest) -> int:
     if first is None or second is None:
         remedy = "Write: ultrascale plan A.toml --compare B.toml."
         raise mistake("--compare", "compares two runs' files, and one is given", remedy)
+    words = request.words
+    if first in words and next(place for place, word in enumerate(words) if word.startswith("--compare")) < words.index(first):
+        first, second = second, first  # --compare A.toml B.toml
     found = Comparison(*(answer(_of_one(request, file)) for file in (first, second)))
     if request.options.json:
         print_json(found.to_dict(), indent=2)

@@ -21,8 +21,8 @@ from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ultrascale.api.asked import as_kind
-from ultrascale.config.schema import ELSEWHERE, STAND_INS, leaves, unknown_key
+from ultrascale.api.asked import ALIKE, as_kind, unknown_flag
+from ultrascale.config.schema import STAND_INS, leaves, unknown_key
 from ultrascale.description.problems import Problem, SpecError, mistake
 
 T = TypeVar("T")
@@ -180,8 +180,6 @@ def _say_what_to_give(verb: Any) -> None:
             verb.__annotations__[name] = Annotated[hint, tyro.conf.arg(help_behavior_hint="", metavar=metavar)]
 
 
-ALIKE = 0.7
-"""Similarity from which on one name may be a misspelling of the other."""
 BOOLEANS = {"true": True, "false": False}
 
 
@@ -281,7 +279,7 @@ def _sort(options: Mapping[str, Option], words: deque[str], name: str, problems:
         if not _is_flag(word):
             loose.append(word)
         elif option is None:
-            problems.append(_unknown(flag, list(flags), name, settings))
+            problems.append(unknown_flag(flag, list(flags), name, settings=settings))
             if not equals and words and not _is_flag(words[0]):
                 words.popleft()
         elif equals:
@@ -348,21 +346,3 @@ def _call(verb: Any, values: dict[str, Any]) -> Any:
 
 def _is_flag(word: str) -> bool:
     return word.startswith("--") or (len(word) == 2 and word[0] == "-" and word[1].isalpha())
-
-
-def _unknown(flag: str, known: list[str], name: str, settings: bool) -> Problem:
-    """A flag that is none, with the one that was probably meant: `--seqlen`, `--gpu`, `--dp`."""
-    letters = {one.replace("-", ""): one for one in [*known, *(_of_settings() if settings else ())]}
-    word = flag.lower().replace("-", "").replace("_", "")
-    near = get_close_matches(word, letters, n=1, cutoff=ALIKE)
-    last = {key.rpartition(".")[2].replace("_", ""): key for key in leaves()} if settings and word not in letters else {}
-    meant = letters[near[0]] if near else f"--{last[word].replace('_', '-')}" if word in last else None
-    if (ours := ELSEWHERE.get(flag.removeprefix("--").replace("-", "_"))) is not None and word not in letters:
-        short = f"--{ours.rpartition('.')[2].replace('_', '-')}"
-        meant = short if short in known else f"--{ours.replace('_', '-')}" if settings else meant
-    remedy = f"Did you mean {meant}?" if meant else f"See `ultrascale {name} --help`."
-    return Problem(flag, f"is no flag of {name}", remedy)
-
-
-def _of_settings() -> list[str]:
-    return [f"--{key.replace('_', '-')}" for key in (*leaves(), *STAND_INS)]

@@ -11,7 +11,7 @@ import tyro
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import print_json, waiting
 from ultrascale.cli.terminal.stores import brought, sent, store_of
-from ultrascale.cli.weights.opening import expect_contents, expect_folder, open_and_tell
+from ultrascale.cli.weights.opening import expect_contents, folder_problems, open_and_tell
 from ultrascale.config.resolve import resolve
 from ultrascale.description.problems import SpecError, mistake
 from ultrascale.description.progress import tokens_after
@@ -49,8 +49,8 @@ def export(
         json: Print one JSON object.
     """
     here = store_of(checkpoint) is None
-    if here:
-        expect_folder(checkpoint)
+    if here and (wrong := folder_problems(checkpoint)):
+        raise SpecError(wrong)
     if (url := url_of(out) or "").startswith("hf://"):
         if push_to_hub is not None:
             raise mistake("--push-to-hub", f"is given beside {url}, which is pushed to as well", "Keep one of the two.")

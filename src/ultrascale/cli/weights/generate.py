@@ -12,7 +12,7 @@ import tyro
 
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import print_json
-from ultrascale.cli.weights.opening import expect_contents, expect_folder, open_and_tell
+from ultrascale.cli.weights.opening import expect_contents, folder_problems, open_and_tell
 from ultrascale.config.rules.early import device_problems
 from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.models.sampling import Sampling
@@ -54,9 +54,9 @@ def generate(
         device: auto: CUDA when there is one.
         json: Print one JSON object.
     """
-    expect_folder(folder)
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
-    _expect_none([*sampling.problems(), *_text_problems(prompt), *device_problems(device), *_file_problems(tokenizer)])
+    options = [*sampling.problems(), *_text_problems(prompt), *device_problems(device), *_file_problems(tokenizer)]
+    _expect_none([*folder_problems(folder), *(replace(one, key=f"--{one.key.replace('_', '-')}") for one in options)])
     expect_contents(folder)
     import torch
     from tokenizers.decoders import DecodeStream

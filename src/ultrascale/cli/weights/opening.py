@@ -10,20 +10,19 @@ from ultrascale.checkpoint.listing import expect_readable
 from ultrascale.config.rules.early import has_checkpoints
 from ultrascale.config.rules.trainable import expect_trainable
 from ultrascale.description.architecture.huggingface import from_hf
-from ultrascale.description.problems import mistake
+from ultrascale.description.problems import Problem
 from ultrascale.models.files.weight_files import weight_files
 
 if TYPE_CHECKING:
     from ultrascale.train.start.trained import Trained
 
 
-def expect_folder(path: Path) -> None:
-    """Raise SpecError if there is no folder at `path`, or nothing in it, before seconds go by with importing torch."""
-    remedy = "Give a checkpoint, a run folder, or a Hugging Face folder."
-    if not path.is_dir():
-        raise mistake(str(path), "is no folder", remedy)
-    if not ((path / "config.json").exists() or has_checkpoints(path)):
-        raise mistake(str(path), "holds neither config.json with weights nor a checkpoint", remedy)
+def folder_problems(path: Path) -> list[Problem]:
+    """A problem if there is no folder at `path`, or nothing in it, before seconds go by with importing torch."""
+    if path.is_dir() and ((path / "config.json").exists() or has_checkpoints(path)):
+        return []
+    rule = "holds neither config.json with weights nor a checkpoint" if path.is_dir() else "is no folder"
+    return [Problem(str(path), rule, "Give a checkpoint, a run folder, or a Hugging Face folder.")]
 
 
 def expect_contents(path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ultrascale.data.corpus import Corpus
-from ultrascale.data.files import DataError
+from ultrascale.data.files import DataCommandError
 from ultrascale.data.indexed import prefix_paths, read_header
 from ultrascale.data.preparing.verify import expect_whole
 
@@ -57,7 +57,7 @@ def document_sample(path: str | Path, number: int) -> dict[str, Any]:
     try:
         ids = corpus.document(number).tolist()
     except IndexError as error:
-        raise DataError(str(path), str(error), "Choose a --document in that range.") from error
+        raise DataCommandError(str(path), str(error).removeprefix(f"{path} "), "Choose a --document in that range.") from error
     return {"document": number, "tokens": len(ids), "ids": ids, "text": _decode(corpus, ids)}
 
 
@@ -67,7 +67,7 @@ def sequence_sample(path: str | Path, number: int, sequence_length: int) -> dict
     count = (corpus.num_tokens - 1) // sequence_length if sequence_length > 0 else 0
     if not 0 <= number < count:
         problem = f"has {count} sequences of length {sequence_length}, not number {number}"
-        raise DataError(str(path), problem, "Choose a --sequence in that range.")
+        raise DataCommandError(str(path), problem, "Choose a --sequence in that range.")
     tokens = np.empty(sequence_length, np.int64)
     starts = np.zeros(sequence_length, np.bool_)
     corpus.read_into(tokens, starts, number * sequence_length)

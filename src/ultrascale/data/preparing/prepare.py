@@ -14,11 +14,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 from ultrascale.data.files import (
     PARTIAL,
+    DataCommandError,
     DataError,
     SeveralDataErrors,
     make_names_durable,
@@ -35,8 +38,10 @@ from ultrascale.data.preparing.workers import available_cores, run_tasks
 from ultrascale.data.reading.documents import Document, PartReader
 from ultrascale.data.reading.inputs import InputFile, Part, cut_shards, find_files
 from ultrascale.data.tokenizer import tokenizer_facts, train_tokenizer, vocabulary_problem
+from ultrascale.description.units import count_of
 from ultrascale.failpoints import failpoint
 from ultrascale.storage import url_of
+from ultrascale.storage.location import obstacle
 
 TOKENIZER, UNFINISHED, LOCK = "tokenizer.json", "unfinished.json", ".lock"
 TRAINING_CHARACTERS = 32 << 20
@@ -108,7 +113,7 @@ def prepare(
     The result does not depend on `workers` (None: all cores), nor on whether an earlier run was killed.
     Raises DataError for bad input, an output that was made from something else or cannot be written, or no documents at all.
     """
-    _expect_sense(recipe, workers, validation)
+    _expect_sense(recipe, Path(output), workers, validation)
     inputs, notify = list(inputs), on_progress or (lambda progress: None)
     if any(url_of(item) for item in inputs):
         _expect_ready(inputs, Path(output), recipe)
@@ -133,6 +138,7 @@ def _prepare(
     files = find_files(inputs, glob=recipe.glob, exclude=recipe.exclude, urls=urls)
     _expect_outside(files, folders)
     shards = cut_shards(files, recipe.shard_bytes)
+    _expect_both(shards, recipe)
     total = sum(part.weight_bytes for parts in shards for part in parts)
     for each in folders:
         with writing(each):
@@ -157,7 +163,7 @@ def _prepare(
         return _conclude(folders, records, facts, request)
 
 
-def _expect_sense(recipe: Recipe, workers: int | None, validation: str | Path | None) -> None:
+def _expect_sense(recipe: Recipe, folder: Path, workers: int | None, validation: str | Path | None) -> None:
     wrong: list[DataError] = []
     if (recipe.tokenizer is None) == (recipe.train_tokenizer is None):
         wrong.append(DataError("--tokenizer", "and --train-tokenizer: exactly one is needed", "Give one of them."))
@@ -176,15 +182,16 @@ def _expect_sense(recipe: Recipe, workers: int | None, validation: str | Path | 
         wrong.append(DataError("--shard-bytes", rule, "Leave it out for the usual size."))
     if wrong:
         raise SeveralDataErrors(wrong)
+    if recipe.tokenizer:
+        tokenizer_facts(recipe.tokenizer, recipe.eod)
+    if kept := obstacle(folder):
+        if kept.is_dir():
+            raise DataError(str(kept), "is no folder that can be written", "Choose another --output.")
+        raise DataCommandError(str(kept), "is a file, and text is prepared into a folder", "Choose another --output.")
 
 
 def _expect_ready(inputs: list[str | Path], folder: Path, recipe: Recipe) -> None:
     """Tells what can be known to be wrong before anything comes from a store."""
-    if recipe.tokenizer:
-        tokenizer_facts(recipe.tokenizer, recipe.eod)
-    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise DataError(str(nearest), "is no folder that can be written", "Choose another --output.")
     if (folder / LOCK).exists():
         with locked(folder / LOCK, folder):
             pass
@@ -201,10 +208,26 @@ def _expect_ready(inputs: list[str | Path], folder: Path, recipe: Recipe) -> Non
 def _expect_outside(files: list[InputFile], folders: tuple[Path, ...]) -> None:
     for folder in map(os.path.abspath, folders):
         if os.path.isfile(folder):
-            raise DataError(folder, "is a file, and text is prepared into a folder", "Choose another --output.")
+            raise DataCommandError(folder, "is a file, and text is prepared into a folder", "Choose another --output.")
         for file in files:
             if os.path.commonpath((folder, file.path)) == folder:
-                raise DataError(str(file.path), f"lies in the output folder {folder}", "Choose another --output.")
+                raise DataCommandError(str(file.path), f"lies in the output folder {folder}", "Choose another --output.")
+
+
+def _expect_both(shards: list[tuple[Part, ...]], recipe: Recipe) -> None:
+    """Reads until one document is held out and one is not, before anything is written. Bad ones are told when met again."""
+    count, sides = 0, set[bool]()
+    for part in chain.from_iterable(shards) if recipe.validation_fraction else ():
+        for item in PartReader(part, field=recipe.field, spool=Path(gettempdir())):
+            if isinstance(item, Document):
+                count += 1
+                sides.add(is_held_out(item.key, recipe.validation_fraction))
+            if len(sides) == 2 or (isinstance(item, DataError) and recipe.on_bad == "fail"):
+                return
+    if sides:
+        share = f"{'all' if True in sides else 'none'} of {count_of(count, 'document')}"
+        remedy = "Give another or leave it out: a hash of its name and place chooses each document."
+        raise DataError("--validation-fraction", f"is {recipe.validation_fraction}, which holds out {share}", remedy)
 
 
 def _settle(
@@ -225,7 +248,6 @@ def _settle(
             write_json(folder / UNFINISHED, request)
         return facts, request
     if recipe.tokenizer:
-        tokenizer_facts(recipe.tokenizer, recipe.eod)
         write_whole(path, recipe.tokenizer.read_bytes())
     else:
         trained = train_tokenizer(_training_texts(shards, recipe, folder), recipe.train_tokenizer or 0)

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from ultrascale.data.files import DataError
+from ultrascale.data.files import DataCommandError, DataError
 from ultrascale.data.reading.compressed import import_extra
 
 Kind = Literal["text", "jsonl", "parquet", "csv", "arrow", "tar", "mds"]
@@ -84,19 +84,19 @@ def find_files(
     for item in map(Path, inputs):
         found = list(_walk(item, glob, exclude)) if item.is_dir() else [(item, item.name)]
         if not found:
-            raise DataError(str(item), f"holds no file that matches {glob!r}", "Give another folder or --glob.")
+            raise DataCommandError(str(item), f"holds no file that matches {glob!r}", "Give another folder or --glob.")
         url = (urls or {}).get(item)
         for path, name in found:
             file, identity = _describe(path, name)
             if url is not None:
                 file = replace(file, url=f"{url}/{name}" if item.is_dir() else url)
             if identity in seen:
-                raise DataError(str(path), "is given twice", "Name every file once; a folder includes its files.")
+                raise DataCommandError(str(path), "is given twice", "Name every file once; a folder includes its files.")
             seen.add(identity)
             files.append(file)
     files = list(_without_sides(files))
     if not files:
-        raise DataError(
+        raise DataCommandError(
             "INPUT", "names no file", "Give files of text, JSONL, Parquet, Arrow, WebDataset or MDS, or folders of them."
         )
     return files
@@ -191,7 +191,8 @@ def _describe(path: Path, name: str) -> tuple[InputFile, tuple[int, int]]:
         with open(path, "rb") as file:
             facts = os.fstat(file.fileno())
     except OSError as error:
-        raise DataError(str(path), f"cannot be read: {error.strerror}", "Check the path and its permissions.") from error
+        kind = DataCommandError if isinstance(error, (FileNotFoundError, NotADirectoryError)) else DataError
+        raise kind(str(path), f"cannot be read: {error.strerror}", "Check the path and its permissions.") from error
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = COMPRESSIONS.get(suffixes[-1], "") if suffixes else ""
     inner = suffixes[-1:] if not compression or suffixes[-1] == ".tgz" else suffixes[-2:-1]
