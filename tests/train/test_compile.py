@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
+import pytest
+import torch
 from torch._dynamo.utils import counters
 from train.small_runs import at_step, curve, rows, same, small_run, state, stop_at, train_in_turn, train_ranks
 
@@ -13,7 +16,10 @@ from ultrascale.description.run import Batch, Log, Optimizer
 from ultrascale.train.trainer import Trainer
 
 
-def test_blocks_are_compiled_and_train_alike_under_zero_3_with_recomputation(home):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+def test_blocks_are_compiled_and_train_alike_under_zero_3_with_recomputation(home, monkeypatch, backend):
+    """Graphs and gradients here; kernels of C++, which take ten seconds and more, at night."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))  # ranks are forked
     layout = Layout(dp=2, zero_stage=3, micro_batch_size=2, recompute="full")
     eager = small_run(home, name="eager", steps=3, layout=layout, batch=Batch(sequence_length=11), optimizer=Optimizer())
     compiled = replace(eager, name="compiled", compile=True)
