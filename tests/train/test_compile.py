@@ -16,10 +16,13 @@ from ultrascale.description.run import Batch, Log, Optimizer
 from ultrascale.train.trainer import Trainer
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
-def test_blocks_are_compiled_and_train_alike_under_zero_3_with_recomputation(home, monkeypatch, backend):
-    """Graphs and gradients here; kernels of C++, which take ten seconds and more, at night."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))  # ranks are forked
+@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)], autouse=True)
+def backend(request, monkeypatch) -> None:
+    """Graphs and gradients here; kernels of C++, which take ten seconds and more, at night, and in `test_compiled`."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=request.param))  # ranks are forked
+
+
+def test_blocks_are_compiled_and_train_alike_under_zero_3_with_recomputation(home):
     layout = Layout(dp=2, zero_stage=3, micro_batch_size=2, recompute="full")
     eager = small_run(home, name="eager", steps=3, layout=layout, batch=Batch(sequence_length=11), optimizer=Optimizer())
     compiled = replace(eager, name="compiled", compile=True)
