@@ -35,7 +35,12 @@ def difference_percent(model, layout: Layout, length: int, num_micro_batches: in
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
 def test_the_planned_peak_of_one_process_is_the_measured_one(precision, recompute) -> None:
     layout = Layout(micro_batch_size=2, precision=precision, recompute=recompute)
-    assert abs(difference_percent(DEMO, layout, 128, 2)) < 0.05
+    assert abs(difference_percent(DEMO, layout, length_of(precision), 2)) < 0.05
+
+
+def length_of(precision: str) -> int:
+    """Tokens of a sequence: few in fp16, which a CPU multiplies at a hundredth of its speed."""
+    return 32 if precision == "fp16" else 128
 
 
 def test_the_history_of_delayed_scaling_is_planned() -> None:
@@ -64,7 +69,7 @@ def test_where_gradients_weigh_more_than_activations_the_planned_peak_is_the_mea
 def test_the_planned_peak_of_two_ranks_is_the_measured_one(zero_stage, recompute) -> None:
     precision = ("fp32", "bf16", "fp32", "fp16")[zero_stage]
     layout = Layout(dp=2, zero_stage=zero_stage, micro_batch_size=2, precision=precision, recompute=recompute)
-    assert abs(difference_percent(DEMO, layout, 128, 2)) < LIMIT_PERCENT
+    assert abs(difference_percent(DEMO, layout, length_of(precision), 2)) < LIMIT_PERCENT
 
 
 def test_the_planned_peak_of_hybrid_sharding_is_the_measured_one() -> None:

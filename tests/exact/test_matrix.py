@@ -16,15 +16,29 @@ from ultrascale.check.support import command, to_markdown
 
 DOCS = Path(__file__).parents[2] / "docs"
 WHOLE = ("Axes, two by two", "Odd numbers")
-EVERY = 4
-"""Of the other tables one combination in so many, row by row another one."""
 
 
 def chosen() -> list[Cell]:
-    """All pairs of axes, and of the rest a part that has every row and every column."""
+    """All pairs of axes. Of each other table a combination for every row and every column, of at most four processes; two of
+    eight."""
+    found = [cell for cell in cells() if cell.table in WHOLE]
     rest = [cell for cell in cells() if cell.table not in WHOLE and cell.run.layout.world_size <= 4]
-    deep = [cell for cell in cells() if cell.run.layout.world_size == 8]
-    return [cell for cell in cells() if cell.table in WHOLE] + rest[::EVERY] + deep[:2]
+    seen: set[tuple[str, str]] = set()
+    for least_new in (2, 1):  # those that are the first of their row and of their column do most
+        for cell in rest:
+            new = {(cell.table, f"row {cell.row}"), (cell.table, f"column {cell.column}")} - seen
+            if len(new) >= least_new:
+                found.append(cell)
+                seen |= new
+    return found + [cell for cell in cells() if cell.run.layout.world_size == 8][:2]
+
+
+def test_the_part_has_every_row_and_every_column_that_four_processes_can_prove():
+    def places(part: list[Cell]) -> set[tuple[str, str, str]]:
+        named = [("row", cell.table, cell.row) for cell in part] + [("column", cell.table, cell.column) for cell in part]
+        return set(named)
+
+    assert places(chosen()) >= places([cell for cell in cells() if cell.run.layout.world_size <= 4])
 
 
 @pytest.mark.timeout(900)

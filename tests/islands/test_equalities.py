@@ -24,6 +24,8 @@ AVERAGE = Outer("sgd", lr=1.0, momentum=0.0)
 TOLERANCE = 1e-11
 NOBODY: dict[int, int] = {}
 SEQUENCE = 11
+FEW = 4
+"""Steps where each of them is followed by an outer step that makes islands equal: what is wrong in one is seen after it."""
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +49,11 @@ def plain_sgd(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("layout", [ONE, replace(ONE, dp=2), replace(ONE, dp=2, zero_stage=3), replace(ONE, tp=2)])
 def test_averaging_after_every_step_of_sgd_is_data_parallelism(home: Path, plain_sgd: None, layout: Layout) -> None:
-    whole = run_of(home, "whole")
+    whole = run_of(home, "whole", steps=FEW)
     if not (home / "whole").exists():
         trained(whole)
     apart = run_of(home, f"apart-{layout.dp}-{layout.zero_stage}-{layout.tp}", layout,
-                   islands=Islands(2, every_steps=1, outer=AVERAGE))  # fmt: skip
+                   islands=Islands(2, every_steps=1, outer=AVERAGE), steps=FEW)  # fmt: skip
     trained(apart)
     assert largest_error(weights(apart), weights(whole)) < TOLERANCE
     assert same(weights(apart), weights(island(apart, 1)))
@@ -81,13 +83,13 @@ def test_islands_that_differ_in_dp_are_data_parallelism_over_all_of_them(
 ) -> None:
     """Shares of the batch and weights in the mean are in proportion to dp."""
     batch = Batch(SEQUENCE, 12 if sum(degrees) in (3, 4, 6) else 10)
-    whole = run_of(home, f"whole-of-{batch.sequences_per_batch}-{model.num_experts}", batch=batch, model=model)
+    whole = run_of(home, f"whole-of-{batch.sequences_per_batch}-{model.num_experts}", batch=batch, model=model, steps=FEW)
     if not (home / whole.name).exists():
         trained(whole)
     cut = (*degrees, layout.zero_stage, layout.tp, layout.ep, layout.expert_tp, model.num_experts)
     name = f"differ-{'-'.join(map(str, cut))}"
     run = run_of(home, name, replace(layout, dp=degrees[0]), batch=batch, model=model,
-                 islands=Islands(len(degrees), 1, AVERAGE, dp=degrees))  # fmt: skip
+                 islands=Islands(len(degrees), 1, AVERAGE, dp=degrees), steps=FEW)  # fmt: skip
     trained(run)
     assert largest_error(weights(run), weights(whole)) < TOLERANCE
     assert all(same(weights(run), weights(island(run, number))) for number in range(1, len(degrees)))

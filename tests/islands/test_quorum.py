@@ -26,7 +26,7 @@ from ultrascale.checkpoint import newest_valid
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
-from ultrascale.description.run import Run
+from ultrascale.description.run import Run, Source
 from ultrascale.description.sections.islands import Islands
 from ultrascale.islands.link import Group
 from ultrascale.islands.quorum import Quorum
@@ -79,16 +79,31 @@ def goes_on(run: Run) -> bool:
     return (Path(run.folder) / run.name / "log.txt").exists() and "without it" in text(run)
 
 
-def told(home: Path, monkeypatch: pytest.MonkeyPatch, away: set[tuple[int, int]], like: Run) -> Run:
-    """The run of which islands are told to be left out although they are there. All end with the same weights."""
-    run = replace(like, name="told")
-    told_to_skip(monkeypatch, away)
-    found = start(run, home)
-    monkeypatch.undo()
-    for one in found:
-        if (12, one.island) not in away:
-            finished([one])
-    return run
+Told = Callable[[set[tuple[int, int]], Run], Run]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """Trains the run like another of which islands are told to be left out although they are there; once, because several tests
+    compare with the same. All end with the same weights."""
+    home, done = tmp_path_factory.mktemp("told"), {}
+    make_corpus(home / "tokens")
+
+    def train(away: set[tuple[int, int]], like: Run) -> Run:
+        data = replace(like.data, sources=(Source(str(home / "tokens")),))
+        run = replace(like, name="told", folder=str(home), data=data)
+        asked = f"{sorted(away)} {run}"
+        if asked not in done:
+            done[asked] = run = replace(run, name=f"told-{len(done)}")
+            with pytest.MonkeyPatch.context() as patch:
+                told_to_skip(patch, away)
+                found = start(run, home)
+            for one in found:
+                if (12, one.island) not in away:
+                    finished([one])
+        return done[asked]
+
+    return train
 
 
 def test_three_islands_started_apart_are_those_started_together(home: Path) -> None:
@@ -112,14 +127,14 @@ def test_an_island_with_another_learning_rate_is_refused(home: Path) -> None:
         assert found.get("error") == "SpecError" and "another model, batch, optimizer" in found["text"]
 
 
-def test_islands_go_on_without_one_that_is_killed_as_if_told_to(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_islands_go_on_without_one_that_is_killed_as_if_told_to(home: Path, told: Told) -> None:
     run = run_at(home, "killed")
     first, second, third = start(run, home, before_step=dies_at(4, 1))
     finished([first, third])
     assert second.outcome() == {"exit": -signal.SIGKILL}
     assert "island 1 was silent for 5 s at the outer step after step 6: 2 of 3 islands go on" in text(run)
     assert [row[0] for row in rows(run, "outer/islands")] == [3, 3, 3, 3, 3] + [2] * 7
-    all_the_same(home, monkeypatch, {(6, 1), (9, 1), (12, 1)}, run, 0, 2)
+    all_the_same(told, {(6, 1), (9, 1), (12, 1)}, run, 0, 2)
 
 
 def waits_for(step: int, number: int) -> Callable[[Trainer], None]:
@@ -156,9 +171,9 @@ def in_exchange(monkeypatch: pytest.MonkeyPatch, which: int, number: int, does: 
     monkeypatch.setattr(Group, "_gather", interrupted)
 
 
-def all_the_same(home: Path, monkeypatch: pytest.MonkeyPatch, away: set[tuple[int, int]], run: Run, *who: int) -> None:
+def all_the_same(told: Told, away: set[tuple[int, int]], run: Run, *who: int) -> None:
     """These islands have ended with the state that they end with where they are told who is left out when."""
-    expected = told(home, monkeypatch, away, run)
+    expected = told(away, run)
     for number in who:
         assert same(state(island(run, number) if number else run), state(island(expected, number) if number else expected))
     if 0 in who:
@@ -174,7 +189,7 @@ HARD = replace(SETTINGS, every_steps=4, fragments=2, overlap_steps=1, dtype="int
     (SETTINGS, 4, {(6, 1), (9, 1)}, "adamw-8bit"),
 ])  # fmt: skip
 def test_an_island_that_comes_back_takes_the_state_of_another(
-    home: Path, monkeypatch: pytest.MonkeyPatch, settings: Islands, dies: int, away: set[tuple[int, int]], optimizer: Any
+    home: Path, told: Told, settings: Islands, dies: int, away: set[tuple[int, int]], optimizer: Any
 ) -> None:
     run = run_at(home, "returns", settings)
     run = replace(run, optimizer=replace(run.optimizer, name=optimizer))
@@ -186,14 +201,14 @@ def test_an_island_that_comes_back_takes_the_state_of_another(
     finished([first, again, third])
     assert "island 1 took the state of island 0, at step" in text(run, 1)
     assert rows(run, "outer/islands")[-1] == (3,)
-    all_the_same(home, monkeypatch, away, run, 0, 1, 2)
+    all_the_same(told, away, run, 0, 1, 2)
 
 
 @pytest.mark.parametrize(("settings", "which", "away"), [
     (SETTINGS, 2, {(6, 1), (9, 1), (12, 1)}), (HARD, 3, {(6, 1), (8, 1), (10, 1), (12, 1)}),
 ])  # fmt: skip
 def test_an_outer_step_in_which_an_island_is_killed_is_done_again(
-    home: Path, monkeypatch: pytest.MonkeyPatch, settings: Islands, which: int, away: set[tuple[int, int]]
+    home: Path, monkeypatch: pytest.MonkeyPatch, told: Told, settings: Islands, which: int, away: set[tuple[int, int]]
 ) -> None:
     run = run_at(home, "amid", settings)
     in_exchange(monkeypatch, which, 1, signal.SIGKILL)
@@ -202,11 +217,11 @@ def test_an_outer_step_in_which_an_island_is_killed_is_done_again(
     assert second.outcome() == {"exit": -signal.SIGKILL}
     finished([first, third])
     assert "is done again from the same moves" in text(run)
-    all_the_same(home, monkeypatch, away, run, 0, 2)
+    all_the_same(told, away, run, 0, 2)
 
 
-def test_moves_are_averaged_over_the_islands_that_are_there(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = told(home, monkeypatch, {(step, 2) for step in (6, 9, 12)}, run_at(home, "fewer"))
+def test_moves_are_averaged_over_the_islands_that_are_there(home: Path, told: Told) -> None:
+    run = told({(step, 2) for step in (6, 9, 12)}, run_at(home, "fewer"))
     found = {name: tensor for name, tensor in state(run).items() if name.startswith("model.")}
     assert largest_error(found, by_hand(replace(run, islands=replace(run.islands, quorum=0)), {2: 6})) < TOLERANCE
 
@@ -214,11 +229,9 @@ def test_moves_are_averaged_over_the_islands_that_are_there(home: Path, monkeypa
 OTHER_SIZES = replace(SETTINGS, dp=(1, 2, 1))
 
 
-def test_moves_of_islands_that_differ_count_by_the_dp_of_those_that_are_there(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_moves_of_islands_that_differ_count_by_the_dp_of_those_that_are_there(home: Path, told: Told) -> None:
     run = run_at(home, "sizes", OTHER_SIZES, layout=replace(ONE, zero_stage=3))
-    run = told(home, monkeypatch, {(step, 2) for step in (6, 9, 12)}, run)
+    run = told({(step, 2) for step in (6, 9, 12)}, run)
     found = {name: tensor for name, tensor in state(run).items() if name.startswith("model.")}
     alone = replace(run, layout=ONE, islands=replace(run.islands, quorum=0))
     assert largest_error(found, by_hand(alone, {2: 6})) < TOLERANCE
@@ -229,7 +242,7 @@ def test_moves_of_islands_that_differ_count_by_the_dp_of_those_that_are_there(
     (replace(OTHER_SIZES, count=2, dp=(2, 1)), replace(ONE, tp=2, ep=2), EXPERTS, {(6, 1), (9, 1)}),
 ])  # fmt: skip
 def test_an_island_of_another_dp_is_killed_and_comes_back_as_if_told_to(
-    home: Path, monkeypatch: pytest.MonkeyPatch, settings: Islands, layout: Layout, model: Model, away: set[tuple[int, int]]
+    home: Path, told: Told, settings: Islands, layout: Layout, model: Model, away: set[tuple[int, int]]
 ) -> None:
     """All of its state, experts over other ranks too, comes from an island whose ranks hold other parts of it."""
     run = run_at(home, "other", settings, layout=replace(layout, dp=settings.dp[0]), model=model)
@@ -240,14 +253,14 @@ def test_an_island_of_another_dp_is_killed_and_comes_back_as_if_told_to(
     started[1] = Started(run, 1, home / "processes", None)
     finished(started)
     assert "island 1 took the state of island 0, at step" in text(run, 1)
-    all_the_same(home, monkeypatch, away, run, *range(settings.count))
+    all_the_same(told, away, run, *range(settings.count))
 
 
 @pytest.mark.parametrize(("settings", "killed"), [
     (SETTINGS, 1), (replace(SETTINGS, dp=(2, 1, 1)), 1), (replace(SETTINGS, dp=(2, 1, 1)), 0),
 ])  # fmt: skip
 def test_others_go_on_where_one_is_killed_amid_giving_or_taking_a_state(
-    home: Path, monkeypatch: pytest.MonkeyPatch, settings: Islands, killed: int
+    home: Path, monkeypatch: pytest.MonkeyPatch, told: Told, settings: Islands, killed: int
 ) -> None:
     """After the outer step after step 9 island 0 gives its state to island 1."""
     run = run_at(home, "hands-over", settings, layout=replace(ONE, dp=(settings.dp or (1,))[0], zero_stage=3))
@@ -268,10 +281,12 @@ def test_others_go_on_where_one_is_killed_amid_giving_or_taking_a_state(
     finished([third] if killed == 0 else [first, third])
     assert again.outcome() == {"exit": -signal.SIGKILL} if killed == 1 else "error" in again.outcome()
     away = {(6, 1), (9, 1), (12, 1)} | ({(12, 0)} if killed == 0 else set())
-    all_the_same(home, monkeypatch, away, run, *((2,) if killed == 0 else (0, 2)))
+    all_the_same(told, away, run, *((2,) if killed == 0 else (0, 2)))
 
 
-def test_moves_of_an_island_that_dies_before_it_has_the_mean_are_not_in_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moves_of_an_island_that_dies_before_it_has_the_mean_are_not_in_it(
+    home: Path, monkeypatch: pytest.MonkeyPatch, told: Told
+) -> None:
     run, says, counted = run_at(home, "almost"), FolderStore.set, [0]
 
     def interrupted(store: FolderStore, name: str, word: str) -> None:
@@ -285,25 +300,23 @@ def test_moves_of_an_island_that_dies_before_it_has_the_mean_are_not_in_it(home:
     first, _, third = start(run, home)
     monkeypatch.undo()
     finished([first, third])
-    all_the_same(home, monkeypatch, {(6, 1), (9, 1), (12, 1)}, run, 0, 2)
+    all_the_same(told, {(6, 1), (9, 1), (12, 1)}, run, 0, 2)
 
 
-def test_two_of_three_islands_die_one_after_the_other(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_of_three_islands_die_one_after_the_other(home: Path, told: Told) -> None:
     run = run_at(home, "dwindles")
     first, second, third = start(run, home, before_step=both(dies_at(4, 0), dies_at(7, 2)))
     finished([second])
     assert first.outcome() == third.outcome() == {"exit": -signal.SIGKILL}
-    all_the_same(home, monkeypatch, {(6, 0), (9, 0), (12, 0), (9, 2), (12, 2)}, run, 1)
+    all_the_same(told, {(6, 0), (9, 0), (12, 0), (9, 2), (12, 2)}, run, 1)
 
 
-def test_one_island_goes_on_where_all_others_die_at_once_and_comes_below_its_quorum(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_island_goes_on_where_all_others_die_at_once_and_comes_below_its_quorum(home: Path, told: Told) -> None:
     run = run_at(home, "alone", HARD)
     first, second, third = start(run, home, before_step=dies_at(5, 0, 1))
     finished([third])
     assert first.outcome() == second.outcome() == {"exit": -signal.SIGKILL}
-    all_the_same(home, monkeypatch, {(step, i) for step in (6, 8, 10, 12) for i in (0, 1)}, run, 2)
+    all_the_same(told, {(step, i) for step in (6, 8, 10, 12) for i in (0, 1)}, run, 2)
     two = run_at(home, "two", replace(SETTINGS, quorum=2))
     first, second, third = start(two, home, before_step=dies_at(4, 0, 1))
     expected = "island 2 ends, because 1 of 3 islands are there at the outer step after step 6, and islands.quorum is 2."
@@ -314,7 +327,7 @@ def test_one_island_goes_on_where_all_others_die_at_once_and_comes_below_its_quo
 
 @pytest.mark.parametrize("amid", [False, True])
 def test_an_island_that_was_stopped_finds_itself_left_out_and_comes_back(
-    home: Path, monkeypatch: pytest.MonkeyPatch, amid: bool
+    home: Path, monkeypatch: pytest.MonkeyPatch, told: Told, amid: bool
 ) -> None:
     run = run_at(home, "silent")
     stops = at_step_of(4, 1, lambda: None if amid else os.kill(os.getpid(), signal.SIGSTOP))
@@ -326,14 +339,14 @@ def test_an_island_that_was_stopped_finds_itself_left_out_and_comes_back(
     second.kill(signal.SIGCONT)
     finished([first, second, third])
     assert "island 1 was left out of the outer step after step 6: it was silent for 5 s" in text(run, 1)
-    all_the_same(home, monkeypatch, {(6, 1), (9, 1)}, run, 0, 1, 2)
+    all_the_same(told, {(6, 1), (9, 1)}, run, 0, 1, 2)
 
 
 def at_step_of(step: int, number: int, act: Callable[[], None]) -> Callable[[Trainer], None]:
     return lambda trainer: act() if (trainer.steps_done, trainer.ranks.island) == (step, number) else None
 
 
-def test_an_island_of_several_ranks_dies_with_one_of_them_and_comes_back(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_island_of_several_ranks_dies_with_one_of_them_and_comes_back(home: Path, told: Told) -> None:
     run = run_at(home, "ranks", replace(SETTINGS, count=2), layout=replace(ONE, dp=2, zero_stage=3))
 
     def dies(trainer: Trainer) -> None:
@@ -345,7 +358,7 @@ def test_an_island_of_several_ranks_dies_with_one_of_them_and_comes_back(home: P
     until(lambda: goes_on(run), "island 1 to be left out")
     again = Started(run, 1, home / "processes", None)
     finished([first, again])
-    all_the_same(home, monkeypatch, {(6, 1), (9, 1)}, run, 0, 1)
+    all_the_same(told, {(6, 1), (9, 1)}, run, 0, 1)
 
 
 def test_islands_that_are_all_stopped_go_on_as_if_they_had_not_been(home: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from hub_server import REPO, Hub, hub_server
 from safetensors.torch import load_file
 
 from ultrascale.catalogue.models.model_presets import PRESETS
+from ultrascale.cli.main import main
 from ultrascale.description.problems import SpecError
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.files.huggingface import export_folder
@@ -40,11 +44,27 @@ def exported(tmp_path) -> Path:
 def push(
     hub: Hub, exported: Path, *words: str, token: str = "hf_right", out: str = "", scratch: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
+    """`ultrascale export` in a fork of this process, which has torch. huggingface_hub, which reads its environment as it is
+    loaded, is loaded there anew."""
     pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
     own = {"HF_ENDPOINT": hub.address, "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(exported.parent / "hf")}
     own |= {} if scratch is None else {"TMPDIR": str(scratch)}
-    command = [sys.executable, "-m", "ultrascale", "export", str(exported), out or str(exported.parent / "out"), *words]
-    return subprocess.run(command, env=os.environ | own, capture_output=True, text=True, check=False, timeout=250)
+    command = ["export", str(exported), out or str(exported.parent / "out"), *words]
+    said = [exported.parent / name for name in ("stdout", "stderr")]
+    process = multiprocessing.get_context("fork").Process(target=_command, args=(command, own, *said))
+    process.start()
+    process.join(250)
+    assert process.exitcode is not None
+    return subprocess.CompletedProcess(command, process.exitcode, *(path.read_text() for path in said))
+
+
+def _command(words: list[str], own: dict[str, str], out: Path, err: Path) -> None:
+    os.environ |= own
+    tempfile.tempdir = None  # found anew
+    for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
+        del sys.modules[name]
+    with out.open("w") as stdout, err.open("w") as stderr, redirect_stdout(stdout), redirect_stderr(stderr):
+        sys.exit(main(words))
 
 
 def test_an_export_goes_up_whole_in_one_commit_private_and_with_a_card(hub, exported):

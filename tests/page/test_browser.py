@@ -11,6 +11,7 @@ from page.dropped import LLAMA
 
 from ultrascale.cli.main import main
 from ultrascale.cli.plan.page import question
+from ultrascale.page.controls import LARGEST_FILE
 
 PLANNED = "body[data-state=done] #status:has-text('Planned in')"
 
@@ -212,10 +213,10 @@ def test_a_config_json_is_planned_and_weights_are_not_read(tab, link):
     tab.set_input_files("#file", {"name": "config.json", "mimeType": "application/json", "buffer": json.dumps(LLAMA).encode()})
     tab.wait_for_selector("#status:has-text('from config.json')")
     assert "llama-3-8b" not in tab.inner_text("#facts")
-    large = {"name": "model.safetensors", "mimeType": "application/octet-stream", "buffer": bytes(50_000_000)}
+    large = {"name": "model.safetensors", "mimeType": "application/octet-stream", "buffer": bytes(LARGEST_FILE + 1)}
     tab.set_input_files("#file", large)
-    tab.wait_for_selector("#error:has-text('50,000,000 bytes')")
-    whole = {"file": {"name": "model.safetensors", "size": 50_000_000}}
+    tab.wait_for_selector("#error:has-text('1,000,001 bytes')")
+    whole = {"file": {"name": "model.safetensors", "size": LARGEST_FILE + 1}}
     assert tab.inner_text("#error").split() == question(whole)["error"].split()
     missing = {"name": "config.json", "mimeType": "application/json", "buffer": b'{"hidden_size": 512}'}
     tab.set_input_files("#file", missing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -32,7 +33,7 @@ from ultrascale.train.trainer import Trainer
 LATENT = replace(EXPERT_FAMILIES["deepseek-v2"], first_k_dense_replace=2)
 """Attention of its own, and no layer of experts among two."""
 SINKS = replace(FAMILIES["llama"], model_type="gpt_oss", attention_sinks=True, sliding_window=7)
-LENGTH, STEPS = 24, 3
+LENGTH, STEPS = 24, 2
 FP32 = 1e-5
 """Of losses and norms: the compiler adds up in another order."""
 
@@ -74,23 +75,30 @@ def both(rank: int, model: Model, layout: Layout) -> list[Trained]:
     return [trained(rank, model, layout, compiled) for compiled in (False, True)]
 
 
-def at_night(*values):
-    """A case that compiles what others compile too, with other masks or dimensions."""
-    return pytest.param(*values, marks=pytest.mark.nightly)
-
-
-@pytest.mark.parametrize(("model", "layout", "breaks"), [
-    ("llama", Layout(tp=2), False),
+HERE = [("llama", Layout(tp=2), False), ("sinks", Layout(cp=2, cp_method="all-to-all", recompute="selective"), False)]
+"""Model, layout, and whether its blocks are more than one graph."""
+GRAPHS_HERE = [
     ("llama", Layout(pp=2), False),
-    at_night("llama", Layout(cp=2), False),
-    ("sinks", Layout(cp=2, cp_method="all-to-all", recompute="selective"), False),
     ("llama", Layout(cp=2, cp_method="all-gather", recompute="full"), False),
-    at_night("llama", Layout(cp=4, cp_method="ring+all-to-all", cp_heads=2), False),
     ("latent", Layout(cp=2), False),
-    at_night("latent", Layout(cp=2, cp_method="all-to-all", recompute="selective"), False),
     ("mixtral", Layout(dp=2, ep=2), True),  # experts sort and count
+]  # fmt: skip
+"""Here only their graphs and gradients are made and compared: kernels of C++, at night, take ten seconds and more each."""
+AT_NIGHT = [
+    ("llama", Layout(cp=2), False),
+    ("llama", Layout(cp=4, cp_method="ring+all-to-all", cp_heads=2), False),
+    ("latent", Layout(cp=2, cp_method="all-to-all", recompute="selective"), False),
+]  # fmt: skip
+"""These compile what others compile too, with other masks or dimensions."""
+
+
+@pytest.mark.parametrize(("model", "layout", "breaks", "backend"), [
+    *((*case, "inductor") for case in HERE),
+    *((*case, "aot_eager") for case in GRAPHS_HERE),
+    *(pytest.param(*case, "inductor", marks=pytest.mark.nightly) for case in (*GRAPHS_HERE, *AT_NIGHT)),
 ])  # fmt: skip
-def test_compiled_blocks_compute_what_eager_ones_do(model, layout, breaks):
+def test_compiled_blocks_compute_what_eager_ones_do(monkeypatch, model, layout, breaks, backend):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))  # ranks are forked
     chosen = replace((FAMILIES | EXPERT_FAMILIES | {"sinks": SINKS, "latent": LATENT})[model], num_hidden_layers=2)
     layout = replace(layout, precision="fp32")
     eager, compiled = run_ranks(layout.world_size, both, chosen, layout, timeout_seconds=240)[0]

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from s3_server import SECRET, environment, reached_at
-from train.small_runs import make_corpus, same, small_run, train_here
+from train.small_runs import make_corpus, same, small_run, train_here, train_ranks
 
 from ultrascale.checkpoint import load_full, newest_valid
 from ultrascale.cli.main import main
 from ultrascale.config.resolve import to_toml
 from ultrascale.description.layout import Layout
-from ultrascale.description.run import Optimizer
+from ultrascale.description.run import Optimizer, Run
 
 
 def ultrascale(server: str, folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -29,9 +29,11 @@ def ultrascale(server: str, folder: Path, *words: str, **more: str) -> subproces
     )  # fmt: skip
 
 
-def write_run(folder: Path, **changes: Any) -> None:
+def write_run(folder: Path, **changes: Any) -> Run:
     make_corpus(folder / "tokens")
-    (folder / "run.toml").write_text(to_toml(replace(small_run(folder), folder="out", **changes)))
+    run = replace(small_run(folder), folder="out", **changes)
+    (folder / "run.toml").write_text(to_toml(run))
+    return run
 
 
 def final_state(folder: Path) -> dict:
@@ -43,16 +45,15 @@ def final_state(folder: Path) -> dict:
 TRAIN = ("train", "run.toml", "--checkpoint.every-steps", "3")
 
 
-@pytest.mark.timeout(900)  # three trainings, each with processes of its own
+@pytest.mark.timeout(900)  # two trainings, each with processes of its own
 def test_two_ranks_into_a_bucket_and_on_from_it_elsewhere(server: str, tmp_path: Path):
     """Trained to step 6 here, and on an empty disk to the end: the bits of a run that was not moved."""
     place = f"s3://bucket/{uuid.uuid4().hex}"
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()
-    write_run(here, layout=Layout(dp=2, micro_batch_size=2), optimizer=Optimizer(learning_rate=5e-3, schedule="constant"))
-    straight = ultrascale(server, here, *TRAIN, "--folder", "straight")
-    assert straight.returncode == 0, straight.stderr
+    run = write_run(here, layout=Layout(dp=2, micro_batch_size=2), optimizer=Optimizer(learning_rate=5e-3, schedule="constant"))
+    train_ranks(replace(run, folder=str(here / "straight")))
     first = ultrascale(server, here, *TRAIN, "--checkpoint.store", place, "--steps", "6")
     assert first.returncode == 0, first.stderr
     second = ultrascale(server, there, "train", f"{place}/small", "--steps", "12")
@@ -64,23 +65,30 @@ def test_two_ranks_into_a_bucket_and_on_from_it_elsewhere(server: str, tmp_path:
 
 
 @pytest.mark.timeout(600)
-def test_what_is_in_a_bucket_is_listed_verified_and_exported(server: str, tmp_path: Path):
+def test_what_is_in_a_bucket_is_listed_verified_and_exported(
+    server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     place = f"s3://bucket/{uuid.uuid4().hex}"
     make_corpus(tmp_path / "tokens")
     run = small_run(tmp_path, steps=8)
     with reached_at(server):
         train_here(replace(run, checkpoint=replace(run.checkpoint, store=place)))
     listed = json.loads(ultrascale(server, tmp_path, "checkpoint", "list", f"{place}/small", "--json").stdout)
+    monkeypatch.chdir(tmp_path)
+
+    def told(code: int, *words: str) -> str:
+        capsys.readouterr()
+        with reached_at(server):
+            assert main([*words]) == code
+        said = capsys.readouterr()
+        return said.err if code else said.out
+
     assert listed["whole"] and listed["checkpoints"][0]["folder"] == f"{place}/small/checkpoints/step-00000008"
-    verified = ultrascale(server, tmp_path, "checkpoint", "verify", f"{place}/small")
-    assert verified.returncode == 0 and "verified" in verified.stdout, verified.stderr
-    exported = ultrascale(server, tmp_path, "export", f"{place}/small", f"{place}/exports/a")
-    assert exported.returncode == 0 and f"{place}/exports/a" in exported.stdout, exported.stderr
-    again = ultrascale(server, tmp_path, "export", f"{place}/small", f"{place}/exports/a")
-    assert again.returncode == 2 and "holds something already" in again.stderr
-    back = ultrascale(server, tmp_path, "export", f"{place}/exports/a", "copy")
-    local = ultrascale(server, tmp_path, "export", "small", "local")
-    assert back.returncode == local.returncode == 0, back.stderr + local.stderr
+    assert "verified" in told(0, "checkpoint", "verify", f"{place}/small")
+    assert f"{place}/exports/a" in told(0, "export", f"{place}/small", f"{place}/exports/a")
+    assert "holds something already" in told(2, "export", f"{place}/small", f"{place}/exports/a")
+    told(0, "export", f"{place}/exports/a", "copy")
+    told(0, "export", "small", "local")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "copy" / name).read_bytes() == (tmp_path / "local" / name).read_bytes()
 
@@ -119,11 +127,14 @@ def test_a_run_folder_in_a_bucket_is_refused_with_what_to_do(server: str, tmp_pa
     assert done.returncode == 2 and "[checkpoint] store" in done.stderr
 
 
-def test_a_place_without_a_run_is_told(server: str, tmp_path: Path):
+def test_a_place_without_a_run_is_told(server: str, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
     for words in (
         ("train", "s3://bucket/none"),
         ("checkpoint", "list", "s3://bucket/none"),
         ("export", "s3://bucket/none", "x"),
     ):
-        done = ultrascale(server, tmp_path, *words)
-        assert done.returncode in (1, 2) and "s3://bucket/none" in done.stderr and "Traceback" not in done.stderr, done.stderr
+        with reached_at(server):
+            code = main([*words])
+        told = capsys.readouterr().err
+        assert code in (1, 2) and "s3://bucket/none" in told and "Traceback" not in told, told

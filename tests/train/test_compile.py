@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
+import pytest
+import torch
 from torch._dynamo.utils import counters
 from train.small_runs import at_step, curve, rows, same, small_run, state, stop_at, train_in_turn, train_ranks
 
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Log, Optimizer
 from ultrascale.train.trainer import Trainer
+
+
+@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)], autouse=True)
+def backend(request, monkeypatch) -> None:
+    """Graphs and gradients here; kernels of C++, which take ten seconds and more, at night, and in `test_compiled`."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=request.param))  # ranks are forked
 
 
 def test_blocks_are_compiled_and_train_alike_under_zero_3_with_recomputation(home):

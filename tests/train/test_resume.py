@@ -62,13 +62,14 @@ def test_the_seed_of_a_run_decides_the_order_of_its_sequences(home):
 def test_a_run_stopped_before_any_step_goes_on_to_the_same_bits(home, layout):
     whole = small_run(home, name="whole", layout=layout)
     trainings: list[tuple[Run, BeforeStep | None]] = [(whole, None)]
-    for stop in range(1, STEPS):
+    stops = range(1, STEPS, 1 if layout.world_size == 1 else 3)  # of several ranks: warm-up, ramp, an epoch's end, decay
+    for stop in stops:
         run = replace(whole, name=f"stopped-{stop}")
         trainings += [(run, stop_at(stop, rank=layout.dp - 1)), (run, None)]
     outcomes = train_in_turn(trainings)
-    assert [(o["steps_done"], o["stopped"]) for o in outcomes[1::2]] == [(stop, True) for stop in range(1, STEPS)]
-    assert [(o["steps_done"], o["stopped"]) for o in outcomes[::2]] == [(STEPS, False)] * STEPS
-    for stop in range(1, STEPS):
+    assert [(o["steps_done"], o["stopped"]) for o in outcomes[1::2]] == [(stop, True) for stop in stops]
+    assert [(o["steps_done"], o["stopped"]) for o in outcomes[::2]] == [(STEPS, False)] * (len(stops) + 1)
+    for stop in stops:
         run = replace(whole, name=f"stopped-{stop}")
         assert curve(run) == curve(whole), stop
         assert same(state(run), state(whole)), stop
