@@ -72,7 +72,7 @@ def __getattr__(name: str) -> "Any":
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__
 
 
 sys.modules[__name__].__class__ = _Front

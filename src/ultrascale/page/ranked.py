@@ -23,7 +23,7 @@ def ranking(result: SearchResult) -> dict[str, Any]:
     priced, ours = result.priced, result.workload.stack.name == "ultrascale"
     rows = [_row(one, result, ours=ours) for one in distinct(result.ranked)[:TOP]]
     tied = result.num_tied if result.ranked else 0
-    told = f"{len(priced.fits):,} legal layouts; at least {priced.num_unfit:,} do not fit."
+    told = f"{len(priced.fits):,} legal layouts" + (f"; at least {priced.num_unfit:,} do not fit." if priced.num_unfit else ".")
     if tied > 1:
         told += f" {tied} are within {TIE:.0%} of the first: only a measurement can tell them apart."
     if not result.ranked:
