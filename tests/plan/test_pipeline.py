@@ -195,7 +195,8 @@ def test_between_rounds_of_16_ranks_two_ends_or_so_a_rank_are_all_that_is_read(n
 def test_1f1b_of_uneven_stages_ends_when_its_actions_do(pp, more, spread, send, seed):
     program, random = program_of("1f1b", pp, pp + more), np.random.default_rng(seed)
     costs, sends = np.exp(random.uniform(-spread, spread, (3, pp, 2))), send * random.random((pp - 1, 2))
-    seconds = StageSeconds(*costs, sends)
+    forward, inputs, weights = costs
+    seconds = StageSeconds(forward, inputs, weights, sends)
     np.testing.assert_allclose(long_step_seconds("1f1b", pp, pp + more, seconds), step_seconds(program, seconds), rtol=1e-11)
 
 
