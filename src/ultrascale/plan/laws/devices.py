@@ -89,13 +89,13 @@ def relative_of(accelerator: Accelerator) -> str:
     return min(FAMILIES, key=lambda name: abs(math.log(peak / _peak(ACCELERATORS[name], "bf16"))))
 
 
-def chip_of(accelerator: Accelerator) -> tuple[str, float]:
-    """The device that was measured for this one's chip, and the FLOPs that this one's peak has a joule over that one's."""
+def work_per_joule(accelerator: Accelerator) -> float:
+    """FLOPs of a device's peak per joule over those of the same chip that was measured; 1 where it is another chip."""
     if accelerator.kind not in SAME_CHIP or not accelerator.watts:
-        return accelerator.kind, 1.0
+        return 1.0
     relative = ACCELERATORS[relative_of(accelerator)]
     assert relative.watts
-    return relative.kind, _peak(accelerator, "bf16") / _peak(relative, "bf16") * relative.watts.value / accelerator.watts.value
+    return _peak(accelerator, "bf16") / _peak(relative, "bf16") * relative.watts.value / accelerator.watts.value
 
 
 def matmul_curve(accelerator: Accelerator, dtype: str) -> MatmulCurve:

@@ -24,7 +24,7 @@ from ultrascale.plan.constants import Constants
 from ultrascale.plan.cut_backward import HALVES, Half, may_wait, sent_in_half
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.laws.compute import attention_seconds, columns_seconds, elementwise_seconds, matmul_seconds
-from ultrascale.plan.laws.devices import chip_of
+from ultrascale.plan.laws.devices import work_per_joule
 from ultrascale.plan.layouts import CP_METHODS, FP8_SCALINGS, PRECISIONS, LayoutTable
 from ultrascale.plan.time.attention_choice import attention_kernel
 from ultrascale.plan.workload import Workload
@@ -300,9 +300,9 @@ def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]],
 
 def product_derate(workload: Workload, constants: Constants) -> float:
     """Factor on the price of matrix products and attention, which a device's power slows; memory is as fast as ever."""
-    chip, work = chip_of(workload.cluster.accelerator)
-    derate = constants.compute_derate * constants.device_derates.get(chip, 1.0) * work**constants.power_exponent
-    return derate * workload.overheads.products
+    device = workload.cluster.accelerator
+    derate = constants.device_derates.get(device.kind, 1.0) * work_per_joule(device) ** constants.power_exponent
+    return constants.compute_derate * derate * workload.overheads.products
 
 
 def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) -> Compute:
