@@ -28,7 +28,7 @@ from ultrascale.plan.laws.devices import MULTIPROCESSORS
 
 HERE = Path(__file__).parent
 TABLES = {"a100-80": "a100_sxm", "h100-sxm": "h100_sxm", "h200": "h200_sxm", "b200": "b200_sxm", "gb200": "gb200"}
-DTYPES = {"bf16": "bfloat16", "fp8": "fp8", "fp8-block": "fp8_block"}
+DTYPES = {"bf16": "bfloat16", "fp8": "fp8"}
 FITTED_FROM = (128, 256, 256)
 """Smallest m, n, k that are fitted: below, launches and reads decide, not what training runs."""
 JUDGED_FROM, JUDGED_FLOPS = 512, 2e9

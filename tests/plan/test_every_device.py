@@ -11,9 +11,11 @@ from ultrascale.catalogue.machines import ACCELERATORS, NODES
 from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.description.layout import Layout
+from ultrascale.plan.constants import CONSTANTS
 from ultrascale.plan.laws.compute import matmul_seconds
 from ultrascale.plan.laws.devices import MULTIPROCESSORS
 from ultrascale.plan.search.search import search
+from ultrascale.plan.time.blocks import product_derate
 from ultrascale.plan.time.price import Prediction, half_precision_peak, predict
 from ultrascale.plan.workload import Workload
 
@@ -39,6 +41,24 @@ def test_a_plan_is_made_and_lies_between_what_the_peak_and_experience_allow(name
     assert name in MULTIPROCESSORS
     alone = planned(name, tp=8, dp=1, zero_stage=0, recompute="none", micro_batch_size=1)
     assert alone.step_seconds > one.step_seconds  # tensor parallelism of a small model waits for its messages
+
+
+@pytest.mark.parametrize(
+    ("tight", "ample"), [("h100-96", "h100-sxm"), ("h100-pcie", "h100-sxm"), ("h100-nvl", "h100-sxm"), ("gb200", "gb300")]
+)
+def test_a_chip_with_less_power_for_its_peak_computes_slower_but_by_no_more_than_that(tight: str, ample: str) -> None:
+    both = [Workload(MODEL, parse_cluster(f"8x{name}"), 2048, SEQUENCES, STACKS["megatron"]) for name in (tight, ample)]
+    slower, faster = (product_derate(one, CONSTANTS) for one in both)
+    devices = [one.cluster.accelerator for one in both]
+    more_work, less_work = (half_precision_peak(one) / one.watts.value for one in devices)  # type: ignore[union-attr]
+    assert 1 < slower / faster < more_work / less_work
+
+
+def test_power_slows_no_device_whose_own_products_were_measured_or_that_is_another_chip() -> None:
+    alone = {
+        name: Workload(MODEL, parse_cluster(f"8x{name}"), 2048, SEQUENCES, STACKS["megatron"]) for name in ("a100-80", "h20")
+    }
+    assert {product_derate(one, CONSTANTS) for one in alone.values()} == {CONSTANTS.compute_derate}
 
 
 @pytest.mark.parametrize("name", [name for name, device in ACCELERATORS.items() if "fp8" in device.peak_flops])

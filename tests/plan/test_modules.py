@@ -16,6 +16,7 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.recomputed import MODULES, modules_name, parse_mode
 from ultrascale.plan.columns.block_memory import block_memory
+from ultrascale.plan.constants import CONSTANTS
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.view.recomputation import recomputation_statement
 from ultrascale.plan.workload import Workload
@@ -125,6 +126,14 @@ def test_a_run_needs_less_memory_and_more_time_the_more_of_it_is_recomputed(
     assert needs["full"] <= 1.02 * needs[some]
     seconds = {way: one.step_seconds for way, one in found.items()}
     assert seconds["none"] <= seconds["selective"] <= seconds["full"] and seconds["none"] <= seconds[some]
+
+
+def test_products_that_selective_recomputation_runs_again_are_slowed_like_all_others() -> None:
+    workload = Workload(PRESETS["deepseek-v2-lite"], parse_cluster("8xh100"), 4096, 64, STACKS["ultrascale"])
+    layout = Layout(dp=8, ep=8, zero_stage=2, precision="bf16", recompute="selective")
+    slow = replace(CONSTANTS, compute_derate=2 * CONSTANTS.compute_derate)
+    again, again_slow = (predict(workload, layout, one).waterfall["recompute"] for one in (CONSTANTS, slow))
+    assert again < again_slow < 2 * again
 
 
 def test_selective_recomputation_of_deepseek_v3_is_what_its_report_says() -> None:

@@ -9,7 +9,6 @@ from numpy.typing import ArrayLike
 from ultrascale.description.problems import SpecError
 from ultrascale.description.schedules import SCHEDULES
 from ultrascale.plan.pipeline.pipeline_board import give_back, take_board
-from ultrascale.plan.pipeline.pipeline_levels import level_step_seconds
 from ultrascale.plan.pipeline.pipeline_steady import few_micro_batches, long_step_seconds, rounds_of
 from ultrascale.plan.pipeline.play import (
     StageSeconds,
@@ -193,12 +192,12 @@ def test_between_rounds_of_16_ranks_two_ends_or_so_a_rank_are_all_that_is_read(n
     pp=st.sampled_from([2, 3, 8, 24]), more=st.integers(0, 60), spread=st.sampled_from([0.0, 0.1, 1.5]),
     send=st.sampled_from([0.0, 0.01, 3.0]), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_levels_of_1f1b_end_when_its_actions_do(pp, more, spread, send, seed):
+def test_1f1b_of_uneven_stages_ends_when_its_actions_do(pp, more, spread, send, seed):
     program, random = program_of("1f1b", pp, pp + more), np.random.default_rng(seed)
     costs, sends = np.exp(random.uniform(-spread, spread, (3, pp, 2))), send * random.random((pp - 1, 2))
-    ahead, inputs, weights = costs
-    expected = step_seconds(program, StageSeconds(ahead, inputs, weights, sends))
-    np.testing.assert_allclose(level_step_seconds(ahead, inputs + weights, sends, pp + more), expected, rtol=1e-11)
+    forward, inputs, weights = costs
+    seconds = StageSeconds(forward, inputs, weights, sends)
+    np.testing.assert_allclose(long_step_seconds("1f1b", pp, pp + more, seconds), step_seconds(program, seconds), rtol=1e-11)
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe", "dualpipe-v", "interleaved"])

@@ -9,13 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-DEVICE_DERATES = {
-    "h100-96": 1.12,  # 500 W instead of 700: clocks fall with about the third root of power
-    "b200": 1.26,  # 1,000 W, not a GB200's 1,200: NVIDIA's recipes run 1.15 slower, SimuMax's products 1.32
-    "gb300": 0.9,  # 1,400 W: products that throttle a GB200 do not throttle it; NVIDIA's recipes, 2025 to 2026
-}
-"""Time of products and attention in training over what the law of `plan.laws.compute` gives for a device, where its power says
-it must differ."""
+DEVICE_DERATES = {"b200": 1.26}  # NVIDIA's recipes run 1.15 slower, SimuMax's products 1.32
+"""Time of products and attention in training over what the law of `plan.laws.compute` gives for a device."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +21,9 @@ class Constants:
     """Time of a product or of attention in training over its time alone in a hot loop: cold caches, clocks lowered by power."""
     device_derates: Mapping[str, float] = field(default_factory=lambda: DEVICE_DERATES)
     """Further factor on their time by name of accelerator; 1 for those not named."""
+    power_exponent: float = 0.75
+    """Exponent with which their time grows as a chip has less power, of what its law was measured with, for its peak. 1 where
+    voltage is as low as it goes and clocks follow power, a third where voltage falls with the clock."""
     compiled_host_fraction: float = 0.5
     """Share of Python's time to launch a block's operations that is left when the block is compiled."""
     tensor_parallel_hidden: float = 0.17
@@ -36,8 +34,6 @@ class Constants:
     overlap_slowdown: float = 0.15
     """Compute beside a collective loses this share of the time of the collective: it shares SMs and memory. 0.15 beside NVLink
     in Calculon (SC'23); 0.11 to 0.23 follows from what Galvatron measured and assumed (VLDB'23)."""
-    send_exposed: float = 1.0
-    """Share of a pipeline send that a rank waits for where the stack does not overlap it; the warm-up waits always."""
     straggler_per_doubling: float = 0.007
     """A step waits for the slowest of its nodes: this share more per doubling of nodes."""
     step_seconds: float = 5e-3

@@ -54,11 +54,10 @@ def matmul_seconds(
 ) -> float:
     """Seconds of the product [m, k] x [k, n], or of one of its two gradients; m, n, k are always the forward product's.
 
-    `count`: that many equal products in one grouped launch (experts). `dtype`: `bf16 fp16 fp32 tf32 fp64`, and `fp8` (one
-    scale per tensor) or `fp8-block` (scales per block), both with the cast of the left operand unless `casts` is false, where
-    it is a kernel that several products share and the caller prices. `output_bytes`: memory
-    traffic per element of a weight gradient, 2: written in bf16, 8: added to an fp32 sum. `derate` multiplies the time.
-    Raises SpecError if the device's peak is unknown.
+    `count`: that many equal products in one grouped launch (experts). `dtype`: `bf16 fp16 fp32 tf32 fp64`, and `fp8 mxfp8
+    nvfp4`, with the cast of the left operand unless `casts` is false, where it is a kernel that several products share and the
+    caller prices. `output_bytes`: memory traffic per element of a weight gradient, 2: written in bf16, 8: added to an fp32
+    sum. `derate` multiplies the time. Raises SpecError if the device's peak is unknown.
     """
     curve = _matmul_curve(accelerator, dtype) if casts else _castless_curve(accelerator, dtype)
     return derate * direction_seconds(curve, m, n, k, count, kind, output_bytes)

@@ -20,7 +20,7 @@ from ultrascale.description.problems import mistake
 from ultrascale.plan.laws.curves import AttentionCurve, MatmulCurve
 from ultrascale.plan.laws.fitted_curves import ATTENTION, MATMUL
 
-DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp8-block": 1, "mxfp8": 1, "nvfp4": 0.5}
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "mxfp8": 1, "nvfp4": 0.5}
 FAMILIES = {"a100-80": "a100", "h100-sxm": "hopper", "h200": "hopper", "b200": "blackwell", "gb200": "blackwell"}
 RELATIVES = {
     "a100-40": "a100-80", "a800": "a100-80", "a800-80": "a100-80",  # the same chip; the A800 has fewer NVLinks
@@ -36,6 +36,8 @@ RELATIVES = {
 }  # fmt: skip
 """Fitted relative whose law a device without a table takes. For devices not listed: the fitted device of the nearest bf16
 peak."""
+SAME_CHIP = ("h100-96", "h100-pcie", "h100-nvl", "b300", "gb300")
+"""Devices that are the chip of their relative with another power limit, which large products reach."""
 FP8_ATTENTION = {"a100": (1.0, 1.0), "hopper": (1.5, 1.0), "blackwell": (1.4, 1.4)}
 """Speed of fp8 attention over bf16, forward and backward. cudnn-frontend's benchmark 2026-09, 4k to 32k, medians: H200
 forward 1.5, backward slower than bf16 (taken as 1: nobody would use it); GB200 1.36 and 1.33 at head dim 128, 1.5 and 1.7 at
@@ -87,8 +89,17 @@ def relative_of(accelerator: Accelerator) -> str:
     return min(FAMILIES, key=lambda name: abs(math.log(peak / _peak(ACCELERATORS[name], "bf16"))))
 
 
+def work_per_joule(accelerator: Accelerator) -> float:
+    """FLOPs of a device's peak per joule over those of the same chip that was measured; 1 where it is another chip."""
+    if accelerator.kind not in SAME_CHIP or not accelerator.watts:
+        return 1.0
+    relative = ACCELERATORS[relative_of(accelerator)]
+    assert relative.watts
+    return _peak(accelerator, "bf16") / _peak(relative, "bf16") * relative.watts.value / accelerator.watts.value
+
+
 def matmul_curve(accelerator: Accelerator, dtype: str) -> MatmulCurve:
-    """The law of products of `dtype` (`bf16 fp16 fp32 tf32 fp64 fp8 fp8-block mxfp8 nvfp4`) on a device.
+    """The law of products of `dtype` (`bf16 fp16 fp32 tf32 fp64 fp8 mxfp8 nvfp4`) on a device.
 
     Raises SpecError if the device's peak is not known: not in the catalogue, or measured at run time and not filled in yet.
     """
@@ -97,8 +108,8 @@ def matmul_curve(accelerator: Accelerator, dtype: str) -> MatmulCurve:
     relative = relative_of(accelerator)
     # The A100 has no fp8: a device that takes after it and has, takes Hopper's cast.
     fitted = "fp8" if dtype in ("mxfp8", "nvfp4") else dtype
-    law = MATMUL.get((relative, fitted)) or MATMUL[("h100-sxm", fitted) if fitted.startswith("fp8") else (relative, "bf16")]
-    peak = _peak(accelerator, "fp8" if dtype == "fp8-block" else dtype)
+    law = MATMUL.get((relative, fitted)) or MATMUL[("h100-sxm", "fp8") if fitted == "fp8" else (relative, "bf16")]
+    peak = _peak(accelerator, dtype)
     if dtype == "nvfp4":  # what was measured is time over fp8's, whatever the peaks
         law = replace(law, efficiency=law.efficiency * _peak(accelerator, "fp8") / (NVFP4_OVER_FP8 * peak))
     own = accelerator.name == "cpu"
@@ -129,7 +140,7 @@ def attention_curve(accelerator: Accelerator, dtype: str, kernel: str, direction
     """
     relative = relative_of(accelerator)
     family = FAMILIES[relative]
-    fp8 = dtype.startswith("fp8")
+    fp8 = dtype == "fp8"
     peak = _peak(accelerator, "bf16" if fp8 else dtype)
     if family == "blackwell" and kernel == "flash-2":
         # Written for Ampere's tensor-core instructions, which newer devices only carry on: no faster than on Hopper.

@@ -25,11 +25,6 @@ MATMUL: dict[tuple[str, str], MatmulCurve] = {
         launch_seconds=1.191e-05, ramp=274.6, fill=0.00252, split=5.107e+04, sharpness=3.971,
         power_flops=7.461e+12, power=0.1312, operand_bytes=1,
     ),
-    ("h100-sxm", "fp8-block"): MatmulCurve(
-        efficiency=0.6943, bandwidth_efficiency=0.9948, partial_wave=0.453, padding=0.9989, cast_efficiency=0.5828,
-        launch_seconds=3.907e-06, ramp=327.6, fill=0.1124, split=6.958e+06, sharpness=1.165,
-        power_flops=2.484e+13, power=0.4491, operand_bytes=1,
-    ),
     ("h200", "bf16"): MatmulCurve(
         efficiency=0.8468, bandwidth_efficiency=0.9143, partial_wave=0.2625, padding=0.1554, launch_seconds=2.601e-06,
         ramp=129.2, fill=0.03413, split=5697, sharpness=2.564, power_flops=1.67e+12,
@@ -39,11 +34,6 @@ MATMUL: dict[tuple[str, str], MatmulCurve] = {
         efficiency=0.7792, bandwidth_efficiency=0.8224, partial_wave=0.1321, padding=0.09065, cast_efficiency=0.3127,
         launch_seconds=1.201e-05, ramp=263.2, fill=0.002552, split=4.497e+04, sharpness=2.97,
         power_flops=1.818e+13, power=0.2317, operand_bytes=1,
-    ),
-    ("h200", "fp8-block"): MatmulCurve(
-        efficiency=0.7189, bandwidth_efficiency=0.9916, partial_wave=0.4094, padding=0.999, cast_efficiency=0.4112,
-        launch_seconds=3.852e-06, ramp=430.4, fill=0.1008, split=9.238e+06, sharpness=1.088,
-        power_flops=1.306e+13, power=0.3472, operand_bytes=1,
     ),
     ("b200", "bf16"): MatmulCurve(
         efficiency=0.8826, bandwidth_efficiency=0.8144, partial_wave=0.1658, padding=0.5916, launch_seconds=2.136e-06,
@@ -55,11 +45,6 @@ MATMUL: dict[tuple[str, str], MatmulCurve] = {
         launch_seconds=1.468e-05, ramp=170.5, fill=0.3155, split=4.433e+04, sharpness=2.181,
         power_flops=9.567e+11, power=0.1643, operand_bytes=1,
     ),
-    ("b200", "fp8-block"): MatmulCurve(
-        efficiency=0.9099, bandwidth_efficiency=0.8343, partial_wave=0.2355, padding=0.282, cast_efficiency=0.8198,
-        launch_seconds=6.018e-06, ramp=696.3, fill=0.3522, split=1.972e+07, sharpness=2.355,
-        power_flops=9.859e+11, power=0.4847, operand_bytes=1,
-    ),
     ("gb200", "bf16"): MatmulCurve(
         efficiency=0.8526, bandwidth_efficiency=0.7841, partial_wave=0.1593, padding=0.7365, launch_seconds=2.136e-06,
         ramp=83.42, fill=0.2397, split=1.47e+04, sharpness=2.519, power_flops=8.967e+10,
@@ -69,11 +54,6 @@ MATMUL: dict[tuple[str, str], MatmulCurve] = {
         efficiency=0.6333, bandwidth_efficiency=0.7828, partial_wave=0.03806, padding=0.4109, cast_efficiency=0.3514,
         launch_seconds=1.439e-05, ramp=116.5, fill=0.2649, split=5.31e+04, sharpness=2.278,
         power_flops=9.379e+13, power=0.2419, operand_bytes=1,
-    ),
-    ("gb200", "fp8-block"): MatmulCurve(
-        efficiency=0.8168, bandwidth_efficiency=0.8283, partial_wave=0.2155, padding=0.3842, cast_efficiency=0.7872,
-        launch_seconds=5.691e-06, ramp=659, fill=0.3262, split=2.307e+07, sharpness=2.297,
-        power_flops=1.434e+12, power=0.3567, operand_bytes=1,
     ),
 }
 ATTENTION: dict[tuple[str, str, str], AttentionCurve] = {

@@ -2,6 +2,6 @@
 
 play                              one list, action by action; begin here
 pipeline_program, pipeline_board  lists as arrays; whose turn it is
-pipeline_steady, pipeline_levels  rounds that repeat are multiplied, not played
+pipeline_steady                   rounds that repeat are multiplied, not played
 pipeline_bounds, pipelined        limits from below and above; the bubble of whole tables
 """

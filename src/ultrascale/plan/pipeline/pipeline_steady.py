@@ -9,9 +9,8 @@ follows reads the ends of a few actions only, one or two a rank:
     drained   played
 
 Nothing is approximated: the same sums and maxima, in another order. A round is a micro-batch (two where two streams meet), or
-as many as an interleaved rank takes through its stages at once. 1F1B needs no lists at all (`plan.pipeline.pipeline_levels`),
-nor do schedules that go all forward, then all back: there the micro-batches of a stage follow one another, one running maximum
-each.
+as many as an interleaved rank takes through its stages at once. Schedules that go all forward, then all back, need no lists at
+all: there the micro-batches of a stage follow one another, one running maximum each.
 
 Baccelli et al., Synchronization and Linearity, 1992.
 """
@@ -27,11 +26,9 @@ from numpy.typing import NDArray
 from ultrascale.description.schedules import SCHEDULES
 from ultrascale.plan.layouts import distinct
 from ultrascale.plan.pipeline.pipeline_board import Board, give_back
-from ultrascale.plan.pipeline.pipeline_levels import level_step_seconds
 from ultrascale.plan.pipeline.pipeline_program import Program, program_of
 from ultrascale.plan.pipeline.play import Floats, StageSeconds, as_columns, priced_board, step_seconds
-from ultrascale.schedules.build import DEFAULT_VIRTUAL_STAGES, builder_of, is_file
-from ultrascale.schedules.kinds.one_f_one_b import one_f_one_b
+from ultrascale.schedules.build import DEFAULT_VIRTUAL_STAGES, is_file
 
 ROUNDS = 3
 """Rounds that a short schedule keeps, where micro-batches come in rounds: filling and draining take less than two."""
@@ -69,8 +66,6 @@ def long_step_seconds(
 ) -> Floats:
     """`plan.pipeline.play.step_seconds` of a schedule by name, [cases], playing no round twice; from a file, all of it."""
     known = None if is_file(name) else SCHEDULES[name]
-    if known and builder_of(name) is one_f_one_b and num_micro_batches >= pp and not seconds.receives_block:
-        return _levels(seconds, pp, num_micro_batches)
     if known and known.forward_first:
         return _forward_first(seconds, pp, num_micro_batches, known.stages_a_rank(virtual_stages or DEFAULT_VIRTUAL_STAGES))
     few, size = few_micro_batches(name, pp, num_micro_batches) if known else (num_micro_batches, 1)
@@ -205,13 +200,3 @@ def _in_turn(sent: Floats, free: Floats, lag: Floats | float, cost: Floats, rece
     start = sent + (lag - turn)
     np.maximum(start[0], free, out=start[0])
     return np.maximum.accumulate(start, axis=0) + (turn + cost)
-
-
-def _levels(seconds: StageSeconds, pp: int, num_micro_batches: int) -> Floats:
-    forward, inputs, weights = (
-        as_columns(cost, pp) for cost in (seconds.forward, seconds.input_gradient, seconds.weight_gradient)
-    )
-    send, backward = as_columns(seconds.send, pp - 1), inputs + weights
-    cases = max(column.shape[1] for column in (forward, backward, send))
-    forward, backward, send = (np.broadcast_to(column, (len(column), cases)) for column in (forward, backward, send))
-    return level_step_seconds(forward, backward, send, num_micro_batches)

@@ -110,7 +110,7 @@ def with_and_without_sends(seconds: StageSeconds, num_stages: int) -> StageSecon
 
 
 def waiting_seconds(
-    workload: Workload, table: LayoutTable, stages: Stages, passes: Passes, micro_batches: Counts, constants: Constants
+    workload: Workload, table: LayoutTable, stages: Stages, passes: Passes, micro_batches: Counts
 ) -> tuple[Floats, Floats]:
     """Seconds in which the busiest rank of each layout computes nothing: while the pipeline fills and drains, and for sends.
 
@@ -131,7 +131,7 @@ def waiting_seconds(
         without, whole = bubble_seconds(SCHEDULE_NAMES[number], *columns, send=np.array([np.zeros(len(rows)), send[rows]]))
         bubble[rows], sends[rows] = without, whole - without
     if not workload.stack.overlaps_sends:
-        sends += np.where(pp > 1, 2 * micro_batches * v * send * constants.send_exposed, 0.0)
+        sends += np.where(pp > 1, 2 * micro_batches * v * send, 0.0)
     return bubble, sends
 
 

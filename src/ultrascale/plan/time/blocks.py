@@ -24,6 +24,7 @@ from ultrascale.plan.constants import Constants
 from ultrascale.plan.cut_backward import HALVES, Half, may_wait, sent_in_half
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.laws.compute import attention_seconds, columns_seconds, elementwise_seconds, matmul_seconds
+from ultrascale.plan.laws.devices import work_per_joule
 from ultrascale.plan.layouts import CP_METHODS, FP8_SCALINGS, PRECISIONS, LayoutTable
 from ultrascale.plan.time.attention_choice import attention_kernel
 from ultrascale.plan.workload import Workload
@@ -94,8 +95,9 @@ class PartSeconds:
     """Part of `product` in experts, whose results torchtitan's policy does not keep."""
     last_product: Floats
     """Part of `product`: the last of a dense block without tp, before which torch stops when it recomputes the block."""
-    chosen_modules: Floats
-    """Part of all of it that selective recomputation by modules runs again (`work.kept.selective_modules`)."""
+    chosen_products: Floats
+    """Products and attention that selective recomputation by modules runs again (`work.kept.selective_modules`)."""
+    chosen_elementwise: Floats
     num_ops: Floats
     """Operations launched in a forward pass."""
     num_collectives: Floats
@@ -204,7 +206,8 @@ def _price_blocks_of(workload: Workload, shapes: list[Shape], layer: int) -> Par
         again = [resolved(SELECTIVE, workload.model, layer, shape) for shape in shapes]
         runs = [computed_again(one, ops, stops_behind=False) for one, ops in zip(again, works, strict=True)]
         seconds = [compute_seconds(workload, shape, run, False) for shape, run in zip(shapes, runs, strict=True)]
-        part.chosen_modules = np.array([one.product + one.attention + one.elementwise for one in seconds])
+        part.chosen_products = np.array([one.product + one.attention for one in seconds])
+        part.chosen_elementwise = np.array([one.elementwise for one in seconds])
     return part
 
 
@@ -288,7 +291,8 @@ def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]],
         tp_cut_input=_over_tp(workload, shapes, of_input),
         tp_cut_sums=_over_tp(workload, shapes, sums),
         tp_cut_weight=_over_tp(workload, shapes, of_weight),
-        chosen_modules=np.zeros(len(shapes)),
+        chosen_products=np.zeros(len(shapes)),
+        chosen_elementwise=np.zeros(len(shapes)),
         num_collectives=counts[0],
         num_backward_collectives=counts[1],
     )
@@ -296,8 +300,9 @@ def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]],
 
 def product_derate(workload: Workload, constants: Constants) -> float:
     """Factor on the price of matrix products and attention, which a device's power slows; memory is as fast as ever."""
-    derate = constants.compute_derate * workload.overheads.products
-    return derate * constants.device_derates.get(workload.cluster.accelerator.kind, 1.0)
+    device = workload.cluster.accelerator
+    derate = constants.device_derates.get(device.kind, 1.0) * work_per_joule(device) ** constants.power_exponent
+    return constants.compute_derate * derate * workload.overheads.products
 
 
 def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) -> Compute:

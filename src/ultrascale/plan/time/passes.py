@@ -147,11 +147,6 @@ def pass_seconds(
     )  # fmt: skip
 
 
-BY_SELECTIVE = {"attention": "attention", "modules": "chosen_modules"}
-"""Operations that a stack's selective recomputation runs again, by column of `plan.time.blocks.PartSeconds`; else
-element-wise ones."""
-
-
 class _SumOf(Protocol):
     """A column of `PartSeconds`, summed over what each rank holds: of all parts, or of `counts` blocks alone."""
 
@@ -163,9 +158,11 @@ def _second_passes(stack: Stack, sum_of: _SumOf, in_blocks: Floats, derate: floa
     full = derate * (sum_of("product", in_blocks) + sum_of("attention", in_blocks)) + sum_of("elementwise", in_blocks)
     if stack.stops_early:
         full = full - derate * sum_of("last_product", in_blocks)
-    selective = sum_of(BY_SELECTIVE.get(stack.selective, "elementwise"), in_blocks)
+    if stack.selective == "modules":
+        return full, derate * sum_of("chosen_products", in_blocks) + sum_of("chosen_elementwise", in_blocks)
     if stack.selective == "attention":
-        selective = derate * selective
+        return full, derate * sum_of("attention", in_blocks)
+    selective = sum_of("elementwise", in_blocks)
     if stack.selective.endswith("-products"):  # gate and up are 0.55 of the products of a block of Llama 70B
         selective = selective + derate * (sum_of("product", in_blocks) + sum_of("grouped_product", in_blocks)) / 2
     if stack.selective == "wide-products":

@@ -266,7 +266,7 @@ def price_time(
         head=stages.has_head, kept=stages.kept_layers,
     )  # fmt: skip
     data_parallel, slowed = data_parallel_seconds(workload, table, stages, passes, micro_batches, constants)
-    waits = waiting_seconds(workload, table, stages, passes, micro_batches, constants)
+    waits = waiting_seconds(workload, table, stages, passes, micro_batches)
     if cuts:
         more = cut_share(table, micro_batches) * (passes.cut_input + passes.cut_weight)
         passes = replace(passes, tensor_parallel=passes.tensor_parallel + more)

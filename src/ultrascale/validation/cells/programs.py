@@ -25,8 +25,7 @@ WITH_AXES, WITHOUT_AXES = "eager", "torchtitan"
 UNFUSED = {"kernels.norm": False, "kernels.rotary": False, "kernels.swiglu": False, "kernels.cross_entropy": "eager"}
 """Norms, rotary positions, SwiGLU and the loss as torch's own operations: what a program of FSDP2 is that does not compile."""
 LIMITED_POWER = 0.75
-"""Fraction of a device's power, where it is said to be limited and not to what: an assumption, reported with the prediction.
-Clocks follow its third root, as for an H100 of 500 W (`constants.DEVICE_DERATES`)."""
+"""Fraction of a device's power, where it is said to be limited and not to what: an assumption, reported with the prediction."""
 _SCALINGS = {"row": "row", "tensor": "tensor", "current": "tensor", "delayed": "delayed"}
 """Words of a precision, and what has a scale of its own then (`Kernels.fp8_scaling`)."""
 _SELECTIVE = (
@@ -67,7 +66,7 @@ def program_of_row(asked: Asked, tuning: Tuning = TUNING) -> Program:
     file = stack_file(_name(asked, tuning, assumed))
     shared = {key: tuning.shared[name] for key, name in file.shared.items() if name in tuning.shared}
     try:
-        told = _of_cells(asked, file.stack, assumed) | dict(asked.settings)
+        told = _of_cells(asked, file.stack, tuning.constants.power_exponent, assumed) | dict(asked.settings)
         stack = with_settings(with_settings(file.stack, shared), told)
     except SpecError as error:
         raise UnrepresentableError("; ".join(f"{one.key} {one.rule}" for one in error.problems)) from None
@@ -95,7 +94,7 @@ def _name(asked: Asked, tuning: Tuning, assumed: list[str]) -> str:
     return name
 
 
-def _of_cells(asked: Asked, stack: Stack, assumed: list[str]) -> dict[str, Any]:
+def _of_cells(asked: Asked, stack: Stack, power_exponent: float, assumed: list[str]) -> dict[str, Any]:
     """Settings that the row's own columns state."""
     found: dict[str, Any] = {}
     if asked.compile is not None:
@@ -110,7 +109,7 @@ def _of_cells(asked: Asked, stack: Stack, assumed: list[str]) -> dict[str, Any]:
     detail = asked.recompute_detail.lower()
     found |= next(({"selective": what} for word, what in _SELECTIVE if word in detail), {})
     if re.search(r"power.?(?:limited|capped)", asked.gpu, re.IGNORECASE):
-        found["overheads.products"] = stack.overheads.products * LIMITED_POWER ** (-1 / 3)  # and with them attention
+        found["overheads.products"] = stack.overheads.products * LIMITED_POWER**-power_exponent  # and with them attention
         assumed.append("three quarters of its power, as the GPU is said to be limited")
     return found
 
