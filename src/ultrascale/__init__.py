@@ -59,8 +59,9 @@ def _at_home(name: str) -> "Any":
 
 
 def _imported(name: str) -> ModuleType:
-    __import__(f"{__name__}.{name}")
-    return sys.modules[f"{__name__}.{name}"]
+    from importlib import import_module
+
+    return import_module(f"{__name__}.{name}")
 
 
 def __getattr__(name: str) -> "Any":

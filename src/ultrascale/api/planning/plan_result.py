@@ -212,7 +212,8 @@ class Search(Rows):
         result, chosen = self.searched.result, self.plan.chosen
         on = f"{chosen.run.model.name or chosen.run.model.model_type} on {chosen.cluster.name}"
         priced = result.priced
-        count = f"{len(priced.fits):,} legal layouts" + (f", at least {priced.num_unfit:,} do not fit" if priced.num_unfit else "")
+        unfit = f", at least {priced.num_unfit:,} do not fit" if priced.num_unfit else ""
+        count = f"{len(priced.fits):,} legal layouts{unfit}"
         if result.best is None:
             return f"Search({on}: {count})"
         best = result.best
