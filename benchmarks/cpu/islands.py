@@ -156,7 +156,8 @@ def line(count: int, output: Path | None) -> None:
 
 def _over_line(count: int) -> dict[str, Any]:
     return {"islands": count, "bits_per_second": BITS_PER_SECOND, "one_way_seconds": ONE_WAY_SECONDS,
-            "parameters": PARAMETERS, "date": f"{date.today()}"}  # fmt: skip
+            "parameters": PARAMETERS, "date": f"{date.today()}",
+            "congestion_control": Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()}  # fmt: skip
 
 
 def _messages(islands: Islands, names: list[str] | None) -> list[float]:

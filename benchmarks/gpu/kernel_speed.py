@@ -331,7 +331,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="kernels whose name holds this")
     options = parser.parse_args()
     copy = copy_rate() if HAS_CUDA else 0.0
-    matmul = measure_matmul_ceiling("bf16", DEVICE, budget_seconds=0.5).flops_per_second if HAS_CUDA else 0.0
+    matmul = measure_matmul_ceiling("bf16", DEVICE).flops_per_second if HAS_CUDA else 0.0
     rows: list[Row] = []
     verdicts: list[Verdict] = []
     report = {

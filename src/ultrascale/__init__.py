@@ -73,7 +73,7 @@ def __getattr__(name: str) -> "Any":
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return list(__all__)
 
 
 sys.modules[__name__].__class__ = _Front

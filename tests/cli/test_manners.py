@@ -188,6 +188,9 @@ def test_functions_name_what_they_were_given():
         ultrascale.plan("llama-3-8b", "8xh100", tp=[])  # pyright: ignore[reportArgumentType]
     with pytest.raises(SpecError, match="b: must be a plan or the file of a run, is 3"):
         ultrascale.compare("run.toml", 3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(SpecError) as told:
+        ultrascale.report("out", lr=3)  # pyright: ignore[reportCallIssue]
+    assert "learning" not in str(told.value)  # a report has no settings of a run
 
 
 def test_gpipe_is_the_schedule_that_papers_call_so():

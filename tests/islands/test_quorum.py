@@ -94,13 +94,14 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
         run = replace(like, name="told", folder=str(home), data=data)
         asked = f"{sorted(away)} {run}"
         if asked not in done:
-            done[asked] = run = replace(run, name=f"told-{len(done)}")
+            run = replace(run, name=f"told-{len(done)}")
             with pytest.MonkeyPatch.context() as patch:
                 told_to_skip(patch, away)
                 found = start(run, home)
             for one in found:
                 if (12, one.island) not in away:
                     finished([one])
+            done[asked] = run
         return done[asked]
 
     return train

@@ -238,7 +238,8 @@ def test_pods_have_shared_memory_a_probe_time_to_leave_and_the_volume(kind, caps
     assert {one["mountPath"] for one in container["volumeMounts"]} == {"/mnt/run", "/dev/shm"}
     assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "mine"}
     assert pod["volumes"][1]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
-    assert subprocess.run(["bash", "-n"], input=container["command"][2], text=True, capture_output=True).stderr == ""
+    script = as_the_kubelet_reads(container["command"][2], {})
+    assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
     assert {one["name"]: one["value"] for one in container["env"]}["WORDS"] == "a 'quoted' $text"
 
 
@@ -259,12 +260,13 @@ def test_runs_and_islands_whose_long_names_begin_alike_are_objects_of_their_own(
 
 
 def test_the_kubelet_replaces_nothing_in_a_variable_or_in_the_shell(capsys):
-    words = ["--launch.environment", "A=$(B) $$c $d", "--launch.setup", "echo $$"]
+    words = ["--launch.environment", "A=$(B) $$c $d", "--launch.setup", "echo $$; x=$(mktemp /tmp/$$) $(B)"]
     found = documents(text(capsys, "kubernetes", *words))[1]["spec"]["template"]["spec"]
     (container,) = found["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
     value = {one["name"]: one["value"] for one in container["env"]}["A"]
-    assert as_the_kubelet_reads(value, {"B": "replaced"}) == "A=$(B) $$c $d".removeprefix("A=")
-    assert "\necho $$\n" in as_the_kubelet_reads(container["command"][2], {})
+    assert as_the_kubelet_reads(value, {"B": "replaced"}) == "$(B) $$c $d"
+    script = as_the_kubelet_reads(container["command"][2], {"B": "replaced"})
+    assert "\necho $$; x=$(mktemp /tmp/$$) $(B)\n" in script
 
 
 def as_the_kubelet_reads(text: str, variables: dict[str, str]) -> str:
@@ -399,6 +401,11 @@ WRONG = {
     ),
     "a line of shell in a partition": (
         ["slurm", "run.toml", "--nodes", "8", "--launch.slurm.partition", "gpu\u2028touch made"],
+        "launch.slurm.partition",
+        "line break",
+    ),
+    "a line that ends in a break": (
+        ["slurm", "run.toml", "--nodes", "8", "--launch.slurm.partition", "gpu\n"],
         "launch.slurm.partition",
         "line break",
     ),

@@ -187,6 +187,8 @@ def test_two_runs_stand_side_by_side(tmp_path, capsys):
     assert ["layout.dp", "1", "2"] in [line.split() for line in out.split("\n")]
     assert main(["plan", "--compare", *files]) == 0
     assert capsys.readouterr().out == out
+    assert main(["plan", f"--compare={files[1]}", files[0]]) == 0  # which is B is written
+    assert capsys.readouterr().out == out
     assert main(["plan", files[0], "--compare", files[1], "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["schema"] == "ultrascale/compare/2" and told["settings"][0]["name"] == "layout.dp"

@@ -16,9 +16,9 @@ from ultrascale.description.run import Batch, Log, Optimizer
 from ultrascale.train.trainer import Trainer
 
 
-@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)], autouse=True)
+@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def backend(request, monkeypatch) -> None:
-    """Graphs and gradients here; kernels of C++, which take ten seconds and more, at night, and in `test_compiled`."""
+    """Graphs and gradients here; kernels of C++, which take ten seconds and more, at night, and in the other tests."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=request.param))  # ranks are forked
 
 
@@ -39,6 +39,7 @@ def test_blocks_are_compiled_and_train_alike_under_zero_3_with_recomputation(hom
     assert np.abs(found / expected - 1).max() < 1e-5
 
 
+@pytest.mark.usefixtures("backend")
 def test_a_compiled_run_goes_on_to_the_same_bits_with_its_memory_uncounted_and_told(home):
     whole = small_run(home, name="whole", compile=True, log=Log())
     stopped = replace(whole, name="stopped")

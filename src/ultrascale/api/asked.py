@@ -43,10 +43,10 @@ class Asked(Generic[T]):
 
 def read_keywords(
     kind: type[T], verb: str, given: Mapping[str, Any], *, positional: tuple[str, ...] = (),
-    short: Mapping[str, str] = MappingProxyType({}),
+    short: Mapping[str, str] = MappingProxyType({}), of_a_run: bool = True,
 ) -> Asked[T]:  # fmt: skip
     """`given` as options of `kind` and settings beside them; None is not given. `positional`: options that have no flag;
-    `short`: settings by other names, which are read where `kind` has no such option.
+    `short`: settings by other names, which are read where `kind` has no such option; `of_a_run`: a run has settings too.
 
     Raises SpecError with everything that is wrong.
     """
@@ -61,7 +61,7 @@ def read_keywords(
         elif value is not None:
             values[key] = as_kind(value, hints[key], key if key in positional else _flag(key), problems)
     known, unknown = [*map(_flag, hints)], [key for key, _ in settings if "." not in key and key not in leaves()]
-    problems += [unknown_flag(_flag(key), known, verb, settings=True) for key in unknown]
+    problems += [unknown_flag(_flag(key), known, verb, settings=of_a_run) for key in unknown]
     missing = [name for name in positional if not hasattr(kind, name) and given.get(name) is None]
     problems += [Problem(name, "is missing", f"Give it; `ultrascale {verb} --help` has an example.") for name in missing]
     if problems:

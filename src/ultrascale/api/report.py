@@ -95,7 +95,7 @@ def report(folder: str | PathLike[str], **settings: Any) -> Report:
 
     Needs matplotlib. Raises SpecError.
     """
-    asked = read_keywords(ReportOptions, "report", {"folder": folder, **settings}, positional=("folder",))
+    asked = read_keywords(ReportOptions, "report", {"folder": folder, **settings}, positional=("folder",), of_a_run=False)
     with naming_extras("report"):
         return answer(asked.options)
 

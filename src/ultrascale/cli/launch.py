@@ -79,7 +79,11 @@ def command(arguments: list[str]) -> int:
     if measuring and island is not None:
         raise mistake("--island", "is given beside --measure, which measures cells and no islands", "Leave one of them out.")
     if "\n" in f"{out or ''}{Path.cwd()}":
-        raise mistake("--out", "has a line break in its path, which a script's comments cannot have", "Name another.")
+        raise mistake(
+            "--out",
+            "or the current folder has a line break in its path, which a script's comments cannot have",
+            "Name another.",
+        )
     typed = shlex.join(["ultrascale", "launch", *arguments])
     found = resolve(path, rest, require_data=True) if not measuring else resolve(path, rest)
     if measuring:

@@ -153,7 +153,8 @@ def _nearest(section: str, last: str) -> list[str]:
     for key in known:
         by_name.setdefault(key.rpartition(".")[2], []).append(key)
     here = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
-    if last in ELSEWHERE:
+    own = [key for key in by_name.get(last, ()) if section and key.startswith(f"{section.partition('.')[0]}.")]
+    if last in ELSEWHERE and not own:
         return [ELSEWHERE[last]]
     if last in by_name:
         return by_name[last]

@@ -111,7 +111,7 @@ def _jobset_spec(job: Job, name: str, claim: str) -> str:
         "jobset_spec.yaml", max_restarts=MAX_RESTARTS, nodes=job.nodes, grace=job.grace + LEAVING_SECONDS,
         grace_reason=f"To save and leave is given {job.grace_reason}.",
         image=_text(job.launch.container), path=_text(asked.path),
-        script=block(script.replace("$$", "$$$$"), 20),
+        script=block(_literal(script), 20),
         env=block(_env(job), 18), volume=block(_volume(job, name, claim), 14), mount=block(_mount(job), 18),
         shared_memory=_text(asked.shared_memory),
         secret=block("" if asked.secret is None else f"\nenvFrom:\n  - secretRef:\n      name: {_text(asked.secret)}", 16),
@@ -153,8 +153,8 @@ def _env(job: Job) -> str:
 
 
 def _literal(text: str) -> str:
-    """Text in which the kubelet replaces nothing: $(NAME) is a variable to it, and $$ a dollar."""
-    return re.sub(r"\$(?=[$(])", "$$", text)
+    """Text in which the kubelet replaces nothing: $(NAME) is a variable to it, $$ a dollar, and other $(...) are left alone."""
+    return re.sub(r"\$\$|\$\(\w+\)|(\$\([^)]*\))", lambda found: found[1] or found[0].replace("$", "$$"), text)
 
 
 def _text(value: object) -> str:

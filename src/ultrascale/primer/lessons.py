@@ -39,7 +39,7 @@ def place(device: torch.device) -> Place:
     if device.type != "cuda":
         return Place(device, device_name(device), None, None, "")
     gpu, rate = this_gpu(device), _copy_rate(device)
-    product = measure_matmul_ceiling("bf16", device, budget_seconds=0.5).flops_per_second
+    product = measure_matmul_ceiling("bf16", device).flops_per_second
     if gpu is None:
         return Place(device, device_name(device), rate, product, "what torch's copy and product reach here", rate, product)
     memory, peak = gpu.memory_bytes_per_second, gpu.peak_flops_per_second("bf16")

@@ -38,6 +38,9 @@ _NO_CREDENTIALS = re.compile(
 )
 
 
+_VARIABLES = {"s3": "AWS_...", "gs": "GOOGLE_...", "az": "AZURE_STORAGE_..."}
+
+
 class ObjectStore(Store):
     """A prefix of a bucket. Raises StorageError if obstore is not installed, or cannot be set up for `url`."""
 
@@ -69,7 +72,7 @@ class ObjectStore(Store):
                 },
             )
         except (*self._errors, ValueError) as error:
-            remedy = "Set the variables of its maker: AWS_..., GOOGLE_..., AZURE_STORAGE_..."
+            remedy = f"Set the variables of its maker, {_VARIABLES[url.partition(':')[0]]}, if it needs them"
             raise StorageError(f"{url} cannot be opened as a store: {_short(str(error))}. {remedy}.") from error
 
     def read(self, key: str) -> bytes:

@@ -26,7 +26,7 @@ def show_comparison(request: PlanRequest) -> int:
         remedy = "Write: ultrascale plan A.toml --compare B.toml."
         raise mistake("--compare", "compares two runs' files, and one is given", remedy)
     words = request.words
-    if first in words and next(place for place, word in enumerate(words) if word.startswith("--compare")) < words.index(first):
+    if first in words and "--compare" in words[: words.index(first)]:
         first, second = second, first  # --compare A.toml B.toml
     found = Comparison(*(answer(_of_one(request, file)) for file in (first, second)))
     if request.options.json:

@@ -138,7 +138,8 @@ def _prepare(
     files = find_files(inputs, glob=recipe.glob, exclude=recipe.exclude, urls=urls)
     _expect_outside(files, folders)
     shards = cut_shards(files, recipe.shard_bytes)
-    _expect_both(shards, recipe)
+    if _earlier_request(folder) is None:
+        _expect_both(shards, recipe)
     total = sum(part.weight_bytes for parts in shards for part in parts)
     for each in folders:
         with writing(each):
@@ -215,7 +216,7 @@ def _expect_outside(files: list[InputFile], folders: tuple[Path, ...]) -> None:
 
 
 def _expect_both(shards: list[tuple[Part, ...]], recipe: Recipe) -> None:
-    """Reads until one document is held out and one is not, before anything is written. Bad ones are told when met again."""
+    """Reads until one document is held out and one is not, before a shard is written. Bad ones are told when met again."""
     count, sides = 0, set[bool]()
     for part in chain.from_iterable(shards) if recipe.validation_fraction else ():
         for item in PartReader(part, field=recipe.field, spool=Path(gettempdir())):

@@ -15,7 +15,7 @@ from ultrascale.description.units import parse_seconds
 
 MOST_NODES = 100_000
 _NAME_AND_VALUE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*")
-_LABEL, _SIZE = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", r"\d+(\.\d+)?(k|[KMGTPE]i|[MGTPE])?"
+_LABEL, _SIZE = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", r"[0-9]+(\.[0-9]+)?(k|[KMGTPE]i|[MGTPE]|[eE][0-9]+)?"
 _OF_KUBERNETES = {
     "namespace": (_LABEL, "lower-case letters, digits and '-'", "Name one that `kubectl get namespaces` lists."),
     "secret": (
@@ -147,7 +147,7 @@ class Launch:
                 yield Problem("launch.environment", f"has {text!r}, which sets no variable", 'Write "NAME=VALUE".')
         for section, given in (("launch", vars(self)), ("launch.slurm", vars(self.slurm))):
             for key, value in given.items():
-                if any(len(str(text).splitlines()) > 1 for text in (value if isinstance(value, tuple) else (value,))):
+                if any(len(f"{text}.".splitlines()) > 1 for text in (value if isinstance(value, tuple) else (value,))):
                     yield Problem(f"{section}.{key}", "has a line break in a value", "Give each line an item of its own.")
         for host in self.hosts:
             if not re.fullmatch(r"[\w.@:-]+", host) or host.startswith("-"):

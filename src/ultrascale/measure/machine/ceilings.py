@@ -20,7 +20,7 @@ from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE
 PEAK_FILE = ".peak.json"
 """File in a run's folder: the best ceiling that its starts have measured."""
 MIN_PRODUCTS = 10
-FEW_THREADS = 4
+FEW_THREADS = 2
 """So many are kept busy by a product of 512: its rate is that of 1024 (measured on one and two), at an eighth of the time."""
 
 
@@ -39,19 +39,21 @@ class MatmulCeiling:
 
 
 def measure_matmul_ceiling(
-    precision: Precision, device: torch.device | str = "cpu", *, budget_seconds: float = 0.1
+    precision: Precision, device: torch.device | str = "cpu", *, budget_seconds: float | None = None
 ) -> MatmulCeiling:
     """Time square products in the dtype of `precision` for about `budget_seconds`, of the size that fills the device.
+    Default: 0.5 on a GPU, whose clocks take some time, else 0.1.
 
     The fastest repetition counts: on a shared machine everything else is somebody else's work. For fewer than `MIN_PRODUCTS`
     of them up to four times the budget is spent.
     """
     here = torch.device(device)
+    budget = budget_seconds or (0.5 if here.type == "cuda" else 0.1)
     size = 8192 if here.type == "cuda" else 512 if torch.get_num_threads() <= FEW_THREADS else 1024
     left, right = (torch.randn(size, size, device=here).to(TORCH_DTYPE[precision]) for _ in range(2))
     _time_product(left, right)  # warms caches, clocks and the library's choice of kernel
     seconds = [_time_product(left, right)]
-    while sum(seconds) < budget_seconds * (1 if len(seconds) >= MIN_PRODUCTS else 4):
+    while sum(seconds) < budget * (1 if len(seconds) >= MIN_PRODUCTS else 4):
         seconds.append(_time_product(left, right))
     spread = (max(seconds) - min(seconds)) / median(seconds)
     return MatmulCeiling(2 * size**3 / min(seconds), spread, device_name(here), precision, size, torch.get_num_threads())
