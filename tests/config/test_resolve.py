@@ -247,7 +247,8 @@ def test_all_mistakes_are_told_at_once_with_their_lines(tmp_path):
     [
         ("stepz", "steps"), ("layout.zero_stag", "layout.zero_stage"), ("dp", "layout.dp"),
         ("learning_rate", "optimizer.learning_rate"), ("optimizer.lr", "optimizer.learning_rate"),
-        ("islands.lr", "islands.outer.lr"), ("layout.learning_rate", "optimizer.learning_rate"), ("optimiser.beta1", "optimizer.beta1"),
+        ("islands.lr", "islands.outer.lr"),
+        ("layout.learning_rate", "optimizer.learning_rate"), ("optimiser.beta1", "optimizer.beta1"),
         ("tp", "layout.tp"), ("layout.tensor_parallel", "layout.tp"), ("layout.sp", "layout.sequence_parallel"),
         ("model.n_routed_experts", "model.num_experts"),
         ("model.rope_scaling.facto", "model.rope_scaling.factor"),
