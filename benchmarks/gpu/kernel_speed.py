@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+from statistics import median
 from typing import Any, cast
 
 import torch
@@ -49,7 +50,7 @@ from update_forms import MOVES, update_forms
 
 from ultrascale.description.layout import AttentionCore
 from ultrascale.kernels.attention.attention_core import attention, attention_mask
-from ultrascale.kernels.choice.contest import Verdict
+from ultrascale.kernels.choice.contest import Verdict, device_seconds
 from ultrascale.kernels.choice.fused_contest import UPDATES
 from ultrascale.kernels.choice.implementation import chosen
 from ultrascale.kernels.grouped_matmul import grouped_linear
@@ -59,6 +60,9 @@ from ultrascale.measure.machine.ceilings import measure_matmul_ceiling
 
 LIMIT = 2e-2
 """Relative distance from fp64, of bf16 that is rounded a few times."""
+WARM_UP, TIMED = 3, 20
+CACHE_BYTES = 1 << 28
+"""More than the cache of any GPU."""
 Form = Callable[..., Any]
 
 
@@ -255,10 +259,10 @@ def measured(kernel: Kernel, copy: float, matmul: float) -> Iterator[Row]:
 
 
 def timed(run: Callable[[], Any]) -> float:
-    """Seconds of the median repetition."""
-    from triton.testing import do_bench  # pyright: ignore[reportMissingImports]
-
-    return cast(float, do_bench(run, return_mode="median")) / 1e3
+    """Seconds of the median repetition on the device, which has nothing of its inputs in its cache."""
+    cache = torch.empty(CACHE_BYTES, dtype=torch.uint8, device=DEVICE)
+    device_seconds(run, WARM_UP)  # clocks, and what is chosen at the first calls
+    return median(device_seconds(run, TIMED, before_each=cache.zero_))
 
 
 def losses(copy: float) -> Iterator[Row]:

@@ -13,6 +13,7 @@ rounding the left factor). The printed ratios are what a calibration of the cata
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,6 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ultrascale.catalogue.cluster import Accelerator
 from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.description.architecture.model import Model
+from ultrascale.kernels.choice.contest import device_seconds
 from ultrascale.kernels.fp8.fp8_matrices import FORWARD, Scaling, multiplies_fp8, narrow
 from ultrascale.measure.machine.ceilings import device_name, this_gpu
 from ultrascale.plan.laws.compute import Kernel, attention_seconds, elementwise_seconds, matmul_seconds
@@ -212,13 +214,8 @@ def seconds_of(case: Case, device: torch.device) -> list[float]:
             runs[number % SETS]()
             found.append(time.perf_counter() - start)
         return found
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED + 1)]
-    marks[0].record()
-    for number, mark in enumerate(marks[1:]):
-        runs[number % SETS]()
-        mark.record()
-    torch.cuda.synchronize(device)
-    return [before.elapsed_time(after) * 1e-3 for before, after in pairwise(marks)]
+    turns = itertools.count()
+    return device_seconds(lambda: runs[next(turns) % SETS](), TIMED)
 
 
 def measured(case: Case, device: torch.device, gpu: Accelerator | None) -> dict[str, Any]:

@@ -46,8 +46,9 @@ STATE_BYTES = 18
 """Of a parameter: fp32 master, gradient and two moments, and the copy that computes, bf16."""
 STATE_SHARE = 0.6
 """Of the device, that states may take: the rest is for activations and, of peers, logits."""
-SHAPES = {"1b": ("llama-3.2-1b", 4), "3b": ("smollm3-3b", 2), "8b": ("llama-3.1-8b", 2)}
-"""Model and micro-batch."""
+SHAPES = {"1b": ("llama-3.2-1b", 4, 4), "3b": ("smollm3-3b", 2, 4), "8b": ("llama-3.1-8b", 2, 4)}
+"""Model, micro-batch, and how many make a step: with one an update of all weights follows every 8192 tokens, which nobody
+trains with."""
 ORDER = (
     ("ours", ("8b", "1b", "3b")), ("ours, fp8", ("8b",)), ("plain", ("8b", "1b", "3b")), ("transformers", ("8b", "1b", "3b")),
     ("liger", ("8b", "1b", "3b")), ("ours, fp8", ("1b", "3b")),
@@ -95,7 +96,8 @@ class Process:
         description.write_text(json.dumps(asdict(row.case)))
         environment = {
             **os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TOKENIZERS_PARALLELISM": "false",
-            "TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"),
+            "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(folder / "compiled"),
         }  # fmt: skip
         with self.log.open("w") as errors:
             self.process = subprocess.Popen(
@@ -159,9 +161,9 @@ def left_out(arguments: argparse.Namespace, rows: list[Row]) -> list[str]:
 
 
 def _row(shape: str, name: str, memory: int | None, arguments: argparse.Namespace, device: torch.device) -> Row:
-    model_name, micro_batch = SHAPES[shape]
+    model_name, micro_batch, accumulate = SHAPES[shape]
     layers = None if arguments.toy or memory is None else layers_that_fit(preset(model_name), memory)
-    case = Case(name, model_name, layers, SEQUENCE[arguments.toy], micro_batch, 1, arguments.steps, arguments.toy, device.type)
+    case = Case(name, model_name, layers, SEQUENCE[arguments.toy], micro_batch, accumulate, arguments.steps, arguments.toy, device.type)
     return Row(shape, case, notes=[] if layers is None else [f"{layers} of {preset(model_name).num_hidden_layers} layers"])
 
 

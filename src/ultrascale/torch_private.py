@@ -14,7 +14,7 @@
     FakeProcessGroup, FakeTensor, TorchDispatchMode      traces, and memory counted on the CPU (`trace`, `measure.memory`)
     _scaled_mm                                           products in fp8
     FileStore, PrefixStore, Store, TCPStore, foreach,
-    _assert_async, _backward_hooks, tree_leaves                         public in all but name
+    _assert_async, _backward_hooks, _sleep, tree_leaves                 public in all but name
 
 Names of `HOMES` are imported when they are first asked for. Tested with torch 2.11, 2.12 and 2.13.
 """
@@ -308,6 +308,11 @@ def fused_adamw(
 def norms_of(tensors: Sequence[Tensor]) -> Tensor:
     """The 2-norm of each, [number]."""
     return torch.stack(list(torch._foreach_norm(list(tensors))))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def delay_on_device(seconds: float) -> None:
+    """Keep the current CUDA stream from what is launched next for about `seconds`, at clocks of 2 GHz."""
+    torch.cuda._sleep(int(seconds * 2e9))  # pyright: ignore[reportPrivateUsage]
 
 
 def assert_on_device(holds: Tensor) -> None:

@@ -49,6 +49,7 @@ def train(run: Run, steps: int = 3) -> list[StepResult]:
         return [trainer.train_step() for _ in range(steps)]
 
 
+@pytest.mark.usefixtures("angles_of_the_cpu")
 @pytest.mark.parametrize("recompute", ["none", "selective", "full", "every-k"])
 @pytest.mark.parametrize("documents", [True, False])
 def test_fp64_training_on_cuda_equals_the_reference(documents, recompute):

@@ -21,6 +21,7 @@ def build(model: Model, dtype: torch.dtype, device: str) -> Decoder:
     return decoder.to(dtype).to(device)
 
 
+@pytest.mark.usefixtures("angles_of_the_cpu")
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-11), (torch.float32, 1e-4)], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)
 def test_loss_and_every_gradient_are_the_cpus(family, dtype, tolerance):

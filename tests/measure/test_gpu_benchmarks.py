@@ -193,7 +193,7 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_step(monkeypatch, tm
     monkeypatch.setattr(step_speed, "Process", Full)
     row = case_of("plain")
     step_speed._take(row, {"failed": "x", "out_of_memory": True}, tmp_path, step_speed.time.monotonic() + 100, 10)
-    assert (row.case.micro_batch_size, row.case.accumulate, row.seconds) == (1, 4, [0.1])
+    assert (row.case.micro_batch_size, row.case.accumulate, row.seconds) == (1, 16, [0.1])
     assert row.notes == ["out of memory with 4 sequences at once", "out of memory with 2 sequences at once"]
 
 

@@ -18,6 +18,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from ultrascale.torch_private import delay_on_device
+
 Form = Callable[..., Tensor | tuple[Tensor, ...]]
 Outcomes = dict[str, float | str]
 """Result of each form by name: seconds, or why it is out."""
@@ -25,6 +27,8 @@ ROUNDS, PASSES = 5, 3
 """Measurements of a form, and passes in each, one after the other."""
 CLOSE = 0.02
 """Share of the best time within which two forms are as fast: clocks of one GPU differ by so much between measurements."""
+MOST_DELAY_SECONDS = 0.25
+"""Longest wait of a GPU for its host to launch what is timed."""
 MOST_BYTES = 1 << 31
 """Most bytes of all inputs together; a pass holds some four times as much."""
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -166,16 +170,34 @@ def _timed(forms: Mapping[str, Form], inputs: Sequence[Tensor], passes: int) -> 
 
 
 def seconds_of(form: Form, inputs: Sequence[Tensor], passes: int) -> float:
-    """Seconds of one pass, of `passes` in a row: by CUDA's own events there, by the clock elsewhere."""
-    if not inputs[0].is_cuda:
-        begun = time.perf_counter()
-        for _ in range(passes):
-            _passed(form, inputs)
-        return (time.perf_counter() - begun) / passes
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
+    """Seconds of one pass, of `passes` in a row: of the device alone on CUDA, by the clock elsewhere."""
+    if inputs[0].is_cuda:
+        return sum(device_seconds(lambda: _passed(form, inputs), passes)) / passes
+    begun = time.perf_counter()
     for _ in range(passes):
         _passed(form, inputs)
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3 / passes
+    return (time.perf_counter() - begun) / passes
+
+
+def device_seconds(
+    run: Callable[[], object], times: int, *, before_each: Callable[[], object] = lambda: None
+) -> list[float]:
+    """Seconds that each of `times` calls keeps the GPU busy, without those in which its host launches them: calls wait in the
+    device's queue, behind a delay, until all are launched. A training step's host is ahead of its device in the same way; timed
+    one by one, a norm on an H200 was four times slower in a kernel of ours, which Python starts, than in several of torch's.
+    `before_each`: untimed.
+    """
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    run()
+    launching = time.perf_counter() - begun
+    torch.cuda.synchronize()
+    delay_on_device(min(MOST_DELAY_SECONDS, 2 * times * launching + 1e-4))
+    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(times)]
+    for start, end in marks:
+        before_each()
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) * 1e-3 for start, end in marks]

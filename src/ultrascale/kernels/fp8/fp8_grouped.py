@@ -58,7 +58,7 @@ def scaled_groups(rows: Tensor, scale: Tensor, matrices: Tensor, scales: Tensor,
     """[M, Q] of rows [M, P] and each expert's matrix [X, Q, P]; scales [M, 1] and [X, Q, 1], or both [X, 1, 1]."""
     out, of_experts = rows.new_zeros(len(rows), matrices.shape[1], dtype=dtype), scale.dim() > 2
     for expert, part in row_groups(counts):
-        own = scale[expert] if of_experts else scale[part].clone()  # aligned, wherever the part begins
+        own = scale[expert] if of_experts else scale[part]
         out[part] = multiplied(rows[part], own, matrices[expert], scales[expert], dtype)
     return out
 

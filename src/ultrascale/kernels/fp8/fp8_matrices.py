@@ -125,11 +125,16 @@ def _native(left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor
 
 
 def _native_scales(left: Tensor, right: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Scales as torch's scaled GEMM takes them, for `rows` rows of the right factor: a scalar each, or [M, 1] and [1, rows]."""
+    """Scales as torch's scaled GEMM takes them, for `rows` rows of the right factor: a scalar each, or [M, 1] and [1, rows]; at
+    addresses of whole multiples of 16, which an expert's among others' is not."""
     if left.numel() == right.numel() == 1:
-        return left.reshape(()), right.reshape(())
+        return _aligned(left.reshape(())), _aligned(right.reshape(()))
     whole = F.pad(right, (0, 0, 0, rows - len(right))) if rows > len(right) else right
-    return left.contiguous(), whole.t().contiguous()
+    return _aligned(left.contiguous()), _aligned(whole.t().contiguous())
+
+
+def _aligned(scale: Tensor) -> Tensor:
+    return scale.clone() if scale.storage_offset() * scale.element_size() % MULTIPLE else scale
 
 
 def multiple(size: int) -> int:
