@@ -13,6 +13,7 @@
     _PipelineScheduleRuntime, _Action                    torch's own executor of schedules (`pipeline_torch`)
     FakeProcessGroup, FakeTensor, TorchDispatchMode      traces, and memory counted on the CPU (`trace`, `measure.memory`)
     _scaled_mm                                           products in fp8
+    _symmetric_memory                                    products of tp over memory of other ranks (`tensor_overlap`)
     FileStore, PrefixStore, Store, TCPStore, foreach,
     _assert_async, _backward_hooks, _sleep, tree_leaves                 public in all but name
 
@@ -308,6 +309,11 @@ def fused_adamw(
 def norms_of(tensors: Sequence[Tensor]) -> Tensor:
     """The 2-norm of each, [number]."""
     return torch.stack(list(torch._foreach_norm(list(tensors))))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def load_symmetric_memory() -> None:
+    """Make `torch.ops.symm_mem` known, which torch does where its Python part is imported, and nowhere by itself."""
+    import_module("torch.distributed._symmetric_memory")
 
 
 def delay_on_device(seconds: float) -> None:

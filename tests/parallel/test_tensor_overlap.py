@@ -5,6 +5,8 @@ Their plain forms stand in for them, over gloo: torch's own, which its operation
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -94,3 +96,22 @@ def test_ranks_of_tp_must_be_in_one_node(monkeypatch):
 def test_it_is_refused_where_nothing_is_cut_along_the_sequence():
     (problem,) = Layout(tp=2, sequence_parallel=False, tp_overlap=True).problems()
     assert problem.key == "layout.tp_overlap"
+
+
+TAKEN = """
+import torch
+from ultrascale.parallel.tensor import tensor_overlap
+
+class One:
+    group_name = "one"
+    size = staticmethod(lambda: 1)
+
+tensor_overlap.overlap_in(One())
+assert torch.ops.symm_mem.fused_all_gather_matmul and torch.ops.symm_mem.fused_matmul_reduce_scatter
+"""
+
+
+def test_torchs_operations_are_there_once_a_group_overlaps():
+    """Torch registers them where their Python part is imported: by this file, but by nothing of a run (seen on an H200)."""
+    done = subprocess.run([sys.executable, "-c", TAKEN], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -83,7 +83,10 @@ def rounded(wide: Tensor, scale: Tensor, dtype: torch.dtype = FORWARD) -> Narrow
 
 def product(left: Narrow, right: Narrow, dtype: torch.dtype) -> Tensor:
     """left right^T, [M, N] in `dtype`, of [M, K] and [N, K]. Both are scaled by row, or both by tensor."""
-    return scaled_product(left.values, left.scale, right.values, right.scale, dtype)
+    values = left.values, right.values
+    if torch.compiler.is_compiling() and is_cuda(left.values):  # a turned factor is written so by what rounds it, not copied
+        values = left.values.contiguous(), right.values.contiguous()
+    return scaled_product(values[0], left.scale, values[1], right.scale, dtype)
 
 
 @custom_op("ultrascale::scaled_product", mutates_args=())

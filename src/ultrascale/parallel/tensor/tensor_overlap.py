@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultrascale.description.problems import mistake
+from ultrascale.torch_private import load_symmetric_memory
 
 _overlapping: set[str] = set()
 """Names of groups of tp. Operations know their group by its name."""
@@ -38,6 +39,7 @@ def overlap_in(group: dist.ProcessGroup) -> None:
     if in_node % group.size():
         rule = f"needs the {group.size()} ranks of tp in one node, which has {in_node}"
         raise mistake("layout.tp_overlap", rule, "Lower layout.tp, or leave it out.")
+    load_symmetric_memory()
     _overlapping.add(group.group_name)
 
 
