@@ -163,7 +163,8 @@ def left_out(arguments: argparse.Namespace, rows: list[Row]) -> list[str]:
 def _row(shape: str, name: str, memory: int | None, arguments: argparse.Namespace, device: torch.device) -> Row:
     model_name, micro_batch, accumulate = SHAPES[shape]
     layers = None if arguments.toy or memory is None else layers_that_fit(preset(model_name), memory)
-    case = Case(name, model_name, layers, SEQUENCE[arguments.toy], micro_batch, accumulate, arguments.steps, arguments.toy, device.type)
+    length, toy = SEQUENCE[arguments.toy], arguments.toy
+    case = Case(name, model_name, layers, length, micro_batch, accumulate, arguments.steps, toy, device.type)
     return Row(shape, case, notes=[] if layers is None else [f"{layers} of {preset(model_name).num_hidden_layers} layers"])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-
 from typing import Any
 
 import pytest
@@ -26,8 +25,8 @@ def nothing_left() -> None:
 
 @pytest.fixture
 def angles_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rotary positions are cosines in fp32, as in transformers, and a GPU's differ from the CPU's in the last bit, 6e-8: more than
-    everything else of a run in fp64 together. For proofs in fp64 both take the CPU's."""
+    """Rotary positions are cosines in fp32, as in transformers, and a GPU's differ from the CPU's in the last bit, 6e-8: more
+    than everything else of a run in fp64 together. For proofs in fp64 both take the CPU's."""
     plain = decoder.rotary_angles
 
     def on_the_cpu(model: Any, positions: torch.Tensor, dtype: torch.dtype, **options: Any) -> Angles:

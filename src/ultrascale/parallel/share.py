@@ -43,9 +43,9 @@ from ultrascale.work.sharding.places import Place
 
 TIED = "embed_tokens.weight"
 NORM_PIECE = 1 << 16
-"""Elements whose squares are summed at once, in fp32, on the CPU: torch adds to running sums there, which loses 3e-5 of the norm
-of 2M elements, so that it would depend on the cut; 1e-7 of so many. CUDA's kernel cuts tensors itself, and 70,000 pieces of a
-model of 5B parameters cost its host half a second a step."""
+"""Elements whose squares are summed at once, in fp32, on the CPU: torch adds to running sums there, which loses 3e-5 of the
+norm of 2M elements, so that it would depend on the cut; 1e-7 of so many. CUDA's kernel cuts tensors itself, and 70,000 pieces
+of a model of 5B parameters cost its host half a second a step."""
 
 
 class Held(NamedTuple):

@@ -179,9 +179,7 @@ def seconds_of(form: Form, inputs: Sequence[Tensor], passes: int) -> float:
     return (time.perf_counter() - begun) / passes
 
 
-def device_seconds(
-    run: Callable[[], object], times: int, *, before_each: Callable[[], object] = lambda: None
-) -> list[float]:
+def device_seconds(run: Callable[[], object], times: int, *, before_each: Callable[[], object] = lambda: None) -> list[float]:
     """Seconds that each of `times` calls keeps the GPU busy, without those in which its host launches them: calls wait in the
     device's queue, behind a delay, until all are launched. A training step's host is ahead of its device in the same way; timed
     one by one, a norm on an H200 was four times slower in a kernel of ours, which Python starts, than in several of torch's.
