@@ -44,8 +44,10 @@ class Part:
     """Packages without which it does not run at all."""
 
 
-TESTS = ("-m", "pytest", "-v", "-rs", "-m", "gpu")
+TESTS = ("-m", "pytest", "-v", "-rs", "--tb=short", "-m", "gpu")
 """Each is told as soon as it has run: what is stopped at its limit has said what it found."""
+WORKERS = ("-n", "8")
+"""For tests, where pytest-xdist is there: they wait for compilers more than for the device."""
 KERNEL_TESTS = "tests/gpu/test_kernels_cuda.py"
 TESTS_NEED = ("torch", "numpy", "safetensors", "rich", "pytest", "hypothesis")
 
@@ -114,7 +116,8 @@ def run(name: str, folder: Path, left_seconds: float, *, toy: bool) -> str:
     """Run a part, for as long as it may or is left; in words what went wrong, empty if nothing did."""
     part = PARTS[name]
     limit = min(part.limit_seconds, left_seconds)
-    words = [str(folder / f"{name}.json") if word == RECORD else word for word in (*part.words, *(part.toy if toy else ()))]
+    more = part.toy if toy else WORKERS if "pytest" in part.words and is_there("xdist") else ()
+    words = [str(folder / f"{name}.json") if word == RECORD else word for word in (*part.words, *more)]
     with (folder / f"{name}.txt").open("w") as told:
         child = subprocess.Popen(
             [sys.executable, *words], cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(search_path())}, stdout=told,
