@@ -312,7 +312,7 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def load_symmetric_memory() -> None:
-    """Make `torch.ops.symm_mem` known, which torch does where its Python part is imported, and nowhere by itself."""
+    """Make `torch.ops.symm_mem` known: torch 2.11 does where its Python part is imported, and imports it nowhere."""
     import_module("torch.distributed._symmetric_memory")
 
 

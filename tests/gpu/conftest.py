@@ -24,9 +24,11 @@ def nothing_left() -> None:
 
 
 @pytest.fixture
-def angles_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def angles_of_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotary positions are cosines in fp32, as in transformers, and a GPU's differ from the CPU's in the last bit, 6e-8: more
     than everything else of a run in fp64 together. For proofs in fp64 both take the CPU's."""
+    if request.node.callspec.params.get("dtype", torch.float64) is not torch.float64:
+        return
     plain = decoder.rotary_angles
 
     def on_the_cpu(model: Any, positions: torch.Tensor, dtype: torch.dtype, **options: Any) -> Angles:

@@ -15,6 +15,7 @@ from ultrascale.description.layout import Layout, Precision
 from ultrascale.description.run import Batch, Data, Log, Run
 from ultrascale.kernels.attention.attention_core import attention, attention_mask
 from ultrascale.kernels.loss.cross_entropy import linear_cross_entropy
+from ultrascale.kernels.rotary import rotary_angles
 from ultrascale.parallel.mesh import process_group
 from ultrascale.parallel.precision.mixed_precision import computing_copies
 from ultrascale.plan.memory.replay import plan_memory
@@ -47,6 +48,13 @@ def train(run: Run, steps: int = 3) -> list[StepResult]:
     with process_group(run.layout, device=run.device) as ranks:
         trainer = Trainer(run, ranks, loader_of(run))
         return [trainer.train_step() for _ in range(steps)]
+
+
+def test_rotary_positions_are_the_cpus_to_the_last_bits_of_fp32():
+    positions = torch.arange(4096)
+    there, here = (rotary_angles(LLAMA, positions.to(device), torch.float32) for device in ("cuda", "cpu"))
+    for one, other in zip(there, here, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=0.0, atol=2e-7)
 
 
 @pytest.mark.usefixtures("angles_of_the_cpu")

@@ -1,4 +1,4 @@
-"""Operations that the host launches in a step on CUDA: as many for a wide model as for a narrow one.
+"""Operations that the host starts in a step on CUDA: as many for a wide model as for a narrow one.
 
 A trace pretends to be on CUDA, so every choice that the trainer makes there is made. What costs a CPU nothing can keep a GPU
 waiting for its host: the norm of the gradient in pieces of 65,536 elements was half of each step of an 8B model on an H200.
@@ -53,13 +53,14 @@ def widened(model: Model) -> Model:
 CASES = [(layout, "adamw") for layout in LAYOUTS] + [("one", name) for name in ("adamw-bf16", "adamw-8bit", "muon")]
 
 
-@pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize(("layout", "optimizer"), CASES)
-def test_a_step_of_a_wide_model_launches_as_much_as_one_of_a_narrow_one(counted, layout, optimizer, model):
+def test_a_step_of_a_wide_model_launches_as_much_as_one_of_a_narrow_one(counted, layout, optimizer):
+    model = EXPERTS if layout == "zero" else MODEL
     runs = [replace(run_of(one, LAYOUTS[layout]), optimizer=Optimizer(name=optimizer)) for one in (model, widened(model))]
     trace_rank(runs[0], 0)
     narrow = counted.copy()
     counted.clear()
     trace_rank(runs[1], 0)
     assert narrow.total() > 500
-    assert counted.total() == pytest.approx(narrow.total(), rel=0.005), counted - narrow  # some of torch's tests of overlap
+    # FSDP2 asks some memory anew that of small tensors was there.
+    assert counted.total() == pytest.approx(narrow.total(), rel=0.005), (counted - narrow, narrow - counted)

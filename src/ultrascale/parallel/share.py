@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import Weight
 from ultrascale.description.layout import Layout
+from ultrascale.kernels.choice.device_kind import is_cuda
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.mesh import Mesh
@@ -119,7 +120,7 @@ class Share:
         """
         nothing = torch.zeros(1, device=self.mesh.device)
         own = [g for one in self.held if self._counts(one) and (g := local_gradient(one.parameter)) is not None and g.numel()]
-        is_cut = self.mesh.device.type == "cpu"
+        is_cut = not is_cuda(self.mesh.device)
         pieces = [piece for gradient in own for piece in gradient.flatten().split(NORM_PIECE)] if is_cut else own
         squares = norms_of(pieces or [nothing]).double().square().sum()
         if self.amax_history is not None:  # in fp8 an infinite input saturates, and would show in no gradient

@@ -183,10 +183,13 @@ def device_seconds(run: Callable[[], object], times: int, *, before_each: Callab
     """Seconds that each of `times` calls keeps the GPU busy, without those in which its host launches them: calls wait in the
     device's queue, behind a delay, until all are launched. A training step's host is ahead of its device in the same way; timed
     one by one, a norm on an H200 was four times slower in a kernel of ours, which Python starts, than in several of torch's.
-    `before_each`: untimed.
+
+    `before_each`: untimed. Where launching takes longer than MOST_DELAY_SECONDS, or a call waits for the device, some of its
+    host's time is in it: what cannot be queued is not ahead in a step either.
     """
     torch.cuda.synchronize()
     begun = time.perf_counter()
+    before_each()
     run()
     launching = time.perf_counter() - begun
     torch.cuda.synchronize()
