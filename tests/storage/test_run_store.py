@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from ultrascale.train.folder.run_folder import RunFolder
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many parts of a small checkpoint, and a store that is given up on soon."""
     monkeypatch.setattr(storage_parts, "PART_BYTES", 10_000)
-    monkeypatch.setattr(run_store, "open_store", lambda url: open_store(url, patience_seconds=2))
+    monkeypatch.setattr(run_store, "open_store", partial(open_store, patience_seconds=2))
 
 
 def stored_run(folder: Path, url: str, **checkpoint: Any) -> Run:
