@@ -73,6 +73,8 @@ class Hub(ThreadingHTTPServer):
 class Answer(BaseHTTPRequestHandler):
     server: Hub
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    wbufsize = -1
 
     def do_GET(self) -> None:
         self.server.paths.append(self.path)
@@ -89,9 +91,8 @@ class Answer(BaseHTTPRequestHandler):
         elif (match := re.search(r"/revision/(.+)$", path)) and self.server.at(match[1]) is None:
             self.say({"error": "no"}, status=404, headers={"X-Error-Code": "RevisionNotFound"})
         else:
-            self.say(
-                {"id": REPO, "sha": self.server.commit_now, "siblings": [{"rfilename": name} for name in self.server.files]}
-            )
+            now = match[1] if match and match[1] in self.server.history else self.server.commit_now
+            self.say({"id": REPO, "sha": now, "siblings": [{"rfilename": name} for name in self.server.files]})
 
     def file(self, revision: str, name: str) -> None:
         held = (self.server.at(revision) or {}).get(name)

@@ -82,7 +82,8 @@ def hub_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setattr(constants, "ENDPOINT", here.address)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", here.address + "/{repo_id}/resolve/{revision}/{filename}")
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setenv("HF_TOKEN", "hf_right")
+        for name, value in {"HF_TOKEN": "hf_right", "HF_ENDPOINT": here.address, "HF_HUB_DISABLE_XET": "1"}.items():
+            monkeypatch.setenv(name, value)
         monkeypatch.setattr(hub, "COMMITS", {})
         yield here
 

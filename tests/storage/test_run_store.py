@@ -41,7 +41,7 @@ def stored_run(folder: Path, url: str, **checkpoint: Any) -> Run:
 
 def steps_in(url: str) -> list[int]:
     """Steps of the store's checkpoints, all of which verify."""
-    store = open_store(f"{url}/small")
+    store = open_store(f"{url}/small", to_write=True)
     found = found_in(store)
     for one in found:
         assert one.index is not None, one.problem
@@ -73,7 +73,7 @@ def test_a_machine_with_an_empty_disk_goes_on_to_the_same_bits(tmp_path: Path, u
     assert steps_in(url)[0] == 12
 
 
-@pytest.mark.parametrize("vendor", ["azure_url", "google_url"])
+@pytest.mark.parametrize("vendor", ["azure_url", "google_url", "hub_url"])
 def test_a_bucket_of_another_vendor_does_the_same(tmp_path: Path, request: pytest.FixtureRequest, straight: Run, vendor: str):
     url = request.getfixturevalue(vendor)
     first = stored_run(tmp_path / "first", url, asynchronous=True)

@@ -42,9 +42,7 @@ class HubStore(Store):
         self._errors: Any = errors
         self._type = "dataset" if place[1] else "model"
         self._repo, self._revision = place[2], (place[3] or "main").replace("%2F", "/")
-        self._led_to: dict[
-            str, str
-        ] = {}  # by address, where the Hub sends for a file that another server keeps
+        self._led_to: dict[str, str] = {}  # by address, where the Hub sends for a file that another server keeps
         self._folder = f"{place[4].strip('/')}/" if place[4] else ""
 
     @property

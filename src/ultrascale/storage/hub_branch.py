@@ -153,8 +153,13 @@ class HubBranch(HubStore):
         """The commit that the branch leads to now."""
         with self._lock:
             asked = {"revision": self._revision, "repo_type": self._type, "expand": ["sha"]}  # no list of files
-            self._head = found = self._hub.HfApi().repo_info(self._repo, **asked).sha
-            return found
+            return self._move(self._hub.HfApi().repo_info(self._repo, **asked).sha)
+
+    def _move(self, head: str) -> str:
+        if head != self._head:
+            self._led_to.clear()  # by addresses that name the commit
+        self._head = head
+        return head
 
     def _see(self, key: str) -> None:
         """What is read or listed at or under `key` from now on is what the branch holds now, own writes included."""
@@ -191,7 +196,7 @@ class HubBranch(HubStore):
         address = f"{self._api}/commit/{self._revision.replace('/', '%2F')}"
         with self._lock:
             answer = self._ask("POST", address, content=body, timeout=COMMIT_SECONDS)
-            self._head = answer.json()["commitOid"]
+            self._move(answer.json()["commitOid"])
 
     def _ask(self, method: str, address: str, **more: Any) -> Any:
         headers = self._utils.build_hf_headers(headers={"Content-Type": "application/x-ndjson"} if more else {})
@@ -221,7 +226,7 @@ class HubBranch(HubStore):
         status = getattr(getattr(error, "response", None), "status_code", None)
         told = super()._error(key, error)
         if isinstance(error, self._errors.RepositoryNotFoundError):
-            remedy = f"Make it (hf repo create {self._repo} --private), or check its name and the key in HF_TOKEN"
+            remedy = "Make the repository first, or check its name and the key in HF_TOKEN"
             return RefusedError(f"{self.url}: there is no such repository, or not for this key (status {status}). {remedy}.")
         if status == 403:
             remedy = "Give HF_TOKEN one that may write there; if it may, see whether the account's space is used up"
