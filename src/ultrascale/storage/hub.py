@@ -40,6 +40,7 @@ class HubStore(Store):
         self._hub: Any = huggingface_hub
         self._utils: Any = utils
         self._errors: Any = errors
+        utils.logging.set_verbosity_error()  # its warnings quote addresses that are signed
         self._type = "dataset" if place[1] else "model"
         self._repo, self._revision = place[2], (place[3] or "main").replace("%2F", "/")
         self._led_to: dict[str, str] = {}  # by address, where the Hub sends for a file that another server keeps
