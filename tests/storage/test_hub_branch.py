@@ -3,6 +3,7 @@ of two ranks that goes on elsewhere. `test_store` and `test_faults` ask of it wh
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import threading
@@ -155,9 +156,8 @@ def test_a_commit_whose_answer_is_lost_is_not_taken_for_somebody_elses(hub_here:
 )
 def test_a_storm_passes_and_nothing_is_lost(hub_here: Hub, hub_url: str, tmp_path: Path, part: str, status: int):
     hub_here.refuse, hub_here.refusals_left = {part: status}, 3
-    warned, told = logging.getLogger("huggingface_hub"), []
-    listener = logging.Handler()
-    listener.emit = told.append
+    warned, told = logging.getLogger("huggingface_hub"), io.StringIO()
+    listener = logging.StreamHandler(told)
     warned.addHandler(listener)
     try:
         store = branch(hub_url, seconds=30)
@@ -165,7 +165,7 @@ def test_a_storm_passes_and_nothing_is_lost(hub_here: Hub, hub_url: str, tmp_pat
         assert whole(branch(hub_url), tmp_path / "fresh") == LAST
     finally:
         warned.removeHandler(listener)
-    assert not told, "an upload's address, which is signed, is in the log"
+    assert not told.getvalue(), "an upload's address, which is signed, is in the log"
 
 
 def test_a_limit_that_lasts_is_told_at_once_and_the_next_save_brings_what_waited(hub_here: Hub, hub_url: str, tmp_path: Path):
@@ -267,7 +267,7 @@ def test_a_run_removes_exports_and_is_gone_on_with_by_its_url(hub_here: Hub, hub
     folder = run_store.fetch_run(f"{hub_url}/small", tmp_path / "fresh")
     assert (folder / "run.toml").exists()
     train_here(stored_run(tmp_path / "two", hub_url, keep=2, export=True))
-    assert steps_in(hub_url) == [12, 10] or len(steps_in(hub_url)) == 2
+    assert steps_in(hub_url) == [12, 10]
     local = tmp_path / "two/small/export"
     store = branch(f"{hub_url}/small/export")
     assert {one.key: store.read(one.key) for one in store.walk("")} == {

@@ -162,7 +162,7 @@ class HubBranch(HubStore):
         return head
 
     def _see(self, key: str) -> None:
-        """What is read or listed at or under `key` from now on is what the branch holds now, own writes included."""
+        """Have what is read or listed at or under `key` next be what the branch holds now, own writes included."""
         self._flush_under(key)
         self._do(key, self._look)
 
