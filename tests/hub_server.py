@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -37,6 +37,15 @@ class Hub(ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.objects: dict[str, bytes] = {}
         self.commits: list[str] = []
+        """Their titles."""
+        self.history: dict[str, dict[str, bytes]] = {}
+        """Files of the commits before the last."""
+        self.before_commit: Callable[[], None] = lambda: None
+        self.lost_answers = 0
+        """Commits that are made, and whose answers never come."""
+        self.may_write, self.has_repository = True, True
+        self.retry_after = ""
+        self.turn = threading.Lock()
         self.private: bool | None = None
         self.refuse: dict[str, int] = {}
         """Parts of paths, and the status that answers them."""
@@ -52,6 +61,10 @@ class Hub(ThreadingHTTPServer):
         self.paths: list[str] = []
         """Those that were read."""
 
+    def at(self, revision: str) -> dict[str, bytes] | None:
+        """Files of a commit, or of the branch; None if there is no such revision."""
+        return self.history.get(revision, self.files if revision in ("main", COMMIT, self.commit_now) else None)
+
     @property
     def address(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
@@ -60,6 +73,8 @@ class Hub(ThreadingHTTPServer):
 class Answer(BaseHTTPRequestHandler):
     server: Hub
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    wbufsize = -1
 
     def do_GET(self) -> None:
         self.server.paths.append(self.path)
@@ -70,16 +85,17 @@ class Answer(BaseHTTPRequestHandler):
         if match := re.fullmatch(r"/(?:datasets/)?[^/]+/[^/]+/resolve/([^/]+)/(.+)", path):
             self.file(*match.groups())
         elif match := re.fullmatch(r"/api/\w+/[^/]+/[^/]+/tree/([^/]+)/?(.*)", path):
-            self.tree(match[2], recursive="recursive=true" in query.lower())
-        elif (match := re.search(r"/revision/(.+)$", path)) and match[1] not in ("main", COMMIT):
+            self.tree(match[1], match[2], recursive="recursive=true" in query.lower())
+        elif path.endswith("/auth-check/write"):
+            self.say({}, status=200 if self.server.may_write else 403)
+        elif (match := re.search(r"/revision/(.+)$", path)) and self.server.at(match[1]) is None:
             self.say({"error": "no"}, status=404, headers={"X-Error-Code": "RevisionNotFound"})
         else:
-            self.say(
-                {"id": REPO, "sha": self.server.commit_now, "siblings": [{"rfilename": name} for name in self.server.files]}
-            )
+            now = match[1] if match and match[1] in self.server.history else self.server.commit_now
+            self.say({"id": REPO, "sha": now, "siblings": [{"rfilename": name} for name in self.server.files]})
 
     def file(self, revision: str, name: str) -> None:
-        held = self.server.files.get(name) if revision in ("main", COMMIT) else None
+        held = (self.server.at(revision) or {}).get(name)
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"] or "")
         if held is None:
             self.say({"error": "no"}, status=404, headers={"X-Error-Code": "EntryNotFound"})
@@ -93,9 +109,9 @@ class Answer(BaseHTTPRequestHandler):
         else:
             self.say(held)
 
-    def tree(self, folder: str, *, recursive: bool) -> None:
+    def tree(self, revision: str, folder: str, *, recursive: bool) -> None:
         start = f"{folder}/" if folder else ""
-        below = {name: len(held) for name, held in self.server.files.items() if name.startswith(start)}
+        below = {name: len(held) for name, held in (self.server.at(revision) or {}).items() if name.startswith(start)}
         if not below:
             return self.say({"error": "no"}, status=404, headers={"X-Error-Code": "EntryNotFound"})
         entries: dict[str, dict[str, Any]] = {}
@@ -111,15 +127,19 @@ class Answer(BaseHTTPRequestHandler):
         self.server.paths.append(self.path)
         if self._refused():
             return
-        name = re.sub(r"^.*/resolve/[^/]+/", "", unquote(self.path).partition("?")[0])
-        held = self.server.files.get(name)
+        _, revision, name = re.split(r"/resolve/([^/]+)/", unquote(self.path).partition("?")[0])
+        held = (self.server.at(revision) or {}).get(name)
         if held is None:
             return self.say(None, status=404, headers={"X-Error-Code": "EntryNotFound"})
-        self.say(None, headers={"X-Repo-Commit": COMMIT, "ETag": '"1"', "X-Linked-Size": str(len(held))})
+        self.say(None, headers={"X-Repo-Commit": revision, "ETag": '"1"', "X-Linked-Size": str(len(held))})
 
     def do_PUT(self) -> None:
-        self.server.objects[self.path.rpartition("/")[2]] = self.body()
-        self.say({})
+        body, oid = self.body(), self.path.rpartition("/")[2]
+        if self._refused():
+            return
+        right = hashlib.sha256(body).hexdigest() == oid
+        self.server.objects |= {oid: body} if right else {}
+        self.say({}, status=200 if right else 400)
 
     def do_POST(self) -> None:
         body, hub = self.body(), self.server
@@ -127,17 +147,21 @@ class Answer(BaseHTTPRequestHandler):
             return
         if self.headers["Authorization"] != "Bearer hf_right":
             self.say({"error": "Invalid credentials"}, status=401)
+        elif not hub.may_write:
+            self.say({"error": "no"}, status=403)
         elif self.path == "/api/repos/create":
             asked = json.loads(body)
             hub.private = asked.get("private", asked.get("visibility") == "private")
             self.say({"url": f"{hub.address}/{REPO}"})
         elif "/preupload/" in self.path:
-            names = [one["path"] for one in json.loads(body)["files"]]
-            mode = ["lfs" if name.endswith(".safetensors") else "regular" for name in names]
+            files = json.loads(body)["files"]
+            names = [one["path"] for one in files]
+            mode = ["lfs" if _is_large(one["path"], base64.b64decode(one["sample"])) else "regular" for one in files]
             self.say({"files": [{"path": n, "uploadMode": m, "shouldIgnore": False} for n, m in zip(names, mode, strict=True)]})
         elif self.path.endswith("/info/lfs/objects/batch"):
             wanted = json.loads(body)["objects"]
-            upload = [{**one, "actions": {"upload": {"href": f"{hub.address}/lfs/{one['oid']}"}}} for one in wanted]
+            sent = [{"actions": {"upload": {"href": f"{hub.address}/lfs/{one['oid']}"}}} for one in wanted]
+            upload = [one | ({} if one["oid"] in hub.objects else to) for one, to in zip(wanted, sent, strict=True)]
             self.say({"transfer": "basic", "objects": upload}, kind="application/vnd.git-lfs+json")
         elif "/commit/" in self.path:
             self.commit([json.loads(line) for line in body.splitlines()])
@@ -145,17 +169,41 @@ class Answer(BaseHTTPRequestHandler):
             self.say({})
 
     def commit(self, lines: list[dict[str, Any]]) -> None:
-        for line in lines:
-            value = line["value"]
-            if line["key"] == "header":
-                self.server.commits.append(value["summary"])
-            elif line["key"] == "file":
-                self.server.files[value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile":
-                held = self.server.objects[value["oid"]]
-                assert hashlib.sha256(held).hexdigest() == value["oid"] and len(held) == value["size"]
-                self.server.files[value["path"]] = held
-        self.say({"success": True, "commitOid": "1" * 40, "commitUrl": f"{self.server.address}/{REPO}/commit/{'1' * 40}"})
+        self.server.before_commit()
+        with self.server.turn:
+            status = self._commit(lines)
+        now = self.server.commit_now
+        if status == 200 and self.server.lost_answers:
+            self.server.lost_answers -= 1
+            self.close_connection = True
+            return
+        self.say(
+            {"success": True, "commitOid": now, "commitUrl": f"{self.server.address}/{REPO}/commit/{now}"},
+            status=status,
+            headers={"X-Error-Code": "EntryNotFound"} if status == 404 else None,
+        )
+
+    def _commit(self, lines: list[dict[str, Any]]) -> int:
+        """All of a commit or nothing; its status."""
+        hub, header = self.server, lines[0]["value"]
+        if header.get("parentCommit", hub.commit_now) != hub.commit_now:
+            return 412
+        files = dict(hub.files)
+        for key, value in ((line["key"], line["value"]) for line in lines[1:]):
+            if key == "deletedFile":
+                if files.pop(value["path"], None) is None:
+                    return 404
+            elif key == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif key == "lfsFile" and len(hub.objects.get(value["oid"], b"")) == value["size"]:
+                files[value["path"]] = hub.objects[value["oid"]]
+            else:
+                return 400
+        hub.history[hub.commit_now] = hub.files
+        hub.files = files
+        hub.commits.append(header["summary"])
+        hub.commit_now = f"{len(hub.commits):040x}"
+        return 200
 
     def _refused(self) -> bool:
         status = next((status for part, status in self.server.refuse.items() if part in self.path), None)
@@ -163,12 +211,13 @@ class Answer(BaseHTTPRequestHandler):
             status = None
         if status is not None:
             self.server.refusals_left -= 1
-            self.say({"error": "no"}, status=status)
+            self.say({"error": "no"}, status=status, headers={"Retry-After": self.server.retry_after or "0"})
         return status is not None
 
     def _is_hidden(self) -> bool:
         """True, and said, if the repository is for those with a key alone."""
         hidden = self.server.only_with_key and self.headers["Authorization"] != "Bearer hf_right"
+        hidden = hidden or not self.server.has_repository
         if hidden:
             self.say({"error": "no"}, status=401, headers={"X-Error-Code": "RepoNotFound"})
         return hidden
@@ -188,3 +237,8 @@ class Answer(BaseHTTPRequestHandler):
             self.wfile.write(text)
 
     def log_message(self, *arguments: Any) -> None: ...
+
+
+def _is_large(name: str, sample: bytes) -> bool:
+    """As the Hub has it: named so in .gitattributes, or no text."""
+    return name.endswith(".safetensors") or not sample.isascii() or b"\0" in sample

@@ -10,9 +10,10 @@ import pytest
 from azure_server import CONTAINER, azure_at, azure_server
 from gcs_server import BUCKET as GOOGLE_BUCKET
 from gcs_server import gcs_at, gcs_server
+from hub_server import REPO, Hub, hub_server
 from s3_server import BUCKET, Proxy, proxied, reached_at, s3_server
 
-from ultrascale.storage import Store, open_store
+from ultrascale.storage import Store, hub, open_store
 
 PREPARE = """
 import sys
@@ -73,12 +74,32 @@ def google_url(google: str) -> Iterator[str]:
         yield f"gs://{GOOGLE_BUCKET}/{uuid.uuid4().hex}"
 
 
-@pytest.fixture(params=["files", "url", "azure_url", "google_url"])
+@pytest.fixture
+def hub_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A stand-in of the Hub to which huggingface_hub goes, with a key."""
+    constants = pytest.importorskip("huggingface_hub.constants", reason="huggingface_hub is not installed")
+    with hub_server() as here:
+        monkeypatch.setattr(constants, "ENDPOINT", here.address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", here.address + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        for name, value in {"HF_TOKEN": "hf_right", "HF_ENDPOINT": here.address, "HF_HUB_DISABLE_XET": "1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(hub, "COMMITS", {})
+        yield here
+
+
+@pytest.fixture
+def hub_url(hub_here: Hub) -> str:
+    """A folder of a repository of the stand-in."""
+    return f"hf://{REPO}/{uuid.uuid4().hex}"
+
+
+@pytest.fixture(params=["files", "url", "azure_url", "google_url", "hub_url"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """Folders, and the servers of three vendors, in turn."""
+    """Folders, the servers of three vendors, and the Hub's stand-in, in turn."""
     if request.param == "files":
         return open_store(tmp_path / "store")
-    return open_store(request.getfixturevalue(request.param), patience_seconds=5)
+    return open_store(request.getfixturevalue(request.param), patience_seconds=5, to_write=True)
 
 
 @pytest.fixture(scope="session")

@@ -96,7 +96,7 @@ def test_what_is_in_a_bucket_is_listed_verified_and_exported(
 REFUSED = {
     "no bucket": ("s3://never-made/runs", {}, "there is no such bucket"),
     "no scheme": ("ftp://x/y", {}, "checkpoint.store"),
-    "a hub": ("hf://user/repo", {}, "put on a condition"),
+    "a commit of the hub": (f"hf://user/repo@{'0' * 40}", {}, "names a commit, which stays as it is"),
     "credentials in the name": ("s3://key:secret@bucket/x", {}, "must hold no credentials"),
     "nothing there": ("s3://bucket/x", {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "does not answer as it should"),
 }

@@ -70,12 +70,15 @@ def place(vendor: str) -> str:
     return f"{VENDORS[vendor][2]}/{uuid.uuid4().hex}"
 
 
-@pytest.fixture
-def url(request: pytest.FixtureRequest, vendor: str, place: str) -> Iterator[str]:
-    """The same, with the environment leading to the server."""
-    fixture, reached, _ = VENDORS[vendor]
+@pytest.fixture(params=["s3", "hub", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("google", "azure"))])
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The same, with the environment leading to the server; and a folder of a repository of the Hub's stand-in."""
+    if request.param == "hub":
+        yield request.getfixturevalue("hub_url")
+        return
+    fixture, reached, bucket = VENDORS[request.param]
     with reached(request.getfixturevalue(fixture)):
-        yield place
+        yield f"{bucket}/{uuid.uuid4().hex}"
 
 
 @pytest.fixture
@@ -136,7 +139,7 @@ def whole(store: Store, root: Path) -> int:
 
 
 def opened(place: str, seconds: float = 8) -> Store:
-    return open_store(place, patience_seconds=seconds)
+    return open_store(place, patience_seconds=seconds, to_write=True)
 
 
 def first(count: int, which: Callable[[Request], bool], answer: Answer) -> Rule:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,15 +25,8 @@ KEY = "hf_right"
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A Hub to which huggingface_hub goes, with a key."""
-    constants = pytest.importorskip("huggingface_hub.constants", reason="huggingface_hub is not installed")
-    with hub_server() as here:
-        monkeypatch.setattr(constants, "ENDPOINT", here.address)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", here.address + "/{repo_id}/resolve/{revision}/{filename}")
-        monkeypatch.setenv("HF_TOKEN", KEY)
-        monkeypatch.setattr(hub, "COMMITS", {})
-        yield here
+def server(hub_here: Hub) -> Hub:
+    return hub_here
 
 
 def test_a_folder_of_a_repository_is_read_and_listed(server: Hub, monkeypatch: pytest.MonkeyPatch):
@@ -145,10 +137,10 @@ def test_nothing_is_written(server: Hub, tmp_path: Path):
         lambda: store.write("x", b"1"), lambda: store.publish("x", b"1", replacing=None), lambda: store.remove(["x"]),
         lambda: store.write_file("x", tmp_path / "file"), lambda: store.expect_usable("x"),
     ):  # fmt: skip
-        with pytest.raises(StorageError, match="is only read here: keep a run in a bucket"):
+        with pytest.raises(StorageError, match="is only read here: only a run and a sweep"):
             write()
-    assert "put on a condition" in (url_problem(f"hf://{REPO}", to_write=True) or "")
-    assert not server.commits
+    assert "names a commit" in (url_problem(f"hf://{REPO}@{COMMIT}", to_write=True) or "")
+    assert url_problem(f"hf://{REPO}@main/runs", to_write=True) is None and not server.commits
 
 
 @pytest.mark.parametrize("place", ["hf://ada", "hf://datasets/ada", "hf://ada/tiny?token=x", "hf://key@ada/tiny", "hf://a b/c"])

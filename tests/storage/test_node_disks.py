@@ -226,9 +226,11 @@ def straight(tmp_path: Path) -> dict[str, str]:
     return digests(state(small_run(folder)))
 
 
+@pytest.mark.parametrize("where", ["url", "hub_url"])
 def test_each_node_saves_and_uploads_its_own_and_empty_disks_of_another_number_go_on_to_the_same_bits(
-    tmp_path: Path, url: str, straight: dict[str, str]
+    tmp_path: Path, request: pytest.FixtureRequest, straight: dict[str, str], where: str
 ):
+    url = request.getfixturevalue(where)
     run = stored(tmp_path, url)
     assert train_on_nodes(run, tmp_path / "two", 2, stop=7) == [{"steps_done": 7}] * 4
     assert on_disk(tmp_path / "two", 0)["step-00000007"] == ["00000", "00001"]

@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from ultrascale.train.folder.run_folder import RunFolder
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many parts of a small checkpoint, and a store that is given up on soon."""
     monkeypatch.setattr(storage_parts, "PART_BYTES", 10_000)
-    monkeypatch.setattr(run_store, "open_store", lambda url: open_store(url, patience_seconds=2))
+    monkeypatch.setattr(run_store, "open_store", partial(open_store, patience_seconds=2))
 
 
 def stored_run(folder: Path, url: str, **checkpoint: Any) -> Run:
@@ -40,7 +41,7 @@ def stored_run(folder: Path, url: str, **checkpoint: Any) -> Run:
 
 def steps_in(url: str) -> list[int]:
     """Steps of the store's checkpoints, all of which verify."""
-    store = open_store(f"{url}/small")
+    store = open_store(f"{url}/small", to_write=True)
     found = found_in(store)
     for one in found:
         assert one.index is not None, one.problem
@@ -72,7 +73,7 @@ def test_a_machine_with_an_empty_disk_goes_on_to_the_same_bits(tmp_path: Path, u
     assert steps_in(url)[0] == 12
 
 
-@pytest.mark.parametrize("vendor", ["azure_url", "google_url"])
+@pytest.mark.parametrize("vendor", ["azure_url", "google_url", "hub_url"])
 def test_a_bucket_of_another_vendor_does_the_same(tmp_path: Path, request: pytest.FixtureRequest, straight: Run, vendor: str):
     url = request.getfixturevalue(vendor)
     first = stored_run(tmp_path / "first", url, asynchronous=True)

@@ -32,7 +32,11 @@ def failing(places: Iterable[Place], **_: object) -> None:
             place.fail(Failure("killed", "ended by SIGKILL"))
 
 
-def test_a_second_machine_measures_nothing_again(words: list[str], tmp_path: Path, url: str, capfd, monkeypatch):
+@pytest.mark.parametrize("where", ["url", "hub_url"])
+def test_a_second_machine_measures_nothing_again(
+    words: list[str], tmp_path: Path, request: pytest.FixtureRequest, capfd, monkeypatch, where: str
+):
+    url = request.getfixturevalue(where)
     assert main([*words, "--out", str(tmp_path / "one"), "--store", url]) == 0
     first = json.loads(capfd.readouterr().out)["measured"]
     assert {"results.csv", "memory.png"} <= {one.key for one in open_store(url).names("")[0]}

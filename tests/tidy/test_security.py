@@ -20,9 +20,10 @@ ALLOWED = READS_PICKLES | {
     PACKAGE / "page" / "server.py": {"http.server"},
     PACKAGE / "storage" / "hub.py": {"huggingface_hub"},
 }
-"""Also: the Hub is sent to by `export --push-to-hub`, and read as bytes at one commit by hf://; the page is served, to whoever
-has its token and on this machine alone (`tests/page/test_server.py`); forked ranks of a proof hand each other what they made;
-the demo and a proof let transformers read our own export."""
+"""Also: the Hub is sent to by `export --push-to-hub`, read as bytes at one commit by hf://, and written where a run or a sweep
+is kept there (`storage/hub_branch.py`, by the same import); the page is served, to whoever has its token and on this machine
+alone (`tests/page/test_server.py`); forked ranks of a proof hand each other what they made; the demo and a proof let
+transformers read our own export."""
 UNSAFE_MODULES = {
     "pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "yaml", "ruamel", "jsonpickle",
     "code", "codeop", "runpy", "xmlrpc", "imp", "zipimport",

@@ -224,7 +224,7 @@ def _check(options: SweepOptions) -> None:
 def _store(place: str) -> Store:
     if problem := url_problem(place, to_write=True):
         raise mistake("--store", problem, "For example s3://BUCKET/sweeps/NAME, or a folder.")
-    return open_store(place, patience_seconds=STORE_PATIENCE_SECONDS)
+    return open_store(place, patience_seconds=STORE_PATIENCE_SECONDS, to_write=True)
 
 
 def _measure(places: Sequence[Place], options: SweepOptions, shared: SharedCells | None, done: Callable[[Place], None]) -> None:

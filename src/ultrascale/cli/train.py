@@ -247,7 +247,7 @@ START_PATIENCE_SECONDS = 20.0
 
 
 def expect_store(run: Run) -> None:
-    """Write, read, list and remove an object where `run` is to be kept, if it is kept in a store.
+    """Write, read, list and remove an object where `run` is to be kept, if it is kept in a store; the Hub is asked instead.
 
     Raises SpecError if its name cannot be one, StorageError, in one sentence, if it cannot be used."""
     remedy = 'Name a folder of this machine there, and the store in the run\'s file: [checkpoint] store = "s3://..."'
@@ -257,5 +257,6 @@ def expect_store(run: Run) -> None:
         return
     if problem := url_problem(run.checkpoint.store, to_write=True):
         raise mistake("checkpoint.store", problem, "For example s3://BUCKET/PREFIX, or a folder.")
-    store = open_store(join_url(run.checkpoint.store, run.name), patience_seconds=START_PATIENCE_SECONDS)
+    place = join_url(run.checkpoint.store, run.name)
+    store = open_store(place, patience_seconds=START_PATIENCE_SECONDS, to_write=True)
     store.expect_usable(f".probe-{uuid.uuid4().hex}")

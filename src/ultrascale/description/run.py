@@ -122,9 +122,9 @@ class Checkpoint:
     asynchronous: bool = False
     """Copy to memory, train on, write in the background."""
     store: str | None = None
-    """Keep the run here too: `s3://BUCKET/PREFIX`, `gs://`, `az://`, `file://` or a folder. Each checkpoint is uploaded behind
-    training once it is on disk under `folder`, and a machine whose disk is empty goes on from here. Credentials come from the
-    environment. None: on disk only."""
+    """Keep the run here too: `s3://BUCKET/PREFIX`, `gs://`, `az://`, `hf://USER/NAME`, `file://` or a folder. Each checkpoint
+    is uploaded behind training once it is on disk under `folder`, and a machine whose disk is empty goes on from here.
+    Credentials come from the environment. None: on disk only."""
     failures_allowed: int = 10
     """Saves in a row that the disk may refuse and the run goes on, told and tried again after a tenth of `every_steps`. 0: the
     first ends it."""

@@ -38,7 +38,7 @@ def skypilot_text(job: Job, file: Path) -> str:
     expect_server(job, "launch.skypilot.bucket")
     name = object_name(job.name)
     if store is not None and url_of(store) is not None:
-        kept, extras = job, "train,store"
+        kept, extras = job, "train,hub" if store.startswith("hf:") else "train,store"
         mounts = f"# The run's folder is on each node's own disk, and goes with it: {store} keeps the run."
         if bucket is not None:
             raise mistake("launch.skypilot.bucket", "is given beside checkpoint.store", "Keep one of the two.")

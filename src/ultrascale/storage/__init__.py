@@ -3,7 +3,7 @@
 store    what both can do: read, conditional put, list by prefix, remove
 files    a folder
 objects  s3://, gs://, az:// through obstore, whose one wheel has no dependencies, retries, and puts on a condition
-hub      hf://, a repository of the Hugging Face Hub, which is only read
+hub      hf://, a repository of the Hugging Face Hub, read at one commit; hub_branch: written by commits
 parts    a large file as many objects, each with its checksum
 """
 

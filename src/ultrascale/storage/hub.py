@@ -1,8 +1,7 @@
 """Repositories of the Hugging Face Hub, to be read: `hf://datasets/USER/NAME/FOLDER`, `hf://USER/NAME` for a model's.
 
 A process reads all of a repository at one commit: that which the revision (`NAME@REVISION`, else main) leads to when it is
-first asked for. Nothing is written here: a repository takes whole commits, one after the other, and a part of a checkpoint is
-none. Exports go there in one commit (`ultrascale export --push-to-hub`).
+first asked for. Nothing is written so: `hub_branch` has the branch that a run is kept on.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ PLACE = re.compile(r"(datasets/)?(?!datasets/|spaces/)([\w.-]+/[\w.-]+)(?:@([^/@
 COMMITS: dict[tuple[str, str, str], str] = {}
 """Commits that this process reads, by type and name of the repository, and revision."""
 _LOCK = threading.Lock()
-READ_ONLY = "is only read here: keep a run in a bucket or a folder, and give an export to the Hub by --push-to-hub"
+READ_ONLY = "is only read here: only a run and a sweep write to the Hub, and --push-to-hub"
 
 
 class HubStore(Store):
@@ -41,9 +40,10 @@ class HubStore(Store):
         self._hub: Any = huggingface_hub
         self._utils: Any = utils
         self._errors: Any = errors
+        utils.logging.set_verbosity_error()  # its warnings quote addresses that are signed
         self._type = "dataset" if place[1] else "model"
         self._repo, self._revision = place[2], (place[3] or "main").replace("%2F", "/")
-        self._led_to: dict[str, str] = {}  # where the Hub sends for a file, which another server keeps; asked without the key
+        self._led_to: dict[str, str] = {}  # by address, where the Hub sends for a file that another server keeps
         self._folder = f"{place[4].strip('/')}/" if place[4] else ""
 
     @property
@@ -125,17 +125,18 @@ class HubStore(Store):
     def _get(self, key: str, headers: dict[str, str]) -> Any:
         """The answer to a request for a file; those that may succeed later are sent again by huggingface_hub."""
         headers = {"Accept-Encoding": "identity", **headers}
-        if kept := self._led_to.get(key):
+        address = self._address(key)
+        if kept := self._led_to.get(address):
             answer = self._utils.http_backoff("GET", kept, headers=headers, follow_redirects=True)
             if answer.is_success or answer.status_code == 416:
                 self._utils.hf_raise_for_status(answer)
                 return answer
-            self._led_to.pop(key, None)  # such addresses are good for some time
+            self._led_to.pop(address, None)  # such addresses are good for some time
         own = self._utils.build_hf_headers(headers=headers)
-        answer = self._utils.http_backoff("GET", self._address(key), headers=own, follow_redirects=True)
+        answer = self._utils.http_backoff("GET", address, headers=own, follow_redirects=True)
         self._utils.hf_raise_for_status(answer)
         if answer.history and answer.url.host != answer.history[0].url.host:
-            self._led_to[key] = str(answer.url)
+            self._led_to[address] = str(answer.url)
         return answer
 
     def _do(self, key: str, work: Callable[[], T]) -> T:

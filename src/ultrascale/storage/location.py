@@ -1,4 +1,4 @@
-"""Location of a store: `s3://bucket/prefix`, `gs://`, `az://container/prefix`, `file:///folder`, a plain path; to read, `hf://`."""
+"""Location of a store: `s3://bucket/prefix`, `gs://`, `az://container/prefix`, `file:///folder`, `hf://`, a plain path."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ultrascale.storage.errors import StorageError
 from ultrascale.storage.hub import PLACE, HubStore
+from ultrascale.storage.hub_branch import HubBranch
 from ultrascale.storage.store import Store
 
 SCHEMES = ("s3", "gs", "az")
@@ -43,16 +44,14 @@ def url_problem(place: str, *, to_write: bool = False) -> str | None:
         return None if place else "is empty"
     scheme, rest = url.split("://", 1)
     if scheme == "hf":
-        if to_write:
-            return (
-                "hf:// keeps every version, and takes no put on a condition of one file: keep the run in a bucket, push exports"
-            )
-        return (
-            None if PLACE.fullmatch(rest) else "names no repository: expected hf://USER/NAME or hf://datasets/USER/NAME/FOLDER"
-        )
-    if scheme not in (*SCHEMES, "file"):
+        match = PLACE.fullmatch(rest)
+        if match is None:
+            return "names no repository: expected hf://USER/NAME or hf://datasets/USER/NAME/FOLDER"
+        if to_write and re.fullmatch(r"[0-9a-f]{40}", match[3] or ""):
+            return f"names a commit, which stays as it is: expected a branch, as in hf://{match[2]}@main"
+    elif scheme not in (*SCHEMES, "file"):
         return f"{scheme}:// is none of {', '.join(f'{one}://' for one in SCHEMES)}, hf://, file:// or a path"
-    if "@" in rest or "?" in rest:
+    elif "@" in rest or "?" in rest:
         return "must hold no credentials: they come from the environment"
     if not rest.strip("/").split("/")[0]:
         return f"names no bucket: expected {scheme}://BUCKET/PREFIX"
@@ -61,9 +60,10 @@ def url_problem(place: str, *, to_write: bool = False) -> str | None:
     return None
 
 
-def open_store(place: str | Path, *, patience_seconds: float = PATIENCE_SECONDS) -> Store:
-    """The store at a URL or path; nothing is asked of it yet. Raises StorageError if it cannot be one."""
-    problem = url_problem(str(place))
+def open_store(place: str | Path, *, patience_seconds: float = PATIENCE_SECONDS, to_write: bool = False) -> Store:
+    """The store at a URL or path; nothing is asked of it yet. One of the Hub is read at one commit, unless it is opened to be
+    written. Raises StorageError if it cannot be one."""
+    problem = url_problem(str(place), to_write=to_write)
     if problem is not None:
         raise StorageError(f"{place}: {problem}.")
     url = url_of(place)
@@ -72,7 +72,7 @@ def open_store(place: str | Path, *, patience_seconds: float = PATIENCE_SECONDS)
 
         return FileStore(Path(place) if url is None else Path(url.removeprefix("file://")))
     if url.startswith("hf://"):
-        return HubStore(url)
+        return HubBranch(url, patience_seconds=patience_seconds) if to_write else HubStore(url)
     from ultrascale.storage.objects import ObjectStore
 
     return ObjectStore(url, patience_seconds=patience_seconds)

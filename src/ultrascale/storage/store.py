@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ultrascale.storage.errors import DamagedError, MissingError, RefusedError, StorageError
 
@@ -106,7 +106,7 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, key: str, data: bytes | memoryview) -> None:
-        """Make or replace an object."""
+        """Make or replace an object. It can be read here at once, elsewhere after the next `flush`, `publish` or `remove`."""
 
     @abstractmethod
     def write_file(self, key: str, path: Path) -> None:
@@ -134,6 +134,18 @@ class Store(ABC):
     @abstractmethod
     def remove(self, keys: Iterable[str]) -> None:
         """Remove objects; those that are not there are passed over."""
+
+    def flush(self) -> None:  # noqa: B027 - most stores have nothing to do
+        """See that all that was written can be read by others. Where each write can at once there is nothing to do."""
+
+    def take_pending(self) -> dict[str, Any]:
+        """Writes that others cannot read yet, JSON-able, for another process's `add_pending`: whatever that one publishes next
+        shows them. None where each write can be read at once."""
+        return {}
+
+    def add_pending(self, pending: dict[str, Any]) -> None:
+        """Take over what another process has written to this store, and could not be read yet."""
+        assert not pending
 
     def expect_usable(self, probe: str) -> None:
         """Prove that objects can be written, read, listed and removed here, with one of the name `probe`."""

@@ -43,11 +43,13 @@ class SharedCells:
         for name in files:
             if there.get(name) != (place.path / name).stat().st_size:
                 self.store.write_file(self._key(place, name), place.path / name)
+        self.store.flush()
 
     def send_files(self, paths: Iterable[Path]) -> None:
         """Write the table and the pictures of a sweep beside its cells."""
         for path in paths:
             self.store.write_file(path.name, path)
+        self.store.flush()
 
     def _bring(self, place: Place) -> None:
         there = {one.key for one in self._names(place)}

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -70,7 +71,7 @@ def opened_store(run: Run, ranks: Ranks, folder: RunFolder, *, allow_changes: bo
     if run.checkpoint.store is None:
         yield None
         return
-    store = open_store(join_url(run.checkpoint.store, run.name))
+    store = open_store(join_url(run.checkpoint.store, run.name), to_write=True)
     with coordinating(ranks.host_group, own_group=True) as coordinator:
         taking = partial(take_over, store, run, folder, allow_changes=allow_changes)
         writer = coordinator.on_rank_0("taking the run over", lambda: told(taking))
@@ -263,7 +264,7 @@ class RunStore(LoopObserver):
         """Put the exported folder there, and the small files as they are at the end. On rank 0, after `ended`.
 
         Raises CheckpointError."""
-        told(lambda: (put_folder(self.store, "export", export), self._keep_small_files()))
+        told(lambda: (put_folder(self.store, "export", export), self._keep_small_files(), self.store.flush()))
 
     def close(self) -> None:
         """Leave what is on its way to the next start."""
@@ -294,7 +295,7 @@ class RunStore(LoopObserver):
         """Upload and publish what ranks wrote of a checkpoint, or `upload`. Collective; raises CheckpointError."""
         ranks, doing = self._ranks, f"keeping {folder.name} in {self.store.url}"
         mine = ranks.agree(doing, lambda: told(lambda: self._upload_mine(folder, resuming, upload)))
-        gathered = ranks.gather(mine) or []
+        gathered = ranks.gather((mine, self.store.take_pending() if ranks.rank else {})) or []
         ranks.on_rank_0(doing, lambda: told(lambda: self._publish(folder, gathered, upload)))
         self._uploaded, self._failure = folder, None
 
@@ -307,8 +308,10 @@ class RunStore(LoopObserver):
         found = upload_files(self.store, folder, files, resuming=resuming) if files else {}
         return {file: [[part.bytes, part.crc] for part in parts] for file, parts in found.items()}
 
-    def _publish(self, folder: Path, gathered: list[dict[str, list[list[int]]]], upload: Upload | None) -> None:
-        files = {file: tuple(Part(*part) for part in parts) for one in gathered for file, parts in one.items()}
+    def _publish(self, folder: Path, gathered: list[Any], upload: Upload | None) -> None:
+        files = {file: tuple(Part(*part) for part in parts) for one, _ in gathered for file, parts in one.items()}
+        for _, pending in gathered:
+            self.store.add_pending(pending)
         self._keep_small_files()
         if upload is None:
             manifest = read_manifest(folder)
@@ -321,6 +324,7 @@ class RunStore(LoopObserver):
         prune_stored(self.store, index.step, keep=kept.keep, keep_every_steps=kept.keep_every_steps, verified=self._verified)
         if self._may_have_leftovers or before is not None:
             collect_leftovers(self.store, busy=(index.save_id,))
+        self.store.flush()
         self._may_have_leftovers = False
 
     def _keep_small_files(self) -> None:
@@ -349,7 +353,7 @@ def fetch_run(url: str, into: Path) -> Path:
 
     Raises SpecError if no run is kept there, or the folder is of another run, StorageError."""
     base, _, name = url.rstrip("/").rpartition("/")
-    store = open_store(url)
+    store = open_store(url, to_write=True)
     try:
         claim, _ = read_claim(store)
         text = store.read("run.toml").decode()

@@ -1,0 +1,251 @@
+"""Branches of the Hub's repositories as stores of runs: what is written appears with a commit.
+
+The Hub takes some hundred commits an hour, and a checkpoint is a part for every 16 MiB. So a part is uploaded at once, as
+content that no commit names yet, and its name waits here for the next commit: that of `publish`, `remove` or `flush`, or of
+another process that it is handed to (`take_pending`). A checkpoint of any number of ranks is then one commit, its index and
+parts together. `publish` is on the Hub's own condition, `parentCommit`: the branch still is where the object was looked at.
+
+A reader sees the branch as it is when it asks for an object or a listing; a part, which never changes, is read where it was
+last seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ultrascale.storage.errors import ConflictError, RefusedError, StorageError
+from ultrascale.storage.hub import HubStore, T
+from ultrascale.storage.store import PAUSE_SECONDS, Stored, Version
+
+COMMIT_FILES = 1000
+"""Files of one commit: with many more the Hub's answer takes longer than its own limit."""
+COMMIT_SECONDS = 300.0
+MOST_PAUSE_SECONDS = 10.0
+_MAY_PASS = (408, 409, 412, 425, 429)
+"""Statuses below 500 after which the same request may succeed; 409 and 412: another commit came first."""
+
+
+class HubBranch(HubStore):
+    """A folder of a branch, to be written and read. Requests that fail in a way that may pass are sent again for
+    `patience_seconds`. Raises StorageError if huggingface_hub is not installed."""
+
+    def __init__(self, url: str, *, patience_seconds: float):
+        super().__init__(url)
+        self._utils.disable_progress_bars()
+        self._patience_seconds = patience_seconds
+        self._head: str | None = None
+        self._pending: dict[str, dict[str, Any]] = {}
+        """Operations of the next commit, by path, as the Hub takes them."""
+        self._lock = threading.RLock()
+
+    @property
+    def _commit(self) -> str:
+        return self._head or self._look()
+
+    def read(self, key: str) -> bytes:
+        self._see(key)
+        return super().read(key)
+
+    def read_version(self, key: str) -> tuple[bytes, Version]:
+        data = self.read(key)
+        return data, _version(data)
+
+    def read_range(self, key: str, begin: int, end: int) -> bytes:
+        self._flush_under(key)
+        return super().read_range(key, begin, end)
+
+    def look_up(self, key: str) -> Stored:
+        self._flush_under(key)
+        return super().look_up(key)
+
+    def names(self, prefix: str) -> tuple[list[Stored], list[str]]:
+        self._see(prefix)
+        return super().names(prefix)
+
+    def walk(self, prefix: str) -> Iterator[Stored]:
+        self._see(prefix)
+        yield from super().walk(prefix)
+
+    def write(self, key: str, data: bytes | memoryview) -> None:
+        self._add(key, bytes(data))
+
+    def write_file(self, key: str, path: Path) -> None:
+        path.stat()
+        self._add(key, path)
+
+    def publish(self, key: str, data: bytes, *, replacing: Version | None) -> Version:
+        added = self._do(key, lambda: self._upload(key, data))
+
+        def commit() -> None:
+            parent = self._look()
+            try:
+                now = self._get(key, {}).content
+            except self._errors.EntryNotFoundError:
+                now = None
+            if now != data and (None if now is None else _version(now)) != replacing:
+                raise ConflictError(f"{self.where(key)} was written by somebody else.")
+            if now != data or self._pending:
+                self._send([*self._pending.values(), *([added] if now != data else [])], f"Publish {key}", parent=parent)
+            self._pending.clear()
+
+        with self._lock:
+            self._flush_under(key)
+            self.flush(least=COMMIT_FILES)
+            self._do(key, commit)
+        return _version(data)
+
+    def remove(self, keys: Iterable[str]) -> None:
+        wanted = sorted({*keys})
+        with self._lock:
+            self.flush()
+            for at in range(0, len(wanted), COMMIT_FILES):
+                some = wanted[at : at + COMMIT_FILES]
+                self._do(some[0], lambda some=some: self._remove(some))
+
+    def _remove(self, keys: list[str]) -> None:
+        parent = self._look()
+        folders = {key.rpartition("/")[0] for key in keys}
+        there = {one.path for folder in folders for one in self._tree(folder, recursive=False)}
+        doomed = [self._path(key) for key in keys if self._path(key) in there]
+        if doomed:  # the Hub takes no removal of what is not there
+            lines = [{"key": "deletedFile", "value": {"path": path}} for path in doomed]
+            self._send(lines, f"Remove {len(doomed)} files", parent=parent)
+
+    def flush(self, *, least: int = 1) -> None:
+        """Commit what waits, if it is as much as `least` files."""
+        with self._lock:
+            while len(self._pending) >= least:
+                some = dict([*self._pending.items()][:COMMIT_FILES])
+                self._do(next(iter(some)), lambda some=some: self._send([*some.values()], f"Write {len(some)} files"))
+                self._pending = {path: one for path, one in self._pending.items() if one is not some.get(path)}
+
+    def take_pending(self) -> dict[str, Any]:
+        with self._lock:
+            taken, self._pending = self._pending, {}
+        return taken
+
+    def add_pending(self, pending: dict[str, Any]) -> None:
+        with self._lock:
+            self._pending |= pending
+
+    def expect_usable(self, probe: str) -> None:
+        """Ask whether the key may write, and list: no commit is made to find out. Raises RefusedError if it may not."""
+        address = f"{self._api}/auth-check/write"
+        self._do("", lambda: self._ask("GET", address))
+        self.names("")
+
+    @property
+    def _api(self) -> str:
+        return f"{self._hub.HfApi().endpoint}/api/{self._type}s/{self._repo}"
+
+    def _path(self, key: str) -> str:
+        return f"{self._folder}{key}"
+
+    def _look(self) -> str:
+        """The commit that the branch leads to now."""
+        with self._lock:
+            asked = {"revision": self._revision, "repo_type": self._type, "expand": ["sha"]}  # no list of files
+            return self._move(self._hub.HfApi().repo_info(self._repo, **asked).sha)
+
+    def _move(self, head: str) -> str:
+        if head != self._head:
+            self._led_to.clear()  # by addresses that name the commit
+        self._head = head
+        return head
+
+    def _see(self, key: str) -> None:
+        """Have what is read or listed at or under `key` next be what the branch holds now, own writes included."""
+        self._flush_under(key)
+        self._do(key, self._look)
+
+    def _flush_under(self, key: str) -> None:
+        path = self._path(key).rstrip("/")
+        with self._lock:
+            if any(not path or one == path or one.startswith(f"{path}/") for one in self._pending):
+                self.flush()
+
+    def _add(self, key: str, content: bytes | Path) -> None:
+        added = self._do(key, lambda: self._upload(key, content))
+        with self._lock:
+            self._pending[self._path(key)] = added
+            self.flush(least=COMMIT_FILES)
+
+    def _upload(self, key: str, content: bytes | Path) -> dict[str, Any]:
+        """The operation that makes a file; large content is on the Hub by then, small content goes with the commit."""
+        file = self._hub.CommitOperationAdd(self._path(key), content)
+        self._hub.HfApi().preupload_lfs_files(self._repo, [file], repo_type=self._type, revision=self._revision)
+        path, info = file.path_in_repo, file.upload_info
+        if info.size and file.path_or_fileobj == b"":  # so it says that it was uploaded
+            return {"key": "lfsFile", "value": {"path": path, "algo": "sha256", "oid": info.sha256.hex(), "size": info.size}}
+        return {"key": "file", "value": {"path": path, "encoding": "base64", "content": file.b64content().decode()}}
+
+    def _send(self, operations: list[dict[str, Any]], title: str, *, parent: str | None = None) -> None:
+        """One commit. With `parent`: status 412 if the branch leads elsewhere by then."""
+        header = {"summary": f"{title} ({self._folder.rstrip('/') or self._repo})"}
+        header |= {} if parent is None else {"parentCommit": parent}
+        lines = [{"key": "header", "value": header}, *operations]
+        body = "".join(f"{json.dumps(one)}\n" for one in lines).encode()
+        address = f"{self._api}/commit/{self._revision.replace('/', '%2F')}"
+        with self._lock:
+            answer = self._ask("POST", address, content=body, timeout=COMMIT_SECONDS)
+            self._move(answer.json()["commitOid"])
+
+    def _ask(self, method: str, address: str, **more: Any) -> Any:
+        headers = self._utils.build_hf_headers(headers={"Content-Type": "application/x-ndjson"} if more else {})
+        once = {"retry_on_exceptions": (), "retry_on_status_codes": ()}  # `_do` sends it again
+        answer = self._utils.http_backoff(method, address, headers=headers, **once, **more)
+        self._utils.hf_raise_for_status(answer)
+        return answer
+
+    def _do(self, key: str, work: Callable[[], T]) -> T:
+        until, pause = time.monotonic() + self._patience_seconds, PAUSE_SECONDS
+        while True:
+            try:
+                return work()
+            except Exception as error:  # of whichever HTTP client huggingface_hub brings along
+                told = self._error(key, error)
+                wait = max(pause * random.uniform(0.5, 1.5), _asked_seconds(error))
+                if type(told) is not StorageError or time.monotonic() + wait > until:
+                    raise told from None  # its text quotes the request
+            time.sleep(wait)
+            pause = min(2 * pause, MOST_PAUSE_SECONDS)
+
+    def _error(self, key: str, error: Exception) -> StorageError:
+        if isinstance(error, StorageError):
+            return error
+        if isinstance(error, self._errors.LocalTokenNotFoundError):
+            return RefusedError(f"{self.url}: there is no key. Set HF_TOKEN, or run `hf auth login`.")
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        told = super()._error(key, error)
+        if isinstance(error, self._errors.RepositoryNotFoundError):
+            remedy = "Make the repository first, or check its name and the key in HF_TOKEN"
+            return RefusedError(f"{self.url}: there is no such repository, or not for this key (status {status}). {remedy}.")
+        if status == 403:
+            remedy = "Give HF_TOKEN one that may write there; if it may, see whether the account's space is used up"
+            return RefusedError(f"{self.url}: the Hub lets this key write nothing there (status 403). {remedy}.")
+        if status == 429:
+            seconds = f", and asks to wait {_asked_seconds(error):.0f} s" if _asked_seconds(error) else ""
+            remedy = "It takes some hundred commits an hour: save less often (checkpoint.every_steps)"
+            return StorageError(f"{self.where(key)}: the Hub takes no more for now (status 429){seconds}. {remedy}.")
+        if type(told) is StorageError and status is not None and status < 500 and status not in _MAY_PASS:
+            return RefusedError(str(told))
+        return told
+
+
+def _asked_seconds(error: Exception) -> float:
+    """Seconds for which the Hub asks to be left alone; 0 if it does not."""
+    headers = getattr(getattr(error, "response", None), "headers", {})
+    found = re.fullmatch(r"(\d+)", headers.get("Retry-After", "")) or re.search(r"\bt=(\d+)", headers.get("RateLimit", ""))
+    return 0.0 if found is None else float(found[1])
+
+
+def _version(data: bytes) -> Version:
+    return Version(hashlib.sha256(data).hexdigest())
