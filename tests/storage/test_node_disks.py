@@ -288,9 +288,9 @@ def list_parts(rendezvous: str, url: str) -> dict[str, int]:
 
 
 def shard_bytes(url: str, step: int, *ranks: int) -> int:
-    """Bytes of the shards of a step in the store that these ranks wrote; of all, if none is given."""
+    """Bytes of the shards of a step in the store that these ranks wrote."""
     found = {key: size for key, size in part_sizes(url).items() if f"/step-{step:08d}/" in key and ".safetensors." in key}
-    return sum(size for key, size in found.items() if not ranks or any(f"/rank-{rank:05d}." in key for rank in ranks))
+    return sum(size for key, size in found.items() if any(f"/rank-{rank:05d}." in key for rank in ranks))
 
 
 SHARDED = Layout(dp=4, zero_stage=3, micro_batch_size=1)
@@ -298,17 +298,27 @@ STAGES = Layout(dp=2, pp=2, micro_batch_size=1)
 """Ranks of one stage are on one node of two."""
 
 
-@pytest.mark.parametrize("layout", [SHARDED, STAGES], ids=["sharded", "stages"])
+@pytest.mark.parametrize(
+    ("layout", "own"),
+    [
+        pytest.param(SHARDED, [(0, 1), (2, 3)], id="sharded"),
+        pytest.param(STAGES, [(0, 1), (2, 3)], id="stages"),
+        pytest.param(FOUR, [(0, 1), (2, 3)], id="zero-1", marks=pytest.mark.nightly),
+        pytest.param(replace(SHARDED, dp_shard=2), [(0, 1, 2, 3)] * 2, id="hybrid", marks=pytest.mark.nightly),
+        pytest.param(replace(FOUR, zero_stage=0), [(0, 1, 2, 3)] * 2, id="replicas", marks=pytest.mark.nightly),
+    ],
+)
 def test_an_empty_disk_gets_the_shards_that_its_ranks_read_and_the_run_ends_with_the_same_bits(
-    tmp_path: Path, url: str, server: str, monkeypatch: pytest.MonkeyPatch, layout: Layout
+    tmp_path: Path, url: str, server: str, monkeypatch: pytest.MonkeyPatch, layout: Layout, own: list[tuple[int, ...]]
 ):
     run = stored(tmp_path, url, layout=layout)
     run = replace(run, checkpoint=replace(run.checkpoint, keep=0))  # what removes others reads the newest back
     assert train_on_nodes(run, tmp_path / "first", 2, stop=7) == [{"steps_done": 7}] * 4
     with counted(server, url, 2, monkeypatch) as read:
         assert train_on_nodes(run, tmp_path / "fresh", 2, stop=7) == [{"steps_done": 7}] * 4
-    assert read == [shard_bytes(url, 7, 0, 1), shard_bytes(url, 7, 2, 3)]
-    assert [on_disk(tmp_path / "fresh", node)["step-00000007"] for node in (0, 1)] == [["00000", "00001"], ["00002", "00003"]]
+    assert read == [shard_bytes(url, 7, *ranks) for ranks in own]
+    names = [[f"{rank:05d}" for rank in ranks] for ranks in own]
+    assert [on_disk(tmp_path / "fresh", node)["step-00000007"] for node in (0, 1)] == names
     with counted(server, url, 2, monkeypatch) as read:
         assert train_on_nodes(run, tmp_path / "fresh", 2) == [{"steps_done": 12}] * 4
     assert read == [0, 0]
