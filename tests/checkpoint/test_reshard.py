@@ -1,5 +1,6 @@
 """A checkpoint written by one layout loads into every other, parameters and AdamW's moments alike, bit for bit."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from ultrascale import checkpoint
 from ultrascale.checkpoint import CheckpointError, loading
-from ultrascale.checkpoint.disk.files import read_box
+from ultrascale.checkpoint.boxes import Offer, share_out
+from ultrascale.checkpoint.disk.files import read_box, read_manifest
+from ultrascale.checkpoint.manifest import MANIFEST_NAME
 
 LAYOUTS = {
     "one": (1, None),
@@ -79,6 +82,29 @@ def assert_equal(found: State, expected: State) -> None:
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
+def load_from_own_files(rank: int, layout: str, root: Path) -> dict[str, State]:
+    """As `load_layouts`, each rank from a folder with the shards alone that it is said to read."""
+    found = {}
+    for source in LAYOUTS:
+        state, folder = train_two_steps(layout, seed=2), root / source / "step-00000002"
+        files = checkpoint.shards_read(read_manifest(folder), state)
+        own = root / f"{source}-for-{layout}-{rank}" / folder.name
+        own.mkdir(parents=True)
+        for file in (MANIFEST_NAME, *files):
+            shutil.copy(folder / file, own)
+        checkpoint.load(own, state, verified=True)
+        found[source] = whole(state)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_needs_no_other_shards_than_it_is_said_to_read(saved, layout):
+    root, expected = saved
+    for found in run_ranks(LAYOUTS[layout][0], load_from_own_files, layout, root):
+        for source in LAYOUTS:
+            assert_equal(found[source], expected[source])
+
+
 @pytest.mark.catalogue(46, 47)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_loads_every_other_layout_bitwise(saved, layout):
@@ -139,3 +165,12 @@ def cut_both_ways(rank: int, root: Path) -> State:
 def test_tiles_load_as_columns(tmp_path):
     for state in run_ranks(4, cut_both_ways, tmp_path):
         assert torch.equal(state["found"], state["expected"])
+
+
+def test_copies_too_small_to_matter_are_together_in_one_file_and_large_ones_even():
+    def offers(rank: int) -> list[Offer]:
+        rows = Offer("weight", "F32", [4_000, 100], [rank * 1_000, 0], [1_000, 100], None)
+        copies = [Offer(f"bias-{number}", "F32", [8], [0], [8], None) for number in range(12)]
+        return [rows, *copies, *(Offer(f"norm-{number}", "F32", [100], [0], [100], None) for number in range(4))]
+
+    assert share_out([offers(rank) for rank in range(4)]) == [[0, *range(1, 13), 13], [0, 14], [0, 15], [0, 16]]

@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,11 @@ from train.test_anomalies import spoil_next_loss
 
 from ultrascale import checkpoint
 from ultrascale.checkpoint import Slice, saving
-from ultrascale.checkpoint.disk.nodes import NodeDisks
+from ultrascale.checkpoint.disk.nodes import NodeDisks, shards_to_bring
+from ultrascale.checkpoint.listing import expect_readable, newest_listed, summarize
 from ultrascale.checkpoint.stored import fetch, found_in, saves_on, verify_stored
 from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Faults, Run
 from ultrascale.description.sections.islands import Islands
 from ultrascale.failpoints import VARIABLE
@@ -84,6 +87,8 @@ def test_disks_of_two_nodes_are_told_before_the_first_step(tmp_path: Path):
     assert apart(run_ranks, 2, begin_saving, tmp_path) == ["", ""]
 
 
+SERVERS = "NODE_SERVERS"
+"""Environment variable with the address of the store as each node reaches it, by number."""
 FOUR, TWO = (Layout(dp=ranks, zero_stage=1, micro_batch_size=1) for ranks in (4, 2))
 
 
@@ -91,7 +96,7 @@ def stored(folder: Path, url: str, **changes: Any) -> Run:
     """The small run on four ranks, saved every 3 steps in `out` of whatever folder a rank is in, and kept at `url`."""
     if not (folder / "tokens.bin").exists():
         make_corpus(folder / "tokens")
-    run = small_run(folder, layout=FOUR, **changes)
+    run = small_run(folder, **{"layout": FOUR, **changes})
     return replace(run, folder="out", checkpoint=replace(run.checkpoint, every_steps=3, keep=2, store=url))
 
 
@@ -113,7 +118,8 @@ def apart(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def in_environment(environment: dict[str, str], work: Callable[..., Any], *arguments: Any) -> Any:
-    os.environ |= environment
+    os.environ.clear()
+    os.environ.update(environment)
     return work(*arguments)
 
 
@@ -152,6 +158,8 @@ def train_on_node(
     own = Path(disks) / f"node-{first + int(os.environ['RANK']) * nodes // run.num_processes}"
     own.mkdir(parents=True, exist_ok=True)
     os.chdir(own)
+    if SERVERS in os.environ:
+        os.environ["AWS_ENDPOINT_URL"] = os.environ[SERVERS].split()[int(own.name.removeprefix("node-"))]
     spoiled: list[int] = []
 
     def before_step(trainer: Trainer) -> None:
@@ -255,6 +263,117 @@ def test_fewer_nodes_and_ranks_go_on_as_on_one_disk(tmp_path: Path, url: str):
     assert newest_in_store(f"{url}/small", tmp_path / "reader") == digests(state(here))
     rows = (tmp_path / "nodes/node-2/out/small/metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == list(range(1, 13))
+
+
+@contextmanager
+def counted(server: str, url: str, nodes: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """While inside, each node reaches the server by a proxy of its own; after that, the bytes of shards that each read."""
+    with ExitStack() as stack:
+        proxies = [stack.enter_context(proxied(server)) for _ in range(nodes)]
+        monkeypatch.setenv(SERVERS, " ".join(proxy.address for proxy in proxies))
+        found: list[int] = []
+        yield found
+        sizes = part_sizes(url)
+        for proxy in proxies:
+            paths = [one.path for one in proxy.seen if one.method == "GET" and one.is_part and ".safetensors." in one.path]
+            found.append(sum(sizes[path[path.index("checkpoints/") :]] for path in paths))
+    monkeypatch.delenv(SERVERS)
+
+
+def part_sizes(url: str) -> dict[str, int]:
+    return apart(run_forked, 1, list_parts, url)[0]
+
+
+def list_parts(rendezvous: str, url: str) -> dict[str, int]:
+    store = open_store(f"{url}/small")
+    return {one.key: store.size(one.key) for one in store.walk("checkpoints")}
+
+
+def shard_bytes(url: str, step: int, *ranks: int) -> int:
+    """Bytes of the shards of a step in the store that these ranks wrote."""
+    found = {key: size for key, size in part_sizes(url).items() if f"/step-{step:08d}/" in key and ".safetensors." in key}
+    return sum(size for key, size in found.items() if any(f"/rank-{rank:05d}." in key for rank in ranks))
+
+
+SHARDED = Layout(dp=4, zero_stage=3, micro_batch_size=1)
+STAGES = Layout(dp=2, pp=2, micro_batch_size=1)
+"""Ranks of one stage are on one node of two."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "own"),
+    [
+        pytest.param(SHARDED, [(0, 1), (2, 3)], id="sharded"),
+        pytest.param(STAGES, [(0, 1), (2, 3)], id="stages"),
+        pytest.param(FOUR, [(0, 1), (2, 3)], id="zero-1", marks=pytest.mark.nightly),
+        pytest.param(replace(SHARDED, dp_shard=2), [(0, 1, 2, 3)] * 2, id="hybrid", marks=pytest.mark.nightly),
+        pytest.param(replace(FOUR, zero_stage=0), [(0, 1, 2, 3)] * 2, id="replicas", marks=pytest.mark.nightly),
+    ],
+)
+def test_an_empty_disk_gets_the_shards_that_its_ranks_read_and_the_run_ends_with_the_same_bits(
+    tmp_path: Path, url: str, server: str, monkeypatch: pytest.MonkeyPatch, layout: Layout, own: list[tuple[int, ...]]
+):
+    run = stored(tmp_path, url, layout=layout)
+    run = replace(run, checkpoint=replace(run.checkpoint, keep=0))  # what removes others reads the newest back
+    assert train_on_nodes(run, tmp_path / "first", 2, stop=7) == [{"steps_done": 7}] * 4
+    with counted(server, url, 2, monkeypatch) as read:
+        assert train_on_nodes(run, tmp_path / "fresh", 2, stop=7) == [{"steps_done": 7}] * 4
+    assert read == [shard_bytes(url, 7, *ranks) for ranks in own]
+    names = [[f"{rank:05d}" for rank in ranks] for ranks in own]
+    assert [on_disk(tmp_path / "fresh", node)["step-00000007"] for node in (0, 1)] == names
+    with counted(server, url, 2, monkeypatch) as read:
+        assert train_on_nodes(run, tmp_path / "fresh", 2) == [{"steps_done": 12}] * 4
+    assert read == [0, 0]
+    calm = replace(run, folder=str(tmp_path / "calm"), checkpoint=replace(run.checkpoint, store=None))
+    apart(run_forked, 4, on_one_disk, calm)
+    assert newest_in_store(f"{url}/small", tmp_path / "reader") == digests(state(calm))
+
+
+@pytest.mark.parametrize("kill", ["fetch.files:2:1", pytest.param("fetch.done:2:1", marks=pytest.mark.nightly)])
+def test_a_kill_while_a_node_fetches_and_then_other_ranks_on_these_disks_lose_no_bit(tmp_path: Path, url: str, kill: str):
+    run = stored(tmp_path, url, layout=SHARDED)
+    fewer = replace(run, layout=replace(SHARDED, dp=2))
+    train_on_nodes(run, tmp_path / "first", 2, stop=7)
+    with pytest.raises(RankFailed, match="SIGKILL"):
+        train_on_nodes(run, tmp_path / "fresh", 2, kill=kill)
+    assert train_on_nodes(fewer, tmp_path / "fresh", 2) == [{"steps_done": 12}] * 2
+    calm = replace(run, folder=str(tmp_path / "calm"), checkpoint=replace(run.checkpoint, store=None))
+    apart(run_forked, 4, on_one_disk, calm, 7)
+    apart(run_forked, 2, on_one_disk, replace(calm, layout=fewer.layout))
+    assert newest_in_store(f"{url}/small", tmp_path / "reader") == digests(state(calm))
+
+
+def test_a_nodes_share_of_a_checkpoint_is_never_taken_for_a_whole_one_and_is_completed_where_one_node_has_all_ranks(
+    tmp_path: Path, url: str, server: str, monkeypatch: pytest.MonkeyPatch
+):
+    run = stored(tmp_path, url, layout=SHARDED)
+    run = replace(run, checkpoint=replace(run.checkpoint, keep=0))
+    train_on_nodes(run, tmp_path / "first", 2, stop=7)
+    train_on_nodes(run, tmp_path / "fresh", 2, stop=7)
+    root = tmp_path / "fresh/node-0/out/small/checkpoints"
+    assert on_disk(tmp_path / "fresh", 0) == {"step-00000007": ["00000", "00001"]}
+    assert checkpoint.newest_valid(root) is None and newest_listed(root) is None
+    for read_all in (False, True):
+        assert ["rank-00002.safetensors" in (one.problem or "") for one in summarize(root, read_all=read_all)] == [True]
+    with pytest.raises(SpecError, match="holds only damaged"):
+        expect_readable(root)
+    with pytest.raises(checkpoint.CheckpointError, match="rank-00002"):
+        checkpoint.load_full(root / "step-00000007")
+    here = replace(run, folder=str(root.parents[1]), checkpoint=replace(run.checkpoint, store=None))
+    with pytest.raises(RankFailed, match="no checkpoint is whole"):
+        apart(run_forked, 4, on_one_disk, here)
+
+    with counted(server, url, 1, monkeypatch) as read:
+        assert train_on_nodes(run, tmp_path / "fresh", 1) == [{"steps_done": 12}] * 4
+    assert read == [shard_bytes(url, 7, 2, 3)]
+    calm = replace(here, folder=str(tmp_path / "calm"))
+    apart(run_forked, 4, on_one_disk, calm)
+    assert newest_in_store(f"{url}/small", tmp_path / "reader") == digests(state(calm))
+
+
+def test_what_no_rank_reads_is_on_the_first_disk_so_that_the_disks_together_have_a_checkpoint():
+    read = [{"a"}, {"b"}, {"b", "c"}, set()]
+    assert shards_to_bring(read, ["a", "b", "c", "d"], NodeDisks(0, (0, 0, 2, 2))) == [["a", "b", "d"], [], ["b", "c"], []]
 
 
 NIGHTLY = pytest.mark.nightly

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         newest_valid,
         read_metadata,
         search,
+        shards_read,
         verify,
     )
     from ultrascale.checkpoint.saver import Saver
@@ -42,6 +43,7 @@ __all__ = [
     "read_metadata",
     "save",
     "search",
+    "shards_read",
     "verify",
 ]
 

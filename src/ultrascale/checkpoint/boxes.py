@@ -18,6 +18,8 @@ from ultrascale.checkpoint.errors import CheckpointError
 from ultrascale.checkpoint.manifest import overlapping_boxes
 
 DIGEST_BYTES = 16
+SMALL = 10_000
+"""Boxes of less than this part of what a rank writes on average are not balanced."""
 
 
 class Offer(NamedTuple):
@@ -75,7 +77,9 @@ def fit_together(offers: list[list[Offer]]) -> dict[Box, list[Holder]]:
 
 
 def share_out(offers: list[list[Offer]]) -> list[list[int]]:
-    """For every rank the indices of the boxes that it writes: each box is written once, bytes balanced over the ranks.
+    """For every rank the indices of the boxes that it writes: each box is written once, bytes balanced over the ranks. Copies
+    too small to matter (biases of experts, tables of scales) go to the lowest rank that has them: spread over all, they would
+    have every node of a later start fetch the file of every rank.
 
     Raises as `fit_together` does.
     """
@@ -84,10 +88,11 @@ def share_out(offers: list[list[Offer]]) -> list[list[int]]:
         box: prod(box.sizes) * DTYPES[offers[several[0].rank][several[0].index].dtype].itemsize
         for box, several in holders.items()
     }
+    small = sum(sizes.values()) / (SMALL * max(1, len(offers)))
     taken, items = [0] * len(offers), [[] for _ in offers]
     # Boxes without a choice first, then the largest, each to the holder with least to write so far.
     for box, several in sorted(holders.items(), key=lambda entry: (len(entry[1]) > 1, -sizes[entry[0]])):
-        chosen = min(several, key=lambda holder: taken[holder.rank])
+        chosen = several[0] if sizes[box] < small else min(several, key=lambda holder: taken[holder.rank])
         taken[chosen.rank] += sizes[box]
         items[chosen.rank].append(chosen.index)
     return [sorted(indices) for indices in items]

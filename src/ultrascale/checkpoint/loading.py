@@ -77,6 +77,13 @@ def load_full(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return tensors, manifest.metadata
 
 
+def shards_read(manifest: Manifest, tensors: Tensors) -> set[str]:
+    """The files that `load` reads on this rank to fill `tensors` from a checkpoint; not for those that it refuses."""
+    entries = manifest.tensors
+    pieces = [one for one in pieces_of(slices_of(tensors)) if one.name in entries and one.shape == entries[one.name].shape]
+    return {chunk.file for chunk, *_ in _reads(manifest, pieces)}
+
+
 def read_metadata(folder: Path) -> dict[str, Any]:
     """The metadata that was given to `save`. Raises CheckpointError if the manifest is damaged; shards are not read."""
     return read_manifest(Path(folder)).metadata
@@ -189,8 +196,8 @@ def _check_targets(manifest: Manifest, slices: list[tuple[str, Slice]], asked: s
         raise CheckpointError(f"{len(wrong)} tensors do not match:\n  " + "\n  ".join(wrong) + f"\n{remedy}")
 
 
-def _read_into(folder: Path, manifest: Manifest, pieces: list[Piece]) -> None:
-    """Copy this rank's boxes in, file by file in the order of the bytes."""
+def _reads(manifest: Manifest, pieces: list[Piece]) -> list[tuple[Chunk, Entry, Any, torch.Tensor]]:
+    """Stored boxes that overlap this rank's, by what DCP says of the overlap."""
     stored = {name: _describe(manifest.tensors[name]) for name in {piece.name for piece in pieces}}
     jobs = []
     for piece in pieces:
@@ -200,7 +207,12 @@ def _read_into(folder: Path, manifest: Manifest, pieces: list[Piece]) -> None:
                 entry = manifest.tensors[piece.name]
                 assert item.storage_index.index is not None
                 jobs.append((entry.chunks[item.storage_index.index], entry, item, piece.tensor))
-    jobs.sort(key=lambda job: (job[0].file, job[0].begin))
+    return jobs
+
+
+def _read_into(folder: Path, manifest: Manifest, pieces: list[Piece]) -> None:
+    """Copy this rank's boxes in, file by file in the order of the bytes."""
+    jobs = sorted(_reads(manifest, pieces), key=lambda job: (job[0].file, job[0].begin))
     for file, group in groupby(jobs, key=lambda job: job[0].file):
         patiently(partial(_read_boxes, folder, file, list(group)))
     # Bytes are read past autograd, but whoever keeps copies of parameters must see that they have changed.

@@ -10,6 +10,7 @@ one leader.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,16 @@ def _expect_all(gathered: list[tuple[str, list[str]]], save_id: str, shards: set
     lacking = sorted(shards.difference(*(files for of, files in gathered if of == save_id)))
     if lacking:
         raise CheckpointError(f"{lacking[:20]} of this save are on no node's disk. Use another checkpoint.")
+
+
+def shards_to_bring(read: Sequence[Collection[str]], shards: Collection[str], disks: NodeDisks) -> list[list[str]]:
+    """By rank, the shards that it brings to the disk that it leads: those that ranks there read (`read`, by rank). What nobody
+    reads goes to the first disk, so that all disks together have the checkpoint."""
+    found: list[set[str]] = [set() for _ in read]
+    for leader, files in zip(disks.leaders, read, strict=True):
+        found[leader].update(files)
+    found[0].update(set(shards).difference(*found))
+    return [sorted(files) for files in found]
 
 
 def take_back(folder: Path, save_id: str) -> None:

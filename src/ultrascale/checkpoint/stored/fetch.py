@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -76,15 +76,17 @@ def found_at(store: Store, step: int) -> Found | None:
     return Found(step, where, index)
 
 
-def fetch(store: Store, index: Index, root: Path) -> Path:
+def fetch(store: Store, index: Index, root: Path, *, only: Collection[str] | None = None) -> Path:
     """Bring a checkpoint into the folder `root`, where it appears whole or not at all; its folder. Shards of the same save that
-    are there and verify are not brought again.
+    are there and verify are not brought again. With `only`, these shards and the manifest: to whoever asks for the others the
+    folder is one of a node's disk, which lacks them.
 
     Raises StorageError, OSError, and CheckpointError if its manifest is not the one that was uploaded with it."""
     make_folder(root)
     final = step_folder(root, index.step)
     at_hand = _at_hand(final, index)
-    if at_hand == index.files.keys():
+    wanted = index.files.keys() if only is None else {MANIFEST_NAME, *only}
+    if wanted <= at_hand:
         return final
     temporary = temporary_folder(root, index.step, uuid.uuid4().hex)
     temporary.mkdir()
@@ -92,13 +94,13 @@ def fetch(store: Store, index: Index, root: Path) -> Path:
         for file in at_hand:
             with suppress(OSError):  # some file systems have no links
                 os.link(final / file, temporary / file)
-        brought = index.files.keys() - set(os.listdir(temporary))
+        brought = (wanted & index.files.keys()) - set(os.listdir(temporary))
         download_files(store, {temporary / file: (index.prefix(file), index.files[file]) for file in sorted(brought)})
         failpoint("fetch.files")
         manifest = read_manifest(temporary)
         _expect_same(index, manifest.step, manifest.save_id, store)
-        for file, shard in manifest.shards.items():
-            verify_size(temporary, file, shard)
+        for file in manifest.shards if only is None else only:
+            verify_size(temporary, file, manifest.shards[file])
         publish(temporary, final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ultrascale.checkpoint import CheckpointError, Search, Slice, load, search
+from ultrascale.checkpoint import CheckpointError, Search, Slice, load, search, shards_read
+from ultrascale.checkpoint.disk.folders import step_folder
+from ultrascale.checkpoint.manifest import Manifest
 from ultrascale.config.resolve import to_toml
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.problems import Problem, SpecError
@@ -30,7 +32,7 @@ from ultrascale.models.initialise import own_boxes
 from ultrascale.parallel.share import Held, local
 from ultrascale.train.folder.differences import differences, with_defaults
 from ultrascale.train.folder.export import PREFIX
-from ultrascale.train.folder.facts import read_facts
+from ultrascale.train.folder.facts import expect_facts, read_facts
 from ultrascale.train.optimizers.compact_adamw import CompactAdamW
 from ultrascale.train.optimizers.optimizer import moment_of, moments_of, set_steps_done
 from ultrascale.train.trainer import Trainer
@@ -114,18 +116,29 @@ def restore(trainer: Trainer, checkpoint: Path, *, allow_changes: bool = False, 
     outer, outer_facts = trainer.outer, facts.get("islands")
     if outer is not None:
         outer.expect(outer_facts)
+    tensors, amax_updates = _targets(trainer, facts)
+    # With islands, or of them, there are outer tensors that only one of the two has.
+    load(checkpoint, tensors, strict=outer is None and outer_facts is None, verified=verified)
+    _take_back(trainer, tensors)
+    _take_facts(trainer, facts)
+    if trainer.share.amax_history is not None:
+        trainer.share.amax_history.begin(amax_updates)
+
+
+def shards_for(trainer: Trainer, manifest: Manifest) -> set[str]:
+    """The files of a checkpoint that `restore` reads on this rank. Raises CheckpointError if it is not one of a run."""
+    return shards_read(manifest, _targets(trainer, expect_facts(manifest.metadata, step_folder(Path(), manifest.step)))[0])
+
+
+def _targets(trainer: Trainer, facts: dict[str, Any]) -> tuple[dict[str, list[Slice]], int]:
+    """The tensors that a checkpoint of these facts is read into, and the updates that delayed scaling's history has in it."""
     tensors, history = tensors_of(trainer), trainer.share.amax_history
     kept = facts.get("fp8_amax_history")
     amax_updates = 0 if history is None else history.updates_in(kept)
     if amax_updates == 0:
         tensors = {name: slices for name, slices in tensors.items() if not name.startswith(AMAXES)}
         tensors |= _unread_tables(trainer.run.model, kept)
-    # With islands, or of them, there are outer tensors that only one of the two has.
-    load(checkpoint, tensors, strict=outer is None and outer_facts is None, verified=verified)
-    _take_back(trainer, tensors)
-    _take_facts(trainer, facts)
-    if history is not None:
-        history.begin(amax_updates)
+    return tensors, amax_updates
 
 
 def _take_facts(trainer: Trainer, facts: dict[str, Any]) -> None:

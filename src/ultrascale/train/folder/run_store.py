@@ -9,15 +9,15 @@ a time: one that is saved meanwhile stays on disk, and the newest is uploaded at
 an older one has under way is refused from then on: no clock is asked who is alive. An upload that fails is told, and training
 goes on; only at the end it is an error.
 
-Nodes may have disks of their own (`checkpoint.disk.nodes`): each uploads what is on its disk, and a start brings to each what
-its disk lacks.
+Nodes may have disks of their own (`checkpoint.disk.nodes`): each uploads what is on its disk, and a start brings to each the
+shards that its ranks read and its disk lacks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,8 @@ from ultrascale.checkpoint.coordination import Coordinator, coordinating
 from ultrascale.checkpoint.disk.damage import verify_shards
 from ultrascale.checkpoint.disk.files import read_manifest
 from ultrascale.checkpoint.disk.folders import candidates, step_folder
-from ultrascale.checkpoint.disk.nodes import NodeDisks
+from ultrascale.checkpoint.disk.nodes import NodeDisks, shards_to_bring
+from ultrascale.checkpoint.manifest import Manifest, decode, encode
 from ultrascale.checkpoint.stored import (
     collect_leftovers,
     fetch,
@@ -52,13 +53,15 @@ from ultrascale.launch.events import stamp
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.time_limits import SLOW_SECONDS
 from ultrascale.run_rows import event_line
-from ultrascale.storage import MissingError, Part, StorageError, Store, join_url, open_store
+from ultrascale.storage import DamagedError, MissingError, Part, StorageError, Store, join_url, open_store
 from ultrascale.train.folder.claim import LOCAL, join_disks, read_claim, take_over, told
 from ultrascale.train.folder.run_folder import RunFolder
 from ultrascale.train.session.moments import LoopObserver, Outcome, Session, StepDone
 
 LOOKING = "looking into the run's store"
 BEAT_SECONDS = 5.0
+Reads = Callable[[Manifest], set[str]]
+"""The shards of a checkpoint that this rank reads when it goes on from it."""
 SMALL = ("run.toml", "plan.json", "environment.json", "memory.json", "metrics.jsonl", "events.jsonl", "log.txt",
          "tokenizer.json")  # fmt: skip
 
@@ -109,12 +112,13 @@ class RunStore(LoopObserver):
         self._may_have_leftovers = True
         """True if an earlier start or a failed upload may have left files there."""
 
-    def search(self, root: Path, *, process_group: dist.ProcessGroup | None = None) -> Search:
-        """As `checkpoint.search`, with what the store has and the disk lacks: a newer checkpoint there is brought here.
+    def search(self, root: Path, *, reads: Reads, process_group: dist.ProcessGroup | None = None) -> Search:
+        """As `checkpoint.search`, with what the store has and the disk lacks: a newer checkpoint there is brought here; to
+        disks of nodes that do not see each other, the shards that their ranks read.
 
         Raises CheckpointError also if the store does not answer or takes nothing: a run must not begin anew because of that."""
         if not self.disks.are_one:
-            return self._search_disks(root)
+            return self._search_disks(root, reads)
         while True:
             found = search(root, process_group=process_group)
             step = -1 if found.folder is None else next(one.step for one in candidates(root) if one.path == found.folder)
@@ -123,9 +127,9 @@ class RunStore(LoopObserver):
                 rejected = () if found.folder is not None else tuple(self._rejected)
                 return Search(found.folder, (*found.rejected, *rejected))
 
-    def _search_disks(self, root: Path) -> Search:
-        """Bring the newest whole one to each node's disk; it is uploaded first if it is on all of them together, and not in the
-        store. If that fails the search does: an older one must not be taken because of it."""
+    def _search_disks(self, root: Path, reads: Reads) -> Search:
+        """Bring to each node's disk its share of the newest whole one; that is uploaded first if it is on all of them together,
+        and not in the store. If that fails the search does: an older one must not be taken because of it."""
         self._wait()
         ranks, lead = self._ranks, self.disks.leads
         gathered = ranks.gather(ranks.agree(LOOKING, lambda: saves_on(root) if lead else []))
@@ -145,12 +149,32 @@ class RunStore(LoopObserver):
                 step = number
             if step is None:
                 return Search(None, (*damaged, *rejected))
-            bring = partial(told, partial(self._bring, step, root)) if lead else str
+            share = self._share(step, reads)
+            bring = partial(told, partial(self._bring, step, root, share)) if lead else str
             problems = ranks.broadcast(ranks.gather(ranks.agree(LOOKING, bring)))
             problem = next((text for text in problems if text), "")
             if not problem:
-                return Search(step_folder(root, step))
+                self._uploaded = step_folder(root, step)
+                return Search(self._uploaded)
             self._reject(rejected, Path(key_of(step)), step, problem)
+
+    def _share(self, step: int, reads: Reads) -> list[str] | None:
+        """Shards of the store's checkpoint that belong on the disk that this rank leads; None, for all of them, if it cannot be
+        read, which `_bring` then tells. Collective."""
+        ranks = self._ranks
+        text = ranks.on_rank_0(LOOKING, partial(told, partial(self._manifest_text, step)))
+        if not text:
+            return None
+        manifest = decode(text.encode("ascii"), self.store.where(key_of(step)))
+        read = ranks.gather(ranks.agree(LOOKING, lambda: sorted(reads(manifest))))
+        return ranks.on_rank_0(LOOKING, lambda: shards_to_bring(read or [], manifest.shards, self.disks))[ranks.rank]
+
+    def _manifest_text(self, step: int) -> str:
+        with suppress(CheckpointError, DamagedError, MissingError):
+            one = found_at(self.store, step)
+            if one is not None and one.index is not None:
+                return encode(stored_manifest(self.store, one.index)).decode("ascii")
+        return ""
 
     def _damage(self, folder: Path, files: list[str]) -> str:
         """Damage to these files of a checkpoint, on any rank; empty if there is none. Collective."""
@@ -184,8 +208,8 @@ class RunStore(LoopObserver):
             self._lines.append(f"damaged checkpoint passed over: {problem}")
         return False
 
-    def _bring(self, step: int, root: Path) -> str:
-        """Bring the store's checkpoint of `step` here; why it is damaged, else empty.
+    def _bring(self, step: int, root: Path, only: list[str] | None = None) -> str:
+        """Bring the store's checkpoint of `step` here, or `only` these shards of it; why it is damaged, else empty.
 
         Raises StorageError, UnknownVersionError."""
         one = found_at(self.store, step)
@@ -194,12 +218,13 @@ class RunStore(LoopObserver):
         try:
             if one is None or one.index is None:
                 raise CheckpointError(f"{self.store.where(key_of(step))} is not there." if one is None else one.problem)
-            fetch(self.store, one.index, root)
+            fetch(self.store, one.index, root, only=only)
         except (CheckpointError, StorageError) as error:
-            if isinstance(error, StorageError) and not _is_damage(error):
+            if isinstance(error, StorageError) and not isinstance(error, DamagedError | MissingError):
                 raise
             return str(error)
-        self._lines.append(f"step {step} came from {self.store.url}")
+        shards = "" if only is None else f": {len(only)} of its {len(one.index.files) - 1} shards for this node"
+        self._lines.append(f"step {step} came from {self.store.url}{shards}")
         return ""
 
     def bring_newest(self) -> None:
@@ -370,12 +395,6 @@ def fetch_run(url: str, into: Path) -> Path:
         folder.write_text("run.toml", text)
         folder.write_json(LOCAL, {"run_id": claim["run_id"]})
     return folder.path
-
-
-def _is_damage(error: StorageError) -> bool:
-    from ultrascale.storage import DamagedError
-
-    return isinstance(error, DamagedError | MissingError)
 
 
 def _rank_of(file: str) -> int:

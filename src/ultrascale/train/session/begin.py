@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from ultrascale import heartbeat
 from ultrascale.checkpoint import Saver, Search, check_writable, search
@@ -30,7 +31,7 @@ from ultrascale.train.corpora import build_loader, expect_one_tokenizer, validat
 from ultrascale.train.evaluate import HeldOut
 from ultrascale.train.folder.export import keep_tokenizer
 from ultrascale.train.folder.lost_folder import Place
-from ultrascale.train.folder.resume import begin_islands, changes_since, restore_newest, tensors_of
+from ultrascale.train.folder.resume import begin_islands, changes_since, restore_newest, shards_for, tensors_of
 from ultrascale.train.folder.run_folder import RunFolder, environment
 from ultrascale.train.folder.run_store import RunStore, opened_store
 from ultrascale.train.folder.saves import Saves
@@ -77,7 +78,7 @@ def begin(
     with slow_part(trainer, "looking for a checkpoint", max(START_SECONDS, run.collective_timeout_seconds)):
         # Inside, because all ranks leave `slow_part` together: one that lost another rank while it looked for checkpoints
         # raises there, and does not begin at step 0 as if there were none.
-        where = search if store is None else store.search
+        where = search if store is None else partial(store.search, reads=partial(shards_for, trainer))
         found = restore_newest(trainer, folder.checkpoints, allow_changes=allow_changes, search=where)
         joined = begin_islands(trainer)
     if ranks.is_first and trainer.steps_done <= run.steps:
@@ -252,7 +253,8 @@ class Rewind(LoopObserver):
             session.place.settle(step)
             if session.place.loss is not None or saves.saved_at < 0:
                 raise error
-            where = search if session.store is None or session.store.disks.are_one else session.store.search
+            store = session.store if session.store is not None and not session.store.disks.are_one else None
+            where = search if store is None else partial(store.search, reads=partial(shards_for, trainer))
             restore_newest(trainer, session.folder.checkpoints, allow_changes=True, search=where)
         if session.ranks.is_first:
             session.folder.forget_metrics_from(trainer.steps_done)
