@@ -23,7 +23,15 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import DTYPE_BYTES
 from ultrascale.description.recomputed import Again
 from ultrascale.plan.cut_backward import gathered_input_bytes, is_row_sum, may_wait, reads_gathered, sent_in_half
-from ultrascale.plan.memory.gradients import Waits, WeightGradients, waiting_bytes, waiting_gradient, waiting_room
+from ultrascale.plan.memory.gradients import (
+    Waits,
+    WaitsLeft,
+    WeightGradients,
+    waiting_bytes,
+    waiting_gradient,
+    waiting_room,
+    waits_left,
+)
 from ultrascale.plan.memory.ledger import Effect, Held, Ledger
 from ultrascale.plan.memory.offload_replay import Checkpoint, OffloadReplay, Tape, Waiting
 from ultrascale.plan.memory.sharding import BucketsLeft, Shards, WholeState, stays_whole
@@ -67,6 +75,8 @@ class BlockEntry(NamedTuple):
     counts: Counts
     result: tuple[str, str, int]
     leaves: BucketsLeft
+    waiting: WaitsLeft | None
+    """What I leaves for W."""
 
 
 BlockEntries = dict[Hashable, BlockEntry]
@@ -115,8 +125,8 @@ class StageReplay:
         first = {(id(work.block(layer)), layout.again(layer)): layer for layer in reversed(part.layers)}
         self._inner = frozenset[int]() if plain else frozenset(part.layers[:-1]) - {*first.values()}
         self._entries: BlockEntries = {} if entries is None else entries
-        self._results: dict[Hashable, tuple[str, str, int]] = {}
-        """Result of a forward pass, by kind of block and the bytes that it reads."""
+        self._results: dict[Hashable, tuple[tuple[str, str, int], WaitsLeft | None]] = {}
+        """Result of a forward pass, or of I with what that leaves, by kind of block and the bytes that it reads."""
 
     def state(self) -> tuple[Hashable, ...]:
         """State that the bytes of the next pass depend on: buckets as they are, and gradients under way to them."""
@@ -202,7 +212,7 @@ class StageReplay:
 
     def _pass_block(self, layer: int, given: Held, action: Action | None, waits: list[Waits] | None) -> Held:
         """Forward, or with an `action` backward. Between the first block of a kind, which holds what all of it share, and the
-        last, passes are replayed once in each state, then booked; but I, of which W needs what is left."""
+        last, passes are replayed once in each state, then booked."""
 
         def replay() -> Held:
             if action is None:
@@ -213,11 +223,11 @@ class StageReplay:
             return replay()
         tapes, told = self._now.tapes, (given.category, given.label, given.num_bytes)
         tape, is_off = None if action is None else tapes[-1], self.shards.root is None
-        kind = id(self.work.block(layer)), self.layout.again(layer), told
-        if is_off and action is None and (made := self._results.get(kind)) is not None:
-            tapes.append(Booked(told))
-            return Held(*made)
-        if is_off or waits is not None:
+        kind = id(self.work.block(layer)), self.layout.again(layer), told, waits is not None and given.holders
+        if is_off:
+            known = self._results.get(kind) if action is None or waits is not None else None
+            if known is not None and not isinstance(tape, Tape | Checkpoint):
+                return self._booked(layer, given, action, waits, *known)
             if isinstance(tape, Booked):
                 tapes[-1] = self._make_tape(layer, tape)
             return replay()
@@ -230,24 +240,37 @@ class StageReplay:
         if entry is None or isinstance(tape, Tape | Checkpoint):  # which may hold some of what all share
             if isinstance(tape, Booked):
                 tapes[-1] = self._make_tape(layer, tape)
-            counted = tally.counted()
+            counted, holders, waited = tally.counted(), given.holders, len(waits or ())
             with ledger.recording() as recorded:
                 result = replay()
             made = result.category, result.label, result.num_bytes
-            if action is None:
-                self._results[kind] = made
+            waiting = None if waits is None else waits_left(waits[waited:], layer, given, holders)
+            if waiting is None and waits is not None:
+                return result
+            if action is None or waits is not None:
+                self._results[kind] = made, waiting
             if result.holders == 1 and (left := shards.left(near)) is not None:
-                self._entries[key] = BlockEntry(recorded.effect(), tally.since(counted), made, left)
+                self._entries[key] = BlockEntry(recorded.effect(), tally.since(counted), made, left, waiting)
             return result
         ledger.apply(entry.effect)
         tally.add(entry.counts)
         shards.put_back(entry.leaves, near)
+        if action is None or waits is not None:
+            self._results[kind] = entry.result, entry.waiting
+        return self._booked(layer, given, action, waits, entry.result, entry.waiting)
+
+    def _booked(
+        self, layer: int, given: Held, action: Action | None, waits: list[Waits] | None, result: tuple[str, str, int],
+        waiting: WaitsLeft | None,
+    ) -> Held:  # fmt: skip
+        """A pass of a block that the books have already."""
         if action is None:
-            self._results[kind] = entry.result
-            tapes.append(Booked(told))
+            self._now.tapes.append(Booked((given.category, given.label, given.num_bytes)))
         else:
-            tapes.pop()
-        return Held(*entry.result)
+            self._now.tapes.pop()
+        if waits is not None and waiting is not None:
+            waits += waiting.of(layer, given)
+        return Held(*result)
 
     def _make_tape(self, layer: int, booked: Booked) -> Tape | Checkpoint | Booked:
         """Leave what a booked forward pass would have left; the ledger has its bytes already."""
