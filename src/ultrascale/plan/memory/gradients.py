@@ -35,16 +35,17 @@ class WeightGradients:
 
     def arrive(self, name: str, gradient: Held) -> None:
         """A gradient reaches its weight; one of several uses waits for the rest first, and each sum is a tensor of its own."""
-        if name in self._pending:
-            total = self.ledger.take("temporary", "gradients of weights", gradient.num_bytes)
-            self.ledger.drop(self._pending.pop(name))
-            self.ledger.drop(gradient)
-            gradient = total
-        self._arrived[name] += 1
-        if self._arrived[name] < self.work.uses[name]:
-            self._pending[name] = gradient
-            return
-        del self._arrived[name]
+        if name in self.work.uses:
+            if name in self._pending:
+                total = self.ledger.take("temporary", "gradients of weights", gradient.num_bytes)
+                self.ledger.drop(self._pending.pop(name))
+                self.ledger.drop(gradient)
+                gradient = total
+            self._arrived[name] += 1
+            if self._arrived[name] < self.work.uses[name]:
+                self._pending[name] = gradient
+                return
+            del self._arrived[name]
         bucket, weight = self.work.by_name[name]
         self.shards.add_gradient(bucket, weight, gradient)
 

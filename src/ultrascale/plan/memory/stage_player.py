@@ -163,7 +163,7 @@ class StagePlayer:
         now, changed = self._now(), None
         repeats = now[1:] == before[1:] and (result is None or result.holders == 1)
         if repeats and now != before:
-            left = self.stage.shards.left()
+            left = self.stage.shards.left(before[0])
             repeats, changed = left is not None, left and (now, left)
         effect, counts = recorded.effect(), tally.since(counted)
         self._entries[key] = Entry(effect, counts, told, kept, kept_given, changed) if repeats else None

@@ -109,6 +109,7 @@ class StageReplay:
         self.shards = (WholeState if stays_whole(stack, layout) else Shards)(
             ledger, tally, work.buckets, at, over_gloo=shape.device == "cpu", has_experts=model.num_experts > 0, stack=stack
         )
+        self._sizes = self.shards.sizes
         self.gradients = WeightGradients(ledger, work, self.shards, DTYPE_BYTES[layout.precision])
         self.under_way: dict[int, Under] = {}
         self.waiting: dict[int, list[Waits]] = {}
@@ -119,6 +120,7 @@ class StageReplay:
         self._together: list[Held] = []
         self._halves: dict[int, tuple[Op, Op]] = {}
         self._known_drops: dict[Hashable, tuple[Any, list[list[str]]]] = {}
+        self._known_near: dict[int, tuple[Any, ...]] = {}
         self._known_last: dict[int, tuple[tuple[Op, ...], int, tuple[Op, ...]]] = {}
         self._offload = OffloadReplay(ledger, layout, part.blocks, part.is_first)
         plain = ledger.keeps_timeline or layout.offload_activations or work.per_bucket > 1
@@ -193,7 +195,7 @@ class StageReplay:
         for waits in self.waiting.pop(action.micro_batch):
             if whole is None or whole[0] is not waits.source:
                 self.ledger.drop_all([] if whole is None else [whole[1]])
-                whole = waits.source, self._gather_again(waits)
+                whole = (waits.source, self._gather_again(waits)) if waits.gathered_bytes else None
             self.ledger.touch("temporary", "scratch", waits.room_bytes)
             if not self.shards.adds_in_place(*self.work.by_name[waits.name]):
                 self.gradients.arrive(waits.name, self.gradients.make(waits.name))
@@ -223,7 +225,8 @@ class StageReplay:
             return replay()
         tapes, told = self._now.tapes, (given.category, given.label, given.num_bytes)
         tape, is_off = None if action is None else tapes[-1], self.shards.root is None
-        kind = id(self.work.block(layer)), self.layout.again(layer), told, waits is not None and given.holders
+        near, sizes, *kind = self._known_near.get(layer) or self._learn_near(layer)
+        kind = *kind, told, waits is not None and given.holders
         if is_off:
             known = self._results.get(kind) if action is None or waits is not None else None
             if known is not None and not isinstance(tape, Tape | Checkpoint):
@@ -231,10 +234,11 @@ class StageReplay:
             if isinstance(tape, Booked):
                 tapes[-1] = self._make_tape(layer, tape)
             return replay()
-        ledger, tally, shards, near = self.ledger, self.tally, self.shards, self.work.around(layer)
+        ledger, tally, shards = self.ledger, self.tally, self.shards
+        before = shards.state(near)
         key = (
-            action and action._replace(stage=0, micro_batch=0, beside=None), kind, given.holders, shards.state(near),
-            tuple(shards.sizes[one] for one in near), self.gradients.state(), len(self._shares), len(self._together),
+            action and action._replace(stage=0, micro_batch=0, beside=None), kind, given.holders, before, sizes,
+            self.gradients.state(), len(self._shares), len(self._together),
         )  # fmt: skip
         entry = self._entries.get(key)
         if entry is None or isinstance(tape, Tape | Checkpoint):  # which may hold some of what all share
@@ -249,7 +253,7 @@ class StageReplay:
                 return result
             if action is None or waits is not None:
                 self._results[kind] = made, waiting
-            if result.holders == 1 and (left := shards.left(near)) is not None:
+            if result.holders == 1 and (left := shards.left(before, near)) is not None:
                 self._entries[key] = BlockEntry(recorded.effect(), tally.since(counted), made, left, waiting)
             return result
         ledger.apply(entry.effect)
@@ -258,6 +262,13 @@ class StageReplay:
         if action is None or waits is not None:
             self._results[kind] = entry.result, entry.waiting
         return self._booked(layer, given, action, waits, entry.result, entry.waiting)
+
+    def _learn_near(self, layer: int) -> tuple[Any, ...]:
+        """The buckets around a block, their sizes, and what blocks that are alike have alike."""
+        near = self.work.around(layer)
+        sizes = tuple(self._sizes[one] for one in near)
+        found = self._known_near[layer] = near, sizes, id(self.work.block(layer)), self.layout.again(layer)
+        return found
 
     def _booked(
         self, layer: int, given: Held, action: Action | None, waits: list[Waits] | None, result: tuple[str, str, int],
@@ -555,7 +566,7 @@ class StageReplay:
         layer: int | None,
         waits: list[Waits] | None,
     ) -> None:
-        ledger, names = self.ledger, self.work.names(op.weights, layer)
+        ledger, names = self.ledger, self.work.names(op.weights, layer) if op.weights else []
         joined = self.is_ours and reads_gathered(op) and not op.in_fp8  # with the others of its input one operation
         if op.hands_on_saved:
             leaving = {op.reads[0]: saved[0].hold()}
@@ -568,7 +579,7 @@ class StageReplay:
         self.tally.backward(op if waits is None else self._of_input(op))
         if waits is not None and is_row_sum(op):
             self._shares[op.reads[0]] = arriving.hold()
-        share = self._shares.pop(op.makes[0].name, None)
+        share = self._shares.pop(op.makes[0].name, None) if self._shares else None
         if waits is not None and may_wait(op) and op.weights:
             given = saved[0].hold() if saved else ledger.take("temporary", "made again", 0)
             grad = waiting_gradient(ledger, op, self.shape, share, arriving)
