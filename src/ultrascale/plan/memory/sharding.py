@@ -119,7 +119,8 @@ class Shards:
         self.ledger, self.tally, self.layout, self.buckets = ledger, tally, layout, buckets
         experts_differ = has_experts and layout.tp * layout.ep * layout.expert_tp > 1
         self.sharded = layout.dp * layout.cp > 1 or (experts_differ and layout.expert_dp > 1)
-        self.ranks, self.at = layout.group("shard")[0], at
+        self._own_groups = layout.group("shard"), layout.group("replicate")
+        self.ranks, self.at = self._own_groups[0][0], at
         compute, master = DTYPE_BYTES[layout.precision], DTYPE_BYTES[layout.master_dtype]
         self.compute_itemsize = compute
         self.is_wide, masters_are_gathered = compute >= master, stack.gathers == "buckets"
@@ -240,10 +241,12 @@ class Shards:
 
     def optimizer_bytes(self, bucket: Bucket, optimizer: str) -> int:
         """Bytes of optimizer state in this rank's shard: moments, and masters where other copies are all-gathered."""
-        masters = self.shard_elements(bucket) * self.apart_itemsize
-        told, wide = self.stack.moment_bytes, DTYPE_BYTES[self.layout.master_dtype]
+        own = self.shard_elements(bucket)
+        masters, told, wide = own * self.apart_itemsize, self.stack.moment_bytes, DTYPE_BYTES[self.layout.master_dtype]
         if self.stack.name != "ultrascale" and optimizer != "muon":
-            return masters + round(self.shard_elements(bucket) * told * wide / 4)
+            return masters + round(own * told * wide / 4)
+        if optimizer == "adamw":  # as `moment_bytes` of each
+            return masters + 2 * own * wide
         return masters + sum(
             moment_bytes(weight, self.own_elements(bucket, weight), optimizer, wide) for weight in bucket.weights
         )
@@ -252,9 +255,11 @@ class Shards:
         """Peak of temporary bytes in an update; Muon's are in `plan.memory.muon_update`."""
         if self.stack.name != "ultrascale":
             return self.stack.optimizer_temporary_bytes * sum(map(self.shard_elements, self.buckets))
+        if optimizer not in WIDENED_BYTES:
+            return 0
         matrices = [(bucket, weight) for bucket in self.buckets for weight in bucket.weights if len(weight.shape) > 1]
         largest = max((self.own_elements(*one) for one in matrices), default=0)
-        return WIDENED_BYTES.get(optimizer, 0) * min(largest, UPDATED_TOGETHER[device])
+        return WIDENED_BYTES[optimizer] * min(largest, UPDATED_TOGETHER[device])
 
     def fuses(self, bucket: Bucket) -> bool:
         """True if products add to summed gradients themselves, whatever dtype those have."""
@@ -370,7 +375,7 @@ class Shards:
     def _groups(self, bucket: Bucket) -> tuple[tuple[int, int], tuple[int, int]]:
         """Groups (size, stride) of the ranks that shard a bucket, and of those that replicate it."""
         if bucket.ranks is None:
-            return self.layout.group("shard"), self.layout.group("replicate")
+            return self._own_groups
         size, stride = bucket.ranks, self.layout.group("expert_dp")[1]
         return (size, stride), (self.layout.expert_dp // size, stride * size)
 

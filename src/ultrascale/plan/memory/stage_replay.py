@@ -120,6 +120,7 @@ class StageReplay:
         self._together: list[Held] = []
         self._halves: dict[int, tuple[Op, Op]] = {}
         self._known_drops: dict[Hashable, tuple[Any, list[list[str]]]] = {}
+        self._known_again: dict[int, Again | None] = {}
         self._known_near: dict[int, tuple[Any, ...]] = {}
         self._known_last: dict[int, tuple[tuple[Op, ...], int, tuple[Op, ...]]] = {}
         self._offload = OffloadReplay(ledger, layout, part.blocks, part.is_first)
@@ -396,7 +397,7 @@ class StageReplay:
                 if kept is not None and result.name in kept and not apart:
                     made[result.name] = kept.pop(result.name)
                 else:  # of a sum that is kept nobody makes the parts again
-                    num_bytes = 0 if op.makes_partial_sums and result.name in there else result.num_bytes
+                    num_bytes = 0 if result.name in there and op.makes_partial_sums else result.num_bytes
                     made[result.name] = self.ledger.take(category, op.kind, num_bytes)
                 if kept is not None and result.name in kept:  # without its bias, which is added again
                     self.ledger.drop(kept.pop(result.name))
@@ -426,7 +427,9 @@ class StageReplay:
 
     def _again(self, layer: int) -> Again | None:
         """Operations that block `layer` recomputes."""
-        return again_in(self.stack, self.layout.again(layer), self.model, layer, self.layout)
+        if layer not in self._known_again:
+            self._known_again[layer] = again_in(self.stack, self.layout.again(layer), self.model, layer, self.layout)
+        return self._known_again[layer]
 
     def _drops(
         self, ops: tuple[Op, ...], some: Sequence[Region], given: tuple[str, ...], leaves: frozenset[str]
@@ -463,7 +466,7 @@ class StageReplay:
 
     def _save(self, op: Op, made: dict[str, Held], remade: Collection[str] = ()) -> list[Held]:
         shared = self._now.shared  # a mask that a block's last operation makes is not there, where that is not run again
-        there = (made.get(name) or shared.get(name) for name in op.saves if name not in remade)
+        there = [made.get(name) or shared.get(name) for name in op.saves if name not in remade]
         return [held.hold() for held in there if held is not None]
 
     def _pop_tape(self) -> Tape:
