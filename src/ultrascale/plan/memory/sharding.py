@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import compress
 from math import prod
 from operator import mul
 from typing import Any, NamedTuple, cast
@@ -179,9 +180,8 @@ class Shards:
             known = sum(held is not None for some in several for held in some)
             if known < len(bucket.whole_gradients) + len(bucket.narrow_gradients) or any(held.holders != 1 for held in every):
                 return None
-            cast_ones = tuple(name in bucket.cast for name in bucket.names)
-            told = (*(tuple(map(_told, some)) for some in (single, *several)), cast_ones)
-            found.append(None if old == new else told)
+            is_cast = [name in bucket.cast for name in bucket.names]
+            found.append(None if old == new else (*(tuple(map(_told, some)) for some in (single, *several)), is_cast))
         sizes = [self.last_flat, self.reduce_input]
         if any(held is not None and held.holders != 1 for held in sizes):
             return None
@@ -192,13 +192,12 @@ class Shards:
         for bucket, told in zip(self.buckets if some is None else some, left.buckets, strict=True):
             if told is None:
                 continue
-            single, whole, narrow, cast_ones = told
-            names = bucket.names
+            (single, whole, narrow, is_cast), names = told, bucket.names
             for name, one in zip(SINGLE, single, strict=True):
                 setattr(bucket, name, _held(one))
             bucket.whole_gradients = {name: Held(*one) for name, one in zip(names, whole, strict=True) if one is not None}
             bucket.narrow_gradients = {name: Held(*one) for name, one in zip(names, narrow, strict=True) if one is not None}
-            bucket.cast = {name for name, is_cast in zip(names, cast_ones, strict=True) if is_cast}
+            bucket.cast = set(compress(names, is_cast))
         self.last_flat, self.reduce_input = map(_held, left.buffers)
 
     @property
