@@ -15,6 +15,7 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.plan.memory import replay as memory
 from ultrascale.plan.memory.replay import MemoryPlan, plan_fullest_rank, plan_memory
+from ultrascale.plan.memory.stage_player import BookedPasses
 
 MODELS = ("tiny-llama", "tiny-qwen3", "tiny-mixtral", "tiny-deepseek-v3", "tiny-gpt2", "tiny-olmo2")
 SCHEDULES = {"afab": 1, "1f1b": 1, "interleaved": 2, "breadth-first": 2, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2}
@@ -48,7 +49,7 @@ def test_what_is_played_is_what_is_replayed(drawn: tuple[Model, Layout, dict[str
     model, layout, asked = drawn
     if layout.num_stages > model.num_hidden_layers:
         return
-    passes = {}  # what ranks before have written down
+    passes = BookedPasses({}, {})  # what ranks before have written down
     for rank in range(0, layout.world_size, layout.world_size // layout.pp):
         plan = partial(plan_memory, model, layout, rank=rank, **asked)
         with_player = plan(passes=passes)
@@ -61,19 +62,22 @@ def test_what_is_played_is_what_is_replayed(drawn: tuple[Model, Layout, dict[str
 
 @st.composite
 def deep_models(draw) -> tuple[Model, Layout, dict[str, Any]]:
-    dp, pp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 1, 2]))
+    dp, pp, schedule = (draw(st.sampled_from(some)) for some in ([1, 2, 4], [1, 1, 2], ["1f1b", "zb-h1", "zb-v", "dualpipe-v"]))
     layout = Layout(
-        dp=dp, pp=pp, tp=draw(st.sampled_from([1, 2])), zero_stage=draw(st.sampled_from([0, 1, 2, 3])) if dp > 1 else 0,
+        dp=dp, pp=pp, schedule=schedule, virtual_stages=SCHEDULES[schedule] if pp > 1 else 1,
+        tp=draw(st.sampled_from([1, 2])), zero_stage=draw(st.sampled_from([0, 1, 2, 3])) if dp > 1 else 0,
         dp_shard=draw(st.sampled_from([None, 2])) if dp > 2 else None, precision=draw(st.sampled_from(["bf16", "fp32"])),
         recompute=draw(st.sampled_from(["none", "selective", "full", "every-k"])),
     )  # fmt: skip
     if layout.zero_stage == 0:
         layout = replace(layout, dp_shard=None)
     steps, device, stack = (draw(st.sampled_from(some)) for some in ([1, 2], ["cpu", "cuda"], ["ultrascale", "torchtitan"]))
-    asked = {"steps": steps, "device": device, "stack": STACKS[stack], "documents": draw(st.booleans())}
+    rank = draw(st.sampled_from([0, layout.world_size - 1]))
+    asked = {"steps": steps, "device": device, "stack": STACKS[stack], "documents": draw(st.booleans()), "rank": rank}
     name = draw(st.sampled_from((*MODELS, "tiny-gpt-oss", "tiny-smollm3")))  # blocks in turns: windowed, without rotations
-    model = replace(preset(name), num_hidden_layers=draw(st.sampled_from([6, 9])) * pp)
-    return model, layout, {"sequence_length": 128, "sequences_per_batch": draw(st.sampled_from([1, 2, 4])) * pp * dp, **asked}
+    model = replace(preset(name), num_hidden_layers=draw(st.sampled_from([6, 9])) * layout.num_stages)
+    sequences = draw(st.sampled_from([1, 2, 4])) * layout.num_stages * dp
+    return model, layout, {"sequence_length": 128, "sequences_per_batch": sequences, **asked}
 
 
 @given(deep_models())

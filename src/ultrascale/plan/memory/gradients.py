@@ -6,7 +6,7 @@ What waits between the two halves of a backward pass: of each linear layer its i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from ultrascale.plan.memory.ledger import Held, Ledger
@@ -35,16 +35,17 @@ class WeightGradients:
 
     def arrive(self, name: str, gradient: Held) -> None:
         """A gradient reaches its weight; one of several uses waits for the rest first, and each sum is a tensor of its own."""
-        if name in self._pending:
-            total = self.ledger.take("temporary", "gradients of weights", gradient.num_bytes)
-            self.ledger.drop(self._pending.pop(name))
-            self.ledger.drop(gradient)
-            gradient = total
-        self._arrived[name] += 1
-        if self._arrived[name] < self.work.uses[name]:
-            self._pending[name] = gradient
-            return
-        del self._arrived[name]
+        if name in self.work.uses:
+            if name in self._pending:
+                total = self.ledger.take("temporary", "gradients of weights", gradient.num_bytes)
+                self.ledger.drop(self._pending.pop(name))
+                self.ledger.drop(gradient)
+                gradient = total
+            self._arrived[name] += 1
+            if self._arrived[name] < self.work.uses[name]:
+                self._pending[name] = gradient
+                return
+            del self._arrived[name]
         bucket, weight = self.work.by_name[name]
         self.shards.add_gradient(bucket, weight, gradient)
 
@@ -60,6 +61,44 @@ class Waits(NamedTuple):
     """Bytes of that side at all ranks' positions, which W all-gathers over tp; 0 where it is whole here."""
     room_bytes: int
     """Bytes of temporary memory that the product needs besides in W."""
+
+
+class WaitsLeft(NamedTuple):
+    """What I of a block leaves for W, to be had again of another block."""
+
+    held: tuple[tuple[str, str, int, int], ...]
+    """Category, label, bytes and holders; first those of the gradient that came in, of which the bytes are not looked at."""
+    weights: tuple[tuple[str, tuple[int, ...], int, int, int], ...]
+    """`Waits`, with names within the block and places in `held`."""
+
+    def of(self, layer: int, given: Held) -> list[Waits]:
+        """The same of block `layer`, which was given this gradient."""
+        held = [given, *(Held(*one) for one in self.held[1:])]
+        given.holders += self.held[0][3] - 1  # its own is gone
+        return [
+            Waits(f"layers.{layer}.{name}", tuple(held[at] for at in places), held[source], gathered, room)
+            for name, places, source, gathered, room in self.weights
+        ]
+
+
+def waits_left(waits: Sequence[Waits], layer: int, given: Held, holders: int) -> WaitsLeft | None:
+    """`waits` of block `layer`, to which the gradient `given` came with so many holders; None if others hold some of it too."""
+    start, places, uses = f"layers.{layer}.", {id(given): 0}, Counter[int]()
+    held = [given]
+    for one in waits:
+        for each in one.held:
+            if places.setdefault(id(each), len(held)) == len(held):
+                held.append(each)
+            uses[id(each)] += 1
+    if given.holders != holders - 1 + uses[id(given)] or any(one.holders != uses[id(one)] for one in held[1:]):
+        return None
+    told = [(one.category, one.label, one.num_bytes, uses[id(one)]) for one in held]
+    weights = [
+        (one.name.removeprefix(start), tuple(places[id(each)] for each in one.held), places[id(one.source)],
+         one.gathered_bytes, one.room_bytes)
+        for one in waits
+    ]  # fmt: skip
+    return WaitsLeft(tuple(told), tuple(weights))
 
 
 def waiting_gradient(ledger: Ledger, op: Op, shape: Shape, share: Held | None, arriving: Held) -> Held:

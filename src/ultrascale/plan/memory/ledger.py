@@ -123,17 +123,22 @@ class Ledger:
     def drop_all(self, held: Iterable[Held]) -> None:
         """Drop each of them."""
         for one in held:
-            self.drop(one)
+            one.holders -= 1
+            if one.holders <= 0:
+                self._free(one)
 
     def drop(self, held: Held) -> None:
         """One holder lets go; the last one frees the bytes."""
         held.holders -= 1
-        assert held.holders >= 0, held
-        if held.holders == 0:
-            self.on_host -= held.host_bytes
-            if held.num_bytes:
-                self._note()
-                self._change(held.category, held.label, -held.num_bytes)
+        if held.holders <= 0:
+            self._free(held)
+
+    def _free(self, held: Held) -> None:
+        assert held.holders == 0, held
+        self.on_host -= held.host_bytes
+        if held.num_bytes:
+            self._note()
+            self._change(held.category, held.label, -held.num_bytes)
 
     def copy_to_host(self, held: Held) -> None:
         """The bytes are on the host too."""
@@ -190,7 +195,9 @@ class Ledger:
         if top > self._top:
             some = effect.peak_alive
             self._see(top, {key: alive.get(key, 0) + some.get(key, 0) for key in {**alive, **some}})
-        self._raise_highest({category: held[category] + more for category, more in effect.highest.items()})
+        for category, more in effect.highest.items():
+            if held[category] + more > self._highest[category]:
+                self._highest[category] = held[category] + more
         for key, more in effect.alive.items():
             alive[key] += more
         for category, more in effect.held.items():

@@ -23,10 +23,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import compress
 from math import prod
 from operator import mul
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ultrascale.catalogue.stacks.stack import SCALED_TOGETHER, UPDATED_TOGETHER, WIDENED_BYTES, Stack
 from ultrascale.catalogue.stacks.stack_files import STACKS
@@ -67,6 +68,11 @@ class Bucket:
     """Gradients that wait for their cast, of one process."""
     cut_gradient: Held | None = None
 
+    @cached_property
+    def names(self) -> list[str]:
+        """Names of its weights, by their places."""
+        return [weight.name for weight in self.weights]
+
 
 SINGLE = ("parameters", "flat", "partial", "replica_buffer", "cut_gradient")
 """Fields of a bucket that hold one tensor or None."""
@@ -77,8 +83,8 @@ Told = tuple[str, str, int] | None
 class BucketsLeft(NamedTuple):
     """State of the buckets after a pass, weights by their places."""
 
-    buckets: tuple[tuple[Any, ...], ...]
-    """For each bucket: the fields of `SINGLE`, gradients whole and narrow, and the places of those that are cast."""
+    buckets: tuple[tuple[Any, ...] | None, ...]
+    """For each bucket: the fields of `SINGLE`, gradients whole and narrow, and which are cast; None: as before."""
     buffers: tuple[Told, ...]
 
 
@@ -114,7 +120,8 @@ class Shards:
         self.ledger, self.tally, self.layout, self.buckets = ledger, tally, layout, buckets
         experts_differ = has_experts and layout.tp * layout.ep * layout.expert_tp > 1
         self.sharded = layout.dp * layout.cp > 1 or (experts_differ and layout.expert_dp > 1)
-        self.ranks, self.at = layout.group("shard")[0], at
+        self._own_groups = layout.group("shard"), layout.group("replicate")
+        self.ranks, self.at = self._own_groups[0][0], at
         compute, master = DTYPE_BYTES[layout.precision], DTYPE_BYTES[layout.master_dtype]
         self.compute_itemsize = compute
         self.is_wide, masters_are_gathered = compute >= master, stack.gathers == "buckets"
@@ -152,7 +159,7 @@ class Shards:
                 bucket.parameters is None, bucket.flat is None, bucket.partial is None, bucket.replica_buffer is None,
                 bucket.cut_gradient is None,
                 *(
-                    tuple(place for place, weight in enumerate(bucket.weights) if weight.name in some) if some else ()
+                    tuple(map(some.__contains__, bucket.names)) if some else ()
                     for some in (bucket.whole_gradients, bucket.cast, bucket.narrow_gradients)
                 ),
             )
@@ -161,36 +168,36 @@ class Shards:
         sizes = tuple(held and held.num_bytes for held in (self.last_flat, self.reduce_input))
         return buckets, sizes
 
-    def left(self, some: Sequence[Bucket] | None = None) -> BucketsLeft | None:
+    def left(self, before: Hashable, some: Sequence[Bucket] | None = None) -> BucketsLeft | None:
         """Parts of every bucket, or of some, that are held, to be put into others with the same weights; None if somebody
-        else holds some of it too."""
-        found = []
-        for bucket in self.buckets if some is None else some:
-            names = [weight.name for weight in bucket.weights]
+        else holds some of it too. `before`: their state before the pass; those that have it still are left as they are."""
+        buckets, found = self.buckets if some is None else some, []
+        then, now = cast(tuple[Any, Any], before)[0], cast(tuple[Any, Any], self.state(some))[0]
+        for bucket, old, new in zip(buckets, then, now, strict=True):
             single = [getattr(bucket, name) for name in SINGLE]
-            several = [[some.get(name) for name in names] for some in (bucket.whole_gradients, bucket.narrow_gradients)]
+            several = [list(map(some.get, bucket.names)) for some in (bucket.whole_gradients, bucket.narrow_gradients)]
+            every = [held for some in (single, *several) for held in some if held is not None]
             known = sum(held is not None for some in several for held in some)
-            if known < len(bucket.whole_gradients) + len(bucket.narrow_gradients):
+            if known < len(bucket.whole_gradients) + len(bucket.narrow_gradients) or any(held.holders != 1 for held in every):
                 return None
-            cast = tuple(place for place, name in enumerate(names) if name in bucket.cast)
-            found.append((single, *several, cast))
+            is_cast = [name in bucket.cast for name in bucket.names]
+            found.append(None if old == new else (*(tuple(map(_told, some)) for some in (single, *several)), is_cast))
         sizes = [self.last_flat, self.reduce_input]
-        every = [held for parts in found for some in parts[:-1] for held in some if held is not None]
-        if any(held.holders != 1 for held in (*every, *(held for held in sizes if held is not None))):
+        if any(held is not None and held.holders != 1 for held in sizes):
             return None
-        told = [(*(tuple(map(_told, some)) for some in parts[:-1]), parts[-1]) for parts in found]
-        return BucketsLeft(tuple(told), tuple(map(_told, sizes)))
+        return BucketsLeft(tuple(found), tuple(map(_told, sizes)))
 
     def put_back(self, left: BucketsLeft, some: Sequence[Bucket] | None = None) -> None:
         """Have what was `left`; the books have it already."""
-        buckets = self.buckets if some is None else some
-        for bucket, (single, whole, narrow, cast) in zip(buckets, left.buckets, strict=True):
-            names = [weight.name for weight in bucket.weights]
+        for bucket, told in zip(self.buckets if some is None else some, left.buckets, strict=True):
+            if told is None:
+                continue
+            (single, whole, narrow, is_cast), names = told, bucket.names
             for name, one in zip(SINGLE, single, strict=True):
                 setattr(bucket, name, _held(one))
             bucket.whole_gradients = {name: Held(*one) for name, one in zip(names, whole, strict=True) if one is not None}
             bucket.narrow_gradients = {name: Held(*one) for name, one in zip(names, narrow, strict=True) if one is not None}
-            bucket.cast = {names[place] for place in cast}
+            bucket.cast = set(compress(names, is_cast))
         self.last_flat, self.reduce_input = map(_held, left.buffers)
 
     @property
@@ -233,10 +240,12 @@ class Shards:
 
     def optimizer_bytes(self, bucket: Bucket, optimizer: str) -> int:
         """Bytes of optimizer state in this rank's shard: moments, and masters where other copies are all-gathered."""
-        masters = self.shard_elements(bucket) * self.apart_itemsize
-        told, wide = self.stack.moment_bytes, DTYPE_BYTES[self.layout.master_dtype]
+        own = self.shard_elements(bucket)
+        masters, told, wide = own * self.apart_itemsize, self.stack.moment_bytes, DTYPE_BYTES[self.layout.master_dtype]
         if self.stack.name != "ultrascale" and optimizer != "muon":
-            return masters + round(self.shard_elements(bucket) * told * wide / 4)
+            return masters + round(own * told * wide / 4)
+        if optimizer == "adamw":  # as `moment_bytes` of each
+            return masters + 2 * own * wide
         return masters + sum(
             moment_bytes(weight, self.own_elements(bucket, weight), optimizer, wide) for weight in bucket.weights
         )
@@ -245,9 +254,11 @@ class Shards:
         """Peak of temporary bytes in an update; Muon's are in `plan.memory.muon_update`."""
         if self.stack.name != "ultrascale":
             return self.stack.optimizer_temporary_bytes * sum(map(self.shard_elements, self.buckets))
+        if optimizer not in WIDENED_BYTES:
+            return 0
         matrices = [(bucket, weight) for bucket in self.buckets for weight in bucket.weights if len(weight.shape) > 1]
         largest = max((self.own_elements(*one) for one in matrices), default=0)
-        return WIDENED_BYTES.get(optimizer, 0) * min(largest, UPDATED_TOGETHER[device])
+        return WIDENED_BYTES[optimizer] * min(largest, UPDATED_TOGETHER[device])
 
     def fuses(self, bucket: Bucket) -> bool:
         """True if products add to summed gradients themselves, whatever dtype those have."""
@@ -363,7 +374,7 @@ class Shards:
     def _groups(self, bucket: Bucket) -> tuple[tuple[int, int], tuple[int, int]]:
         """Groups (size, stride) of the ranks that shard a bucket, and of those that replicate it."""
         if bucket.ranks is None:
-            return self.layout.group("shard"), self.layout.group("replicate")
+            return self._own_groups
         size, stride = bucket.ranks, self.layout.group("expert_dp")[1]
         return (size, stride), (self.layout.expert_dp // size, stride * size)
 

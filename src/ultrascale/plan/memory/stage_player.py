@@ -163,7 +163,7 @@ class StagePlayer:
         now, changed = self._now(), None
         repeats = now[1:] == before[1:] and (result is None or result.holders == 1)
         if repeats and now != before:
-            left = self.stage.shards.left()
+            left = self.stage.shards.left(before[0])
             repeats, changed = left is not None, left and (now, left)
         effect, counts = recorded.effect(), tally.since(counted)
         self._entries[key] = Entry(effect, counts, told, kept, kept_given, changed) if repeats else None
@@ -209,6 +209,7 @@ class MailReplay:
         self.ledger, self.tally, self.num_bytes, self.over_gloo = ledger, tally, num_bytes, over_gloo
         self.outgoing = {message.key: message for message in messages if message.sender == rank}
         self.incoming = {message.key: message for message in messages if message.receiver == rank}
+        self._group = tally.layout.pp, tally.layout.group("pp")[1]
         self._expected = deque(receipts(messages, rank))
         self._arriving: dict[tuple[bool, int, int], Held] = {}
         self._leaving: defaultdict[int, deque[tuple[Message, Held]]] = defaultdict(deque)
@@ -227,8 +228,7 @@ class MailReplay:
 
     def send(self, message: Message, held: Held) -> None:
         """Keep `held` until it has left. NCCL says when that is; soon, here at once."""
-        layout = self.tally.layout
-        self.tally.send("send", (layout.pp, layout.group("pp")[1]), self.num_bytes)
+        self.tally.send("send", self._group, self.num_bytes)
         if self.over_gloo:
             self._leaving[message.receiver].append((message, held))
         else:

@@ -23,7 +23,15 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import DTYPE_BYTES
 from ultrascale.description.recomputed import Again
 from ultrascale.plan.cut_backward import gathered_input_bytes, is_row_sum, may_wait, reads_gathered, sent_in_half
-from ultrascale.plan.memory.gradients import Waits, WeightGradients, waiting_bytes, waiting_gradient, waiting_room
+from ultrascale.plan.memory.gradients import (
+    Waits,
+    WaitsLeft,
+    WeightGradients,
+    waiting_bytes,
+    waiting_gradient,
+    waiting_room,
+    waits_left,
+)
 from ultrascale.plan.memory.ledger import Effect, Held, Ledger
 from ultrascale.plan.memory.offload_replay import Checkpoint, OffloadReplay, Tape, Waiting
 from ultrascale.plan.memory.sharding import BucketsLeft, Shards, WholeState, stays_whole
@@ -67,6 +75,8 @@ class BlockEntry(NamedTuple):
     counts: Counts
     result: tuple[str, str, int]
     leaves: BucketsLeft
+    waiting: WaitsLeft | None
+    """What I leaves for W."""
 
 
 BlockEntries = dict[Hashable, BlockEntry]
@@ -99,6 +109,7 @@ class StageReplay:
         self.shards = (WholeState if stays_whole(stack, layout) else Shards)(
             ledger, tally, work.buckets, at, over_gloo=shape.device == "cpu", has_experts=model.num_experts > 0, stack=stack
         )
+        self._sizes = self.shards.sizes
         self.gradients = WeightGradients(ledger, work, self.shards, DTYPE_BYTES[layout.precision])
         self.under_way: dict[int, Under] = {}
         self.waiting: dict[int, list[Waits]] = {}
@@ -109,14 +120,16 @@ class StageReplay:
         self._together: list[Held] = []
         self._halves: dict[int, tuple[Op, Op]] = {}
         self._known_drops: dict[Hashable, tuple[Any, list[list[str]]]] = {}
+        self._known_again: dict[int, Again | None] = {}
+        self._known_near: dict[int, tuple[Any, ...]] = {}
         self._known_last: dict[int, tuple[tuple[Op, ...], int, tuple[Op, ...]]] = {}
         self._offload = OffloadReplay(ledger, layout, part.blocks, part.is_first)
         plain = ledger.keeps_timeline or layout.offload_activations or work.per_bucket > 1
         first = {(id(work.block(layer)), layout.again(layer)): layer for layer in reversed(part.layers)}
         self._inner = frozenset[int]() if plain else frozenset(part.layers[:-1]) - {*first.values()}
         self._entries: BlockEntries = {} if entries is None else entries
-        self._results: dict[Hashable, tuple[str, str, int]] = {}
-        """Result of a forward pass, by kind of block and the bytes that it reads."""
+        self._results: dict[Hashable, tuple[tuple[str, str, int], WaitsLeft | None]] = {}
+        """Result of a forward pass, or of I with what that leaves, by kind of block and the bytes that it reads."""
 
     def state(self) -> tuple[Hashable, ...]:
         """State that the bytes of the next pass depend on: buckets as they are, and gradients under way to them."""
@@ -183,7 +196,7 @@ class StageReplay:
         for waits in self.waiting.pop(action.micro_batch):
             if whole is None or whole[0] is not waits.source:
                 self.ledger.drop_all([] if whole is None else [whole[1]])
-                whole = waits.source, self._gather_again(waits)
+                whole = (waits.source, self._gather_again(waits)) if waits.gathered_bytes else None
             self.ledger.touch("temporary", "scratch", waits.room_bytes)
             if not self.shards.adds_in_place(*self.work.by_name[waits.name]):
                 self.gradients.arrive(waits.name, self.gradients.make(waits.name))
@@ -202,7 +215,7 @@ class StageReplay:
 
     def _pass_block(self, layer: int, given: Held, action: Action | None, waits: list[Waits] | None) -> Held:
         """Forward, or with an `action` backward. Between the first block of a kind, which holds what all of it share, and the
-        last, passes are replayed once in each state, then booked; but I, of which W needs what is left."""
+        last, passes are replayed once in each state, then booked."""
 
         def replay() -> Held:
             if action is None:
@@ -213,41 +226,63 @@ class StageReplay:
             return replay()
         tapes, told = self._now.tapes, (given.category, given.label, given.num_bytes)
         tape, is_off = None if action is None else tapes[-1], self.shards.root is None
-        kind = id(self.work.block(layer)), self.layout.again(layer), told
-        if is_off and action is None and (made := self._results.get(kind)) is not None:
-            tapes.append(Booked(told))
-            return Held(*made)
-        if is_off or waits is not None:
+        near, sizes, *kind = self._known_near.get(layer) or self._learn_near(layer)
+        kind = *kind, told, waits is not None and given.holders
+        if is_off:
+            known = self._results.get(kind) if action is None or waits is not None else None
+            if known is not None and not isinstance(tape, Tape | Checkpoint):
+                return self._booked(layer, given, action, waits, *known)
             if isinstance(tape, Booked):
                 tapes[-1] = self._make_tape(layer, tape)
             return replay()
-        ledger, tally, shards, near = self.ledger, self.tally, self.shards, self.work.around(layer)
+        ledger, tally, shards = self.ledger, self.tally, self.shards
+        before = shards.state(near)
         key = (
-            action and action._replace(stage=0, micro_batch=0, beside=None), kind, given.holders, shards.state(near),
-            tuple(shards.sizes[one] for one in near), self.gradients.state(), len(self._shares), len(self._together),
+            action and action._replace(stage=0, micro_batch=0, beside=None), kind, given.holders, before, sizes,
+            self.gradients.state(), len(self._shares), len(self._together),
         )  # fmt: skip
         entry = self._entries.get(key)
         if entry is None or isinstance(tape, Tape | Checkpoint):  # which may hold some of what all share
             if isinstance(tape, Booked):
                 tapes[-1] = self._make_tape(layer, tape)
-            counted = tally.counted()
+            counted, holders, waited = tally.counted(), given.holders, len(waits or ())
             with ledger.recording() as recorded:
                 result = replay()
             made = result.category, result.label, result.num_bytes
-            if action is None:
-                self._results[kind] = made
-            if result.holders == 1 and (left := shards.left(near)) is not None:
-                self._entries[key] = BlockEntry(recorded.effect(), tally.since(counted), made, left)
+            waiting = None if waits is None else waits_left(waits[waited:], layer, given, holders)
+            if waiting is None and waits is not None:
+                return result
+            if action is None or waits is not None:
+                self._results[kind] = made, waiting
+            if result.holders == 1 and (left := shards.left(before, near)) is not None:
+                self._entries[key] = BlockEntry(recorded.effect(), tally.since(counted), made, left, waiting)
             return result
         ledger.apply(entry.effect)
         tally.add(entry.counts)
         shards.put_back(entry.leaves, near)
+        if action is None or waits is not None:
+            self._results[kind] = entry.result, entry.waiting
+        return self._booked(layer, given, action, waits, entry.result, entry.waiting)
+
+    def _learn_near(self, layer: int) -> tuple[Any, ...]:
+        """The buckets around a block, their sizes, and what blocks that are alike have alike."""
+        near = self.work.around(layer)
+        sizes = tuple(self._sizes[one] for one in near)
+        found = self._known_near[layer] = near, sizes, id(self.work.block(layer)), self.layout.again(layer)
+        return found
+
+    def _booked(
+        self, layer: int, given: Held, action: Action | None, waits: list[Waits] | None, result: tuple[str, str, int],
+        waiting: WaitsLeft | None,
+    ) -> Held:  # fmt: skip
+        """A pass of a block that the books have already."""
         if action is None:
-            self._results[kind] = entry.result
-            tapes.append(Booked(told))
+            self._now.tapes.append(Booked((given.category, given.label, given.num_bytes)))
         else:
-            tapes.pop()
-        return Held(*entry.result)
+            self._now.tapes.pop()
+        if waits is not None and waiting is not None:
+            waits += waiting.of(layer, given)
+        return Held(*result)
 
     def _make_tape(self, layer: int, booked: Booked) -> Tape | Checkpoint | Booked:
         """Leave what a booked forward pass would have left; the ledger has its bytes already."""
@@ -362,7 +397,7 @@ class StageReplay:
                 if kept is not None and result.name in kept and not apart:
                     made[result.name] = kept.pop(result.name)
                 else:  # of a sum that is kept nobody makes the parts again
-                    num_bytes = 0 if op.makes_partial_sums and result.name in there else result.num_bytes
+                    num_bytes = 0 if result.name in there and op.makes_partial_sums else result.num_bytes
                     made[result.name] = self.ledger.take(category, op.kind, num_bytes)
                 if kept is not None and result.name in kept:  # without its bias, which is added again
                     self.ledger.drop(kept.pop(result.name))
@@ -392,7 +427,9 @@ class StageReplay:
 
     def _again(self, layer: int) -> Again | None:
         """Operations that block `layer` recomputes."""
-        return again_in(self.stack, self.layout.again(layer), self.model, layer, self.layout)
+        if layer not in self._known_again:
+            self._known_again[layer] = again_in(self.stack, self.layout.again(layer), self.model, layer, self.layout)
+        return self._known_again[layer]
 
     def _drops(
         self, ops: tuple[Op, ...], some: Sequence[Region], given: tuple[str, ...], leaves: frozenset[str]
@@ -429,7 +466,7 @@ class StageReplay:
 
     def _save(self, op: Op, made: dict[str, Held], remade: Collection[str] = ()) -> list[Held]:
         shared = self._now.shared  # a mask that a block's last operation makes is not there, where that is not run again
-        there = (made.get(name) or shared.get(name) for name in op.saves if name not in remade)
+        there = [made.get(name) or shared.get(name) for name in op.saves if name not in remade]
         return [held.hold() for held in there if held is not None]
 
     def _pop_tape(self) -> Tape:
@@ -532,7 +569,7 @@ class StageReplay:
         layer: int | None,
         waits: list[Waits] | None,
     ) -> None:
-        ledger, names = self.ledger, self.work.names(op.weights, layer)
+        ledger, names = self.ledger, self.work.names(op.weights, layer) if op.weights else []
         joined = self.is_ours and reads_gathered(op) and not op.in_fp8  # with the others of its input one operation
         if op.hands_on_saved:
             leaving = {op.reads[0]: saved[0].hold()}
@@ -545,7 +582,7 @@ class StageReplay:
         self.tally.backward(op if waits is None else self._of_input(op))
         if waits is not None and is_row_sum(op):
             self._shares[op.reads[0]] = arriving.hold()
-        share = self._shares.pop(op.makes[0].name, None)
+        share = self._shares.pop(op.makes[0].name, None) if self._shares else None
         if waits is not None and may_wait(op) and op.weights:
             given = saved[0].hold() if saved else ledger.take("temporary", "made again", 0)
             grad = waiting_gradient(ledger, op, self.shape, share, arriving)
