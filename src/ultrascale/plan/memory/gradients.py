@@ -64,7 +64,7 @@ class Waits(NamedTuple):
 
 
 class WaitsLeft(NamedTuple):
-    """What I of a block leaves for W, to be had again of another block."""
+    """Gradients and inputs that I of a block leaves for W, to be had again of another block."""
 
     held: tuple[tuple[str, str, int, int], ...]
     """Category, label, bytes and holders; first those of the gradient that came in, of which the bytes are not looked at."""
@@ -72,7 +72,7 @@ class WaitsLeft(NamedTuple):
     """`Waits`, with names within the block and places in `held`."""
 
     def of(self, layer: int, given: Held) -> list[Waits]:
-        """The same of block `layer`, which was given this gradient."""
+        """Block `layer`'s own, which was given this gradient."""
         held = [given, *(Held(*one) for one in self.held[1:])]
         given.holders += self.held[0][3] - 1  # its own is gone
         return [

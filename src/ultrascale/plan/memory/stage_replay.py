@@ -76,7 +76,7 @@ class BlockEntry(NamedTuple):
     result: tuple[str, str, int]
     leaves: BucketsLeft
     waiting: WaitsLeft | None
-    """What I leaves for W."""
+    """Gradients and inputs that I leaves for W."""
 
 
 BlockEntries = dict[Hashable, BlockEntry]
