@@ -134,7 +134,7 @@ def rank_activations(
         own = columns[np.array([*of_types, *range(len(BY_TYPE) * num_types, len(columns))])[:, None], rows]
         saved = blocks.saved[np.array(used)[:, None], rows]
         if SCHEDULES[pipeline.schedule].forward_first and pipeline.pp > 1:
-            most[..., rows] = _all_forward(loads, own, micro_batches[rows], len(saved))
+            most[..., rows] = _all_forward(loads, own, micro_batches[rows], len(saved), bare_head=not pipeline.chunks[-1])
             most[:, 0, :, rows] -= sums[:, 0, rows].T[:, :, None]
         else:
             most[..., rows] = loads.most(own, sums[..., rows]) - sums[:, 0][:, None, None, rows]
@@ -200,9 +200,11 @@ def least_of_blocks(workload: Workload, table: LayoutTable, stages: Stages) -> t
     return held, np.where(np.isfinite(largest), np.maximum(largest, 0.0), 0.0)
 
 
-def _all_forward(loads: Loads, columns: Floats, micro_batches: NDArray[np.int64], num_types: int) -> Floats:
+def _all_forward(
+    loads: Loads, columns: Floats, micro_batches: NDArray[np.int64], num_types: int, *, bare_head: bool
+) -> Floats:
     """Bytes of schedules that run all forward passes first, [3, WHEN, PASSES, layouts]: one micro-batch in full, and what
-    each of the others saves."""
+    each of the others saves. `bare_head`: the last stage has no blocks, so no moment of loads has the head's."""
     found = loads.most(columns)
     whole = np.zeros_like(columns)
     apart = len(BY_TYPE) * num_types
@@ -212,6 +214,8 @@ def _all_forward(loads: Loads, columns: Floats, micro_batches: NDArray[np.int64]
     forward = [PASSES.index("forward"), PASSES.index("head forward"), PASSES.index("head backward")]
     every = np.where(np.isfinite(rest), rest, 0.0)
     every[:] = every[:, :, forward].max(axis=(1, 2))[:, None, None]
+    if bare_head:
+        every[2] += columns[apart + APART.index("head")]
     found[:, 0] = np.maximum(found[:, 0], found[:, 2]) + (micro_batches - 1) * every[:, 0]
     found[:, 1] = np.where(micro_batches > 1, found[:, 0] - every[:, 0], -np.inf)
     return found
@@ -247,7 +251,8 @@ def _pipeline(
     name = SCHEDULE_NAMES[number]
     chunks = tuple(chunk_layers_of(workload, pp * virtual, stages.layers_per_stage))
     used, places = _types(workload.model, table.modes, every, kept)
-    return Pipeline(name, pp, virtual, enough_micro_batches(name, pp, count), chunks, places, len(used)), used
+    few = enough_micro_batches(name, pp, count)
+    return Pipeline(name, pp, virtual, few, chunks, places, len(used), bool(workload.model.num_experts)), used
 
 
 @lru_cache(maxsize=1024)

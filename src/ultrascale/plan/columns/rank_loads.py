@@ -65,6 +65,8 @@ class Pipeline(NamedTuple):
     types: tuple[int, ...]
     """Type of every block."""
     num_types: int
+    sums_in_input: bool = False
+    """Gradients are summed from the first I on, where W has few of them: experts' are made in I."""
 
 
 class Loads(NamedTuple):
@@ -143,7 +145,7 @@ def _loads(
     """Loads of the first, the middle and the last ranks (`sorts`), from their lists of actions."""
     lists = [[part for action in actions[rank] for part in action.parts] for ranks in sorts for rank in ranks]
     of_rank = np.repeat(np.arange(len(sorts)), [len(ranks) for ranks in sorts])
-    rows, rank, moment = _moments(_passes(lists, _types_of_stages(pipeline)), pipeline.num_types)
+    rows, rank, moment = _moments(_passes(lists, _types_of_stages(pipeline), pipeline.sums_in_input), pipeline.num_types)
     moments = len(WHEN) * len(PASSES)
     groups, every = of_rank[rank] * moments + moment, np.arange(len(sorts) * moments)
     never = np.bincount(groups, minlength=len(every)) == 0
@@ -160,11 +162,13 @@ def _types_of_stages(pipeline: Pipeline) -> list[tuple[int, ...]]:
 
 def _sorts(held: Sequence[Sequence[int]], stages: Sequence[tuple[int, ...]], *, cuts: bool) -> list[list[int]]:
     """The first rank, some between, and the last, of what each holds. Between: of the ranks with the same blocks the first,
-    which has most micro-batches under way, and where backward passes are cut the last, which has most waiting for W."""
+    which has most micro-batches under way, and where backward passes are cut the last, which has most waiting for W, or where
+    micro-batches come in at both ends the innermost."""
     alike: dict[object, list[int]] = {}
     for rank in range(1, len(held) - 1):
         alike.setdefault(tuple(stages[stage] for stage in held[rank]), []).append(rank)
-    between = sorted({rank for ranks in alike.values() for rank in (ranks[0], ranks[-1] if cuts else ranks[0])})
+    some = ((ranks[0], ranks[len(ranks) // 2], ranks[-1]) if cuts else ranks[:1] for ranks in alike.values())
+    between = sorted({rank for ranks in some for rank in ranks})
     return [[0], between, [len(held) - 1] if len(held) > 1 else []]
 
 
@@ -204,7 +208,7 @@ class _Passes(NamedTuple):
     """True for ranks that hold the first stage, [ranks]."""
 
 
-def _passes(lists: Sequence[Sequence[Action]], stages: Sequence[tuple[int, ...]]) -> _Passes:
+def _passes(lists: Sequence[Sequence[Action]], stages: Sequence[tuple[int, ...]], sums_in_input: bool) -> _Passes:
     """Plays the lists of some ranks, one after the other: each ends with nothing held, so that all is a running sum."""
     lengths, last = [len(passes) for passes in lists], len(stages) - 1
     kinds, _, of_stages, *_ = zip(*chain.from_iterable(lists), strict=True)
@@ -224,8 +228,9 @@ def _passes(lists: Sequence[Sequence[Action]], stages: Sequence[tuple[int, ...]]
     own[order] = waits[order].cumsum()
     waiting = 1 * ((waits > 0) & (own == 1)) - ((waits < 0) & (own == 0))
     finishes = np.flatnonzero((kind == BACKWARD) | (kind == WEIGHT))
+    adds = np.flatnonzero((kind == BACKWARD) | (kind == WEIGHT) | cuts) if sums_in_input else finishes
     first, final = np.zeros((2, len(kind)), dtype=np.int64)
-    first[finishes[np.unique(cell[finishes], return_index=True)[1]]] = 1
+    first[adds[np.unique(cell[adds], return_index=True)[1]]] = 1
     final[finishes[::-1][np.unique(cell[finishes[::-1]], return_index=True)[1]]] = 1
     before = np.stack([first, final]).cumsum(axis=1) - [first, final]
     begun, done = before - before[:, starts]
