@@ -228,7 +228,8 @@ def _passes(lists: Sequence[Sequence[Action]], stages: Sequence[tuple[int, ...]]
     own[order] = waits[order].cumsum()
     waiting = 1 * ((waits > 0) & (own == 1)) - ((waits < 0) & (own == 0))
     finishes = np.flatnonzero((kind == BACKWARD) | (kind == WEIGHT))
-    adds = np.flatnonzero((kind == BACKWARD) | (kind == WEIGHT) | cuts) if sums_in_input else finishes
+    in_input = cuts if sums_in_input else cuts & (stage == last) & (not stages[last])  # a bare head's are made in I too
+    adds = np.flatnonzero((kind == BACKWARD) | (kind == WEIGHT) | in_input)
     first, final = np.zeros((2, len(kind)), dtype=np.int64)
     first[adds[np.unique(cell[adds], return_index=True)[1]]] = 1
     final[finishes[::-1][np.unique(cell[finishes[::-1]], return_index=True)[1]]] = 1
