@@ -28,7 +28,7 @@ from ultrascale.description.schedules import SCHEDULES
 from ultrascale.plan.columns.footprint import stage_memory
 from ultrascale.plan.columns.rank_loads import PASSES, Pipeline, enough_micro_batches, loads_of, loads_of_actions
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.memory.replay import plan_fullest_rank
+from ultrascale.plan.memory.replay import plan_fullest_rank, plan_memory
 from ultrascale.plan.search.space import legal_layouts
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.build import build_schedule
@@ -118,6 +118,37 @@ def test_of_each_schedule_nine_in_ten_are_within_two_percent_below_and_five_abov
     found = drawn_of(schedule, 48)
     assert np.mean([-0.02 <= off <= 0.05 for off, _ in found]) >= 0.9, (found[:3], found[-3:])
     assert found[0][0] > LOW and found[-1][0] < HIGH, (found[0], found[-1])
+
+
+BF16 = Layout(precision="bf16")
+RANKS = {
+    "a stage that is the head alone keeps a gradient of its weight for each micro-batch, all forward first":
+        ("llama-3.2-1b", 32, replace(BF16, tp=2, pp=8, schedule="afab", recompute="full")),
+    "so does one of the stages of a rank":
+        ("llama-3.2-1b", 32, replace(BF16, tp=2, pp=4, schedule="breadth-first", virtual_stages=4, recompute="full")),
+    "where micro-batches come in at both ends most waits for W in the middle":
+        ("qwen2.5-7b", 16, replace(BF16, tp=2, pp=8, schedule="dualpipe", recompute="full", micro_batch_size=1)),
+    "gradients of experts are I's":
+        ("qwen3-30b-a3b", 64, replace(BF16, dp=4, tp=8, pp=4, ep=8, zero_stage=1, schedule="zb-h1", micro_batch_size=4)),
+    "those of a head alone too":
+        ("llama-3.2-1b", 32, replace(BF16, dp=2, cp=2, pp=8, zero_stage=1, schedule="zb-h1", micro_batch_size=2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", RANKS)
+def test_every_sort_of_rank_is_near_its_replay(what: str) -> None:
+    name, sequences, layout = RANKS[what]
+    workload = Workload(preset(name), parse_cluster(f"{layout.world_size}xh100"), 8192, sequences)
+    first, *between, last = [
+        plan_memory(
+            workload.model, layout, sequence_length=workload.sequence_length, sequences_per_batch=sequences,
+            rank=rank * layout.world_size // layout.pp, stack=workload.stack,
+        ).peak.total
+        for rank in range(layout.pp)
+    ]  # fmt: skip
+    found = stage_memory(workload, LayoutTable.of([layout])).by_rank[:, 0]
+    off = [one / other - 1 for one, other in zip(found, (first, max(between), last), strict=True)]
+    assert min(off) > -0.03 and max(off) < 0.2, off
 
 
 def test_most_layouts_are_within_five_percent() -> None:
