@@ -25,7 +25,7 @@ from ultrascale.checkpoint.stored import found_in, publish_stored, upload_files
 from ultrascale.checkpoint.stored.publish import files_of
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Optimizer
-from ultrascale.storage import ConflictError, StorageError, Store, hub_branch, open_store, parts
+from ultrascale.storage import ConflictError, StorageError, Store, hub, hub_branch, open_store, parts
 from ultrascale.train.folder import run_store
 
 KEY = "hf_right"
@@ -168,10 +168,17 @@ def test_a_storm_passes_and_nothing_is_lost(hub_here: Hub, hub_url: str, tmp_pat
     assert not told.getvalue(), "an upload's address, which is signed, is in the log"
 
 
-def test_a_limit_that_lasts_is_told_at_once_and_the_next_save_brings_what_waited(hub_here: Hub, hub_url: str, tmp_path: Path):
+@pytest.mark.parametrize("told_by", ["Retry-After", "RateLimit"])
+def test_a_limit_that_lasts_is_told_at_once_and_the_next_save_brings_what_waited(
+    hub_here: Hub, hub_url: str, tmp_path: Path, told_by: str
+):
     store = branch(hub_url, seconds=20)
     upload(store, save(tmp_path / "disk", 1))
-    hub_here.refuse, hub_here.retry_after = {"/commit/": 429}, "1800"
+    hub_here.refuse = {"/commit/": 429}
+    if told_by == "RateLimit":
+        hub_here.limit = '"api";r=0;t=1800'
+    else:
+        hub_here.retry_after = "1800"
     begun = time.monotonic()
     with pytest.raises(StorageError, match=r"status 429\), and asks to wait 1800 s.*checkpoint.every_steps"):
         upload(store, save(tmp_path / "disk", 2))
@@ -181,6 +188,61 @@ def test_a_limit_that_lasts_is_told_at_once_and_the_next_save_brings_what_waited
     assert whole(branch(hub_url), tmp_path / "fresh") == 3
     named = {key for one in found_in(store) if one.index for key in one.index.part_keys()}
     assert {one.key for one in store.walk("checkpoints") if not one.key.endswith(".json")} == named, "something is left over"
+
+
+@pytest.mark.parametrize("part", ["/revision/", "/tree/", "/preupload/", "/lfs/", "/resolve/", "/auth-check/", "/commit/"])
+def test_a_hub_that_falls_silent_is_given_up(hub_here: Hub, hub_url: str, monkeypatch: pytest.MonkeyPatch, part: str):
+    store = branch(hub_url, seconds=1)
+    store.publish("m", b"1", replacing=None)
+    monkeypatch.setitem(hub.LIMITS, "read", 0.3)
+    hub_here.silent = part
+    begun = time.monotonic()
+    with pytest.raises(StorageError, match="does not answer as it should"):
+        store.expect_usable("probe")
+        store.read("m")
+        store.write("part", b"\0")
+        store.flush()
+    assert time.monotonic() - begun < 20
+
+
+def test_a_commit_that_takes_longer_than_requests_are_repeated_is_sent_again(
+    hub_here: Hub, hub_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    store = branch(hub_url, seconds=0.5)
+    monkeypatch.setitem(hub.LIMITS, "read", 1.0)
+    hub_here.silent, hub_here.silences_left = "/commit/", 1
+    store.publish("m", b"1", replacing=None)
+    assert hub_here.silences_left == 0 and store.read("m") == b"1"
+
+
+def test_an_upload_that_the_hub_puts_off_for_long_is_told_at_once(hub_here: Hub, hub_url: str):
+    hub_here.refuse, hub_here.limit = {"/preupload/": 429}, '"api";r=0;t=200'
+    begun = time.monotonic()
+    with pytest.raises(StorageError, match="asks to wait 200 s"):
+        branch(hub_url).write("part", b"1")
+    assert time.monotonic() - begun < 5
+
+
+def test_a_save_that_is_refused_does_not_keep_the_next_ones_out(hub_here: Hub, hub_url: str, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(parts, "PART_BYTES", 10_000)
+    hub_here.refused_name = "step-00000003"
+    train_here(stored_run(tmp_path / "one", hub_url))
+    assert steps_in(hub_url)[0] == 12 and not any(hub_here.refused_name in path for path in hub_here.files)
+
+
+def test_a_branch_of_any_name_is_written_and_read(hub_here: Hub):
+    hub_here.branch = "tries/v#1+x"
+    store = branch(f"hf://{REPO}@tries%2Fv#1+x/runs")
+    store.write("part", b"\0")
+    store.publish("m", b"1", replacing=None)
+    assert store.read("m") == b"1" and store.read("part") == b"\0"
+
+
+def test_what_the_repository_ignores_is_uploaded_and_does_not_wait_in_memory(hub_here: Hub, hub_url: str):
+    hub_here.ignored = "*"
+    store = branch(hub_url)
+    store.write("part", b"\0" * 1000)
+    assert len(hub_here.objects) == 1 and len(json.dumps(store.take_pending())) < 300
 
 
 def test_what_is_removed_is_gone_from_the_branch_in_one_commit_and_stays_in_its_history(hub_here: Hub, hub_url: str):

@@ -6,9 +6,13 @@ first asked for. Nothing is written so: `hub_branch` has the branch that a run i
 
 from __future__ import annotations
 
+import math
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -21,6 +25,12 @@ PLACE = re.compile(r"(datasets/)?(?!datasets/|spaces/)([\w.-]+/[\w.-]+)(?:@([^/@
 COMMITS: dict[tuple[str, str, str], str] = {}
 """Commits that this process reads, by type and name of the repository, and revision."""
 _LOCK = threading.Lock()
+LIMITS = {"connect": 30.0, "read": 120.0, "write": 120.0}
+"""Seconds after which a request that goes no further fails; huggingface_hub waits for ever."""
+UNTIL: ContextVar[float] = ContextVar("UNTIL", default=math.inf)
+"""If set, the moment after which no request begins, and one that the Hub refuses for now fails at once: whoever sets it asks
+again, in place of huggingface_hub, which does so for as long as it likes."""
+_FOR_NOW = (408, 429, 500, 502, 503, 504)
 READ_ONLY = "is only read here: only a run and a sweep write to the Hub, and --push-to-hub"
 
 
@@ -41,6 +51,7 @@ class HubStore(Store):
         self._utils: Any = utils
         self._errors: Any = errors
         utils.logging.set_verbosity_error()  # its warnings quote addresses that are signed
+        _limit_requests()
         self._type = "dataset" if place[1] else "model"
         self._repo, self._revision = place[2], (place[3] or "main").replace("%2F", "/")
         self._led_to: dict[str, str] = {}  # by address, where the Hub sends for a file that another server keeps
@@ -150,12 +161,42 @@ class HubStore(Store):
         said = type(error).__name__ if status is None else f"status {status}"
         if isinstance(error, self._errors.EntryNotFoundError):
             return MissingError(f"{self.where(key)} is not there.")
+        if isinstance(error, self._errors.HFValidationError):
+            return RefusedError(f"{self.url} names no repository, by huggingface_hub's rules. Check its name.")
         if isinstance(error, self._errors.RevisionNotFoundError):
             return RefusedError(f"{self.url}: the repository has no revision {self._revision!r}.")
         if isinstance(error, self._errors.RepositoryNotFoundError) or status in (401, 403):
             remedy = "Check its name, and the key in HF_TOKEN or of `hf auth login`"
             return RefusedError(f"{self.url}: there is no such repository, or not for this key ({said}). {remedy}.")
         return StorageError(f"{self.where(key)}: the Hub does not answer as it should ({said}).")
+
+
+@cache
+def _limit_requests() -> None:
+    """Have each client that huggingface_hub makes from now on, also by a factory that a user has set, keep LIMITS and UNTIL."""
+    from huggingface_hub import set_client_factory
+    from huggingface_hub.utils import _http
+
+    http: Any = _http
+    make = http._GLOBAL_CLIENT_FACTORY
+
+    def before(request: Any) -> None:
+        if time.monotonic() > UNTIL.get():
+            raise TimeoutError
+        limits = request.extensions.setdefault("timeout", {})
+        limits.update({name: seconds for name, seconds in LIMITS.items() if limits.get(name) is None})
+
+    def after(answer: Any) -> None:
+        if answer.status_code in _FOR_NOW and UNTIL.get() < math.inf:
+            http.hf_raise_for_status(answer)
+
+    def make_limited() -> Any:
+        client = make()
+        client.event_hooks["request"].append(before)
+        client.event_hooks["response"].append(after)
+        return client
+
+    set_client_factory(make_limited)
 
 
 def _stored(entry: Any, key: str) -> Stored:

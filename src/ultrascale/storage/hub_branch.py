@@ -18,16 +18,17 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from ultrascale.storage.errors import ConflictError, RefusedError, StorageError
-from ultrascale.storage.hub import HubStore, T
+from ultrascale.storage.hub import UNTIL, HubStore, T
 from ultrascale.storage.store import PAUSE_SECONDS, Stored, Version
 
 COMMIT_FILES = 1000
 """Files of one commit: with many more the Hub's answer takes longer than its own limit."""
-COMMIT_SECONDS = 300.0
 MOST_PAUSE_SECONDS = 10.0
 _MAY_PASS = (408, 409, 412, 425, 429)
 """Statuses below 500 after which the same request may succeed; 409 and 412: another commit came first."""
@@ -181,7 +182,8 @@ class HubBranch(HubStore):
     def _upload(self, key: str, content: bytes | Path) -> dict[str, Any]:
         """The operation that makes a file; large content is on the Hub by then, small content goes with the commit."""
         file = self._hub.CommitOperationAdd(self._path(key), content)
-        self._hub.HfApi().preupload_lfs_files(self._repo, [file], repo_type=self._type, revision=self._revision)
+        place = {"repo_type": self._type, "revision": self._revision}
+        self._hub.HfApi().preupload_lfs_files(self._repo, [file], **place, gitignore_content="# nothing")
         path, info = file.path_in_repo, file.upload_info
         if info.size and file.path_or_fileobj == b"":  # so it says that it was uploaded
             return {"key": "lfsFile", "value": {"path": path, "algo": "sha256", "oid": info.sha256.hex(), "size": info.size}}
@@ -189,40 +191,43 @@ class HubBranch(HubStore):
 
     def _send(self, operations: list[dict[str, Any]], title: str, *, parent: str | None = None) -> None:
         """One commit. With `parent`: status 412 if the branch leads elsewhere by then."""
-        header = {"summary": f"{title} ({self._folder.rstrip('/') or self._repo})"}
+        header = {"summary": f"{title} ({self._folder.rstrip('/') or self._repo})", "description": ""}
         header |= {} if parent is None else {"parentCommit": parent}
         lines = [{"key": "header", "value": header}, *operations]
         body = "".join(f"{json.dumps(one)}\n" for one in lines).encode()
-        address = f"{self._api}/commit/{self._revision.replace('/', '%2F')}"
+        address = f"{self._api}/commit/{quote(self._revision, safe='')}"
         with self._lock:
-            answer = self._ask("POST", address, content=body, timeout=COMMIT_SECONDS)
-            self._move(answer.json()["commitOid"])
+            self._move(self._ask("POST", address, body).json()["commitOid"])
 
-    def _ask(self, method: str, address: str, **more: Any) -> Any:
-        headers = self._utils.build_hf_headers(headers={"Content-Type": "application/x-ndjson"} if more else {})
+    def _ask(self, method: str, address: str, body: bytes | None = None) -> Any:
+        headers = self._utils.build_hf_headers(headers={} if body is None else {"Content-Type": "application/x-ndjson"})
         once = {"retry_on_exceptions": (), "retry_on_status_codes": ()}  # `_do` sends it again
-        answer = self._utils.http_backoff(method, address, headers=headers, **once, **more)
+        answer = self._utils.http_backoff(method, address, headers=headers, content=body, **once)
         self._utils.hf_raise_for_status(answer)
         return answer
 
     def _do(self, key: str, work: Callable[[], T]) -> T:
-        until, pause = time.monotonic() + self._patience_seconds, PAUSE_SECONDS
-        while True:
+        patience, pause = self._patience_seconds, PAUSE_SECONDS
+        until = time.monotonic() + patience
+        for attempt in count():
+            before = UNTIL.set(time.monotonic() + patience)
             try:
                 return work()
             except Exception as error:  # of whichever HTTP client huggingface_hub brings along
                 told = self._error(key, error)
                 wait = max(pause * random.uniform(0.5, 1.5), _asked_seconds(error))
-                if type(told) is not StorageError or time.monotonic() + wait > until:
+                is_late = attempt > 0 and time.monotonic() + wait > until  # also a slow request is sent twice
+                if type(told) is not StorageError or wait > patience or is_late:
                     raise told from None  # its text quotes the request
+            finally:
+                UNTIL.reset(before)
             time.sleep(wait)
             pause = min(2 * pause, MOST_PAUSE_SECONDS)
+        raise AssertionError
 
     def _error(self, key: str, error: Exception) -> StorageError:
         if isinstance(error, StorageError):
             return error
-        if isinstance(error, self._errors.LocalTokenNotFoundError):
-            return RefusedError(f"{self.url}: there is no key. Set HF_TOKEN, or run `hf auth login`.")
         status = getattr(getattr(error, "response", None), "status_code", None)
         told = super()._error(key, error)
         if isinstance(error, self._errors.RepositoryNotFoundError):
@@ -241,9 +246,14 @@ class HubBranch(HubStore):
 
 
 def _asked_seconds(error: Exception) -> float:
-    """Seconds for which the Hub asks to be left alone; 0 if it does not."""
-    headers = getattr(getattr(error, "response", None), "headers", {})
-    found = re.fullmatch(r"(\d+)", headers.get("Retry-After", "")) or re.search(r"\bt=(\d+)", headers.get("RateLimit", ""))
+    """Seconds for which the Hub asks to be left alone; 0 if it does not. RateLimit is on every answer."""
+    answer = getattr(error, "response", None)
+    if answer is None:
+        return 0.0
+    limited = (
+        re.search(r"\br=0;t=(\d+)", answer.headers.get("RateLimit", "").replace(" ", "")) if answer.status_code == 429 else None
+    )
+    found = limited or re.fullmatch(r"(\d+)", answer.headers.get("Retry-After", ""))
     return 0.0 if found is None else float(found[1])
 
 
