@@ -174,8 +174,11 @@ class Answer(BaseHTTPRequestHandler):
         elif "/preupload/" in self.path:
             asked = json.loads(body)
             ignored = asked.get("gitIgnore") or hub.ignored
-            self.say({"files": [{"path": one["path"], "uploadMode": "lfs" if self._is_large(one) else "regular",
-                                 "shouldIgnore": fnmatch.fnmatch(one["path"], ignored)} for one in asked["files"]]})  # fmt: skip
+            files = [
+                {"path": one["path"], "uploadMode": mode, "shouldIgnore": fnmatch.fnmatch(one["path"], ignored)}
+                for one, mode in zip(asked["files"], map(self._mode, asked["files"]), strict=True)
+            ]
+            self.say({"files": files})
         elif self.path.endswith("/info/lfs/objects/batch"):
             wanted = json.loads(body)["objects"]
             sent = [{"actions": {"upload": {"href": f"{hub.address}/lfs/{one['oid']}"}}} for one in wanted]
@@ -235,11 +238,11 @@ class Answer(BaseHTTPRequestHandler):
         hub.commit_now = f"{len(hub.commits):040x}"
         return 200
 
-    def _is_large(self, file: dict[str, Any]) -> bool:
+    def _mode(self, file: dict[str, Any]) -> str:
         """As the Hub has it: named so in .gitattributes, or no text."""
         sample = base64.b64decode(file["sample"])
         is_named = any(fnmatch.fnmatch(file["path"], one) for one in self.server.large)
-        return is_named or not sample.isascii() or b"\0" in sample
+        return "lfs" if is_named or not sample.isascii() or b"\0" in sample else "regular"
 
     def _refused(self) -> bool:
         if self.server.silent and self.server.silent in self.path and self.server.silences_left > 0:

@@ -86,6 +86,20 @@ def test_a_save_of_very_many_parts_is_several_commits_and_the_index_is_in_the_la
     assert whole(branch(hub_url), tmp_path / "fresh") == LAST
 
 
+def test_the_hub_is_not_asked_for_more_files_in_a_folder_nor_lines_of_gitattributes_than_it_takes(
+    hub_here: Hub, hub_url: str, tmp_path: Path
+):
+    hub_here.most_in_folder = 10
+    hub_here.most_large = len(hub_here.large)
+    store = branch(hub_url)
+    assert write(store, tmp_path / "disk", keep=2) == LAST
+    assert max(len(found) for one in found_in(store) if one.index for found in one.index.files.values()) > 5
+    assert whole(open_store(hub_url), tmp_path / "fresh") == LAST
+    assert {one.key for one in store.walk("checkpoints") if not one.key.endswith(".json")} == {
+        key for one in found_in(open_store(hub_url)) if one.index for key in one.index.part_keys()
+    }
+
+
 def test_what_waits_is_read_here_and_elsewhere_once_it_is_flushed(hub_here: Hub, hub_url: str):
     here, there = branch(hub_url), branch(hub_url)
     here.write("a/one", b"1")

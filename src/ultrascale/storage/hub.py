@@ -2,6 +2,9 @@
 
 A process reads all of a repository at one commit: that which the revision (`NAME@REVISION`, else main) leads to when it is
 first asked for. Nothing is written so: `hub_branch` has the branch that a run is kept on.
+
+The Hub takes 10,000 files in a folder, and notes each large one in .gitattributes, which must stay small, unless a pattern
+there names it. So the part SAVE/FILE.00012-1a2b3c4d of a save has the path SAVE/FILE/00012-1a2b3c4d.bin there.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ UNTIL: ContextVar[float] = ContextVar("UNTIL", default=math.inf)
 """If set, the moment after which no request begins, and one that the Hub refuses for now fails at once: whoever sets it asks
 again, in place of huggingface_hub, which does so for as long as it likes."""
 _FOR_NOW = (408, 429, 500, 502, 503, 504)
+_PART = re.compile(r"^((?:.*/)?[0-9a-f]{32}/[^/]+)\.(\d{5,}-[0-9a-f]{8})$")
+_PATH = re.compile(r"^((?:.*/)?[0-9a-f]{32}/[^/]+)/(\d{5,}-[0-9a-f]{8})\.bin$")
 READ_ONLY = "is only read here: only a run and a sweep write to the Hub, and --push-to-hub"
 
 
@@ -105,7 +110,7 @@ class HubStore(Store):
     def walk(self, prefix: str) -> Iterator[Stored]:
         for one in self._tree(prefix, recursive=True):
             if hasattr(one, "size"):
-                yield _stored(one, one.path.removeprefix(self._folder))
+                yield _stored(one, _PATH.sub(r"\1.\2", one.path.removeprefix(self._folder)))
 
     def write(self, key: str, data: bytes | memoryview) -> None:
         self._refuse()
@@ -122,6 +127,10 @@ class HubStore(Store):
     def _refuse(self) -> NoReturn:
         raise RefusedError(f"{self.url} {READ_ONLY}.")
 
+    def _path(self, key: str) -> str:
+        """Path in the repository."""
+        return self._folder + _PART.sub(r"\1/\2.bin", key)
+
     def _tree(self, prefix: str, *, recursive: bool) -> list[Any]:
         path = f"{self._folder}{prefix}".strip("/") or None
         api, where = self._hub.HfApi(), {"repo_type": self._type, "recursive": recursive}
@@ -131,7 +140,7 @@ class HubStore(Store):
             return []
 
     def _address(self, key: str) -> str:
-        return self._hub.hf_hub_url(self._repo, f"{self._folder}{key}", repo_type=self._type, revision=self._commit)
+        return self._hub.hf_hub_url(self._repo, self._path(key), repo_type=self._type, revision=self._commit)
 
     def _get(self, key: str, headers: dict[str, str]) -> Any:
         """The answer to a request for a file; those that may succeed later are sent again by huggingface_hub."""

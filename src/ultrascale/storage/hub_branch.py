@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from pathlib import Path
+from posixpath import commonpath
 from typing import Any
 from urllib.parse import quote
 
@@ -113,9 +114,11 @@ class HubBranch(HubStore):
 
     def _remove(self, keys: list[str]) -> None:
         parent = self._look()
-        folders = {key.rpartition("/")[0] for key in keys}
-        there = {one.path for folder in folders for one in self._tree(folder, recursive=False)}
-        doomed = [self._path(key) for key in keys if self._path(key) in there]
+        paths = [self._path(key) for key in keys]
+        folders = {path.rpartition("/")[0] for path in paths}
+        above = f"{commonpath(folders)}/".removeprefix(self._folder)
+        there = {one.path for one in self._tree(above, recursive=len(folders) > 1)}
+        doomed = [path for path in paths if path in there]
         if doomed:  # the Hub takes no removal of what is not there
             lines = [{"key": "deletedFile", "value": {"path": path}} for path in doomed]
             self._send(lines, f"Remove {len(doomed)} files", parent=parent)
@@ -146,9 +149,6 @@ class HubBranch(HubStore):
     @property
     def _api(self) -> str:
         return f"{self._hub.HfApi().endpoint}/api/{self._type}s/{self._repo}"
-
-    def _path(self, key: str) -> str:
-        return f"{self._folder}{key}"
 
     def _look(self) -> str:
         """The commit that the branch leads to now."""
