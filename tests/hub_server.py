@@ -47,6 +47,7 @@ class Hub(ThreadingHTTPServer):
         self.lost_answers = 0
         """Commits that are made, and whose answers never come."""
         self.branch = "main"
+        self.tags: list[str] = []
         self.large = ["*.bin", "*.safetensors"]
         """Patterns of .gitattributes; a large file that none names adds itself there."""
         self.most_large, self.most_in_folder = 100, 10_000
@@ -65,7 +66,7 @@ class Hub(ThreadingHTTPServer):
         self.private: bool | None = None
         self.refuse: dict[str, int] = {}
         """Parts of paths, and the status that answers them."""
-        self.refusals_left = 10**9
+        self.refusals_left, self.kind = 10**9, "application/json"
         self.only_with_key = False
         self.elsewhere = ""
         """Another server, that files are sent for to."""
@@ -102,6 +103,12 @@ class Answer(BaseHTTPRequestHandler):
             self.file(*match.groups())
         elif match := re.fullmatch(r"/api/\w+/[^/]+/[^/]+/tree/([^/]+)/?(.*)", path):
             self.tree(match[1], match[2], recursive="recursive=true" in query.lower())
+        elif path.endswith("/refs"):
+            named = {"branches": [self.server.branch], "tags": self.server.tags, "converts": []}
+            kinds = {
+                kind: [{"name": one, "ref": one, "targetCommit": COMMIT} for one in names] for kind, names in named.items()
+            }
+            self.say(kinds)
         elif path.endswith("/auth-check/write"):
             self.say({}, status=200 if self.server.may_write else 403)
         elif (match := re.search(r"/revision/(.+)$", path)) and self.server.at(match[1]) is None:
@@ -255,7 +262,8 @@ class Answer(BaseHTTPRequestHandler):
             status = None
         if status is not None:
             self.server.refusals_left -= 1
-            self.say({"error": "no"}, status=status, headers={"Retry-After": self.server.retry_after or "0"})
+            again = {"Retry-After": self.server.retry_after or "0"}
+            self.say({"error": "no"}, status=status, kind=self.server.kind, headers=again)
         return status is not None
 
     def _is_hidden(self) -> bool:

@@ -26,7 +26,10 @@ from ultrascale.checkpoint.stored.publish import files_of
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Optimizer
 from ultrascale.storage import ConflictError, StorageError, Store, hub, hub_branch, open_store, parts
+from ultrascale.storage.errors import RefusedError
 from ultrascale.train.folder import run_store
+from ultrascale.train.folder.claim import take_over
+from ultrascale.train.folder.run_folder import RunFolder
 
 KEY = "hf_right"
 
@@ -244,6 +247,51 @@ def test_a_save_that_is_refused_does_not_keep_the_next_ones_out(hub_here: Hub, h
     assert steps_in(hub_url)[0] == 12 and not any(hub_here.refused_name in path for path in hub_here.files)
 
 
+def test_a_commit_that_is_refused_tells_why_without_addresses_and_keys(hub_here: Hub, hub_url: str):
+    store = branch(hub_url)
+    hub_here.refused_name = "part"
+    store.write("part", b"1")
+    with pytest.raises(RefusedError) as caught:
+        store.flush()
+    assert str(caught.value).endswith("(status 400). It says: Your push was rejected: see ...")
+
+
+def test_what_another_server_says_is_not_told(hub_here: Hub, hub_url: str):
+    hub_here.refuse, hub_here.kind = {"/lfs/": 400}, "application/xml"
+    with pytest.raises(StorageError) as caught:
+        branch(hub_url).write("part", b"\0")
+    assert str(caught.value).endswith("(status 400).")
+
+
+def test_a_start_that_was_superseded_shows_nothing_more(hub_here: Hub, hub_url: str):
+    first, second = branch(hub_url), branch(hub_url)
+    held = first.publish("run.json", b"first", replacing=None)
+    first.hold("run.json", held)
+    first.publish("a", b"1", replacing=None)
+    first.write("log", b"first")
+    first.flush()
+    for show in (lambda: first.publish("m", b"1", replacing=None), first.flush, lambda: first.remove(["a"])):
+        first.take_pending()
+        first.write("log", b"first's")
+        now, version = second.read_version("run.json")
+        once(hub_here, lambda now=now, version=version: second.publish("run.json", now + b".", replacing=version))
+        with pytest.raises(ConflictError, match=r"run\.json was written by somebody else"):
+            show()
+        first.hold("run.json", second.read_version("run.json")[1])
+    assert second.read("log") == b"first" and sorted(one.key for one in second.names("")[0]) == ["a", "log", "run.json"]
+
+
+def test_a_start_that_takes_the_run_over_ends_the_commits_of_the_one_before(hub_here: Hub, hub_url: str, tmp_path: Path):
+    run, stores = stored_run(tmp_path / "run", hub_url), [branch(f"{hub_url}/small") for _ in range(2)]
+    for number, store in enumerate(stores):
+        take_over(store, run, RunFolder(tmp_path / f"{number}/small"))
+    for store in stores:
+        store.write("log.txt", b"late")
+    with pytest.raises(ConflictError):
+        stores[0].flush()
+    stores[1].flush()
+
+
 def test_a_branch_of_any_name_is_written_and_read(hub_here: Hub):
     hub_here.branch = "tries/v#1+x"
     store = branch(f"hf://{REPO}@tries%2Fv#1+x/runs")
@@ -284,7 +332,9 @@ REFUSED = {
     "no repository": "there is no such repository, or not for this key (status 401). Make the repository first",
     "may only read": "the Hub lets this key write nothing there (status 403). Give HF_TOKEN one that may write",
     "wrong key": "there is no such repository, or not for this key (status 401)",
-    "no branch": "the repository has no revision 'none'",
+    "no branch": "the repository has no revision 'none'. Make the branch first",
+    "a tag": "'v1' is a tag",
+    "no such name": "names no repository, by huggingface_hub's rules",
     "away": "does not answer as it should (",
 }
 
@@ -293,11 +343,15 @@ REFUSED = {
 def test_a_branch_that_cannot_be_used_is_told_in_one_sentence_before_anything_is_written(
     hub_here: Hub, monkeypatch: pytest.MonkeyPatch, trouble: str
 ):
-    store = branch(f"hf://{REPO}@none/runs" if trouble == "no branch" else f"hf://{REPO}/runs", seconds=1)
+    revision = {"no branch": "@none", "a tag": "@v1"}.get(trouble, "")
+    store = branch(f"hf://{REPO}{revision}/runs", seconds=1)
+    hub_here.tags = ["v1"]
     hub_here.has_repository, hub_here.may_write = trouble != "no repository", trouble != "may only read"
     if trouble == "wrong key":
         monkeypatch.setenv("HF_TOKEN", "hf_wrong")
         hub_here.only_with_key = True
+    elif trouble == "no such name":
+        monkeypatch.setattr(store, "_repo", f"{REPO}--")
     elif trouble == "away":
         hub_here.shutdown()
         hub_here.server_close()

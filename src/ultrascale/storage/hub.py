@@ -24,7 +24,7 @@ from ultrascale.storage.store import Block, Store, Stored, Version
 
 T = TypeVar("T")
 BLOCK_BYTES = 8 << 20
-PLACE = re.compile(r"(datasets/)?(?!datasets/|spaces/)([\w.-]+/[\w.-]+)(?:@([^/@]+))?(?:/([^@?]*))?")
+PLACE = re.compile(r"(datasets/)?(?!datasets/|spaces/)([\w.-]+/[\w.-]+)(?:@([^/@]+))?(?:/([^@?]*))?", re.ASCII)
 COMMITS: dict[tuple[str, str, str], str] = {}
 """Commits that this process reads, by type and name of the repository, and revision."""
 _LOCK = threading.Lock()

@@ -31,6 +31,7 @@ from ultrascale.storage.store import PAUSE_SECONDS, Stored, Version
 COMMIT_FILES = 1000
 """Files of one commit: with many more the Hub's answer takes longer than its own limit."""
 MOST_PAUSE_SECONDS = 10.0
+MOST_WORDS = 200
 _MAY_PASS = (408, 409, 412, 425, 429)
 """Statuses below 500 after which the same request may succeed; 409 and 412: another commit came first."""
 
@@ -46,6 +47,7 @@ class HubBranch(HubStore):
         self._head: str | None = None
         self._pending: dict[str, dict[str, Any]] = {}
         """Operations of the next commit, by path, as the Hub takes them."""
+        self._held: tuple[str, Version] | None = None
         self._lock = threading.RLock()
 
     @property
@@ -88,10 +90,7 @@ class HubBranch(HubStore):
 
         def commit() -> None:
             parent = self._look()
-            try:
-                now = self._get(key, {}).content
-            except self._errors.EntryNotFoundError:
-                now = None
+            now = self._now(key)
             if now != data and (None if now is None else _version(now)) != replacing:
                 raise ConflictError(f"{self.where(key)} was written by somebody else.")
             if now != data or self._pending:
@@ -103,6 +102,9 @@ class HubBranch(HubStore):
             self.flush(least=COMMIT_FILES)
             self._do(key, commit)
         return _version(data)
+
+    def hold(self, key: str, version: Version) -> None:
+        self._held = key, version
 
     def remove(self, keys: Iterable[str]) -> None:
         wanted = sorted({*keys})
@@ -144,6 +146,9 @@ class HubBranch(HubStore):
         """Ask whether the key may write, and list: no commit is made to find out. Raises RefusedError if it may not."""
         address = f"{self._api}/auth-check/write"
         self._do("", lambda: self._ask("GET", address))
+        refs = self._do("", lambda: self._hub.HfApi().list_repo_refs(self._repo, repo_type=self._type))
+        if self._revision in {one.name for one in refs.tags}:
+            raise RefusedError(f"{self.url}: {self._revision!r} is a tag, which stays as it is. Name a branch there.")
         self.names("")
 
     @property
@@ -189,8 +194,20 @@ class HubBranch(HubStore):
             return {"key": "lfsFile", "value": {"path": path, "algo": "sha256", "oid": info.sha256.hex(), "size": info.size}}
         return {"key": "file", "value": {"path": path, "encoding": "base64", "content": file.b64content().decode()}}
 
+    def _now(self, key: str) -> bytes | None:
+        """An object as it was at the last look."""
+        try:
+            return self._get(key, {}).content
+        except self._errors.EntryNotFoundError:
+            return None
+
     def _send(self, operations: list[dict[str, Any]], title: str, *, parent: str | None = None) -> None:
         """One commit. With `parent`: status 412 if the branch leads elsewhere by then."""
+        if self._held is not None:
+            key, version = self._held
+            parent = parent or self._look()
+            if _version(self._now(key) or b"") != version:
+                raise ConflictError(f"{self.where(key)} was written by somebody else: nothing more is written there.")
         header = {"summary": f"{title} ({self._folder.rstrip('/') or self._repo})", "description": ""}
         header |= {} if parent is None else {"parentCommit": parent}
         lines = [{"key": "header", "value": header}, *operations]
@@ -229,19 +246,21 @@ class HubBranch(HubStore):
         if isinstance(error, StorageError):
             return error
         status = getattr(getattr(error, "response", None), "status_code", None)
-        told = super()._error(key, error)
+        told, words = super()._error(key, error), _words(error)
+        if isinstance(error, self._errors.RevisionNotFoundError):
+            return RefusedError(f"{told} Make the branch first, with huggingface_hub's HfApi().create_branch.")
         if isinstance(error, self._errors.RepositoryNotFoundError):
             remedy = "Make the repository first, or check its name and the key in HF_TOKEN"
             return RefusedError(f"{self.url}: there is no such repository, or not for this key (status {status}). {remedy}.")
         if status == 403:
             remedy = "Give HF_TOKEN one that may write there; if it may, see whether the account's space is used up"
-            return RefusedError(f"{self.url}: the Hub lets this key write nothing there (status 403). {remedy}.")
+            return RefusedError(f"{self.url}: the Hub lets this key write nothing there (status 403). {remedy}.{words}")
         if status == 429:
             seconds = f", and asks to wait {_asked_seconds(error):.0f} s" if _asked_seconds(error) else ""
             remedy = "It takes some hundred commits an hour: save less often (checkpoint.every_steps)"
-            return StorageError(f"{self.where(key)}: the Hub takes no more for now (status 429){seconds}. {remedy}.")
+            return StorageError(f"{self.where(key)}: the Hub takes no more for now (status 429){seconds}. {remedy}.{words}")
         if type(told) is StorageError and status is not None and status < 500 and status not in _MAY_PASS:
-            return RefusedError(str(told))
+            return RefusedError(f"{told}{words}")
         return told
 
 
@@ -250,11 +269,22 @@ def _asked_seconds(error: Exception) -> float:
     answer = getattr(error, "response", None)
     if answer is None:
         return 0.0
-    limited = (
-        re.search(r"\br=0;t=(\d+)", answer.headers.get("RateLimit", "").replace(" ", "")) if answer.status_code == 429 else None
+    used_up = (
+        re.search(r"\br\s*=\s*0\s*;\s*t\s*=\s*(\d+)", answer.headers.get("RateLimit", ""))
+        if answer.status_code == 429
+        else None
     )
-    found = limited or re.fullmatch(r"(\d+)", answer.headers.get("Retry-After", ""))
+    found = used_up or re.fullmatch(r"(\d+)", answer.headers.get("Retry-After", ""))
     return 0.0 if found is None else float(found[1])
+
+
+def _words(error: Exception) -> str:
+    """First line of what the Hub itself says, without addresses and keys; empty if it says nothing, or another server does."""
+    answer = getattr(error, "response", None)
+    if answer is None or "json" not in answer.headers.get("Content-Type", ""):
+        return ""
+    line = re.sub(r"\S*://\S*|\bhf_\w+", "...", (getattr(error, "server_message", None) or "").partition("\n")[0])
+    return f" It says: {line[:MOST_WORDS]}" if line else ""
 
 
 def _version(data: bytes) -> Version:

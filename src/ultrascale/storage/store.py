@@ -117,6 +117,10 @@ class Store(ABC):
         """Make an object, or replace that state of it; the new state. Raises ConflictError if it is there already, or is in
         another state. Done again after an answer was lost, it succeeds: what is there is the same then."""
 
+    def hold(self, key: str, version: Version) -> None:  # noqa: B027 - most stores cannot ask for it
+        """From now on let nothing that is written here appear once this object is in another state: what would show it raises
+        ConflictError. Stores that cannot ask so together with a write do as ever."""
+
     @abstractmethod
     def names(self, prefix: str) -> tuple[list[Stored], list[str]]:
         """Objects right under the folder `prefix`, and names of the folders there, both by their own names."""
