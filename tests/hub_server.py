@@ -255,7 +255,7 @@ class Answer(BaseHTTPRequestHandler):
         if self.server.silent and self.server.silent in self.path and self.server.silences_left > 0:
             self.server.silences_left -= 1
             self.close_connection = True
-            self.server.ended.wait(60)
+            self.server.ended.wait(20)
             return True
         status = next((status for part, status in self.server.refuse.items() if part in self.path), None)
         if self.server.refusals_left <= 0:

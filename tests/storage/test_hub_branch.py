@@ -66,14 +66,14 @@ def test_parts_of_all_ranks_and_the_index_are_one_commit(hub_here: Hub, hub_url:
     assert whole(second, tmp_path / "fresh") == 1
 
 
-def test_a_save_costs_two_commits_and_two_for_each_that_goes(hub_here: Hub, hub_url: str, tmp_path: Path):
+def test_a_save_costs_one_commit_and_two_for_each_that_goes(hub_here: Hub, hub_url: str, tmp_path: Path):
     store = branch(hub_url)
     counts = []
     for step in range(1, LAST + 1):
         upload(store, save(tmp_path / "disk", step), keep=1)
         store.flush()
         counts.append(len(hub_here.commits))
-    assert counts == [2, 6, 10], hub_here.commits
+    assert counts == [1, 4, 7], hub_here.commits
     assert whole(branch(hub_url), tmp_path / "fresh") == LAST
 
 

@@ -42,6 +42,8 @@ READ_ONLY = "is only read here: only a run and a sweep write to the Hub, and --p
 class HubStore(Store):
     """A folder of a repository. Raises StorageError if huggingface_hub is not installed."""
 
+    listings_lag = False
+
     def __init__(self, url: str):
         try:
             import huggingface_hub

@@ -45,6 +45,8 @@ class Store(ABC):
 
     url: str
     """URL as a person writes it, without a trailing `/`."""
+    listings_lag = True
+    """False if every listing shows what was published before it."""
 
     def where(self, key: str) -> str:
         """The URL of an object."""
