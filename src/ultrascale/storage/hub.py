@@ -58,7 +58,7 @@ class HubStore(Store):
         self._utils: Any = utils
         self._errors: Any = errors
         utils.logging.set_verbosity_error()  # its warnings quote addresses that are signed
-        _limit_requests()
+        _limit_requests(self._hub)
         self._type = "dataset" if place[1] else "model"
         self._repo, self._revision = place[2], (place[3] or "main").replace("%2F", "/")
         self._led_to: dict[str, str] = {}  # by address, where the Hub sends for a file that another server keeps
@@ -183,13 +183,9 @@ class HubStore(Store):
 
 
 @cache
-def _limit_requests() -> None:
+def _limit_requests(package: Any) -> None:
     """Have each client that huggingface_hub makes from now on, also by a factory that a user has set, keep LIMITS and UNTIL."""
-    from huggingface_hub import set_client_factory
-    from huggingface_hub.utils import _http
-
-    http: Any = _http
-    make = http._GLOBAL_CLIENT_FACTORY
+    make = package.utils._http._GLOBAL_CLIENT_FACTORY
 
     def before(request: Any) -> None:
         if time.monotonic() > UNTIL.get():
@@ -199,7 +195,7 @@ def _limit_requests() -> None:
 
     def after(answer: Any) -> None:
         if answer.status_code in _FOR_NOW and UNTIL.get() < math.inf:
-            http.hf_raise_for_status(answer)
+            package.utils.hf_raise_for_status(answer)
 
     def make_limited() -> Any:
         client = make()
@@ -207,7 +203,7 @@ def _limit_requests() -> None:
         client.event_hooks["response"].append(after)
         return client
 
-    set_client_factory(make_limited)
+    package.set_client_factory(make_limited)
 
 
 def _stored(entry: Any, key: str) -> Stored:

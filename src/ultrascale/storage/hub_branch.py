@@ -22,7 +22,6 @@ from itertools import count
 from pathlib import Path
 from posixpath import commonpath
 from typing import Any
-from urllib.parse import quote
 
 from ultrascale.storage.errors import ConflictError, RefusedError, StorageError
 from ultrascale.storage.hub import UNTIL, HubStore, T
@@ -212,9 +211,9 @@ class HubBranch(HubStore):
         header |= {} if parent is None else {"parentCommit": parent}
         lines = [{"key": "header", "value": header}, *operations]
         body = "".join(f"{json.dumps(one)}\n" for one in lines).encode()
-        address = f"{self._api}/commit/{quote(self._revision, safe='')}"
+        branch = re.sub(rb"[^\w.-]", lambda found: b"%%%02X" % ord(found[0]), self._revision.encode()).decode()
         with self._lock:
-            self._move(self._ask("POST", address, body).json()["commitOid"])
+            self._move(self._ask("POST", f"{self._api}/commit/{branch}", body).json()["commitOid"])
 
     def _ask(self, method: str, address: str, body: bytes | None = None) -> Any:
         headers = self._utils.build_hf_headers(headers={} if body is None else {"Content-Type": "application/x-ndjson"})

@@ -120,7 +120,7 @@ class Store(ABC):
         another state. Done again after an answer was lost, it succeeds: what is there is the same then."""
 
     def hold(self, key: str, version: Version) -> None:  # noqa: B027 - most stores cannot ask for it
-        """From now on let nothing that is written here appear once this object is in another state: what would show it raises
+        """Let nothing more that is written here appear once this object is in another state: what would show it raises
         ConflictError. Stores that cannot ask so together with a write do as ever."""
 
     @abstractmethod
