@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import fnmatch
 import hashlib
 import json
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +27,7 @@ def hub_server() -> Iterator[Hub]:
     try:
         yield server
     finally:
+        server.ended.set()
         server.shutdown()
         server.server_close()
 
@@ -43,13 +46,27 @@ class Hub(ThreadingHTTPServer):
         self.before_commit: Callable[[], None] = lambda: None
         self.lost_answers = 0
         """Commits that are made, and whose answers never come."""
+        self.branch = "main"
+        self.tags: list[str] = []
+        self.large = ["*.bin", "*.safetensors"]
+        """Patterns of .gitattributes; a large file that none names adds itself there."""
+        self.most_large, self.most_in_folder = 100, 10_000
+        """Lines of .gitattributes, and files of one folder, above which a commit is refused."""
+        self.ignored = ""
+        """A pattern in the repository's .gitignore."""
+        self.refused_name = ""
+        """No commit that names a path with this is taken."""
+        self.silent, self.silences_left = "", 10**9
+        """Requests with this in their path are never answered."""
+        self.limit = '"api";r=480;t=189'
+        """RateLimit, which is on every answer."""
         self.may_write, self.has_repository = True, True
         self.retry_after = ""
-        self.turn = threading.Lock()
+        self.turn, self.ended = threading.Lock(), threading.Event()
         self.private: bool | None = None
         self.refuse: dict[str, int] = {}
         """Parts of paths, and the status that answers them."""
-        self.refusals_left = 10**9
+        self.refusals_left, self.kind = 10**9, "application/json"
         self.only_with_key = False
         self.elsewhere = ""
         """Another server, that files are sent for to."""
@@ -63,7 +80,7 @@ class Hub(ThreadingHTTPServer):
 
     def at(self, revision: str) -> dict[str, bytes] | None:
         """Files of a commit, or of the branch; None if there is no such revision."""
-        return self.history.get(revision, self.files if revision in ("main", COMMIT, self.commit_now) else None)
+        return self.history.get(revision, self.files if revision in (self.branch, COMMIT, self.commit_now) else None)
 
     @property
     def address(self) -> str:
@@ -86,6 +103,12 @@ class Answer(BaseHTTPRequestHandler):
             self.file(*match.groups())
         elif match := re.fullmatch(r"/api/\w+/[^/]+/[^/]+/tree/([^/]+)/?(.*)", path):
             self.tree(match[1], match[2], recursive="recursive=true" in query.lower())
+        elif path.endswith("/refs"):
+            named = {"branches": [self.server.branch], "tags": self.server.tags, "converts": []}
+            kinds = {
+                kind: [{"name": one, "ref": one, "targetCommit": COMMIT} for one in names] for kind, names in named.items()
+            }
+            self.say(kinds)
         elif path.endswith("/auth-check/write"):
             self.say({}, status=200 if self.server.may_write else 403)
         elif (match := re.search(r"/revision/(.+)$", path)) and self.server.at(match[1]) is None:
@@ -153,11 +176,16 @@ class Answer(BaseHTTPRequestHandler):
             asked = json.loads(body)
             hub.private = asked.get("private", asked.get("visibility") == "private")
             self.say({"url": f"{hub.address}/{REPO}"})
+        elif (match := re.search(r"/(?:preupload|commit)/([^/?]+)", self.path)) and unquote(match[1]) != hub.branch:
+            self.say({"error": f"Invalid rev id: {match[1]}"}, status=404, headers={"X-Error-Code": "RevisionNotFound"})
         elif "/preupload/" in self.path:
-            files = json.loads(body)["files"]
-            names = [one["path"] for one in files]
-            mode = ["lfs" if _is_large(one["path"], base64.b64decode(one["sample"])) else "regular" for one in files]
-            self.say({"files": [{"path": n, "uploadMode": m, "shouldIgnore": False} for n, m in zip(names, mode, strict=True)]})
+            asked = json.loads(body)
+            ignored = asked.get("gitIgnore") or hub.ignored
+            files = [
+                {"path": one["path"], "uploadMode": mode, "shouldIgnore": fnmatch.fnmatch(one["path"], ignored)}
+                for one, mode in zip(asked["files"], map(self._mode, asked["files"]), strict=True)
+            ]
+            self.say({"files": files})
         elif self.path.endswith("/info/lfs/objects/batch"):
             wanted = json.loads(body)["objects"]
             sent = [{"actions": {"upload": {"href": f"{hub.address}/lfs/{one['oid']}"}}} for one in wanted]
@@ -177,18 +205,23 @@ class Answer(BaseHTTPRequestHandler):
             self.server.lost_answers -= 1
             self.close_connection = True
             return
+        if isinstance(status, str):
+            return self.say({"error": f"{status}\nAt {self.server.address}, with hf_right"}, status=400)
         self.say(
             {"success": True, "commitOid": now, "commitUrl": f"{self.server.address}/{REPO}/commit/{now}"},
             status=status,
             headers={"X-Error-Code": "EntryNotFound"} if status == 404 else None,
         )
 
-    def _commit(self, lines: list[dict[str, Any]]) -> int:
-        """All of a commit or nothing; its status."""
+    def _commit(self, lines: list[dict[str, Any]]) -> int | str:
+        """All of a commit or nothing; its status, or why it is refused."""
         hub, header = self.server, lines[0]["value"]
         if header.get("parentCommit", hub.commit_now) != hub.commit_now:
             return 412
-        files = dict(hub.files)
+        files, large = dict(hub.files), list(hub.large)
+        named = [line["value"]["path"] for line in lines[1:]]
+        if hub.refused_name and any(hub.refused_name in path for path in named):
+            return "Your push was rejected: see https://hub/storage?X-Amz-Signature=secret"
         for key, value in ((line["key"], line["value"]) for line in lines[1:]):
             if key == "deletedFile":
                 if files.pop(value["path"], None) is None:
@@ -197,21 +230,40 @@ class Answer(BaseHTTPRequestHandler):
                 files[value["path"]] = base64.b64decode(value["content"])
             elif key == "lfsFile" and len(hub.objects.get(value["oid"], b"")) == value["size"]:
                 files[value["path"]] = hub.objects[value["oid"]]
+                large += [value["path"]] if not any(fnmatch.fnmatch(value["path"], one) for one in large) else []
             else:
                 return 400
+        if len(large) > hub.most_large:
+            return f"Your push was rejected: .gitattributes has {len(large)} lines"
+        crowd = max(Counter(path.rpartition("/")[0] for path in files).values(), default=0)
+        if crowd > hub.most_in_folder:
+            return f"Your push was rejected: {crowd} files in one folder, at most {hub.most_in_folder}"
+        hub.large = large
         hub.history[hub.commit_now] = hub.files
         hub.files = files
         hub.commits.append(header["summary"])
         hub.commit_now = f"{len(hub.commits):040x}"
         return 200
 
+    def _mode(self, file: dict[str, Any]) -> str:
+        """As the Hub has it: named so in .gitattributes, or no text."""
+        sample = base64.b64decode(file["sample"])
+        is_named = any(fnmatch.fnmatch(file["path"], one) for one in self.server.large)
+        return "lfs" if is_named or not sample.isascii() or b"\0" in sample else "regular"
+
     def _refused(self) -> bool:
+        if self.server.silent and self.server.silent in self.path and self.server.silences_left > 0:
+            self.server.silences_left -= 1
+            self.close_connection = True
+            self.server.ended.wait(20)
+            return True
         status = next((status for part, status in self.server.refuse.items() if part in self.path), None)
         if self.server.refusals_left <= 0:
             status = None
         if status is not None:
             self.server.refusals_left -= 1
-            self.say({"error": "no"}, status=status, headers={"Retry-After": self.server.retry_after or "0"})
+            again = {"Retry-After": self.server.retry_after or "0"}
+            self.say({"error": "no"}, status=status, kind=self.server.kind, headers=again)
         return status is not None
 
     def _is_hidden(self) -> bool:
@@ -230,15 +282,11 @@ class Answer(BaseHTTPRequestHandler):
     ) -> None:
         text = b"" if value is None else value if isinstance(value, bytes) else json.dumps(value).encode()
         self.send_response(status)
-        for name, content in {"Content-Type": kind, "Content-Length": str(len(text)), **(headers or {})}.items():
+        left = {"RateLimit": self.server.limit, "RateLimit-Policy": '"fixed window";"api";q=500;w=300'}
+        for name, content in {"Content-Type": kind, "Content-Length": str(len(text)), **left, **(headers or {})}.items():
             self.send_header(name, content)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(text)
 
     def log_message(self, *arguments: Any) -> None: ...
-
-
-def _is_large(name: str, sample: bytes) -> bool:
-    """As the Hub has it: named so in .gitattributes, or no text."""
-    return name.endswith(".safetensors") or not sample.isascii() or b"\0" in sample

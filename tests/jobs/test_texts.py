@@ -339,6 +339,8 @@ def test_a_skypilot_task_recovers_spot_machines_and_each_node_sends_its_parts_to
     assert "--checkpoint.store s3://bucket/runs" in task["run"] and "ultrascale.jobs.state out/big" in task["run"]
     (task,) = documents(text(capsys, "skypilot", "--checkpoint.store", "hf://ada/runs"))
     assert ".[train,hub]" in task["setup"] and "--checkpoint.store hf://ada/runs" in task["run"]
+    (task,) = documents(text(capsys, "skypilot", *IN_A_BUCKET, "--data.sources", '[{path = "hf://datasets/ada/web"}]'))
+    assert ".[train,hub,store]" in task["setup"]
 
 
 def test_a_skypilot_task_of_one_node_may_keep_runs_in_a_bucket_with_a_disk_before_it(capsys):

@@ -25,8 +25,11 @@ from ultrascale.checkpoint.stored import found_in, publish_stored, upload_files
 from ultrascale.checkpoint.stored.publish import files_of
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Optimizer
-from ultrascale.storage import ConflictError, StorageError, Store, hub_branch, open_store, parts
+from ultrascale.storage import ConflictError, StorageError, Store, hub, hub_branch, open_store, parts
+from ultrascale.storage.errors import RefusedError
 from ultrascale.train.folder import run_store
+from ultrascale.train.folder.claim import take_over
+from ultrascale.train.folder.run_folder import RunFolder
 
 KEY = "hf_right"
 
@@ -63,14 +66,14 @@ def test_parts_of_all_ranks_and_the_index_are_one_commit(hub_here: Hub, hub_url:
     assert whole(second, tmp_path / "fresh") == 1
 
 
-def test_a_save_costs_two_commits_and_two_for_each_that_goes(hub_here: Hub, hub_url: str, tmp_path: Path):
+def test_a_save_costs_one_commit_and_two_for_each_that_goes(hub_here: Hub, hub_url: str, tmp_path: Path):
     store = branch(hub_url)
     counts = []
     for step in range(1, LAST + 1):
         upload(store, save(tmp_path / "disk", step), keep=1)
         store.flush()
         counts.append(len(hub_here.commits))
-    assert counts == [2, 6, 10], hub_here.commits
+    assert counts == [1, 4, 7], hub_here.commits
     assert whole(branch(hub_url), tmp_path / "fresh") == LAST
 
 
@@ -84,6 +87,20 @@ def test_a_save_of_very_many_parts_is_several_commits_and_the_index_is_in_the_la
     states = [*hub_here.history.values(), hub_here.files]
     assert max(len(now.keys() - before.keys()) for before, now in pairwise(states)) <= 4
     assert whole(branch(hub_url), tmp_path / "fresh") == LAST
+
+
+def test_the_hub_is_not_asked_for_more_files_in_a_folder_nor_lines_of_gitattributes_than_it_takes(
+    hub_here: Hub, hub_url: str, tmp_path: Path
+):
+    hub_here.most_in_folder = 10
+    hub_here.most_large = len(hub_here.large)
+    store = branch(hub_url)
+    assert write(store, tmp_path / "disk", keep=2) == LAST
+    assert max(len(found) for one in found_in(store) if one.index for found in one.index.files.values()) > 5
+    assert whole(open_store(hub_url), tmp_path / "fresh") == LAST
+    assert {one.key for one in store.walk("checkpoints") if not one.key.endswith(".json")} == {
+        key for one in found_in(open_store(hub_url)) if one.index for key in one.index.part_keys()
+    }
 
 
 def test_what_waits_is_read_here_and_elsewhere_once_it_is_flushed(hub_here: Hub, hub_url: str):
@@ -168,10 +185,17 @@ def test_a_storm_passes_and_nothing_is_lost(hub_here: Hub, hub_url: str, tmp_pat
     assert not told.getvalue(), "an upload's address, which is signed, is in the log"
 
 
-def test_a_limit_that_lasts_is_told_at_once_and_the_next_save_brings_what_waited(hub_here: Hub, hub_url: str, tmp_path: Path):
+@pytest.mark.parametrize("told_by", ["Retry-After", "RateLimit"])
+def test_a_limit_that_lasts_is_told_at_once_and_the_next_save_brings_what_waited(
+    hub_here: Hub, hub_url: str, tmp_path: Path, told_by: str
+):
     store = branch(hub_url, seconds=20)
     upload(store, save(tmp_path / "disk", 1))
-    hub_here.refuse, hub_here.retry_after = {"/commit/": 429}, "1800"
+    hub_here.refuse = {"/commit/": 429}
+    if told_by == "RateLimit":
+        hub_here.limit = '"api";r=0;t=1800'
+    else:
+        hub_here.retry_after = "1800"
     begun = time.monotonic()
     with pytest.raises(StorageError, match=r"status 429\), and asks to wait 1800 s.*checkpoint.every_steps"):
         upload(store, save(tmp_path / "disk", 2))
@@ -181,6 +205,106 @@ def test_a_limit_that_lasts_is_told_at_once_and_the_next_save_brings_what_waited
     assert whole(branch(hub_url), tmp_path / "fresh") == 3
     named = {key for one in found_in(store) if one.index for key in one.index.part_keys()}
     assert {one.key for one in store.walk("checkpoints") if not one.key.endswith(".json")} == named, "something is left over"
+
+
+@pytest.mark.parametrize("part", ["/revision/", "/tree/", "/preupload/", "/lfs/", "/resolve/", "/auth-check/", "/commit/"])
+def test_a_hub_that_falls_silent_is_given_up(hub_here: Hub, hub_url: str, monkeypatch: pytest.MonkeyPatch, part: str):
+    store = branch(hub_url, seconds=1)
+    store.publish("m", b"1", replacing=None)
+    monkeypatch.setitem(hub.LIMITS, "read", 0.3)
+    hub_here.silent = part
+    begun = time.monotonic()
+    with pytest.raises(StorageError, match="does not answer as it should"):
+        store.expect_usable("probe")
+        store.read("m")
+        store.write("part", b"\0")
+        store.flush()
+    assert time.monotonic() - begun < 20
+
+
+def test_a_commit_that_takes_longer_than_requests_are_repeated_is_sent_again(
+    hub_here: Hub, hub_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    store = branch(hub_url, seconds=0.5)
+    monkeypatch.setitem(hub.LIMITS, "read", 1.0)
+    hub_here.silent, hub_here.silences_left = "/commit/", 1
+    store.publish("m", b"1", replacing=None)
+    assert hub_here.silences_left == 0 and store.read("m") == b"1"
+
+
+def test_an_upload_that_the_hub_puts_off_for_long_is_told_at_once(hub_here: Hub, hub_url: str):
+    hub_here.refuse, hub_here.limit = {"/preupload/": 429}, '"api";r=0;t=200'
+    begun = time.monotonic()
+    with pytest.raises(StorageError, match="asks to wait 200 s"):
+        branch(hub_url).write("part", b"1")
+    assert time.monotonic() - begun < 5
+
+
+def test_a_save_that_is_refused_does_not_keep_the_next_ones_out(hub_here: Hub, hub_url: str, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(parts, "PART_BYTES", 10_000)
+    hub_here.refused_name = "step-00000003"
+    train_here(stored_run(tmp_path / "one", hub_url))
+    assert steps_in(hub_url)[0] == 12 and not any(hub_here.refused_name in path for path in hub_here.files)
+
+
+def test_a_commit_that_is_refused_tells_why_without_addresses_and_keys(hub_here: Hub, hub_url: str):
+    store = branch(hub_url)
+    hub_here.refused_name = "part"
+    store.write("part", b"1")
+    with pytest.raises(RefusedError) as caught:
+        store.flush()
+    assert str(caught.value).endswith("(status 400). It says: Your push was rejected: see ...")
+
+
+def test_what_another_server_says_is_not_told(hub_here: Hub, hub_url: str):
+    hub_here.refuse, hub_here.kind = {"/lfs/": 400}, "application/xml"
+    with pytest.raises(StorageError) as caught:
+        branch(hub_url).write("part", b"\0")
+    assert str(caught.value).endswith("(status 400).")
+
+
+def test_a_start_that_was_superseded_shows_nothing_more(hub_here: Hub, hub_url: str):
+    first, second = branch(hub_url), branch(hub_url)
+    held = first.publish("run.json", b"first", replacing=None)
+    first.hold("run.json", held)
+    first.publish("a", b"1", replacing=None)
+    first.write("log", b"first")
+    first.flush()
+    for show in (lambda: first.publish("m", b"1", replacing=None), first.flush, lambda: first.remove(["a"])):
+        first.take_pending()
+        first.write("log", b"first's")
+        now, version = second.read_version("run.json")
+        once(hub_here, lambda now=now, version=version: second.publish("run.json", now + b".", replacing=version))
+        with pytest.raises(ConflictError, match=r"run\.json was written by somebody else"):
+            show()
+        first.hold("run.json", second.read_version("run.json")[1])
+    assert second.read("log") == b"first" and sorted(one.key for one in second.names("")[0]) == ["a", "log", "run.json"]
+
+
+def test_a_start_that_takes_the_run_over_ends_the_commits_of_the_one_before(hub_here: Hub, hub_url: str, tmp_path: Path):
+    run, stores = stored_run(tmp_path / "run", hub_url), [branch(f"{hub_url}/small") for _ in range(2)]
+    for number, store in enumerate(stores):
+        take_over(store, run, RunFolder(tmp_path / f"{number}/small"))
+    for store in stores:
+        store.write("log.txt", b"late")
+    with pytest.raises(ConflictError):
+        stores[0].flush()
+    stores[1].flush()
+
+
+def test_a_branch_of_any_name_is_written_and_read(hub_here: Hub):
+    hub_here.branch = "tries/v#1+x"
+    store = branch(f"hf://{REPO}@tries%2Fv#1+x/runs")
+    store.write("part", b"\0")
+    store.publish("m", b"1", replacing=None)
+    assert store.read("m") == b"1" and store.read("part") == b"\0"
+
+
+def test_what_the_repository_ignores_is_uploaded_and_does_not_wait_in_memory(hub_here: Hub, hub_url: str):
+    hub_here.ignored = "*"
+    store = branch(hub_url)
+    store.write("part", b"\0" * 1000)
+    assert len(hub_here.objects) == 1 and len(json.dumps(store.take_pending())) < 300
 
 
 def test_what_is_removed_is_gone_from_the_branch_in_one_commit_and_stays_in_its_history(hub_here: Hub, hub_url: str):
@@ -208,7 +332,9 @@ REFUSED = {
     "no repository": "there is no such repository, or not for this key (status 401). Make the repository first",
     "may only read": "the Hub lets this key write nothing there (status 403). Give HF_TOKEN one that may write",
     "wrong key": "there is no such repository, or not for this key (status 401)",
-    "no branch": "the repository has no revision 'none'",
+    "no branch": "the repository has no revision 'none'. Make the branch first",
+    "a tag": "'v1' is a tag",
+    "no such name": "names no repository, by huggingface_hub's rules",
     "away": "does not answer as it should (",
 }
 
@@ -217,11 +343,15 @@ REFUSED = {
 def test_a_branch_that_cannot_be_used_is_told_in_one_sentence_before_anything_is_written(
     hub_here: Hub, monkeypatch: pytest.MonkeyPatch, trouble: str
 ):
-    store = branch(f"hf://{REPO}@none/runs" if trouble == "no branch" else f"hf://{REPO}/runs", seconds=1)
+    revision = {"no branch": "@none", "a tag": "@v1"}.get(trouble, "")
+    store = branch(f"hf://{REPO}{revision}/runs", seconds=1)
+    hub_here.tags = ["v1"]
     hub_here.has_repository, hub_here.may_write = trouble != "no repository", trouble != "may only read"
     if trouble == "wrong key":
         monkeypatch.setenv("HF_TOKEN", "hf_wrong")
         hub_here.only_with_key = True
+    elif trouble == "no such name":
+        monkeypatch.setattr(store, "_repo", f"{REPO}--")
     elif trouble == "away":
         hub_here.shutdown()
         hub_here.server_close()

@@ -141,9 +141,14 @@ def test_nothing_is_written(server: Hub, tmp_path: Path):
             write()
     assert "names a commit" in (url_problem(f"hf://{REPO}@{COMMIT}", to_write=True) or "")
     assert url_problem(f"hf://{REPO}@main/runs", to_write=True) is None and not server.commits
+    assert "between slashes" in (url_problem(f"hf://{REPO}/a/.cache", to_write=True) or "")
 
 
-@pytest.mark.parametrize("place", ["hf://ada", "hf://datasets/ada", "hf://ada/tiny?token=x", "hf://key@ada/tiny", "hf://a b/c"])
+@pytest.mark.parametrize(
+    "place",
+    ["hf://ada", "hf://datasets/ada", "hf://ada/tiny?token=x", "hf://key@ada/tiny", "hf://a b/c", "hf://ada/ti--ny",
+     "hf://ada/tiny.git/x", "hf://ada/-tiny", "hf://ada./tiny", f"hf://ada/{'x' * 97}@main", "hf://ada/é"],
+)  # fmt: skip
 def test_what_names_no_repository_is_refused(place: str):
     with pytest.raises(StorageError, match="names no repository"):
         open_store(place)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.description.problems import mistake
+from ultrascale.description.run import Run
 from ultrascale.jobs.environment import variables
 from ultrascale.jobs.job import Job
 from ultrascale.jobs.kubernetes import expect_server, node_script, object_name
@@ -38,7 +39,7 @@ def skypilot_text(job: Job, file: Path) -> str:
     expect_server(job, "launch.skypilot.bucket")
     name = object_name(job.name)
     if store is not None and url_of(store) is not None:
-        kept, extras = job, "train,hub" if store.startswith("hf:") else "train,store"
+        kept = job
         mounts = f"# The run's folder is on each node's own disk, and goes with it: {store} keeps the run."
         if bucket is not None:
             raise mistake("launch.skypilot.bucket", "is given beside checkpoint.store", "Keep one of the two.")
@@ -46,10 +47,10 @@ def skypilot_text(job: Job, file: Path) -> str:
         rule = f"is {store or 'not given'}, and a bucket that is mounted shows none of {job.nodes} nodes what another writes"
         raise mistake("checkpoint.store", rule, 'Name a store, which each node sends its own parts to: "s3://BUCKET/runs".')
     else:
-        kept, extras = replace(job, run=replace(job.run, folder=MOUNT), settings=(*job.settings, "--folder", MOUNT)), "train"
+        kept = replace(job, run=replace(job.run, folder=MOUNT), settings=(*job.settings, "--folder", MOUNT))
         source = f"name: {name}-runs" if bucket is None else f"source: {json.dumps(bucket)}"
         mounts = MOUNTS.format(mount=MOUNT, source=source)
-    install = f"pip install '.[{extras}]'  # where the folder is a checkout of ultrascale"
+    install = f"pip install '.[{_extras(job.run)}]'  # where the folder is a checkout of ultrascale"
     return fill(
         "skypilot.yaml", head=head(no_time_limit(job)), text_file=file, name=name, nodes=job.nodes, mounts=mounts,
         resources="\n".join(f"  {line}" for line in _resources(job)),
@@ -57,6 +58,12 @@ def skypilot_text(job: Job, file: Path) -> str:
         setup=block(setup(job, default=[install]), 2),
         script=block(node_script(kept, first="$first", number="SKYPILOT_NODE_RANK"), 2),
     )  # fmt: skip
+
+
+def _extras(run: Run) -> str:
+    """Extras of the package that the run needs: for training, and for the stores of its checkpoints and data."""
+    urls = map(url_of, (run.checkpoint.store or "", *(one.path for one in (*run.data.sources, *run.data.validation))))
+    return ",".join(["train", *sorted({"hub" if url.startswith("hf:") else "store" for url in urls if url})])
 
 
 def _resources(job: Job) -> Iterator[str]:

@@ -2,13 +2,20 @@
 
 A process reads all of a repository at one commit: that which the revision (`NAME@REVISION`, else main) leads to when it is
 first asked for. Nothing is written so: `hub_branch` has the branch that a run is kept on.
+
+The Hub takes 10,000 files in a folder, and notes each large one in .gitattributes, which must stay small, unless a pattern
+there names it. So the part SAVE/FILE.00012-1a2b3c4d of a save has the path SAVE/FILE/00012-1a2b3c4d.bin there.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -17,15 +24,25 @@ from ultrascale.storage.store import Block, Store, Stored, Version
 
 T = TypeVar("T")
 BLOCK_BYTES = 8 << 20
-PLACE = re.compile(r"(datasets/)?(?!datasets/|spaces/)([\w.-]+/[\w.-]+)(?:@([^/@]+))?(?:/([^@?]*))?")
+PLACE = re.compile(r"(datasets/)?(?!datasets/|spaces/)([\w.-]+/[\w.-]+)(?:@([^/@]+))?(?:/([^@?]*))?", re.ASCII)
 COMMITS: dict[tuple[str, str, str], str] = {}
 """Commits that this process reads, by type and name of the repository, and revision."""
 _LOCK = threading.Lock()
+LIMITS = {"connect": 30.0, "read": 120.0, "write": 120.0}
+"""Seconds after which a request that goes no further fails; huggingface_hub waits for ever."""
+UNTIL: ContextVar[float] = ContextVar("UNTIL", default=math.inf)
+"""If set, the moment after which no request begins, and one that the Hub refuses for now fails at once: whoever sets it asks
+again, in place of huggingface_hub, which does so for as long as it likes."""
+_FOR_NOW = (408, 429, 500, 502, 503, 504)
+_PART = re.compile(r"^((?:.*/)?[0-9a-f]{32}/[^/]+)\.(\d{5,}-[0-9a-f]{8})$")
+_PATH = re.compile(r"^((?:.*/)?[0-9a-f]{32}/[^/]+)/(\d{5,}-[0-9a-f]{8})\.bin$")
 READ_ONLY = "is only read here: only a run and a sweep write to the Hub, and --push-to-hub"
 
 
 class HubStore(Store):
     """A folder of a repository. Raises StorageError if huggingface_hub is not installed."""
+
+    listings_lag = False
 
     def __init__(self, url: str):
         try:
@@ -41,6 +58,7 @@ class HubStore(Store):
         self._utils: Any = utils
         self._errors: Any = errors
         utils.logging.set_verbosity_error()  # its warnings quote addresses that are signed
+        _limit_requests(self._hub)
         self._type = "dataset" if place[1] else "model"
         self._repo, self._revision = place[2], (place[3] or "main").replace("%2F", "/")
         self._led_to: dict[str, str] = {}  # by address, where the Hub sends for a file that another server keeps
@@ -94,7 +112,7 @@ class HubStore(Store):
     def walk(self, prefix: str) -> Iterator[Stored]:
         for one in self._tree(prefix, recursive=True):
             if hasattr(one, "size"):
-                yield _stored(one, one.path.removeprefix(self._folder))
+                yield _stored(one, _PATH.sub(r"\1.\2", one.path.removeprefix(self._folder)))
 
     def write(self, key: str, data: bytes | memoryview) -> None:
         self._refuse()
@@ -111,6 +129,10 @@ class HubStore(Store):
     def _refuse(self) -> NoReturn:
         raise RefusedError(f"{self.url} {READ_ONLY}.")
 
+    def _path(self, key: str) -> str:
+        """Path in the repository."""
+        return self._folder + _PART.sub(r"\1/\2.bin", key)
+
     def _tree(self, prefix: str, *, recursive: bool) -> list[Any]:
         path = f"{self._folder}{prefix}".strip("/") or None
         api, where = self._hub.HfApi(), {"repo_type": self._type, "recursive": recursive}
@@ -120,7 +142,7 @@ class HubStore(Store):
             return []
 
     def _address(self, key: str) -> str:
-        return self._hub.hf_hub_url(self._repo, f"{self._folder}{key}", repo_type=self._type, revision=self._commit)
+        return self._hub.hf_hub_url(self._repo, self._path(key), repo_type=self._type, revision=self._commit)
 
     def _get(self, key: str, headers: dict[str, str]) -> Any:
         """The answer to a request for a file; those that may succeed later are sent again by huggingface_hub."""
@@ -150,12 +172,38 @@ class HubStore(Store):
         said = type(error).__name__ if status is None else f"status {status}"
         if isinstance(error, self._errors.EntryNotFoundError):
             return MissingError(f"{self.where(key)} is not there.")
+        if isinstance(error, self._errors.HFValidationError):
+            return RefusedError(f"{self.url} names no repository, by huggingface_hub's rules. Check its name.")
         if isinstance(error, self._errors.RevisionNotFoundError):
             return RefusedError(f"{self.url}: the repository has no revision {self._revision!r}.")
         if isinstance(error, self._errors.RepositoryNotFoundError) or status in (401, 403):
             remedy = "Check its name, and the key in HF_TOKEN or of `hf auth login`"
             return RefusedError(f"{self.url}: there is no such repository, or not for this key ({said}). {remedy}.")
         return StorageError(f"{self.where(key)}: the Hub does not answer as it should ({said}).")
+
+
+@cache
+def _limit_requests(package: Any) -> None:
+    """Have each client that huggingface_hub makes from now on, also by a factory that a user has set, keep LIMITS and UNTIL."""
+    make = package.utils._http._GLOBAL_CLIENT_FACTORY
+
+    def before(request: Any) -> None:
+        if time.monotonic() > UNTIL.get():
+            raise TimeoutError
+        limits = request.extensions.setdefault("timeout", {})
+        limits.update({name: seconds for name, seconds in LIMITS.items() if limits.get(name) is None})
+
+    def after(answer: Any) -> None:
+        if answer.status_code in _FOR_NOW and UNTIL.get() < math.inf:
+            package.utils.hf_raise_for_status(answer)
+
+    def make_limited() -> Any:
+        client = make()
+        client.event_hooks["request"].append(before)
+        client.event_hooks["response"].append(after)
+        return client
+
+    package.set_client_factory(make_limited)
 
 
 def _stored(entry: Any, key: str) -> Stored:

@@ -18,17 +18,19 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from pathlib import Path
+from posixpath import commonpath
 from typing import Any
 
 from ultrascale.storage.errors import ConflictError, RefusedError, StorageError
-from ultrascale.storage.hub import HubStore, T
+from ultrascale.storage.hub import UNTIL, HubStore, T
 from ultrascale.storage.store import PAUSE_SECONDS, Stored, Version
 
 COMMIT_FILES = 1000
 """Files of one commit: with many more the Hub's answer takes longer than its own limit."""
-COMMIT_SECONDS = 300.0
 MOST_PAUSE_SECONDS = 10.0
+MOST_WORDS = 200
 _MAY_PASS = (408, 409, 412, 425, 429)
 """Statuses below 500 after which the same request may succeed; 409 and 412: another commit came first."""
 
@@ -44,6 +46,7 @@ class HubBranch(HubStore):
         self._head: str | None = None
         self._pending: dict[str, dict[str, Any]] = {}
         """Operations of the next commit, by path, as the Hub takes them."""
+        self._held: tuple[str, Version] | None = None
         self._lock = threading.RLock()
 
     @property
@@ -86,10 +89,7 @@ class HubBranch(HubStore):
 
         def commit() -> None:
             parent = self._look()
-            try:
-                now = self._get(key, {}).content
-            except self._errors.EntryNotFoundError:
-                now = None
+            now = self._now(key)
             if now != data and (None if now is None else _version(now)) != replacing:
                 raise ConflictError(f"{self.where(key)} was written by somebody else.")
             if now != data or self._pending:
@@ -102,6 +102,9 @@ class HubBranch(HubStore):
             self._do(key, commit)
         return _version(data)
 
+    def hold(self, key: str, version: Version) -> None:
+        self._held = key, version
+
     def remove(self, keys: Iterable[str]) -> None:
         wanted = sorted({*keys})
         with self._lock:
@@ -112,9 +115,11 @@ class HubBranch(HubStore):
 
     def _remove(self, keys: list[str]) -> None:
         parent = self._look()
-        folders = {key.rpartition("/")[0] for key in keys}
-        there = {one.path for folder in folders for one in self._tree(folder, recursive=False)}
-        doomed = [self._path(key) for key in keys if self._path(key) in there]
+        paths = [self._path(key) for key in keys]
+        folders = {path.rpartition("/")[0] for path in paths}
+        above = f"{commonpath(folders)}/".removeprefix(self._folder)
+        there = {one.path for one in self._tree(above, recursive=len(folders) > 1)}
+        doomed = [path for path in paths if path in there]
         if doomed:  # the Hub takes no removal of what is not there
             lines = [{"key": "deletedFile", "value": {"path": path}} for path in doomed]
             self._send(lines, f"Remove {len(doomed)} files", parent=parent)
@@ -140,14 +145,14 @@ class HubBranch(HubStore):
         """Ask whether the key may write, and list: no commit is made to find out. Raises RefusedError if it may not."""
         address = f"{self._api}/auth-check/write"
         self._do("", lambda: self._ask("GET", address))
+        refs = self._do("", lambda: self._hub.HfApi().list_repo_refs(self._repo, repo_type=self._type))
+        if self._revision in {one.name for one in refs.tags}:
+            raise RefusedError(f"{self.url}: {self._revision!r} is a tag, which stays as it is. Name a branch there.")
         self.names("")
 
     @property
     def _api(self) -> str:
         return f"{self._hub.HfApi().endpoint}/api/{self._type}s/{self._repo}"
-
-    def _path(self, key: str) -> str:
-        return f"{self._folder}{key}"
 
     def _look(self) -> str:
         """The commit that the branch leads to now."""
@@ -181,70 +186,104 @@ class HubBranch(HubStore):
     def _upload(self, key: str, content: bytes | Path) -> dict[str, Any]:
         """The operation that makes a file; large content is on the Hub by then, small content goes with the commit."""
         file = self._hub.CommitOperationAdd(self._path(key), content)
-        self._hub.HfApi().preupload_lfs_files(self._repo, [file], repo_type=self._type, revision=self._revision)
+        place = {"repo_type": self._type, "revision": self._revision}
+        self._hub.HfApi().preupload_lfs_files(self._repo, [file], **place, gitignore_content="# nothing")
         path, info = file.path_in_repo, file.upload_info
         if info.size and file.path_or_fileobj == b"":  # so it says that it was uploaded
             return {"key": "lfsFile", "value": {"path": path, "algo": "sha256", "oid": info.sha256.hex(), "size": info.size}}
         return {"key": "file", "value": {"path": path, "encoding": "base64", "content": file.b64content().decode()}}
 
+    def _now(self, key: str) -> bytes | None:
+        """An object as it was at the last look."""
+        try:
+            return self._get(key, {}).content
+        except self._errors.EntryNotFoundError:
+            return None
+
     def _send(self, operations: list[dict[str, Any]], title: str, *, parent: str | None = None) -> None:
         """One commit. With `parent`: status 412 if the branch leads elsewhere by then."""
-        header = {"summary": f"{title} ({self._folder.rstrip('/') or self._repo})"}
+        if self._held is not None:
+            key, version = self._held
+            parent = parent or self._look()
+            if _version(self._now(key) or b"") != version:
+                raise ConflictError(f"{self.where(key)} was written by somebody else: nothing more is written there.")
+        header = {"summary": f"{title} ({self._folder.rstrip('/') or self._repo})", "description": ""}
         header |= {} if parent is None else {"parentCommit": parent}
         lines = [{"key": "header", "value": header}, *operations]
         body = "".join(f"{json.dumps(one)}\n" for one in lines).encode()
-        address = f"{self._api}/commit/{self._revision.replace('/', '%2F')}"
+        branch = re.sub(rb"[^\w.-]", lambda found: b"%%%02X" % ord(found[0]), self._revision.encode()).decode()
         with self._lock:
-            answer = self._ask("POST", address, content=body, timeout=COMMIT_SECONDS)
-            self._move(answer.json()["commitOid"])
+            self._move(self._ask("POST", f"{self._api}/commit/{branch}", body).json()["commitOid"])
 
-    def _ask(self, method: str, address: str, **more: Any) -> Any:
-        headers = self._utils.build_hf_headers(headers={"Content-Type": "application/x-ndjson"} if more else {})
+    def _ask(self, method: str, address: str, body: bytes | None = None) -> Any:
+        headers = self._utils.build_hf_headers(headers={} if body is None else {"Content-Type": "application/x-ndjson"})
         once = {"retry_on_exceptions": (), "retry_on_status_codes": ()}  # `_do` sends it again
-        answer = self._utils.http_backoff(method, address, headers=headers, **once, **more)
+        answer = self._utils.http_backoff(method, address, headers=headers, content=body, **once)
         self._utils.hf_raise_for_status(answer)
         return answer
 
     def _do(self, key: str, work: Callable[[], T]) -> T:
-        until, pause = time.monotonic() + self._patience_seconds, PAUSE_SECONDS
-        while True:
+        patience, pause = self._patience_seconds, PAUSE_SECONDS
+        until = time.monotonic() + patience
+        for attempt in count():
+            before = UNTIL.set(time.monotonic() + patience)
             try:
                 return work()
             except Exception as error:  # of whichever HTTP client huggingface_hub brings along
                 told = self._error(key, error)
                 wait = max(pause * random.uniform(0.5, 1.5), _asked_seconds(error))
-                if type(told) is not StorageError or time.monotonic() + wait > until:
+                is_late = attempt > 0 and time.monotonic() + wait > until  # also a slow request is sent twice
+                if type(told) is not StorageError or wait > patience or is_late:
                     raise told from None  # its text quotes the request
+            finally:
+                UNTIL.reset(before)
             time.sleep(wait)
             pause = min(2 * pause, MOST_PAUSE_SECONDS)
+        raise AssertionError
 
     def _error(self, key: str, error: Exception) -> StorageError:
         if isinstance(error, StorageError):
             return error
-        if isinstance(error, self._errors.LocalTokenNotFoundError):
-            return RefusedError(f"{self.url}: there is no key. Set HF_TOKEN, or run `hf auth login`.")
         status = getattr(getattr(error, "response", None), "status_code", None)
-        told = super()._error(key, error)
+        told, words = super()._error(key, error), _words(error)
+        if isinstance(error, self._errors.RevisionNotFoundError):
+            return RefusedError(f"{told} Make the branch first, with huggingface_hub's HfApi().create_branch.")
         if isinstance(error, self._errors.RepositoryNotFoundError):
             remedy = "Make the repository first, or check its name and the key in HF_TOKEN"
             return RefusedError(f"{self.url}: there is no such repository, or not for this key (status {status}). {remedy}.")
         if status == 403:
             remedy = "Give HF_TOKEN one that may write there; if it may, see whether the account's space is used up"
-            return RefusedError(f"{self.url}: the Hub lets this key write nothing there (status 403). {remedy}.")
+            return RefusedError(f"{self.url}: the Hub lets this key write nothing there (status 403). {remedy}.{words}")
         if status == 429:
             seconds = f", and asks to wait {_asked_seconds(error):.0f} s" if _asked_seconds(error) else ""
             remedy = "It takes some hundred commits an hour: save less often (checkpoint.every_steps)"
-            return StorageError(f"{self.where(key)}: the Hub takes no more for now (status 429){seconds}. {remedy}.")
+            return StorageError(f"{self.where(key)}: the Hub takes no more for now (status 429){seconds}. {remedy}.{words}")
         if type(told) is StorageError and status is not None and status < 500 and status not in _MAY_PASS:
-            return RefusedError(str(told))
+            return RefusedError(f"{told}{words}")
         return told
 
 
 def _asked_seconds(error: Exception) -> float:
-    """Seconds for which the Hub asks to be left alone; 0 if it does not."""
-    headers = getattr(getattr(error, "response", None), "headers", {})
-    found = re.fullmatch(r"(\d+)", headers.get("Retry-After", "")) or re.search(r"\bt=(\d+)", headers.get("RateLimit", ""))
+    """Seconds for which the Hub asks to be left alone; 0 if it does not. RateLimit is on every answer."""
+    answer = getattr(error, "response", None)
+    if answer is None:
+        return 0.0
+    used_up = (
+        re.search(r"\br\s*=\s*0\s*;\s*t\s*=\s*(\d+)", answer.headers.get("RateLimit", ""))
+        if answer.status_code == 429
+        else None
+    )
+    found = used_up or re.fullmatch(r"(\d+)", answer.headers.get("Retry-After", ""))
     return 0.0 if found is None else float(found[1])
+
+
+def _words(error: Exception) -> str:
+    """First line of what the Hub itself says, without addresses and keys; empty if it says nothing, or another server does."""
+    answer = getattr(error, "response", None)
+    if answer is None or "json" not in answer.headers.get("Content-Type", ""):
+        return ""
+    line = re.sub(r"\S*://\S*|\bhf_\w+", "...", (getattr(error, "server_message", None) or "").partition("\n")[0])
+    return f" It says: {line[:MOST_WORDS]}" if line else ""
 
 
 def _version(data: bytes) -> Version:

@@ -14,6 +14,8 @@ from ultrascale.storage.store import Store
 SCHEMES = ("s3", "gs", "az")
 PATIENCE_SECONDS = 120.0
 """Requests that fail in a way that may pass are sent again for so long."""
+_NO_NAME = re.compile(r"--|\.\.|\.git$|(?:^|/)[-.]|[-.](?:/|$)|[^/]{97}")
+"""In names of the Hub's users and repositories, what it does not take."""
 _URL = re.compile(r"([a-z][a-z0-9+.-]*):/{1,3}(.*)", re.DOTALL)
 
 
@@ -45,8 +47,10 @@ def url_problem(place: str, *, to_write: bool = False) -> str | None:
     scheme, rest = url.split("://", 1)
     if scheme == "hf":
         match = PLACE.fullmatch(rest)
-        if match is None:
+        if match is None or _NO_NAME.search(match[2]):
             return "names no repository: expected hf://USER/NAME or hf://datasets/USER/NAME/FOLDER"
+        if to_write and {".git", ".cache"} & {*rest.split("/")}:
+            return "has '.git' or '.cache' between slashes, which huggingface_hub does not write to"
         if to_write and re.fullmatch(r"[0-9a-f]{40}", match[3] or ""):
             return f"names a commit, which stays as it is: expected a branch, as in hf://{match[2]}@main"
     elif scheme not in (*SCHEMES, "file"):

@@ -45,6 +45,8 @@ class Store(ABC):
 
     url: str
     """URL as a person writes it, without a trailing `/`."""
+    listings_lag = True
+    """False if every listing shows what was published before it."""
 
     def where(self, key: str) -> str:
         """The URL of an object."""
@@ -116,6 +118,10 @@ class Store(ABC):
     def publish(self, key: str, data: bytes, *, replacing: Version | None) -> Version:
         """Make an object, or replace that state of it; the new state. Raises ConflictError if it is there already, or is in
         another state. Done again after an answer was lost, it succeeds: what is there is the same then."""
+
+    def hold(self, key: str, version: Version) -> None:  # noqa: B027 - most stores cannot ask for it
+        """Let nothing more that is written here appear once this object is in another state: what would show it raises
+        ConflictError. Stores that cannot ask so together with a write do as ever."""
 
     @abstractmethod
     def names(self, prefix: str) -> tuple[list[Stored], list[str]]:

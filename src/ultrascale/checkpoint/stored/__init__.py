@@ -2,7 +2,7 @@
 
     checkpoints/step-00000120.json                             names every part of every file; there since the put that made it
     checkpoints/step-00000120/SAVE/rank-00000.safetensors.00000-1a2b3c4d   a part: its place in the file, and its checksum
-    checkpoints/newest.json                                    steps as last published, should a listing lag behind
+    checkpoints/newest.json                                    steps as last published, where a listing may lag behind
 
 A save's parts are written first, under a name of their own (SAVE). Then `step-*.json` is put on the condition that it is not
 there, or still is what was last seen there: that instant publishes the checkpoint, or replaces another of the same step whole.

@@ -67,7 +67,8 @@ def publish_stored(store: Store, manifest: Manifest, files: Files, *, before: Ve
     failpoint("store.before")
     store.publish(key, data, replacing=before)
     failpoint("store.published")
-    write_newest(store, index.step)
+    if store.listings_lag:
+        write_newest(store, index.step)
     failpoint("store.newest")
     return index
 

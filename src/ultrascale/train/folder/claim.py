@@ -41,9 +41,10 @@ def take_over(store: Store, run: Run, folder: RunFolder, *, allow_changes: bool 
     run_id = claimed["run_id"] if claimed is not None else _known(folder).get("run_id") or uuid.uuid4().hex
     writer = uuid.uuid4().hex
     try:
-        store.publish(CLAIM, json.dumps({"run_id": run_id, "writer": writer}).encode(), replacing=version)
+        own = store.publish(CLAIM, json.dumps({"run_id": run_id, "writer": writer}).encode(), replacing=version)
     except ConflictError as error:
         raise CheckpointError(f"{store.url}: another process is starting this run at this moment. Start it once.") from error
+    store.hold(CLAIM, own)
     if claimed is not None and _known(folder).get("writer") != claimed["writer"]:
         _bring_history(store, folder)
     folder.write_json(LOCAL, {"run_id": run_id, "writer": writer})

@@ -312,6 +312,7 @@ class RunStore(LoopObserver):
             self._put(folder, resuming)
         except CheckpointError as error:
             self._failure, self._may_have_leftovers = str(error), True
+            self.store.take_pending()  # a later save must not be refused for what this one was
             self._lines.append(f"WARNING: {error} It stays on disk; the next checkpoint is tried again.")
         finally:
             self._sending = None
