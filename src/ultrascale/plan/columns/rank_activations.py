@@ -200,9 +200,7 @@ def least_of_blocks(workload: Workload, table: LayoutTable, stages: Stages) -> t
     return held, np.where(np.isfinite(largest), np.maximum(largest, 0.0), 0.0)
 
 
-def _all_forward(
-    loads: Loads, columns: Floats, micro_batches: NDArray[np.int64], num_types: int, *, bare_head: bool
-) -> Floats:
+def _all_forward(loads: Loads, columns: Floats, micro_batches: NDArray[np.int64], num_types: int, *, bare_head: bool) -> Floats:
     """Bytes of schedules that run all forward passes first, [3, WHEN, PASSES, layouts]: one micro-batch in full, and what
     each of the others saves. `bare_head`: the last stage has no blocks, so no moment of loads has the head's."""
     found = loads.most(columns)
