@@ -179,7 +179,8 @@ class HubStore(Store):
         if isinstance(error, self._errors.RepositoryNotFoundError) or status in (401, 403):
             remedy = "Check its name, and the key in HF_TOKEN or of `hf auth login`"
             return RefusedError(f"{self.url}: there is no such repository, or not for this key ({said}). {remedy}.")
-        return StorageError(f"{self.where(key)}: the Hub does not answer as it should ({said}).")
+        remedy = "" if status is not None else " Check the network, and HF_ENDPOINT if it is set."
+        return StorageError(f"{self.where(key)}: the Hub does not answer as it should ({said}).{remedy}")
 
 
 @cache

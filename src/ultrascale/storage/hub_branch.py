@@ -211,6 +211,7 @@ class HubBranch(HubStore):
         header |= {} if parent is None else {"parentCommit": parent}
         lines = [{"key": "header", "value": header}, *operations]
         body = "".join(f"{json.dumps(one)}\n" for one in lines).encode()
+        # As `urllib.parse.quote`: nothing of urllib is imported, which also fetches.
         branch = re.sub(rb"[^\w.-]", lambda found: b"%%%02X" % ord(found[0]), self._revision.encode()).decode()
         with self._lock:
             self._move(self._ask("POST", f"{self._api}/commit/{branch}", body).json()["commitOid"])
