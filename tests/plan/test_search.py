@@ -178,6 +178,21 @@ def test_bounds_drop_what_cannot_fit_and_what_cannot_matter() -> None:
     assert not pruned.fits[~pruned.was_priced].any()
 
 
+def test_a_wide_search_is_as_fast_as_a_narrow_one_where_pairs_of_passes_hide_what_no_formula_counts() -> None:
+    workload = real("llama-3-70b", "256xh100", batch=512)
+    wide, narrow = (search(workload, asked=asked, shown=1).best for asked in ({}, {"pp": [2], "schedule": ["dualpipe-v"]}))
+    assert wide and narrow
+    assert expected_seconds(wide) <= expected_seconds(narrow)
+
+
+def test_a_rank_has_at_most_as_many_micro_batches_in_a_step_as_a_run_may() -> None:
+    table = legal_layouts(real("llama-3-8b", "64xh100", batch=2**23)).table
+    assert (2**23 // (table.dp * table.micro_batch_size)).max() == 2**16
+    with pytest.raises(SpecError, match="the batch has more than 65536 micro-batches on each rank") as error:
+        search(real("llama-3-8b", "64xh100", batch=10**9))
+    assert error.value.problems[0].remedy == f"Give at most {2**16 * 64 * 10} sequences, or more GPUs."
+
+
 def test_the_ranking_is_by_expected_time_and_the_front_holds_nothing_that_is_beaten() -> None:
     result = search(real("llama-3-8b", "16xh100", batch=64))
     seconds = [expected_seconds(one) for one in result.ranked]

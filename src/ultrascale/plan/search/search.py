@@ -32,7 +32,7 @@ from ultrascale.plan.search.asked import unmet
 from ultrascale.plan.search.bounds import memory_floors
 from ultrascale.plan.search.replayed import with_replay
 from ultrascale.plan.search.space import Asked, Refusal, Space, legal_layouts
-from ultrascale.plan.time.price import Prediction, predict_rows, price, price_time
+from ultrascale.plan.time.price import PAIRED, Prediction, predict_rows, price, price_time
 from ultrascale.plan.time.stages import cut_stages
 from ultrascale.plan.workload import Workload
 
@@ -49,8 +49,8 @@ FEW = 256
 KEPT = 256
 """Layouts that pruning must not lose: the ranking is right down to here."""
 EXACT = 10
-"""Layouts of each schedule that are predicted one by one: formulas are right within a percent or two inside most schedules, but
-further off between them, so that the best of each must be played to be compared."""
+"""Layouts of each schedule (`_kinds`) that are predicted one by one: formulas are right within a percent or two inside most
+schedules, but further off between them, so that the best of each must be played to be compared."""
 REPLAYED = 10
 """Ways to cut the model at the head of the ranking whose memory is replayed: as many as are listed by default."""
 TIE = 0.02
@@ -210,7 +210,7 @@ def price_all(
         if told is not None:
             told(TIME_SHARE * (start + len(rows)) / len(waiting))
     waiting = waiting[np.argsort(seconds[waiting], kind="stable")]
-    kinds = np.where(table.pp > 1, table.schedule + 1, 0).astype(np.intp)
+    kinds = _kinds(table)
     count, size = max(len(waiting), 1), FIRST if prunes else CHUNK
     while len(waiting):
         chunk, waiting = waiting[:size], waiting[size:]
@@ -298,11 +298,18 @@ def _fastest(priced: Priced, count: int) -> NDArray[np.intp]:
 
 
 def fastest_of_each_schedule(table: LayoutTable, step_seconds: Floats, fits: NDArray[np.bool_], count: int) -> NDArray[np.intp]:
-    """Numbers of the fastest rows that fit, `count` of each schedule and of those without a pipeline."""
+    """Numbers of the fastest rows that fit, `count` of each of `_kinds`."""
     fitting = np.flatnonzero(fits)
     order = fitting[np.argsort(step_seconds[fitting], kind="stable")]
-    kind = np.where(table.pp > 1, table.schedule + 1, 0)[order]
+    kind = _kinds(table)[order]
     return np.concatenate([order[kind == one][:count] for one in distinct_values(kind)] or [order])
+
+
+def _kinds(table: LayoutTable) -> NDArray[np.intp]:
+    """Number of each layout's schedule, 0 without a pipeline. A schedule of pairs has one for each pp: what pairs hide is no
+    formula's, which is up to a tenth off there, less or more by the size of a stage."""
+    kinds = table.schedule + 1 + np.where(PAIRED[table.schedule], len(PAIRED) * table.pp, 0)
+    return np.where(table.pp > 1, kinds, 0).astype(np.intp)
 
 
 def _front(priced: Priced) -> list[int]:

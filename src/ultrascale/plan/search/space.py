@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultrascale.catalogue.stacks.stack_files import abilities
-from ultrascale.config.rules.run_rules import cut_problems
+from ultrascale.config.rules.run_rules import MOST_MICRO_BATCHES, cut_problems
 from ultrascale.description.layout import NARROW, Layout
 from ultrascale.description.recomputed import is_modules, modules_name, modules_named
 from ultrascale.description.schedules import SCHEDULES
@@ -104,7 +104,7 @@ class _Rules:
 
     def refuse(self, family: str, reason: str, remedy: str = "") -> None:
         self.refused[family, reason] += 1
-        self.remedies[family, reason] = remedy
+        self.remedies.setdefault((family, reason), remedy)  # of the most data parallelism: it comes first
 
     def breaks(self, family: str, layout: Layout) -> bool:
         """True if a layout breaks a rule of the description, which is noted as the reason."""
@@ -347,8 +347,16 @@ def _micro_batch_sizes(rules: _Rules, dp: int, cp: int) -> list[int]:
     per_rank = rules.workload.sequences_per_batch // dp
     limit = max(1, MAX_TOKENS_PER_MICRO_BATCH // rules.workload.sequence_length)
     if "micro_batch_size" in rules.asked:  # what no share of the batch allows is told by `plan.search.asked`
-        return [n for n in divisors(per_rank) if n in rules.asked["micro_batch_size"]]
-    sizes = [n for n in divisors(per_rank) if n <= limit]
+        sizes = [n for n in divisors(per_rank) if n in rules.asked["micro_batch_size"]]
+    else:
+        sizes = [n for n in divisors(per_rank) if n <= limit]
+    if sizes and per_rank // sizes[-1] > MOST_MICRO_BATCHES:
+        most = MOST_MICRO_BATCHES * dp * sizes[-1]
+        why = f"has more than {MOST_MICRO_BATCHES} micro-batches on each rank"
+        rules.refuse("the batch", why, f"Give at most {most} sequences, or more GPUs.")
+    sizes = [n for n in sizes if per_rank // n <= MOST_MICRO_BATCHES]
+    if "micro_batch_size" in rules.asked:
+        return sizes
     if "dp" in rules.asked or "cp" in rules.asked:
         return sizes
     for size in sizes:
