@@ -44,6 +44,11 @@ class _CallablePackage(ModuleType):
 
         return signature(_at_home(self.__name__.rpartition(".")[2]))
 
+    @property
+    def __doc__(self) -> "str | None":
+        """Docstring of the verb: who asks for help on `us.plan` wants to call it."""
+        return _at_home(self.__name__.rpartition(".")[2]).__doc__
+
 
 class _Front(ModuleType):
     """Class of this package. The import system sets a package's name here when it is first imported."""

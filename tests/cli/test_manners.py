@@ -78,6 +78,11 @@ def test_a_choice_of_verbs_is_read_by_its_first_word():
         (["train", "run.toml", "--seq-len", "8192"], "Did you mean --batch.sequence-length?"),
         (["train", "run.toml", "--global-batch-size", "8"], "Did you mean --batch.sequences-per-batch?"),
         (["plan", *MODEL, "--tensor-parallel", "2"], "Did you mean --tp?"),
+        (["plan", *MODEL, "--use-distributed-optimizer"], "Did you mean --zero-stage?"),
+        (["plan", *MODEL, "--bf16"], "Did you mean --precision?"),
+        (["plan", *MODEL, "--num-virtual-stages-per-pipeline-rank", "2"], "Did you mean --layout.virtual-stages?"),
+        (["plan", *MODEL, "--parallelism.tensor_parallel_degree", "8"], "Did you mean --tp?"),
+        (["plan", *MODEL, "--training.local-batch-size", "2"], "Did you mean --micro-batch-size?"),
         (["train", "run.toml", "--zero", "3"], "Did you mean --layout.zero-stage?"),
         (["show", "run.toml", "--data.document-mask", "maybe"], "must be true or false"),
         (["measure", "stp"], "Did you mean step?"),
@@ -193,9 +198,13 @@ def test_functions_name_what_they_were_given():
     assert "learning" not in str(told.value)  # a report has no settings of a run
 
 
-def test_gpipe_is_the_schedule_that_papers_call_so():
-    found = resolve(None, ["--model.preset", "tiny-llama", "--layout.schedule", "gpipe"])
-    assert found.run.layout.schedule == "afab"
+@pytest.mark.parametrize(
+    "theirs, ours",
+    [("gpipe", "afab"), ("1f1b-interleaved", "interleaved"), ("Interleaved1F1B", "interleaved"), ("ZBVZeroBubble", "zb-v")],
+)
+def test_a_schedule_has_the_names_of_papers_and_other_trainers_too(theirs, ours):
+    found = resolve(None, ["--model.preset", "tiny-llama", "--layout.schedule", theirs])
+    assert found.run.layout.schedule == ours
 
 
 RUN = """

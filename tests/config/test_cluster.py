@@ -140,7 +140,13 @@ def test_machines_of_other_laws_are_refused_with_words_that_say_why(text: str):
 
 
 def test_a_count_alone_is_no_machine_and_a_near_name_is_told():
-    for text, answer in (("64", "not a count and a name"), ("8xh100nvl", "h100-nvl"), ("8xrtx-4080", "rtx-4090")):
+    for text, answer in (
+        ("64", "not a count and a name"),
+        ("1e6xh100", "not a count and a name"),
+        ("1,024xh100", "not a count and a name"),
+        ("8xh100nvl", "h100-nvl"),
+        ("8xrtx-4080", "rtx-4090"),
+    ):
         with pytest.raises(SpecError) as error:
             parse_cluster(text)
         assert answer in str(error.value)

@@ -467,16 +467,17 @@ def test_a_text_that_was_edited_is_not_written_over(there, capsys):
 
 
 def test_what_the_launcher_says_when_it_refuses_is_passed_on(there, capsys, monkeypatch):
-    refusing = "echo 'sbatch: error: Invalid partition' >&2; exit 1"
+    refusing = "echo 'sbatch: error: Invalid partition' >&2; echo 'sbatch: fatal: none' >&2; exit 1"
     (there / "sbatch").write_text(f"#!/bin/sh\ncase $1 in *island-0*) echo Submitted;; *) {refusing};; esac\n")
     (there / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{there}:{os.environ['PATH']}")
     assert main(["launch", "slurm", "run.toml", "--nodes", "4", "--submit", *TWO, *QUORUM]) == 1
     told = capsys.readouterr()
     assert told.out == "Submitted\n"
-    assert "Invalid partition; island 0 is submitted: go on with --island 1, each" in re.sub(r"\s+", " ", told.err)
+    assert "Invalid partition; sbatch: fatal: none; island 0 is submitted: go on with --island 1, each" in re.sub(r"\s+", " ", told.err)
     assert main(["launch", "slurm", "run.toml", "--nodes", "8", "--submit"]) == 1
-    assert "refused it: sbatch: error: Invalid partition" in capsys.readouterr().err
+    told = re.sub(r"\s+", " ", capsys.readouterr().err)
+    assert "refused it: sbatch: error: Invalid partition; sbatch: fatal: none" in told and "mistakes" not in told
 
 
 def test_how_a_run_is_launched_is_no_part_of_what_is_trained():

@@ -287,6 +287,12 @@ def test_what_cannot_be_is_told_with_the_nearest_that_can(asked: dict, said: str
     assert said in problem.rule and remedy in problem.remedy
 
 
+def test_more_gpus_than_a_batch_can_use_are_told_by_the_batch() -> None:
+    with pytest.raises(SpecError) as error:
+        search(real("llama-3-8b", "1000000xh100", batch=500))
+    assert "does not divide the batch of 500 sequences" in str(error.value)
+
+
 def test_a_model_that_fits_nowhere_names_what_needs_least_and_the_cluster_that_would_do() -> None:
     workload = real("llama-3.1-405b", "8xh100", batch=64)
     result = search(workload)

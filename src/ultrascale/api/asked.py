@@ -138,7 +138,8 @@ def unknown_flag(flag: str, known: list[str], verb: str, *, settings: bool) -> P
     near = get_close_matches(word, letters, n=1, cutoff=ALIKE)
     last = {key.rpartition(".")[2].replace("_", ""): key for key in leaves()} if settings and word not in letters else {}
     meant = letters[near[0]] if near else _flag(last[word]) if word in last else None
-    if (ours := ELSEWHERE.get(flag.removeprefix("--").replace("-", "_"))) is not None and word not in letters:
+    ours = ELSEWHERE.get(flag.removeprefix("--").replace("-", "_").rpartition(".")[2])
+    if ours is not None and word not in letters:
         short = "--seq-len" if ours == "batch.sequence_length" else _flag(ours.rpartition(".")[2])
         meant = short if short in known else _flag(ours) if settings else meant
     remedy = f"Did you mean {meant}?" if meant else f"See `ultrascale {verb} --help`."

@@ -16,6 +16,8 @@ from ultrascale.description.problems import Problem, SpecError, mistake
 
 _COUNTED = re.compile(r"(?:(\d+)\s*[xX*\u00d7]\s*)?(?:(.+\.(?i:toml))|([A-Za-z0-9][\w. -]*?)(?:\s*/\s*(\d{1,9}))?)", re.DOTALL)
 """A count, then a file or a name, and after a name how many accelerators of each machine are used."""
+_MISCOUNTED = re.compile(r"\d[\d.,_]*(e\+?\d+)?\s*x", re.IGNORECASE)
+"""A count that is none, before a name: 1e6xh100."""
 MOST = 1_000_000
 """Most devices of a cluster. The search takes every divisor, and its tables grow with them."""
 MACHINE_OVER_ACCELERATORS = 1.8
@@ -181,7 +183,7 @@ def parse_cluster(text: str) -> Cluster:
     if match is not None and match[1] and (len(match[1]) > len(str(MOST)) or int(match[1]) > MOST):
         rule = f"{text[:40]!r} has more machines than anybody plans for: at most {MOST:,} are searched"
         raise mistake("cluster", rule, f"Ask for fewer, such as 1024x{what}.")
-    if match is None or (what.isdigit() and not match[1] and len(what) < 4):
+    if match is None or (not match[1] and ((what.isdigit() and len(what) < 4) or _MISCOUNTED.match(what))):
         raise SpecError(
             [Problem("cluster", f"{text!r} is not a count and a name", "Write 64xh100, 2xdgx-h100, 2xours.toml or cpu.")]
         )

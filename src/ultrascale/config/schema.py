@@ -48,6 +48,14 @@ ELSEWHERE = {
     "mbs": "layout.micro_batch_size", "micro_batch": "layout.micro_batch_size", "train_iters": "steps",
     "seq": "batch.sequence_length", "seq_len": "batch.sequence_length", "seq_length": "batch.sequence_length",
     "max_seq_len": "batch.sequence_length", "dataset": "data.sources",
+    "tensor_parallel_degree": "layout.tp", "pipeline_parallel_degree": "layout.pp", "context_parallel_degree": "layout.cp",
+    "context_parallel_size": "layout.cp", "expert_parallel_degree": "layout.ep", "expert_model_parallel_size": "layout.ep",
+    "expert_tensor_parallel_degree": "layout.expert_tp", "expert_tensor_parallel_size": "layout.expert_tp",
+    "data_parallel_shard_degree": "layout.dp_shard", "use_distributed_optimizer": "layout.zero_stage",
+    "pipeline_parallel_schedule": "layout.schedule", "num_virtual_stages_per_pipeline_rank": "layout.virtual_stages",
+    "num_layers_per_virtual_pipeline_stage": "layout.virtual_stages", "local_batch_size": "layout.micro_batch_size",
+    "per_device_train_batch_size": "layout.micro_batch_size", "recompute_activations": "layout.recompute",
+    "recompute_granularity": "layout.recompute", **dict.fromkeys(("bf16", "fp16", "fp8"), "layout.precision"),
 }  # fmt: skip
 _COMMAS = re.compile(r"[^,]*|\d{1,3}(,\d{3})+[^,]*")
 """Texts of numbers in which a comma, if any, is one between thousands: 1,2 is no 12."""

@@ -94,7 +94,7 @@ SCHEDULES = {
         ),
         KnownSchedule(
             "interleaved", "interleaved 1F1B", "Narayanan et al. 2021, section 2.2", "interleaved", None, in_rounds=True,
-            words="interleav", torch="Interleaved1F1B",
+            aliases=("1f1b-interleaved",), words="interleav", torch="Interleaved1F1B",
         ),
         KnownSchedule("breadth-first", "breadth-first", "Lamy-Poirier 2022", "breadth_first", None, forward_first=True),
         KnownSchedule(
@@ -118,7 +118,9 @@ SCHEDULES = {
 }  # fmt: skip
 """By name. Of several that would do, whoever has to take one takes the first."""
 USUAL = next(iter(SCHEDULES))
-SCHEDULE_ALIASES = {alias: one.name for one in SCHEDULES.values() for alias in one.aliases}
+SCHEDULE_ALIASES = {
+    alias: one.name for one in SCHEDULES.values() for alias in (*one.aliases, one.torch.lower()) if alias not in ("", one.name)
+}
 """Names of schedules by the names that papers and other trainers have for them."""
 SCHEDULE_FILES = (".csv", ".json")
 """Endings of files that hold the actions of a schedule."""

@@ -45,5 +45,6 @@ def submit(launcher: str, file: Path) -> str:
         return ""
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode != 0:
-        raise LauncherError(f"{' '.join(words)}: refused it: {(done.stderr or done.stdout).strip()}")
+        said = "; ".join((done.stderr or done.stdout).split("\n")).strip("; ")  # one line: each that begins so would be told as a mistake
+        raise LauncherError(f"{' '.join(words)}: refused it: {said}")
     return done.stdout.strip()

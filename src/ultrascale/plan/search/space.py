@@ -238,8 +238,9 @@ def _pipeline(rules: _Rules, gpus: int, cp: int) -> Iterator[tuple[int, int, str
         elif cp > 1 and abilities(stack).cp_alone:
             rules.refuse("cp with pp", f"{stack.name} has context parallelism without a pipeline only")
         elif pp > layers:
-            family = f"pp = {pp}" if "pp" in rules.asked else f"pp > {layers}"
-            rules.refuse(family, f"more stages than the {count_of(layers, 'layer')}", f"Use pp = {layers} or less.")
+            asked = "pp" in rules.asked
+            family, remedy = (f"pp = {pp}", f"Use pp = {layers} or less.") if asked else (f"pp > {layers}", "")
+            rules.refuse(family, f"more stages than the {count_of(layers, 'layer')}", remedy)
         else:
             yield from ((pp, chunks, schedule) for chunks, schedule in _schedules(rules, pp, can))
 
