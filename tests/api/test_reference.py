@@ -42,6 +42,8 @@ def test_a_word_finds_keys_by_name_and_else_by_what_they_are(capsys):
     assert command(["keys", "hang"]) == 0
     assert capsys.readouterr().out.startswith("faults.hang_seconds  number of seconds; default 90; above 0")
     assert [one.key for one in keys("--zero-stage")] == ["layout.zero_stage"]
+    assert [one.key for one in keys("--tensor-model-parallel-size")] == ["layout.tp"]
+    assert "optimizer.learning_rate" in [one.key for one in keys("lr")]
     assert "optimizer.beta1" in [one.key for one in keys("mean of gradients")]
     assert command(["keys", "hang", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["keys"][0]["key"] == "faults.hang_seconds"

@@ -474,7 +474,8 @@ def test_what_the_launcher_says_when_it_refuses_is_passed_on(there, capsys, monk
     assert main(["launch", "slurm", "run.toml", "--nodes", "4", "--submit", *TWO, *QUORUM]) == 1
     told = capsys.readouterr()
     assert told.out == "Submitted\n"
-    assert "Invalid partition; sbatch: fatal: none; island 0 is submitted: go on with --island 1, each" in re.sub(r"\s+", " ", told.err)
+    err = re.sub(r"\s+", " ", told.err)
+    assert "Invalid partition; sbatch: fatal: none; island 0 is submitted: go on with --island 1, each" in err
     assert main(["launch", "slurm", "run.toml", "--nodes", "8", "--submit"]) == 1
     told = re.sub(r"\s+", " ", capsys.readouterr().err)
     assert "refused it: sbatch: error: Invalid partition; sbatch: fatal: none" in told and "mistakes" not in told

@@ -16,7 +16,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ultrascale.config.ranges import MOST, limits_of
-from ultrascale.config.schema import BYTE_KEYS, LENGTH_KEYS, TOKEN_KEYS, leaves
+from ultrascale.config.schema import BYTE_KEYS, ELSEWHERE, LENGTH_KEYS, TOKEN_KEYS, leaves
 from ultrascale.description.run import Run
 from ultrascale.description.sections.launch import Launch
 
@@ -59,14 +59,16 @@ class Key:
 
 
 def keys(word: str = "") -> list[Key]:
-    """All keys in the order of a description, or those whose name has `word` in it; of none such, whose text has."""
+    """All keys in the order of a description, or those whose name, or another trainer's for it, has `word` in it; of none such,
+    whose text has."""
     found = [_stand_in(key) for key in ("extends", "model.preset", "model.path")]
     for leaf_key in leaves():
         found.append(_of_leaf(leaf_key))
         if leaf_key == "batch.sequences_per_batch":
             found.append(_stand_in("batch.tokens_per_batch"))
     word = word.lower().replace("-", "_").removeprefix("__")
-    return [one for one in found if word in one.key] or [one for one in found if word in one.about.lower()]
+    meant = ELSEWHERE.get(word)
+    return [one for one in found if word in one.key or one.key == meant] or [one for one in found if word in one.about.lower()]
 
 
 def about() -> dict[str, str]:

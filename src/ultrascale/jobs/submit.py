@@ -45,6 +45,7 @@ def submit(launcher: str, file: Path) -> str:
         return ""
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode != 0:
-        said = "; ".join((done.stderr or done.stdout).split("\n")).strip("; ")  # one line: each that begins so would be told as a mistake
+        # In one line: each that begins with a name would be told as a mistake of its own.
+        said = "; ".join((done.stderr or done.stdout).strip().splitlines())
         raise LauncherError(f"{' '.join(words)}: refused it: {said}")
     return done.stdout.strip()
