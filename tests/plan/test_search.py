@@ -19,6 +19,7 @@ from ultrascale.plan.intervals import out_of_memory_risk
 from ultrascale.plan.layouts import COLUMNS, LayoutTable
 from ultrascale.plan.search import search as searching
 from ultrascale.plan.search.bounds import memory_floors
+from ultrascale.plan.search.replayed import with_replay
 from ultrascale.plan.search.scaling import counts, most_that_pay, scaling, smallest_that_fits
 from ultrascale.plan.search.search import TIE, expected_seconds, pareto, price_all, risk, search
 from ultrascale.plan.search.space import MIN_TOKENS_PER_CP_RANK, divisors, legal_layouts
@@ -285,6 +286,12 @@ def test_what_cannot_be_is_told_with_the_nearest_that_can(asked: dict, said: str
         search(real("llama-3-8b", "64xh100", batch=96), asked=asked)
     (problem,) = error.value.problems
     assert said in problem.rule and remedy in problem.remedy
+
+
+def test_what_needs_least_where_nothing_fits_is_told_by_its_replay_as_its_plan_is() -> None:
+    smallest = search(real("deepseek-v3", "64xh100", batch=64)).smallest
+    assert smallest is not None and smallest.replay is not None and not smallest.memory.fits
+    assert smallest.memory.needed == with_replay(smallest).memory.needed
 
 
 def test_more_gpus_than_a_batch_can_use_are_told_by_the_batch() -> None:

@@ -158,7 +158,9 @@ def search(
     least = int(np.argmin(np.where(priced.was_priced, priced.peak_bytes, np.inf)))
     front = _front(priced)
     prices = price(workload, space.table.take([least, *front]))
-    smallest = prices.row(0)
+    smallest = prices.row(0) if ranked else with_replay(prices.row(0))  # then it is what is printed
+    if not ranked and smallest.memory.fits:
+        ranked = [smallest]
     on_front = pareto([prices.row(1 + row) for row in range(len(front))])
     return SearchResult(workload, priced, tuple(ranked), tuple(on_front), smallest, time.perf_counter() - started)
 
