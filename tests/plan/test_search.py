@@ -186,12 +186,13 @@ def test_a_wide_search_is_as_fast_as_a_narrow_one_where_pairs_of_passes_hide_wha
     assert expected_seconds(wide) <= expected_seconds(narrow)
 
 
-def test_a_rank_has_at_most_as_many_micro_batches_in_a_step_as_a_run_may() -> None:
+def test_a_pipeline_has_at_most_as_many_micro_batches_in_a_step_as_a_run_may() -> None:
     table = legal_layouts(real("llama-3-8b", "64xh100", batch=2**23)).table
-    assert (2**23 // (table.dp * table.micro_batch_size)).max() == 2**16
-    with pytest.raises(SpecError, match="the batch has more than 65536 micro-batches on each rank") as error:
-        search(real("llama-3-8b", "64xh100", batch=10**9))
-    assert error.value.problems[0].remedy == f"Give at most {2**16 * 64 * 10} sequences, or more GPUs."
+    counts = 2**23 // (table.dp * table.micro_batch_size)
+    assert counts[table.pp > 1].max() == 2**16
+    with pytest.raises(SpecError, match="a pipeline has at most 65536 micro-batches in a step") as error:
+        search(real("llama-3-8b", "64xh100", batch=10**9), asked={"pp": (4,)})
+    assert "Give at most" in error.value.problems[0].remedy
 
 
 def test_the_ranking_is_by_expected_time_and_the_front_holds_nothing_that_is_beaten() -> None:

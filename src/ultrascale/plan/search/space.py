@@ -104,7 +104,7 @@ class _Rules:
 
     def refuse(self, family: str, reason: str, remedy: str = "") -> None:
         self.refused[family, reason] += 1
-        self.remedies.setdefault((family, reason), remedy)  # of the most data parallelism: it comes first
+        self.remedies.setdefault((family, reason), remedy)  # the first is of the most data parallelism
 
     def breaks(self, family: str, layout: Layout) -> bool:
         """True if a layout breaks a rule of the description, which is noted as the reason."""
@@ -348,16 +348,8 @@ def _micro_batch_sizes(rules: _Rules, dp: int, cp: int) -> list[int]:
     per_rank = rules.workload.sequences_per_batch // dp
     limit = max(1, MAX_TOKENS_PER_MICRO_BATCH // rules.workload.sequence_length)
     if "micro_batch_size" in rules.asked:  # what no share of the batch allows is told by `plan.search.asked`
-        sizes = [n for n in divisors(per_rank) if n in rules.asked["micro_batch_size"]]
-    else:
-        sizes = [n for n in divisors(per_rank) if n <= limit]
-    if sizes and per_rank // sizes[-1] > MOST_MICRO_BATCHES:
-        most = MOST_MICRO_BATCHES * dp * sizes[-1]
-        why = f"has more than {MOST_MICRO_BATCHES} micro-batches on each rank"
-        rules.refuse("the batch", why, f"Give at most {most} sequences, or more GPUs.")
-    sizes = [n for n in sizes if per_rank // n <= MOST_MICRO_BATCHES]
-    if "micro_batch_size" in rules.asked:
-        return sizes
+        return [n for n in divisors(per_rank) if n in rules.asked["micro_batch_size"]]
+    sizes = [n for n in divisors(per_rank) if n <= limit]
     if "dp" in rules.asked or "cp" in rules.asked:
         return sizes
     for size in sizes:
@@ -371,6 +363,10 @@ def _suits(rules: _Rules, schedule: str, pp: int, dp: int, size: int) -> bool:
     count, known = rules.workload.sequences_per_batch // (dp * size), SCHEDULES.get(schedule)
     if known and count < known.fills_from * pp:
         rules.refuse(schedule, f"fewer than {known.fills_from} x pp micro-batches do not fill it")
+        return False
+    if known and count > MOST_MICRO_BATCHES:
+        remedy = f"Give at most {MOST_MICRO_BATCHES * dp * size} sequences, or more GPUs."
+        rules.refuse("a pipeline", f"has at most {MOST_MICRO_BATCHES} micro-batches in a step, as a run", remedy)
         return False
     fills = rules.workload.stack.stage_cut != "by-share" or not known or known.forward_first
     if not fills and (wrong := cannot_run(rules.workload.model, pp, [count])):
