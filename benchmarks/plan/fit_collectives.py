@@ -1,5 +1,5 @@
-"""Derive the constants of `plan.laws.nvlink_fits` from a table of measured collectives inside a node, and say how far off they
-are.
+"""Derive the constants of `plan/laws/collectives.toml` from a table of measured collectives inside a node, and say how
+far off they are.
 
     python benchmarks/plan/fit_collectives.py --table nccl_intranode.csv [--print-table]
 
@@ -51,7 +51,7 @@ class Args:
     table: str
     """The CSV of measurements."""
     print_table: bool = False
-    """Print the constants as the Python of `plan.laws.nvlink_fits`."""
+    """Print the constants as the TOML of `plan/laws/collectives.toml`."""
 
 
 def read(path: str) -> dict[tuple[str, str], dict[int, Curve]]:
@@ -148,11 +148,10 @@ def main(args: Args) -> None:
         for gpu, kinds in table.items():
             if 8 not in kinds["all_gather"]:
                 continue  # GB200 was measured on 2 and 4; B200 stands for it
-            print(f'    "{gpu}": {{')
+            print(f"\n[{gpu}]")
             for kind, found in kinds.items():
-                cells = ", ".join(f"{n}: ({a:.3g}, {b:.4g}, {c:.3g})" for n, (a, b, c) in found.items())
-                print(f'        "{kind}": {{{cells}}},')
-            print("    },")
+                cells = ", ".join(f"{n} = [{a:.3g}, {b:.4g}, {c:.3g}]" for n, (a, b, c) in found.items())
+                print(f"{kind} = {{ {cells} }}")
 
 
 def _bus(kind: str, ranks: int) -> float:

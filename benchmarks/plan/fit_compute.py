@@ -1,7 +1,7 @@
 """Fit the constants of `plan.laws.curves` to measured products and attention kernels; print held-out errors; write the
 constants.
 
-    python benchmarks/plan/fit_compute.py --tables FOLDER [--output src/ultrascale/plan/laws/fitted_curves.py]
+    python benchmarks/plan/fit_compute.py --tables FOLDER [--output src/ultrascale/plan/laws/computing.toml]
 
 FOLDER holds gemm_<name>.csv.gz with columns gemm_dtype, m, n, k, latency_us: single products that NVIDIA's aiconfigurator
 timed (TensorRT-LLM torch flow; its fp8 rows include the cast of the left operand). Attention is fitted to
@@ -36,7 +36,6 @@ JUDGED_FROM, JUDGED_FLOPS = 512, 2e9
 FOLDS = 5
 PULL = 1e-3
 """Weight of the pull to ordinary constants, per square root of a row: it decides only what the rows leave open."""
-VALUES_PER_LINE = 5
 ATTENTION_SETS = {
     ("a100", "flash-2"): ({"a100-80"}, {"flash-2"}),
     ("hopper", "flash"): ({"h100-sxm", "h200"}, {"flash"}),
@@ -292,35 +291,22 @@ def _mape(errors: Vector) -> str:
 
 
 def _source(matmul: dict[tuple[str, str], MatmulCurve], attention: dict[tuple[str, str, str], AttentionCurve]) -> str:
-    """The constants as a Python module."""
+    """The constants as the TOML file of `plan.laws`."""
     lines = [
-        '"""Constants of `plan.laws.curves`, written by `benchmarks/plan/fit_compute.py`: derived numbers, not measurements.',
-        "",
-        "Products: NVIDIA aiconfigurator's tables (TensorRT-LLM torch flow, 2026-08). Attention: FlashAttention-3's figures",
-        "(2024), cudnn-frontend's training benchmark (2026-09), SimuMax's system files (2026). Errors: docs/compute-model.md.",
-        '"""',
-        "",
-        "from __future__ import annotations",
-        "",
-        "from ultrascale.plan.laws.curves import AttentionCurve, MatmulCurve",
-        "",
-        "# fmt: off",
-        "MATMUL: dict[tuple[str, str], MatmulCurve] = {",
+        "# Constants of `plan.laws.curves`, written by `benchmarks/plan/fit_compute.py`: derived numbers, not measurements.",
+        "#",
+        "# Products: NVIDIA aiconfigurator's tables (TensorRT-LLM torch flow, 2026-08). Attention: figures of FlashAttention-3",
+        "# (2024), cudnn-frontend's training benchmark (2026-09), SimuMax's files (2026). Errors: docs/compute-model.md.",
     ]
     for key, curve in matmul.items():
         names = [*(name for name in SHARES if getattr(curve, name)), *POSITIVE, "operand_bytes"]
-        values = [f"{name}={_digits(getattr(curve, name))}" for name in names]
-        lines += [f'    ("{key[0]}", "{key[1]}"): MatmulCurve(']
-        lines += [f"        {', '.join(values[i : i + VALUES_PER_LINE])}," for i in range(0, len(values), VALUES_PER_LINE)]
-        lines += ["    ),"]
-    lines += ["}", "ATTENTION: dict[tuple[str, str, str], AttentionCurve] = {"]
-    for names, curve in attention.items():
-        shares = ", ".join(f"{share:.3f}" for share in curve.efficiency)
-        keys = ", ".join(f'"{name}"' for name in names)
-        lines += [
-            f"    ({keys}): AttentionCurve(({shares}), ramp={curve.ramp:.3g}, tail={curve.tail:.3g}, edge={curve.edge:.3g}),"
-        ]
-    return "\n".join([*lines, "}", "# fmt: on", ""])
+        lines += ["", f"[products.{'.'.join(key)}]", *(f"{name} = {_digits(getattr(curve, name))}" for name in names)]
+    for (family, kernel, direction), curve in attention.items():
+        head, shares = f"[attention.{family}.{kernel}]", ", ".join(f"{share:.3f}" for share in curve.efficiency)
+        lines += [] if head in lines else ["", head]
+        others = f"ramp = {curve.ramp:.3g}, tail = {curve.tail:.3g}, edge = {curve.edge:.3g}"
+        lines += [f"{direction} = {{ efficiency = [{shares}], {others} }}"]
+    return "\n".join([*lines, ""])
 
 
 def _digits(value: float) -> str:

@@ -1,6 +1,6 @@
 """Cost of communication: seconds of a collective of any group of ranks on a real network.
 
-    inside a node       measured: a + w/B + c sqrt(w) by GPU, kind and ranks (`plan.laws.nvlink_fits`)
+    inside a node       measured: a + w/B + c sqrt(w) by GPU, kind and ranks (`plan/laws/collectives.toml`)
     across nodes        the cheapest of the algorithms and protocols that NCCL has (`plan.laws.nccl`), each limited by NVLink
                         and by the group's share of the node's cards (`plan.laws.network`)
 

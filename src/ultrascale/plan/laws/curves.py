@@ -21,7 +21,7 @@ are compiled for multiples of `head_dim_step` and compute the padding of other h
 `tail` is the wait for the last, longest tile: with few heads per device it is most of the time, which is what tensor
 parallelism pays for. Every term grows with every size, so a larger product that is aligned no
 better is never cheaper. Efficiencies stay below 1: no
-price is below the roofline. The constants are fitted by `benchmarks/plan/fit_compute.py` (`plan.laws.fitted_curves`); errors:
+price is below the roofline. The constants are fitted by `benchmarks/plan/fit_compute.py` (`plan/laws/computing.toml`); errors:
 docs/compute-model.md. The laws take floats, or NumPy arrays with `ceil=numpy.ceil` and so on.
 """
 

@@ -12,14 +12,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from ultrascale.catalogue.cluster import Accelerator
 from ultrascale.catalogue.machines import ACCELERATORS
+from ultrascale.catalogue.tables import read_tables
 from ultrascale.description.problems import mistake
 from ultrascale.plan.laws.curves import AttentionCurve, MatmulCurve
-from ultrascale.plan.laws.fitted_curves import ATTENTION, MATMUL
 
+FITS = read_tables("computing.toml", Path(__file__).parent)
+MATMUL = {(name, dtype): MatmulCurve(**one) for name, known in FITS["products"].items() for dtype, one in known.items()}
+"""Fitted constants by device and dtype."""
+ATTENTION = {
+    (family, kernel, direction): AttentionCurve(**one)
+    for family, kernels in FITS["attention"].items()
+    for kernel, directions in kernels.items()
+    for direction, one in directions.items()
+}
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "mxfp8": 1, "nvfp4": 0.5}
 FAMILIES = {"a100-80": "a100", "h100-sxm": "hopper", "h200": "hopper", "b200": "blackwell", "gb200": "blackwell"}
 RELATIVES = {

@@ -1,6 +1,6 @@
 """The algorithms and protocols NCCL could choose for a collective, each as a line: t = fixed + per_byte w + per_root sqrt(w).
 
-    inside a node       one line from measurements (`nvlink_fits`): whatever NCCL chose there
+    inside a node       one line from measurements (`collectives.toml`): whatever NCCL chose there
     ring                every rank passes on what it got; bandwidth of the slowest link, latency of every rank
     tree                all-reduce only: up and down a double binary tree of nodes; latency of its depth. With two nodes each
                         card carries the buffer once, with more twice (a node has a parent and two children, in halves)
@@ -15,12 +15,18 @@ Not modelled: SHARP in InfiniBand switches, PAT (NCCL 2.23, one rank a node), co
 from __future__ import annotations
 
 from math import log2
+from pathlib import Path
 from typing import NamedTuple
 
+from ultrascale.catalogue.tables import read_tables
 from ultrascale.plan.laws.curves import steady
 from ultrascale.plan.laws.network import Fabric, Placement
-from ultrascale.plan.laws.nvlink_fits import FITS
 
+FITS: dict[str, dict[str, dict[int, tuple[float, float, float]]]] = {
+    gpu: {kind: {int(ranks): tuple(one) for ranks, one in fits.items()} for kind, fits in kinds.items()}
+    for gpu, kinds in read_tables("collectives.toml", Path(__file__).parent).items()
+}
+"""Measured constants of a line inside a node, by GPU, kind and ranks."""
 # NCCL's src/graph/tuning.cc (2.27), in us: a launch, and a hop by protocol.
 TREE_HOP = {"LL": (0.6, 5.0), "Simple": (4.0, 14.0)}
 RING_HOP = {"LL": (0.6, 2.7), "Simple": (3.4, 14.0)}

@@ -25,7 +25,7 @@ class Domain(NamedTuple):
     word: str
     """In the name of the link."""
     fits: str
-    """Row of `nvlink_fits.FITS`."""
+    """Row of `collectives.toml`."""
     nominal: float
     """Bytes per second of one direction that the row was measured on."""
     factor: float
