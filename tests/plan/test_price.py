@@ -19,7 +19,7 @@ from ultrascale.description.problems import SpecError
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.time.price import PARTS, predict, price
 from ultrascale.plan.time.stage_cut import stage_layers
-from ultrascale.plan.time.stages import cut_stages, split_layers
+from ultrascale.plan.time.stages import chunk_layers_of, cut_stages
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.kinds.custom import to_csv
@@ -140,7 +140,7 @@ def test_a_program_that_pairs_passes_hides_the_experts_traffic_where_a_rank_has_
 def test_layers_left_over_go_to_the_middle_and_are_all_there():
     workload = on("64xh100", "llama-3.1-405b")
     for chunks in (1, 2, 7, 16, 128):
-        cut = split_layers(workload, chunks)
+        cut = chunk_layers_of(workload, chunks, None)
         assert (sum(cut), len(cut)) == (126, chunks)
         assert cut[-1] == min(cut)
 
@@ -218,9 +218,9 @@ def test_stages_are_cut_as_our_trainer_cuts_them():
     layout = Layout(dp=2, pp=4, zero_stage=1, precision="bf16")
     ours = Workload(model, parse_cluster("8xh100"), 4096, 64)
     stages = cut_stages(ours, LayoutTable.of([layout]))
-    assert split_layers(ours, 4) == [len(layers) for layers in stage_layers(model, layout, 4096)] == [5, 5, 5, 1]
+    assert chunk_layers_of(ours, 4, None) == [len(layers) for layers in stage_layers(model, layout, 4096)] == [5, 5, 5, 1]
     assert stages.layers[:, 0, 0].tolist() == [5, 5, 1]
-    assert split_layers(replace(ours, stack=STACKS["torchtitan"]), 4) == [4, 4, 4, 4]
+    assert chunk_layers_of(replace(ours, stack=STACKS["torchtitan"]), 4, None) == [4, 4, 4, 4]
     given = predict(ours, replace(layout, layers_per_stage=(4, 4, 4, 4)))
     assert given.waterfall["compute"] / predict(ours, layout).waterfall["compute"] > 1.3
 

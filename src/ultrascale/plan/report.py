@@ -108,8 +108,8 @@ class RunPlan:
                 "trainable": not not_trainable(run),
                 "fits": self.fits,
                 "memory": self._memory_json(),
-                "time": self._time_json(),
-                "failures": self._failures_json(),
+                "time": None if self.prediction is None else prediction_json(self.prediction)["time"],
+                "failures": None if self.prediction is None else _of_failures(self.prediction.workload),
                 "time_convention": CONVENTION,
             }
             | self._recomputation_json()
@@ -147,12 +147,6 @@ class RunPlan:
             "saved_bytes_by_layer": memory.saved_by_layer,
             **limits,
         }
-
-    def _failures_json(self) -> dict[str, Any] | None:
-        return None if self.prediction is None else _of_failures(self.prediction.workload)
-
-    def _time_json(self) -> dict[str, Any] | None:
-        return None if self.prediction is None else prediction_json(self.prediction)["time"]
 
 
 def _of_failures(workload: Workload) -> dict[str, Any]:

@@ -118,11 +118,10 @@ class Footprint:
 
 
 def stage_memory(
-    workload: Workload, table: LayoutTable, stages: Stages | None = None, schedule: Schedule | None = None, *,
-    sort: int | None = None,
-) -> Footprint:  # fmt: skip
+    workload: Workload, table: LayoutTable, stages: Stages | None = None, schedule: Schedule | None = None
+) -> Footprint:
     """The footprint of every layout of `table`. `stages`: if the caller has cut them already; `schedule`: one from a file,
-    for a table of its one layout; `sort`: categories are those of this sort of rank, not of the one that needs most."""
+    for a table of its one layout."""
     stages = stages or cut_stages(workload, table)
     micro_batches = np.maximum(workload.sequences_per_batch // (table.dp * table.micro_batch_size), 1)
     state = rank_state(workload, table, stages, micro_batches)
@@ -152,7 +151,7 @@ def stage_memory(
     sums = np.where(exists, live + always, 0.0)
     moment = sums.argmax(axis=0)
     by_rank = sums.max(axis=0)
-    every, worst = np.arange(len(table)), by_rank.argmax(axis=0) if sort is None else np.full(len(table), sort)
+    every, worst = np.arange(len(table)), by_rank.argmax(axis=0)
     when = moment[worst, every]
 
     def at(name: str) -> Floats:

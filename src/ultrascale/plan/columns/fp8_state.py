@@ -16,7 +16,7 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import layer_weights
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.layouts import FP8_SCALINGS, PRECISIONS, LayoutTable
-from ultrascale.plan.time.blocks import layer_kinds
+from ultrascale.plan.time.blocks import kinds_of_layers
 from ultrascale.plan.time.stages import Stages, copies_held
 from ultrascale.plan.workload import Workload
 from ultrascale.work.fp8_slots import SLOT_BYTES, block_slots, num_block_slots
@@ -59,7 +59,7 @@ def block_counts(model: Model, layer: int, tp: int) -> BlockCounts:
 
 def counts_of_ranks(workload: Workload, table: LayoutTable, stages: Stages) -> BlockCounts:
     """Counts over all blocks of a rank that are in fp8, each [3, layouts]; experts' are those of the rank."""
-    kinds, ways = layer_kinds(workload)[0], table.tp
+    kinds, ways = kinds_of_layers(workload.model)[0], table.tp
     tps, which = np.unique(ways, return_inverse=True)
     by_kind = np.array([[block_counts(workload.model, layer, int(tp)) for tp in tps] for layer in kinds])[:, which]
     sums = np.einsum("rkn,knc->crn", (stages.layers - stages.kept_layers) * copies_held(table), by_kind)

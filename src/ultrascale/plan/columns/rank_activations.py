@@ -40,7 +40,7 @@ from ultrascale.plan.columns.rank_loads import (
     loads_of_actions,
 )
 from ultrascale.plan.layouts import RECOMPUTE, SCHEDULE_NAMES, LayoutTable, by_schedule, distinct
-from ultrascale.plan.time.blocks import distinct_shapes, kinds_of_layers, layer_kinds
+from ultrascale.plan.time.blocks import distinct_shapes, kinds_of_layers
 from ultrascale.plan.time.stages import Stages, chunk_layers_of
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.executable import Schedule
@@ -295,7 +295,7 @@ def _blocks(
     cuts: NDArray[np.bool_],
 ) -> _Blocks:
     """Types in the order of `_types`: by way, in fp8 or kept in bf16, by kind."""
-    kinds = layer_kinds(workload)[0]
+    kinds = kinds_of_layers(workload.model)[0]
     every = table.recompute == EVERY
     if table.modes:
         ways = list(dict.fromkeys(table.modes))
@@ -332,7 +332,7 @@ def _of_shapes(workload: Workload, shapes: Sequence[Shape], mode: str, *, cuts: 
     and what waits for W."""
     model, stack, known = workload.model, workload.stack, _known_blocks(workload.model, workload.stack)[mode, cuts]
     if new := [shape for shape in dict.fromkeys(shapes) if shape not in known]:
-        kinds = layer_kinds(workload)[0]
+        kinds = kinds_of_layers(workload.model)[0]
         rows = np.stack([block_columns(model, layer, new, recompute=mode, stack=stack, cuts=cuts) for layer in kinds], axis=1)
         known.update(zip(new, rows[:, :, slice(2, 4) if cuts else slice(3)], strict=True))
     return [known[shape] for shape in shapes]
@@ -353,7 +353,7 @@ def _known_blocks(model: Model, stack: Stack) -> defaultdict[tuple[str, bool], d
 
 def _dummies(workload: Workload, shapes: list[Shape]) -> Floats:
     """[1, shapes]."""
-    kinds = layer_kinds(workload)[0]
+    kinds = kinds_of_layers(workload.model)[0]
     return np.array(
         [[dummy_gradient_bytes(workload.model, kinds, shape, stack=workload.stack) for shape in shapes]], dtype=float
     )
@@ -368,7 +368,7 @@ def _largest_tensors(workload: Workload, shapes: list[Shape]) -> Floats:
     """[1, shapes]; nothing where the allocator does not care."""
     if workload.stack.joins_segments:
         return np.zeros((1, len(shapes)))
-    kinds, model = layer_kinds(workload)[0], workload.model
+    kinds, model = kinds_of_layers(workload.model)[0], workload.model
     made = [[one.num_bytes for kind in kinds for op in block_work(model, kind, shape) for one in op.makes] for shape in shapes]
     return np.array([[max(sizes) for sizes in made]], dtype=float)
 

@@ -147,20 +147,18 @@ def attention_law(
     num_bytes: Any,
     efficiency: Any,
     work: float,
-    minimum: Callable[[Any, Any], Any] = min,
-    maximum: Callable[[Any, Any], Any] = max,
 ) -> Any:
     """Seconds of one attention kernel.
 
     `tiles`: heads times blocks of 128 queries; `share`: part of the square of scores that is seen; `head_dims`: of queries
     and values together; `num_bytes` moved at least; `work`: 1 forward, `BACKWARD_WORK` backward.
     """
-    masked = (1 - share) * minimum(2 * curve.edge, keys)
-    longest = minimum(keys, 2 * share * keys + masked) + curve.ramp
+    masked = (1 - share) * min(2 * curve.edge, keys)
+    longest = min(keys, 2 * share * keys + masked) + curve.ramp
     mean = share * keys + masked + curve.ramp
-    walked = maximum(longest, tiles * mean / curve.multiprocessors + curve.tail * longest)
+    walked = max(longest, tiles * mean / curve.multiprocessors + curve.tail * longest)
     key_seconds = 2 * TILE * head_dims * work * curve.multiprocessors / (curve.peak_flops * efficiency)
-    return FLASH_LAUNCH_SECONDS + maximum(walked * key_seconds, num_bytes / (curve.bytes_per_second * STREAM_EFFICIENCY))
+    return FLASH_LAUNCH_SECONDS + max(walked * key_seconds, num_bytes / (curve.bytes_per_second * STREAM_EFFICIENCY))
 
 
 def kernel_head_dim(curve: AttentionCurve, head_dim: float) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -201,12 +202,9 @@ def _with_memory(cluster: Cluster) -> Cluster:
     return replace(cluster, node=replace(cluster.node, accelerator=replace(accelerator, memory_bytes=more)))
 
 
-def _with_network(cluster: Cluster) -> Cluster:
-    return replace(cluster, node=replace(cluster.node, inter_link=_faster(cluster.node.inter_link)))
-
-
-def _with_links(cluster: Cluster) -> Cluster:
-    return replace(cluster, node=replace(cluster.node, intra_link=_faster(cluster.node.intra_link)))
+def _with_links(cluster: Cluster, name: str) -> Cluster:
+    """Links inside nodes, `intra_link`, or between them, `inter_link`, a fifth faster."""
+    return replace(cluster, node=replace(cluster.node, **{name: _faster(getattr(cluster.node, name))}))
 
 
 def _faster(link: Link | None) -> Link | None:
@@ -220,13 +218,13 @@ def _faster(link: Link | None) -> Link | None:
     )
 
 
-def _as_it_is(cluster: Cluster) -> Cluster:
-    return cluster
-
-
 _BETTER: tuple[tuple[str, Callable[[Cluster], Cluster], Constants], ...] = (
     ("10 GB more memory", _with_memory, CONSTANTS),
-    ("network between nodes 20% faster", _with_network, CONSTANTS),
-    ("links inside the node 20% faster", _with_links, CONSTANTS),
-    ("matrix products 20% faster", _as_it_is, replace(CONSTANTS, compute_derate=CONSTANTS.compute_derate / FASTER)),
+    ("network between nodes 20% faster", partial(_with_links, name="inter_link"), CONSTANTS),
+    ("links inside the node 20% faster", partial(_with_links, name="intra_link"), CONSTANTS),
+    (
+        "matrix products 20% faster",
+        lambda cluster: cluster,
+        replace(CONSTANTS, compute_derate=CONSTANTS.compute_derate / FASTER),
+    ),
 )

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import combinations
 from typing import Literal
 
@@ -176,16 +175,12 @@ def choose(
                 for kind, layer in {_kind(workload, layer): layer for layer in layers}.items()}  # fmt: skip
         found = frontier([ways[_kind(workload, layer)] for layer in layers], weights)
 
-        tried = partial(_told_with, layout, modes, layers, found)
-        holds = (lambda index, tried=tried, pp=pp: fits(tried(index), pp)) if fits is not None else (lambda index: True)
+        def holds(index: int, modes=modes, layers=layers, found=found, pp=pp) -> bool:
+            return fits is None or fits(_told(layout, _put(modes, layers, found.at(index).modes)), pp)
+
         index = _first_that_fits(_within(found, layout, pp), len(found.seconds) - 1, holds)
         modes = _put(modes, layers, found.at(index).modes)
     return _told(layout, modes)
-
-
-def _told_with(layout: Layout, modes: Sequence[str], layers: Sequence[int], found: Frontier, index: int) -> Layout:
-    """The layout with one of the choices for the blocks `layers`, the others as `modes` says."""
-    return _told(layout, _put(modes, layers, found.at(index).modes))
 
 
 def with_recomputation(

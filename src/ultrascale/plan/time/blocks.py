@@ -167,7 +167,7 @@ def distinct_shapes(workload: Workload, table: LayoutTable) -> tuple[list[Shape]
 def price_blocks(workload: Workload, table: LayoutTable) -> Blocks:
     """Work out every distinct shape of `table` once, and for later tables of the same workload."""
     shapes, shape_of = distinct_shapes(workload, table)
-    kinds, kind_of_layer = layer_kinds(workload)
+    kinds, kind_of_layer = kinds_of_layers(workload.model)
     known = workload.priced_shapes
     if new := [shape for shape in shapes if shape not in known]:
         known.update(zip(new, _price_shapes(workload, kinds, new), strict=True))
@@ -211,14 +211,9 @@ def _price_blocks_of(workload: Workload, shapes: list[Shape], layer: int) -> Par
     return part
 
 
-def layer_kinds(workload: Workload) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A first layer of each kind of block (dense or experts, windowed or not), and the kind of every layer."""
-    return kinds_of_layers(workload.model)
-
-
 @lru_cache(maxsize=64)
 def kinds_of_layers(model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`layer_kinds` of a model."""
+    """A first layer of each kind of block (dense or experts, windowed or not), and the kind of every layer."""
     known: dict[tuple[bool, int | None], int] = {}
     first: list[int] = []
     kind_of_layer = []

@@ -80,18 +80,8 @@ class PriceTable:
     num_micro_batches: Counts
 
     @property
-    def tokens_per_second(self) -> Floats:
-        return self.workload.tokens_per_step / self.step_seconds
-
-    @property
     def fits(self) -> NDArray[np.bool_]:
         return self.memory.fits
-
-    def mfu(self, *, full_attention: bool = False, peak: float | None = None) -> Floats:
-        """Model FLOPs over the dense bf16 peak (or `peak`, FLOPs per second), attention causal or as the full square."""
-        flops = model_flops_per_token(self.workload.model, self.workload.sequence_length, full_attention=full_attention)
-        peak = peak or half_precision_peak(self.workload.cluster.accelerator)
-        return flops * self.tokens_per_second / self.table.world_size / peak
 
     def row(self, index: int) -> Prediction:
         """One layout's price."""

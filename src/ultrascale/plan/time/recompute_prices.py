@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from ultrascale.plan.constants import Constants
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.time.blocks import layer_kinds, price_ops, product_derate
+from ultrascale.plan.time.blocks import kinds_of_layers, price_ops, product_derate
 from ultrascale.plan.workload import Workload
 from ultrascale.work.kept import block_again, computed_again, stops_behind
 from ultrascale.work.ops import Op, Shape
@@ -29,7 +29,7 @@ def forward_seconds(workload: Workload, shape: Shape, ops: tuple[Op, ...], const
 def mean_again(workload: Workload, table: LayoutTable, shape: Shape, constants: Constants) -> Floats:
     """Mean seconds that recomputation adds to a block of each kind, [4, kinds], in the rows of `forward_seconds`; for a
     table whose layouts name each block's way."""
-    kinds, kind_of_layer = layer_kinds(workload)
+    kinds, kind_of_layer = kinds_of_layers(workload.model)
     of_mode = {
         (mode, kind): _of_block(workload, shape, layer, mode, constants)
         for mode in dict.fromkeys(table.modes)

@@ -19,7 +19,7 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import layer_weights, weights_outside_layers
 from ultrascale.description.schedules import SCHEDULES
 from ultrascale.plan.layouts import SCHEDULE_NAMES, Column, LayoutTable, by_schedule
-from ultrascale.plan.time.blocks import layer_kinds
+from ultrascale.plan.time.blocks import kinds_of_layers
 from ultrascale.plan.time.stage_cut import stage_blocks
 from ultrascale.plan.workload import Workload
 
@@ -58,7 +58,7 @@ def cut_stages(workload: Workload, table: LayoutTable, layers_per_stage: tuple[i
     """The stages of every layout of `table`. `layers_per_stage`: a cut of one's own, for a table of one layout."""
     kept_blocks = table.kept_blocks
     rows, which = _distinct_cuts(table, kept_blocks)
-    kinds, kind_of_layer = layer_kinds(workload)
+    kinds, kind_of_layer = kinds_of_layers(workload.model)
     sizes = 2 * tuple(sum(block_parameters(workload.model, layer, 1)) for layer in kinds)
     sorts = []
     for row in rows:
@@ -120,15 +120,11 @@ def kinds_with_kept(model: Model, kind_of_layer: tuple[int, ...], num_kinds: int
 
 
 def chunk_layers_of(workload: Workload, num_chunks: int, layers_per_stage: Sequence[int] | None) -> list[int]:
-    """Blocks of each chunk: as given, prediction blocks with the last, or as the stack cuts."""
+    """Blocks of each chunk, prediction blocks with the last: as given, or as the stack cuts (`Stack.stage_cut`)."""
+    model = workload.model
     if layers_per_stage is None:
-        return split_layers(workload, num_chunks)
-    return [*layers_per_stage[:-1], layers_per_stage[-1] + workload.model.num_nextn_predict_layers]
-
-
-def split_layers(workload: Workload, num_chunks: int) -> list[int]:
-    """Blocks of each chunk of the pipeline, prediction blocks included, by `Stack.stage_cut`."""
-    return stage_blocks(workload.model, num_chunks, workload.sequence_length, workload.stack.stage_cut)
+        return stage_blocks(model, num_chunks, workload.sequence_length, workload.stack.stage_cut)
+    return [*layers_per_stage[:-1], layers_per_stage[-1] + model.num_nextn_predict_layers]
 
 
 @lru_cache(maxsize=4096)
@@ -154,7 +150,7 @@ def _sorts_of_ranks(
 
 def parameters_by_kind(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:
     """Parameters of one block of each kind: dense ones on one rank of tp, [kinds, layouts]; all routed experts, [kinds]."""
-    kinds = layer_kinds(workload)[0]
+    kinds = kinds_of_layers(workload.model)[0]
     ways, which = (table.tp, [0]) if len(table) == 1 else np.unique(table.tp, return_inverse=True)
     both = _parameters(workload.model, kinds, tuple(ways.tolist()))
     return both[:, which, 0], both[:, 0, 1]
