@@ -14,14 +14,16 @@ PYTHON ?= python3
 TORCH ?=
 PIP_FLAGS ?=
 LOCK ?= $(if $(TORCH),,locks/py311.txt)
-# One process more than cores: a good part of the tests waits, for ranks that are killed and started again.
-workers = $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
+# Two processes a core: half of the time of tests is waiting, for ranks that are killed and started again.
+workers = $(shell $(PYTHON) -c 'import os; print(min(6, 2 * (os.cpu_count() or 1)))')
 PYTEST_FLAGS ?= -n $(workers) --dist loadfile --no-loadscope-reorder
 
 python := .venv/bin/python
 installed := .venv/installed$(addprefix -torch-,$(TORCH))$(if $(LOCK),,-newest)
 pip = $(PYTHON) -m pip --disable-pip-version-check --python $(python)
 export OMP_NUM_THREADS ?= 1
+# Images of Python set it, and then every process that tests start compiles the package anew: half a second.
+export PYTHONDONTWRITEBYTECODE :=
 
 # Releases that the tests have seen, of whatever the lock file names: a new one of somebody else's breaks nothing here. Where an
 # index does not have them (another system, one taken back) the newest do.

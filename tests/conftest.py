@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # FSDP2 and optimizers of several groups load it at first use: a second, here once and not on every rank
 from catalogue.table import find_tests, write_results, write_whole_run
 from hypothesis import HealthCheck, settings
 

@@ -13,6 +13,7 @@
     _PipelineScheduleRuntime, _Action                    torch's own executor of schedules (`pipeline_torch`)
     FakeProcessGroup, FakeTensor, TorchDispatchMode      traces, and memory counted on the CPU (`trace`, `measure.memory`)
     _scaled_mm                                           products in fp8
+    _disable_dynamo, __dynamo_disable                    the compiler left unloaded where nothing is compiled
     _symmetric_memory                                    products of tp over memory of other ranks (`tensor_overlap`)
     FileStore, PrefixStore, Store, TCPStore, foreach,
     _assert_async, _backward_hooks, _sleep, tree_leaves                 public in all but name
@@ -164,6 +165,19 @@ def compiler_settings() -> Any:
     from torch._inductor import config
 
     return config
+
+
+def never_compiled(function: Hook) -> Hook:
+    """Decorator: `torch.compiler.disable`, but the compiler is loaded at the first call and not where `function` is defined."""
+    return torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def leave_compiler_out() -> None:
+    """Let optimizers add groups and drop gradients without the compiler: torch loads it to keep it away from them."""
+    for method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.zero_grad):
+        plain: Any = getattr(method, "__wrapped__", None)
+        if plain is not None:
+            setattr(plain, "__dynamo_disable", plain)
 
 
 def load_compiler() -> None:

@@ -45,7 +45,9 @@ def expect_equal(verdicts: list[Verdict]) -> None:
     assert all(verdict.worst.keys() == {"loss", "gradient norm", "gradient", "weight", "moment"} for verdict in verdicts)
 
 
-@pytest.mark.parametrize("dp, count", [(1, 16), (2, 16), (3, 16), (4, 12)])
+@pytest.mark.parametrize("dp, count", [
+    (1, 16), pytest.param(2, 16, marks=pytest.mark.nightly), (3, 16), (4, 12)  # three ranks pad their shards, two do not
+])  # fmt: skip
 def test_every_stage_with_and_without_accumulation_and_ties_is_exact(dp, count):
     todo = [case for case in cases(run_of(LLAMA, dp=dp), processes=dp) if dp < 4 or "shard 2" in case.name]
     assert len({case.name for case in todo}) == count

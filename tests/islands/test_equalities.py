@@ -60,8 +60,8 @@ def test_averaging_after_every_step_of_sgd_is_data_parallelism(home: Path, plain
 
 
 DIFFER = [
-    ((1, 2), ONE), ((2, 1), replace(ONE, zero_stage=1)), ((1, 2), replace(ONE, zero_stage=3)), ((1, 2, 1), ONE),
-    ((2, 4), replace(ONE, zero_stage=3, dp_shard=2)), ((1, 2), replace(ONE, tp=2, zero_stage=3)),
+    ((2, 1), replace(ONE, zero_stage=1)), ((1, 2, 1), ONE), ((2, 4), replace(ONE, zero_stage=3, dp_shard=2)),
+    ((1, 2), replace(ONE, tp=2, zero_stage=3)),
 ]  # fmt: skip
 """Degrees of data parallelism of islands, and the layout of each."""
 
@@ -70,13 +70,19 @@ EXPERTS = replace(
     MODEL, model_type="mixtral", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, num_key_value_heads=2
 )  # fmt: skip
 DIFFER_IN_EXPERTS = [
-    ((2, 4), replace(ONE, ep=2)), ((2, 4), replace(ONE, ep=2, zero_stage=3)), ((1, 2), replace(ONE, tp=2, ep=2)),
-    ((1, 2), replace(ONE, tp=2, expert_tp=2, zero_stage=1)), ((2, 1, 2), replace(ONE, tp=2)),
+    ((2, 4), replace(ONE, ep=2, zero_stage=3)), ((1, 2), replace(ONE, tp=2, ep=2)),
+    ((1, 2), replace(ONE, tp=2, expert_tp=2, zero_stage=1)),
 ]  # fmt: skip
+AT_NIGHT = [
+    ((1, 2), ONE, MODEL), ((1, 2), replace(ONE, zero_stage=3), MODEL), ((2, 4), replace(ONE, ep=2), EXPERTS),
+    ((2, 1, 2), replace(ONE, tp=2), EXPERTS),
+]  # fmt: skip
+"""Each is in one of the others with something more."""
 
 
 @pytest.mark.parametrize(("degrees", "layout", "model"), [
-    *((*one, MODEL) for one in DIFFER), *((*one, EXPERTS) for one in DIFFER_IN_EXPERTS)
+    *((*one, MODEL) for one in DIFFER), *((*one, EXPERTS) for one in DIFFER_IN_EXPERTS),
+    *(pytest.param(*one, marks=pytest.mark.nightly) for one in AT_NIGHT),
 ])  # fmt: skip
 def test_islands_that_differ_in_dp_are_data_parallelism_over_all_of_them(
     home: Path, plain_sgd: None, degrees: tuple[int, ...], layout: Layout, model: Model

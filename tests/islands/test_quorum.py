@@ -258,7 +258,8 @@ def test_an_island_of_another_dp_is_killed_and_comes_back_as_if_told_to(
 
 
 @pytest.mark.parametrize(("settings", "killed"), [
-    (SETTINGS, 1), (replace(SETTINGS, dp=(2, 1, 1)), 1), (replace(SETTINGS, dp=(2, 1, 1)), 0),
+    (SETTINGS, 1), (replace(SETTINGS, dp=(2, 1, 1)), 0),
+    pytest.param(replace(SETTINGS, dp=(2, 1, 1)), 1, marks=pytest.mark.nightly),
 ])  # fmt: skip
 def test_others_go_on_where_one_is_killed_amid_giving_or_taking_a_state(
     home: Path, monkeypatch: pytest.MonkeyPatch, told: Told, settings: Islands, killed: int

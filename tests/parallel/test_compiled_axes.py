@@ -75,11 +75,12 @@ def both(rank: int, model: Model, layout: Layout) -> list[Trained]:
     return [trained(rank, model, layout, compiled) for compiled in (False, True)]
 
 
-HERE = [("llama", Layout(tp=2), False), ("sinks", Layout(cp=2, cp_method="all-to-all", recompute="selective"), False)]
+HERE = [("llama", Layout(tp=2), False)]
 """Model, layout, and whether its blocks are more than one graph."""
 GRAPHS_HERE = [
     ("llama", Layout(pp=2), False),
     ("llama", Layout(cp=2, cp_method="all-gather", recompute="full"), False),
+    ("sinks", Layout(cp=2, cp_method="all-to-all", recompute="selective"), False),
     ("latent", Layout(cp=2), False),
     ("mixtral", Layout(dp=2, ep=2), True),  # experts sort and count
 ]  # fmt: skip

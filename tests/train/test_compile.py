@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +13,7 @@ import torch
 from torch._dynamo.utils import counters
 from train.small_runs import at_step, curve, rows, same, small_run, state, stop_at, train_in_turn, train_ranks
 
+from ultrascale.config.resolve import to_toml
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Log, Optimizer
 from ultrascale.train.trainer import Trainer
@@ -48,3 +51,12 @@ def test_a_compiled_run_goes_on_to_the_same_bits_with_its_memory_uncounted_and_t
     assert curve(stopped) == curve(whole) and same(state(stopped), state(whole))
     assert "memory is not counted: blocks are compiled" in (home / "whole" / "log.txt").read_text()
     assert not (home / "whole" / "memory.json").exists()
+
+
+def test_one_process_that_compiles_nothing_never_loads_the_compiler(home):
+    """A second of every start, and 100 MB."""
+    file = home / "plain.toml"
+    file.write_text(to_toml(small_run(home, name="plain", steps=2, optimizer=Optimizer(warmup_steps=0))))
+    words = "import sys; from ultrascale.cli.main import main; sys.exit(main(sys.argv[1:]) or 'torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", words, "train", str(file)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -51,7 +51,7 @@ def test_a_slow_rank_is_named_within_20_steps_and_no_other(world, times):
     """In at least 99 of 100 runs, whichever step of a window it becomes slow at."""
     late = 0
     for seed in range(300):
-        judge, since = Judge(Layout(dp=world)), 1000 + seed % WINDOW
+        judge, since = Judge(Layout(dp=world)), 3 * WINDOWS * WINDOW + seed % WINDOW  # it knows the last WINDOWS
         found = [
             one for window in windows(world, since + 20, seed=seed, slow=times, since=since) for one in judge.window(window)
         ]

@@ -39,6 +39,7 @@ from ultrascale.kernels.rotary import Angles, rotary_angles
 from ultrascale.models.attention import Attention, KeyValues, LatentAttention
 from ultrascale.models.experts import MoE
 from ultrascale.models.feed_forward import build_mlp
+from ultrascale.models.initialise import build_embedding
 from ultrascale.models.norms import build_norm, build_rms_norm, norm_of_sum, unchanged
 
 
@@ -181,10 +182,9 @@ class Decoder(nn.Module):
         self.spec, self.is_first, self.is_last = model, is_first, is_last
         self.embed_tokens: nn.Embedding | None = None
         if is_first or (is_last and (model.tie_word_embeddings or model.num_nextn_predict_layers)):
-            self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size)
-        self.embed_positions: nn.Embedding | None = None
-        if is_first and model.position_embedding == "learned":
-            self.embed_positions = nn.Embedding(model.max_position_embeddings, model.hidden_size)
+            self.embed_tokens = build_embedding(model.vocab_size, model.hidden_size)
+        learned = is_first and model.position_embedding == "learned"
+        self.embed_positions = build_embedding(model.max_position_embeddings, model.hidden_size) if learned else None
         numbers = range(model.num_hidden_layers) if layers is None else layers
         self.layers = nn.ModuleDict({str(number): Block(model, number) for number in numbers})
         if is_last:

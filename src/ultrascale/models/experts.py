@@ -27,6 +27,7 @@ from ultrascale.kernels.expert_rows import spread, weighted_sum
 from ultrascale.kernels.grouped_matmul import grouped_linear
 from ultrascale.models.feed_forward import activate, build_mlp
 from ultrascale.models.router import Router, Routing, count_choices
+from ultrascale.torch_private import never_compiled
 
 
 def num_kept(counts: Tensor, pairs: Tensor) -> int:
@@ -160,7 +161,7 @@ class MoE(nn.Module):
         self.seen = Seen()
 
     # Sorting and counting are not worth compiling, and what is noted in a backward pass must not be noted while tracing.
-    @torch.compiler.disable
+    @never_compiled
     def forward(self, hidden: Tensor) -> Tensor:
         """[B, S, D] to [B, S, D]."""
         out, auxiliary, counts = self.compute(hidden)

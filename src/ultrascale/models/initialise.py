@@ -63,6 +63,12 @@ def initialise(
         bias.zero_()
 
 
+def build_embedding(rows: int, width: int) -> nn.Embedding:
+    """torch's own. On the meta device it draws no values: those of torch are none there, and load its compiler, a second."""
+    weight = torch.empty(rows, width)
+    return nn.Embedding(rows, width, _weight=weight if weight.is_meta else nn.init.normal_(weight))
+
+
 def initial_value(weight: Weight, seed: int, *, part: Place | None = None) -> Tensor:
     """The initial value of `weight`, or of a part of it, fp32 on the CPU."""
     part = part or _all_of(weight)

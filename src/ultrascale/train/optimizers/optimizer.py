@@ -14,6 +14,7 @@ from ultrascale.description.run import Optimizer
 from ultrascale.kernels.optimizers.narrow_moments import FIRST, SECOND, Kind
 from ultrascale.parallel.activations.host_memory import host_tensor
 from ultrascale.parallel.share import Held, Share, local
+from ultrascale.torch_private import leave_compiler_out
 from ultrascale.train.optimizers.compact_adamw import CompactAdamW
 from ultrascale.train.optimizers.host_optimizer import HostAdamW, LocalAdamW
 from ultrascale.train.optimizers.muon import Muon
@@ -37,6 +38,7 @@ def saved_dtype(weight: Weight, settings: Optimizer, master: torch.dtype) -> tor
 def build_optimizer(share: Share, settings: Optimizer, *, seed: int = 0) -> torch.optim.Optimizer:
     """The optimizer that `settings` name. Its state exists from the start (`create_state`), so that it can be saved, loaded and
     planned at any step. `seed`: of stochastic rounding."""
+    leave_compiler_out()
     optimizer: torch.optim.Optimizer
     if settings.name == "muon":
         optimizer = Muon(share, settings)
