@@ -462,6 +462,9 @@ def cut_problems(model: Model, layout: Layout, *, sequence_length: int | None = 
 def _tensor(model: Model, layout: Layout) -> Iterator[Problem]:
     """Whole heads on every rank of tp (or copies of those of keys and values), and equal shares of feed-forward layers."""
     tp, heads, groups = layout.tp, model.num_attention_heads, model.num_key_value_heads
+    if tp > model.vocab_size:
+        rule = f"must be at most model.vocab_size = {model.vocab_size}, of which every rank has a part, is {tp}"
+        yield Problem("layout.tp", rule, f"Use {model.vocab_size} or less.")
     widths = {"num_attention_heads": heads}
     if not model.num_experts or model.first_k_dense_replace:
         widths["intermediate_size"] = model.intermediate_size
