@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -94,6 +95,8 @@ def test_every_schedule_has_a_number_of_virtual_stages_that_suits_it(schedule):
         (MIXTRAL, {"dp": 3, "expert_tp": 3}, ["layout.expert_tp"], "[1, 2]"),
         (LLAMA, {"cp": 64, "cp_method": "all-to-all"}, ["layout.cp"], "ring"),
         (PRESETS["deepseek-v3"], {"tp": 256}, ["layout.tp"], "128"),
+        (replace(LLAMA, vocab_size=3), {"tp": 4}, ["layout.tp"], "3 or less"),
+        (replace(LLAMA, hidden_size=3, num_nextn_predict_layers=1), {"tp": 4}, ["layout.tp"], "3 or less"),
     ],
 )
 def test_a_model_that_a_layout_cannot_divide_is_refused_with_what_would(model, layout, found, remedy):

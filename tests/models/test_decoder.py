@@ -39,6 +39,15 @@ def test_parameters_are_those_of_the_table_of_weights(family):
     assert buffers == {bias.name: bias.shape for bias in score_biases(model)}
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_so_they_are_with_blocks_that_predict_later_tokens(family):
+    """GPT-2's norms have biases, those of predictions have none."""
+    model = replace(FAMILIES[family], num_nextn_predict_layers=1)
+    with torch.device("meta"):
+        found = {name: tuple(parameter.shape) for name, parameter in Decoder(model).named_parameters()}
+    assert found == {weight.name: weight.shape for weight in weights(model)}
+
+
 @pytest.mark.parametrize("name", [name for name, model in PRESETS.items() if not untrainable_model(model)])
 def test_parameters_of_every_trained_preset_are_those_of_its_table(name):
     """With four blocks, equal as a model's blocks are; a thousand billion parameters have 128."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models.families import FAMILIES
+from parallel.test_peers_bugs import EXACT, worst
 from ranks import run_ranks
 from torch import Tensor
 
@@ -105,6 +106,14 @@ def errors(rank: int, case: Case) -> float:
 )  # fmt: skip
 def test_loss_and_gradients_add_up_to_those_of_one_process(world, case):
     assert max(run_ranks(world, errors, case)) < 1e-13
+
+
+@pytest.mark.parametrize("length", [3, 4])
+def test_attention_that_is_computed_again_sends_the_same_on_a_rank_with_one_slot(length):
+    """A rank of one slot and one head has in place what others copy: of three tokens one rank has two, the other one."""
+    model = replace(LLAMA, num_attention_heads=2, num_key_value_heads=1)
+    layout = Layout(cp=2, cp_method="all-to-all", recompute="core_attn", precision="fp64")
+    assert worst({"core_attn": layout}, model, length=length) < EXACT
 
 
 def test_a_compiled_block_computes_the_same():

@@ -196,7 +196,7 @@ def prediction_block_work(model: Model, layer: int, shape: Shape) -> tuple[Op, .
 @lru_cache(maxsize=4096)
 def prediction_head_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     """Work from a prediction block's `hidden` to its `loss`: a norm of its own, and the model's head."""
-    first, *rest = head_work(model, shape)
+    first, *rest = head_work(replace(model, norm="rmsnorm"), shape)
     return (replace(first, name="shared_head.norm", weights=("shared_head.norm.weight",)), *rest)
 
 
@@ -215,7 +215,7 @@ def _renamed(op: Op, names: dict[str, str]) -> Op:
 
 def _joining_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     """Work from `hidden` and `coming` to `predicted`, [M, D]: one product, whose columns tp joins again."""
-    m, d = shape.outer_tokens, model.hidden_size
+    m, d, model = shape.outer_tokens, model.hidden_size, replace(model, norm="rmsnorm")
     joined = Activation("joined", m * 2 * d * shape.itemsize)
     gather, source = column_source(without_fp8(shape), joined.name, 2 * d)
     make = "predicted" if shape.tp == 1 else "columns"

@@ -462,6 +462,10 @@ def cut_problems(model: Model, layout: Layout, *, sequence_length: int | None = 
 def _tensor(model: Model, layout: Layout) -> Iterator[Problem]:
     """Whole heads on every rank of tp (or copies of those of keys and values), and equal shares of feed-forward layers."""
     tp, heads, groups = layout.tp, model.num_attention_heads, model.num_key_value_heads
+    for key in ("vocab_size", "hidden_size") if model.num_nextn_predict_layers else ("vocab_size",):
+        if tp > (width := getattr(model, key)):
+            rule = f"must be at most model.{key} = {width}, of which every rank has a part, is {tp}"
+            yield Problem("layout.tp", rule, f"Use {width} or less.")
     widths = {"num_attention_heads": heads}
     if not model.num_experts or model.first_k_dense_replace:
         widths["intermediate_size"] = model.intermediate_size

@@ -91,10 +91,10 @@ def layer_weights(model: Model, layer: int) -> tuple[Weight, ...]:
 
 
 def _layer_weights(model: Model, layer: int) -> Iterator[Weight]:
-    block, d = f"layers.{layer}", model.hidden_size
+    block, d, of_predictions = f"layers.{layer}", model.hidden_size, replace(model, norm="rmsnorm")
     if layer >= model.num_hidden_layers:
-        yield from _norm(model, f"{block}.enorm", layer, d)
-        yield from _norm(model, f"{block}.hnorm", layer, d)
+        yield from _norm(of_predictions, f"{block}.enorm", layer, d)
+        yield from _norm(of_predictions, f"{block}.hnorm", layer, d)
         yield Weight(f"{block}.eh_proj.weight", (d, 2 * d), "mlp", layer, model.initializer_range, tp_dim=0)
     attention = _latent_attention(model, layer) if model.latent_attention else _attention(model, layer)
     mlp = _experts(model, layer) if model.is_moe(layer) else _mlp(model, layer, "mlp", model.intermediate_size)
@@ -103,7 +103,7 @@ def _layer_weights(model: Model, layer: int) -> Iterator[Weight]:
     for part in (norms[0], attention, norms[1], norms[2], mlp, norms[3]):
         yield from part
     if layer >= model.num_hidden_layers:
-        yield from _norm(model, f"{block}.shared_head.norm", layer, d)
+        yield from _norm(of_predictions, f"{block}.shared_head.norm", layer, d)
 
 
 def is_hidden_matrix(weight: Weight) -> bool:

@@ -60,13 +60,17 @@ def to_heads(query: Tensor, key: Tensor, value: Tensor, swap: Swap, lengths: Seq
 
 
 def to_sequence(out: Tensor, swap: Swap, lengths: Sequence[int]) -> Tensor:
-    """[B, S/n, H, E] of this rank's slots, from [B, S, H/n, E] of its heads."""
+    """[B, S/n, H, E] of this rank's slots, contiguous, from [B, S, H/n, E] of its heads.
+
+    Whoever reads it as [B, S/n, H*E] then has a view on every rank, whatever its number of slots: where recomputation lets go
+    of it, ranks run the same messages again.
+    """
     batch, _, heads, width = out.shape
     own = lengths[swap.place]
     swapped = _Swapped.apply(out.transpose(0, 1).flatten(2), list(lengths), [own] * swap.size, swap)
     assert isinstance(swapped, Tensor)
     by_rank = swapped.view(swap.size, own, batch, heads, width)
-    return by_rank.permute(2, 1, 0, 3, 4).flatten(2, 3)
+    return by_rank.permute(2, 1, 0, 3, 4).contiguous().flatten(2, 3)
 
 
 def own_heads(values: Tensor, swap: Swap) -> Tensor:
@@ -88,7 +92,7 @@ def _heads_read(heads: int, groups: int, ranks: int) -> list[int] | None:
 
 def _by_rank(x: Tensor, ranks: int) -> Tensor:
     """[n, S/n, B, features] of heads [B, S/n, H, E]: what each rank is sent."""
-    return x.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4).flatten(3)
+    return x.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4).contiguous().flatten(3)
 
 
 class _Swapped(torch.autograd.Function):
