@@ -75,7 +75,7 @@ def measure(rendezvous: str, run: Run, signs: str, pairs: int) -> dict[str, Any]
             started = time.process_time()
             found = compare(tensors_of(trainer), ranks)
             compared.append(time.process_time() - started)
-        assert not found.blamed and found.num_compared == 3 * len(trainer.share.held)
+        assert not found.blamed and found.num_compared == 3 * len(trainer.share.local_parameters)
         return {"on": times[True], "off": times[False], "compare": compared, **parts}
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ultrascale.catalogue.models.model_presets import preset
-from ultrascale.description.attention_cores import Wanted
+from ultrascale.description.attention_cores import CoreRequirements
 from ultrascale.description.layout import Layout
 from ultrascale.kernels.attention.attention_contest import AttentionShape
 from ultrascale.kernels.attention.attention_contest import contest as attention_contest
@@ -38,7 +38,7 @@ from ultrascale.kernels.loss.cross_entropy import linear_cross_entropy
 def contests() -> Iterator[Verdict]:
     """What a run of these shapes would choose: one sequence of Llama 3 8B; without CUDA the CPU's cores at toy sizes."""
     shape = AttentionShape(1, LENGTH, HEADS, KEY_HEADS, HEAD_DIM, HEAD_DIM, DTYPE)
-    wanted = Wanted("cuda" if HAS_CUDA else "cpu", "bf16" if HAS_CUDA else "fp32", (None,))
+    wanted = CoreRequirements("cuda" if HAS_CUDA else "cpu", "bf16" if HAS_CUDA else "fp32", (None,))
     masks = (
         ("attention, causal", wanted), ("attention, 8 documents", wanted._replace(documents=True)),
         ("attention, a window", wanted._replace(windows=(LENGTH // NUM_DOCUMENTS,))),

@@ -36,7 +36,7 @@ from ultrascale.validation.cells.programs import TUNING, Tuning
 from ultrascale.validation.cells.stated import SCAN
 from ultrascale.validation.predict import RowPrediction, predict_rows
 from ultrascale.validation.rows import MeasuredRow, read_rows
-from ultrascale.validation.scores import Case, Errors, Verdicts, score, summarise
+from ultrascale.validation.scores import Errors, ScoredRow, Verdicts, score, summarise
 from ultrascale.validation.setups import setup_of
 
 Floats = NDArray[np.float64]
@@ -127,8 +127,8 @@ def fittable(rows: Iterable[MeasuredRow]) -> Data:
     """Rows whose source prints a time, or FLOPs per second, of tiers A and B."""
     rows = list(rows)
     kept, sources, measured = [], [], []
-    for row, one in zip(rows, predict_rows([row.asked for row in rows]), strict=True):
-        case = Case(row, one)
+    for row, one in zip(rows, predict_rows([row.config for row in rows]), strict=True):
+        case = ScoredRow(row, one)
         seconds = case.step_seconds or _from_rate(case)
         if seconds and one.step_seconds and case.counts:
             kept.append(row)
@@ -137,7 +137,7 @@ def fittable(rows: Iterable[MeasuredRow]) -> Data:
     return Data(kept, np.array(sources), np.log(np.array(measured)))
 
 
-def _from_rate(case: Case) -> float | None:
+def _from_rate(case: ScoredRow) -> float | None:
     """The step time that a printed FLOP/s implies."""
     measured, one = case.row.measured, case.predicted
     rate = measured.tflops_per_gpu or (measured.mfu_reported or 0) * (measured.mfu_peak_tflops or 0)
@@ -151,7 +151,7 @@ def log_predicted(data: Data, x: Floats) -> Floats:
 
 
 def _log_seconds(rows: Sequence[MeasuredRow], tuning: Tuning) -> Floats:
-    return np.log(np.array([one.step_seconds for one in predict_rows([row.asked for row in rows], tuning)], dtype=float))
+    return np.log(np.array([one.step_seconds for one in predict_rows([row.config for row in rows], tuning)], dtype=float))
 
 
 def jacobian(data: Data, x: Floats, base: Floats) -> Floats:
@@ -172,10 +172,10 @@ def _touches(knob: Knob, row: MeasuredRow, before: Tuning, after: Tuning) -> boo
     """Whether the row's prediction can depend on the knob, by what is priced for it."""
     if knob.owner == "constants":
         return True
-    setup = setup_of(row.asked, before)
+    setup = setup_of(row.config, before)
     if knob.owner == "device":
         return any(one.cluster.accelerator.kind == knob.name for one in setup.workloads)
-    return setup != setup_of(row.asked, after)
+    return setup != setup_of(row.config, after)
 
 
 def in_processes(function: Callable[..., Any], *arguments: Iterable[Any]) -> list[Any]:
@@ -220,7 +220,7 @@ def cross_validate(data: Data) -> tuple[Floats, dict[str, Floats], list[RowPredi
     }
     where = [np.flatnonzero(data.sources == source).tolist() for source in folds]
     tunings = [replace(tuning_at(at), without=frozenset((source,))) for source, at in folds.items()]
-    each = in_processes(predict_rows, [[data.rows[i].asked for i in index] for index in where], tunings)
+    each = in_processes(predict_rows, [[data.rows[i].config for i in index] for index in where], tunings)
     found = {i: one for index, those in zip(where, each, strict=True) for i, one in zip(index, those, strict=True)}
     kinds = _without_kinds(data, fitted, lambda keep: solve(fitted, last, base, slopes, keep))
     return x, folds, [found[i] for i in range(len(data.rows))], kinds
@@ -228,7 +228,7 @@ def cross_validate(data: Data) -> tuple[Floats, dict[str, Floats], list[RowPredi
 
 def is_fitted(row: MeasuredRow, source: str) -> bool:
     """Whether a row takes part in fits: of the scan those on few nodes, where nothing stopped and no network was full."""
-    return source != OLDER_SCAN and (source != SCAN or (row.asked.nodes or 0) <= MOST_NODES_OF_SCAN)
+    return source != OLDER_SCAN and (source != SCAN or (row.config.nodes or 0) <= MOST_NODES_OF_SCAN)
 
 
 def _without_kinds(data: Data, fitted: Data, fit: Callable[[NDArray[np.bool_]], Floats]) -> dict[str, Errors]:
@@ -245,7 +245,7 @@ def _without_kinds(data: Data, fitted: Data, fit: Callable[[NDArray[np.bool_]], 
         )
         for kind, index in where.items()
     ]
-    each = in_processes(predict_rows, [[data.rows[i].asked for i in index] for index in where.values()], tunings)
+    each = in_processes(predict_rows, [[data.rows[i].config for i in index] for index in where.values()], tunings)
     found = {}
     for (kind, index), predicted in zip(where.items(), each, strict=True):
         measured = np.exp(data.log_measured[index])
@@ -256,10 +256,10 @@ def _without_kinds(data: Data, fitted: Data, fit: Callable[[NDArray[np.bool_]], 
 
 def kinds_of(row: MeasuredRow) -> list[str]:
     """What kinds a run is of: its sort of model, accelerator, trainer and year."""
-    asked, program = row.asked, program_of(row.asked.framework)
+    config, program = row.config, program_of(row.config.framework)
     return [
-        "model: experts" if asked.experts else "model: dense", f"accelerator: {asked.gpu_family or asked.gpu}",
-        f"trainer: {program[0] if program else 'unnamed'}", f"year: {asked.year}",
+        "model: experts" if config.experts else "model: dense", f"accelerator: {config.gpu_family or config.gpu}",
+        f"trainer: {program[0] if program else 'unnamed'}", f"year: {config.year}",
     ]  # fmt: skip
 
 
@@ -317,7 +317,7 @@ def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional], /, markdown: 
     rows = [row for file in files for row in read_rows(file)]
     data = fittable(rows)
     x, folds, left_out, kinds = cross_validate(data)
-    shipped = predict_rows([row.asked for row in data.rows])
+    shipped = predict_rows([row.config for row in data.rows])
     for index, knob in enumerate(KNOBS):
         ends = [knob.value(one[index]) for one in folds.values()]
         numbers = f"{knob.in_code():9.4g} in the code {knob.value(x[index]):9.4g} fitted {min(ends):9.4g} .. {max(ends):.4g}"
@@ -335,7 +335,7 @@ def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional], /, markdown: 
         print(f"without {one.group:30s} {one.count:5d}   {one.median_absolute:6.1%} {one.median_error:+6.1%}")
     print(f"mean of sources, left out: {fmean(fold.left_out.median_absolute for fold in table[:-2]):.1%}")
     if markdown is not None:
-        predictions = predict_rows([row.asked for row in rows])
+        predictions = predict_rows([row.config for row in rows])
         write_markdown(markdown, score(rows, predictions), table, kinds, factors, _margins(rows, predictions))
     return 0
 

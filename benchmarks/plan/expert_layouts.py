@@ -85,12 +85,12 @@ def judge(rows: list[MeasuredRow]) -> list[Judged]:
     """Every expert's layout, predicted without its report."""
     return [
         Judged(row, found, _in_full(row, found))
-        for row, found in zip(rows, predict_rows([row.asked for row in rows]), strict=True)
+        for row, found in zip(rows, predict_rows([row.config for row in rows]), strict=True)
     ]
 
 
 def _in_full(row: MeasuredRow, found: RowPrediction) -> Prediction:
-    setup = setup_of(row.asked)
+    setup = setup_of(row.config)
     every = [predict(workload, layout) for workload in setup.workloads for layout in setup.layouts]
     seconds = found.step_seconds
     assert seconds
@@ -134,7 +134,7 @@ def main(search: bool = False, only: str = "") -> int:
         table.add_column(column, overflow="fold")
     every = judge(rows)
     for one in every:
-        cells = [_name(one), f"{one.row.asked.n_gpus} {one.expert.workload.cluster.accelerator.name}", f"{one.error:+.0%}"]
+        cells = [_name(one), f"{one.row.config.n_gpus} {one.expert.workload.cluster.accelerator.name}", f"{one.error:+.0%}"]
         cells += [f"{one.used_share:.0%}", layout_words(one.expert.layout, one.expert.num_micro_batches)]
         if search:
             cells += _pick_cells(pick(one), COULD_NOT.get(one.row.identity, ""))
@@ -147,7 +147,7 @@ def main(search: bool = False, only: str = "") -> int:
 
 
 def _name(one: Judged) -> str:
-    return f"{one.row.identity}: {one.row.asked.model}"
+    return f"{one.row.identity}: {one.row.config.model}"
 
 
 def _pick_cells(found: Pick, could_not: str) -> list[str]:

@@ -14,8 +14,8 @@ from ultrascale.plan.columns.block_memory import block_memory
 from ultrascale.plan.constants import CONSTANTS
 from ultrascale.plan.time.recompute_prices import forward_seconds
 from ultrascale.plan.workload import Workload
-from ultrascale.work.kept import available_modules, block_again, computed_again, selective_words, stops_behind
 from ultrascale.work.ops import Shape
+from ultrascale.work.recompute import available_modules, recompute_of_mode, recomputed_ops, reruns_last, selective_words
 from ultrascale.work.work import block_work
 
 TOKENS = 4096
@@ -30,8 +30,8 @@ def rows(name: str, ep: int, stack: str, gpus: str) -> list[tuple[str, float, fl
     ops = block_work(model, layer, shape)
     found = []
     for way in ("none", *available_modules(model), "selective", "full"):
-        again = block_again(way, model, layer, shape, workload.stack)
-        run = computed_again(again, ops, stops_behind=stops_behind(ops, tp=1, splits=False))
+        again = recompute_of_mode(way, model, layer, shape, workload.stack)
+        run = recomputed_ops(again, ops, reruns_last=reruns_last(ops, tp=1, splits=False))
         if again is not None and not run:
             continue
         seconds = float(forward_seconds(workload, shape, tuple(run) if run else ops, CONSTANTS).sum())

@@ -33,11 +33,11 @@ def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional], /, every: int
     """
     rows = [row for file in files for row in read_rows(file)][::every]
     same, differ, without = 0, [], 0
-    for row, predicted in zip(rows, predict_rows([row.asked for row in rows]), strict=True):
+    for row, predicted in zip(rows, predict_rows([row.config for row in rows]), strict=True):
         if predicted.step_seconds is None:
             without += 1
             continue
-        if answers(setup_of(row.asked), predicted):
+        if answers(setup_of(row.config), predicted):
             same += 1
         else:
             differ.append(row.identity)

@@ -15,7 +15,7 @@ from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.description.layout import Layout
 from ultrascale.description.units import format_bytes
-from ultrascale.plan.search.recompute_choice import choose, ways_of_block
+from ultrascale.plan.search.recompute_choice import choose, recompute_options
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
 from ultrascale.work.work import Shape
@@ -37,7 +37,7 @@ def main() -> None:
         dp=cluster.num_accelerators, zero_stage=3, precision="bf16", micro_batch_size=asked.micro_batch_size, recompute="auto"
     )
     print("one block, by the way it is recomputed")
-    ways = ways_of_block(workload, 0, Shape(asked.micro_batch_size, asked.seq_len, "bf16", device="cuda"))
+    ways = recompute_options(workload, 0, Shape(asked.micro_batch_size, asked.seq_len, "bf16", device="cuda"))
     for way in ways:
         print(f"  {way.mode:<36} keeps {format_bytes(way.kept_bytes):>10}, adds {way.seconds * 1e3:6.2f} ms a micro-batch")
     print("\nall blocks")

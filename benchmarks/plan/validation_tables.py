@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ultrascale.plan.intervals import COVERAGE, FACTORS
-from ultrascale.validation.scores import Errors, Picks, Report, Verdicts
+from ultrascale.validation.scores import Errors, Picks, ValidationReport, Verdicts
 
 START, END = "<!-- made by benchmarks/plan/cross_validate.py -->", "<!-- end -->"
 
@@ -22,7 +22,7 @@ class Fold:
 
 
 def write_markdown(
-    path: Path, report: Report, folds: Sequence[Fold], kinds: Mapping[str, Errors],
+    path: Path, report: ValidationReport, folds: Sequence[Fold], kinds: Mapping[str, Errors],
     intervals: Mapping[str, tuple[float, float, float]],
     margins: Mapping[float, Sequence[Verdicts]],
 ) -> None:  # fmt: skip
@@ -74,7 +74,7 @@ def _memory(groups: Sequence[Errors]) -> str:
     return _errors("Peak memory by instrument", groups)
 
 
-def _intervals(report: Report, fresh: Mapping[str, tuple[float, float, float]]) -> str:
+def _intervals(report: ValidationReport, fresh: Mapping[str, tuple[float, float, float]]) -> str:
     header = (
         "Interval of step time",
         "in the code",
@@ -123,7 +123,7 @@ def _picks(groups: Sequence[Picks]) -> str:
     return _table(header, rows)
 
 
-def _missing(report: Report) -> str:
+def _missing(report: ValidationReport) -> str:
     reasons: dict[str, int] = {}
     for _, reason in report.unrepresentable:
         reasons[reason] = reasons.get(reason, 0) + 1

@@ -21,7 +21,7 @@ else:
 __version__ = "0.1.0"
 __all__ = ["SpecError", "__version__", "check", "compare", "plan", "report", "schedule", "search", "sweep", "trace"]
 
-_HOMES = {
+_MODULES = {
     "SpecError": "description.problems",
     **dict.fromkeys(("plan", "search", "compare"), "api.planning.plan"),
     **{verb: f"api.{verb}" for verb in ("trace", "check", "schedule", "sweep", "report")},
@@ -35,19 +35,19 @@ class _CallablePackage(ModuleType):
     """A package with the name of a verb, `ultrascale.plan`: its modules are imported as ever, and calling it calls the verb."""
 
     def __call__(self, *args: "Any", **settings: "Any") -> "Any":
-        return _at_home(self.__name__.rpartition(".")[2])(*args, **settings)
+        return _load(self.__name__.rpartition(".")[2])(*args, **settings)
 
     @property
     def __signature__(self) -> "Any":
         """Signature that `help` and editors show."""
         from inspect import signature
 
-        return signature(_at_home(self.__name__.rpartition(".")[2]))
+        return signature(_load(self.__name__.rpartition(".")[2]))
 
     @property
     def __doc__(self) -> "str | None":
         """Docstring of the verb: who asks for help on `us.plan` wants to call it."""
-        return _at_home(self.__name__.rpartition(".")[2]).__doc__
+        return _load(self.__name__.rpartition(".")[2]).__doc__
 
 
 class _Front(ModuleType):
@@ -59,8 +59,8 @@ class _Front(ModuleType):
         super().__setattr__(name, value)
 
 
-def _at_home(name: str) -> "Any":
-    return getattr(_imported(_HOMES[name]), name)
+def _load(name: str) -> "Any":
+    return getattr(_imported(_MODULES[name]), name)
 
 
 def _imported(name: str) -> ModuleType:
@@ -70,11 +70,11 @@ def _imported(name: str) -> ModuleType:
 
 
 def __getattr__(name: str) -> "Any":
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _PACKAGES:
         return _imported(name)
-    return _at_home(name)
+    return _load(name)
 
 
 def __dir__() -> list[str]:

@@ -23,11 +23,11 @@ def _leave(number: int, frame: "FrameType | None") -> None:
 
 
 def _interrupt(number: int, frame: "FrameType | None") -> None:
-    at = frame
-    while at is not None:
-        if at.f_code.co_filename.startswith("<frozen importlib"):
+    caller = frame
+    while caller is not None:
+        if caller.f_code.co_filename.startswith("<frozen importlib"):
             _leave(number, frame)
-        at = at.f_back
+        caller = caller.f_back
     raise KeyboardInterrupt
 
 

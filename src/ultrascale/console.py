@@ -18,22 +18,22 @@ Stream = Literal["stdout", "stderr"]
 NUMBERS: dict[Stream, int] = {"stdout": 1, "stderr": 2}
 
 
-def put(text: str, stream: Stream = "stdout") -> str:
+def print_line(text: str, stream: Stream = "stdout") -> str:
     """Print one line; empty, or why that failed. After a failure the stream is gone: later lines go nowhere, without one.
 
     Raises UnicodeEncodeError where the locale has no bytes for the text.
     """
     file = getattr(sys, stream)
     if file is None:
-        let_go(stream)
+        redirect_to_null(stream)
         return "it was closed from the start"
     try:
         print(text, file=file, flush=True)
     except UnicodeError:
         raise
     except (OSError, ValueError) as error:  # ValueError: closed in this process
-        let_go(stream)
-        return why(error)
+        redirect_to_null(stream)
+        return error_text(error)
     return ""
 
 
@@ -44,26 +44,26 @@ def finish_stdout() -> str:
     try:
         sys.stdout.flush()
     except (OSError, ValueError) as error:
-        let_go("stdout")
-        return why(error)
+        redirect_to_null("stdout")
+        return error_text(error)
     return ""
 
 
 @contextmanager
-def stdout_on_stderr() -> Iterator[None]:
+def redirect_stdout_to_stderr() -> Iterator[None]:
     """While inside, what this process and those it starts print goes to stderr: stdout is for what a program will read."""
     finish_stdout()
-    own = os.dup(NUMBERS["stdout"])
+    saved_stdout = os.dup(NUMBERS["stdout"])
     os.dup2(NUMBERS["stderr"], NUMBERS["stdout"])
     try:
         with redirect_stdout(sys.stderr):
             yield
     finally:
-        os.dup2(own, NUMBERS["stdout"])
-        os.close(own)
+        os.dup2(saved_stdout, NUMBERS["stdout"])
+        os.close(saved_stdout)
 
 
-def let_go(stream: Stream) -> None:
+def redirect_to_null(stream: Stream) -> None:
     """Lead the stream to the null device."""
     file, number = getattr(sys, stream), NUMBERS[stream]
     null = os.open(os.devnull, os.O_WRONLY)
@@ -73,19 +73,19 @@ def let_go(stream: Stream) -> None:
     setattr(sys, stream, open(null, "w"))  # noqa: SIM115 (as long as the process)
 
 
-def hold_closed_streams() -> None:
+def reserve_closed_streams() -> None:
     """Keep the number of each standard stream that is closed from the first file that is opened: what some library prints would
     land in a checkpoint. It is held for reading, so that writing goes on failing, in processes started from this one too."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            held = os.open(os.devnull, os.O_RDONLY)
-            os.set_inheritable(held, True)
-            assert held == number, "the lowest number that is free"
+            placeholder = os.open(os.devnull, os.O_RDONLY)
+            os.set_inheritable(placeholder, True)
+            assert placeholder == number, "the lowest number that is free"
 
 
-def why(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """The system's own words, without its number."""
     return getattr(error, "strerror", None) or str(error)
 

@@ -14,7 +14,7 @@ _MEANINGS = {
 MOST_NAMED = 8
 
 
-def why(error: BaseException) -> str:
+def meaning_of(error: BaseException) -> str:
     """Meaning of an error of gloo or NCCL, in our words; theirs stand in the traceback (ULTRASCALE_TRACEBACK=1)."""
     text = str(error)
     for words, meaning in _MEANINGS.items():

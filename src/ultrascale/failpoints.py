@@ -17,11 +17,11 @@ def failpoint(name: str) -> None:
     if text is None:
         return
     try:
-        wanted, rank, hit = text.rsplit(":", 2)
-        here, now = int(rank), int(hit)
+        wanted_name, rank, hit = text.rsplit(":", 2)
+        wanted_rank, wanted_hit = int(rank), int(hit)
     except ValueError:
         raise ValueError(f"{VARIABLE}={text!r}: expected name:rank:hit, as in publish.renamed:0:1") from None
-    if name == wanted and here == int(os.environ.get("RANK", "0")):
+    if name == wanted_name and wanted_rank == int(os.environ.get("RANK", "0")):
         _hits[name] += 1
-        if _hits[name] == now:
+        if _hits[name] == wanted_hit:
             os.kill(os.getpid(), signal.SIGKILL)

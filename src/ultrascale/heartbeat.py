@@ -35,7 +35,7 @@ _ENTRY = struct.Struct("<QH")
 _ENTRY_BYTES = 256
 _BAR = " | "
 _PACKAGE = f"{Path(__file__).parent}/"
-PASSED_OVER = ("parallel/lost.py", "parallel/time_limits.py", "parallel/mesh.py", "heartbeat.py", "launch/orphans.py")
+SKIPPED_FILES = ("parallel/lost.py", "parallel/time_limits.py", "parallel/mesh.py", "heartbeat.py", "launch/orphans.py")
 """Files of ours whose lines say less than their callers'."""
 RING = 64
 """Collectives remembered."""
@@ -58,7 +58,7 @@ class Collective(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """Contents of a rank's file."""
 
     rank: int
@@ -93,11 +93,11 @@ def allocate(file: IO[bytes]) -> None:
     file.flush()
 
 
-class Heart:
+class HeartbeatWriter:
     """The writing end. Raises OSError if there is no room for its file."""
 
-    def __init__(self, folder: Path, rank: int, *, hang_seconds: float, among: str = ""):
-        self.hang_seconds, self.among = hang_seconds, among
+    def __init__(self, folder: Path, rank: int, *, hang_seconds: float, group_prefix: str = ""):
+        self.hang_seconds, self.group_prefix = hang_seconds, group_prefix
         self.longest = 0.0
         """The longest gap between two beats of steps so far: slow machines and large models are no hangs."""
         self.steps_done, self.started_at = 0, -1
@@ -125,18 +125,18 @@ class Heart:
             self._beats, now, self.steps_done, self.started_at, int(_waited * 1e9), os.getpid(), waiting, allowance,
             self._waits, len(text),
         )  # fmt: skip
-        told = head + text
-        at = self._beats % 2 * _SLOT_BYTES
-        self._memory[at : at + _CHECK.size + len(told)] = _CHECK.pack(crc32(told)) + told
+        payload = head + text
+        offset = self._beats % 2 * _SLOT_BYTES
+        self._memory[offset : offset + _CHECK.size + len(payload)] = _CHECK.pack(crc32(payload)) + payload
 
     def note_collective(self, group: str, what: str) -> None:
         """Remember a collective of the ranks `group` that this rank has come to."""
-        group = f"{self.among}{group}"
+        group = f"{self.group_prefix}{group}"
         text = f"{group}{_BAR}{self._numbers[group]}{_BAR}{_caller()}{_BAR}{what}".encode()[: _ENTRY_BYTES - _ENTRY.size]
         self._numbers[group] += 1
-        at = _RING_AT + self._waits % RING * _ENTRY_BYTES
-        _ENTRY.pack_into(self._memory, at, self._waits, len(text))
-        self._memory[at + _ENTRY.size : at + _ENTRY.size + len(text)] = text
+        offset = _RING_AT + self._waits % RING * _ENTRY_BYTES
+        _ENTRY.pack_into(self._memory, offset, self._waits, len(text))
+        self._memory[offset + _ENTRY.size : offset + _ENTRY.size + len(text)] = text
         self._waits += 1
 
 
@@ -144,16 +144,16 @@ START_SECONDS = 600.0
 """Additional seconds before the end of the first step: loading, planning, compilation."""
 MOST_TIMES_LONGEST = 10
 """A part of a step may take so many times the longest one so far."""
-_heart: Heart | None = None
+_heart: HeartbeatWriter | None = None
 _waited = 0.0
 _depth = 0
 
 
-def start(folder: Path, rank: int, *, hang_seconds: float, among: str = "") -> None:
-    """Starts signs of life of this process in `folder`, as rank `rank`. `among`: before the names of its groups, where others
+def start(folder: Path, rank: int, *, hang_seconds: float, group_prefix: str = "") -> None:
+    """Starts signs of life of this process in `folder`, as rank `rank`. `group_prefix`: of its groups' names, where others
     of these names are watched too. Raises OSError if there is no room for them."""
     global _heart
-    _heart = Heart(folder, rank, hang_seconds=hang_seconds, among=among)
+    _heart = HeartbeatWriter(folder, rank, hang_seconds=hang_seconds, group_prefix=group_prefix)
 
 
 def stop() -> None:
@@ -219,21 +219,21 @@ def waited_seconds() -> float:
     return _waited
 
 
-def read(folder: Path) -> list[Beat]:
+def read(folder: Path) -> list[Heartbeat]:
     """Beats from the ranks' files in `folder`, in order of rank."""
-    found = [_read(path) for path in folder.glob(f"*{SUFFIX}")]
-    return sorted((one for one in found if one is not None), key=lambda one: one.rank)
+    beats = [_read(path) for path in folder.glob(f"*{SUFFIX}")]
+    return sorted((beat for beat in beats if beat is not None), key=lambda beat: beat.rank)
 
 
-def _read(path: Path) -> Beat | None:
+def _read(path: Path) -> Heartbeat | None:
     data = path.read_bytes()
     if len(data) != FILE_BYTES:
         return None
-    slots = [slot for at in (0, _SLOT_BYTES) if (slot := _slot(data[at : at + _SLOT_BYTES])) is not None]
+    slots = [slot for offset in (0, _SLOT_BYTES) if (slot := _slot(data[offset : offset + _SLOT_BYTES])) is not None]
     if not slots:
         return None
     (beats, when, done, started_at, _, pid, waiting, allowance, waits_, _), doing = max(slots)
-    return Beat(
+    return Heartbeat(
         int(path.stem), pid, beats, when, done, started_at, doing, bool(waiting), allowance, tuple(_collectives(data, waits_))
     )
 
@@ -250,10 +250,10 @@ def _slot(data: bytes) -> tuple[tuple[Any, ...], str] | None:
 
 def _collectives(data: bytes, count: int) -> Iterator[Collective]:
     for number in range(max(0, count - RING), count):
-        at = _RING_AT + number % RING * _ENTRY_BYTES
-        found, length = _ENTRY.unpack_from(data, at)
-        parts = data[at + _ENTRY.size : at + _ENTRY.size + length].decode(errors="replace").split(_BAR, 3)
-        if found == number and len(parts) == 4 and parts[1].isdigit():  # else it is just being written over
+        offset = _RING_AT + number % RING * _ENTRY_BYTES
+        stored_number, length = _ENTRY.unpack_from(data, offset)
+        parts = data[offset + _ENTRY.size : offset + _ENTRY.size + length].decode(errors="replace").split(_BAR, 3)
+        if stored_number == number and len(parts) == 4 and parts[1].isdigit():  # else it is just being written over
             yield Collective(parts[0], int(parts[1]), parts[3], parts[2])
 
 
@@ -261,14 +261,14 @@ def _caller() -> str:
     """The innermost line of ours that asked for the collective: `train/step.py:190 in agree_on_targets`."""
     frame = sys._getframe(2)
     while frame is not None:
-        if (file := _own_file(frame.f_code.co_filename)) is not None:
+        if (file := _package_file(frame.f_code.co_filename)) is not None:
             return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
 
 
 @cache
-def _own_file(path: str) -> str | None:
+def _package_file(path: str) -> str | None:
     """A source file's name in the package; None for what is not of it, or says less than its caller."""
-    own = path.removeprefix(_PACKAGE)
-    return None if own == path or own in PASSED_OVER else own
+    relative = path.removeprefix(_PACKAGE)
+    return None if relative == path or relative in SKIPPED_FILES else relative

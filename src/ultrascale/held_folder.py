@@ -14,7 +14,7 @@ ELSEWHERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE}
 """Errors that say that a path no longer leads to the folder. Others, as of a disk that fails, say nothing of that."""
 
 
-class HeldFolder:
+class OpenFolder:
     """The folder that was at `path` when it was opened. Raises OSError if there is none."""
 
     def __init__(self, path: Path):
@@ -32,8 +32,8 @@ class HeldFolder:
                 return ""
             in_its_place = ""
         place = self.place()
-        gone = "was removed" if os.path.isdir("/proc/self/fd") else "was removed or moved"
-        return (gone if place is None else f"was moved to {place}") + in_its_place
+        outcome = "was removed" if os.path.isdir("/proc/self/fd") else "was removed or moved"
+        return (outcome if place is None else f"was moved to {place}") + in_its_place
 
     def place(self) -> Path | None:
         """Path of the folder now; None if it was removed, or where the system does not tell."""

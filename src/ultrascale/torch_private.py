@@ -18,7 +18,7 @@
     FileStore, PrefixStore, Store, TCPStore, foreach,
     _assert_async, _backward_hooks, _sleep, tree_leaves                 public in all but name
 
-Names of `HOMES` are imported when they are first asked for. Tested with torch 2.11, 2.12 and 2.13.
+Names of `MODULES_OF` are imported when they are first asked for. Tested with torch 2.11, 2.12 and 2.13.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = [
 TESTED = ("2.11", "2.12", "2.13")
 Hook = Callable[..., Any]
 _FSDP = "torch.distributed.fsdp._fully_shard."
-HOMES = {
+MODULES_OF = {
     **dict.fromkeys(
         ("FakeProcessGroup", "FakeWork", "FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"),
         "torch._C._distributed_c10d",
@@ -74,20 +74,20 @@ HOMES = {
     "CachedTorchDispatchMode": "torch.utils.checkpoint",
 }
 """The module of each name."""
-_THERE = {"without_modes": "_disable_current_modes", "CachedTorchDispatchMode": "_CachedTorchDispatchMode"}
+_TORCH_NAMES = {"without_modes": "_disable_current_modes", "CachedTorchDispatchMode": "_CachedTorchDispatchMode"}
 """Names that are others there."""
 
 
 def __getattr__(name: str) -> Any:
-    """A name of `HOMES`. Raises ImportError, with the tested releases, where this torch lacks it."""
-    if name not in HOMES:
+    """A name of `MODULES_OF`. Raises ImportError, with the tested releases, where this torch lacks it."""
+    if name not in MODULES_OF:
         raise AttributeError(name)
     try:
-        found = getattr(import_module(HOMES[name]), _THERE.get(name, name))
+        value = getattr(import_module(MODULES_OF[name]), _TORCH_NAMES.get(name, name))
     except (ImportError, AttributeError) as error:
-        raise _lacking([f"{HOMES[name]} {_THERE.get(name, name)}"]) from error
-    globals()[name] = found
-    return found
+        raise _missing_error([f"{MODULES_OF[name]} {_TORCH_NAMES.get(name, name)}"]) from error
+    globals()[name] = value
+    return value
 
 
 def missing() -> Iterator[str]:
@@ -119,7 +119,7 @@ def missing() -> Iterator[str]:
 def expect_all(names: Sequence[str]) -> None:
     """Raises ImportError if any name is missing."""
     if names:
-        raise _lacking(names)
+        raise _missing_error(names)
 
 
 @cache
@@ -128,7 +128,7 @@ def expect_parts() -> None:
     expect_all(list(missing()))
 
 
-def _lacking(names: Sequence[str]) -> ImportError:
+def _missing_error(names: Sequence[str]) -> ImportError:
     tested = ", ".join(TESTED)
     return ImportError(f"torch {torch.__version__} lacks {', '.join(names)}; install a tested one: {tested}")
 
@@ -139,7 +139,7 @@ def fsdp_modules() -> dict[str, ModuleType]:
     try:
         return {name: import_module(_FSDP + name) for name in names}
     except ImportError as error:
-        raise _lacking([_FSDP + "*"]) from error
+        raise _missing_error([_FSDP + "*"]) from error
 
 
 def pipeline_runtime() -> tuple[Any, Callable[[str], Any]]:
@@ -190,7 +190,7 @@ def in_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def shapes_are_asked_for() -> bool:
+def is_tracing_shapes() -> bool:
     """True if DTensor is asking itself for shapes, with tensors that are not there."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # pyright: ignore
 
@@ -230,20 +230,20 @@ def fsdp_state(module: nn.Module | FSDPModule) -> Any:
 def fsdp_buckets(module: nn.Module) -> list[Any]:
     """All buckets of the model of which `module` is the root, the last first. Since torch 2.12 a module may have several;
     before that it had one or none."""
-    found: list[Any] = []
+    buckets: list[Any] = []
     for state in reversed(fsdp_state(module)._state_ctx.all_states):
-        found += reversed(_buckets_of(state))
-    return found
+        buckets += reversed(_buckets_of(state))
+    return buckets
 
 
-def own_buckets(module: FSDPModule) -> list[Any]:
+def buckets_of_module(module: FSDPModule) -> list[Any]:
     """The buckets of this module alone."""
     return _buckets_of(fsdp_state(module))
 
 
 def pad_shards(module: FSDPModule) -> None:
     """Let FSDP2 pad the shards of one module, as it does before the first forward pass."""
-    for bucket in own_buckets(module):
+    for bucket in buckets_of_module(module):
         for parameter in bucket.fsdp_params:
             parameter.reset_sharded_param()
 
@@ -257,15 +257,15 @@ def gather_through(module: FSDPModule, hooks: Mapping[Tensor, tuple[Hook, Hook]]
     """Let FSDP2 send what hooks give of parameters of `module`, whose shards are padded, and take what hooks make of it: its
     extensions for tensor subclasses (`fsdp_pre_all_gather`, `fsdp_post_all_gather`), which it looks for on the tensor. Set on
     one, masters stay plain tensors."""
-    for bucket in own_buckets(module):
-        for one in bucket.fsdp_params:
-            if one.sharded_param in hooks:
-                shard = one._sharded_local_tensor
-                shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = hooks[one.sharded_param]
-                one._init_extensions()
+    for bucket in buckets_of_module(module):
+        for parameter in bucket.fsdp_params:
+            if parameter.sharded_param in hooks:
+                shard = parameter._sharded_local_tensor
+                shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = hooks[parameter.sharded_param]
+                parameter._init_extensions()
 
 
-class _WithoutNumbers:
+class _ShapeOnly:
     """Stand-in for the memory of which FSDP2 makes a parameter with `torch.as_strided`."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
@@ -278,10 +278,10 @@ class _WithoutNumbers:
         return torch.full((), nan, dtype=made.dtype, device=made.device).expand(size)
 
 
-def without_numbers(dtype: torch.dtype, device: torch.device) -> object:
+def shape_only(dtype: torch.dtype, device: torch.device) -> object:
     """Result of a hook of `gather_through` for a parameter that nobody reads: it has the shape that its gradients need, and the
     memory of one element, which is NaN."""
-    return _WithoutNumbers(dtype, device)
+    return _ShapeOnly(dtype, device)
 
 
 def _buckets_of(state: Any) -> list[Any]:
@@ -299,7 +299,7 @@ def gather_beside_computation(module: FSDPModule) -> None:
     module._set_unshard_async_op(True)
 
 
-def is_watched(tensor: Tensor) -> bool:
+def has_hooks(tensor: Tensor) -> bool:
     """True if hooks want to see its gradient."""
     return bool(tensor._backward_hooks)
 
@@ -347,6 +347,6 @@ def flight_record() -> str | None:
     return None if dump is None else dump(True, False).decode(errors="replace")
 
 
-def profiler_looks_on() -> bool:
+def profiler_is_active() -> bool:
     """True if a profiler runs in this process. Torch's own optimizers ask the same before they name what they do."""
     return torch.autograd.profiler._is_profiler_enabled

@@ -57,10 +57,11 @@ class RankStep:
 
     def batches(self) -> list[MicroBatch]:
         """The micro-batches of a step, the same for all ranks that see the same sequences."""
-        at, case = self.share.mesh.at, self.case
+        coordinates, case = self.share.mesh.coordinates, self.case
         return [
             micro_batch(
-                sequences_of(case, at.dp * case.num_micro_batches + number), packed=case.documents, layout=case.layout, at=at,
+                sequences_of(case, coordinates.dp * case.num_micro_batches + number), packed=case.documents, layout=case.layout,
+                coordinates=coordinates,
                 device=CPU, dropout_seed=0 if case.model.dropout else None,
             )
             for number in range(case.num_micro_batches)

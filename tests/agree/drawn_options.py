@@ -12,7 +12,7 @@ from ultrascale.config.rules.run_rules import run_problems
 from ultrascale.config.rules.trainable import untrainable_layout
 from ultrascale.description.recomputed import modules_name
 from ultrascale.description.run import Optimizer, Run
-from ultrascale.work.kept import available_modules
+from ultrascale.work.recompute import available_modules
 
 MODES = ("none", "full", "selective", "selective+mlp", "selective+qkv+attention", "selective+attention+output+mlp+down")
 OPTIMIZERS = (Optimizer(name="muon"), Optimizer(name="adamw-bf16"), Optimizer(name="adamw-8bit"))

@@ -94,7 +94,7 @@ def planned_flops(case: Case) -> int:
     shape = rank_shape(layout, case.length, documents=False, device="cpu")
     total = sum(op.flops + op.backward_flops for _, op in work(model, shape) if op.kind != "attention")
     for layer in range(model.num_hidden_layers):
-        if layout.recomputes(layer):
+        if layout.is_fully_recomputed(layer):
             ops = block_work(model, layer, shape)
             # A product of tp is one operation with its sum, and torch stops behind it; so it is with rows of experts.
             whole = layout.tp > 1 or model.is_moe(layer)

@@ -18,15 +18,15 @@ from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.plan.constants import CONSTANTS
-from ultrascale.plan.cut_backward import cut_share, may_wait
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.memory.ledger import Held, Ledger
+from ultrascale.plan.memory.ledger import Allocation, Ledger
 from ultrascale.plan.memory.replay import rank_shape, stage_parts
 from ultrascale.plan.memory.stage_replay import StageReplay
-from ultrascale.plan.memory.tally import Pass, Tally, Way
+from ultrascale.plan.memory.tally import Pass, Tally, TrafficKey
 from ultrascale.plan.pipeline.pipelined import stage_seconds
 from ultrascale.plan.pipeline.play import compile_schedule, duration_table
+from ultrascale.plan.split_backward import is_deferrable, split_shares
 from ultrascale.plan.time.blocks import compute_seconds, product_derate
 from ultrascale.plan.time.price import predict, price
 from ultrascale.plan.workload import Workload
@@ -48,11 +48,11 @@ class Listed(Tally):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.listed: list[tuple[Way, int]] = []
+        self.listed: list[tuple[TrafficKey, int]] = []
 
     def send(self, kind: str, group: tuple[int, int], num_bytes: int, count: int = 1) -> None:
         if group[0] > 1 and num_bytes:
-            self.listed += [(Way(kind, *group), num_bytes // count)] * count
+            self.listed += [(TrafficKey(kind, *group), num_bytes // count)] * count
 
     def send_all(self, known: Pass) -> None:
         self.listed += [(way, size // count) for way, count, size in known.messages]
@@ -80,25 +80,25 @@ def halves_of(model: Model, layout: Layout, stage: int) -> tuple[float, float, f
         one = compute_seconds(workload, shape, [op], is_head)
         inputs += one.input_gradient * derate + one.input_elementwise
         of_weight = one.weight_gradient * derate + one.weight_elementwise
-        weights += of_weight * (not may_wait(op))
-        late += of_weight * may_wait(op)
+        weights += of_weight * (not is_deferrable(op))
+        late += of_weight * is_deferrable(op)
 
     def forward() -> None:
         held = None if part.is_first else ledger.take("other", "given", replay.work.hidden_bytes)
         made = replay.forward(0, held)
-        drop(held)
-        drop(made)
+        release(held)
+        release(made)
         tally.seconds()
 
     def backward(kind: Kind) -> float:
         held = None if part.is_last else ledger.take("other", "gradient", replay.work.hidden_bytes)
-        drop(replay.backward(Action(kind, 0, stage), held))
-        drop(held)
+        release(replay.backward(Action(kind, 0, stage), held))
+        release(held)
         return tally.seconds()
 
-    def drop(held: Held | None) -> None:
+    def release(held: Allocation | None) -> None:
         if held is not None:
-            ledger.drop(held)
+            ledger.release(held)
 
     forward()
     whole = backward(Kind.BACKWARD) + inputs + weights + late
@@ -147,10 +147,10 @@ def test_what_w_gathers_lengthens_the_step_and_is_tps(schedule: str, stages: int
     layout = Layout(tp=4, pp=4, schedule=schedule, virtual_stages=stages, layers_per_stage=cut, precision="bf16")
     workload = Workload(replace(MODEL, num_hidden_layers=8), CLUSTER, LENGTH, 16, STACK)
     seconds, table = stage_seconds(workload, layout), LayoutTable.of([layout])
-    more = (np.asarray(seconds.cut_input) + np.asarray(seconds.cut_weight))[:, 0]
+    more = (np.asarray(seconds.split_input) + np.asarray(seconds.split_weight))[:, 0]
     assert more[0] == 0 and (more[2:] > 0).all()
     of_rank = more if stages == 1 else more[:4] + more[:3:-1]
-    without = price(workload, table, layers_per_stage=layout.layers_per_stage, cuts=False).row(0)
+    without = price(workload, table, layers_per_stage=layout.layers_per_stage, adds_split_traffic=False).row(0)
     busiest = 3 if stages == 1 else 0
     told = predict(workload, layout)
     assert told.waterfall["tensor_parallel"] - without.waterfall["tensor_parallel"] == pytest.approx(
@@ -163,7 +163,7 @@ def test_what_w_gathers_lengthens_the_step_and_is_tps(schedule: str, stages: int
 def test_the_share_of_passes_that_are_cut_is_the_schedules_own(pp: int, count: int):
     for name in ("zb-h1", "zb-v", "dualpipe-v", "dualpipe"):
         table = LayoutTable.of([Layout(pp=pp, schedule=name, virtual_stages=2 if name in ("zb-v", "dualpipe-v") else 1)])
-        told = cut_share(table, np.array([count]))[:, 0]
+        told = split_shares(table, np.array([count]))[:, 0]
         first, *_ = build_schedule(name, pp, count)
         kinds = [part.kind for action in first for part in action.parts if part.stage > 0 and part.kind is not Kind.FORWARD]
         assert told[0] == kinds.count(Kind.INPUT_GRADIENT) / sum(part.kind in FIRST_HALVES for a in first for part in a.parts)

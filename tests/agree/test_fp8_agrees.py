@@ -15,7 +15,7 @@ from ranks import run_ranks
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Data, Run
-from ultrascale.plan.memory.tally import Traffic, Way
+from ultrascale.plan.memory.tally import Traffic, TrafficKey
 from ultrascale.trace.planned import planned_rank
 
 SHORT = replace(MODEL, num_hidden_layers=4, vocab_size=2048)
@@ -96,16 +96,16 @@ def test_messages_of_gathers_in_fp8_and_of_their_scales_are_planned(layout: Layo
     for rank, found in enumerate(run_ranks(4, sent_by, case)):
         planned = planned_rank(run, rank, "cpu")
         assert planned is not None
-        totals: dict[Way, Traffic] = {}
+        totals: dict[TrafficKey, Traffic] = {}
         for key, (count, size) in found.items():
             name = {"parameters": "all_gather"}.get(key.kind)
             if name is not None:
-                before = totals.get(Way(name, *key.group), Traffic(0, 0))
-                totals[Way(name, *key.group)] = Traffic(before.count + count, before.num_bytes + size)
+                before = totals.get(TrafficKey(name, *key.group), Traffic(0, 0))
+                totals[TrafficKey(name, *key.group)] = Traffic(before.count + count, before.num_bytes + size)
         shards = {way: traffic for way, traffic in planned.traffic.items() if way in totals}
         assert totals == shards and totals
         over = {key.group: size for key, (_, size) in found.items() if key.kind == "all_reduce" and key.group == (2, 2)}
-        scales = planned.traffic.get(Way("all_reduce", 2, 2), Traffic(0, 0)).num_bytes
+        scales = planned.traffic.get(TrafficKey("all_reduce", 2, 2), Traffic(0, 0)).num_bytes
         assert sum(over.values()) == scales
         assert (scales > 0) == (layout.fp8_scaling != "delayed")
 

@@ -17,7 +17,7 @@ from agree.test_recompute_agrees import backward
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.plan.memory.replay import rank_shape
-from ultrascale.work.kept import available_modules, computed_again, resolved
+from ultrascale.work.recompute import available_modules, recomputed_ops, resolved
 from ultrascale.work.work import block_work
 
 FAMILIES = {
@@ -57,8 +57,10 @@ def test_gradients_are_the_same_bits_and_products_are_the_planned_ones_whatever_
         planned = sum(
             op.flops
             for layer in range(model.num_hidden_layers)
-            for op in computed_again(
-                resolved(layout.again(layer), model, layer, layout), block_work(model, layer, shape), stops_behind=False
+            for op in recomputed_ops(
+                resolved(layout.block_recompute(layer), model, layer, layout),
+                block_work(model, layer, shape),
+                reruns_last=False,
             )
             if op.kind != "attention"
         )

@@ -46,7 +46,7 @@ def test_shares_of_one_sequence_add_up_to_it() -> None:
     for method in ("ring", "all-to-all", "ring+all-to-all"):
         layout = Layout(tp=2, cp=4, cp_method=method, cp_heads=2 if "+" in method else 1)
         shapes = [
-            Shape(3, 1021, tp=2, cp=4, cp_method=method, cp_heads=layout.cp_heads, at=Coordinates.of(layout, rank))
+            Shape(3, 1021, tp=2, cp=4, cp_method=method, cp_heads=layout.cp_heads, coordinates=Coordinates.of(layout, rank))
             for rank in range(8)
         ]
         assert sum(shape.outer_tokens for shape in shapes) == 3 * 1021

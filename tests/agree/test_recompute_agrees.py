@@ -22,7 +22,7 @@ from ultrascale.description.recomputed import KINDS, mode_name
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.activations.recompute import apply_recompute
 from ultrascale.plan.memory.replay import rank_shape
-from ultrascale.work.kept import computed_again
+from ultrascale.work.recompute import recomputed_ops
 from ultrascale.work.work import block_work, work
 
 FAMILIES = {
@@ -70,7 +70,9 @@ def test_gradients_are_the_same_bits_and_products_are_the_planned_ones_whatever_
         planned = sum(
             op.flops
             for layer in range(model.num_hidden_layers)
-            for op in computed_again(layout.again(layer), block_work(model, layer, shape), stops_behind=model.is_moe(layer))
+            for op in recomputed_ops(
+                layout.block_recompute(layer), block_work(model, layer, shape), reruns_last=model.is_moe(layer)
+            )
             if op.kind != "attention"
         )
         assert flops - without == planned, mode
@@ -107,7 +109,7 @@ def test_every_rank_of_a_pipeline_of_experts_peaks_at_the_planned_bytes_block_by
 
 def test_the_table_saves_a_block_of_every_set_of_kinds_what_its_results_take() -> None:
     shape = rank_shape(Layout(micro_batch_size=2), 128, documents=False, device="cpu")
-    names = {op.name: op.again_kind for _, op in work(DEMO, shape) if op.again_kind}
+    names = {op.name: op.recompute_kind for _, op in work(DEMO, shape) if op.recompute_kind}
     assert names == {
         "self_attn.q_proj": "qkv", "self_attn.k_proj": "qkv", "self_attn.v_proj": "qkv", "self_attn.core": "attention",
         "self_attn.o_proj": "output", "mlp.gate_proj": "mlp", "mlp.up_proj": "mlp", "mlp.down_proj": "down",

@@ -26,7 +26,7 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Batch, Checkpoint, Data, Run
-from ultrascale.plan.memory.tally import Way
+from ultrascale.plan.memory.tally import TrafficKey
 from ultrascale.trace.planned import Planned, planned_rank
 from ultrascale.trace.rank import trace_rank
 from ultrascale.trace.recording.record import RankTrace
@@ -199,7 +199,7 @@ def compared(one: Traced) -> tuple[Apart, list[str]]:
     return apart, wrong
 
 
-def issued(found: RankTrace, way: Way) -> str:
+def issued(found: RankTrace, way: TrafficKey) -> str:
     """The lines that send what is counted as `way`, with one message's bytes."""
     lines = {f"{one.line} ({one.num_bytes} bytes)" for one in found.sent if (one.kind, one.size, one.stride) == way}
     return f"sent by {', '.join(sorted(lines)) or 'nobody'}"

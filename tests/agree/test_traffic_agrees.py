@@ -19,9 +19,9 @@ from ultrascale.plan.memory.replay import rank_shape, stage_parts
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.messages import messages
 from ultrascale.work.fp8_slots import SLOT_BYTES, num_slots
-from ultrascale.work.kept import resolved, sent_again
 from ultrascale.work.ops import Collective
-from ultrascale.work.sharding.places import Coordinates, place
+from ultrascale.work.recompute import resent_ops, resolved
+from ultrascale.work.sharding.places import Coordinates, shard_of
 from ultrascale.work.work import block_work, embedding_work, head_work, prediction_work
 
 BLOCKWISE = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -93,8 +93,8 @@ def planned_of(case: Case, at: Coordinates) -> list[tuple[Collective, str]]:
         for layer in part.layers:
             ops = block_work(case.model, layer, shape)
             found += [(item, item.when) for op in ops for item in op.collectives]
-            again = sent_again(
-                None if layer is None else resolved(case.layout.again(layer), case.model, layer, case.layout), ops
+            again = resent_ops(
+                None if layer is None else resolved(case.layout.block_recompute(layer), case.model, layer, case.layout), ops
             )
             found += [(item, "backward") for op in again for item in op.collectives if item.when == "forward"]
     return found
@@ -205,5 +205,5 @@ def test_shares_of_gradients_that_tp_leaves_are_summed_once_a_step() -> None:
     layout = Layout(tp=2)
     found = measured(Case(EXPERTS, layout, num_micro_batches=3))
     at = Coordinates.of(layout, 0)
-    shares = sum(w.numel * 4 for w in weights(EXPERTS) if place(w, layout, at).is_partial)
+    shares = sum(w.numel * 4 for w in weights(EXPERTS) if shard_of(w, layout, at).is_partial)
     assert found[Key("shares of gradients", (2, 1), "forward")] == (2, 2 * shares)

@@ -97,7 +97,7 @@ def test_flops_equal_those_that_torch_counts(family: str, recompute: str) -> Non
         decoder(**batch_of(model, 2, 64, documents=False)).backward()
     table = sum(op.flops + op.backward_flops for _, op in work(model, Shape(2, 64)) if op.kind != "attention")
     for layer in range(model.num_hidden_layers):
-        if layout.recomputes(layer):  # all but the last product, whose result nobody needs again
+        if layout.is_fully_recomputed(layer):  # all but the last product, whose result nobody needs again
             table += sum(op.flops for op in block_work(model, layer, Shape(2, 64))[:-2] if op.kind == "matmul")
     assert counter.get_total_flops() == table - 2 * tokens * model.vocab_size * model.hidden_size
 

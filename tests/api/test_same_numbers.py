@@ -158,7 +158,7 @@ def test_a_sweep_and_a_report_are_what_is_printed(tmp_path, capsys):
     words = ["sweep", RUN, "--layout.zero-stage", "0,1", "--list", "--out", str(tmp_path)]
     found = us.sweep(RUN, layout={"zero_stage": [0, 1]}, list=True, out=tmp_path)
     assert found.to_dict() == printed(words, capsys)
-    assert len(found.begun.cells) == 2
+    assert len(found.grid.cells) == 2
     rows = [{"step": step, "train/loss": 3.0 - step, "perf/tokens_per_s": 10.0} for step in range(3)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert us.report(tmp_path).to_dict() == printed(["report", str(tmp_path)], capsys)

@@ -180,7 +180,7 @@ def test_a_disk_that_is_full_or_forbidden_is_not_asked_again(tmp_path):
 
 @pytest.mark.catalogue(33)
 def test_control_without_patience_one_error_ends_the_save(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "patiently", lambda work: work())
+    monkeypatch.setattr(files, "with_retries", lambda work: work())
     told = run_ranks(2, save_on_a_flaky_disk, tmp_path, "write", errno.EIO, 1, 1)[0][1]
     assert told is not None and names(tmp_path) == ["step-00000001"]
 

@@ -17,7 +17,7 @@ from ultrascale.check.compare import Verdict
 from ultrascale.check.faults.plants import PLANTS
 from ultrascale.check.faults.table import FAULTS
 from ultrascale.check.prove import Case
-from ultrascale.cli.check import _Count
+from ultrascale.cli.check import _ProofProgress
 from ultrascale.cli.main import main
 from ultrascale.launch import forked
 
@@ -169,7 +169,7 @@ def test_the_list_of_faults_is_json_where_json_is_asked_for(capsys):
 
 
 def test_while_a_proof_runs_its_phase_is_told():
-    counted = _Count(12)
+    counted = _ProofProgress(12)
     assert counted.words() == "processes start for the first of 12 cases"
     counted.done.value = 3
     assert counted.words() == "3 of 12 cases compared"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ultrascale.cli.main import main
-from ultrascale.cli.terminal.parse import set_aside
+from ultrascale.cli.terminal.parse import split_settings
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from ultrascale.cli.terminal.parse import set_aside
     ],
 )  # fmt: skip
 def test_settings_are_told_from_the_words_of_the_verb_wherever_they_stand(words: list[str], settings: list[str]) -> None:
-    found, others = set_aside(words, own=("rank", "steps"))
+    found, others = split_settings(words, verb_flags=("rank", "steps"))
     assert found == settings
     assert others == ["run.toml", "--rank", "1", *(["--steps", "3"] if "--steps" in words else [])]
 
@@ -34,7 +34,7 @@ def test_settings_are_told_from_the_words_of_the_verb_wherever_they_stand(words:
 @pytest.mark.parametrize("after", [[], ["--rank", "1"]])
 def test_a_setting_that_is_on_or_off_leaves_the_verb_its_word(word: str, after: list[str]) -> None:
     words = ["--layout.sequence-parallel", word, *after]
-    assert set_aside(words, own=("rank",)) == (words[:1], words[1:])
+    assert split_settings(words, verb_flags=("rank",)) == (words[:1], words[1:])
 
 
 @pytest.mark.parametrize("verb", ["plan", "check", "trace", "train", "show"])

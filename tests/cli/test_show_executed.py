@@ -46,7 +46,7 @@ def test_a_plan_with_the_mean_of_equal_passes_is_the_step_itself(schedule):
     stages = 4 if schedule == "dualpipe-v" else 2
     forward = [1.0 + stage for stage in range(stages)]
     seconds = StageSeconds(forward, 2.0, 1.0)
-    alone = [[part._replace(beside=None) for action in row for part in action.parts] for row in program]
+    alone = [[part._replace(overlapped_with=None) for action in row for part in action.parts] for row in program]
     played = simulate(alone, seconds)
     again = simulate(alone, mean_seconds(played, stages))
     assert [*chain(*again.end)] == pytest.approx([*chain(*played.end)])

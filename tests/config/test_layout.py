@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ultrascale.catalogue.models.model_presets import PRESETS
-from ultrascale.config.rules.run_rules import cut_problems
+from ultrascale.config.rules.run_rules import parallelism_problems
 from ultrascale.description.layout import Axis, Layout
 from ultrascale.description.schedules import SCHEDULES
 
@@ -100,14 +100,14 @@ def test_every_schedule_has_a_number_of_virtual_stages_that_suits_it(schedule):
     ],
 )
 def test_a_model_that_a_layout_cannot_divide_is_refused_with_what_would(model, layout, found, remedy):
-    problems = cut_problems(model, Layout(**layout))
+    problems = parallelism_problems(model, Layout(**layout))
     assert keys(problems) == found
     assert remedy in problems[0].remedy
 
 
 def test_more_tensor_parallel_ranks_than_key_value_heads_repeat_them():
-    assert cut_problems(LLAMA, Layout(tp=32)) == []
-    assert cut_problems(PRESETS["llama-3.2-1b"], Layout(tp=16)) == []
+    assert parallelism_problems(LLAMA, Layout(tp=32)) == []
+    assert parallelism_problems(PRESETS["llama-3.2-1b"], Layout(tp=16)) == []
 
 
 @pytest.mark.parametrize(
@@ -115,19 +115,19 @@ def test_more_tensor_parallel_ranks_than_key_value_heads_repeat_them():
     [({"cp": 3}, 2, 3), ({"cp": 4, "tp": 8}, 31, 32), ({"cp": 4, "cp_method": "all-to-all"}, 3, 4), ({"tp": 8}, 7, 8)],
 )  # fmt: skip
 def test_sequences_need_a_token_for_each_rank_that_cuts_them_and_not_more(layout, length, pieces):
-    (problem,) = cut_problems(LLAMA, Layout(**layout), sequence_length=length)
+    (problem,) = parallelism_problems(LLAMA, Layout(**layout), sequence_length=length)
     assert f"into {pieces} pieces" in problem.rule and f"of {pieces} tokens or more" in problem.remedy
-    assert cut_problems(LLAMA, Layout(**layout), sequence_length=pieces) == []
-    assert cut_problems(LLAMA, Layout(**layout), sequence_length=8191) == []
+    assert parallelism_problems(LLAMA, Layout(**layout), sequence_length=pieces) == []
+    assert parallelism_problems(LLAMA, Layout(**layout), sequence_length=8191) == []
 
 
 def test_without_sequence_parallelism_tensor_ranks_take_any_length():
-    assert cut_problems(LLAMA, Layout(tp=8, sequence_parallel=False), sequence_length=7) == []
-    assert cut_problems(LLAMA, Layout(dp=7), sequence_length=1) == []
+    assert parallelism_problems(LLAMA, Layout(tp=8, sequence_parallel=False), sequence_length=7) == []
+    assert parallelism_problems(LLAMA, Layout(dp=7), sequence_length=1) == []
 
 
 def test_embedding_and_head_may_be_stages_of_their_own():
     llama = PRESETS["llama-3.1-405b"]
     cut = Layout(pp=16, virtual_stages=8, schedule="interleaved", layers_per_stage=(0, *[1] * 126, 0))
     assert cut.problems() == []
-    assert cut_problems(llama, cut) == []
+    assert parallelism_problems(llama, cut) == []

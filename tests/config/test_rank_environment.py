@@ -6,7 +6,7 @@ import pytest
 
 from ultrascale.cli.main import main
 from ultrascale.description.problems import SpecError
-from ultrascale.description.rank_environment import expect_rank_environment, told_rank, told_world
+from ultrascale.description.rank_environment import env_rank, env_world_size, expect_rank_environment
 
 WHOLE = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
@@ -21,8 +21,8 @@ def keys_of(environment: dict[str, str], **options: bool) -> list[str]:
 
 def test_what_torchrun_sets_is_taken_and_so_is_nothing():
     assert keys_of(WHOLE) == keys_of({}) == keys_of({"RANK": "0"}) == []
-    assert (told_rank(WHOLE), told_world(WHOLE)) == (1, 2)
-    assert (told_rank({}), told_world({})) == (0, 1)
+    assert (env_rank(WHOLE), env_world_size(WHOLE)) == (1, 2)
+    assert (env_rank({}), env_world_size({})) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_what_torchrun_sets_is_taken_and_so_is_nothing():
 )  # fmt: skip
 def test_a_variable_that_cannot_be_meant_is_named_and_never_a_traceback(name, value):
     assert keys_of(WHOLE | {name: value}) == [name]
-    assert told_rank({name: value}) >= 0 and told_world({name: value}) >= 1
+    assert env_rank({name: value}) >= 0 and env_world_size({name: value}) >= 1
 
 
 @pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "MASTER_PORT"])

@@ -118,7 +118,7 @@ def test_a_setting_without_effect_in_this_layout_is_noted_and_one_with_an_effect
 
 def test_every_kth_block_is_a_setting_of_its_own():
     run = resolve(None, TINY | {"layout.recompute": "every-k", "layout.recompute_every": 3}).run
-    assert [layer for layer in range(7) if run.layout.recomputes(layer)] == [0, 3, 6]
+    assert [layer for layer in range(7) if run.layout.is_fully_recomputed(layer)] == [0, 3, 6]
 
 
 @pytest.mark.parametrize("more", [{"device": "cpu"}, {"compile": True}, {"layout.precision": "fp64"}])

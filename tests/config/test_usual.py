@@ -11,7 +11,7 @@ import pytest
 from ultrascale.cli import train as train_command
 from ultrascale.cli.main import main
 from ultrascale.config.resolve import resolve, to_toml
-from ultrascale.config.usual import KEPT, ORIGIN, usual
+from ultrascale.config.train_defaults import FROM_RUN_START, ORIGIN, train_defaults
 from ultrascale.description.run import Run
 
 
@@ -32,7 +32,7 @@ def resolved(corpus: Path, *words: str, steps: int = 200):
         "--folder",
         str(corpus.parent),
     ]
-    return usual(resolve(None, [*found, *words]))
+    return train_defaults(resolve(None, [*found, *words]))
 
 
 def chosen(corpus: Path, *words: str, steps: int = 200):
@@ -97,7 +97,7 @@ def test_held_out_text_moves_with_its_source(corpus):
     found, lines = resolved(moved, steps=4000)
     assert [source.path for source in found.run.data.validation] == [str(moved / "validation")]
     assert found.run.evaluation.every_steps == 20 and str(moved / "validation") in lines[1]
-    assert (found.provenance["data.validation"], found.provenance["evaluation.every_steps"]) == (ORIGIN, KEPT)
+    assert (found.provenance["data.validation"], found.provenance["evaluation.every_steps"]) == (ORIGIN, FROM_RUN_START)
     (moved / "validation").rmdir()
     assert chosen(moved)[0].data.validation == ()
 

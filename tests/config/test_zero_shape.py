@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ultrascale.work.sharding.owners import chunk
-from ultrascale.work.sharding.places import boxes, zero_shape
+from ultrascale.work.sharding.places import row_boxes, zero_shape
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_the_boxes_of_all_ranks_are_the_whole_weight_and_few(experts: int, rows:
     cut = whole.reshape(zero_shape(shape, ranks))
     for rank in range(ranks):
         span = chunk(len(cut), ranks, rank)
-        own, found = cut[span.first : span.first + span.length], list(boxes(shape, cut.shape, span.first, span.length))
+        own, found = cut[span.first : span.first + span.length], list(row_boxes(shape, cut.shape, span.first, span.length))
         assert 1 <= len(found) <= 3
         assert [entries.start for entries, _ in found] == [0, *(entries.stop for entries, _ in found[:-1])]
         assert found[-1][0].stop == len(own)
@@ -45,4 +45,4 @@ def test_the_boxes_of_all_ranks_are_the_whole_weight_and_few(experts: int, rows:
 
 def test_rows_of_another_shape_are_refused():
     with pytest.raises(ValueError, match=r"\[12, 2\] is not how \[3, 5, 2\] is cut"):
-        list(boxes((3, 5, 2), (12, 2), 0, 4))
+        list(row_boxes((3, 5, 2), (12, 2), 0, 4))

@@ -331,7 +331,7 @@ def test_without_torch_nothing_is_made_and_the_extra_is_named(in_tmp, monkeypatc
 @pytest.mark.parametrize(("holds", "code"), [(True, 0), (False, 1)])
 def test_the_exit_code_says_whether_every_claim_holds(monkeypatch, capsys, holds, code):
     claims = [Claim("a", "not installed", "skipped"), judged("b", "1.0", holds, value=1.0)]
-    monkeypatch.setattr("ultrascale.demo.story.tell", lambda folder, on: Demo(folder, on, claims=claims))
+    monkeypatch.setattr("ultrascale.demo.story.run_demo", lambda folder, on: Demo(folder, on, claims=claims))
     assert command(["--json"]) == code
     told = json.loads(capsys.readouterr().out)
     assert [claim["verdict"] for claim in told["claims"]] == ["skipped", "holds" if holds else "fails"]
@@ -339,11 +339,11 @@ def test_the_exit_code_says_whether_every_claim_holds(monkeypatch, capsys, holds
 
 
 def test_sigterm_leaves_as_ctrl_c_does(monkeypatch):
-    def tell(folder: Path, on: Screen) -> Demo:
+    def run_demo(folder: Path, on: Screen) -> Demo:
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("went on")
 
-    monkeypatch.setattr("ultrascale.demo.story.tell", tell)
+    monkeypatch.setattr("ultrascale.demo.story.run_demo", run_demo)
     assert main(["demo"]) == 130
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 

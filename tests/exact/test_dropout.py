@@ -11,7 +11,7 @@ from models.families import FAMILIES
 
 from ultrascale.check.oracle.documents import RandomDocuments
 from ultrascale.check.oracle.reference import Reference
-from ultrascale.check.prove import Case, made_small, prove_all
+from ultrascale.check.prove import Case, prove_all, shrink_model
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Log, Optimizer, Run
@@ -30,7 +30,7 @@ LAYOUTS = {
     "heads for sequences, tp": Layout(cp=2, tp=2, cp_method="all-to-all"),
 }
 LLAMA, GPT2 = (
-    replace(made_small(FAMILIES[name], LAYOUTS["heads for sequences, tp"]), dropout=0.2) for name in ("llama", "gpt2")
+    replace(shrink_model(FAMILIES[name], LAYOUTS["heads for sequences, tp"]), dropout=0.2) for name in ("llama", "gpt2")
 )
 
 
@@ -53,7 +53,7 @@ def test_models_with_experts_drop_the_same_elements_where_tokens_are_looked_up_i
     layouts = {"cp": Layout(cp=2, ep=2), "tp, recomputed": Layout(tp=2, recompute="full")}
     todo = []
     for name, layout in layouts.items():
-        model = replace(made_small(WITH_EXPERTS["mixtral"], layout), dropout=0.2, expert_capacity_factor=1.0)
+        model = replace(shrink_model(WITH_EXPERTS["mixtral"], layout), dropout=0.2, expert_capacity_factor=1.0)
         todo.append(Case(name, run_of(model, layout)))
     worst = {verdict.case: max(d.error for d in verdict.worst.values()) for verdict in prove_all(todo, steps=2)}
     assert worst.keys() == layouts.keys() and max(worst.values()) <= LIMIT

@@ -10,13 +10,13 @@ import pytest
 from exact.test_layouts import run_of
 
 from ultrascale.catalogue.models.model_presets import preset
-from ultrascale.check.prove import Case, made_small, prove_all
+from ultrascale.check.prove import Case, prove_all, shrink_model
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.run import Run
 from ultrascale.work.sharding.places import zero_shape
 
 LIMIT = 1e-11
-MIXTRAL, DEEPSEEK, GPT_OSS = (made_small(preset(name)) for name in ("tiny-mixtral", "tiny-deepseek-v3", "tiny-gpt-oss"))
+MIXTRAL, DEEPSEEK, GPT_OSS = (shrink_model(preset(name)) for name in ("tiny-mixtral", "tiny-deepseek-v3", "tiny-gpt-oss"))
 
 
 def few(model: Model, experts: int) -> Model:
@@ -28,11 +28,11 @@ def case_of(name: str, model: Model, optimizer: Any = "adamw", count: int = 2, *
     batch = replace(run.batch, sequences_per_batch=count * run.layout.dp * run.layout.micro_batch_size)
     optimizing = replace(run.optimizer, name=optimizer)
     run = replace(run, batch=batch, layout=replace(run.layout, precision="fp64"), device="cpu", optimizer=optimizing)
-    assert cuts_rows(run), name
+    assert shards_rows(run), name
     return Case(name, run)
 
 
-def cuts_rows(run: Run) -> bool:
+def shards_rows(run: Run) -> bool:
     """Whether ranks hold rows of experts."""
     shape = (run.model.num_experts // run.layout.ep, 2, 2)
     return zero_shape(shape, run.layout.expert_shard_size) != shape

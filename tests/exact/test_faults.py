@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from ultrascale.check.cases import home_of
+from ultrascale.check.cases import smallest_run_of
 from ultrascale.check.compare import Verdict
 from ultrascale.check.faults.all_faults import CLASSIC
 from ultrascale.check.faults.table import FAULTS, expect_fault, suitable
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(900)
 @cache
 def proven() -> tuple[dict[str, Verdict], dict[str, Verdict]]:
     """The verdict on each fault, and on each run without one, by the name of the first fault that it is home to."""
-    planted = [Case(name, home_of(name), name) for name in FAULTS]
+    planted = [Case(name, smallest_run_of(name), name) for name in FAULTS]
     controls = {repr(case.run): Case(f"control of {case.name}", case.run) for case in reversed(planted)}
     verdicts = prove_all([*controls.values(), *planted], steps=2, go_on=True)
     return (
@@ -44,10 +44,10 @@ def proven() -> tuple[dict[str, Verdict], dict[str, Verdict]]:
 
 def test_there_are_more_than_the_promised_25_on_every_axis():
     axes = Counter(
-        axis for name in FAULTS for axis in ("dp", "tp", "cp", "pp", "ep") if getattr(home_of(name).layout, axis) > 1
+        axis for name in FAULTS for axis in ("dp", "tp", "cp", "pp", "ep") if getattr(smallest_run_of(name).layout, axis) > 1
     )
     assert len(FAULTS) >= 25 and min(axes[axis] for axis in ("dp", "tp", "cp", "pp", "ep")) >= 6
-    assert all(fault.what and fault.needs and fault.fits(home_of(name)) for name, fault in FAULTS.items())
+    assert all(fault.what and fault.needs and fault.fits(smallest_run_of(name)) for name, fault in FAULTS.items())
 
 
 def test_the_runs_that_faults_are_planted_in_are_exact_without_them():
@@ -73,9 +73,9 @@ def test_a_fault_after_the_gradients_leaves_the_first_steps_gradients_right(name
 
 
 def test_a_run_can_have_only_faults_of_its_own_axes():
-    data = suitable(home_of("missing-reduce"))
+    data = suitable(smallest_run_of("missing-reduce"))
     assert set(CLASSIC) < set(data) and not any(name.startswith(("tp-", "cp-", "pp-", "expert-")) for name in data)
     with pytest.raises(SpecError, match="cp-order needs cp > 1"):
-        expect_fault("cp-order", home_of("missing-reduce"))
+        expect_fault("cp-order", smallest_run_of("missing-reduce"))
     with pytest.raises(SpecError, match="Did you mean missing-reduce"):
-        expect_fault("mising-reduce", home_of("missing-reduce"))
+        expect_fault("mising-reduce", smallest_run_of("missing-reduce"))

@@ -19,12 +19,12 @@ from ultrascale.check.cases import cases
 from ultrascale.check.compare import Verdict, differences
 from ultrascale.check.oracle.documents import RandomDocuments
 from ultrascale.check.oracle.reference import Reference, StepFacts
-from ultrascale.check.prove import Case, made_small, prove_all
+from ultrascale.check.prove import Case, prove_all, shrink_model
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Data, Optimizer, Run
 
-LLAMA = made_small(FAMILIES["llama"])
+LLAMA = shrink_model(FAMILIES["llama"])
 LIMIT = 1e-11
 
 
@@ -77,7 +77,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_no_difference_and_one_that_
 def variants() -> dict[str, Run]:
     """Every family, and every setting that changes how a step is computed but not what."""
     found = {
-        name: run_of(made_small(model), dp=2, zero_stage=3 if index % 2 else 2)
+        name: run_of(shrink_model(model), dp=2, zero_stage=3 if index % 2 else 2)
         for index, (name, model) in enumerate(FAMILIES.items())
     }
     for recompute in ("selective", "full", "every-k"):

@@ -21,7 +21,7 @@ from ultrascale.check import prove
 from ultrascale.check.cases import cases
 from ultrascale.check.compare import Verdict
 from ultrascale.check.faults.plants import PLANTS
-from ultrascale.check.prove import Case, made_small, prove_all
+from ultrascale.check.prove import Case, prove_all, shrink_model
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Run
@@ -57,7 +57,7 @@ ZERO = {"dp": 2, "zero_stage": 3}
 WINDOW = {"layout": {"cp": 2}, "preset": "tiny-mistral"}
 LINES = {
     "last row of a vocabulary no target": Line(LOSS, "_sweep", "first + len(weight))", "first + len(weight) - 1)", {"tp": 2}),
-    "first row of a vocabulary no target": Line(LOSS, "_sweep", "(here >= first)", "(here > first)", {"tp": 2}),
+    "first row of a vocabulary no target": Line(LOSS, "_sweep", "targets >= first)", "targets > first)", {"tp": 2}),
     "window of one more": Line((context_masks,), "_visible", "keys > queries - window", "keys >= queries - window", **WINDOW),
     "keys travel one too few": Line((context_masks,), "_needs", "- reach + 1)", "- reach + 2)", **WINDOW),
     "clipped above twice the limit": Line((gradients, trainer), "clip_gradients", "norm > limit", "norm > 2 * limit"),
@@ -66,16 +66,16 @@ LINES = {
     "keys not waited for": Line(
         (context_ring.RingKeys,), "hops", "            messages.wait()\n", "", {"cp": 2}, waits=True),
     "gradients of keys not waited for": Line(
-        (context_ring.RingGradients,), "arrived", "self.messages.wait()", "pass", {"cp": 2}, waits=True),
+        (context_ring.RingGradients,), "received", "self.messages.wait()", "pass", {"cp": 2}, waits=True),
     "one message of many not waited for": Line(
         (collectives.Exchange,), "wait", "while self.under_way:", "while len(self.under_way) > 1:", ZERO, waits=True),
     "a stage's input not waited for": Line(
         (pipeline_messages.Mailbox,), "take", 'self._wait(work, f"waited for {message}")', "pass", {"pp": 2}, waits=True),
     "a stage's output let go before it has left": Line(
-        (pipeline_messages.Mailbox,), "_let_go", 'self._wait(leaving.popleft()[2], "sent")', "leaving.popleft()", {"pp": 2},
+        (pipeline_messages.Mailbox,), "_release", 'self._wait(leaving.popleft()[2], "sent")', "leaving.popleft()", {"pp": 2},
         waits=True),
     "a tied gradient not waited for": Line(
-        (share.Share,), "_add_other", "wait_for(work, group)", "pass", {"pp": 2}, waits=True),
+        (share.Share,), "_add_received", "wait_for(work, group)", "pass", {"pp": 2}, waits=True),
 }  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def case_of(line: Line) -> Case:
     layout = Layout(**line.layout)
     model = PRESETS[line.preset]
     if line.preset != "tiny-mistral":  # that one is proven whole, where windows that are not made small would not act
-        model = replace(made_small(model, layout), tie_word_embeddings=line.preset == "tiny-llama")
+        model = replace(shrink_model(model, layout), tie_word_embeddings=line.preset == "tiny-llama")
     run = Run(model, layout=layout, device="cpu", batch=Batch(sequence_length=256, sequences_per_batch=8))
     return list(cases(run, own_layout=True))[-1]
 

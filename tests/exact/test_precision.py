@@ -14,7 +14,7 @@ from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.check import compare
 from ultrascale.check.compare import Verdict
 from ultrascale.check.prove import Case, prove_all
-from ultrascale.check.small import made_small
+from ultrascale.check.small import shrink_model
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Log, Optimizer, Run
 
@@ -41,7 +41,7 @@ FAULTS = {"dp, ZeRO 3": "missing-scatter", "tp": "tp-sum-missing", "cp": "cp-gra
 
 CUT_MOST = Layout(tp=2, pp=2, schedule="zb-v", virtual_stages=2, ep=2)
 """All layouts can cut the models that this one can: the reference computes each of these once."""
-MODELS = {sparse: made_small(PRESETS["tiny-mixtral" if sparse else "tiny-llama"], CUT_MOST) for sparse in (False, True)}
+MODELS = {sparse: shrink_model(PRESETS["tiny-mixtral" if sparse else "tiny-llama"], CUT_MOST) for sparse in (False, True)}
 
 
 def case_of(axes: str, precision: Any, fault: str | None = None) -> Case:

@@ -8,8 +8,8 @@ import pytest
 
 from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.check.cases import cases
-from ultrascale.check.small import made_small, micro_batch_counts, provable, small_layouts
-from ultrascale.config.rules.run_rules import cut_problems
+from ultrascale.check.small import micro_batch_counts, provable, shrink_model, small_layouts
+from ultrascale.config.rules.run_rules import parallelism_problems
 from ultrascale.description.architecture.families import TRAINED
 from ultrascale.description.architecture.weights import num_parameters
 from ultrascale.description.layout import Layout
@@ -69,8 +69,8 @@ def test_asked_for_fewer_processes_it_keeps_as_many_axes_as_fit(processes, found
 def test_every_model_made_small_can_be_cut_and_keeps_its_kind(preset, layout):
     model = PRESETS[preset]
     cut = layout if model.num_experts else replace(layout, ep=1, expert_tp=1)
-    small = made_small(model, cut)
-    assert small.problems() + cut_problems(small, cut, sequence_length=23) == []
+    small = shrink_model(model, cut)
+    assert small.problems() + parallelism_problems(small, cut, sequence_length=23) == []
     assert num_parameters(small) < 250_000
     kept = ("model_type", "norm", "qkv_bias", "qk_norm", "attention_sinks", "topk_method", "scoring_func", "latent_attention")
     assert [getattr(small, key) for key in kept] == [getattr(model, key) for key in kept]

@@ -11,7 +11,7 @@ from gold.curves import CURVES, NO_SCALE, PREFIX, STEPS, furthest, recorded, tra
 
 from ultrascale.kernels.optimizers import block_quantise as stochastic
 from ultrascale.kernels.optimizers import narrow_moments
-from ultrascale.kernels.optimizers.narrow_moments import SECOND, as_kept
+from ultrascale.kernels.optimizers.narrow_moments import SECOND, round_trip
 from ultrascale.parallel.share import Share
 
 SAME_LOSS, SAME_NORM = 0.01, 0.02
@@ -67,7 +67,7 @@ def second_moment(updates: int) -> float:
     """Mean of a second moment in bf16 after so many gradients of 1; beta2 = 0.999."""
     values = torch.zeros(8, 64)
     for update in range(updates):
-        values = as_kept(values * 0.999 + 0.001, "bf16", SECOND, stochastic.rounding_key(0, update, "w", SECOND))
+        values = round_trip(values * 0.999 + 0.001, "bf16", SECOND, stochastic.rounding_key(0, update, "w", SECOND))
     return float(values.mean())
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ultrascale.catalogue.models.model_presets import preset
-from ultrascale.description.attention_cores import Wanted
+from ultrascale.description.attention_cores import CoreRequirements
 from ultrascale.description.layout import AttentionCore, Layout
 from ultrascale.kernels.attention.attention_contest import AttentionShape
 from ultrascale.kernels.attention.attention_contest import contest as attention_contest
@@ -114,7 +114,7 @@ def test_head_and_loss_of_llamas_vocabulary_take_less_than_15_percent_of_the_unf
 @pytest.mark.parametrize(("documents", "window"), [(False, None), (True, None), (False, 64)])
 def test_the_cores_that_take_part_run_and_agree(documents, window):
     shape = AttentionShape(2, 512, 8, 2, 64, 64, torch.bfloat16)
-    wanted = Wanted("cuda", "bf16", (window,), documents=documents)
+    wanted = CoreRequirements("cuda", "bf16", (window,), documents=documents)
     outcomes = attention_contest(shape, wanted, torch.device("cuda"), compiled=False)
     expected = {"varlen", "flex"} if documents or window else {"sdpa", "cudnn", "flex"}
     assert {name for name, one in outcomes.items() if isinstance(one, float)} >= expected, outcomes
@@ -148,7 +148,7 @@ def test_a_flash_attn_package_equals_the_softmax_written_out(core: AttentionCore
 @pytest.mark.parametrize("told", [True, False])
 def test_cores_that_stay_when_bits_must_repeat_give_the_same_bits(told):
     shape = AttentionShape(2, 512, 8, 2, 64, 64, torch.bfloat16)
-    wanted = Wanted("cuda", "bf16", (None,), documents=told, deterministic=True)
+    wanted = CoreRequirements("cuda", "bf16", (None,), documents=told, deterministic=True)
     outcomes = attention_contest(shape, wanted, torch.device("cuda"), compiled=False, bitwise=True)
     assert isinstance(outcomes["varlen" if told else "sdpa"], float), outcomes
     assert outcomes["cudnn"] != 0 and isinstance(outcomes["cudnn"], str)

@@ -11,7 +11,7 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Data, Run, Source
 from ultrascale.measure.step.spans import read_trace
-from ultrascale.primer.tell import tell
+from ultrascale.primer.run_lessons import run_lessons
 from ultrascale.train.observers.profile import profile_run
 
 pytestmark = pytest.mark.gpu
@@ -58,7 +58,7 @@ def test_a_profiled_step_is_told_by_kernels_and_sums_to_the_step(corpus, tmp_pat
 
 
 def test_every_kernel_of_the_primer_is_right_and_told_against_the_peak(capfd):
-    assert tell(as_json=True) == 0
+    assert run_lessons(as_json=True) == 0
     told = json.loads(capfd.readouterr().out)
     shares = {one["name"]: one["share"] for lesson in told["lessons"] for one in lesson["variants"]}
     assert told["all_right"] and 0 < shares["every 32. element"] < shares["neighbours"] < 1.1

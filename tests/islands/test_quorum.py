@@ -52,7 +52,7 @@ def run_at(home: Path, name: str, settings: Islands = SETTINGS, **changes: Any) 
 
 def told_to_skip(monkeypatch: pytest.MonkeyPatch, away: set[tuple[int, int]]) -> None:
     """Leave out these (outer step, island)."""
-    monkeypatch.setattr(Quorum, "skips", staticmethod(lambda step, number: (step, number) in away))
+    monkeypatch.setattr(Quorum, "leaves_out", staticmethod(lambda step, number: (step, number) in away))
 
 
 def finished(started: list[Started], steps: int = 12) -> None:
@@ -144,8 +144,8 @@ def waits_for(step: int, number: int) -> Callable[[Trainer], None]:
     def act(trainer: Trainer) -> None:
         if trainer.steps_done == step and trainer.ranks.island != number:
             assert trainer.outer is not None and trainer.outer.quorum is not None
-            door = trainer.outer.quorum.door
-            until(lambda: door.knocking(number), f"island {number} to knock")
+            admission = trainer.outer.quorum.admission
+            until(lambda: admission.knocking(number), f"island {number} to knock")
 
     return act
 
@@ -266,7 +266,7 @@ def test_others_go_on_where_one_is_killed_amid_giving_or_taking_a_state(
 ) -> None:
     """After the outer step after step 9 island 0 gives its state to island 1."""
     run = run_at(home, "hands-over", settings, layout=replace(ONE, dp=(settings.dp or (1,))[0], zero_stage=3))
-    hand, counted = Group.from_one, [0]
+    hand, counted = Group.broadcast, [0]
 
     def interrupted(group: Group, tensor: torch.Tensor, index: int) -> None:
         counted[0] += group.island == killed
@@ -274,7 +274,7 @@ def test_others_go_on_where_one_is_killed_amid_giving_or_taking_a_state(
             os.kill(os.getpid(), signal.SIGKILL)
         hand(group, tensor, index)
 
-    monkeypatch.setattr(Group, "from_one", interrupted)
+    monkeypatch.setattr(Group, "broadcast", interrupted)
     first, second, third = start(run, home, before_step=both(dies_at(4, 1), waits_for(8, 1)))
     assert second.outcome() == {"exit": -signal.SIGKILL}
     until(lambda: "without it" in text(run, 2), "island 1 to be left out")

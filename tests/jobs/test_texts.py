@@ -542,7 +542,7 @@ def test_a_rank_that_gives_no_signs_for_long_is_not_alive_and_one_that_is_gone_i
     folder = there / "ultrascale-signs-x"
     folder.mkdir()
     assert alive.main() == 0
-    heart = heartbeat.Heart(folder, 3, hang_seconds=1.0)
+    heart = heartbeat.HeartbeatWriter(folder, 3, hang_seconds=1.0)
     heart.steps_done = heart.started_at = 5
     monkeypatch.setattr(heartbeat, "START_SECONDS", 0.0)
     heart.beat("forward")

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ultrascale.description.attention_cores import CONTESTANTS, Wanted, why_not
+from ultrascale.description.attention_cores import CANDIDATE_CORES, CoreRequirements, unsupported_reason
 from ultrascale.kernels.attention import attention_contest
 from ultrascale.kernels.attention.attention_contest import AttentionShape
 from ultrascale.kernels.choice import contest
-from ultrascale.kernels.choice.contest import Outcomes, added, decide, measure
+from ultrascale.kernels.choice.contest import Outcomes, decide, measure, weighted_sum
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(2, 48, 4, 2, 8, 8, torch.float32)
@@ -110,14 +110,17 @@ def test_over_ranks_the_slowest_counts_and_what_fails_on_one_is_out_on_all():
 
 
 def test_layers_of_several_kinds_add_up_and_who_cannot_do_one_is_out():
-    assert added([(3, {"a": 2.0, "b": 1.0}), (1, {"a": 5.0, "b": "knows no windows"})]) == {"a": 11.0, "b": "knows no windows"}
+    assert weighted_sum([(3, {"a": 2.0, "b": 1.0}), (1, {"a": 5.0, "b": "knows no windows"})]) == {
+        "a": 11.0,
+        "b": "knows no windows",
+    }
 
 
 @pytest.mark.parametrize("documents", [False, True])
 def test_attention_s_cores_that_the_cpu_has_are_timed_on_the_run_s_masks(documents):
-    wanted = Wanted("cpu", "fp32", (None, 7, None), documents=documents)
+    wanted = CoreRequirements("cpu", "fp32", (None, 7, None), documents=documents)
     outcomes = attention_contest.contest(SHAPE, wanted, CPU, compiled=False)
-    assert list(outcomes) == list(CONTESTANTS)
+    assert list(outcomes) == list(CANDIDATE_CORES)
     assert {name for name, one in outcomes.items() if isinstance(one, float)} == {"sdpa", "varlen"}
     assert outcomes["cudnn"] == "is for CUDA"
     compiled = attention_contest.contest(SHAPE, wanted, CPU, compiled=True)
@@ -133,7 +136,7 @@ def test_inputs_are_of_as_few_sequences_as_memory_allows_and_never_of_none(monke
 
 
 def test_which_cores_take_part_on_cuda():
-    causal = Wanted("cuda", "bf16", (None,))
+    causal = CoreRequirements("cuda", "bf16", (None,))
     cores = {
         "causal": causal,
         "documents": causal._replace(documents=True),
@@ -142,7 +145,7 @@ def test_which_cores_take_part_on_cuda():
         "cp": causal._replace(cp=2, documents=True),
     }
     found = {
-        name: [core for core in CONTESTANTS if not attention_contest.left_out(core, wanted, compiled=False)]
+        name: [core for core in CANDIDATE_CORES if not attention_contest.excluded(core, wanted, compiled=False)]
         for name, wanted in cores.items()
     }
     assert found == {
@@ -152,4 +155,4 @@ def test_which_cores_take_part_on_cuda():
         "sinks": ["sdpa", "flex"],
         "cp": ["sdpa"],
     }
-    assert why_not("varlen", causal._replace(head_dim=512)).endswith("not of 512")
+    assert unsupported_reason("varlen", causal._replace(head_dim=512)).endswith("not of 512")

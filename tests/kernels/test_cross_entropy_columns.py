@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.kernels.choice.device_kind import meta_stands_for
 from ultrascale.kernels.loss.cross_entropy import linear_cross_entropy
-from ultrascale.kernels.loss.cross_entropy_columns import sweep_columns
+from ultrascale.kernels.loss.cross_entropy_columns import loss_by_columns
 from ultrascale.measure.memory import LiveMemory
 from ultrascale.work.ops import Shape
 from ultrascale.work.work import chunk_rows, head_work, slab_columns
@@ -33,7 +33,7 @@ def inputs(dtype: torch.dtype, *, rows: int = 50, vocab: int = 211, device: str 
 
 def swept(hidden: Tensor, weight: Tensor, targets: Tensor, columns: int, **options) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, gradient of hidden and gradient of the weight."""
-    loss, *gradients = sweep_columns(hidden.detach(), weight.detach(), targets, columns, with_gradients=True, **options)
+    loss, *gradients = loss_by_columns(hidden.detach(), weight.detach(), targets, columns, with_gradients=True, **options)
     of_hidden, of_weight = gradients
     assert of_hidden is not None and of_weight is not None
     return loss, of_hidden, of_weight
@@ -135,7 +135,7 @@ def test_real_steps_hold_what_the_meta_device_says():
     hidden, weight, targets = inputs(torch.bfloat16, rows=tokens, vocab=vocab)
     hidden, weight = torch.zeros(tokens, d, dtype=torch.bfloat16), torch.zeros(vocab, d, dtype=torch.bfloat16)
     with LiveMemory(nn.Module()) as memory:
-        found = sweep_columns(hidden, weight, targets, columns, with_gradients=True)
+        found = loss_by_columns(hidden, weight, targets, columns, with_gradients=True)
     given = sum(tensor.numel() * tensor.itemsize for tensor in (hidden, weight, targets))
     slab = tokens * columns * (2 + 4 + 4)
     sums = tokens * d * (4 + 2) + vocab * d * 2

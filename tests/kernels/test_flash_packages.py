@@ -9,7 +9,7 @@ from kernels.test_attention_spans import IDS, inputs, written_out
 from kernels.test_attention_with_lse import expected as softmax_written_out
 from kernels.test_attention_with_lse import made, visible
 
-from ultrascale.description.attention_cores import Wanted
+from ultrascale.description.attention_cores import CoreRequirements
 from ultrascale.kernels.attention import attention_contest, flash_packages
 from ultrascale.kernels.attention.attention_contest import AttentionShape
 from ultrascale.kernels.attention.attention_core import attention, attention_mask, causal_piece
@@ -87,8 +87,10 @@ def test_what_a_tracer_is_told_of_shapes_is_true(core):
 
 
 def test_a_package_that_is_there_takes_part_and_one_that_is_wrong_is_out(core, monkeypatch):
-    monkeypatch.setattr(attention_contest, "why_not", lambda core, wanted: "" if core in ("sdpa", *MODULES) else "left out")
-    shape, wanted = AttentionShape(1, 24, 4, 2, 8, 8, torch.float64), Wanted("cpu", "bf16", (None, 5), documents=True)
+    monkeypatch.setattr(
+        attention_contest, "unsupported_reason", lambda core, wanted: "" if core in ("sdpa", *MODULES) else "left out"
+    )
+    shape, wanted = AttentionShape(1, 24, 4, 2, 8, 8, torch.float64), CoreRequirements("cpu", "bf16", (None, 5), documents=True)
     outcomes = attention_contest.contest(shape, wanted, CPU, compiled=False)
     assert {name for name, one in outcomes.items() if isinstance(one, float)} == {"sdpa", core}
     others = [name for name in MODULES if name != core]

@@ -176,7 +176,7 @@ def test_attempts_after_one_that_gave_up_are_refused_with_its_words(monkeypatch)
 
 @pytest.mark.catalogue(22)
 def test_control_ranks_that_are_blamed_for_the_store_are_seen(run, monkeypatch):
-    monkeypatch.setattr(arrival, "_missed", lambda store, world, timeout: "waited for rank 1 of 2, which did not start")
+    monkeypatch.setattr(arrival, "_why_missing", lambda store, world, timeout: "waited for rank 1 of 2, which did not start")
     fails(test_a_store_that_goes_away_before_the_ranks_have_met_ends_all_of_them_at_once_and_is_named, run)
 
 

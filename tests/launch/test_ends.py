@@ -20,7 +20,7 @@ import torch
 from planted import fails
 
 from ultrascale.description.layout import Layout
-from ultrascale.heartbeat import Heart
+from ultrascale.heartbeat import HeartbeatWriter
 from ultrascale.launch import local, orphans
 from ultrascale.launch.forked import RankFailed, run_forked
 from ultrascale.launch.local import Ending, launch_local
@@ -78,7 +78,7 @@ def test_after_a_kill_ranks_meet_in_a_store_of_their_own(monkeypatch):
 @pytest.mark.catalogue(4)
 def test_control_with_one_store_for_all_attempts_new_ranks_find_the_addresses_of_dead_ones(tmp_path, monkeypatch):
     """As torch's own agent has it (pytorch#135712)."""
-    monkeypatch.setattr(local, "folder_with_room", lambda *asked, **place: tmp_path)
+    monkeypatch.setattr(local, "folder_with_space", lambda *asked, **place: tmp_path)
     monkeypatch.setattr(local, "shutil", SimpleNamespace(rmtree=lambda *folder, **how: None))
     monkeypatch.setitem(globals(), "LATE_SECONDS", 60.0)
     fails(test_after_a_kill_ranks_meet_in_a_store_of_their_own, monkeypatch, told="rank")
@@ -140,7 +140,7 @@ def test_control_who_ends_first_by_the_clock_is_not_who_failed_first(tmp_path, m
 
 
 def test_of_a_rank_that_a_signal_ended_it_is_told_where_it_was(tmp_path):
-    heart = Heart(tmp_path, 1, hang_seconds=1)
+    heart = HeartbeatWriter(tmp_path, 1, hang_seconds=1)
     heart.beat("backward")
     told = ending(tmp_path, {0: Failure(1), 1: Failure(-9)}, {0: MISSED}).reason
     assert told == "rank 1 was ended by SIGKILL (its last sign of life: backward); rank 0 waited for rank 1 in a sum"

@@ -27,9 +27,9 @@ from ultrascale import heartbeat
 from ultrascale.checkpoint import newest_valid
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Faults
-from ultrascale.heartbeat import Beat, Collective
+from ultrascale.heartbeat import Collective, Heartbeat
 from ultrascale.launch.forked import RankFailed
-from ultrascale.launch.watchdog import STACK_SIGNAL, Hang, disagreement, judge, line_of, watch
+from ultrascale.launch.watchdog import STACK_SIGNAL, Hang, disagreement, innermost_line, judge, watch
 from ultrascale.parallel import lost
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.train.trainer import Trainer
@@ -39,8 +39,8 @@ ZERO_3 = Layout(dp=2, zero_stage=3, micro_batch_size=2)
 FIRST, SECOND = Collective("ranks 0 to 1 (2)", 4, "a sum"), Collective("ranks 0 to 1 (2)", 5, "the norm")
 
 
-def beat(rank: int, *, waiting: bool = True, doing: str = "a sum", collectives: tuple[Collective, ...] = ()) -> Beat:
-    return Beat(rank, 1, 9, 0.0, 7, 0, doing, waiting, 3.0, collectives)
+def beat(rank: int, *, waiting: bool = True, doing: str = "a sum", collectives: tuple[Collective, ...] = ()) -> Heartbeat:
+    return Heartbeat(rank, 1, 9, 0.0, 7, 0, doing, waiting, 3.0, collectives)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def hang(
     return found[0]
 
 
-def own_heart() -> heartbeat.Heart:
+def own_heart() -> heartbeat.HeartbeatWriter:
     assert heartbeat._heart is not None
     return heartbeat._heart
 
@@ -103,7 +103,7 @@ def count_once_it_waits_in(what: str) -> None:
     def beat(doing: str, *, waiting: bool = False, extra_seconds: float | None = None) -> None:
         if waiting and doing.startswith(what):
             heart.patience = 0.0
-        heartbeat.Heart.beat(heart, doing, waiting=waiting, extra_seconds=extra_seconds)
+        heartbeat.HeartbeatWriter.beat(heart, doing, waiting=waiting, extra_seconds=extra_seconds)
 
     heart.beat = beat  # type: ignore[method-assign]
 
@@ -319,14 +319,14 @@ def test_the_line_told_is_the_caller_of_what_waits():
         'Current thread 0x2 (most recent call first):\n  File "/t/distributed_c10d.py", line 9 in all_reduce\n'
         '  File "/s/ultrascale/parallel/mesh.py", line 54 in sum\n  File "/s/ultrascale/train/step.py", line 8 in agree\n'
     )
-    assert line_of(stack) == "train/step.py:8 in agree"
-    assert line_of("") == ""
+    assert innermost_line(stack) == "train/step.py:8 in agree"
+    assert innermost_line("") == ""
 
 
 def test_a_checkout_that_is_called_as_the_package_is_does_not_make_tests_its_lines():
     frames = ("tests/launch/test_hangs.py", "src/ultrascale/train/loop.py")
     stack = "".join(f'  File "/srv/ultrascale/{file}", line 8 in step\n' for file in frames)
-    assert line_of(stack) == "train/loop.py:8 in step"
+    assert innermost_line(stack) == "train/loop.py:8 in step"
 
 
 def test_of_a_rank_that_cannot_write_its_stack_the_last_collective_tells_the_line():
@@ -340,7 +340,7 @@ def test_the_watchdog_kills_the_culprit_also_where_it_can_write_nothing_and_nobo
     culprit = subprocess.Popen([sys.executable, "-c", ignoring], stdout=subprocess.PIPE)
     assert culprit.stdout is not None and culprit.stdout.readline()
     monkeypatch.setattr(heartbeat.os, "getpid", lambda: culprit.pid)
-    heart = heartbeat.Heart(tmp_path, 0, hang_seconds=0.1)
+    heart = heartbeat.HeartbeatWriter(tmp_path, 0, hang_seconds=0.1)
     heart.started_at, heart.steps_done = 0, 1
     heart.beat("forward")
     monkeypatch.undo()
@@ -357,7 +357,7 @@ def test_the_watchdog_kills_the_culprit_also_where_it_can_write_nothing_and_nobo
 def test_a_slow_part_of_a_step_is_no_hang_once_it_has_been_as_slow_before(tmp_path, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(heartbeat.time, "monotonic", clock)
-    heart = heartbeat.Heart(tmp_path, 0, hang_seconds=5.0)
+    heart = heartbeat.HeartbeatWriter(tmp_path, 0, hang_seconds=5.0)
     assert overdue_after(tmp_path, clock, 600.0) < 0  # the start may load and compile
     heart.started_at = 0
     heart.steps_done = 1
@@ -395,7 +395,7 @@ def test_a_file_that_is_no_sign_of_life_is_passed_over(tmp_path):
 
 
 def test_only_the_last_collectives_are_kept_each_with_its_number(tmp_path):
-    heart = heartbeat.Heart(tmp_path, 3, hang_seconds=5.0)
+    heart = heartbeat.HeartbeatWriter(tmp_path, 3, hang_seconds=5.0)
     write: Callable[[str, str], None] = heart.note_collective
     for number in range(heartbeat.RING + 5):
         write("all", f"sum {number}")

@@ -19,16 +19,16 @@ from train.small_runs import make_corpus, small_run
 from ultrascale import heartbeat
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Checkpoint
-from ultrascale.heartbeat import FILE_BYTES, SUFFIX, Heart, read
-from ultrascale.launch.scratch import folder_with_room
+from ultrascale.heartbeat import FILE_BYTES, SUFFIX, HeartbeatWriter, read
+from ultrascale.launch.scratch import folder_with_space
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.train.watch.signs_of_life import FOLDER_VARIABLE, watched
 
 HANG_SECONDS = 50.0
 
 
-def heart_in(folder: Path) -> Heart:
-    heart = Heart(folder, 0, hang_seconds=HANG_SECONDS)
+def heart_in(folder: Path) -> HeartbeatWriter:
+    heart = HeartbeatWriter(folder, 0, hang_seconds=HANG_SECONDS)
     heart.steps_done, heart.started_at = 7, 2
     for number in range(3):
         heart.beat(f"work {number}")
@@ -80,7 +80,7 @@ def beat_on_a_full_disk(folder: Path, sparse: bool) -> None:
     """As a rank whose place for signs of life fills once it has started, and as one that finds it full."""
     if sparse:
         heartbeat.allocate = lambda file: file.truncate(FILE_BYTES)
-    early = Heart(folder, 0, hang_seconds=HANG_SECONDS)
+    early = HeartbeatWriter(folder, 0, hang_seconds=HANG_SECONDS)
     fill(folder)
     for number in range(heartbeat.RING + 1):
         early.note_collective("all", f"sum {number}")
@@ -110,9 +110,9 @@ def test_control_signs_of_life_without_room_of_their_own_end_a_rank_by_sigbus(tm
 
 def meet_on_a_full_disk(folder: Path) -> None:
     tempfile.tempdir = str(folder)
-    places = [str(folder_with_room("x-", 2)).startswith(str(folder))]
+    places = [str(folder_with_space("x-", 2)).startswith(str(folder))]
     fill(folder)
-    places.append(str(found := folder_with_room("x-", 2)).startswith(str(folder)))
+    places.append(str(found := folder_with_space("x-", 2)).startswith(str(folder)))
     found.rmdir()
     print(json.dumps([places, sorted(name[:2] for name in os.listdir(folder))]))
 
@@ -129,7 +129,7 @@ def test_where_no_place_has_room_that_is_an_error_which_names_the_usual_one(tmp_
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     monkeypatch.setattr("ultrascale.launch.scratch.MEMORY", tmp_path / "none")
     with pytest.raises(OSError, match="gone"):
-        folder_with_room("x-", 2)
+        folder_with_space("x-", 2)
 
 
 def kill_on_a_full_disk(folder: Path) -> None:

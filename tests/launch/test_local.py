@@ -29,7 +29,7 @@ from ultrascale.description.run import Checkpoint, Faults, Run
 from ultrascale.launch import local, restarts, stopping
 from ultrascale.launch.local import Ending, launch_local
 from ultrascale.launch.restarts import account_of
-from ultrascale.launch.stopping import SAME_WISH_SECONDS, Wishes, stop_signals_raise
+from ultrascale.launch.stopping import SAME_REQUEST_SECONDS, StopRequests, stop_signals_raise
 
 FAILED = Ending("rank 1 failed with exit code 1")
 KILLED = Ending("rank 1 was ended by SIGKILL")
@@ -145,7 +145,7 @@ def test_a_second_command_for_a_live_run_is_refused_and_the_run_never_knows_of_i
 def test_every_wish_to_stop_is_one_save_and_one_end(endless, number, times, group):
     """To all: as a terminal that closes, a service and a batch system do. The fork server is one of them. All within four
     seconds, so that a slow machine has six more to deliver them as one wish."""
-    assert SAME_WISH_SECONDS >= 10
+    assert SAME_REQUEST_SECONDS >= 10
     with launched(endless) as process:
         wait_until(lambda: steps_logged(endless) >= 2, process)
         family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
@@ -333,7 +333,7 @@ def test_a_stop_without_a_save_is_an_event_of_the_run(monkeypatch):
 @pytest.mark.catalogue(10)
 def test_a_stop_between_two_attempts_ends_the_command_and_starts_no_rank_again(monkeypatch, handled_before):
     """And for as long as it may be the same wish, another one does nothing; after that it does what it did before."""
-    monkeypatch.setattr(stopping, "SAME_WISH_SECONDS", 1e9)
+    monkeypatch.setattr(stopping, "SAME_REQUEST_SECONDS", 1e9)
     attempts: list[int] = []
 
     def fail(*arguments: object) -> Ending:
@@ -357,7 +357,7 @@ def test_a_stop_between_two_attempts_ends_the_command_and_starts_no_rank_again(m
     ]
     signal.raise_signal(signal.SIGTERM)
     assert handled_before == []
-    monkeypatch.setattr(stopping, "SAME_WISH_SECONDS", -1.0)
+    monkeypatch.setattr(stopping, "SAME_REQUEST_SECONDS", -1.0)
     signal.raise_signal(signal.SIGTERM)
     assert handled_before == [signal.SIGTERM]
 
@@ -372,8 +372,8 @@ def handled_before() -> Iterator[list[int]]:
 
 
 def test_a_stop_that_comes_as_the_next_attempt_begins_is_passed_on_at_once():
-    wishes = Wishes(signal.SIGTERM)
-    with pytest.raises(SignalException) as raised, stop_signals_raise(wishes):
+    stop_requests = StopRequests(signal.SIGTERM)
+    with pytest.raises(SignalException) as raised, stop_signals_raise(stop_requests):
         pytest.fail("ranks were started")
     assert raised.value.sigval == signal.SIGTERM
 

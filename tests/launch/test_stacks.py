@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from ultrascale.heartbeat import Beat
+from ultrascale.heartbeat import Heartbeat
 from ultrascale.launch import watchdog
 
 RANK = """
@@ -26,13 +26,13 @@ while True:
 
 
 @pytest.fixture
-def rank(tmp_path) -> Iterator[Beat]:
+def rank(tmp_path) -> Iterator[Heartbeat]:
     """A process that writes its stack when it is asked to."""
     words = [sys.executable, "-c", RANK, str(tmp_path / "0.stack")]
     process = subprocess.Popen(words, stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline()
     try:
-        yield Beat(0, process.pid, 1, 0.0, 1, 0, "forward", False, 1.0, ())
+        yield Heartbeat(0, process.pid, 1, 0.0, 1, 0, "forward", False, 1.0, ())
     finally:
         process.kill()
         process.communicate()
@@ -43,7 +43,7 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def is_stopped(beat: Beat) -> bool:
+def is_stopped(beat: Heartbeat) -> bool:
     return psutil.Process(beat.pid).status() == psutil.STATUS_STOPPED
 
 
@@ -72,6 +72,6 @@ def test_a_stopped_rank_that_is_woken_for_its_stack_is_stopped_again(tmp_path, r
 
 
 def test_ranks_that_are_kept_still_go_on_afterwards(rank):
-    with watchdog._standing_still([rank]):
+    with watchdog._stopped_processes([rank]):
         until(lambda: is_stopped(rank))
     until(lambda: not is_stopped(rank))

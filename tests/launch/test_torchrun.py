@@ -25,12 +25,12 @@ from ultrascale.data.files import DataError
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.run import Batch, Checkpoint, Run
-from ultrascale.heartbeat import Heart
+from ultrascale.heartbeat import HeartbeatWriter
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.storage import MissingError, StorageError
 from ultrascale.train.folder.run_folder import RunFolder
 from ultrascale.train.start import attempts
-from ultrascale.train.start.attempts import ATTEMPT_FILE, _before, _folders, _left_in, attempt, failure_of, was_refused
+from ultrascale.train.start.attempts import ATTEMPT_FILE, _before, _folders, _reports_in, attempt, failure_of, was_refused
 from ultrascale.train.watch.signs_of_life import Signs
 
 MOST_SECONDS = 300.0
@@ -123,17 +123,17 @@ def signs(tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "ultrascale-signs-x1"
     folder.mkdir()
     for rank in range(2):
-        heart = Heart(folder, rank, hang_seconds=1)
+        heart = HeartbeatWriter(folder, rank, hang_seconds=1)
         heart.started_at, heart.steps_done = 5, 9 + rank
         heart.beat("backward")
     return folder
 
 
 def told(signs: Path, *, world: int = 2) -> dict[str, Any]:
-    node = next(_left_in(signs))["node"]
+    node = next(_reports_in(signs))["node"]
     before = {"world": world, "nodes": [{"node": node, "folder": signs.name}]}
     assert list(_folders(before)) == [signs]
-    return failure_of(_left_in(signs), before, RunFolder(signs.parent))
+    return failure_of(_reports_in(signs), before, RunFolder(signs.parent))
 
 
 def leave_cause(signs: Path, rank: int, text: str, *, lost_contact: bool) -> None:
@@ -208,8 +208,8 @@ def test_a_rank_that_is_refused_hides_no_crash_of_another(signs, first, other, r
         (signs / f"{1 - first}.refused").touch()
     elif other is not None:
         leave_cause(signs, 1 - first, other, lost_contact=other.startswith("Lost"))
-    assert was_refused(_left_in(signs), {"world": 2}) == refused
-    assert not was_refused(_left_in(signs), {"world": 3})
+    assert was_refused(_reports_in(signs), {"world": 2}) == refused
+    assert not was_refused(_reports_in(signs), {"world": 3})
     if other == "ValueError: no":
         assert (told(signs)["rank"], told(signs)["cause"]) == (1 - first, f"rank {1 - first} failed: ValueError: no")
 

@@ -23,7 +23,7 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Run
 from ultrascale.parallel.tensor import tensor_ops
-from ultrascale.parallel.tensor.tensor_traffic import part_lengths
+from ultrascale.parallel.tensor.tensor_traffic import shard_lengths
 from ultrascale.plan.search.space import legal_layouts
 from ultrascale.plan.workload import Workload
 
@@ -80,10 +80,10 @@ def test_all_of_what_is_accepted_trains_a_step_to_the_result_of_one_process(name
 @pytest.mark.catalogue(61)
 def test_control_a_layout_that_computes_something_else_is_seen(monkeypatch):
     def own_part_only(whole: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-        return lambda: whole.split(part_lengths(whole.shape[1], group), dim=1)[group.rank()].contiguous()
+        return lambda: whole.split(shard_lengths(whole.shape[1], group), dim=1)[group.rank()].contiguous()
 
     run = next(run for run in accepted_of("dense", 2) if run.layout.tp == 2)
-    monkeypatch.setattr(tensor_ops, "sum_parts", own_part_only)
+    monkeypatch.setattr(tensor_ops, "reduce_scatter_sequence", own_part_only)
     (told,) = differences([run])
     assert "gradient" in told or "loss" in told
 

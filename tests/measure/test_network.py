@@ -21,7 +21,7 @@ from ultrascale.launch.forked import run_forked
 from ultrascale.measure.machine.network import (
     MessageTooLargeError,
     _call,
-    _own_group,
+    _group_of_this_rank,
     default_groups,
     expect_groups,
     measure_network,
@@ -118,7 +118,7 @@ def _members_and_groups_made(rendezvous):
 
     with process_group(Layout(dp=4), device="cpu", rendezvous=rendezvous) as ranks:
         dist.new_group = counted
-        own = [dist.get_process_group_ranks(_own_group(ranks, *shape)) for shape in ((4, 1), (2, 1), (2, 2))]
+        own = [dist.get_process_group_ranks(_group_of_this_rank(ranks, *shape)) for shape in ((4, 1), (2, 1), (2, 2))]
         ranks.barrier()
         return [own, len(made)]
 

@@ -190,7 +190,7 @@ def waited_for() -> set[str]:
     found = set()
     for path in Path(ultrascale.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("waiting", "marked") and node.args:
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("waiting", "profiler_range") and node.args:
                 found |= {node.args[0].value} if isinstance(node.args[0], ast.Constant) else set()
     return found | {tag.what for tag in Tag}
 

@@ -10,7 +10,7 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import Weight, weights
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.initialise import TILE, initial_value, initialise, weight_seed
-from ultrascale.work.sharding.places import Place
+from ultrascale.work.sharding.places import WeightShard
 
 
 def initialised(model: Model, dtype: torch.dtype, seed: int = 3) -> dict[str, torch.Tensor]:
@@ -79,7 +79,7 @@ def test_a_part_is_cut_from_the_same_values_and_only_its_tiles_are_drawn(monkeyp
     ):  # fmt: skip
         cut = tuple(slice(first, first + length) for first, length in zip(offsets, shape, strict=True))
         drawn.clear()
-        assert torch.equal(initial_value(weight, 5, part=Place(offsets, shape)), whole[weight][cut])
+        assert torch.equal(initial_value(weight, 5, part=WeightShard(offsets, shape)), whole[weight][cut])
         assert sum(drawn) <= whole[weight].numel() and max(drawn, default=0) <= TILE
         if shape == (1, 1):
             assert drawn == [(700 - 640) * (2100 - 2048)]

@@ -9,8 +9,8 @@ import pytest
 from ultrascale.api.planning.plan import answer as answer_of
 from ultrascale.cli.plan.plan_command import request_of
 from ultrascale.page.step.ranks import rank_memories
-from ultrascale.page.step.roofline import peak_flops, step_work
-from ultrascale.page.step.sent import leaving_share, sent_per_step
+from ultrascale.page.step.roofline import operation_costs, peak_flops
+from ultrascale.page.step.sent import communication_per_step, leaving_share
 from ultrascale.plan.time.step_parts import step_parts
 from ultrascale.trace.views.compare import traffic_of
 
@@ -53,7 +53,7 @@ def test_what_is_sent_is_what_a_trace_of_that_rank_sends():
     from ultrascale.trace.rank import trace_rank
 
     run, plan = chosen("--gpus", "8xh100", "--tokens-per-batch", "64k")
-    rank, rows = sent_per_step(run, plan)
+    rank, rows = communication_per_step(run, plan)
     assert rank == 4
     traced = traffic_of(trace_rank(run, rank, device="cuda"), 1)
     expected: Counter[str] = Counter()
@@ -69,12 +69,12 @@ def test_what_is_sent_is_what_a_trace_of_that_rank_sends():
 
 
 def test_of_other_trainers_and_of_one_rank_nothing_is_told():
-    assert sent_per_step(*chosen("--stack", "megatron"))[1] == []
+    assert communication_per_step(*chosen("--stack", "megatron"))[1] == []
 
 
 def test_operations_add_up_to_the_computing_of_the_step():
     _, plan = chosen()
-    work, parts = step_work(plan), step_parts(plan)
+    work, parts = operation_costs(plan), step_parts(plan)
     for kind in ("matrix products", "attention", "element-wise"):
         assert sum(one.seconds for one in work if one.kind == kind) == pytest.approx(parts[kind], rel=0.01)
 
@@ -84,11 +84,11 @@ def test_no_operation_is_above_the_roof_and_a_product_is_what_it_is():
     listed = plan.workload.cluster.accelerator.memory_bytes_per_second
     assert listed is not None
     bandwidth = listed.value
-    for one in step_work(plan):
+    for one in operation_costs(plan):
         roof = min(peak_flops(plan), one.intensity * bandwidth) if one.flops else None
         assert roof is None or one.flops / one.seconds <= roof
         assert one.num_bytes / one.seconds <= bandwidth
-    (gate,) = [one for one in step_work(plan) if one.name == "mlp.gate_proj"]
+    (gate,) = [one for one in operation_costs(plan) if one.name == "mlp.gate_proj"]
     tokens, wide, hidden = 4096, 14336 // 2, 4096
     layers = gate.count / plan.num_micro_batches
     assert layers in (7, 8, 9)
@@ -99,5 +99,5 @@ def test_no_operation_is_above_the_roof_and_a_product_is_what_it_is():
 def test_casts_to_fp8_are_counted_once():
     """As element-wise work: an operation that does nothing else is no product."""
     _, plan = chosen("--stack", "megatron", "--precision", "fp8")
-    casts = [one for one in step_work(plan) if one.name.endswith(".quantise")]
+    casts = [one for one in operation_costs(plan) if one.name.endswith(".quantise")]
     assert casts and {one.kind for one in casts} == {"element-wise"}

@@ -98,10 +98,10 @@ def made_tensors(case: Case) -> dict[str, Tensor]:
 
 
 def slots_of(case: Case, document_ids: Tensor | None, layout: Layout, rank: int) -> Tensor:
-    """Where in its sequence each token of `rank` is, [B, S/cp]: what `cut_batch` makes of the numbers of the positions."""
+    """Where in its sequence each token of `rank` is, [B, S/cp]: what `shard_batch` makes of the numbers of the positions."""
     numbers = np.broadcast_to(np.arange(case.length), (BATCH, case.length))
     ids = None if document_ids is None else document_ids.numpy()
-    return torch.from_numpy(context.cut_batch(numbers, numbers, numbers, ids, layout=layout, cp_rank=rank).tokens)
+    return torch.from_numpy(context.shard_batch(numbers, numbers, numbers, ids, layout=layout, cp_rank=rank).tokens)
 
 
 def taken(x: Tensor, slots: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from ultrascale.models.initialise import initial_value
 from ultrascale.parallel.activations.recompute import apply_recompute
 from ultrascale.parallel.precision.fp8_products import apply_fp8
 from ultrascale.parallel.tensor.tensor_parallel import apply_tensor_parallel
-from ultrascale.work.sharding.places import Coordinates, Place, place
+from ultrascale.work.sharding.places import Coordinates, WeightShard, shard_of
 
 BATCH = 2
 ROUNDING_SCALE = 1e-3
@@ -43,7 +43,7 @@ class Case:
 class WholeWorld(NamedTuple):
     """In place of a mesh: all ranks are one group of tp."""
 
-    at: Coordinates
+    coordinates: Coordinates
 
     def group(self, axis: str, /) -> dist.ProcessGroup | None:
         return dist.group.WORLD if axis == "tp" and dist.get_world_size() > 1 else None
@@ -52,7 +52,7 @@ class WholeWorld(NamedTuple):
 class OneRank(NamedTuple):
     """The same, of one process."""
 
-    at: Coordinates = Coordinates.of(Layout(), 0)
+    coordinates: Coordinates = Coordinates.of(Layout(), 0)
 
     def group(self, axis: str, /) -> dist.ProcessGroup | None:
         return None
@@ -92,24 +92,24 @@ def errors(rank: int, case: Case) -> dict[str, float]:
 
 def decoder_of(model: Model) -> Decoder:
     decoder = Decoder(model).double()
-    fill(decoder, {weight.name: Place((0,) * len(weight.shape), weight.shape) for weight in weights(model)})
+    fill(decoder, {weight.name: WeightShard((0,) * len(weight.shape), weight.shape) for weight in weights(model)})
     return decoder
 
 
 def tensor_parallel_decoder(model: Model, layout: Layout, rank: int) -> Decoder:
-    at = Coordinates.of(layout, rank)
+    coordinates = Coordinates.of(layout, rank)
     with torch.device("meta"):
         decoder = Decoder(model).double()
-    apply_tensor_parallel(decoder, layout, WholeWorld(at))
-    apply_fp8(decoder, layout, WholeWorld(at))
+    apply_tensor_parallel(decoder, layout, WholeWorld(coordinates))
+    apply_fp8(decoder, layout, WholeWorld(coordinates))
     apply_recompute(decoder, layout)
     decoder.to_empty(device="cpu")
-    fill(decoder, {weight.name: place(weight, layout, at) for weight in weights(model)})
+    fill(decoder, {weight.name: shard_of(weight, layout, coordinates) for weight in weights(model)})
     return decoder
 
 
 @torch.no_grad()
-def fill(decoder: Decoder, places: dict[str, Place]) -> None:
+def fill(decoder: Decoder, places: dict[str, WeightShard]) -> None:
     """Random values for every weight, biases and norms too: zeros and ones would hide much."""
     parameters = dict(decoder.named_parameters())
     for buffer in decoder.buffers():
@@ -143,20 +143,20 @@ def grad_of(parameter: nn.Parameter) -> Tensor:
 
 def finished(
     found: dict[str, Tensor], model: Model, layout: Layout, rank: int, sum_copies: bool
-) -> dict[str, tuple[Tensor, Place]]:
+) -> dict[str, tuple[Tensor, WeightShard]]:
     """Gradients summed over the ranks that each have a share of them, and where they lie in the whole."""
     table, result = {weight.name: weight for weight in weights(model)}, {}
     for name, gradient in found.items():
-        part = place(table[name], layout, Coordinates.of(layout, rank))
+        part = shard_of(table[name], layout, Coordinates.of(layout, rank))
         if table[name].is_expert:
-            part = part._replace(copies=layout.tp, copy=rank, is_partial=True)
+            part = part._replace(num_replicas=layout.tp, replica=rank, is_partial=True)
         if part.is_partial and sum_copies:
             every = [torch.empty_like(gradient) for _ in range(layout.tp)]
             dist.all_gather(every, gradient)
-            gradient = sum(every[rank - part.copy : rank - part.copy + part.copies], torch.zeros_like(gradient))
+            gradient = sum(every[rank - part.replica : rank - part.replica + part.num_replicas], torch.zeros_like(gradient))
         result[name] = (gradient, part)
     return result
 
 
-def slice_of(whole: Tensor, part: Place) -> Tensor:
+def slice_of(whole: Tensor, part: WeightShard) -> Tensor:
     return whole[tuple(slice(first, first + count) for first, count in zip(part.offsets, part.shape, strict=True))]

@@ -83,7 +83,7 @@ def made_in_i(rank: int, layout: Layout) -> tuple[set[str], set[str]]:
     Passes(share, see).train([batch] * MICRO_BATCHES, LENGTH)
     dist.barrier()
     linear = {name for name, _ in share.named() if "_proj." in name}
-    return (linear, made[0]) if share.mesh.at.pp else (set(), set())
+    return (linear, made[0]) if share.mesh.coordinates.pp else (set(), set())
 
 
 def positions_that_wait(rank: int, layout: Layout) -> set[tuple[int, int]]:
@@ -92,8 +92,8 @@ def positions_that_wait(rank: int, layout: Layout) -> set[tuple[int, int]]:
     make = pipeline_passes.make_gradients
 
     def noting(waiting: Waiting) -> None:
-        found.update((grad_output.own.shape[1], given.own.shape[1]) for _, grad_output, given, _ in waiting)
-        sizes = {factor.own.untyped_storage().nbytes() for _, *factors, _ in waiting for factor in factors}
+        found.update((grad_output.local.shape[1], given.local.shape[1]) for _, grad_output, given, _ in waiting)
+        sizes = {factor.local.untyped_storage().nbytes() for _, *factors, _ in waiting for factor in factors}
         assert max(sizes) <= LENGTH * FAMILIES["llama"].intermediate_size * 8
         make(waiting)
 
@@ -103,9 +103,9 @@ def positions_that_wait(rank: int, layout: Layout) -> set[tuple[int, int]]:
 
 
 def test_ranks_of_tp_keep_for_w_what_is_theirs_of_a_sequence():
-    own, whole = LENGTH // 2, LENGTH
+    local, whole = LENGTH // 2, LENGTH
     layout = Layout(tp=2, pp=2, schedule="zb-h1", precision="fp64")
-    assert run_ranks(4, positions_that_wait, layout)[2:] == [{(whole, own), (own, whole)}] * 2
+    assert run_ranks(4, positions_that_wait, layout)[2:] == [{(whole, local), (local, whole)}] * 2
     assert run_ranks(4, positions_that_wait, replace(layout, sequence_parallel=False))[2:] == [{(whole, whole)}] * 2
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from models.families import FAMILIES
 from ranks import run_ranks
 
-from ultrascale.check.prove import made_small
+from ultrascale.check.prove import shrink_model
 from ultrascale.description.layout import Layout
 from ultrascale.parallel.apply import build_share
 from ultrascale.parallel.data.collectives import DirectAllGather, DirectReduceScatter
@@ -63,7 +63,7 @@ def test_every_rank_gets_the_sum_of_its_part_added_in_order_of_ranks_and_its_inp
 
 def collectives_of(rank: int, layout: Layout) -> set[tuple[str, str]]:
     ranks = Ranks(rank, layout.dp, torch.device("cpu"))
-    decoder = build_share(made_small(FAMILIES["llama"]), layout, ranks, seed=0).decoder
+    decoder = build_share(shrink_model(FAMILIES["llama"]), layout, ranks, seed=0).decoder
     groups: list[Any] = [module._get_fsdp_state()._fsdp_param_group for module in sharded_modules(decoder)]
     return {(type(group._all_gather_comm).__name__, type(group._reduce_scatter_comm).__name__) for group in groups}
 

@@ -119,8 +119,8 @@ def drop_last_gradient() -> None:
 
 
 def order_off_by_one() -> None:
-    own = context.own_positions
-    context.own_positions = lambda rows, layout, rank: own(rows, layout, (rank + 1) % layout.cp)
+    own = context.local_positions
+    context.local_positions = lambda rows, layout, rank: own(rows, layout, (rank + 1) % layout.cp)
 
 
 def window_in_slots() -> None:
@@ -132,7 +132,11 @@ def keys_of_the_rank_before() -> None:
 
     def stale(self: context_ring.RingKeys):  # the second hop works on the first one's keys
         for held in hops(self):
-            yield held if held is None or not held.first else context_ring.Held(held.key.roll(1, 2), held.value, held.first)
+            yield (
+                held
+                if held is None or not held.first
+                else context_ring.KeyValueBlock(held.key.roll(1, 2), held.value, held.first)
+            )
 
     context_ring.RingKeys.hops = stale
 

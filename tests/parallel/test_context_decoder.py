@@ -15,15 +15,15 @@ from parallel.test_peers_bugs import EXACT, worst
 from ranks import run_ranks
 from torch import Tensor
 
-from ultrascale.check.prove import made_small
+from ultrascale.check.prove import shrink_model
 from ultrascale.description.layout import Layout
-from ultrascale.models.decoder import Decoder, following
+from ultrascale.models.decoder import Decoder, shift_targets
 from ultrascale.models.initialise import initialise
 from ultrascale.parallel.activations.recompute import apply_recompute
-from ultrascale.parallel.context.context_parallel import ContextParallel, LocalBatch, apply_context_parallel, cut_batch
+from ultrascale.parallel.context.context_parallel import ContextParallel, LocalBatch, apply_context_parallel, shard_batch
 
 BATCH, LENGTH = 2, 24
-LLAMA = made_small(replace(FAMILIES["llama"], tie_word_embeddings=True))
+LLAMA = shrink_model(replace(FAMILIES["llama"], tie_word_embeddings=True))
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def errors(rank: int, case: Case) -> float:
     if case.compiled:
         _, block = next(decoder.blocks())
         block.forward = torch.compile(block.forward, backend="eager")  # the graph is cut as usual, kernels are not made
-    own = cut_batch(*whole[:4], layout=layout, cp_rank=rank)
+    own = shard_batch(*whole[:4], layout=layout, cp_rank=rank)
     found = gradients(decoder, own if case.fault is None else case.fault(own))
     assert found.keys() == expected.keys()
     for gradient in found.values():
@@ -139,14 +139,14 @@ def test_a_wrong_share_of_the_batch_is_seen(fault, documents):
 
 def next_targets(rank: int, layout: Layout, documents: bool) -> tuple[Tensor, Tensor]:
     whole = made_batch(documents)
-    own = cut_batch(*whole[:4], layout=layout, cp_rank=rank)
+    own = shard_batch(*whole[:4], layout=layout, cp_rank=rank)
     assert dist.group.WORLD is not None
     cp = ContextParallel(layout, dist.group.WORLD)
     length, ids = own.tokens.shape[1], None if own.document_ids is None else torch.from_numpy(own.document_ids)
     cp.make_mask(length, length, document_ids=ids, window=None, dtype=torch.float64, device=torch.device("cpu"))
-    expected = following(torch.from_numpy(whole.targets)).numpy()
-    return cp.following(torch.from_numpy(own.targets)), torch.from_numpy(
-        cut_batch(whole.tokens, expected, whole.positions, whole.document_ids, layout=layout, cp_rank=rank).targets
+    expected = shift_targets(torch.from_numpy(whole.targets)).numpy()
+    return cp.shift_targets(torch.from_numpy(own.targets)), torch.from_numpy(
+        shard_batch(whole.tokens, expected, whole.positions, whole.document_ids, layout=layout, cp_rank=rank).targets
     )
 
 
@@ -164,11 +164,11 @@ def test_positions_are_those_of_tokens_in_their_documents():
     whole = made_batch(True)
     assert whole.document_ids is not None
     for rank in range(3):
-        own = cut_batch(*whole[:4], layout=Layout(cp=3), cp_rank=rank)
+        own = shard_batch(*whole[:4], layout=Layout(cp=3), cp_rank=rank)
         for row in range(BATCH):
             seen = {(token, position) for token, position in zip(own.tokens[row], own.positions[row], strict=True)}
             assert seen <= set(zip(whole.tokens[row], whole.positions[row], strict=True))
         assert own.document_ids is whole.document_ids
-    assert sum((cut_batch(*whole[:4], layout=Layout(cp=3), cp_rank=r).positions == 0).sum() for r in range(3)) == sum(
+    assert sum((shard_batch(*whole[:4], layout=Layout(cp=3), cp_rank=r).positions == 0).sum() for r in range(3)) == sum(
         ids.max() + 1 for ids in whole.document_ids
     )

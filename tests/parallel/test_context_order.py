@@ -7,7 +7,7 @@ import random
 import pytest
 
 from ultrascale.description.layout import Layout
-from ultrascale.work.sharding.context_order import Pieces, num_slots, own_pieces, ring_order, views
+from ultrascale.work.sharding.context_order import Pieces, local_pieces, num_slots, ring_order, views
 
 PROMISED = 0.02
 
@@ -99,7 +99,7 @@ def test_documents_that_are_not_cut_come_last():
 def test_neighbours_who_swap_heads_hold_runs_of_their_places_slots():
     order = ring_order(22, 2)
     for place in range(2):
-        parts = [own_pieces(order, 3, place * 3 + own) for own in range(3)]
+        parts = [local_pieces(order, 3, place * 3 + own) for own in range(3)]
         assert [at for part in parts for at in positions(part)] == positions(order[place])
         assert [num_slots(part) for part in parts] == [4, 4, 3]
 

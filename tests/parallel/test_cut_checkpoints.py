@@ -19,7 +19,7 @@ from ultrascale.config.rules.trainable import expect_trainable
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Batch, Data, Log, Run
-from ultrascale.parallel.activations import cut_checkpoints
+from ultrascale.parallel.activations import partitioned_checkpoints
 from ultrascale.parallel.share import local
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
@@ -37,18 +37,18 @@ LAYOUTS = {
 
 def gradients_of(rank: int, case: Case) -> tuple[list[torch.Tensor], int]:
     """The rank's gradients of a step, and how many inputs were gathered for them."""
-    step, gathered, gather = RankStep(case, rank), 0, cut_checkpoints.gathered_sequence
+    step, gathered, gather = RankStep(case, rank), 0, partitioned_checkpoints.gathered_sequence
 
     def counted(*arguments: Any) -> torch.Tensor:
         nonlocal gathered
         gathered += 1
         return gather(*arguments)
 
-    cut_checkpoints.gathered_sequence = counted
+    partitioned_checkpoints.gathered_sequence = counted
     try:
         step.train(step.batches())
     finally:
-        cut_checkpoints.gathered_sequence = gather
+        partitioned_checkpoints.gathered_sequence = gather
     return [local(one.grad).clone() for one in step.share.parameters() if one.grad is not None], gathered
 
 

@@ -53,9 +53,9 @@ def plant(fault: str, dispatch: Dispatch) -> None:
     if fault == "tokens not cut over tp":
         dispatch.same_tokens = None
     if fault == "whole sums gradients":
-        expert_dispatch.whole = all_to_all.gather
+        expert_dispatch.unshard_rows = all_to_all.all_gather
     if fault == "partial products not summed":
-        expert_dispatch.sum_scatter = all_to_all.cut
+        expert_dispatch.reduce_scatter = all_to_all.shard_rows
     if fault == "no gradient comes back":
         all_to_all._Depart.backward = staticmethod(lambda ctx, grad: (torch.zeros_like(ctx.exchange.wait()), None))
     if fault == "results in order of arrival":

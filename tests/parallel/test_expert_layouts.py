@@ -22,7 +22,7 @@ from ultrascale.models.experts import moe_layers, scale_auxiliary_losses, take_l
 from ultrascale.models.router import drop_over_capacity
 from ultrascale.parallel import all_to_all
 from ultrascale.parallel.activations.recompute import KEPT_OPS, apply_recompute
-from ultrascale.parallel.context.context_parallel import apply_context_parallel, cut_batch, own_positions
+from ultrascale.parallel.context.context_parallel import apply_context_parallel, local_positions, shard_batch
 from ultrascale.parallel.expert import expert_sequences
 from ultrascale.parallel.expert.expert_parallel import apply_expert_parallel
 from ultrascale.parallel.groups import AxisGroups
@@ -30,7 +30,7 @@ from ultrascale.parallel.mesh import Mesh, Ranks
 from ultrascale.parallel.share import Share
 from ultrascale.parallel.tensor.tensor_parallel import apply_tensor_parallel
 from ultrascale.train.observers.expert_balance import balance_experts
-from ultrascale.work.sharding.places import place
+from ultrascale.work.sharding.places import shard_of
 
 BATCH, LENGTH = 2, 13
 TARGETS = 7.0
@@ -67,12 +67,12 @@ def errors_of(rank: int, case: Case) -> dict[str, float]:
     whole = one_process(case)
     decoder = cut_decoder(case, mesh)
     plant(case.fault, decoder)
-    loss = backward(decoder, case, mesh.at.dp, mesh.at.cp)
+    loss = backward(decoder, case, mesh.coordinates.dp, mesh.coordinates.cp)
     table = {weight.name: weight for weight in weights(case.model)}
     expected = {name: grad_of(parameter) for name, parameter in whole.decoder.named_parameters()}
     errors = {"loss": relative(over(loss, layout.group("dp")), whole.loss)}
     for name, parameter in decoder.named_parameters():
-        part = place(table[name], layout, mesh.at)
+        part = shard_of(table[name], layout, mesh.coordinates)
         gradient = summed_gradient(grad_of(parameter), table[name].is_expert, part, mesh)
         errors[name] = relative(gradient, slice_of(expected[name], part), float(expected[name].abs().max()))
     told = replace(layout, sequence_parallel=True) if case.fault == "load of tp counted twice" else layout
@@ -139,7 +139,7 @@ def cut_decoder(case: Case, mesh: Mesh) -> Decoder:
     apply_expert_parallel(decoder, layout, mesh)
     apply_recompute(decoder, layout)
     decoder.to_empty(device="cpu")
-    fill(decoder, {weight.name: place(weight, layout, mesh.at) for weight in weights(case.model)})
+    fill(decoder, {weight.name: shard_of(weight, layout, mesh.coordinates) for weight in weights(case.model)})
     for _, layer in moe_layers(decoder):
         if layer.router.e_score_correction_bias is not None:
             layer.router.e_score_correction_bias.zero_()
@@ -165,7 +165,7 @@ def local_batch(arrays: list[Any], case: Case, cp: int) -> dict[str, Tensor]:
     tokens, targets, positions, ids = arrays
     given = ids if case.documents or LENGTH % case.layout.cp else None
     if case.layout.cp > 1:
-        local = cut_batch(tokens, targets, positions, given, layout=case.layout, cp_rank=cp)
+        local = shard_batch(tokens, targets, positions, given, layout=case.layout, cp_rank=cp)
         tokens, targets, positions, given = local[:4]
     named = {"tokens": tokens, "targets": targets, "positions": positions, "document_ids": given}
     return {name: torch.from_numpy(array) for name, array in named.items() if array is not None}
@@ -175,7 +175,7 @@ def summed_gradient(gradient: Tensor, is_expert: bool, part: Any, mesh: Mesh) ->
     gradient = over(gradient, mesh.layout.group("expert_dp" if is_expert else "dp"))
     if part.is_partial:
         gradient = gradient.clone()
-        dist.all_reduce(gradient, group=mesh.neighbours(part.copies))
+        dist.all_reduce(gradient, group=mesh.neighbours(part.num_replicas))
     return gradient
 
 
@@ -202,26 +202,26 @@ def relative(got: Tensor, expected: Tensor, scale: float = 0.0) -> float:
 def plant(fault: str, decoder: Decoder) -> None:
     """Break this rank's process, which ends with the test."""
     for _, layer in moe_layers(decoder):
-        router, seen, down = layer.router, layer.seen, layer.experts.down_proj
+        router, statistics, down = layer.router, layer.statistics, layer.experts.down_proj
         if fault == "counts not summed":
             router.sum_counts = lambda counts: counts
         if fault == "load overwritten":  # as Megatron#7452 did
-            seen.add = partial(overwrite, seen)  # type: ignore[method-assign]
+            statistics.add = partial(overwrite, statistics)  # type: ignore[method-assign]
         if fault == "bias on every rank":
             down.adds_bias = True
         if fault == "capacity of local tokens":
             router.keep = drop_over_capacity
         if fault == "equal weights in another order":
-            expert_sequences.own_positions = from_the_end
+            expert_sequences.local_positions = from_the_end
 
 
-def overwrite(seen: Any, counts: Tensor, auxiliary: Tensor | None) -> None:
-    seen.counts, seen.auxiliary = counts, auxiliary
+def overwrite(statistics: Any, counts: Tensor, auxiliary: Tensor | None) -> None:
+    statistics.counts, statistics.auxiliary = counts, auxiliary
 
 
 def from_the_end(rows: Any, layout: Layout, rank: int) -> Any:
     """Positions counted the other way round."""
-    return LENGTH - 1 - own_positions(rows, layout, rank)
+    return LENGTH - 1 - local_positions(rows, layout, rank)
 
 
 LAYOUTS = {

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.catalogue.models.model_presets import PRESETS
-from ultrascale.config.rules.run_rules import cut_problems
+from ultrascale.config.rules.run_rules import parallelism_problems
 from ultrascale.config.rules.trainable import expect_trainable
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
@@ -139,5 +139,5 @@ def test_what_pieces_do_not_go_with_is_refused() -> None:
     for layout in (Layout(tp=2), Layout(recompute="selective"), Layout(pp=2, schedule="zb-h1")):
         with pytest.raises(SpecError, match=r"layout\.mlp_chunks"):
             expect_trainable(MODEL, replace(layout, mlp_chunks=2))
-    (problem,) = cut_problems(WITH_EXPERTS["mixtral"], Layout(mlp_chunks=2))
+    (problem,) = parallelism_problems(WITH_EXPERTS["mixtral"], Layout(mlp_chunks=2))
     assert problem.key == "layout.mlp_chunks" and "no dense" in problem.rule

@@ -76,9 +76,9 @@ def test_views_of_a_storage_that_was_away_begin_where_they_did(monkeypatch) -> N
         return torch.cat((first.sin(), second.cos()))
 
     found, expected = (torch.linspace(0, 1, 1024, requires_grad=True) for _ in range(2))
-    travel, block = offload.Travel(), torch.nn.Identity()
-    first = travel.run(block, forward, found, is_first=True, stays=False)
-    travel.run(block, forward, first, is_first=False, stays=False).sum().backward()
+    travel, block = offload.ActivationOffload(), torch.nn.Identity()
+    first = travel.run(block, forward, found, is_first=True, input_is_kept=False)
+    travel.run(block, forward, first, is_first=False, input_is_kept=False).sum().backward()
     forward(forward(expected)).sum().backward()
     assert found.grad is not None and expected.grad is not None and torch.equal(found.grad, expected.grad)
 

@@ -13,7 +13,7 @@ import torch.distributed.fsdp  # noqa: F401
 from models.families import FAMILIES
 
 from ultrascale.check.faults.table import FAULTS
-from ultrascale.check.prove import Case, made_small, prove_all
+from ultrascale.check.prove import Case, prove_all, shrink_model
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Optimizer, Run
@@ -40,17 +40,17 @@ def worst(layouts: dict[str, Layout], model: Model, *, length: int = 24) -> floa
 def test_context_parallelism_alone_has_the_gradients_of_all_its_ranks(method):
     """picotron sums gradients over dp x cp only where dp > 1; nanotron refuses cp without dp."""
     layouts = {f"ZeRO {stage}": Layout(cp=2, cp_method=method, zero_stage=stage, precision="fp64") for stage in (0, 3)}
-    assert worst(layouts, made_small(FAMILIES["llama"])) < EXACT
+    assert worst(layouts, shrink_model(FAMILIES["llama"])) < EXACT
 
 
 def test_a_sequence_need_not_divide_twice_over():
     """26 tokens over two ranks: 13 each, where Megatron-LM wants a multiple of 2 x cp."""
-    assert worst({"ring": Layout(cp=2, precision="fp64")}, made_small(FAMILIES["llama"]), length=26) < EXACT
+    assert worst({"ring": Layout(cp=2, precision="fp64")}, shrink_model(FAMILIES["llama"]), length=26) < EXACT
 
 
 def test_later_tokens_are_predicted_under_every_axis():
     """torchtitan refuses multi-token prediction with a pipeline and with context parallelism."""
-    model = replace(made_small(FAMILIES["llama"]), num_nextn_predict_layers=1)
+    model = replace(shrink_model(FAMILIES["llama"]), num_nextn_predict_layers=1)
     layouts = {
         "pp": Layout(pp=2, precision="fp64"), "cp": Layout(cp=2, precision="fp64"), "tp": Layout(tp=2, precision="fp64"),
     }  # fmt: skip

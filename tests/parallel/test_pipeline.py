@@ -21,7 +21,7 @@ from ultrascale.parallel.pipeline.pipeline_parallel import Executed, build_evalu
 from ultrascale.parallel.tensor.tensor_ops import Factor
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.build import stages_of_ranks
-from ultrascale.schedules.executable import wire
+from ultrascale.schedules.executable import dependencies_of
 from ultrascale.schedules.kinds.custom import to_csv
 from ultrascale.schedules.kinds.one_f_one_b import one_f_one_b
 from ultrascale.schedules.kinds.zb_v import zb_v
@@ -109,12 +109,12 @@ class Faults:
 
     @staticmethod
     def drop_a_weight_gradient(running):
-        put_off = running.pipeline._weights.add
+        defer = running.pipeline._weights.add
         seen = []
 
         def lossy(weight, grad_output, given):
             seen.append(0)
-            return put_off(weight, Factor(grad_output.own * (len(seen) != 9)), given)
+            return defer(weight, Factor(grad_output.local * (len(seen) != 9)), given)
 
         running.pipeline._weights.add = lossy
 
@@ -175,7 +175,7 @@ def test_an_evaluation_may_have_more_micro_batches_than_a_file(tmp_path):
     path = tmp_path / "v.csv"  # two stages a rank, of which one needs what the other's neighbour makes
     path.write_text(to_csv(zb_v(2, 3)))
     rows = build_evaluation(layout_of(str(path), 2, 2), 5).schedule
-    assert [len(row) for row in rows] == [10, 10] and len(wire(rows).ranks) == 20
+    assert [len(row) for row in rows] == [10, 10] and len(dependencies_of(rows).ranks) == 20
 
 
 def is_forward(one: Executed) -> bool:

@@ -19,7 +19,7 @@ from ranks import RankError, run_ranks
 from ultrascale.description.layout import Layout
 from ultrascale.parallel.pipeline.pipeline_parallel import build_orders
 from ultrascale.schedules.actions import Action
-from ultrascale.schedules.messages import lowered, receipts
+from ultrascale.schedules.messages import receive_order, torch_actions
 
 SCHEDULES = (
     ("afab", 1), ("1f1b", 1), ("interleaved", 2), ("breadth-first", 2), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2),
@@ -159,8 +159,8 @@ def test_lists_with_messages_match_and_receive_before_they_read(name, virtual, p
     holder = {(part.stage, part.micro_batch): rank for part, rank in parts}
     sent, received = defaultdict(list), defaultdict(list)
     for rank, row in enumerate(orders.schedule):
-        cells = list(lowered(row, orders.messages, rank, orders.num_stages))
-        passes = [part._replace(beside=None).cell for action in row for part in action.parts]
+        cells = list(torch_actions(row, orders.messages, rank, orders.num_stages))
+        passes = [part._replace(overlapped_with=None).cell for action in row for part in action.parts]
         assert [cell for cell in cells if "_" not in cell] == passes
         for position, cell in enumerate(cells):
             if found := re.fullmatch(r"(\d+)(SEND|RECV)_([FB])(\d+)", cell):
@@ -179,5 +179,5 @@ def test_lists_with_messages_match_and_receive_before_they_read(name, virtual, p
 
 def test_one_message_more_than_is_needed_is_on_its_way():
     orders = build_orders(layout_of("afab", 2), 3)
-    started = [(position, str(message.micro_batch)) for position, message in receipts(orders.messages, 1)]
+    started = [(position, str(message.micro_batch)) for position, message in receive_order(orders.messages, 1)]
     assert started == [(0, "0"), (0, "1"), (1, "2")]

@@ -48,7 +48,7 @@ def sharded_rank(rank: int) -> None:
     x, whole, own = drawn(2 * WORLD, 5), model(), model()
     adam = torch.optim.Adam(whole.parameters(), lr=0.1)
     sharded = ShardedAdam(own.parameters(), learning_rate=0.1)
-    assert sharded.own.numel() == -(-sum(p.numel() for p in own.parameters()) // WORLD)
+    assert sharded.shard.numel() == -(-sum(p.numel() for p in own.parameters()) // WORLD)
     for _ in range(3):
         adam.zero_grad()
         whole(x).square().mean().backward()

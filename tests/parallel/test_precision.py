@@ -9,7 +9,7 @@ from models.families import FAMILIES
 from ranks import run_ranks
 
 from ultrascale.check.oracle.documents import RandomDocuments
-from ultrascale.check.prove import made_small
+from ultrascale.check.prove import shrink_model
 from ultrascale.description.layout import Layout, Precision
 from ultrascale.description.run import Batch, Optimizer, Run
 from ultrascale.models.decoder import Decoder
@@ -21,7 +21,7 @@ from ultrascale.train.optimizers.optimizer import build_optimizer, create_state
 from ultrascale.train.trainer import Trainer
 
 CPU = torch.device("cpu")
-LLAMA, TIED = made_small(FAMILIES["llama"]), made_small(FAMILIES["gpt2"])
+LLAMA, TIED = shrink_model(FAMILIES["llama"]), shrink_model(FAMILIES["gpt2"])
 
 
 def run_of(model, dp: int = 1, **layout) -> Run:

@@ -22,8 +22,8 @@ from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.pipeline.pipeline_weights import WeightGradients, make_gradients
 from ultrascale.parallel.precision.mixed_precision import apply_mixed_precision
 from ultrascale.parallel.tensor import tensor_loss, tensor_ops
-from ultrascale.parallel.tensor.tensor_ops import Cut
-from ultrascale.parallel.tensor.tensor_parallel import apply_tensor_parallel, cut_parameters
+from ultrascale.parallel.tensor.tensor_ops import TensorParallel
+from ultrascale.parallel.tensor.tensor_parallel import apply_tensor_parallel, shard_parameters
 from ultrascale.work.sharding.places import Coordinates, even_part
 
 LIMIT = 1e-12
@@ -117,7 +117,7 @@ def test_bf16_is_near_one_process_in_bf16():
 
 
 def forget_other_ranks() -> None:
-    tensor_ops.sum_parts = lambda whole, group: lambda: part_of(whole, group)
+    tensor_ops.reduce_scatter_sequence = lambda whole, group: lambda: part_of(whole, group)
 
 
 def part_of(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -125,7 +125,7 @@ def part_of(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def add_bias_on_every_rank() -> None:
-    Cut.fan_in = lambda cut, inner, projection: plain_fan_in(cut, inner, projection) + projection.bias  # pyright: ignore
+    TensorParallel.row_linear = lambda tp, inner, projection: plain_row_linear(tp, inner, projection) + projection.bias  # pyright: ignore
 
 
 def count_vocabulary_from_the_second_row() -> None:
@@ -137,10 +137,10 @@ def count_vocabulary_from_the_second_row() -> None:
 
 
 def forget_a_part_of_the_normalizer() -> None:
-    tensor_loss.gather_rows = lambda own, group: own.unsqueeze(0)
+    tensor_loss.all_gather_stacked = lambda own, group: own.unsqueeze(0)
 
 
-plain_fan_in = Cut.fan_in
+plain_row_linear = TensorParallel.row_linear
 FAULTS = {
     "sums forget other ranks": (Case(FAMILIES["llama"], fault=forget_other_ranks), "loss"),
     "bias added by every rank": (Case(FAMILIES["llama-biases"], fault=add_bias_on_every_rank), "loss"),
@@ -206,7 +206,7 @@ def shapes(rank: int, model: Model, tp: int) -> dict[str, tuple[int, ...]]:
     layout = Layout(tp=tp)
     with torch.device("meta"):
         decoder = Decoder(model)
-    cut_parameters(decoder, layout, Coordinates.of(layout, rank))
+    shard_parameters(decoder, layout, Coordinates.of(layout, rank))
     assert decoder.head_weight is decoder.get_parameter("embed_tokens.weight" if decoder.lm_head is None else "lm_head.weight")
     return {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
 
@@ -226,7 +226,7 @@ class Traffic:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        for kind in ("gather_parts", "sum_parts", "sum_whole"):
+        for kind in ("all_gather_sequence", "reduce_scatter_sequence", "all_reduce"):
             setattr(tensor_ops, kind, partial(self._note, kind, getattr(tensor_ops, kind)))
 
     def _note(self, kind: str, send: Callable[..., Any], *arguments: Any) -> Any:
@@ -252,7 +252,7 @@ def block_traffic(rank: int, recompute: str, sequence_parallel: bool) -> tuple[d
     return tuple({kind: more[kind] - less.get(kind, 0) for kind in more} for less, more in zip(*found, strict=True))  # pyright: ignore
 
 
-GATHERS, SUMS, WHOLE = "gather_parts", "sum_parts", "sum_whole"
+GATHERS, SUMS, WHOLE = "all_gather_sequence", "reduce_scatter_sequence", "all_reduce"
 
 
 @pytest.mark.parametrize(
@@ -270,14 +270,14 @@ def test_a_block_sends_as_little_as_it_can(recompute, sequence_parallel, forward
         assert found == (forward, backward)
 
 
-def put_off_backward(rank: int) -> tuple[int, list[float]]:
+def deferred_backward(rank: int) -> tuple[int, list[float]]:
     """How many weights' gradients wait, and how far those made later are from those made at once."""
     decoder = tensor_parallel_decoder(FAMILIES["llama-biases"], Layout(tp=2), rank)
     parameters = list(decoder.parameters())
     expected = torch.autograd.grad(decoder(TOKENS, targets=TOKENS), parameters)
     weights = WeightGradients()
-    decoder.layers["0"].mlp.fan_in.__self__.put_off = weights.add  # pyright: ignore
-    with weights.put_off() as waiting:
+    decoder.layers["0"].mlp.row_linear.__self__.defer = weights.add  # pyright: ignore
+    with weights.defer() as waiting:
         decoder(TOKENS, targets=TOKENS).backward()
     count = len(waiting)
     make_gradients(waiting)
@@ -285,7 +285,7 @@ def put_off_backward(rank: int) -> tuple[int, list[float]]:
 
 
 def test_gradients_of_weights_can_wait():
-    for count, errors in run_ranks(2, put_off_backward):
+    for count, errors in run_ranks(2, deferred_backward):
         assert count == 3 * 7 and max(errors) < 1e-14
 
 

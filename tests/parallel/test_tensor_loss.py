@@ -10,7 +10,7 @@ from ranks import run_ranks
 from ultrascale.kernels.loss.cross_entropy import linear_cross_entropy
 from ultrascale.parallel.tensor import tensor_loss
 from ultrascale.parallel.tensor.tensor_loss import vocabulary_cross_entropy
-from ultrascale.parallel.tensor.tensor_ops import Cut
+from ultrascale.parallel.tensor.tensor_ops import TensorParallel
 from ultrascale.work.sharding.places import even_part
 
 ROWS, WIDTH, VOCAB_SIZE = 50, 6, 211
@@ -41,7 +41,9 @@ def loss_and_gradients(rank: int, by_slabs: bool) -> tuple[torch.Tensor, torch.T
     hidden, weight, targets = drawn()
     first, length = even_part(VOCAB_SIZE, group.size(), rank)
     own = weight.detach()[first : first + length].requires_grad_()
-    loss = vocabulary_cross_entropy(hidden, own, targets, vocab_size=VOCAB_SIZE, cut=Cut(group, sequence_parallel=False))
+    loss = vocabulary_cross_entropy(
+        hidden, own, targets, vocab_size=VOCAB_SIZE, tp=TensorParallel(group, sequence_parallel=False)
+    )
     loss.backward()
     assert hidden.grad is not None and own.grad is not None
     return loss.detach(), hidden.grad, own.grad

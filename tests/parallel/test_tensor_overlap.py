@@ -20,7 +20,7 @@ from torch.distributed import _symmetric_memory as symmetric
 
 from ultrascale.check.oracle.documents import RandomDocuments
 from ultrascale.check.oracle.reference import Reference
-from ultrascale.check.small import made_small
+from ultrascale.check.small import shrink_model
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Batch, Log, Run
@@ -29,7 +29,7 @@ from ultrascale.parallel.tensor import tensor_overlap
 from ultrascale.torch_private import load_symmetric_memory
 from ultrascale.train.trainer import Trainer
 
-LLAMA, GPT2 = (made_small(FAMILIES[name], Layout(tp=4)) for name in ("llama", "gpt2"))
+LLAMA, GPT2 = (shrink_model(FAMILIES[name], Layout(tp=4)) for name in ("llama", "gpt2"))
 CUTS = [{"tp": 2}, {"tp": 4}, {"tp": 2, "pp": 2, "schedule": "zb-h1"}, {"tp": 2, "recompute": "full"}]
 
 

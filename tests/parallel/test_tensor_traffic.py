@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from ultrascale.parallel.tensor import tensor_traffic
-from ultrascale.parallel.tensor.tensor_traffic import gather_parts, gather_rows, sum_parts
+from ultrascale.parallel.tensor.tensor_traffic import all_gather_sequence, all_gather_stacked, reduce_scatter_sequence
 
 
 def found(rank: int, batch: int, collectives: bool) -> list[torch.Tensor]:
@@ -17,9 +17,9 @@ def found(rank: int, batch: int, collectives: bool) -> list[torch.Tensor]:
     assert group is not None
     whole = torch.arange(batch * length * 2, dtype=torch.float64).view(batch, length, 2)
     part = whole[:, 3 * rank : 3 * rank + 3]
-    gathered = gather_parts(part, length, group)()
+    gathered = all_gather_sequence(part, length, group)()
     assert torch.equal(gathered, whole)
-    return [gathered, sum_parts(whole * (rank + 1), group)(), gather_rows(part[0], group)]
+    return [gathered, reduce_scatter_sequence(whole * (rank + 1), group)(), all_gather_stacked(part[0], group)]
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -39,7 +39,7 @@ def copies(rank: int, batch: int) -> bool:
 
     dist.all_gather_into_tensor = noting  # pyright: ignore
     assert dist.group.WORLD is not None
-    result = gather_parts(torch.ones(batch, 3, 2), 6, dist.group.WORLD)()
+    result = all_gather_sequence(torch.ones(batch, 3, 2), 6, dist.group.WORLD)()
     return result.data_ptr() != filled[0].data_ptr()
 
 

@@ -41,13 +41,13 @@ def test_no_other_file_of_the_package_uses_what_is_private():
     assert sorted(found) == ["reduced_buckets.py", "torch_private.py", "warm.py"]
 
 
-@pytest.mark.parametrize("name", torch_private.HOMES)
+@pytest.mark.parametrize("name", torch_private.MODULES_OF)
 def test_every_name_is_there(name):
     assert getattr(torch_private, name) is not None
 
 
 def test_a_missing_name_costs_only_what_asks_for_it(monkeypatch):
-    monkeypatch.setitem(torch_private.HOMES, "AllGather", "torch.no_such_module")
+    monkeypatch.setitem(torch_private.MODULES_OF, "AllGather", "torch.no_such_module")
     monkeypatch.delitem(vars(torch_private), "AllGather", raising=False)
     with pytest.raises(ImportError, match=r"lacks torch\.no_such_module AllGather; install a tested one"):
         torch_private.__getattr__("AllGather")

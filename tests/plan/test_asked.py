@@ -23,7 +23,7 @@ def workload(stack: str = "ultrascale", *, model: str = "llama-3-8b", gpus: str 
 
 
 @pytest.mark.parametrize(
-    ("stack", "asked", "rule", "remedy"),
+    ("stack", "constraints", "rule", "remedy"),
     [
         ("ultrascale", {"dp_shard": (5,)}, "dp_shard = 5 does not divide 64 GPUs", "4 or 8"),
         ("ultrascale", {"dp_shard": (128,)}, "dp_shard = 128 does not divide 64 GPUs", "Nearest: 64."),
@@ -48,28 +48,30 @@ def workload(stack: str = "ultrascale", *, model: str = "llama-3-8b", gpus: str 
         ("ultrascale", {"virtual_stages": (3,), "schedule": ("1f1b",)}, "3 stages a rank are not what 1f1b", "interleaved"),
     ],
 )
-def test_a_setting_that_cannot_be_is_told_for_its_own_reason(stack: str, asked: dict[str, Any], rule: str, remedy: str) -> None:
+def test_a_setting_that_cannot_be_is_told_for_its_own_reason(
+    stack: str, constraints: dict[str, Any], rule: str, remedy: str
+) -> None:
     with pytest.raises(SpecError) as error:
-        search(workload(stack), asked=asked)
+        search(workload(stack), constraints=constraints)
     (problem,) = error.value.problems
     assert rule in problem.rule and remedy in problem.remedy
-    assert problem.key.removeprefix("layout.") in asked
+    assert problem.key.removeprefix("layout.") in constraints
 
 
 def test_every_setting_that_cannot_be_is_told_at_once() -> None:
     with pytest.raises(SpecError) as error:
-        search(workload("megatron"), asked={"zero_stage": (3,), "recompute": ("every-k",), "tp": (3,)})
+        search(workload("megatron"), constraints={"zero_stage": (3,), "recompute": ("every-k",), "tp": (3,)})
     assert {problem.key for problem in error.value.problems} == {"layout.zero_stage", "layout.recompute", "layout.tp"}
 
 
 def test_stages_that_are_asked_for_need_not_cut_the_layers_evenly() -> None:
-    table = legal_layouts(workload(), asked={"pp": (4,), "virtual_stages": (3,)}).table
+    table = legal_layouts(workload(), constraints={"pp": (4,), "virtual_stages": (3,)}).table
     assert len(table) and set(table.virtual_stages) == {3} and set(table.pp) == {4}
 
 
 def test_a_schedule_that_is_asked_for_leaves_no_layout_without_a_pipeline() -> None:
-    assert min(legal_layouts(workload(), asked={"schedule": ("zb-v",)}).table.pp) == 2
-    assert min(legal_layouts(workload(), asked={"schedule": ("zb-v",), "pp": (1, 2)}).table.pp) == 1
+    assert min(legal_layouts(workload(), constraints={"schedule": ("zb-v",)}).table.pp) == 2
+    assert min(legal_layouts(workload(), constraints={"schedule": ("zb-v",), "pp": (1, 2)}).table.pp) == 1
 
 
 def test_context_parallelism_of_deepspeed_stands_alone_and_its_hybrid_sharding_at_stage_three() -> None:

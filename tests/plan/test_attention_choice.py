@@ -10,10 +10,10 @@ from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.catalogue.stacks.stack import KERNEL_OF_CORE, with_attention
 from ultrascale.catalogue.stacks.stack_files import STACKS
-from ultrascale.description.attention_cores import CONTESTANTS, attention_wanted
+from ultrascale.description.attention_cores import CANDIDATE_CORES, core_requirements
 from ultrascale.description.layout import AttentionCore, Layout
 from ultrascale.description.run import Batch, Data, Run
-from ultrascale.kernels.attention.attention_contest import left_out
+from ultrascale.kernels.attention.attention_contest import excluded
 from ultrascale.kernels.choice.contest import decide
 from ultrascale.plan.laws.compute import Kernel, attention_seconds
 from ultrascale.plan.report import workload_of
@@ -45,7 +45,7 @@ def test_a_contest_whose_times_are_the_plan_s_has_the_same_winner(gpus, name, pr
     run = Run(model=model, layout=layout, batch=Batch(length, 8), data=Data(document_mask=documents))
     workload = workload_of(run, cluster, STACKS["ultrascale"])
     shape = Shape(1, length, precision, documents, "cuda", cp=cp)
-    wanted = attention_wanted(run, "cuda")
+    wanted = core_requirements(run, "cuda")
     assert wanted_of(workload, shape) == wanted
     scores = scores_of(workload, shape)
     dtype = "bf16" if precision == "fp8" else precision
@@ -59,8 +59,8 @@ def test_a_contest_whose_times_are_the_plan_s_has_the_same_winner(gpus, name, pr
         )  # fmt: skip
 
     outcomes = {
-        core: left_out(core, wanted, compiled=False) or seconds(core)
-        for core in CONTESTANTS if core in OF_TORCH
+        core: excluded(core, wanted, compiled=False) or seconds(core)
+        for core in CANDIDATE_CORES if core in OF_TORCH
     }  # fmt: skip
     if all(isinstance(one, str) for one in outcomes.values()):
         return

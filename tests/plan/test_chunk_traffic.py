@@ -14,7 +14,7 @@ from ultrascale.description.layout import Layout
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.time.data_traffic import _exposed, _num_buckets
 from ultrascale.plan.time.price import predict
-from ultrascale.plan.time.stages import cut_stages
+from ultrascale.plan.time.stages import partition_stages
 from ultrascale.plan.workload import Workload
 
 
@@ -56,4 +56,4 @@ def test_buckets_grow_with_the_ranks_that_reduce(dp: int, overlaps: bool, bucket
     workload = replace(workload, stack=replace(workload.stack, overlaps_data_parallel=overlaps))
     table = LayoutTable.of([Layout(dp=dp, zero_stage=1, precision="bf16")])
     parameters, reduce_bytes = np.full((3, 1), 7.5e9), np.array([4])
-    assert (_num_buckets(workload, table, parameters, reduce_bytes, cut_stages(workload, table)) == buckets).all()
+    assert (_num_buckets(workload, table, parameters, reduce_bytes, partition_stages(workload, table)) == buckets).all()

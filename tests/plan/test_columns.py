@@ -26,7 +26,7 @@ from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.description.layout import Layout
 from ultrascale.description.schedules import SCHEDULES
 from ultrascale.plan.columns.footprint import stage_memory
-from ultrascale.plan.columns.rank_loads import PASSES, Pipeline, enough_micro_batches, loads_of, loads_of_actions
+from ultrascale.plan.columns.rank_loads import PASSES, PipelineShape, enough_micro_batches, loads_of, loads_of_actions
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.memory.replay import plan_fullest_rank, plan_memory
 from ultrascale.plan.search.space import legal_layouts
@@ -194,7 +194,7 @@ def test_few_micro_batches_hold_what_many_do(name: str, pp: int) -> None:
     weights = np.array([[3.0], [7.0], [1.0], [2.0], [1.0], [1.0], [1.0], [0.1], [0.3], [9.0], [1.0], [0.0]])
     for many in (12 * pp, 12 * pp + 2):
         few = enough_micro_batches(name, pp, many)
-        pipeline = Pipeline(name, pp, virtual, few, (2,) * (pp * virtual), (0,) * (2 * pp * virtual), 1)
+        pipeline = PipelineShape(name, pp, virtual, few, (2,) * (pp * virtual), (0,) * (2 * pp * virtual), 1)
         whole = loads_of_actions(build_schedule(name, pp, many, told), pipeline).most(weights).max(axis=1)
         assert few < many
         assert np.array_equal(loads_of(pipeline).most(weights).max(axis=1), whole), PASSES

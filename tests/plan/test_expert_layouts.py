@@ -46,8 +46,8 @@ def judged() -> list:
 def test_there_are_forty_layouts_each_with_its_source_and_of_many_kinds() -> None:
     rows = read_rows(experts().LAYOUTS)
     assert len(rows) == len({row.identity for row in rows}) == 40
-    assert all(row.asked.source and row.measured.reported for row in rows)
-    assert len({row.asked.source_key for row in rows}) >= 15
+    assert all(row.config.source and row.measured.reported for row in rows)
+    assert len({row.config.source_key for row in rows}) >= 15
     assert len({one.expert.workload.cluster.accelerator.name for one in judged()}) >= 8
     assert len({one.expert.workload.stack.name for one in judged()}) >= 10
 

@@ -23,7 +23,7 @@ from ultrascale.plan.workload import Workload
 @pytest.fixture(scope="module")
 def result() -> SearchResult:
     workload = Workload(preset("llama-3-70b"), parse_cluster("64xh100"), 8192, 128, STACKS["ultrascale"])
-    return search(workload, asked={"cp": (1,)})
+    return search(workload, constraints={"cp": (1,)})
 
 
 def test_each_rung_needs_no_more_memory_and_allows_no_slower_step(result: SearchResult) -> None:
@@ -69,7 +69,7 @@ def test_more_memory_is_worth_what_a_search_with_it_finds(result: SearchResult) 
     accelerator = cluster.accelerator
     memory = replace(accelerator.memory_bytes, value=accelerator.memory_bytes.value + MORE_MEMORY_BYTES)
     larger = replace(cluster, node=replace(cluster.node, accelerator=replace(accelerator, memory_bytes=memory)))
-    again = search(replace(result.workload, cluster=larger), asked={"cp": (1,)})
+    again = search(replace(result.workload, cluster=larger), constraints={"cp": (1,)})
     assert again.best is not None and result.best is not None
     gain = result.best.step_seconds / again.best.step_seconds - 1
     assert worth["10 GB more memory"] == pytest.approx(gain, abs=0.02)

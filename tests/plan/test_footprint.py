@@ -20,7 +20,7 @@ from ultrascale.plan.columns.footprint import CATEGORIES, stage_memory
 from ultrascale.plan.columns.rank_state import rank_state
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.memory.replay import plan_memory
-from ultrascale.plan.time.stages import cut_stages
+from ultrascale.plan.time.stages import partition_stages
 from ultrascale.plan.workload import Workload
 
 GIB = 2**30
@@ -230,7 +230,7 @@ def test_multi_token_prediction_keeps_a_projection_a_second_loss_and_in_a_pipeli
 def rank_weights(workload: Workload, layout: Layout) -> float:
     """Bytes of weights on the last rank of the pipeline."""
     table = LayoutTable.of([layout])
-    state = rank_state(workload, table, cut_stages(workload, table), np.array([4]))
+    state = rank_state(workload, table, partition_stages(workload, table), np.array([4]))
     return float(state.weights[-1 if layout.pp > 1 else 0, 0])
 
 

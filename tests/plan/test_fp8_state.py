@@ -19,7 +19,7 @@ from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.memory.replay import plan_memory
 from ultrascale.plan.time.price import predict, price_time
-from ultrascale.plan.time.stages import cut_stages
+from ultrascale.plan.time.stages import partition_stages
 from ultrascale.plan.time.step_parts import step_parts
 from ultrascale.plan.workload import Workload
 from ultrascale.work.fp8_slots import num_block_slots, num_slots, weights_gathered_in_fp8
@@ -40,12 +40,12 @@ def workload_of(layout: Layout, model: Model = SMALL) -> Workload:
 
 def footprint(layout: Layout, model: Model = SMALL) -> Footprint:
     workload, table = workload_of(layout, model), LayoutTable.of([layout])
-    return stage_memory(workload, table, cut_stages(workload, table, layout.layers_per_stage)).row(0)
+    return stage_memory(workload, table, partition_stages(workload, table, layout.layers_per_stage)).row(0)
 
 
 def seconds(*layouts: Layout, model: Model = SMALL) -> dict[str, Any]:
     table, workload = LayoutTable.of(layouts), workload_of(layouts[0], model)
-    return price_time(workload, table, cut_stages(workload, table), CALM)[1]
+    return price_time(workload, table, partition_stages(workload, table), CALM)[1]
 
 
 def all_reduce(num_bytes: float, size: int, stride: int = 1, *, kind: str = "all_reduce") -> float:
@@ -89,7 +89,7 @@ def test_gathers_of_products_weights_take_half_of_the_time() -> None:
     layout = replace(FP8, dp=64, zero_stage=1)
     workload = replace(workload_of(layout), sequence_length=64)
     table = LayoutTable.of([layout, replace(layout, fp8_all_gather=True)])
-    wide, narrow = price_time(workload, table, cut_stages(workload, table), CALM)[1]["data_parallel"]
+    wide, narrow = price_time(workload, table, partition_stages(workload, table), CALM)[1]["data_parallel"]
     products = sum(w.numel for w in weights(SMALL) if w.layer == 1 and len(w.shape) > 1)
     rest = num_parameters(SMALL) / 16 - products  # a bucket's share of embedding, norms and head
     expected = [16 * all_reduce(size, 64, kind="all_gather") for size in (2 * (products + rest), products + 2 * rest)]
@@ -129,7 +129,7 @@ def test_of_a_pipeline_the_ends_have_the_blocks_in_bf16() -> None:
     layout = replace(FP8, pp=4, fp8_keep_blocks=1, layers_per_stage=(4, 4, 4, 4))
     workload = replace(workload_of(layout), sequences_per_batch=16)
     table = LayoutTable.of([layout, replace(layout, fp8_keep_blocks=5), replace(layout, precision="bf16")])
-    stages = cut_stages(workload, table, layout.layers_per_stage)
+    stages = partition_stages(workload, table, layout.layers_per_stage)
     assert stages.kept_layers.sum(axis=1).T.tolist() == [[1, 0, 1], [4, 1, 4], [0, 0, 0]]
     found = predict(workload, layout)
     of_others = [predict(workload, replace(layout, **one)) for one in ({"fp8_keep_blocks": 0}, {"precision": "bf16"})]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.catalogue.stacks.stack_files import STACKS
-from ultrascale.config.rules.run_rules import cut_problems
+from ultrascale.config.rules.run_rules import parallelism_problems
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.recomputed import MODULES, modules_name, parse_mode
@@ -20,8 +20,8 @@ from ultrascale.plan.constants import CONSTANTS
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.view.recomputation import recomputation_statement
 from ultrascale.plan.workload import Workload
-from ultrascale.work.kept import available_modules, block_again, computed_again, regions, selective_modules
 from ultrascale.work.ops import Shape
+from ultrascale.work.recompute import available_modules, recompute_of_mode, recomputed_ops, regions, selective_modules
 from ultrascale.work.work import block_work
 
 NAMES = st.sampled_from(sorted(PRESETS))
@@ -73,9 +73,9 @@ def test_modules_that_free_memory_are_computed_again(block: tuple[Model, int, Sh
     stack = STACKS[name]
     shape = replace(shape, kernels=stack.kernels)
     none, named = (block_memory(model, layer, shape, recompute=way, stack=stack).saved_bytes for way in ("none", some))
-    ops, again = block_work(model, layer, shape), block_again(some, model, layer, shape, stack)
+    ops, again = block_work(model, layer, shape), recompute_of_mode(some, model, layer, shape, stack)
     assert again is not None
-    run = computed_again(again, ops, stops_behind=False)
+    run = recomputed_ops(again, ops, reruns_last=False)
     dropped = {one for region in regions(ops, again.modules, as_megatron=again.as_megatron) for one in region.drops}
     assert named == none or run
     assert dropped <= {one.name for op in run for one in op.makes}
@@ -188,7 +188,7 @@ def test_layernorm_and_every_other_module_of_megatron_needs_less_and_never_more(
 
 
 def test_a_module_that_a_model_does_not_have_is_refused_with_those_it_has() -> None:
-    (problem,) = cut_problems(PRESETS["llama-3-8b"], Layout(recompute="moe_act+norm"))
+    (problem,) = parallelism_problems(PRESETS["llama-3-8b"], Layout(recompute="moe_act+norm"))
     assert problem.key == "layout.recompute"
     assert problem.rule == "names moe_act, and this model has norm, mlp_act, core_attn, mlp"
     (problem,) = Layout(recompute="norms").problems()

@@ -69,8 +69,8 @@ def test_blocks_played_together_are_those_played_one_by_one(stack: str, recomput
     model = preset("mixtral-8x7b")
     workload = Workload(model, parse_cluster("32xh100"), 4096, 64, STACKS[stack])
     shapes = distinct_shapes(workload, legal_layouts(workload).table)[0][::7]
-    for cuts in (False, True):
-        asked: dict[str, Any] = {"recompute": recompute, "stack": workload.stack, "cuts": cuts}
+    for splits in (False, True):
+        asked: dict[str, Any] = {"recompute": recompute, "stack": workload.stack, "splits": splits}
         alone = [block_memory(model, 0, shape, **asked) for shape in shapes]
         rows = [(one.saved_bytes, one.forward_peak_bytes, one.backward_peak_bytes, one.waiting_bytes) for one in alone]
         assert np.array_equal(block_columns(model, 0, shapes, **asked), rows)
@@ -79,9 +79,9 @@ def test_blocks_played_together_are_those_played_one_by_one(stack: str, recomput
 def test_a_search_holds_named_modules_for_all_its_layouts() -> None:
     workload = Workload(preset("llama-3-8b"), parse_cluster("8xh100"), 4096, 64, OURS)
     asked = {"recompute": ("mlp_act+norm",), "cp": (1,)}
-    best = search(workload, asked=asked).best
+    best = search(workload, constraints=asked).best
     assert best is not None and best.layout.recompute == "norm+mlp_act"
-    table = legal_layouts(workload, asked=asked).table
+    table = legal_layouts(workload, constraints=asked).table
     rows = np.linspace(0, len(table) - 1, 12).astype(int)
     together, alone = (price(workload, table.take(rows)), [price(workload, LayoutTable.of([table.layout(r)])) for r in rows])
     assert together.step_seconds == pytest.approx([float(one.step_seconds[0]) for one in alone])
@@ -99,5 +99,5 @@ def test_a_search_holds_named_modules_for_all_its_layouts() -> None:
 def test_modules_that_cannot_be_held_are_told_in_one_sentence(stack: str, ways: tuple[str, ...], said: str) -> None:
     workload = Workload(preset("llama-3-8b"), parse_cluster("8xh100"), 4096, 64, STACKS[stack])
     with pytest.raises(SpecError) as error:
-        search(workload, asked={"recompute": ways})
+        search(workload, constraints={"recompute": ways})
     assert said in str(error.value.problems[0])

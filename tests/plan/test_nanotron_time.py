@@ -20,7 +20,7 @@ from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.time.data_traffic import LAUNCH_SECONDS, copy_seconds
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.time.stage_cut import layers_by_share
-from ultrascale.plan.time.stages import cut_stages
+from ultrascale.plan.time.stages import partition_stages
 from ultrascale.plan.workload import Workload
 from ultrascale.validation.predict import predict_rows
 from ultrascale.validation.rows import read_rows
@@ -55,7 +55,7 @@ def test_a_hop_of_the_busy_network_meets_what_the_playbook_published(kind: str) 
 def test_with_zero_1_whole_gradients_are_all_reduced_and_nothing_is_beside_them() -> None:
     layout, one = Layout(dp=32, zero_stage=1, micro_batch_size=2, precision="bf16"), work(4)
     table = LayoutTable.of([layout])
-    stages = cut_stages(one, table)
+    stages = partition_stages(one, table)
     numel = float(stages.dense_parameters[0, 0])
     sent = [
         float(collective_seconds(one.cluster, kind, numel * width, size=32, stride=1))
@@ -78,7 +78,7 @@ def test_every_rank_s_piece_of_every_weight_is_copied_by_a_launch() -> None:
     head is counted once more. 256 ranks hold a piece of each."""
     layout = Layout(dp=256, zero_stage=1, precision="bf16")
     one, table = work(32), LayoutTable.of([layout])
-    found = copy_seconds(one, table, cut_stages(one, table), np.array([2.0]))[0, 0]
+    found = copy_seconds(one, table, partition_stages(one, table), np.array([2.0]))[0, 0]
     assert found == pytest.approx(LAUNCH_SECONDS * 256 * (16 * 6 + 3))
 
 
@@ -101,7 +101,7 @@ def test_in_a_pipeline_over_nodes_the_host_waits_for_a_hop_for_every_rank_of_tp(
 def test_a_measured_pipeline_is_predicted_by_playing_its_schedule(tmp_path: Path) -> None:
     file = tmp_path / "scan.csv"
     file.write_text("model,nodes,mbs,ga,gbs,dp,pp,tp,zero\n8B,2,2,32,256,4,4,1,1\n8B,2,2,32,256,4,1,4,1\n")
-    rows = [row.asked for row in read_rows(file)]
+    rows = [row.config for row in read_rows(file)]
     for row, found in zip(rows, predict_rows(rows), strict=True):
         setup = setup_of(row)
         assert found.step_seconds == predict(setup.workload, setup.layouts[0]).step_seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from plan.test_validate import LLAMA, RESULTS, asked, write
+from plan.test_validate import LLAMA, RESULTS, config, write
 
 from ultrascale.cli.main import main
 from ultrascale.description.problems import SpecError
@@ -47,7 +47,7 @@ def test_missing_paths_are_mistakes_told_before_anything_is_predicted(tmp_path: 
     ],
 )
 def test_numbers_no_run_can_have_make_a_reason_of_that_row_alone(cells: dict[str, str], reason: str):
-    whole, odd = predict_rows([asked(), asked(**cells)])
+    whole, odd = predict_rows([config(), config(**cells)])
     assert whole.step_seconds is not None and odd.step_seconds is None
     assert reason in odd.reason and len(odd.reason) < 200
 
@@ -67,22 +67,22 @@ def test_numbers_no_run_can_have_make_a_reason_of_that_row_alone(cells: dict[str
     ],
 )
 def test_words_that_are_read_otherwise_are_told(cells: dict[str, str], reason: str):
-    prediction = predict_rows([asked(**cells)])[0]
+    prediction = predict_rows([config(**cells)])[0]
     assert prediction.step_seconds is not None and reason in prediction.reason
 
 
 def test_a_plain_row_has_nothing_read_otherwise():
-    assert " read" not in predict_rows([asked()])[0].reason
+    assert " read" not in predict_rows([config()])[0].reason
 
 
 @pytest.mark.parametrize(("word", "meant"), [("yes", "full"), ("no", "none"), ("op", "selective")])
 def test_words_for_recomputation_are_known(word: str, meant: str):
-    assert [layout.recompute for layout in setup_of(asked(recompute=word)).layouts] == [meant]
+    assert [layout.recompute for layout in setup_of(config(recompute=word)).layouts] == [meant]
 
 
 def test_experts_of_a_model_known_by_name_are_cut():
     names = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab")
-    assert setup_of(asked(model="Mixtral-8x7B", ep="8", **dict.fromkeys(names, ""))).layouts[0].ep == 8
+    assert setup_of(config(model="Mixtral-8x7B", ep="8", **dict.fromkeys(names, ""))).layouts[0].ep == 8
 
 
 def test_a_row_that_breaks_the_arithmetic_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch):
@@ -92,7 +92,7 @@ def test_a_row_that_breaks_the_arithmetic_takes_no_other_with_it(monkeypatch: py
         return whole(row, tuning) if row.model != "odd" else 1 / 0
 
     monkeypatch.setattr(predict, "setup_of", breaks)
-    first, odd = predict_rows([asked(), asked(model="odd")])
+    first, odd = predict_rows([config(), config(model="odd")])
     assert first.step_seconds is not None and odd.reason == "cannot be described: division by zero"
 
 
@@ -121,16 +121,16 @@ def test_the_same_rows_however_a_program_writes_them(tmp_path: Path):
     """With a byte-order mark, CRLF, thousands in quotes, empty lines, columns of its own, and without those of results."""
     rows = write(tmp_path / "rows.csv", LLAMA | RESULTS)
     header, cells = rows.read_text().splitlines()
-    plain, here = read_rows(rows)[0].asked, tmp_path / "same.csv"
+    plain, here = read_rows(rows)[0].config, tmp_path / "same.csv"
     for text in (
         f"\n\n{header}\n\n{cells}\n\n",
         f"{header},color\r\n{cells},red\r\n",
         f"{header}\n{cells}\n".replace(",128256,", ',"128,256",'),
     ):
         here.write_bytes(b"\xef\xbb\xbf" + text.encode())
-        assert read_rows(here)[0].asked == plain
+        assert read_rows(here)[0].config == plain
     without = write(tmp_path / "without.csv", {name: cell for name, cell in LLAMA.items() if name not in RESULTS})
-    assert predict_rows([read_rows(without)[0].asked]) == predict_rows([plain])
+    assert predict_rows([read_rows(without)[0].config]) == predict_rows([plain])
 
 
 @pytest.mark.parametrize(

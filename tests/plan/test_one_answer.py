@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from plan.test_validate import asked
+from plan.test_validate import config
 
 from ultrascale.catalogue.stacks.stack_files import changed_settings, changed_stack, stack_names
 from ultrascale.description.run import Batch, Data, Run
 from ultrascale.plan.report import plan_run
 from ultrascale.validation.predict import predict_rows
-from ultrascale.validation.rows import Asked
+from ultrascale.validation.rows import RunConfig
 from ultrascale.validation.setups import setup_of
 
 MOE = {"experts": "64", "topk": "6", "expert_ffn": "1408", "ep": "8"}
@@ -24,19 +24,19 @@ BRIDGE = {
     "kv_heads": "32", "gpu": "GB200", "n_gpus": "64", "precision": "mxfp8", "zero_stage": "1", "recompute": "none",
 }  # fmt: skip
 ROWS = [
-    asked(stack=stack, recompute="none", **cells)
+    config(stack=stack, recompute="none", **cells)
     for stack, cells in itertools.product(
         (name for name in stack_names() if name != "ultrascale"), ({"global_batch": "128", "grad_accum": "2"}, MOE, PIPED)
     )
 ] + [
-    asked(source_key="megascale", framework="Megatron-LM (commit 285068c8)", zero_stage="1", recompute="full"),
-    asked(**BRIDGE, **MOE),
-    asked(source_key="hf-bench-cluster", framework="nanotron", zero_stage="1", recompute="none", gpu="H100-80GB"),
+    config(source_key="megascale", framework="Megatron-LM (commit 285068c8)", zero_stage="1", recompute="full"),
+    config(**BRIDGE, **MOE),
+    config(source_key="hf-bench-cluster", framework="nanotron", zero_stage="1", recompute="none", gpu="H100-80GB"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.stack or row.source_key}-{row.experts or row.pp}")
-def test_a_row_and_its_settings_given_to_plan_are_one_number(row: Asked) -> None:
+def test_a_row_and_its_settings_given_to_plan_are_one_number(row: RunConfig) -> None:
     """The run that the row means, on its machines, with its stack rebuilt from a name and the settings a user would type."""
     setup, (predicted,) = setup_of(row), predict_rows([row])
     assert predicted.step_seconds is not None, predicted.reason

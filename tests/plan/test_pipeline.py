@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 
 from ultrascale.description.problems import SpecError
 from ultrascale.description.schedules import SCHEDULES
-from ultrascale.plan.pipeline.pipeline_board import give_back, take_board
+from ultrascale.plan.pipeline.pipeline_board import acquire_board, release_board
 from ultrascale.plan.pipeline.pipeline_steady import few_micro_batches, long_step_seconds, rounds_of
 from ultrascale.plan.pipeline.play import (
     StageSeconds,
@@ -157,10 +157,10 @@ def test_a_board_that_was_played_on_leaves_nothing_for_the_next_prices():
 
 def test_boards_that_two_threads_play_on_are_not_one():
     program = program_of("zb-v", 2, 8)
-    first, second = take_board(program, 2), take_board(program, 2)
+    first, second = acquire_board(program, 2), acquire_board(program, 2)
     assert first is not second
-    give_back(program, first)
-    assert take_board(program, 2) is first
+    release_board(program, first)
+    assert acquire_board(program, 2) is first
 
 
 @settings(max_examples=120, deadline=None)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from ultrascale.cli.main import main
-from ultrascale.plan.columns.footprint import HELD
+from ultrascale.plan.columns.footprint import RETAINED_SHARE
 
 ISSUE = ["plan", "--model", "llama-3-8b", "--gpus", "64xh100", "--seq-len", "8192", "--tokens-per-batch", "4M"]
 
@@ -327,7 +327,7 @@ def test_what_a_device_must_hold_is_one_number_in_the_ranking_in_the_plan_and_in
         live, reserved, outside = (
             one["memory"][key] for key in ("peak_allocated_bytes", "peak_reserved_bytes", "outside_torch_bytes")
         )
-        assert needed == pytest.approx(live + HELD * (reserved - live) + outside, abs=2)
+        assert needed == pytest.approx(live + RETAINED_SHARE * (reserved - live) + outside, abs=2)
         assert one["memory"]["headroom_bytes"] == pytest.approx(one["memory"]["capacity_bytes"] * 0.9 - needed, abs=2)
         assert one["time"]["seconds_per_step"] == pytest.approx(plan["time"]["seconds_per_step"], rel=1e-12)
     assert plan["memory"]["peak_bytes"] < needed <= plan["memory"]["capacity_bytes"] - plan["memory"]["reserve_bytes"]
@@ -352,7 +352,7 @@ def test_another_optimizer_and_uneven_experts_change_memory_and_time(capsys) -> 
     plain, muon = (answer(capsys, *words, "--recompute", "full", "--optimizer", name) for name in ("adamw", "muon"))
     fewer = plain["memory"]["needed_bytes"] - muon["memory"]["needed_bytes"]
     hidden = 8.03e9 - 2 * 128256 * 4096  # embedding and head keep both
-    assert fewer == pytest.approx(hidden * 4 / 64 * (1 + 0.03 * HELD), rel=0.02)  # one moment in fp32 less, of a 64th
+    assert fewer == pytest.approx(hidden * 4 / 64 * (1 + 0.03 * RETAINED_SHARE), rel=0.02)  # one moment in fp32 less, of a 64th
     assert (plain["trainable"], muon["trainable"], muon["optimizer"]) == (True, True, "muon")
     moe = ("--model", "mixtral-8x7b", "--stack", "megatron", "--ep", "8", "--pp", "1", "--cp", "1", "--tp", "4")
     even, uneven = (answer(capsys, *moe, "--expert-imbalance", value) for value in ("1", "1.5"))

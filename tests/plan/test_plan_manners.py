@@ -238,7 +238,7 @@ def test_a_command_that_takes_more_than_a_second_says_so_on_a_terminal():
 
 def test_each_phase_of_a_plan_is_named_and_none_says_that_nothing_is_done():
     phases: list[str] = []
-    answer(request_of([*SMALL, "--explain", "--tp", "1", "--pp", "1"]), told=phases.append)
+    answer(request_of([*SMALL, "--explain", "--tp", "1", "--pp", "1"]), report=phases.append)
     *shares, played, counts, others = phases
     assert all(share.endswith("% of the layouts searched") and share != "100% of the layouts searched" for share in shares)
     assert played == "the fastest layouts played action by action"

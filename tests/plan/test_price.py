@@ -19,7 +19,7 @@ from ultrascale.description.problems import SpecError
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.time.price import PARTS, predict, price
 from ultrascale.plan.time.stage_cut import stage_layers
-from ultrascale.plan.time.stages import chunk_layers_of, cut_stages
+from ultrascale.plan.time.stages import chunk_layers_of, partition_stages
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.kinds.custom import to_csv
@@ -118,7 +118,7 @@ def test_the_formula_of_a_schedule_is_close_to_the_schedule_played(schedule: str
 )
 def test_the_ranks_of_a_pipeline_hold_the_model_once(layout: Layout):
     workload = on("64xh100", "llama-3.1-405b", stack="ultrascale")
-    stages = cut_stages(workload, LayoutTable.of([layout]))
+    stages = partition_stages(workload, LayoutTable.of([layout]))
     # Ranks between are taken for as full as the fullest: 126 layers in 112 stages make ranks of 7, 8 and 9.
     most = num_parameters(workload.model) * (1 + 15 / 126)
     assert num_parameters(workload.model) * 0.99 <= float((stages.dense_parameters * stages.exists).sum()) <= most
@@ -217,7 +217,7 @@ def test_stages_are_cut_as_our_trainer_cuts_them():
     model = PRESETS["llama-3.2-1b"]
     layout = Layout(dp=2, pp=4, zero_stage=1, precision="bf16")
     ours = Workload(model, parse_cluster("8xh100"), 4096, 64)
-    stages = cut_stages(ours, LayoutTable.of([layout]))
+    stages = partition_stages(ours, LayoutTable.of([layout]))
     assert chunk_layers_of(ours, 4, None) == [len(layers) for layers in stage_layers(model, layout, 4096)] == [5, 5, 5, 1]
     assert stages.layers[:, 0, 0].tolist() == [5, 5, 1]
     assert chunk_layers_of(replace(ours, stack=STACKS["torchtitan"]), 4, None) == [4, 4, 4, 4]

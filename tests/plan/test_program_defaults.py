@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from plan.test_validate import asked
+from plan.test_validate import config
 
 from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.plan.columns.footprint import stage_memory
@@ -22,24 +22,24 @@ README = "NVIDIA Megatron-LM README, images/model_table.png"
 
 @pytest.mark.parametrize(("stack", "size"), [("torchtitan-2024", 4), ("torchtitan", 1), ("", 1)])
 def test_torchtitan_cuts_a_batch_in_as_many_micro_batches_as_stages_and_later_in_single_sequences(stack: str, size: int):
-    setup = setup_of(asked(**PIPELINE, global_batch="256", pp_schedule="1f1b", stack=stack))
+    setup = setup_of(config(**PIPELINE, global_batch="256", pp_schedule="1f1b", stack=stack))
     assert [layout.micro_batch_size for layout in setup.layouts] == [size] and "micro_batch" not in setup.open_cells
     assert f"micro_batch = {size}, its program's default in a pipeline" in setup.assumed
 
 
 def test_a_batch_that_torchtitan_could_not_cut_so_stays_open():
-    setup = setup_of(asked(**PIPELINE, global_batch="96", pp_schedule="1f1b", stack="torchtitan-2024"))  # 12 sequences in 8
+    setup = setup_of(config(**PIPELINE, global_batch="96", pp_schedule="1f1b", stack="torchtitan-2024"))  # 12 sequences in 8
     assert "micro_batch" in setup.open_cells
 
 
 def test_torchtitan_s_interleaved_pipelines_have_two_stages_a_rank():
-    setup = setup_of(asked(**PIPELINE, global_batch="256", pp_schedule="interleaved_1f1b"))
+    setup = setup_of(config(**PIPELINE, global_batch="256", pp_schedule="interleaved_1f1b"))
     assert {(layout.schedule, layout.virtual_stages) for layout in setup.layouts} == {("interleaved", 2)}
 
 
 def test_embedding_and_head_may_count_as_layers_where_megatron_cuts_chunks():
     cells = PIPELINE | {"framework": "Megatron-LM", "micro_batch": "1", "zero_stage": "1"}
-    setup = setup_of(asked(**cells, global_batch="256"))
+    setup = setup_of(config(**cells, global_batch="256"))
     assert sorted({layout.virtual_stages for layout in setup.layouts}) == [1, 2, 4, 8, 16]  # of 128
 
 
@@ -52,19 +52,19 @@ def test_embedding_and_head_may_count_as_layers_where_megatron_cuts_chunks():
 )  # fmt: skip
 def test_a_schedule_that_is_not_stated_is_open(schedule: str, vpp: str, chunks: set[int]):
     cells = PIPELINE | {"vpp": vpp, "framework": "Megatron-LM", "micro_batch": "1", "zero_stage": "1", "layers": "96"}
-    setup = setup_of(asked(**cells, global_batch="256", pp_schedule=schedule))
+    setup = setup_of(config(**cells, global_batch="256", pp_schedule=schedule))
     assert {layout.virtual_stages for layout in setup.layouts} == chunks
 
 
 @pytest.mark.parametrize("key", ["megascale", "somewhere"])
 def test_megascale_s_baseline_has_nothing_beside_its_passes(key: str):
-    setup = setup_of(asked(framework="Megatron-LM (commit 285068c8)", source_key=key))
+    setup = setup_of(config(framework="Megatron-LM (commit 285068c8)", source_key=key))
     assert setup.workload.stack.overlaps_data_parallel is (key != "megascale")
 
 
 @pytest.mark.parametrize(("framework", "num_bytes"), [("fms-fsdp (PyTorch FSDP1)", 2), ("PyTorch FSDP", 4)])
 def test_fms_fsdp_reduces_in_bf16(framework: str, num_bytes: int):
-    assert program_of_row(asked(framework=framework)).stacks[0].reduce_bytes == num_bytes
+    assert program_of_row(config(framework=framework)).stacks[0].reduce_bytes == num_bytes
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_fms_fsdp_reduces_in_bf16(framework: str, num_bytes: int):
     [("OLMo-core", 3), ("NeMo AutoModel", 3), ("", 3), ("PyTorch FSDP", 3), ("InternEvo", 1), ("vTrain (Megatron)", 0)],
 )
 def test_a_blank_zero_stage_is_what_programs_of_the_kind_do(framework: str, stage: int):
-    assert setup_of(asked(framework=framework, zero_stage="")).layouts[0].zero_stage == stage
+    assert setup_of(config(framework=framework, zero_stage="")).layouts[0].zero_stage == stage
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_blank_zero_stage_is_what_programs_of_the_kind_do(framework: str, stag
     ],
 )  # fmt: skip
 def test_words_for_zero_are_known_and_told(word: str, stage: int, shard: int | None):
-    setup = setup_of(asked(zero_stage=word))
+    setup = setup_of(config(zero_stage=word))
     layout = setup.layouts[0]
     assert (layout.zero_stage, layout.dp_shard) == (stage, shard)
     assert any(text.startswith(f"zero_stage {word!r} is") for text in setup.assumed)
@@ -95,11 +95,11 @@ def test_words_for_zero_are_known_and_told(word: str, stage: int, shard: int | N
      ("mixed", "H100", "bf16"), ("16-bit", "V100", "fp16"), ("", "V100", "fp16")],
 )  # fmt: skip
 def test_words_of_a_precision_are_known(word: str, gpu: str, precision: str):
-    assert setup_of(asked(precision=word, gpu=gpu)).layouts[0].precision == precision
+    assert setup_of(config(precision=word, gpu=gpu)).layouts[0].precision == precision
 
 
 def test_a_batch_of_no_whole_micro_batches_is_rounded_and_told():
-    setup = setup_of(asked(dp="12", n_gpus="12", micro_batch="4", global_batch="1538", grad_accum="32"))
+    setup = setup_of(config(dp="12", n_gpus="12", micro_batch="4", global_batch="1538", grad_accum="32"))
     assert setup.workload.sequences_per_batch == 1536
     assert "global_batch = 1536, of whole micro-batches: 1538 is none" in setup.assumed
 
@@ -115,23 +115,23 @@ def test_blank_heads_divide_the_width_and_are_cut_by_tp(hidden: int, tp: int, he
         "model": "GPT",
         "framework": "Megatron-LM",
     }
-    assert setup_of(asked(**cells)).workload.model.num_attention_heads == heads
+    assert setup_of(config(**cells)).workload.model.num_attention_heads == heads
 
 
 def test_devices_from_before_bf16_are_predicted_over_their_fp16_peak():
-    one = predict_rows([asked(gpu="V100-32GB", precision="fp16", zero_stage="3", seq_len="1024")])[0]
+    one = predict_rows([config(gpu="V100-32GB", precision="fp16", zero_stage="3", seq_len="1024")])[0]
     assert one.step_seconds and one.mfu and one.flops_per_second_per_gpu
     assert one.flops_per_second_per_gpu / one.mfu == pytest.approx(125e12, rel=0.01)
 
 
 def test_automodel_s_recomputation_is_open_where_nemo_s_recipes_have_none():
-    found = [setup_of(asked(framework=framework, recompute="")).open_cells for framework in ("NeMo AutoModel", "NeMo 25.02")]
+    found = [setup_of(config(framework=framework, recompute="")).open_cells for framework in ("NeMo AutoModel", "NeMo 25.02")]
     assert "recompute" in found[0] and "recompute" not in found[1]
 
 
 def test_automodel_attends_with_transformer_engine_and_sends_tokens_once():
     stacks = [
-        program_of_row(asked(framework=framework, experts="128", topk="8", expert_ffn="768")).stacks[0]
+        program_of_row(config(framework=framework, experts="128", topk="8", expert_ffn="768")).stacks[0]
         for framework in ("NeMo AutoModel", "torchtitan")
     ]
     assert [(stack.name, stack.attention_kernel, stack.dispatcher) for stack in stacks] == [
@@ -143,7 +143,9 @@ def test_automodel_attends_with_transformer_engine_and_sends_tokens_once():
 def test_torchtitan_s_pipelines_gather_parameters_and_reduce_gradients_once_a_step(framework: str, pp: str, stage: int):
     """Its `fsdp_reshard_after_forward = "default"` reshards only without pp, and torch's stages reduce at the last backward."""
     cells = PIPELINE | {"pp": pp, "n_gpus": str(64 * int(pp)), "framework": framework, "zero_stage": "3"}
-    assert {layout.zero_stage for layout in setup_of(asked(**cells, global_batch="256", pp_schedule="1f1b")).layouts} == {stage}
+    assert {layout.zero_stage for layout in setup_of(config(**cells, global_batch="256", pp_schedule="1f1b")).layouts} == {
+        stage
+    }
 
 
 def test_logits_of_all_micro_batches_stay_on_torchtitan_s_last_stage_where_its_caller_gets_them():
@@ -151,7 +153,7 @@ def test_logits_of_all_micro_batches_stay_on_torchtitan_s_last_stage_where_its_c
     cells |= {"heads": "32", "kv_heads": "8", "ffn_hidden": "14336", "vocab": "128256", "seq_len": "8192", "recompute": "full"}
     at_end = {}
     for stack in ("torchtitan-2024", "torchtitan"):
-        setup = setup_of(asked(**cells, global_batch="64", pp_schedule="1f1b", stack=stack))
+        setup = setup_of(config(**cells, global_batch="64", pp_schedule="1f1b", stack=stack))
         layout = replace(setup.layouts[0], micro_batch_size=1)  # of 8
         workload = replace(setup.workload, stack=replace(setup.workload.stack, kernels=STACKS["torchtitan"].kernels))
         at_end[stack] = stage_memory(workload, LayoutTable.of([layout])).by_rank[-1, 0]
@@ -166,7 +168,7 @@ def test_logits_of_all_micro_batches_stay_on_torchtitan_s_last_stage_where_its_c
 )  # fmt: skip
 def test_scales_of_fp8_are_a_program_s_own_unless_the_precision_names_them(framework: str, precision: str, scalings: list[str]):
     """flax.linen.fp8_ops keeps a history of largest magnitudes; torchao reads each tensor once more, or scales rows."""
-    stacks = program_of_row(asked(framework=framework, precision=precision)).stacks
+    stacks = program_of_row(config(framework=framework, precision=precision)).stacks
     assert list(dict.fromkeys(stack.kernels.fp8_scaling for stack in stacks)) == scalings
 
 
@@ -175,7 +177,7 @@ def test_torchtitan_of_2024_repeats_keys_and_sends_all_of_them_over_cp():
     cells = {"n_gpus": "8", "dp": "2", "cp": "4", "tp": "1", "heads": "32", "kv_heads": "8", "seq_len": "131072"}
     sent = {}
     for stack in ("torchtitan-2024", "torchtitan"):
-        setup = setup_of(asked(**cells, stack=stack))
+        setup = setup_of(config(**cells, stack=stack))
         shape = Shape(1, 131_072, "bf16", device="cuda", cp=4, cp_method="all-gather", kernels=setup.workload.stack.kernels)
         ops = block_work(setup.workload.model, 0, shape)
         sent[stack] = [one.num_bytes for op in ops for one in op.collectives if one.axis == "cp"]
@@ -187,7 +189,7 @@ def test_gpt_oss_has_its_biases_and_sinks_in_rows_too():
     cells = {"model": "GPT-OSS-120B", "experts": "128", "topk": "4", "expert_ffn": "2880", "hidden": "2880", "heads": "64"}
     cells |= {"kv_heads": "8", "head_dim": "64", "layers": "36", "vocab": "201088", "attn_kind": "gqa-swa"}
     cells |= {"n_gpus": "64", "dp": "64", "tp": "1", "pp": "1", "global_batch": "64", "framework": "Megatron-Bridge"}
-    model = setup_of(asked(**cells)).workload.model
+    model = setup_of(config(**cells)).workload.model
     assert model.attention_sinks and model.mlp_bias and model.qkv_bias and model.hidden_act == "swigluoai"
-    other = setup_of(asked(**{**cells, "model": "Qwen3-30B"})).workload.model
+    other = setup_of(config(**{**cells, "model": "Qwen3-30B"})).workload.model
     assert not other.attention_sinks and not other.mlp_bias

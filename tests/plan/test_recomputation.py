@@ -6,14 +6,14 @@ from ultrascale.plan.columns.block_memory import block_memory
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.time.blocks import price_blocks
 from ultrascale.plan.time.price import predict
-from ultrascale.plan.view.recomputation import recomputation_statement, ways_to_recompute
+from ultrascale.plan.view.recomputation import recomputation_statement, recompute_tradeoffs
 from ultrascale.plan.workload import Workload
 from ultrascale.work.work import Shape
 
 
 def test_selective_recomputation_of_experts_saves_less_than_full_and_costs_less():
     mixtral = Workload(PRESETS["mixtral-8x7b"], parse_cluster("64xh100"), 4096, 256)
-    selective, full = ways_to_recompute(mixtral, Layout(dp=64, ep=8, zero_stage=2, precision="bf16"))
+    selective, full = recompute_tradeoffs(mixtral, Layout(dp=64, ep=8, zero_stage=2, precision="bf16"))
     assert 0 < selective.saved_bytes < full.saved_bytes
     assert 0 < selective.added_seconds < full.added_seconds < 0.4 * full.step_seconds
 
@@ -21,7 +21,7 @@ def test_selective_recomputation_of_experts_saves_less_than_full_and_costs_less(
 def test_recomputing_the_core_of_fused_attention_saves_nothing_today():
     dense = Workload(PRESETS["llama-3-8b"], parse_cluster("64xh100"), 8192, 256, STACKS["megatron"])
     layout = Layout(dp=16, tp=4, zero_stage=1, precision="bf16")
-    selective, _ = ways_to_recompute(dense, layout)
+    selective, _ = recompute_tradeoffs(dense, layout)
     assert selective.saved_bytes < 0.01 * 80e9
     assert "attention's core again) saves next to nothing" in recomputation_statement(dense, layout)
 

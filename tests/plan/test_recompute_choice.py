@@ -21,7 +21,7 @@ from ultrascale.description.run import Batch, Data, Run
 from ultrascale.plan.columns.footprint import MARGIN
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.report import RunPlan, plan_run
-from ultrascale.plan.search.recompute_choice import Way, choose, frontier, ways_of_block, with_recomputation
+from ultrascale.plan.search.recompute_choice import RecomputeOption, choose, frontier, recompute_options, with_recomputation
 from ultrascale.plan.search.space import legal_layouts
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
@@ -39,7 +39,7 @@ ASKED = Layout(dp=8, zero_stage=3, precision="bf16", micro_batch_size=2, recompu
     budget=st.integers(0, 200),
 )
 def test_no_choice_of_all_there_are_is_faster_within_a_budget(blocks: list[list[tuple[int, int]]], budget: int) -> None:
-    ways = [[Way(str(i), kept, seconds) for i, (kept, seconds) in enumerate(block)] for block in blocks]
+    ways = [[RecomputeOption(str(i), kept, seconds) for i, (kept, seconds) in enumerate(block)] for block in blocks]
     every = [(sum(w.kept_bytes for w in some), sum(w.seconds for w in some)) for some in product(*ways)]
     best = min((seconds for kept, seconds in every if kept <= budget), default=None)
     found = frontier(ways, [1] * len(ways))
@@ -48,7 +48,7 @@ def test_no_choice_of_all_there_are_is_faster_within_a_budget(blocks: list[list[
 
 
 def test_a_choice_keeps_and_costs_what_its_blocks_do() -> None:
-    ways = ways_of_block(LLAMA, 0, Shape(2, 8192, "bf16", device="cuda"))
+    ways = recompute_options(LLAMA, 0, Shape(2, 8192, "bf16", device="cuda"))
     found = frontier([ways] * 5, [3, 3, 2, 2, 1])
     by_mode = {way.mode: way for way in ways}
     for index in (0, len(found.seconds) // 2, len(found.seconds) - 1):
@@ -70,7 +70,7 @@ def test_time_never_rises_and_memory_never_falls_as_the_budget_grows() -> None:
 
 
 def test_without_limit_nothing_is_computed_again_and_with_the_least_budget_everything() -> None:
-    ways = ways_of_block(LLAMA, 0, Shape(2, 8192, "bf16", device="cuda"))
+    ways = recompute_options(LLAMA, 0, Shape(2, 8192, "bf16", device="cuda"))
     assert choose(LLAMA, ASKED).recompute_blocks == ("none x 32",)
     least = 32 * ways[-1].kept_bytes
     assert choose(LLAMA, replace(ASKED, recompute_budget=least)).recompute_blocks == ("full x 32",)
@@ -91,7 +91,7 @@ def test_what_is_chosen_for_a_device_fits_it_and_is_faster_than_any_plain_way_th
 def test_ranks_of_a_pipeline_that_keep_more_micro_batches_compute_more_again() -> None:
     run = Run(PRESETS["llama-3-8b"], layout=replace(ASKED, pp=4, dp=2, zero_stage=1), batch=Batch(8192, 64))
     modes = modes_of(with_recomputation(run, LLAMA.cluster).layout.recompute_blocks)
-    ways = {way.mode: way.seconds for way in ways_of_block(LLAMA, 0, Shape(2, 8192, "bf16", device="cuda"))}
+    ways = {way.mode: way.seconds for way in recompute_options(LLAMA, 0, Shape(2, 8192, "bf16", device="cuda"))}
     first, last = (sum(ways[mode] for mode in part) for part in (modes[:8], modes[-8:]))
     assert first > last
 
@@ -102,7 +102,7 @@ FAMILIES = ("llama-3-8b", "gpt2-xl", "smollm3-3b", "qwen3-30b-a3b", "deepseek-v2
 @lru_cache(maxsize=32)
 def layouts_of(name: str) -> LayoutTable:
     model = replace(PRESETS[name], num_hidden_layers=8, num_experts=min(PRESETS[name].num_experts, 16))
-    return legal_layouts(Workload(model, parse_cluster("8xh100"), 4096, 16), asked={"recompute": ("none",)}).table
+    return legal_layouts(Workload(model, parse_cluster("8xh100"), 4096, 16), constraints={"recompute": ("none",)}).table
 
 
 @st.composite
@@ -141,7 +141,7 @@ def test_what_is_chosen_is_what_a_plan_calls_fitting_and_no_plain_way_that_fits_
 
 def test_compiled_blocks_are_offered_what_the_compiler_can_tell_apart() -> None:
     shape = Shape(2, 8192, "bf16", device="cuda")
-    assert [way.mode for way in ways_of_block(LLAMA, 0, shape, compiled=True)] == ["none", "selective", "full"]
+    assert [way.mode for way in recompute_options(LLAMA, 0, shape, compiled=True)] == ["none", "selective", "full"]
 
 
 def test_equal_neighbours_are_told_together_and_read_back() -> None:

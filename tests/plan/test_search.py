@@ -12,7 +12,7 @@ import pytest
 from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.catalogue.stacks.stack_files import STACKS, changed_stack
-from ultrascale.config.rules.run_rules import cut_problems
+from ultrascale.config.rules.run_rules import parallelism_problems
 from ultrascale.description.layout import Layout, Precision
 from ultrascale.description.problems import SpecError
 from ultrascale.plan.intervals import out_of_memory_risk
@@ -60,13 +60,13 @@ def brute_force(workload: Workload) -> Iterator[Layout]:
                 dp=dp, tp=tp, pp=pp, virtual_stages=virtual, schedule=schedule, zero_stage=stage, micro_batch_size=size,  # type: ignore[arg-type]
                 recompute=again, precision="bf16", dp_shard=None if stage == 0 or shard == dp else shard,  # type: ignore[arg-type]
             )  # fmt: skip
-            if not one.problems() and not cut_problems(workload.model, one, sequence_length=workload.sequence_length):
+            if not one.problems() and not parallelism_problems(workload.model, one, sequence_length=workload.sequence_length):
                 yield one
 
 
 def test_the_space_is_every_layout_that_the_rules_allow() -> None:
     workload = small()
-    table = legal_layouts(workload, asked={"cp": (1,)}).table
+    table = legal_layouts(workload, constraints={"cp": (1,)}).table
     found = [table.layout(row) for row in range(len(table))]
     assert len(found) == len(set(found)) > 100
     assert set(found) == set(brute_force(workload))
@@ -81,7 +81,7 @@ def test_every_row_is_legal_and_uses_all_devices(model: str, stack: str) -> None
     assert (256 % (table.dp * table.micro_batch_size) == 0).all()
     for row in np.random.default_rng(0).choice(len(table), size=min(150, len(table)), replace=False):
         layout = table.layout(int(row))
-        assert not layout.problems() + cut_problems(workload.model, layout, sequence_length=workload.sequence_length)
+        assert not layout.problems() + parallelism_problems(workload.model, layout, sequence_length=workload.sequence_length)
 
 
 @pytest.mark.parametrize(
@@ -90,11 +90,11 @@ def test_every_row_is_legal_and_uses_all_devices(model: str, stack: str) -> None
 )
 def test_bounds_are_below_the_prices_and_pruning_changes_neither_ranking_nor_front(model: str, gpus: str, batch: int) -> None:
     workload = real(model, gpus, batch=batch)
-    space = legal_layouts(workload, asked={"cp": (1,), "expert_tp": (1,)})
+    space = legal_layouts(workload, constraints={"cp": (1,), "expert_tp": (1,)})
     everything = price(workload, space.table)
     for floor in memory_floors(workload, space.table):
         assert (floor <= everything.memory.allocated * (1 + 1e-9)).all()
-    plain, pruned = (price_all(workload, space, kept=20, prunes=prunes) for prunes in (False, True))
+    plain, pruned = (price_all(workload, space, num_ranked=20, prunes=prunes) for prunes in (False, True))
     assert plain.was_priced.all() and plain.fits.any()
     for kept in (plain, pruned):
         assert np.sort(kept.step_seconds[kept.fits])[:20] == pytest.approx(np.sort(plain.step_seconds[plain.fits])[:20])
@@ -125,7 +125,7 @@ def _front(seconds: np.ndarray, peak: np.ndarray) -> list[float]:
 def test_even_micro_batches_over_even_cp_are_slower_than_half_of_each(model: str, gpus: str) -> None:
     """What is left out of the space for it is neither faster nor smaller, whatever the rest of the layout."""
     workload = real(model, gpus, batch=256, length=4096)
-    searched, whole = (legal_layouts(workload, asked=asked).table for asked in ({}, {"cp": (2, 4, 8)}))
+    searched, whole = (legal_layouts(workload, constraints=asked).table for asked in ({}, {"cp": (2, 4, 8)}))
     assert set(searched.cp) == {1, 2, 4, 8} and set(searched.micro_batch_size[searched.cp > 1]) == {1}
     cut = np.flatnonzero((whole.micro_batch_size % 2 == 0) & ((whole.dp_shard == whole.dp) | (whole.zero_stage == 0)))
     left_out = whole.take(np.random.default_rng(0).choice(cut, size=min(2000, len(cut)), replace=False))
@@ -150,12 +150,12 @@ def test_shares_of_a_sequence_are_searched_down_to_a_few_hundred_tokens() -> Non
 
 def test_rings_of_ranks_that_swap_heads_are_searched_where_cp_leaves_the_node() -> None:
     """Of llama-3-8b's 32 heads and nodes of 8: as many ranks of a node swap as are left beside tp."""
-    table = legal_layouts(real("llama-3-8b", "32xh100", batch=64, length=65536), asked={"zero_stage": [1]}).table
+    table = legal_layouts(real("llama-3-8b", "32xh100", batch=64, length=65536), constraints={"zero_stage": [1]}).table
     both = [table.layout(row) for row in range(len(table)) if table.cp_heads[row] > 1]
     assert {(one.tp, one.cp, one.cp_heads) for one in both} == {
         (tp, cp, 8 // tp) for tp, cp in product((1, 2, 4), (4, 8, 16, 32)) if 8 < tp * cp <= 32
     }
-    inside = legal_layouts(real("llama-3-8b", "8xh100", batch=64, length=65536), asked={"cp_heads": [2], "cp": [8]}).table
+    inside = legal_layouts(real("llama-3-8b", "8xh100", batch=64, length=65536), constraints={"cp_heads": [2], "cp": [8]}).table
     assert set(inside.cp_heads.tolist()) == {2}
 
 
@@ -172,7 +172,7 @@ def test_only_our_trainer_cuts_sequences_into_odd_pieces() -> None:
 def test_bounds_drop_what_cannot_fit_and_what_cannot_matter() -> None:
     workload = real("llama-3-70b", "64xa100", batch=256)
     space = legal_layouts(workload)
-    pruned = price_all(workload, space, kept=20)
+    pruned = price_all(workload, space, num_ranked=20)
     capacity = workload.cluster.accelerator.memory_bytes.value
     assert pruned.too_large.sum() > 0.02 * len(space.table)
     assert (memory_floors(workload, space.table)[0][pruned.too_large] > capacity).all()
@@ -181,7 +181,9 @@ def test_bounds_drop_what_cannot_fit_and_what_cannot_matter() -> None:
 
 def test_a_wide_search_is_as_fast_as_a_narrow_one_where_pairs_of_passes_hide_what_no_formula_counts() -> None:
     workload = real("llama-3-70b", "256xh100", batch=512)
-    wide, narrow = (search(workload, asked=asked, shown=1).best for asked in ({}, {"pp": [2], "schedule": ["dualpipe-v"]}))
+    wide, narrow = (
+        search(workload, constraints=asked, shown=1).best for asked in ({}, {"pp": [2], "schedule": ["dualpipe-v"]})
+    )
     assert wide and narrow
     assert expected_seconds(wide) <= expected_seconds(narrow)
 
@@ -191,7 +193,7 @@ def test_a_pipeline_has_at_most_as_many_micro_batches_in_a_step_as_a_run_may() -
     counts = 2**23 // (table.dp * table.micro_batch_size)
     assert counts[table.pp > 1].max() == 2**16
     with pytest.raises(SpecError, match="a pipeline has at most 65536 micro-batches in a step") as error:
-        search(real("llama-3-8b", "64xh100", batch=10**9), asked={"pp": (4,)})
+        search(real("llama-3-8b", "64xh100", batch=10**9), constraints={"pp": (4,)})
     assert "Give at most" in error.value.problems[0].remedy
 
 
@@ -218,7 +220,9 @@ def test_a_short_ranking_is_the_head_of_the_long_one_with_fewer_replays(model: s
     workload = real(model, gpus, batch=batch)
     short, long = search(workload, shown=3), search(workload)
     assert [replayed(one) for one in distinct(short.ranked)[:3]] == [replayed(one) for one in distinct(long.ranked)[:3]]
-    assert [replayed(one) for one in distinct(short.further)[:10]] == [replayed(one) for one in distinct(long.ranked)[:10]]
+    assert [replayed(one) for one in distinct(short.fully_replayed)[:10]] == [
+        replayed(one) for one in distinct(long.ranked)[:10]
+    ]
 
 
 def test_a_short_ranking_replays_also_what_a_smaller_risk_would_bring_to_its_head(monkeypatch) -> None:
@@ -237,7 +241,7 @@ def replayed(one: Prediction) -> tuple[Layout, float, float]:
 
 def test_what_is_asked_for_is_kept() -> None:
     asked = {"tp": (2, 4), "zero_stage": (1,), "recompute": ("full",), "dp_shard": (None,)}
-    table = legal_layouts(real("llama-3-8b", "64xh100", batch=256), asked=asked).table
+    table = legal_layouts(real("llama-3-8b", "64xh100", batch=256), constraints=asked).table
     assert set(table.tp) == {2, 4} and set(table.zero_stage) == {1} and set(table.recompute) == {2}
     assert (table.dp_shard == table.dp).all()
 
@@ -248,11 +252,11 @@ def test_what_is_asked_for_is_kept() -> None:
 )
 def test_products_of_tp_beside_their_messages_are_searched_where_asked_for(asked: dict, base: bool, found: set) -> None:
     workload = small("16xh100", stack="ultrascale")
-    space = legal_layouts(workload, base=Layout(precision="bf16", tp_overlap=base), asked={"tp": (1, 4, 16), **asked})
+    space = legal_layouts(workload, base=Layout(precision="bf16", tp_overlap=base), constraints={"tp": (1, 4, 16), **asked})
     table = space.table
     assert {bool(one) for one in table.tp_overlap[table.tp == 4]} == found
     assert not table.tp_overlap[table.tp != 4].any()  # nothing reads it, or tp leaves the node
-    best = search(workload, base=Layout(precision="bf16"), asked={"tp": (4,), "tp_overlap": (False, True)}).best
+    best = search(workload, base=Layout(precision="bf16"), constraints={"tp": (4,), "tp_overlap": (False, True)}).best
     assert best is not None and best.layout.tp_overlap
     seconds = price(workload, LayoutTable.of([best.layout, replace(best.layout, tp_overlap=False)])).step_seconds
     assert seconds[0] < seconds[1]
@@ -262,14 +266,14 @@ def test_tensor_parallelism_across_nodes_must_be_asked_for() -> None:
     workload = real("llama-3-8b", "64xh100", batch=256)
     assert max(legal_layouts(workload).table.tp) == 8
     assert any("leaves the node" in one.reason for one in legal_layouts(workload).refused)
-    assert set(legal_layouts(workload, asked={"tp": (16,)}).table.tp) == {16}
+    assert set(legal_layouts(workload, constraints={"tp": (16,)}).table.tp) == {16}
 
 
 def test_tensor_parallelism_leaves_the_node_where_nothing_else_fits() -> None:
     workload = real("llama-3-70b", "64xa100-40", batch=8, stack="megatron")
     asked = {"pp": (1,), "cp": (1,)}
-    inside = search(workload, asked={**asked, "tp": (8,)})
-    found = search(workload, asked=asked)
+    inside = search(workload, constraints={**asked, "tp": (8,)})
+    found = search(workload, constraints=asked)
     assert inside.best is None and found.best is not None and found.best.layout.tp > 8
 
 
@@ -284,7 +288,7 @@ def test_tensor_parallelism_leaves_the_node_where_nothing_else_fits() -> None:
 )
 def test_what_cannot_be_is_told_with_the_nearest_that_can(asked: dict, said: str, remedy: str) -> None:
     with pytest.raises(SpecError) as error:
-        search(real("llama-3-8b", "64xh100", batch=96), asked=asked)
+        search(real("llama-3-8b", "64xh100", batch=96), constraints=asked)
     (problem,) = error.value.problems
     assert said in problem.rule and remedy in problem.remedy
 
@@ -315,10 +319,10 @@ def test_a_model_that_fits_nowhere_names_what_needs_least_and_the_cluster_that_w
 def test_added_gpus_bring_less_and_less() -> None:
     workload = real("llama-3-8b", "16xh100", batch=128)
     assert counts(workload.cluster) == [2, 4, 8, 16, 32, 64, 128]
-    found = scaling(workload, asked={"cp": (1,)})
+    found = scaling(workload, constraints={"cp": (1,)})
     speeds = [one.best.tokens_per_second for one in found if one.best]
     assert speeds == sorted(speeds)
-    brings = [one.brings for one in found if one.brings is not None]
+    brings = [one.marginal_efficiency for one in found if one.marginal_efficiency is not None]
     assert all(0 < share <= 1.5 for share in brings)  # above 1 where the state had to be cut most
     most = most_that_pay(found)
     assert most is not None and most.best is not None and most.num_gpus >= 16

@@ -9,11 +9,11 @@ import pytest
 from ultrascale.description.architecture.model import Model
 from ultrascale.plan.time.stage_cut import cannot_run, layers_by_share, ranks_by_share
 from ultrascale.validation.predict import predict_rows
-from ultrascale.validation.rows import Asked
+from ultrascale.validation.rows import RunConfig
 
 ONE_B = Model(131072, 2048, 8192, 16, 32, 32, 64, 4096, name="1B")
 """The playbook's: its head costs four blocks."""
-SCANNED = Asked(model="1B", nodes=4, gpus_per_node=8, framework="nanotron", gpu="H100", is_playbook=True, zero_stage="1",
+SCANNED = RunConfig(model="1B", nodes=4, gpus_per_node=8, framework="nanotron", gpu="H100", is_playbook=True, zero_stage="1",
                 global_batch=256, precision="bf16", year=2025, tp=1)  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.plan.memory import replay as memory
 from ultrascale.plan.memory.replay import MemoryPlan, plan_fullest_rank, plan_memory
-from ultrascale.plan.memory.stage_player import BookedPasses
+from ultrascale.plan.memory.stage_player import RecordedPasses
 
 MODELS = ("tiny-llama", "tiny-qwen3", "tiny-mixtral", "tiny-deepseek-v3", "tiny-gpt2", "tiny-olmo2")
 SCHEDULES = {"afab": 1, "1f1b": 1, "interleaved": 2, "breadth-first": 2, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2}
@@ -49,7 +49,7 @@ def test_what_is_played_is_what_is_replayed(drawn: tuple[Model, Layout, dict[str
     model, layout, asked = drawn
     if layout.num_stages > model.num_hidden_layers:
         return
-    passes = BookedPasses({}, {})  # what ranks before have written down
+    passes = RecordedPasses({}, {})  # what ranks before have written down
     for rank in range(0, layout.world_size, layout.world_size // layout.pp):
         plan = partial(plan_memory, model, layout, rank=rank, **asked)
         with_player = plan(passes=passes)

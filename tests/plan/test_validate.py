@@ -21,7 +21,7 @@ from ultrascale.validation.cells.models import UnrepresentableError
 from ultrascale.validation.cells.networks import cluster_of
 from ultrascale.validation.cells.programs import Tuning, program_of_row
 from ultrascale.validation.predict import COLUMNS, RowPrediction, predict_rows
-from ultrascale.validation.rows import Asked, Measured, MeasuredRow, misspelt_columns, read_rows
+from ultrascale.validation.rows import MeasuredRow, RunConfig, RunResult, misspelt_columns, read_rows
 from ultrascale.validation.scores import kendall_tau, score
 from ultrascale.validation.setups import setup_of
 
@@ -51,12 +51,12 @@ def write(path: Path, *rows: dict[str, str]) -> Path:
     return path
 
 
-def asked(**cells: str) -> Asked:
+def config(**cells: str) -> RunConfig:
     """The columns of LLAMA with some replaced, as `read_rows` would read them."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        return read_rows(write(Path(folder) / "rows.csv", LLAMA | cells))[0].asked
+        return read_rows(write(Path(folder) / "rows.csv", LLAMA | cells))[0].config
 
 
 def test_blank_results_give_the_same_predictions(tmp_path: Path):
@@ -69,13 +69,13 @@ def test_blank_results_give_the_same_predictions(tmp_path: Path):
 
 def test_blank_results_of_the_playbook_give_the_same_predictions(tmp_path: Path):
     empty = PLAYBOOK | dict.fromkeys(("n_obs", "status", "mfu_pct", "tok_s_gpu", "mem_gb"), "")
-    rows = [read_rows(write(tmp_path / "rows.csv", row))[0].asked for row in (PLAYBOOK, empty)]
+    rows = [read_rows(write(tmp_path / "rows.csv", row))[0].config for row in (PLAYBOOK, empty)]
     assert rows[0] == rows[1]
     assert predict_rows(rows[:1]) == predict_rows(rows[1:])
 
 
 def test_no_column_is_both_asked_and_measured():
-    assert not {field.name for field in fields(Asked)} & {field.name for field in fields(Measured)}
+    assert not {field.name for field in fields(RunConfig)} & {field.name for field in fields(RunResult)}
 
 
 def test_the_file_of_predictions_has_its_columns_and_numbers_that_agree(tmp_path: Path):
@@ -95,7 +95,7 @@ def test_the_file_of_predictions_has_its_columns_and_numbers_that_agree(tmp_path
 
 
 def test_a_step_of_llama_3_8b_on_eight_h100_with_96_gb_is_within_torchtitans_published_ones():
-    eight = asked(gpu="H100-96GB-HBM2e-500W", n_gpus="8", dp="8", global_batch="8", compile="0")
+    eight = config(gpu="H100-96GB-HBM2e-500W", n_gpus="8", dp="8", global_batch="8", compile="0")
     prediction = predict_rows([eight])[0]
     assert prediction.step_seconds is not None
     assert 1.0 < prediction.step_seconds < 1.6  # its commit log has 1.11 to 1.46 s for this shape, by the release
@@ -115,7 +115,7 @@ def test_text_in_a_result_is_told_by_the_columns_own_name(tmp_path: Path):
 
 
 def test_whole_numbers_written_as_floats_are_read():
-    floats, plain = asked(kv_heads="8.0", n_gpus="64.0", sp="0.0", zero_stage="3.0"), asked()
+    floats, plain = config(kv_heads="8.0", n_gpus="64.0", sp="0.0", zero_stage="3.0"), config()
     assert replace(floats, zero_stage="3") == plain
     assert setup_of(floats).layouts == setup_of(plain).layouts
 
@@ -152,7 +152,7 @@ def test_a_column_that_is_nearly_called_like_a_missing_one_is_told(tmp_path: Pat
 
 def test_dimensions_come_from_the_name_where_they_are_blank():
     names = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "gated_mlp", "tied_embeddings")
-    model = setup_of(asked(**dict.fromkeys(names, ""))).workload.model
+    model = setup_of(config(**dict.fromkeys(names, ""))).workload.model
     known = preset("llama-3-8b")
     assert [getattr(model, name) for name in ("num_hidden_layers", "hidden_size", "num_key_value_heads", "vocab_size")] == [
         known.num_hidden_layers, known.hidden_size, known.num_key_value_heads, known.vocab_size,
@@ -161,20 +161,20 @@ def test_dimensions_come_from_the_name_where_they_are_blank():
 
 def test_blank_heads_and_widths_are_inferred_and_said():
     names = dict.fromkeys(("heads", "kv_heads", "ffn_hidden", "vocab", "gated_mlp", "tied_embeddings"), "")
-    setup = setup_of(asked(model="GPT-x", hidden="5120", **names))
+    setup = setup_of(config(model="GPT-x", hidden="5120", **names))
     assert (setup.workload.model.num_attention_heads, setup.workload.model.intermediate_size) == (40, 20480)
     assert {"heads = 40", "ffn_hidden = 20480", "vocab = 50304"} <= set(setup.assumed)
 
 
 def test_a_blank_micro_batch_is_open_over_powers_of_two():
-    setup = setup_of(asked(micro_batch="", grad_accum="", global_batch="512"))
+    setup = setup_of(config(micro_batch="", grad_accum="", global_batch="512"))
     assert [layout.micro_batch_size for layout in setup.layouts] == [1, 2, 4, 8]
     assert setup.open_cells == ("micro_batch",)
-    assert "micro_batch is open" in predict_rows([asked(micro_batch="", grad_accum="", global_batch="512")])[0].reason
+    assert "micro_batch is open" in predict_rows([config(micro_batch="", grad_accum="", global_batch="512")])[0].reason
 
 
 def test_a_blank_micro_batch_follows_from_batch_and_accumulation():
-    setup = setup_of(asked(micro_batch="", global_batch="512", grad_accum="2"))
+    setup = setup_of(config(micro_batch="", global_batch="512", grad_accum="2"))
     assert [layout.micro_batch_size for layout in setup.layouts] == [4]
 
 
@@ -193,23 +193,23 @@ def test_a_blank_micro_batch_follows_from_batch_and_accumulation():
 )
 def test_rows_that_cannot_be_described_say_why_and_are_kept(cells: dict[str, str], reason: str):
     with pytest.raises(UnrepresentableError, match=reason):
-        setup_of(asked(**cells))
-    predictions = predict_rows([asked(), asked(**cells)])
+        setup_of(config(**cells))
+    predictions = predict_rows([config(), config(**cells)])
     assert predictions[1].step_seconds is None and reason in predictions[1].reason
 
 
 def test_more_stages_than_layers_are_predicted_not_to_run():
-    prediction = predict_rows([asked(pp="64", dp="1", n_gpus="64")])[0]
+    prediction = predict_rows([config(pp="64", dp="1", n_gpus="64")])[0]
     assert prediction.fits is False and prediction.step_seconds is None
 
 
 def test_blank_cells_follow_from_the_others_and_are_said():
-    setup = setup_of(asked(tp="", pp="", dp="4", seq_len="", gpu=""))
+    setup = setup_of(config(tp="", pp="", dp="4", seq_len="", gpu=""))
     layout = setup.layouts[0]
     assert (layout.dp, layout.tp, layout.cp, layout.pp) == (4, 8, 1, 2)
     assert setup.workload.sequence_length == 4096
     assert {"tp = 8, cp = 1, pp = 2, from n_gpus / dp", "seq_len = 4096", "h100-sxm, as most"} <= set(setup.assumed)
-    assert setup_of(asked(n_gpus="", dp="", global_batch="128", grad_accum="2")).layouts[0].dp == 64
+    assert setup_of(config(n_gpus="", dp="", global_batch="128", grad_accum="2")).layouts[0].dp == 64
 
 
 @pytest.mark.parametrize(
@@ -234,14 +234,14 @@ def test_blank_cells_follow_from_the_others_and_are_said():
     ],
 )  # fmt: skip
 def test_networks_are_read_from_text(text: str, gbytes: float, cards: int | None, kind: str):
-    node = cluster_of(asked(interconnect=text), 64)[0].node
+    node = cluster_of(config(interconnect=text), 64)[0].node
     assert node.inter_link is not None
     assert node.inter_link.bytes_per_second.value == pytest.approx(gbytes * 1e9)
     assert (node.num_network_cards, network_kind(node.inter_link).name) == (cards, kind)
 
 
 def test_a_rate_of_a_card_is_times_the_cards_that_such_machines_have():
-    node = cluster_of(asked(gpu="A100-40GB", machine="aws-p4d", interconnect="InfiniBand 100 Gb/s per card"), 64)[0].node
+    node = cluster_of(config(gpu="A100-40GB", machine="aws-p4d", interconnect="InfiniBand 100 Gb/s per card"), 64)[0].node
     assert node.inter_link is not None and node.inter_link.bytes_per_second.value == 4 * 12.5e9
 
 
@@ -251,7 +251,7 @@ def test_a_rate_of_a_card_is_times_the_cards_that_such_machines_have():
      ("busbw 460 GB/s", 460, 460), ("achieved 92 GB/s; 4 x 200 Gb/s", 100, 92)],
 )  # fmt: skip
 def test_a_measured_bus_rate_is_what_is_reached_and_not_derated_again(text: str, nominal: float, reached: float):
-    cluster = cluster_of(asked(interconnect=text), 64)[0]
+    cluster = cluster_of(config(interconnect=text), 64)[0]
     link = cluster.node.inter_link
     assert link is not None and link.bytes_per_second.value == nominal * 1e9
     assert fabric_of(cluster).node_bytes_per_second == reached * 1e9
@@ -259,25 +259,25 @@ def test_a_measured_bus_rate_is_what_is_reached_and_not_derated_again(text: str,
 
 def test_a_bus_rate_measured_inside_a_node_is_what_its_large_collectives_reach():
     usual, measured = (
-        cluster_of(asked(interconnect=text), 8)[0].node.intra_link for text in ("", "NVLink in node measured busbw 357 GB/s")
+        cluster_of(config(interconnect=text), 8)[0].node.intra_link for text in ("", "NVLink in node measured busbw 357 GB/s")
     )
     assert usual is not None and measured is not None and measured.name == usual.name
     assert measured.bytes_per_second.value == pytest.approx(usual.bytes_per_second.value)
 
 
 def test_a_row_may_name_its_machine_and_its_kind_of_network():
-    cluster, assumed = cluster_of(asked(machine="gcp-a3-mega", network="RoCE"), 64)
+    cluster, assumed = cluster_of(config(machine="gcp-a3-mega", network="RoCE"), 64)
     assert cluster.node.name == "gcp-a3-mega" and cluster.node.inter_link is not None
     assert network_kind(cluster.node.inter_link).name == "RoCE"
     assert assumed == ("network: RoCE",)
-    assert cluster_of(asked(gpu="", machine="gb200-nvl72"), 256)[0].node.num_accelerators == 64
+    assert cluster_of(config(gpu="", machine="gb200-nvl72"), 256)[0].node.num_accelerators == 64
     for cells, reason in (
         ({"machine": "aws-p9"}, "machine 'aws-p9' is not in the catalogue"),
         ({"machine": "aws-p4d"}, "machine aws-p4d has a100-40, gpu says h100-sxm"),
         ({"network": "pigeons"}, "network 'pigeons' is none of EFA v2 under load, EFA v2, EFA,"),
     ):
         with pytest.raises(UnrepresentableError, match=reason):
-            cluster_of(asked(**cells), 64)
+            cluster_of(config(**cells), 64)
 
 
 @pytest.mark.parametrize(
@@ -299,10 +299,10 @@ def test_accelerators_are_found_in_the_words_of_tables(text: str, name: str | No
 
 
 def test_the_playbook_s_scan_ran_on_a_network_of_efa(tmp_path: Path):
-    scan = read_rows(write(tmp_path / "rows.csv", PLAYBOOK))[0].asked
-    older = asked(source_key="hf-bench-cluster", framework="nanotron", gpu="H100-80GB", interconnect="")
+    scan = read_rows(write(tmp_path / "rows.csv", PLAYBOOK))[0].config
+    older = config(source_key="hf-bench-cluster", framework="nanotron", gpu="H100-80GB", interconnect="")
     names = []
-    for row in (scan, older, asked(interconnect="", gpu="H100-80GB")):
+    for row in (scan, older, config(interconnect="", gpu="H100-80GB")):
         link = setup_of(row).workload.cluster.node.inter_link
         assert link is not None
         names.append(link.name.split()[0])
@@ -310,18 +310,18 @@ def test_the_playbook_s_scan_ran_on_a_network_of_efa(tmp_path: Path):
 
 
 def test_jax_programs_attend_with_cudnn():
-    assert program_of_row(asked(framework="MaxText (JAX/XLA)")).stacks[0].attention_kernel == "cudnn"
-    assert program_of_row(asked(framework="torchtitan")).stacks[0].attention_kernel == "flash-2"
+    assert program_of_row(config(framework="MaxText (JAX/XLA)")).stacks[0].attention_kernel == "cudnn"
+    assert program_of_row(config(framework="torchtitan")).stacks[0].attention_kernel == "flash-2"
 
 
 def test_links_inside_a_node_are_read_from_text():
-    cluster, _ = cluster_of(asked(interconnect="800 Gb/s per node inter-node; 150 GB/s intra-node (as configured)"), 64)
+    cluster, _ = cluster_of(config(interconnect="800 Gb/s per node inter-node; 150 GB/s intra-node (as configured)"), 64)
     assert cluster.node.intra_link is not None and cluster.node.intra_link.bytes_per_second.value == 150e9
 
 
 def test_what_a_source_states_fills_blank_cells_and_is_left_out_with_it():
     cells = {"attn_kind": "mla0", "kv_heads": "32", "experts": "64", "topk": "6", "expert_ffn": "1408", "framework": "NeMo"}
-    known, other = asked(**cells, source_key="megatron-bridge"), asked(**cells)
+    known, other = config(**cells, source_key="megatron-bridge"), config(**cells)
     assert setup_of(known).workload.stack.optimizer == "adamw-bf16"
     assert any("stack.optimizer = adamw-bf16" in text for text in setup_of(known).assumed)
     without = Tuning(without=frozenset(("megatron-bridge",)))
@@ -331,7 +331,7 @@ def test_what_a_source_states_fills_blank_cells_and_is_left_out_with_it():
 
 
 def test_a_stack_that_one_source_alone_judges_is_left_out_with_it():
-    row = asked(framework="Aleph Alpha Scaling (AA-Scaling)", source_key="aleph-alpha-want", tp="2", dp="32")
+    row = config(framework="Aleph Alpha Scaling (AA-Scaling)", source_key="aleph-alpha-want", tp="2", dp="32")
     assert setup_of(row).workload.stack.name == "aleph-alpha"
     assert setup_of(row, Tuning(without=frozenset(("aleph-alpha-want",)))).workload.stack.name == "eager"
 
@@ -339,7 +339,7 @@ def test_a_stack_that_one_source_alone_judges_is_left_out_with_it():
 def test_settings_are_columns(tmp_path: Path):
     moe = LLAMA | {"experts": "64", "topk": "6", "expert_ffn": "1408", "ep": "8", "stack": "megatron"}
     rows = [moe, moe | {"stack.dispatcher": "deepep", "stack.cuda_graphs": "1"}, moe | {"stack.dispatcher": "pigeons"}]
-    found = predict_rows([row.asked for row in read_rows(write(tmp_path / "rows.csv", *rows))])
+    found = predict_rows([row.config for row in read_rows(write(tmp_path / "rows.csv", *rows))])
     assert found[0].step_seconds and found[1].step_seconds and found[1].step_seconds < found[0].step_seconds
     assert found[2].step_seconds is None and "stack.dispatcher must be one of alltoall, deepep, hybridep" in found[2].reason
     with pytest.raises(SpecError, match=r"stack\.speed, which is no setting"):
@@ -348,9 +348,9 @@ def test_settings_are_columns(tmp_path: Path):
 
 def test_settings_that_differ_between_runs_are_open_unless_a_cell_states_them():
     moe = {"experts": "64", "topk": "6", "expert_ffn": "1408", "ep": "8", "framework": "Megatron-Bridge", "zero_stage": "1"}
-    one = predict_rows([asked(**moe)])[0]
+    one = predict_rows([config(**moe)])[0]
     assert "dispatcher is open: deepep is the fastest that fits" in one.reason
-    told = replace(asked(**moe), settings=(("dispatcher", "alltoall"),))
+    told = replace(config(**moe), settings=(("dispatcher", "alltoall"),))
     other = predict_rows([told])[0]
     assert "dispatcher is open" not in other.reason and other.step_seconds and one.step_seconds
     assert other.step_seconds > one.step_seconds and one.high and one.high > other.step_seconds
@@ -360,21 +360,21 @@ def test_settings_that_differ_between_runs_are_open_unless_a_cell_states_them():
 def test_a_device_said_to_be_power_limited_is_priced_slower(seq_len):
     """Attention, which is most of a step of long sequences, as much as products."""
     gpus = ("B200", "B200-180GB-SXM (power limited)")
-    plain, limited = predict_rows([asked(gpu=gpu, seq_len=seq_len) for gpu in gpus])
+    plain, limited = predict_rows([config(gpu=gpu, seq_len=seq_len) for gpu in gpus])
     assert plain.step_seconds is not None and limited.step_seconds is not None
     assert limited.step_seconds == pytest.approx(plain.step_seconds * 0.75**-CONSTANTS.power_exponent, rel=0.04)
     assert "three quarters of its power" in limited.reason and "power" not in plain.reason
 
 
 def test_hybrid_sharding_is_read():
-    layout = setup_of(asked(zero_stage="hsdp8")).layouts[0]
+    layout = setup_of(config(zero_stage="hsdp8")).layouts[0]
     assert (layout.zero_stage, layout.dp_shard) == (3, 8)
 
 
 def test_experts_ride_on_data_parallelism_and_an_axis_of_their_own_is_told():
     moe = {"experts": "8", "topk": "2", "expert_ffn": "14336", "ep": "8"}
-    assert setup_of(asked(**moe)).layouts[0].ep == 8
-    apart = setup_of(asked(**moe, dp="8"))
+    assert setup_of(config(**moe)).layouts[0].ep == 8
+    apart = setup_of(config(**moe, dp="8"))
     assert apart.layouts[0].dp == 64 and any("axis of its own" in text for text in apart.assumed)
 
 
@@ -386,8 +386,8 @@ def test_experts_ride_on_data_parallelism_and_an_axis_of_their_own_is_told():
 )  # fmt: skip
 def test_the_playbooks_models_cost_the_flops_its_mfu_implies(tmp_path: Path, name: str, pp: str, zero: str, gflops: float):
     cells = PLAYBOOK | {"model": name, "pp": pp, "zero": zero, "nodes": "16", "dp": str(128 // int(pp)), "mbs": "1", "ga": ""}
-    setup = setup_of(read_rows(write(tmp_path / "rows.csv", cells))[0].asked)
-    flops = flops_per_token(setup.workload.model, setup.workload.sequence_length, setup.asked.flops_def)
+    setup = setup_of(read_rows(write(tmp_path / "rows.csv", cells))[0].config)
+    flops = flops_per_token(setup.workload.model, setup.workload.sequence_length, setup.config.flops_def)
     assert flops / 1e9 == pytest.approx(gflops, rel=0.003)
 
 
@@ -412,8 +412,8 @@ def test_kendall_tau_is_one_for_the_same_order_and_minus_one_for_the_reverse():
 def made_up(identity: str, predicted: float, measured: float | None, *, fits: bool = True, outcome: str = "ok") -> tuple:
     """A row that measured a step of `measured` seconds, with a prediction of `predicted`."""
     row = MeasuredRow(
-        identity, 2, Asked(model="m", n_gpus=8, global_batch=8, seq_len=1, source_key="here"),
-        Measured(step_time_s=measured, reported="step_time", outcome=outcome, tier="A"),
+        identity, 2, RunConfig(model="m", n_gpus=8, global_batch=8, seq_len=1, source_key="here"),
+        RunResult(step_time_s=measured, reported="step_time", outcome=outcome, tier="A"),
     )  # fmt: skip
     one = RowPrediction(predicted, predicted * 0.9, predicted * 1.1, 1.0, 1.0, 0.4, 2**30, 2**31, fits, 0.5, "dense", "")
     return row, one
@@ -439,7 +439,7 @@ def test_errors_regret_and_verdicts_are_counted():
 def test_only_reported_quantities_are_scored(tmp_path: Path):
     row = LLAMA | RESULTS | {"reported": "tflops", "step_time_s": "99", "tflops_per_gpu": "350"}
     rows = read_rows(write(tmp_path / "rows.csv", row))
-    predictions = predict_rows([one.asked for one in rows])
+    predictions = predict_rows([one.config for one in rows])
     report = score(rows, predictions)
     assert not report.time["all"]
     assert predictions[0].flops_per_second_per_gpu is not None
@@ -448,14 +448,14 @@ def test_only_reported_quantities_are_scored(tmp_path: Path):
 
 def test_tier_c_is_listed_apart(tmp_path: Path):
     rows = read_rows(write(tmp_path / "rows.csv", LLAMA | RESULTS, LLAMA | RESULTS | {"tier": "C"}))
-    report = score(rows, predict_rows([row.asked for row in rows]))
+    report = score(rows, predict_rows([row.config for row in rows]))
     assert report.time["all"][0].count == 1 and report.time["tier C"][0].count == 1
 
 
 def test_allocator_peaks_meet_allocated_bytes_and_others_reserved_bytes(tmp_path: Path):
     kinds = ("max_allocated", "nvidia-smi")
     rows = read_rows(write(tmp_path / "rows.csv", *(LLAMA | RESULTS | {"mem_kind": kind} for kind in kinds)))
-    predictions = predict_rows([row.asked for row in rows])
+    predictions = predict_rows([row.config for row in rows])
     by_kind = {errors.group: errors.bias for errors in score(rows, predictions).memory}
     for kind, num_bytes in zip(kinds, (predictions[0].allocated_bytes, predictions[0].reserved_bytes), strict=True):
         assert num_bytes is not None

@@ -11,7 +11,7 @@ from tidy.sources import MODULES, PACKAGE, ROOT, parsed
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.description.schedules import SCHEDULE_ALIASES, SCHEDULES
-from ultrascale.plan.columns.rank_loads import Pipeline, enough_micro_batches, loads_of
+from ultrascale.plan.columns.rank_loads import PipelineShape, enough_micro_batches, loads_of
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.schedules.actions import Kind
 from ultrascale.schedules.build import build_schedule, stages_of_ranks
@@ -35,7 +35,7 @@ def test_facts_of_a_schedule_are_those_of_its_lists(one):
     assert one.splits_backward == halves
     assert [sorted(stages) for stages in one.stages_of_ranks(PP, PP * virtual_stages)] == held
     assert one.copies == sum(map(len, held)) / (PP * virtual_stages)
-    assert one.pairs == any(action.beside for row in schedule for action in row)
+    assert one.pairs == any(action.overlapped_with for row in schedule for action in row)
     ahead = [next(n for n, action in enumerate(row) if action.parts[-1].kind is not Kind.FORWARD) for row in schedule]
     assert one.forward_first == (min(ahead) == COUNT * virtual_stages)
 
@@ -49,7 +49,9 @@ def test_a_few_micro_batches_hold_as_much_as_many(one, pp):
         assert few == 1
         return
     one_each = (1,) * (pp * virtual_stages)
-    rows = [loads_of(Pipeline(one.name, pp, virtual_stages, count, one_each, (0,) * len(one_each), 1)) for count in (few, many)]
+    rows = [
+        loads_of(PipelineShape(one.name, pp, virtual_stages, count, one_each, (0,) * len(one_each), 1)) for count in (few, many)
+    ]
     assert few < many
     assert rows[0].rows.tolist() == rows[1].rows.tolist()
 
@@ -84,7 +86,7 @@ import pytest
 
 from ultrascale.description import schedules
 
-schedules.SCHEDULES["later"] = replace(schedules.SCHEDULES["zb-h1"], name="later", builder="later", words="later", aliases=())
+schedules.SCHEDULES["later"] = replace(schedules.SCHEDULES["zb-h1"], name="later", builder="later", pattern="later", aliases=())
 from ultrascale.schedules.kinds.zb_h1 import zb_h1
 
 order = sys.modules["ultrascale.schedules.kinds.later"] = ModuleType("later")

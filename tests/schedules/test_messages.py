@@ -10,7 +10,7 @@ from ultrascale.description.schedules import SCHEDULES
 from ultrascale.schedules.accumulate import accumulate
 from ultrascale.schedules.actions import Kind, backward, forward
 from ultrascale.schedules.build import build_schedule, stages_of_ranks
-from ultrascale.schedules.executable import wire
+from ultrascale.schedules.executable import dependencies_of
 from ultrascale.schedules.messages import messages, only_forward
 from ultrascale.schedules.sharded import sharded
 
@@ -35,7 +35,7 @@ def test_every_border_between_ranks_is_crossed_once_each_way_by_every_micro_batc
 def test_messages_are_sent_before_they_are_needed_and_leave_each_rank_in_order(name, pp, count):
     schedule = build_schedule(name, pp, count)
     starts = [sum(len(row) for row in schedule[:rank]) for rank in range(pp)]
-    wave_of = {number: index for index, wave in enumerate(wire(schedule).waves) for number in wave}
+    wave_of = {number: index for index, wave in enumerate(dependencies_of(schedule).waves) for number in wave}
     sent = messages(schedule)
     for message in sent:
         assert message.sender != message.receiver
@@ -48,9 +48,9 @@ def test_messages_are_sent_before_they_are_needed_and_leave_each_rank_in_order(n
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_forward_passes_alone_can_be_executed_and_are_all_there(name):
     rows = only_forward(build_schedule(name, 4, 6))
-    wire(rows)
+    dependencies_of(rows)
     passes = [action for row in rows for action in row]
-    assert {action.kind for action in passes} == {Kind.FORWARD} and all(action.beside is None for action in passes)
+    assert {action.kind for action in passes} == {Kind.FORWARD} and all(action.overlapped_with is None for action in passes)
     assert len(passes) == 6 * (8 if SCHEDULES[name].virtual_stages != 1 else 4)
 
 
@@ -64,8 +64,8 @@ def test_of_one_stage_the_collectives_are_those_of_accumulation(zero_stage):
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_gradients_are_reduced_when_they_are_complete_as_often_as_the_planner_counts(name, zero_stage):
     for row in build_schedule(name, 4, 8):
-        told = [part._replace(beside=None) for action in sharded(row, zero_stage) for part in action.parts]
-        bare = [part._replace(beside=None) for action in row for part in action.parts]
+        told = [part._replace(overlapped_with=None) for action in sharded(row, zero_stage) for part in action.parts]
+        bare = [part._replace(overlapped_with=None) for action in row for part in action.parts]
         assert [part._replace(reduce_gradients=False, sum_replicas=False, keep_parameters=False) for part in told] == bare
         for stage in {part.stage for part in told}:
             own = [part for part in told if part.stage == stage]

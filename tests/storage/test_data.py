@@ -20,14 +20,14 @@ from data.test_samples import arrow_of, mds_of, tar_of
 from s3_server import Answer, Proxy
 from train.small_runs import MODEL, curve, same, small_run, state, train_here
 
-from ultrascale.cli.terminal.stores import sent
+from ultrascale.cli.terminal.stores import uploaded
 from ultrascale.data import corpus as streamed
 from ultrascale.data.corpus import Corpus
 from ultrascale.data.files import DataError
 from ultrascale.data.loader import Loader
-from ultrascale.data.preparing import bring
+from ultrascale.data.preparing import fetch
 from ultrascale.data.preparing import prepare as preparation
-from ultrascale.data.preparing.bring import MARK, locked
+from ultrascale.data.preparing.fetch import MARK, locked
 from ultrascale.data.preparing.prepare import prepare
 from ultrascale.data.tokenizer import load_tokenizer, train_tokenizer
 from ultrascale.description.run import Data, Source
@@ -319,7 +319,7 @@ def test_markers_of_folders_are_no_text_and_stand_in_no_ones_way(server: str, ur
     place = url.removeprefix("s3://")
     for name in (f"{place}/", f"{place}/sub/", f"{place}/sub/deep/"):
         urlopen(Request(f"{server}/{name}", data=b"", method="PUT")).close()
-        with sent(Path(f"{url}/{name.removeprefix(place).strip('/')}".rstrip("/")), overwrite=False) as there:
+        with uploaded(Path(f"{url}/{name.removeprefix(place).strip('/')}".rstrip("/")), overwrite=False) as there:
             assert there.name == "export"
     for path, key in zip(sorted(texts.iterdir()), ("one.jsonl", "sub/deep/two.jsonl"), strict=True):
         open_store(url).write(key, path.read_bytes())
@@ -367,7 +367,7 @@ def test_bytes_that_are_brought_are_told(texts: Path):
 
 @pytest.mark.parametrize("place", ["hf://ada/none", "s3://bucket"])
 def test_a_place_that_holds_nothing_asked_for_is_told(texts: Path, monkeypatch: pytest.MonkeyPatch, place: str):
-    monkeypatch.setattr(bring, "open_store", lambda url: open_store(texts))
+    monkeypatch.setattr(fetch, "open_store", lambda url: open_store(texts))
     with pytest.raises(DataError, match=rf"^{place}: holds no file that is asked for \(--glob '\*\.none'\)\. Give another"):
         prepare(
             [place], output=texts.parent / "there", recipe=recipe(texts.parent / "tokenizer.json", glob="*.none"), workers=1

@@ -28,15 +28,15 @@ from ultrascale.checkpoint.disk.files import read_manifest
 from ultrascale.checkpoint.stored import (
     collect_leftovers,
     fetch,
-    found_in,
     prune_stored,
     publish,
     publish_stored,
+    stored_checkpoints,
     summarize_stored,
     upload_files,
 )
 from ultrascale.checkpoint.stored.index import NEWEST, Index, key_of
-from ultrascale.checkpoint.stored.publish import files_of, seen
+from ultrascale.checkpoint.stored.publish import files_of, published_version
 from ultrascale.failpoints import VARIABLE
 from ultrascale.storage import DamagedError, StorageError, Store, open_store, parts
 
@@ -100,7 +100,7 @@ def upload(store: Store, folder: Path, *, keep: int = 0) -> Index:
     """As a run does it: parts, index, removal of old ones, collection of leftovers."""
     manifest = checkpoint.verify(folder)
     files = upload_files(store, folder, files_of(manifest), resuming=True)
-    before, _ = seen(store, manifest.step)
+    before, _ = published_version(store, manifest.step)
     index = publish_stored(store, read_manifest(folder), files, before=before)
     prune_stored(store, manifest.step, keep=keep, keep_every_steps=None, verified=set())
     collect_leftovers(store, busy=(index.save_id,))
@@ -123,7 +123,7 @@ def write(store: Store, root: Path, *, keep: int = 0) -> int:
 def whole(store: Store, root: Path) -> int:
     """The version of the checkpoint that a reader with an empty disk gets; 0 if there is none. Fails if it is a mixture."""
     shutil.rmtree(root, ignore_errors=True)
-    for one in found_in(store):
+    for one in stored_checkpoints(store):
         try:
             if one.index is None:
                 raise CheckpointError(one.problem)
@@ -219,7 +219,7 @@ def killed_while_writing(place: str, tmp_path: Path, failpoint: str) -> None:
     folder = tmp_path / "disk" / f"step-{LAST:08d}"
     upload(store, folder if folder.exists() else save(tmp_path / "disk", LAST), keep=2)
     assert whole(store, tmp_path / "fresh") == LAST
-    named = {key for one in found_in(store) if one.index for key in one.index.part_keys()}
+    named = {key for one in stored_checkpoints(store) if one.index for key in one.index.part_keys()}
     assert {one.key for one in store.walk("checkpoints") if not one.key.endswith(".json")} == named, "something is left over"
 
 
@@ -322,7 +322,7 @@ def harmed(data: bytes, harm: str) -> bytes:
 def test_what_is_damaged_in_the_store_is_passed_over(url: str, tmp_path: Path, what: str):
     store = opened(url)
     assert write(store, tmp_path / "disk") == LAST
-    newest = found_in(store)[0].index
+    newest = stored_checkpoints(store)[0].index
     assert newest is not None
     target, harm = what.split()
     key = key_of(LAST) if target == "index" else newest.part_keys()[2]
@@ -436,7 +436,7 @@ def test_an_index_that_is_published_before_its_parts_is_caught(proxy: Proxy, pla
 def test_parts_that_are_not_checked_are_caught(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     store = opened(url)
     upload(store, save(tmp_path / "disk", 1))
-    index = found_in(store)[0].index
+    index = stored_checkpoints(store)[0].index
     assert index is not None
     key = index.part_keys()[2]
     store.write(key, harmed(store.read(key), "flipped"))
@@ -449,7 +449,7 @@ def test_removal_without_reading_the_newest_back_is_caught(url: str, tmp_path: P
     """The newest is damaged before older ones would go: with the reading back they stay, without it they are lost."""
     store = opened(url)
     assert write(store, tmp_path / "disk") == LAST
-    index = found_in(store)[0].index
+    index = stored_checkpoints(store)[0].index
     assert index is not None
     store.write(index.part_keys()[2], b"")
     with pytest.raises((CheckpointError, DamagedError)):

@@ -21,7 +21,7 @@ from train.small_runs import same, stop_at, train_here, train_ranks
 
 from ultrascale import checkpoint
 from ultrascale.checkpoint.disk.files import read_manifest
-from ultrascale.checkpoint.stored import found_in, publish_stored, upload_files
+from ultrascale.checkpoint.stored import publish_stored, stored_checkpoints, upload_files
 from ultrascale.checkpoint.stored.publish import files_of
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Optimizer
@@ -96,10 +96,10 @@ def test_the_hub_is_not_asked_for_more_files_in_a_folder_nor_lines_of_gitattribu
     hub_here.most_large = len(hub_here.large)
     store = branch(hub_url)
     assert write(store, tmp_path / "disk", keep=2) == LAST
-    assert max(len(found) for one in found_in(store) if one.index for found in one.index.files.values()) > 5
+    assert max(len(found) for one in stored_checkpoints(store) if one.index for found in one.index.files.values()) > 5
     assert whole(open_store(hub_url), tmp_path / "fresh") == LAST
     assert {one.key for one in store.walk("checkpoints") if not one.key.endswith(".json")} == {
-        key for one in found_in(open_store(hub_url)) if one.index for key in one.index.part_keys()
+        key for one in stored_checkpoints(open_store(hub_url)) if one.index for key in one.index.part_keys()
     }
 
 
@@ -203,7 +203,7 @@ def test_a_limit_that_lasts_is_told_at_once_and_the_next_save_brings_what_waited
     hub_here.refuse = {}
     upload(store, save(tmp_path / "disk", 3))
     assert whole(branch(hub_url), tmp_path / "fresh") == 3
-    named = {key for one in found_in(store) if one.index for key in one.index.part_keys()}
+    named = {key for one in stored_checkpoints(store) if one.index for key in one.index.part_keys()}
     assert {one.key for one in store.walk("checkpoints") if not one.key.endswith(".json")} == named, "something is left over"
 
 

@@ -30,7 +30,7 @@ from ultrascale import checkpoint
 from ultrascale.checkpoint import Slice, saving
 from ultrascale.checkpoint.disk.nodes import NodeDisks, shards_to_bring
 from ultrascale.checkpoint.listing import expect_readable, newest_listed, summarize
-from ultrascale.checkpoint.stored import fetch, found_in, saves_on, verify_stored
+from ultrascale.checkpoint.stored import fetch, saves_on, stored_checkpoints, verify_stored
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Faults, Run
@@ -185,7 +185,7 @@ def in_store(url: str) -> dict[str, Any]:
 
 def look(rendezvous: str, url: str) -> dict[str, Any]:
     store = open_store(f"{url}/small")
-    found = found_in(store)
+    found = stored_checkpoints(store)
     for one in found:
         assert one.index is not None, one.problem
         verify_stored(store, one.index)
@@ -206,7 +206,7 @@ def newest_in_store(url: str, folder: Path) -> dict[str, str]:
 
 def bring(rendezvous: str, url: str, folder: str) -> dict[str, str]:
     store = open_store(url)
-    index = found_in(store)[0].index
+    index = stored_checkpoints(store)[0].index
     assert index is not None
     return digests(checkpoint.load_full(fetch(store, index, Path(folder)))[0])
 
@@ -447,7 +447,7 @@ def test_a_start_that_cannot_upload_what_only_disks_have_ends_and_takes_nothing_
 
 def spoil_parts(rendezvous: str, url: str, step: int) -> None:
     store = open_store(f"{url}/small")
-    index = next(one.index for one in found_in(store) if one.step == step)
+    index = next(one.index for one in stored_checkpoints(store) if one.step == step)
     assert index is not None
     for key in index.part_keys():
         store.write(key, bytes(len(store.read(key))))

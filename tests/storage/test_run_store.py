@@ -13,7 +13,7 @@ from s3_server import Answer, Proxy
 from train.small_runs import curve, make_corpus, same, small_run, state, stop_at, train_here
 
 from ultrascale.checkpoint import CheckpointError
-from ultrascale.checkpoint.stored import found_in, verify_stored
+from ultrascale.checkpoint.stored import stored_checkpoints, verify_stored
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Run
 from ultrascale.storage import open_store
@@ -42,7 +42,7 @@ def stored_run(folder: Path, url: str, **checkpoint: Any) -> Run:
 def steps_in(url: str) -> list[int]:
     """Steps of the store's checkpoints, all of which verify."""
     store = open_store(f"{url}/small", to_write=True)
-    found = found_in(store)
+    found = stored_checkpoints(store)
     for one in found:
         assert one.index is not None, one.problem
         verify_stored(store, one.index)
@@ -107,7 +107,7 @@ def test_old_ones_are_removed_there_as_on_disk_and_nothing_is_left_over(tmp_path
     steps = steps_in(url)
     assert steps[0] == 12 and len(steps) == 2
     store = open_store(f"{url}/small")
-    named = {key for one in found_in(store) if one.index for key in one.index.part_keys()}
+    named = {key for one in stored_checkpoints(store) if one.index for key in one.index.part_keys()}
     assert {one.key for one in store.walk("checkpoints") if not one.key.endswith(".json")} == named
 
 

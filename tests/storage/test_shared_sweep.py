@@ -14,7 +14,7 @@ from ultrascale.config.resolve import to_toml
 from ultrascale.description.run import Batch
 from ultrascale.storage import open_store
 from ultrascale.sweep import measured as at_work
-from ultrascale.sweep.cells import Failure, Place
+from ultrascale.sweep.cells import CellPlace, Failure
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def words(tmp_path: Path) -> list[str]:
     return ["sweep", str(tmp_path / "run.toml"), "--layout.zero-stage", "0,3", "--steps", "1", "--warm", "1", "--json"]
 
 
-def failing(places: Iterable[Place], **_: object) -> None:
+def failing(places: Iterable[CellPlace], **_: object) -> None:
     for place in places:
         if place.failure is None:
             place.prepare()
@@ -52,7 +52,7 @@ def test_what_another_machine_measures_meanwhile_is_taken_when_its_turn_comes(
     store = str(tmp_path / "store")
     measure_cell, measured = at_work.measure_cell, []
 
-    def measure(place: Place, **options: int) -> None:
+    def measure(place: CellPlace, **options: int) -> None:
         measured.append(place.path.name)
         if len(measured) == 1:  # before the first is measured here, the other machine has measured both
             assert main([*words, "--out", str(tmp_path / "two"), "--store", store]) == 0

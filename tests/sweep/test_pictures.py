@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ultrascale.sweep import pictures
-from ultrascale.sweep.grid import Axis, Cell
+from ultrascale.sweep.grid import Axis, SweepCell
 
 pytest.importorskip("matplotlib")
 
@@ -26,7 +26,7 @@ def test_no_name_of_a_value_covers_another(rows, columns, tmp_path, monkeypatch)
     drawn: list[Any] = []
     monkeypatch.setattr(pictures, "save_figure", lambda figure, path: (drawn.append(figure), path)[1])
     axes = [Axis("layout.tp", tuple(rows)), Axis("cluster", tuple(columns))]
-    cells = [Cell({"layout.tp": row, "cluster": column}, None) for row in rows for column in columns]
+    cells = [SweepCell({"layout.tp": row, "cluster": column}, None) for row in rows for column in columns]
     here = SimpleNamespace(cell=cells[0])
     only: Any = SimpleNamespace(
         place=here,

@@ -19,9 +19,9 @@ from ultrascale.cli.main import main
 from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.description.run import Batch, Run
 from ultrascale.sweep import measured as at_work
-from ultrascale.sweep.cells import NEEDED, Failure, Place, place_of
-from ultrascale.sweep.grid import Axis, Cell
-from ultrascale.sweep.held import Measured, fastest_first, hold
+from ultrascale.sweep.cells import NEEDED, CellPlace, Failure, place_of
+from ultrascale.sweep.grid import Axis, SweepCell
+from ultrascale.sweep.held import MeasuredCell, fastest_first, plan_accuracy
 from ultrascale.sweep.measured import failure_of, measure_cell, measure_cells
 from ultrascale.sweep.pictures import best_by
 from ultrascale.sweep.rows import write_rows
@@ -55,7 +55,7 @@ def test_cells_are_measured_beside_the_plan_and_stay_measured(run, tmp_path, cap
     assert [Path(picture).name for picture in told["pictures"]] == ["speed.png", "memory.png"]
     assert all(Path(picture).stat().st_size > 10_000 for picture in told["pictures"])
     rows = read_rows(tmp_path / "results.csv")
-    assert [row.asked.zero_stage for row in rows] == ["0", "3"]
+    assert [row.config.zero_stage for row in rows] == ["0", "3"]
     assert all(row.measured.step_time_s and row.measured.peak_mem_gib for row in rows)
 
     monkeypatch.setattr(at_work, "measure_cell", lambda *_, **__: pytest.fail("measured twice"))
@@ -94,8 +94,8 @@ def test_mistakes_end_with_2_and_say_what_to_do(words, told, run, capfd):
     assert told in capfd.readouterr().err
 
 
-def _place(folder: Path, run: Run) -> Place:
-    return place_of(folder, Cell({ZERO.key: "0"}, run), [ZERO], steps=1, warm=1)
+def _place(folder: Path, run: Run) -> CellPlace:
+    return place_of(folder, SweepCell({ZERO.key: "0"}, run), [ZERO], steps=1, warm=1)
 
 
 def _instead(monkeypatch, program: str) -> None:
@@ -203,7 +203,7 @@ def test_a_cell_that_another_command_measures_is_left_to_it(run, tmp_path, monke
     """The process that measures holds the claim: also when the command that started it was killed."""
     place = _place(tmp_path, run)
     place.prepare()
-    told: list[Place] = []
+    told: list[CellPlace] = []
     with place.log_file.open("ab") as log:
         log.write(b"at work")
         log.flush()
@@ -243,7 +243,7 @@ def test_how_a_process_failed_is_read_off_what_it_printed():
     assert failure_of(1, listed).text == "cannot go on: text cannot be read -> Check it."
 
 
-def _measured(place: Place, seconds: float, planned: float | None, *, torch: str = "2.13.0") -> Measured:
+def _measured(place: CellPlace, seconds: float, planned: float | None, *, torch: str = "2.13.0") -> MeasuredCell:
     told = {
         "step_seconds": [seconds] * 3, "tokens_per_step": 100, "ranks": 1, "mfu": 0.5, "planned_step_seconds": planned,
         "planned_peak_bytes": 110, "measured_peak_bytes": 100, "planned_reserved_bytes": None, "measured_reserved_bytes": None,
@@ -251,7 +251,7 @@ def _measured(place: Place, seconds: float, planned: float | None, *, torch: str
     }  # fmt: skip
     place.prepare()
     place.result_file.write_text(json.dumps(told))
-    found = Measured.of(place)
+    found = MeasuredCell.of(place)
     assert found is not None
     return found
 
@@ -260,7 +260,7 @@ def test_the_plan_is_held_to_what_was_measured(run, tmp_path):
     """Planned to be fastest: the second, which is half as fast as the first."""
     place = _place(tmp_path, run)
     some = [_measured(place, 1.0, 2.0), _measured(place, 2.0, 1.0, torch="2.11.0"), _measured(place, 4.0, 4.0)]
-    held = hold(some)
+    held = plan_accuracy(some)
     assert held.time is not None and held.memory is not None
     assert held.time.count == 3 and held.time.bias == pytest.approx((1.0 - 0.5 + 0.0) / 3)
     assert held.memory.median_absolute == pytest.approx(0.1)
@@ -271,7 +271,8 @@ def test_the_plan_is_held_to_what_was_measured(run, tmp_path):
 
 def test_the_fastest_comes_first_and_failures_are_rows_too(run, tmp_path):
     cells = [
-        Cell({ZERO.key: value}, resolve(f"{run.folder}/run.toml", {"layout.zero_stage": value}).run) for value in ("0", "3")
+        SweepCell({ZERO.key: value}, resolve(f"{run.folder}/run.toml", {"layout.zero_stage": value}).run)
+        for value in ("0", "3")
     ]
     places = [place_of(tmp_path, cell, [ZERO], steps=1, warm=1) for cell in cells]
     assert places[0].path != places[1].path
@@ -284,8 +285,8 @@ def test_the_fastest_comes_first_and_failures_are_rows_too(run, tmp_path):
         rows = [*csv.DictReader(file)]
     assert [(row["outcome"], row["step_time_s"]) for row in rows] == [("oom", ""), ("ok", "2")]
     other = Axis("layout.tp", ("1",))
-    placed = [Cell(cell.values | {other.key: "1"}, cell.run) for cell in cells]
-    again = [Place(cell, place.run, place.path) for cell, place in zip(placed, places, strict=True)]
+    placed = [SweepCell(cell.values | {other.key: "1"}, cell.run) for cell in cells]
+    again = [CellPlace(cell, place.run, place.path) for cell, place in zip(placed, places, strict=True)]
     assert best_by(ZERO, other, placed, again, fastest_first(again)) == [["OOM"], [50.0]]
 
 
@@ -297,7 +298,7 @@ def test_what_was_measured_is_reported_though_the_last_cell_cannot_start(run, tm
     assert main(words) == 2
     assert not (tmp_path / "out" / "results.csv").exists()
     (first,) = (tmp_path / "out" / "cells").glob("*zero_stage0*")
-    _measured(Place(Cell({ZERO.key: "0"}, run), run, first), 1.0, 2.0)
+    _measured(CellPlace(SweepCell({ZERO.key: "0"}, run), run, first), 1.0, 2.0)
     capfd.readouterr()
     assert main(words) == 0
     told = json.loads(capfd.readouterr().out)

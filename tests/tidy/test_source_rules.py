@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from dataclasses import fields
 
 import pytest
@@ -26,6 +27,8 @@ from ultrascale.description.run import (
 from ultrascale.description.sections.launch import Kubernetes, Launch, SkyPilot, Slurm
 
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "manager", "base", "common", "misc"}
+HOUSE_WORDS = {"Cut", "fan_in", "fan_out", "found", "one", "own", "put_off", "tell", "told"}
+"""Names that say nothing to a reader of the field, who wants to know what was found, and one what."""
 
 
 def test_every_folder_of_the_package_is_a_package_with_a_sentence_about_it():
@@ -39,6 +42,24 @@ def test_every_module_begins_with_what_it_is_about():
 
 def test_no_module_has_a_name_that_could_hold_anything():
     assert [short(path) for path in MODULES if VAGUE_NAMES & set(path.stem.split("_"))] == []
+
+
+def names_of(node: ast.AST) -> Iterator[str]:
+    """Names that a node of the syntax tree gives, or uses."""
+    for name in ("id", "arg", "name", "attr"):
+        if isinstance(value := getattr(node, name, None), str):
+            yield value
+
+
+def test_no_name_is_a_house_word():
+    named = [
+        f"{short(path)}:{getattr(node, 'lineno', 0)} {name}"
+        for path in MODULES
+        for node in ast.walk(parsed(path))
+        for name in names_of(node)
+        if name in HOUSE_WORDS and not (name == "tell" and isinstance(node, ast.Attribute))  # of a file
+    ]
+    assert named == []
 
 
 def test_every_public_function_and_class_says_what_it_is():

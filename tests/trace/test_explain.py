@@ -58,7 +58,7 @@ def test_what_fits_already_is_offered_single_changes_alone(monkeypatch) -> None:
 def test_what_the_trainer_has_against_memory_is_offered_and_what_it_refuses_is_not() -> None:
     def settings(layout: Layout) -> set[str]:
         run = Run(MODEL, layout=layout, batch=Batch(64, 32), data=Data(document_mask=False))
-        found, now = explain.Priced(run, parse_cluster("8xh100")), explain.plan_run(run, parse_cluster("8xh100"))
+        found, now = explain.PlanCache(run, parse_cluster("8xh100")), explain.plan_run(run, parse_cluster("8xh100"))
         return {edit.setting for change in explain._changes(layout, run) if (edit := found.edit((change,), now))}
 
     ours = {"--layout.recompute auto", "--layout.offload-optimizer true", "--layout.offload-activations true"}

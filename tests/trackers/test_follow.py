@@ -19,7 +19,7 @@ from ultrascale.description.sections.trackers import Log
 from ultrascale.run_rows import metric_line
 from ultrascale.trackers import follow, to_tensorboard
 from ultrascale.trackers.follow import read_gpus
-from ultrascale.trackers.tracker import Known, plan_values
+from ultrascale.trackers.tracker import TrackedRecord, plan_values
 
 
 class Fake:
@@ -120,7 +120,7 @@ def test_a_run_of_an_earlier_release_goes_on_with_the_same_tracked_run_and_is_gi
     write_rows(folder, range(4, 6))
     send(folder)
     assert fake.rows == [3, 4, 5]
-    assert Known.read(folder, "small").last_step("tensorboard", "old") == 5
+    assert TrackedRecord.read(folder, "small").last_step("tensorboard", "old") == 5
 
 
 @pytest.mark.parametrize("last, sent", [(2, [4, 5]), (0, [2, 3, 4, 5]), (-1, [1, 2, 3, 4, 5])])
@@ -133,7 +133,7 @@ def test_a_tracker_that_says_which_step_it_has_from_an_earlier_release_is_given_
     (folder / "tracked.json").write_text(json.dumps(known))
     monkeypatch.setattr(fake, "last_step", last)
     send(folder)
-    Known.read(folder, "small").keep("wandb", "w", 3)  # of another tracker, which was given a row meanwhile
+    TrackedRecord.read(folder, "small").save("wandb", "w", 3)  # of another tracker, which was given a row meanwhile
     write_rows(folder, range(1, 6))
     send(folder)
     assert fake.rows == sent
@@ -145,8 +145,8 @@ def test_a_tracker_that_says_which_step_it_has_from_an_earlier_release_is_given_
 
 def test_a_copy_of_a_folder_under_another_name_is_another_tracked_run(home):
     folder = folder_of(home)
-    Known.read(folder, "small").keep("wandb", "small-1", 7)
-    again, copy = Known.read(folder, "small"), Known.read(folder, "copy")
+    TrackedRecord.read(folder, "small").save("wandb", "small-1", 7)
+    again, copy = TrackedRecord.read(folder, "small"), TrackedRecord.read(folder, "copy")
     assert (again.id("wandb", None), again.last_step("wandb", "small-1")) == ("small-1", 7)
     assert (again.id("wandb", "other"), again.last_step("wandb", "other")) == ("other", 0)
     assert copy.id("wandb", None) is None and again.id("mlflow", None) is None

@@ -13,7 +13,7 @@ from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.config.resolve import resolve
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
-from ultrascale.plan.search.recompute_choice import ways_of_block
+from ultrascale.plan.search.recompute_choice import recompute_options
 from ultrascale.plan.workload import Workload
 from ultrascale.train.start import chosen_recompute
 from ultrascale.work.work import Shape
@@ -22,7 +22,7 @@ from ultrascale.work.work import Shape
 def budget() -> int:
     """What keeps one of two blocks as it is, and the other as small as can be."""
     workload = Workload(MODEL, parse_cluster("1xcpu"), 11, 8, documents=True)
-    ways = ways_of_block(workload, 0, Shape(2, 11, documents=True))
+    ways = recompute_options(workload, 0, Shape(2, 11, documents=True))
     return ways[0].kept_bytes + ways[-1].kept_bytes
 
 

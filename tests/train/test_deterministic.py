@@ -11,9 +11,9 @@ import torch
 from train.small_runs import same, small_run, state, train_here
 
 from ultrascale.config.resolve import resolve
-from ultrascale.description.attention_cores import attention_wanted
+from ultrascale.description.attention_cores import core_requirements
 from ultrascale.description.problems import SpecError
-from ultrascale.kernels.attention.attention_contest import left_out
+from ultrascale.kernels.attention.attention_contest import excluded
 from ultrascale.train.start import deterministic as module
 from ultrascale.train.start.deterministic import WORKSPACE_VARIABLE, deterministic
 
@@ -57,10 +57,10 @@ def test_compiled_blocks_are_not_chosen_by_timing() -> None:
 def test_a_core_that_is_not_deterministic_takes_no_part_and_is_refused_by_name() -> None:
     settings = {"model.preset": "llama-3.2-1b", "layout.precision": "bf16", "data.document_mask": False}
     run = resolve(None, settings).run
-    wanted = attention_wanted(run, "cuda")
-    assert left_out("cudnn", wanted, compiled=False) == ""
-    steady = attention_wanted(replace(run, deterministic=True), "cuda")
-    assert left_out("cudnn", steady, compiled=False) == "is not deterministic in its backward pass"
-    assert left_out("sdpa", steady, compiled=False) == ""
+    wanted = core_requirements(run, "cuda")
+    assert excluded("cudnn", wanted, compiled=False) == ""
+    steady = core_requirements(replace(run, deterministic=True), "cuda")
+    assert excluded("cudnn", steady, compiled=False) == "is not deterministic in its backward pass"
+    assert excluded("sdpa", steady, compiled=False) == ""
     with pytest.raises(SpecError, match=r'layout.attention.*: "cudnn" is not deterministic'):
         resolve(None, settings | {"deterministic": True, "layout.attention": "cudnn"})

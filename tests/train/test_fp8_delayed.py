@@ -18,7 +18,7 @@ from ultrascale.config.rules.run_rules import run_notes
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Run
-from ultrascale.kernels.fp8.fp8_linear import noted, round_by
+from ultrascale.kernels.fp8.fp8_linear import record_amaxes, round_by
 from ultrascale.kernels.fp8.fp8_matrices import FORWARD
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.precision.fp8_history import AmaxHistory
@@ -58,19 +58,19 @@ def test_what_the_history_does_not_know_saturates() -> None:
 
 
 def test_the_largest_of_all_micro_batches_is_what_the_whole_batch_has() -> None:
-    noted: list[Tensor] = []
+    record_amaxes: list[Tensor] = []
     for size in (16, 4):
         trainer, history = trainer_of(micro_batch_size=size)
         trainer.compute_gradients()
         inputs = [slots.input for slots in block_slots(trainer.run.model, 0).values()]
-        noted.append(history.largest[inputs[:1]].clone())  # what comes later depends on scales of this first step
-    assert torch.equal(*noted) and float(noted[0]) > 0
+        record_amaxes.append(history.largest[inputs[:1]].clone())  # what comes later depends on scales of this first step
+    assert torch.equal(*record_amaxes) and float(record_amaxes[0]) > 0
 
 
 def test_a_slot_keeps_the_largest_magnitude_that_was_noted_in_it() -> None:
     largest = torch.zeros(4)
     for found in (2.0, 3.0, 1.0):
-        noted([torch.ones(1, 1)], largest, [torch.tensor([found, found / 2])], [1])
+        record_amaxes([torch.ones(1, 1)], largest, [torch.tensor([found, found / 2])], [1])
     assert largest.tolist() == [0.0, 3.0, 1.5, 0.0]
 
 

@@ -92,7 +92,7 @@ def test_the_norm_of_large_gradients_is_exact_to_rounding():
     share = build_share(FAMILIES["llama"], Layout(), Ranks(0, 1, torch.device("cpu")), seed=0)
     parameter = torch.nn.Parameter(torch.empty(3_000_000))
     parameter.grad = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0)) * 1e-3
-    share.held = [share.held[0]._replace(parameter=parameter)]
+    share.local_parameters = [share.local_parameters[0]._replace(parameter=parameter)]
     assert float(share.gradient_norm()) == pytest.approx(float(parameter.grad.double().norm()), rel=1e-6)
     assert float(torch.nn.utils.get_total_norm([parameter.grad])) != pytest.approx(
         float(parameter.grad.double().norm()), rel=1e-6

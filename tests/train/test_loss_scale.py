@@ -95,7 +95,7 @@ OVERFLOWS = {
 
 
 def state_of(trainer: Trainer) -> list[torch.Tensor]:
-    parts = [one.parameter for one in trainer.share.held]
+    parts = [one.parameter for one in trainer.share.local_parameters]
     moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
     buffers = [buffer for stage in trainer.share.stages.values() for buffer in stage.buffers()]
     return [local(tensor.detach()).clone() for tensor in (*parts, *moments, *buffers)]
@@ -171,7 +171,7 @@ def test_a_run_that_changes_its_layout_keeps_its_scale_and_the_count_of_updates(
 
 def test_gradients_that_overflow_at_the_lowest_scale_end_the_run(home):
     def explode(trainer: Trainer) -> None:
-        parameter = trainer.share.held[0].parameter
+        parameter = trainer.share.local_parameters[0].parameter
         trainer.share.finish_gradients = lambda: local_gradient(parameter).fill_(torch.inf)  # pyright: ignore
 
     run = small_run(home, layout=FP16, loss_scale=LossScale(initial=2.0))

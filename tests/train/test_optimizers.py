@@ -13,7 +13,7 @@ from train.test_resume_layouts import EXPERTS
 
 from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.check.prove import Case, prove_all
-from ultrascale.check.small import made_small, provable
+from ultrascale.check.small import provable, shrink_model
 from ultrascale.config.resolve import resolve
 from ultrascale.config.rules.run_rules import run_notes
 from ultrascale.description.architecture.weights import is_hidden_matrix, weights
@@ -21,7 +21,7 @@ from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Batch, Optimizer, Run
 from ultrascale.parallel.apply import build_share
-from ultrascale.parallel.data.whole_matrices import WholeMatrices
+from ultrascale.parallel.data.whole_matrices import GatheredMatrices
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.share import local
 from ultrascale.train.optimizers.compact_adamw import CompactAdamW
@@ -47,7 +47,7 @@ def cases(name: Name, layouts=LAYOUTS) -> list[Case]:
     found = []
     for case, (preset, words) in layouts.items():
         layout = Layout(**words)
-        run = provable(Run(made_small(preset, layout), steps=10, layout=layout, optimizer=settings))
+        run = provable(Run(shrink_model(preset, layout), steps=10, layout=layout, optimizer=settings))
         found.append(Case(case, replace(run, batch=Batch(24, 2 * layout.dp))))
     return found
 
@@ -67,7 +67,7 @@ def test_n_ranks_update_as_one_process_on_every_axis(name):
 
 
 def test_matrices_that_are_orthogonalised_part_by_part_are_seen(monkeypatch):
-    monkeypatch.setattr(WholeMatrices, "apply", lambda self, parts, work: [work(p) if p.numel() else p for p in parts])
+    monkeypatch.setattr(GatheredMatrices, "apply", lambda self, parts, work: [work(p) if p.numel() else p for p in parts])
     some = {name: LAYOUTS[name] for name in ("zero 1 of 2", "tp")}
     assert not any(verdict.holds for verdict in prove_all(cases("muon", some), steps=1))
 
@@ -91,18 +91,22 @@ def test_muon_is_torchs_on_one_process():
     settings = Optimizer(name="muon", learning_rate=0.02, weight_decay=0.1)
     ours = build_optimizer(share, settings)
     create_state(ours, 0)
-    twins = {one.name: torch.nn.Parameter(one.parameter.detach().clone()) for one in share.held if is_hidden_matrix(one.weight)}
+    twins = {
+        one.name: torch.nn.Parameter(one.parameter.detach().clone())
+        for one in share.local_parameters
+        if is_hidden_matrix(one.weight)
+    }
     theirs = torch.optim.Muon(twins.values(), lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     random = torch.Generator().manual_seed(0)
-    before = {one.name: one.parameter.detach().clone() for one in share.held}
+    before = {one.name: one.parameter.detach().clone() for one in share.local_parameters}
     for _ in range(3):
-        for one in share.held:
+        for one in share.local_parameters:
             one.parameter.grad = torch.randn(one.parameter.shape, generator=random)
             if one.name in twins:
                 twins[one.name].grad = one.parameter.grad.clone()
         ours.step()
         theirs.step()
-    for one in share.held:
+    for one in share.local_parameters:
         if one.name in twins:
             apart, moved = (one.parameter - twins[one.name]).norm(), (one.parameter - before[one.name]).norm()
             assert apart < 0.05 * moved, one.name  # products in bf16, of inputs that differ by a factor
@@ -178,12 +182,12 @@ def codes_after_updates(rank: int, layout: Layout) -> dict[str, torch.Tensor]:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     for _ in range(3):
-        for one in share.held:
+        for one in share.local_parameters:
             whole = gradient_of(one.name, torch.empty(one.parameter.shape))
             p = one.parameter
             p.grad = distribute_tensor(whole, p.device_mesh, p.placements) if isinstance(p, DTensor) else whole
         optimizer.step()
-    return {one.name: optimizer.state[one.parameter]["exp_avg"] for one in share.held if len(one.weight.shape) > 1}
+    return {one.name: optimizer.state[one.parameter]["exp_avg"] for one in share.local_parameters if len(one.weight.shape) > 1}
 
 
 def test_codes_are_the_same_bits_on_two_ranks_as_on_one():

@@ -105,7 +105,7 @@ def test_control_signals_that_are_not_taken_for_wishes_end_a_rank_without_a_save
 
 @pytest.mark.catalogue(12)
 def test_control_a_second_signal_that_is_taken_for_impatience_is_seen(home, monkeypatch):
-    monkeypatch.setattr("ultrascale.train.watch.deadline.SAME_WISH_SECONDS", -1.0)
+    monkeypatch.setattr("ultrascale.train.watch.deadline.SAME_REQUEST_SECONDS", -1.0)
     fails(test_a_second_signal_within_seconds_is_the_same_wish, home, told="was ended by SIGHUP")
 
 

@@ -89,7 +89,7 @@ def test_an_evaluation_gives_signs_of_life_all_along(run, monkeypatch, tmp_path)
 
 
 def test_what_is_patient_stays_so_over_waits_for_others(tmp_path, monkeypatch):
-    heart = heartbeat.Heart(tmp_path, 0, hang_seconds=5.0)
+    heart = heartbeat.HeartbeatWriter(tmp_path, 0, hang_seconds=5.0)
     heart.started_at, heart.steps_done = 0, 1
     monkeypatch.setattr(heartbeat, "_heart", heart)
 

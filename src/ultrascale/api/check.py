@@ -10,13 +10,13 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ultrascale.api.asked import Asked, read_keywords
+from ultrascale.api.asked import VerbRequest, read_keywords
 from ultrascale.api.extras import naming_extras
 from ultrascale.api.planning.plan_request import SHORT
-from ultrascale.api.planning.run_of import Described, planned_run
+from ultrascale.api.planning.run_of import ModelAndMachines, planned_run
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Facts, Rows, bars, html
-from ultrascale.check.cases import cases, home_of, with_faults
+from ultrascale.api.shown import Rows, TableRow, bars, html
+from ultrascale.check.cases import cases, smallest_run_of, with_faults
 from ultrascale.check.faults.table import FAULTS, expect_known
 from ultrascale.check.small import Case, small_layouts
 from ultrascale.config.resolve import resolve
@@ -24,7 +24,7 @@ from ultrascale.config.rules.trainable import expect_trainable
 from ultrascale.description.architecture.huggingface import to_hf
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import Problem, SpecError, mistake
-from ultrascale.description.run import Run, one_island
+from ultrascale.description.run import Run, run_of_island
 from ultrascale.description.units import count_of
 
 if TYPE_CHECKING:  # imports torch
@@ -37,7 +37,7 @@ of rank 0."""
 
 LARGEST_PROCESSES = 64
 """More on one machine is a slip of the finger."""
-NOT_SEEN: dict[str | None, list[str]] = {
+NOT_COVERED: dict[str | None, list[str]] = {
     None: [
         "what the reference shares with the trainer: the decoder's formulas, the table of weight decay, the learning rate "
         "(for these three: --against transformers) and the initial values",
@@ -104,7 +104,7 @@ class Check(Rows):
     planted: bool
     """True if faults were planted: good is then what differs."""
     against: Literal["transformers"] | None
-    of_a_run: bool
+    is_of_run: bool
     """True if no fault was planted in a run of its own."""
     notes: tuple[str, ...] = ()
     """Notes on what differs from the run's description."""
@@ -116,25 +116,27 @@ class Check(Rows):
 
     def to_dict(self) -> list[dict[str, Any]]:
         """The output of `ultrascale check --json`: an object for each verdict."""
-        blind = {"not_seen": NOT_SEEN[self.against]} if self.of_a_run else {}
+        blind = {"not_seen": NOT_COVERED[self.against]} if self.is_of_run else {}
         return [stamped("check", verdict.to_json() | blind) for verdict in self.verdicts]
 
-    def rows(self) -> list[Facts]:
+    def rows(self) -> list[TableRow]:
         """A row for each case: the largest error of each quantity, relative, and whether the case holds."""
         return [
-            {"case": one.case, "holds": one.holds, **{name: worst.error for name, worst in one.worst.items()}}
-            for one in self.verdicts
+            {"case": verdict.case, "holds": verdict.holds, **{name: worst.error for name, worst in verdict.worst.items()}}
+            for verdict in self.verdicts
         ]
 
     def plot(self) -> Any:
         """A matplotlib figure of the largest relative error of each case. Raises NotInstalledError without matplotlib."""
-        errors = [(one.case, max((worst.error for worst in one.worst.values()), default=0.0)) for one in self.verdicts]
-        allowed = max((one.tolerance for one in self.verdicts), default=0.0)
+        errors = [
+            (verdict.case, max((worst.error for worst in verdict.worst.values()), default=0.0)) for verdict in self.verdicts
+        ]
+        allowed = max((verdict.tolerance for verdict in self.verdicts), default=0.0)
         return bars(repr(self), errors, label="largest relative error", linear_to=allowed if self.planted else None)
 
     def __repr__(self) -> str:
-        held, count = sum(one.holds for one in self.verdicts), len(self.verdicts)
-        seen, equal = f"{count - held} of {count} planted faults seen", f"{held} of {count_of(count, 'case')} equal"
+        num_held, count = sum(verdict.holds for verdict in self.verdicts), len(self.verdicts)
+        seen, equal = f"{count - num_held} of {count} planted faults seen", f"{num_held} of {count_of(count, 'case')} equal"
         return f"Check({seen if self.planted else equal})"
 
     def _repr_html_(self) -> str:
@@ -170,13 +172,15 @@ class CheckMatrix(Rows):
     def to_dict(self) -> list[dict[str, Any]]:
         """The output of `ultrascale check --matrix --json`: an object for each combination."""
         return [
-            stamped("check-matrix", {"name": one.cell.name, "state": one.state, "reason": one.cell.refused,
-                                     "verdict": one.verdict and one.verdict.to_json()}) for one in self.outcomes
+            stamped("check-matrix", {"name": outcome.cell.name, "state": outcome.state, "reason": outcome.cell.refused,
+                                     "verdict": outcome.verdict and outcome.verdict.to_json()}) for outcome in self.outcomes
         ]  # fmt: skip
 
-    def rows(self) -> list[Facts]:
+    def rows(self) -> list[TableRow]:
         """A row for each combination."""
-        return [{"name": one.cell.name, "state": one.state, "reason": one.cell.refused} for one in self.outcomes]
+        return [
+            {"name": outcome.cell.name, "state": outcome.state, "reason": outcome.cell.refused} for outcome in self.outcomes
+        ]
 
     def plot(self) -> Any:
         """A matplotlib figure of the combinations in each state. Raises NotInstalledError without matplotlib."""
@@ -197,27 +201,31 @@ def check(run: str | PathLike[str] | None = None, **settings: Any) -> Check | Ch
 
 
 def answer(
-    asked: Asked[CheckOptions],
+    asked: VerbRequest[CheckOptions],
     *,
-    tell: Callable[[str], None] = lambda note: None,
+    report: Callable[[str], None] = lambda note: None,
     progress: Progress = lambda count, most: None,
 ) -> Check | CheckMatrix:
-    """The proof that is asked for. `tell` is told beforehand what is done otherwise than the run says."""
-    options, rest = asked.options, list(asked.settings)
-    expect_numbers(options, rest)
+    """The proof that is asked for. `report` is told beforehand what is done otherwise than the run says."""
+    options, settings = asked.options, list(asked.settings)
+    expect_numbers(options, settings)
     if options.plant not in (None, "list"):
         expect_known(options.plant)
     if options.matrix:
         return _matrix(options, progress)
-    asked_for = Described(options.model, options.gpus, options.seq_len, options.tokens_per_batch)
-    if (options.run is None and not asked_for.is_given) or options.plant == "list":
-        return _at_home(options, progress)
+    description = ModelAndMachines(options.model, options.gpus, options.seq_len, options.tokens_per_batch)
+    if (options.run is None and not description.is_given) or options.plant == "list":
+        return _planted_faults(options, progress)
     described = (
-        planned_run(asked_for, rest, run=options.run, verb="check") if asked_for.is_given else resolve(options.run, rest).run
+        planned_run(description, settings, run=options.run, verb="check")
+        if description.is_given
+        else resolve(options.run, settings).run
     )
     expect_trainable(described.model, described.layout)
-    islands, described = described.islands.count, one_island(described)
-    if options.plant is not None and all(one.world_size < 2 for one in small_layouts(described.layout, options.processes)):
+    islands, described = described.islands.count, run_of_island(described)
+    if options.plant is not None and all(
+        layout.world_size < 2 for layout in small_layouts(described.layout, options.processes)
+    ):
         raise mistake("--plant", "these are faults between processes, and there is one", "Add --processes 2.")
     if options.against is not None and find_spec(options.against) is None:
         remedy = "pip install transformers, or leave --against out."
@@ -240,13 +248,13 @@ def answer(
         notes.append(f"One of {islands} islands is proven, with its share of the batch; outer steps are not part of a proof.")
     notes = [*notes, *changes, *_changed_model(todo[0].run, described)]
     for note in notes:
-        tell(note)
+        report(note)
     against: dict[str, Any] = {} if options.against is None else {"against": options.against, "tolerance": tolerance}
     planted = options.plant is not None
     from ultrascale.check.prove import prove_all
 
     verdicts = prove_all(todo, steps=steps, go_on=planted, on_verdict=progress(len(todo), _most_processes(todo)), **against)
-    return Check(tuple(verdicts), planted, options.against, of_a_run=True, notes=tuple(notes))
+    return Check(tuple(verdicts), planted, options.against, is_of_run=True, notes=tuple(notes))
 
 
 def _most_processes(todo: list[Case]) -> int:
@@ -267,25 +275,25 @@ def _matrix(options: CheckOptions, progress: Progress) -> CheckMatrix:
     return CheckMatrix(tuple(outcomes), options.steps, most)
 
 
-def _at_home(options: CheckOptions, progress: Progress) -> Check:
+def _planted_faults(options: CheckOptions, progress: Progress) -> Check:
     """A planted fault, or `all`, each in the least run in which it can be seen."""
     from ultrascale.check.prove import prove_all
 
     name = options.plant
     assert name is not None
     names = list(FAULTS) if name == "all" else [name]
-    todo = [Case(one, home_of(one), one) for one in names]
+    todo = [Case(fault, smallest_run_of(fault), fault) for fault in names]
     verdicts = prove_all(todo, steps=max(2, options.steps), go_on=True, on_verdict=progress(len(todo), 0))
-    return Check(tuple(verdicts), True, None, of_a_run=False)
+    return Check(tuple(verdicts), True, None, is_of_run=False)
 
 
-def expect_numbers(options: CheckOptions, rest: list[str]) -> None:
+def expect_numbers(options: CheckOptions, settings: list[str]) -> None:
     """Raises SpecError with every mistake of the command."""
     processes, problems = options.processes, []
     if processes is not None and not 1 <= processes <= LARGEST_PROCESSES:
         rule = f"must be from 1 to {LARGEST_PROCESSES}, is {processes}"
         problems.append(Problem("--processes", rule, "2 prove communication, 4 also groups of ranks."))
-    if processes is not None and "--layout.dp" in [word.partition("=")[0] for word in rest]:
+    if processes is not None and "--layout.dp" in [word.partition("=")[0] for word in settings]:
         rule = "is given beside --layout.dp: they say the same thing twice"
         problems.append(Problem("--processes", rule, "Keep one of the two."))
     if options.steps < 1:
@@ -293,15 +301,15 @@ def expect_numbers(options: CheckOptions, rest: list[str]) -> None:
     described = options.run is not None or options.model is not None or options.gpus is not None
     if not described and not options.matrix and options.plant is None:
         problems.append(Problem("RUN.TOML", "is missing", "Name a run, give --model and --gpus, or prove all: --matrix."))
-    if options.matrix and (described or options.plant is not None or rest):
-        odd = options.run or options.model or options.gpus or ("--plant" if options.plant else rest[0])
-        problems.append(Problem("--matrix", f"proves runs of its own, but {odd} is given", "Keep one of the two."))
-    elif not described and rest:
-        problems.append(Problem(rest[0], "is a setting of a run, but no run is named", "Name one."))
+    if options.matrix and (described or options.plant is not None or settings):
+        conflict = options.run or options.model or options.gpus or ("--plant" if options.plant else settings[0])
+        problems.append(Problem("--matrix", f"proves runs of its own, but {conflict} is given", "Keep one of the two."))
+    elif not described and settings:
+        problems.append(Problem(settings[0], "is a setting of a run, but no run is named", "Name one."))
     if options.against is not None and (not described or options.plant is not None):
-        odd = " without planted faults, but --plant is given" if described else ", which is not named"
+        conflict = " without planted faults, but --plant is given" if described else ", which is not named"
         remedy = "Keep one of the two." if described else "Name one."
-        problems.append(Problem("--against", f"compares a run{odd}", remedy))
+        problems.append(Problem("--against", f"compares a run{conflict}", remedy))
     if options.markdown is not None and not options.matrix:
         problems.append(Problem("--markdown", "writes the tables of --matrix, which is not given", "Add --matrix."))
     elif options.markdown is not None and not Path(options.markdown).absolute().parent.is_dir():
@@ -314,32 +322,34 @@ def _notes(described: Run, layouts: list[Layout], processes: int | None) -> list
     """Lines with what the proof does otherwise than the run."""
     from ultrascale.check.small import left_out
 
-    own, proven = described.layout, sorted({layout.world_size for layout in layouts})
+    run_layout, proven = described.layout, sorted({layout.world_size for layout in layouts})
     notes = []
     if proven == [1]:
         notes.append("One process communicates with nobody: this proves accumulation alone. --processes 2 proves both.")
-    elif own.world_size == 1:
+    elif run_layout.world_size == 1:
         notes.append(f"The run has one process, which communicates with nobody; it is proven with {proven[0]}.")
-    elif proven != [own.world_size]:
-        notes.append(f"The run's {own.world_size} processes are proven with {' and '.join(map(str, proven))}.")
-    shards = {one.dp_shard for one in layouts if one.zero_stage == own.zero_stage and one.dp_shard is not None}
-    if own.dp_shard not in (None, own.dp, *shards) and shards:
-        notes.append(f"Its groups of {own.dp_shard} ranks with one copy of the state become groups of {max(shards)}.")
-    if missing := left_out(own, layouts):
-        told = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'}"
-        notes.append(f"With so few processes {told} not proven" + (": leave --processes out." if processes else "."))
+    elif proven != [run_layout.world_size]:
+        notes.append(f"The run's {run_layout.world_size} processes are proven with {' and '.join(map(str, proven))}.")
+    shards = {
+        layout.dp_shard for layout in layouts if layout.zero_stage == run_layout.zero_stage and layout.dp_shard is not None
+    }
+    if run_layout.dp_shard not in (None, run_layout.dp, *shards) and shards:
+        notes.append(f"Its groups of {run_layout.dp_shard} ranks with one copy of the state become groups of {max(shards)}.")
+    if missing := left_out(run_layout, layouts):
+        not_proven = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'}"
+        notes.append(f"With so few processes {not_proven} not proven" + (": leave --processes out." if processes else "."))
     return notes
 
 
-def _changed_model(proven: Run, asked: Run) -> list[str]:
+def _changed_model(proven: Run, run: Run) -> list[str]:
     """Changes to the run's model, if that is too large or would leave something out."""
-    name, length = asked.model.name or "the model", proven.batch.sequence_length
+    name, length = run.model.name or "the model", proven.batch.sequence_length
     notes = []
-    if proven.model.hidden_size != asked.model.hidden_size or proven.model.vocab_size != asked.model.vocab_size:
+    if proven.model.hidden_size != run.model.hidden_size or proven.model.vocab_size != run.model.vocab_size:
         small = f"{proven.model.num_hidden_layers} layers, hidden {proven.model.hidden_size}"
         notes.append(f"{name} is checked on a scaled-down model of the same architecture: {small}.")
-    if proven.model.sliding_window != asked.model.sliding_window:
-        windows = f"{asked.model.sliding_window} tokens are proven as windows of {proven.model.sliding_window}"
+    if proven.model.sliding_window != run.model.sliding_window:
+        windows = f"{run.model.sliding_window} tokens are proven as windows of {proven.model.sliding_window}"
         notes.append(f"Its windows of {windows}, which act in sequences of {length}.")
     return notes
 

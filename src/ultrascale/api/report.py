@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ultrascale.api.asked import read_keywords
 from ultrascale.api.extras import naming_extras
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Facts, frame, html
+from ultrascale.api.shown import TableRow, frame, html
 from ultrascale.description.units import format_bytes, format_count
 from ultrascale.page.documents import run_document
 from ultrascale.page.one_file import expect_writable, write_document
@@ -51,7 +51,7 @@ class Report:
         numbers = asdict(self.summary) | {"memory_percent": self.summary.memory_percent}
         return stamped("report", numbers | {"pictures": list(map(str, self.pictures))})
 
-    def metrics(self) -> list[Facts]:
+    def metrics(self) -> list[TableRow]:
         """The rows of metrics.jsonl, one a logged step."""
         from ultrascale.measure.plots import read_metrics
 
@@ -67,12 +67,12 @@ class Report:
         from ultrascale.measure.plots import draw_loss
         from ultrascale.measure.run_marks import marks_of
 
-        found = figure(repr(self))
-        axes = found.add_subplot()
+        drawing = figure(repr(self))
+        axes = drawing.add_subplot()
         draw_loss(axes, self.metrics(), marks_of(self.folder))
         axes.set_xlabel("step")
         axes.set_ylabel("loss, nats per token")
-        return found
+        return drawing
 
     def lines(self) -> list[tuple[str, str]]:
         """Names and values, in words, of what is known."""
@@ -95,7 +95,7 @@ def report(folder: str | PathLike[str], **settings: Any) -> Report:
 
     Needs matplotlib. Raises SpecError.
     """
-    asked = read_keywords(ReportOptions, "report", {"folder": folder, **settings}, positional=("folder",), of_a_run=False)
+    asked = read_keywords(ReportOptions, "report", {"folder": folder, **settings}, positional=("folder",), run_settings=False)
     with naming_extras("report"):
         return answer(asked.options)
 
@@ -108,11 +108,11 @@ def answer(options: ReportOptions) -> Report:
 
     expect_writable(options.html)
     summary = summarise(options.folder)
-    found = Report(options.folder, summary, tuple(plot_run_folder(options.folder)))
+    report = Report(options.folder, summary, tuple(plot_run_folder(options.folder)))
     if options.html is not None:
-        document = run_document(found.lines(), found.metrics(), str(options.folder), marks_of(options.folder))
+        document = run_document(report.lines(), report.metrics(), str(options.folder), marks_of(options.folder))
         write_document(options.html, document, ["report", str(options.folder)])
-    return found
+    return report
 
 
 def _lines(summary: Summary) -> Iterator[tuple[str, str]]:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from ultrascale.api.asked import read_keywords
 from ultrascale.api.extras import naming_extras
 from ultrascale.api.planning.plan_request import SHORT
-from ultrascale.api.planning.run_of import Described, planned_run
+from ultrascale.api.planning.run_of import ModelAndMachines, planned_run
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Facts, Rows, bars, figure, html
+from ultrascale.api.shown import Rows, TableRow, bars, figure, html
 from ultrascale.description.layout import PipelineRuntime
 from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.schedules import SCHEDULE_ALIASES, SCHEDULES
@@ -22,7 +22,7 @@ from ultrascale.description.units import count_of
 from ultrascale.plan.memory.replay import num_micro_batches
 
 if TYPE_CHECKING:
-    from ultrascale.measure.executed import Both
+    from ultrascale.measure.executed import PlannedAndExecuted
     from ultrascale.plan.pipeline.play import Program, Timeline
 
 MOST_RANKS = 512
@@ -129,10 +129,10 @@ class Schedule(Rows):
         about = {"schedule": self.name, "pp": self.num_ranks, "micro_batches": self.num_micro_batches}
         return stamped("schedule", about | self.timeline.to_json())
 
-    def rows(self) -> list[Facts]:
+    def rows(self) -> list[TableRow]:
         """A row for each rank: what it computes and waits, and how many micro-batches' activations it keeps."""
         ranks = self.timeline.to_json(actions=False)["ranks"]
-        return [{**one, "bubble_fraction": one["bubble_seconds"] / self.timeline.step_seconds} for one in ranks]
+        return [{**row, "bubble_fraction": row["bubble_seconds"] / self.timeline.step_seconds} for row in ranks]
 
     def to_svg(self) -> str:
         """The step drawn, as `--svg` writes it."""
@@ -142,8 +142,8 @@ class Schedule(Rows):
 
     def plot(self) -> Any:
         """The step as a matplotlib figure, a line for each rank: forward blue, backward orange, gradients of weights green."""
-        found = figure(repr(self), height=1.5 + 0.4 * self.num_ranks)
-        axes = found.add_subplot()
+        drawing = figure(repr(self), height=1.5 + 0.4 * self.num_ranks)
+        axes = drawing.add_subplot()
         for rank, row in enumerate(self.timeline.schedule):
             for action, start, end in zip(row, self.timeline.start[rank], self.timeline.end[rank], strict=True):
                 colour = next((colour for kind, colour in COLOURS.items() if kind in action.cell), "#e0a83c")
@@ -151,7 +151,7 @@ class Schedule(Rows):
         axes.set_yticks(range(self.num_ranks), [f"rank {rank}" for rank in range(self.num_ranks)])
         axes.invert_yaxis()
         axes.set_xlabel("units of time")
-        return found
+        return drawing
 
     def __repr__(self) -> str:
         step, waits = self.timeline.step_seconds, self.timeline.bubble_fraction
@@ -165,29 +165,35 @@ class Schedule(Rows):
 class Schedules(Rows):
     """All schedules, played with the same costs."""
 
-    found: tuple[Schedule, ...]
+    schedules: tuple[Schedule, ...]
     num_ranks: int
     num_micro_batches: int
 
     def to_dict(self) -> dict[str, Any]:
         """The output of `ultrascale show schedules --json`: each by its name."""
-        return {one.name: stamped("schedules", one.timeline.to_json(actions=False)) for one in self.found}
+        return {schedule.name: stamped("schedules", schedule.timeline.to_json(actions=False)) for schedule in self.schedules}
 
-    def rows(self) -> list[Facts]:
+    def rows(self) -> list[TableRow]:
         """A row for each schedule. Activations: the most at once on the rank that keeps most, in micro-batches of all its
         stages. Messages: sent a micro-batch, the mean of the ranks."""
-        return [_compared(one) for one in self.found]
+        return [_compared(schedule) for schedule in self.schedules]
 
     def plot(self) -> Any:
         """The share of a step that ranks wait, a bar for each schedule, as a matplotlib figure."""
-        return bars(repr(self), [(one.name, 100 * one.timeline.bubble_fraction) for one in self.found], label="waits, %")
+        return bars(
+            repr(self),
+            [(schedule.name, 100 * schedule.timeline.bubble_fraction) for schedule in self.schedules],
+            label="waits, %",
+        )
 
     def __iter__(self):
-        return iter(self.found)
+        return iter(self.schedules)
 
     def __repr__(self) -> str:
         sizes = f"{count_of(self.num_ranks, 'rank')}, {count_of(self.num_micro_batches, 'micro-batch')}"
-        return f"Schedules({sizes}: {', '.join(f'{one.name} {one.timeline.bubble_fraction:.1%}' for one in self.found)})"
+        return (
+            f"Schedules({sizes}: {', '.join(f'{entry.name} {entry.timeline.bubble_fraction:.1%}' for entry in self.schedules)})"
+        )
 
     def _repr_html_(self) -> str:
         return html(repr(self), [{**row, "bubble_fraction": f"{row['bubble_fraction']:.1%}"} for row in self.rows()])
@@ -198,16 +204,18 @@ class ExecutedSchedule(Rows):
     """A step of a small model on this machine's processes, below the step as it was planned."""
 
     name: str
-    both: Both
+    pair: PlannedAndExecuted
 
     def to_dict(self) -> dict[str, Any]:
         """The output of `ultrascale show schedule --executed --json`."""
-        timelines = {key: timeline.to_json() for key, timeline in self.both._asdict().items()}
+        timelines = {key: timeline.to_json() for key, timeline in self.pair._asdict().items()}
         return stamped("schedule-executed", {"schedule": self.name} | timelines)
 
-    def rows(self) -> list[Facts]:
+    def rows(self) -> list[TableRow]:
         """A row for each rank: the share of the step that it waits, as planned and as executed."""
-        waits = {key: [b / one.step_seconds for b in one.bubble_seconds] for key, one in self.both._asdict().items()}
+        waits = {
+            key: [b / timeline.step_seconds for b in timeline.bubble_seconds] for key, timeline in self.pair._asdict().items()
+        }
         pairs = zip(waits["planned"], waits["executed"], strict=True)
         return [{"rank": rank, "waits_planned": a, "waits_executed": b} for rank, (a, b) in enumerate(pairs)]
 
@@ -215,15 +223,15 @@ class ExecutedSchedule(Rows):
         """Both drawn, one below the other."""
         from ultrascale.plan.view.draw_schedule import svg_beside
 
-        return svg_beside({f"{self.name}, {key}": one for key, one in self.both._asdict().items()})
+        return svg_beside({f"{self.name}, {key}": timeline for key, timeline in self.pair._asdict().items()})
 
     def plot(self) -> Any:
         """A matplotlib figure of what each rank waits, planned and executed. Raises NotInstalledError without matplotlib."""
-        pairs = [(f"rank {row['rank']}, {key}", row[f"waits_{key}"]) for row in self.rows() for key in self.both._fields]
+        pairs = [(f"rank {row['rank']}, {key}", row[f"waits_{key}"]) for row in self.rows() for key in self.pair._fields]
         return bars(repr(self), pairs, label="share of the step")
 
     def __repr__(self) -> str:
-        planned, executed = self.both
+        planned, executed = self.pair
         seconds = f"planned {planned.step_seconds * 1e3:.1f} ms, took {executed.step_seconds * 1e3:.1f} ms"
         return f"ExecutedSchedule({self.name}, {count_of(len(executed.schedule), 'rank')}: {seconds})"
 
@@ -247,10 +255,10 @@ def schedule(name: str | PathLike[str] | None = None, **settings: Any) -> Schedu
 
 def answer(options: ScheduleOptions, settings: Sequence[str] = ()) -> Schedule | ExecutedSchedule:
     """One schedule, with the files that were asked for written. `settings`: of the model's run."""
-    given = {"pp": options.pp, "micro_batches": options.micro_batches}
+    sizes = {"pp": options.pp, "micro_batches": options.micro_batches}
     problems = [
         Problem(f"--{key.replace('_', '-')}", f"must be at least 1, is {value}", "Give a whole number from 1 on.")
-        for key, value in given.items() if value is not None and value < 1
+        for key, value in sizes.items() if value is not None and value < 1
     ]  # fmt: skip
     if not options.name and options.model is None:
         _expect_no_settings([word for word in settings if _key(word) == "layout.schedule"])
@@ -258,21 +266,21 @@ def answer(options: ScheduleOptions, settings: Sequence[str] = ()) -> Schedule |
         problems.append(Problem("NAME", "which schedule is missing", remedy))
     if problems:
         raise SpecError(problems)
-    options = _of_a_plan(options, settings)
+    options = _with_planned_layout(options, settings)
     options = replace(options, name=SCHEDULE_ALIASES.get(options.name.lower(), options.name))
     program = _program(options)
     if options.pipeline_runtime != "ultrascale" and not options.executed:
         rule = "is whose loop executes the schedule, and nothing is executed here"
         raise mistake("--pipeline-runtime", rule, "Add --executed, or leave it out.")
-    found = _executed(options, program) if options.executed else _played(options, options.name, program)
-    _write_files(options, found)
-    return found
+    result = _executed(options, program) if options.executed else _played(options, options.name, program)
+    _write_files(options, result)
+    return result
 
 
-def _of_a_plan(options: ScheduleOptions, settings: Sequence[str]) -> ScheduleOptions:
+def _with_planned_layout(options: ScheduleOptions, settings: Sequence[str]) -> ScheduleOptions:
     """The schedule, ranks, stages and micro-batches of the best layout of the model and machines that are given, if they are;
     costs stay those of `cost`."""
-    described = Described(options.model, options.gpus, options.seq_len, options.tokens_per_batch)
+    described = ModelAndMachines(options.model, options.gpus, options.seq_len, options.tokens_per_batch)
     if not described.is_given:
         _expect_no_settings(settings)
         return options
@@ -285,9 +293,9 @@ def _of_a_plan(options: ScheduleOptions, settings: Sequence[str]) -> ScheduleOpt
         raise mistake("pp", rule, "Ask for one: --pp 4.")
     count = num_micro_batches(layout, run.batch.sequences_per_batch)
     known = layout.known_schedule
-    several = layout.virtual_stages if known and known.virtual_stages is None else None
+    virtual_stages = layout.virtual_stages if known and known.virtual_stages is None else None
     return replace(
-        options, name=layout.schedule, pp=layout.pp, virtual_stages=several, micro_batches=options.micro_batches or count
+        options, name=layout.schedule, pp=layout.pp, virtual_stages=virtual_stages, micro_batches=options.micro_batches or count
     )
 
 
@@ -295,10 +303,10 @@ def _expect_no_settings(settings: Sequence[str]) -> None:
     if settings:
         flag, key = settings[0].partition("=")[0], _key(settings[0])
         last = key.rpartition(".")[2]
-        own = f"say --{last.replace('_', '-')}" if last in ScheduleOptions.__dataclass_fields__ else "leave it out"
-        own = "give it as NAME of `show schedule`" if key == "layout.schedule" else own
+        alternative = f"say --{last.replace('_', '-')}" if last in ScheduleOptions.__dataclass_fields__ else "leave it out"
+        alternative = "give it as NAME of `show schedule`" if key == "layout.schedule" else alternative
         rule = "is a setting of a run, and no model says of which"
-        raise mistake(flag, rule, f"Give --model and --gpus too, or {own}.")
+        raise mistake(flag, rule, f"Give --model and --gpus too, or {alternative}.")
 
 
 def _key(word: str) -> str:
@@ -318,28 +326,28 @@ def play_all(options: ScheduleOptions, settings: Sequence[str] = ()) -> Schedule
             raise mistake(f"--{flag}", rule, "Name one, or leave the flag out.")
     pp, micro_batches = _size(options)
     _check_asked(options)
-    found = []
+    schedules = []
     for name, known in SCHEDULES.items():
         if known.even_ranks and pp % 2:
             continue
         program = program_of(name, pp, micro_batches, options.virtual_stages if known.virtual_stages is None else None)
-        found.append(_played(options, name, program))
-    return Schedules(tuple(found), pp, micro_batches)
+        schedules.append(_played(options, name, program))
+    return Schedules(tuple(schedules), pp, micro_batches)
 
 
 def _executed(options: ScheduleOptions, program: Program) -> ExecutedSchedule:
     """The schedule run with the loop of its runtime. Raises SpecError if it is too much for one machine, or not trainable."""
     _expect_measured(options)
-    ranks, found = len(program.schedule), []
+    ranks, problems = len(program.schedule), []
     passes = program.num_stages * program.num_micro_batches
     if ranks > MOST_EXECUTED_RANKS:
         rule = f"{ranks} ranks are more processes than the {MOST_EXECUTED_RANKS} that --executed starts"
-        found.append(Problem("pp", rule, "Take fewer."))
+        problems.append(Problem("pp", rule, "Take fewer."))
     if passes > MOST_EXECUTED_PASSES:
         rule = f"the step has {passes:,} forward passes, and at most {MOST_EXECUTED_PASSES:,} are run"
-        found.append(Problem("micro_batches", rule, "Take fewer."))
-    if found:
-        raise SpecError(found)
+        problems.append(Problem("micro_batches", rule, "Take fewer."))
+    if problems:
+        raise SpecError(problems)
     from ultrascale.measure.executed import execute_schedule
 
     return ExecutedSchedule(options.name, execute_schedule(options.name, program, options.pipeline_runtime))
@@ -347,15 +355,15 @@ def _executed(options: ScheduleOptions, program: Program) -> ExecutedSchedule:
 
 def _expect_measured(options: ScheduleOptions) -> None:
     """Raise SpecError for what has no meaning where costs are measured."""
-    found = []
+    problems = []
     if options.cost != Costs():
-        found.append(Problem("cost", "is measured with --executed", "Leave out one of the two."))
+        problems.append(Problem("cost", "is measured with --executed", "Leave out one of the two."))
     if options.perfetto is not None:
-        found.append(Problem("perfetto", "holds one step, and --executed shows two", "Use --svg or --json."))
+        problems.append(Problem("perfetto", "holds one step, and --executed shows two", "Use --svg or --json."))
     if options.csv is not None:
-        found.append(Problem("csv", "holds actions, and nothing of how they were executed", "Leave out one of the two."))
-    if found:
-        raise SpecError(found)
+        problems.append(Problem("csv", "holds actions, and nothing of how they were executed", "Leave out one of the two."))
+    if problems:
+        raise SpecError(problems)
 
 
 def _program(options: ScheduleOptions) -> Program:
@@ -365,9 +373,9 @@ def _program(options: ScheduleOptions) -> Program:
     from ultrascale.schedules.kinds.custom import read_schedule
 
     if is_file(options.name):
-        given = {"pp": options.pp, "micro_batches": options.micro_batches, "virtual_stages": options.virtual_stages}
-        if said := [f"--{key.replace('_', '-')}" for key, value in given.items() if value is not None]:
-            raise mistake(said[0], f"{options.name} says that itself", f"Leave out {' and '.join(said)}.")
+        sizes = {"pp": options.pp, "micro_batches": options.micro_batches, "virtual_stages": options.virtual_stages}
+        if given_flags := [f"--{key.replace('_', '-')}" for key, value in sizes.items() if value is not None]:
+            raise mistake(given_flags[0], f"{options.name} says that itself", f"Leave out {' and '.join(given_flags)}.")
         actions = read_schedule(Path(options.name))
         _check_size(len(actions), sum(map(len, actions)) // 2, remedy="Write a shorter step to the file.")
         return compile_schedule(actions)
@@ -387,14 +395,14 @@ def _check_asked(options: ScheduleOptions) -> None:
 
 def _check_size(ranks: int, passes: int, *, remedy: str) -> None:
     """Raise SpecError for what would take minutes to play and thousands of lines to print."""
-    found = []
+    problems = []
     if ranks > MOST_RANKS:
-        found.append(Problem("pp", f"{ranks:,} ranks are more than the {MOST_RANKS} that are drawn", "Take fewer."))
+        problems.append(Problem("pp", f"{ranks:,} ranks are more than the {MOST_RANKS} that are drawn", "Take fewer."))
     if passes > MOST_PASSES:
         rule = f"the step has {passes:,} forward passes, and at most {MOST_PASSES:,} are played"
-        found.append(Problem("micro_batches", rule, remedy))
-    if found:
-        raise SpecError(found)
+        problems.append(Problem("micro_batches", rule, remedy))
+    if problems:
+        raise SpecError(problems)
 
 
 def _played(options: ScheduleOptions, name: str, program: Program) -> Schedule:
@@ -409,44 +417,44 @@ def _played(options: ScheduleOptions, name: str, program: Program) -> Schedule:
 
 
 def _check_costs(cost: Costs) -> None:
-    found = [
+    problems = [
         Problem(f"cost.{key}", f"must be from 0 to {MOST_COST:g}, is {value:g}", "Give a time; its unit is yours.")
         for key, value in vars(cost).items()
         if not 0 <= value <= MOST_COST
     ]
-    if found:
-        raise SpecError(found)
+    if problems:
+        raise SpecError(problems)
     if cost.communication > min(cost.forward, cost.input_gradient):
         rule = f"is part of forward and of input_gradient, but {cost.communication:g} is more than one of them"
-        found.append(Problem("cost.communication", rule, f"Give at most {min(cost.forward, cost.input_gradient):g}."))
+        problems.append(Problem("cost.communication", rule, f"Give at most {min(cost.forward, cost.input_gradient):g}."))
     if cost.forward + cost.input_gradient + cost.weight_gradient == 0:
-        found.append(Problem("cost", "everything takes no time", "Give one of them a time."))
-    if found:
-        raise SpecError(found)
+        problems.append(Problem("cost", "everything takes no time", "Give one of them a time."))
+    if problems:
+        raise SpecError(problems)
 
 
-def _compared(one: Schedule) -> Facts:
-    copies, timeline, program = SCHEDULES[one.name].copies, one.timeline, one.program
-    ranks, num_stages = one.num_ranks, program.num_stages
+def _compared(schedule: Schedule) -> TableRow:
+    copies, timeline, program = SCHEDULES[schedule.name].copies, schedule.timeline, schedule.program
+    ranks, num_stages = schedule.num_ranks, program.num_stages
     sent = (program.borders < num_stages - 1).sum() / (ranks * program.num_micro_batches)
-    kept = max(held.total for held in timeline.in_flight) * ranks / num_stages
+    most_kept = max(in_flight.total for in_flight in timeline.in_flight) * ranks / num_stages
     return {
-        "schedule": one.name, "stages_a_rank": num_stages * copies // ranks, "weights": copies,
-        "step_seconds": timeline.step_seconds, "bubble_fraction": timeline.bubble_fraction, "activations_kept": kept,
+        "schedule": schedule.name, "stages_a_rank": num_stages * copies // ranks, "weights": copies,
+        "step_seconds": timeline.step_seconds, "bubble_fraction": timeline.bubble_fraction, "activations_kept": most_kept,
         "messages": float(sent),
     }  # fmt: skip
 
 
-def _write_files(options: ScheduleOptions, found: Schedule | ExecutedSchedule) -> None:
+def _write_files(options: ScheduleOptions, result: Schedule | ExecutedSchedule) -> None:
     if options.svg is not None:
-        options.svg.write_text(found.to_svg())
-    if isinstance(found, ExecutedSchedule):
+        options.svg.write_text(result.to_svg())
+    if isinstance(result, ExecutedSchedule):
         return
     if options.perfetto is not None:
         from ultrascale.plan.view.trace_events import trace_events
 
-        options.perfetto.write_text(jsonlib.dumps(trace_events(found.timeline, title=found.title)))
+        options.perfetto.write_text(jsonlib.dumps(trace_events(result.timeline, title=result.title)))
     if options.csv is not None:
         from ultrascale.schedules.kinds.custom import to_csv
 
-        options.csv.write_text(to_csv(found.timeline.schedule))
+        options.csv.write_text(to_csv(result.timeline.schedule))

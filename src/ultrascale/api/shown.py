@@ -10,17 +10,17 @@ from typing import Any
 
 from ultrascale.api.extras import NotInstalledError, lacks
 
-Facts = dict[str, Any]
+TableRow = dict[str, Any]
 """A row of a table: columns and values."""
 MOST_ROWS = 40
 """Most rows of a table in a notebook; `to_frame` and `to_dict` have all."""
-INK, FIRST, SECOND = "#22272e", "#3b6fb6", "#d1603d"
+INK, FIRST_COLOUR, SECOND_COLOUR = "#22272e", "#3b6fb6", "#d1603d"
 
 
 class Rows:
     """A result that is a table: for a notebook, and for pandas."""
 
-    def rows(self) -> list[Facts]:
+    def rows(self) -> list[TableRow]:
         """The table."""
         raise NotImplementedError
 
@@ -32,7 +32,7 @@ class Rows:
         return html(repr(self), self.rows())
 
 
-def frame(rows: Sequence[Facts]) -> Any:
+def frame(rows: Sequence[TableRow]) -> Any:
     """A pandas DataFrame. Raises NotInstalledError without pandas."""
     try:
         import pandas  # type: ignore[import-not-found]
@@ -42,7 +42,7 @@ def frame(rows: Sequence[Facts]) -> Any:
     return pandas.DataFrame(list(rows))
 
 
-def html(title: str, rows: Sequence[Facts]) -> str:
+def html(title: str, rows: Sequence[TableRow]) -> str:
     """A table for a notebook; of long ones the first rows."""
     columns = list(rows[0]) if rows else []
     head = "".join(f"<th style='text-align:left'>{escape(str(name))}</th>" for name in columns)
@@ -61,7 +61,7 @@ def figure(title: str, *, width: float = 8.0, height: float = 4.2) -> Any:
     except ModuleNotFoundError:
         raise NotInstalledError(lacks("plot()", "matplotlib")) from None
 
-    class Drawn(Figure):
+    class NotebookFigure(Figure):
         """Shown by a notebook as it is, without pyplot."""
 
         def _repr_png_(self) -> bytes:
@@ -69,42 +69,44 @@ def figure(title: str, *, width: float = 8.0, height: float = 4.2) -> Any:
             self.savefig(picture, format="png")
             return picture.getvalue()
 
-    found = Drawn(figsize=(width, height), dpi=110, layout="constrained")
-    found.suptitle(title, x=0.01, ha="left", fontsize=9, color=INK, wrap=True)
-    return found
+    drawing = NotebookFigure(figsize=(width, height), dpi=110, layout="constrained")
+    drawing.suptitle(title, x=0.01, ha="left", fontsize=9, color=INK, wrap=True)
+    return drawing
 
 
 def bars(title: str, values: Sequence[tuple[str, float]], *, label: str = "b / a", linear_to: float | None = None) -> Any:
     """A bar for each name, the first on top; where values above `linear_to` are of many sizes, logarithmic from there."""
-    found = figure(title, height=1.2 + 0.28 * len(values))
-    axes = found.add_subplot()
-    _bars(axes, [name for name, _ in values], [value for _, value in values], label, FIRST)
+    drawing = figure(title, height=1.2 + 0.28 * len(values))
+    axes = drawing.add_subplot()
+    _bars(axes, [name for name, _ in values], [value for _, value in values], label, FIRST_COLOUR)
     if linear_to is not None:
         axes.set_xscale("symlog", linthresh=linear_to)
-    return found
+    return drawing
 
 
-def shares(title: str, rows: Sequence[Facts]) -> Any:
+def shares(title: str, rows: Sequence[TableRow]) -> Any:
     """Memory in GiB and the step in milliseconds, a panel each, by part."""
-    panels = [("memory", 2**30, "GiB", FIRST), ("step", 1e-3, "ms", SECOND)]
+    panels = [("memory", 2**30, "GiB", FIRST_COLOUR), ("step", 1e-3, "ms", SECOND_COLOUR)]
     shown = [(kind, scale, unit, colour) for kind, scale, unit, colour in panels if any(row["of"] == kind for row in rows)]
-    found = figure(title, width=5.0 * len(shown) + 1)
+    drawing = figure(title, width=5.0 * len(shown) + 1)
     for number, (kind, scale, unit, colour) in enumerate(shown, start=1):
-        own = [row for row in rows if row["of"] == kind]
-        axes = found.add_subplot(1, len(shown), number)
-        _bars(axes, [row["part"] for row in own], [row["value"] / scale for row in own], f"{kind}, {unit}", colour)
-    return found
+        panel_rows = [row for row in rows if row["of"] == kind]
+        axes = drawing.add_subplot(1, len(shown), number)
+        _bars(
+            axes, [row["part"] for row in panel_rows], [row["value"] / scale for row in panel_rows], f"{kind}, {unit}", colour
+        )
+    return drawing
 
 
-def scatter(title: str, rows: Sequence[Facts], across: str, up: str) -> Any:
+def scatter(title: str, rows: Sequence[TableRow], across: str, up: str) -> Any:
     """A point for each row: bytes in GiB across, seconds up."""
-    found = figure(title)
-    axes = found.add_subplot()
-    axes.scatter([row[across] / 2**30 for row in rows], [row[up] for row in rows], color=FIRST, s=18)
+    drawing = figure(title)
+    axes = drawing.add_subplot()
+    axes.scatter([row[across] / 2**30 for row in rows], [row[up] for row in rows], color=FIRST_COLOUR, s=18)
     axes.set_xlabel(f"{across.removesuffix('_bytes')} memory, GiB")
     axes.set_ylabel(f"{up.removesuffix('_seconds')}, seconds")
     axes.spines[["top", "right"]].set_visible(False)
-    return found
+    return drawing
 
 
 def _bars(axes: Any, names: Sequence[str], values: Sequence[float], label: str, colour: str) -> None:

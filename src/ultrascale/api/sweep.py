@@ -13,19 +13,19 @@ from typing import Any
 from ultrascale.api.asked import read_keywords
 from ultrascale.api.extras import naming_extras
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Facts, Rows, figure, html
+from ultrascale.api.shown import Rows, TableRow, figure, html
 from ultrascale.config.rules.early import expect_processes
 from ultrascale.data.files import DataError
 from ultrascale.description.problems import Problem, SpecError, mistake
-from ultrascale.description.rank_environment import told_world
+from ultrascale.description.rank_environment import env_world_size
 from ultrascale.description.units import format_bytes, format_seconds, format_share
 from ultrascale.page.documents import sweep_document
 from ultrascale.page.one_file import expect_writable, write_document
 from ultrascale.storage import Store, open_store
 from ultrascale.storage.location import url_problem
-from ultrascale.sweep.cells import TIMED, WARM, Place, place_of
-from ultrascale.sweep.grid import Axis, Cell, cells, split_axes
-from ultrascale.sweep.held import Held, Measured, fastest_first, hold
+from ultrascale.sweep.cells import TIMED, WARM, CellPlace, place_of
+from ultrascale.sweep.grid import Axis, SweepCell, cells, split_axes
+from ultrascale.sweep.held import Held, MeasuredCell, fastest_first, plan_accuracy
 from ultrascale.sweep.measured import measure_cells
 from ultrascale.sweep.rows import write_rows
 from ultrascale.sweep.shared import SharedCells
@@ -74,14 +74,14 @@ class SweepOptions:
 
 
 @dataclass(frozen=True)
-class Begun:
+class SweepGrid:
     """A sweep before anything is measured."""
 
     folder: Path
-    cells: tuple[Cell, ...]
-    places: tuple[Place, ...]
+    cells: tuple[SweepCell, ...]
+    places: tuple[CellPlace, ...]
     """Places of the cells that can run."""
-    same: int
+    num_duplicates: int
     """Cells left out: the same run as another."""
 
 
@@ -89,9 +89,9 @@ class Begun:
 class Sweep(Rows):
     """Measurements of a sweep so far, and the error of the plan."""
 
-    begun: Begun
+    grid: SweepGrid
     axes: tuple[Axis, ...]
-    measured: tuple[Measured, ...]
+    measured: tuple[MeasuredCell, ...]
     """The fastest first."""
     held: Held
     """The plan held to them."""
@@ -100,18 +100,18 @@ class Sweep(Rows):
     @property
     def table(self) -> Path:
         """The CSV file of what was measured, which `ultrascale validate` reads."""
-        return self.begun.folder / "results.csv"
+        return self.grid.folder / "results.csv"
 
     def to_dict(self) -> dict[str, Any]:
         """The output of `ultrascale sweep --json`."""
-        places = self.begun.places
+        places = self.grid.places
         failed = [(place, place.failure) for place in places if place.result is None and place.failure is not None]
         document = {
-            "measured": [_named(one.place) | one.told for one in self.measured],
+            "measured": [_named(cell.place) | cell.result for cell in self.measured],
             "failed": [_named(place) | asdict(failure) for place, failure in failed if failure],
             "refused": [
-                {"values": cell.values, "problems": [asdict(one) for one in cell.problems]}
-                for cell in self.begun.cells
+                {"values": cell.values, "problems": [asdict(problem) for problem in cell.problems]}
+                for cell in self.grid.cells
                 if not cell.run
             ],
             "held": asdict(self.held),
@@ -119,26 +119,26 @@ class Sweep(Rows):
         }
         return stamped("sweep", document)
 
-    def rows(self) -> list[Facts]:
+    def rows(self) -> list[TableRow]:
         """A row for each measured cell: its values, and time and memory, measured and planned."""
         names = ("step_seconds", "planned_step_seconds", "tokens_per_second_per_rank", "mfu", "measured_peak_bytes",
                  "planned_peak_bytes")  # fmt: skip
-        return [{**one.place.cell.values, **{name: getattr(one, name) for name in names}} for one in self.measured]
+        return [{**cell.place.cell.values, **{name: getattr(cell, name) for name in names}} for cell in self.measured]
 
     def plot(self) -> Any:
         """Measured against planned memory, a point for each cell, as a matplotlib figure."""
-        found = figure(repr(self))
-        axes = found.add_subplot()
-        pairs = [(one.planned_peak_bytes, one.measured_peak_bytes) for one in self.measured]
+        drawing = figure(repr(self))
+        axes = drawing.add_subplot()
+        pairs = [(cell.planned_peak_bytes, cell.measured_peak_bytes) for cell in self.measured]
         known = [(planned / 2**20, measured / 2**20) for planned, measured in pairs if measured is not None]
         axes.scatter([planned for planned, _ in known], [measured for _, measured in known])
         axes.axline((0, 0), slope=1, linewidth=0.8, color="#22272e")
         axes.set_xlabel("planned, MiB")
         axes.set_ylabel("measured, MiB")
-        return found
+        return drawing
 
     def __repr__(self) -> str:
-        count = f"{len(self.measured)} of {len(self.begun.cells)} cells measured"
+        count = f"{len(self.measured)} of {len(self.grid.cells)} cells measured"
         if not self.measured:
             return f"Sweep({count})"
         best = self.measured[0]
@@ -147,13 +147,13 @@ class Sweep(Rows):
 
     def _repr_html_(self) -> str:
         rows = [
-            {**one.place.cell.values, "step": format_seconds(one.step_seconds), "MFU": format_share(one.mfu),
-             "memory planned": format_bytes(one.planned_peak_bytes)} for one in self.measured
+            {**cell.place.cell.values, "step": format_seconds(cell.step_seconds), "MFU": format_share(cell.mfu),
+             "memory planned": format_bytes(cell.planned_peak_bytes)} for cell in self.measured
         ]  # fmt: skip
         return html(repr(self), rows)
 
 
-def _named(place: Place) -> dict[str, Any]:
+def _named(place: CellPlace) -> dict[str, Any]:
     return {"values": place.cell.values, "run": str(place.run_file)}
 
 
@@ -163,60 +163,62 @@ def sweep(run: str | PathLike[str], **settings: Any) -> Sweep:
     `settings` are the flags of `ultrascale sweep`, and settings of the run. Needs torch, and the run's data. Raises SpecError.
     """
     asked = read_keywords(SweepOptions, "sweep", {"run": run, **settings}, positional=("run",))
-    axes, rest = split_axes(asked.settings)
+    axes, fixed_settings = split_axes(asked.settings)
     with naming_extras("sweep"):
-        return answer(asked.options, axes, rest)
+        return answer(asked.options, axes, fixed_settings)
 
 
 def answer(
     options: SweepOptions,
     axes: Sequence[Axis],
-    rest: Sequence[str],
+    fixed_settings: Sequence[str],
     *,
-    started: Callable[[Begun], None] = lambda begun: None,
-    done: Callable[[Place], None] = lambda place: None,
+    started: Callable[[SweepGrid], None] = lambda grid: None,
+    done: Callable[[CellPlace], None] = lambda place: None,
 ) -> Sweep:
     """Measure what is not measured, and say what is known. `started` is told what is to be done, `done` of each cell."""
     _check(options)
     expect_writable(options.html)
-    if (world := told_world(os.environ)) > 1:
+    if (world := env_world_size(os.environ)) > 1:
         rule = f"was started {world} times, by torchrun or the like, and each would measure every cell"
         raise mistake("sweep", rule, "Start it once, with --processes; or --list, then a job for each cell.")
-    found, same = cells(options.run, axes, rest, processes=options.processes)
-    folder = options.out or _default_folder(found)
-    places = [place_of(folder, cell, axes, steps=options.steps, warm=options.warm) for cell in found if cell.run is not None]
+    grid_cells, num_duplicates = cells(options.run, axes, fixed_settings, processes=options.processes)
+    folder = options.out or _default_folder(grid_cells)
+    places = [
+        place_of(folder, cell, axes, steps=options.steps, warm=options.warm) for cell in grid_cells if cell.run is not None
+    ]
     _prepare(folder, places, again=options.again)
-    shared = None if options.store is None else SharedCells(_store(options.store), again=options.again)
+    shared = None if options.store is None else SharedCells(_store(options.store), retries_failures=options.again)
     if shared is not None:
-        places = [*shared.brought(places)]
-    begun = Begun(folder, tuple(found), tuple(places), same)
-    started(begun)
+        places = [*shared.fetched(places)]
+    grid = SweepGrid(folder, tuple(grid_cells), tuple(places), num_duplicates)
+    started(grid)
     if not options.list:
         _measure(places, options, shared, done)
     measured = fastest_first(places)
-    held = hold(measured)
+    scores = plan_accuracy(measured)
     write_rows(folder / "results.csv", places)
-    pictures = _draw(begun, axes, measured)
+    pictures = _draw(grid, axes, measured)
     if shared is not None:
         shared.send_files([folder / "results.csv", *pictures])
-    done_so_far = Sweep(begun, tuple(axes), tuple(measured), held, tuple(pictures))
+    done_so_far = Sweep(grid, tuple(axes), tuple(measured), scores, tuple(pictures))
     if options.html is not None:
         values = [word for axis in axes for word in (f"--{axis.key}", ",".join(axis.values))]
-        write_document(options.html, sweep_document(done_so_far.to_dict()), ["sweep", options.run, *values, *rest])
+        write_document(options.html, sweep_document(done_so_far.to_dict()), ["sweep", options.run, *values, *fixed_settings])
     return done_so_far
 
 
 def _check(options: SweepOptions) -> None:
-    asked = (("--steps", options.steps, 1, TIMED), ("--warm", options.warm, 1, WARM), ("--top", options.top, 0, 20))
-    wrong = [
+    bounds = (("--steps", options.steps, 1, TIMED), ("--warm", options.warm, 1, WARM), ("--top", options.top, 0, 20))
+    problems = [
         Problem(flag, f"must be at least {least}, is {value}", f"Such as {usual}.")
-        for flag, value, least, usual in asked
+        for flag, value, least, usual in bounds
         if value < least
     ]
     if not 0 < options.minutes < float("inf"):
-        wrong.append(Problem("--minutes", f"must be a positive number, is {options.minutes}", "Such as 10."))
-    if wrong:
-        raise SpecError(wrong)
+        problems.append(Problem("--minutes", f"must be a positive number, is {options.minutes}", "Such as 10."))
+    if problems:
+        raise SpecError(problems)
     if not options.list:
         expect_processes(options.processes or 1)
 
@@ -227,21 +229,23 @@ def _store(place: str) -> Store:
     return open_store(place, patience_seconds=STORE_PATIENCE_SECONDS, to_write=True)
 
 
-def _measure(places: Sequence[Place], options: SweepOptions, shared: SharedCells | None, done: Callable[[Place], None]) -> None:
+def _measure(
+    places: Sequence[CellPlace], options: SweepOptions, shared: SharedCells | None, done: Callable[[CellPlace], None]
+) -> None:
     """Measure what is not measured here, nor by then in the store."""
 
-    def both(place: Place) -> None:
+    def both(place: CellPlace) -> None:
         if shared is not None:
             shared.send(place)
         done(place)
 
     if all(place.result is None for place in places):  # else there is a report to make, beside which cells fail one by one
-        _expect_one_startable([place for place in places if place.failure is None])
-    todo = places if shared is None else shared.brought(places)
+        _expect_any_startable([place for place in places if place.failure is None])
+    todo = places if shared is None else shared.fetched(places)
     measure_cells(todo, steps=options.steps, warm=options.warm, limit_seconds=60 * options.minutes, done=both)
 
 
-def _expect_one_startable(places: Sequence[Place]) -> None:
+def _expect_any_startable(places: Sequence[CellPlace]) -> None:
     """Raise what is wrong with the device or the data of the first cell if every cell would fail at its start."""
     wrong: list[SpecError | DataError] = []
     for place in places:
@@ -253,12 +257,12 @@ def _expect_one_startable(places: Sequence[Place]) -> None:
         raise wrong[0]
 
 
-def _default_folder(found: Sequence[Cell]) -> Path:
-    run = next(cell.run for cell in found if cell.run is not None)
+def _default_folder(grid_cells: Sequence[SweepCell]) -> Path:
+    run = next(cell.run for cell in grid_cells if cell.run is not None)
     return Path(run.folder) / "sweeps" / run.name
 
 
-def _prepare(folder: Path, places: Sequence[Place], *, again: bool) -> None:
+def _prepare(folder: Path, places: Sequence[CellPlace], *, again: bool) -> None:
     """Every cell's run on disk, for whoever measures it."""
     if folder.exists() and not folder.is_dir():
         raise mistake("--out", f"{folder} is a file", "Name a folder, new or of an earlier sweep.")
@@ -268,9 +272,9 @@ def _prepare(folder: Path, places: Sequence[Place], *, again: bool) -> None:
             place.prepare()
 
 
-def _draw(begun: Begun, axes: Sequence[Axis], measured: Sequence[Measured]) -> list[Path]:
+def _draw(grid: SweepGrid, axes: Sequence[Axis], measured: Sequence[MeasuredCell]) -> list[Path]:
     if find_spec("matplotlib") is None:
         return []
     from ultrascale.sweep.pictures import draw
 
-    return draw(begun.folder, axes, begun.cells, begun.places, measured)
+    return draw(grid.folder, axes, grid.cells, grid.places, measured)

@@ -8,12 +8,12 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ultrascale.api.asked import Asked, read_keywords
+from ultrascale.api.asked import VerbRequest, read_keywords
 from ultrascale.api.extras import naming_extras
 from ultrascale.api.planning.plan_request import SHORT
-from ultrascale.api.planning.run_of import Described, cluster_of, planned_run
+from ultrascale.api.planning.run_of import ModelAndMachines, cluster_of, planned_run
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Facts, Rows, bars, figure, html
+from ultrascale.api.shown import Rows, TableRow, bars, figure, html
 from ultrascale.catalogue.cluster import Cluster
 from ultrascale.catalogue.machines import free_bytes, usable_cores
 from ultrascale.config.resolve import resolve
@@ -92,7 +92,7 @@ class TraceOptions:
 class Trace(Rows):
     """Some steps of one rank, and what the planner says of it."""
 
-    found: RankTrace
+    rank_trace: RankTrace
     comparison: Comparison
     """Memory, messages and FLOPs, traced and planned."""
     cluster: Cluster
@@ -109,7 +109,7 @@ class Trace(Rows):
     @property
     def peak_bytes(self) -> int:
         """Live at the peak."""
-        return self.found.peak_bytes(self.step)
+        return self.rank_trace.peak_bytes(self.step)
 
     @property
     def fits(self) -> bool:
@@ -121,35 +121,35 @@ class Trace(Rows):
         """Tier of each group's size and stride, over which its messages go: `node` or `network`."""
         from ultrascale.trace.groups import crosses_nodes
 
-        per_node, rank = self.cluster.node.num_accelerators, self.found.rank
+        per_node, rank = self.cluster.node.num_accelerators, self.rank_trace.rank
         return {
             f"{sent.size}/{sent.stride}": "network" if crosses_nodes(rank, sent.size, sent.stride, per_node) else "node"
-            for sent in self.found.sent
+            for sent in self.rank_trace.sent
         }
 
     def to_dict(self) -> dict[str, Any]:
         """The output of `ultrascale trace --json`: everything but single storages, which are in the snapshot (x.pickle)."""
         from ultrascale.trace.views.files import points
 
-        found, step, tier = self.found, self.step, self.tiers
+        traced, step, tier = self.rank_trace, self.step, self.tiers
         return stamped("trace", {
-            "model": found.model.name, "rank": found.rank, "world": found.layout.world_size, "device": found.device,
+            "model": traced.model.name, "rank": traced.rank, "world": traced.layout.world_size, "device": traced.device,
             "step": step + 1,
-            "micro_batches_traced": found.micro_batches[0], "micro_batches": found.micro_batches[1],
+            "micro_batches_traced": traced.micro_batches[0], "micro_batches": traced.micro_batches[1],
             "peak_bytes": self.peak_bytes, "reserved_bytes": self.reserved_bytes, "comparison": self.comparison.to_json(),
             "messages": [
                 {name: getattr(sent, name) for name in sent.__dataclass_fields__}
                 | {"step": step + 1, "tier": tier[f"{sent.size}/{sent.stride}"]}
-                for sent in found.sent if sent.step == step
+                for sent in traced.sent if sent.step == step
             ],
             "flops": [
-                {"operation": op, "pass": when, "flops": flops} for (of, op, when), flops in found.flops.items() if of == step
+                {"operation": op, "pass": when, "flops": flops} for (of, op, when), flops in traced.flops.items() if of == step
             ],
-            "actions": found.actions(step), "timeline": points(found),
+            "actions": traced.actions(step), "timeline": points(traced),
             "alive_at_peak": [part._asdict() for part in self.parts], "edits": [edit._asdict() for edit in self.edits],
         })  # fmt: skip
 
-    def rows(self) -> list[Facts]:
+    def rows(self) -> list[TableRow]:
         """Memory by category and FLOPs by operation, traced and planned, and how far they are apart in percent."""
         compared = (("memory", "bytes", self.comparison.memory), ("work", "flops", self.comparison.flops))
         return [
@@ -162,7 +162,7 @@ class Trace(Rows):
         """Live bytes by category, operation after operation, as a matplotlib figure."""
         from ultrascale.trace.views.files import points
 
-        timeline = points(self.found)
+        timeline = points(self.rank_trace)
         drawn = figure(repr(self), width=9)
         axes = drawn.add_subplot()
         categories = list(dict.fromkeys(name for row in timeline for name in row["bytes"]))
@@ -174,9 +174,9 @@ class Trace(Rows):
         return drawn
 
     def __repr__(self) -> str:
-        found, layout = self.found, self.found.layout
+        traced, layout = self.rank_trace, self.rank_trace.layout
         peak = f"{format_bytes(self.peak_bytes)} live, {format_bytes(self.reserved_bytes)} reserved at the peak"
-        return f"Trace({found.model.name}, rank {found.rank} of {layout.world_size} on {self.cluster.name}: {peak})"
+        return f"Trace({traced.model.name}, rank {traced.rank} of {layout.world_size} on {self.cluster.name}: {peak})"
 
     def _repr_html_(self) -> str:
         def words(value: Any, unit: str) -> str:
@@ -199,16 +199,18 @@ class StageTraces(Rows):
         """The output of `ultrascale trace --all-stages --json`: an object for each stage."""
         return [stamped("trace-stages", row) for row in self.rows()]
 
-    def rows(self) -> list[Facts]:
+    def rows(self) -> list[TableRow]:
         """A row for each stage."""
-        return [one._asdict() | {"percent": one.percent} for one in self.peaks]
+        return [peak._asdict() | {"percent": peak.percent} for peak in self.peaks]
 
     def plot(self) -> Any:
         """A bar for each stage, as a matplotlib figure."""
-        return bars(repr(self), [(f"stage {one.pp}", one.traced_bytes / 2**20) for one in self.peaks], label="live, MiB")
+        return bars(repr(self), [(f"stage {peak.pp}", peak.traced_bytes / 2**20) for peak in self.peaks], label="live, MiB")
 
     def __repr__(self) -> str:
-        return f"StageTraces({', '.join(format_bytes(one.traced_bytes) for one in self.peaks)} live at the peak of each stage)"
+        return (
+            f"StageTraces({', '.join(format_bytes(peak.traced_bytes) for peak in self.peaks)} live at the peak of each stage)"
+        )
 
 
 def trace(run: str | PathLike[str] | None = None, **settings: Any) -> Trace | StageTraces:
@@ -221,8 +223,8 @@ def trace(run: str | PathLike[str] | None = None, **settings: Any) -> Trace | St
         return answer(asked)
 
 
-def answer(asked: Asked[TraceOptions], *, tell: Callable[[str], None] = lambda note: None) -> Trace | StageTraces:
-    """The trace that is asked for, with the files that were asked for written. `tell` is told what to know beforehand."""
+def answer(asked: VerbRequest[TraceOptions], *, report: Callable[[str], None] = lambda note: None) -> Trace | StageTraces:
+    """The trace that is asked for, with the files that were asked for written. `report` is told what to know beforehand."""
     options = asked.options
     run = _described(options, asked.settings)
     _expect_possible(options, run)
@@ -233,7 +235,7 @@ def answer(asked: Asked[TraceOptions], *, tell: Callable[[str], None] = lambda n
         run = with_recomputation(run, cluster)
     device = options.device or device_of(cluster.accelerator)
     if run.compile:
-        tell(UNCOMPILED)
+        report(UNCOMPILED)
     if options.all_stages:
         _expect_memory(run, STEPS, at_once=min(run.layout.pp, usable_cores()))
         from ultrascale.trace.stages import trace_stages
@@ -245,15 +247,15 @@ def answer(asked: Asked[TraceOptions], *, tell: Callable[[str], None] = lambda n
     _expect_memory(run, options.steps)
     from ultrascale.trace.rank import trace_rank
 
-    found = _one(options, run, cluster, trace_rank(run, options.rank or 0, device=device, steps=options.steps))
+    trace = _rank_result(options, run, cluster, trace_rank(run, options.rank or 0, device=device, steps=options.steps))
     if options.html is not None:
-        write_document(options.html, trace_document(found.to_dict()), ["trace", *asked.words])
-    return found
+        write_document(options.html, trace_document(trace.to_dict()), ["trace", *asked.words])
+    return trace
 
 
 def _described(options: TraceOptions, settings: tuple[str, ...]) -> Run:
     """The run of the file, or of the model and machines that are given."""
-    described = Described(options.model, options.gpus, options.seq_len, options.tokens_per_batch)
+    described = ModelAndMachines(options.model, options.gpus, options.seq_len, options.tokens_per_batch)
     if not described.is_given:
         if options.run is None:
             raise mistake("RUN.TOML", "is missing", "Name a run, or give --model llama-3-8b --gpus 64xh100.")
@@ -263,7 +265,7 @@ def _described(options: TraceOptions, settings: tuple[str, ...]) -> Run:
     return planned_run(described, settings, run=options.run, verb="trace")
 
 
-def _one(options: TraceOptions, run: Run, cluster: Cluster, found: RankTrace) -> Trace:
+def _rank_result(options: TraceOptions, run: Run, cluster: Cluster, rank_trace: RankTrace) -> Trace:
     from ultrascale.trace.allocator import reserved_bytes
     from ultrascale.trace.planned import planned_rank
     from ultrascale.trace.views.compare import compare
@@ -271,13 +273,13 @@ def _one(options: TraceOptions, run: Run, cluster: Cluster, found: RankTrace) ->
     from ultrascale.trace.views.files import write_file
 
     step = options.steps - 1
-    planned = planned_rank(run, found.rank, found.device) if options.steps > 1 else None  # type: ignore[arg-type]
-    comparison, reserved = compare(found, planned, step), reserved_bytes(found)
+    planned = planned_rank(run, rank_trace.rank, rank_trace.device) if options.steps > 1 else None  # type: ignore[arg-type]
+    comparison, reserved = compare(rank_trace, planned, step), reserved_bytes(rank_trace)
     for path in options.out:
-        write_file(found, path, planned_peak_bytes=None if planned is None else planned.peak.total)
-    parts = tuple(biggest_parts(found, found.peak_at(step)))
+        write_file(rank_trace, path, planned_peak_bytes=None if planned is None else planned.peak.total)
+    parts = tuple(biggest_parts(rank_trace, rank_trace.peak_at(step)))
     changes = tuple(edits(run, cluster)) if options.explain_oom else ()
-    return Trace(found, comparison, cluster, reserved, step, parts, changes, options)
+    return Trace(rank_trace, comparison, cluster, reserved, step, parts, changes, options)
 
 
 def _expect_possible(options: TraceOptions, run: Run) -> None:

@@ -118,10 +118,10 @@ class Node:
     @property
     def watts_per_accelerator(self) -> float | None:
         """An accelerator's share of the machine's power; where only its own is known, with what machines add to it."""
-        own = self.accelerator.watts
+        accelerator_watts = self.accelerator.watts
         if self.watts is not None:
             return self.watts.value / self.num_accelerators
-        return None if own is None else own.value * MACHINE_OVER_ACCELERATORS
+        return None if accelerator_watts is None else accelerator_watts.value * MACHINE_OVER_ACCELERATORS
 
 
 @dataclass(frozen=True)
@@ -177,21 +177,21 @@ def parse_cluster(text: str) -> Cluster:
     from ultrascale.catalogue import machine_file, machines, racks
 
     match = _COUNTED.fullmatch(text.strip())
-    what = "" if match is None else match[2] or match[3]
+    machine = "" if match is None else match[2] or match[3]
     if match is not None and match[1] and not match[1].strip("0"):
-        raise mistake("cluster", f"{text!r} has no machine", f"Ask for at least one: 1x{what}.")
+        raise mistake("cluster", f"{text!r} has no machine", f"Ask for at least one: 1x{machine}.")
     if match is not None and match[1] and (len(match[1]) > len(str(MOST)) or int(match[1]) > MOST):
         rule = f"{text[:40]!r} has more machines than anybody plans for: at most {MOST:,} are searched"
-        raise mistake("cluster", rule, f"Ask for fewer, such as 1024x{what}.")
-    if match is None or (not match[1] and ((what.isdigit() and len(what) < 4) or _MISCOUNTED.match(what))):
+        raise mistake("cluster", rule, f"Ask for fewer, such as 1024x{machine}.")
+    if match is None or (not match[1] and ((machine.isdigit() and len(machine) < 4) or _MISCOUNTED.match(machine))):
         raise SpecError(
             [Problem("cluster", f"{text!r} is not a count and a name", "Write 64xh100, 2xdgx-h100, 2xours.toml or cpu.")]
         )
     if (path := file_of(text)) is not None:
         return machine_file.read_machine(path, int(match[1] or 1), text.strip())
-    count, used, name = int(match[1] or 1), match[4], what.lower()
-    for one in (name, normal_name(name)):
-        name = machines.ALIASES.get(one, one)
+    count, used, name = int(match[1] or 1), match[4], machine.lower()
+    for spelling in (name, normal_name(name)):
+        name = machines.ALIASES.get(spelling, spelling)
         if name == "cpu" or name in machines.NODES or name in machines.USUAL_NODE:
             break
     if name == "cpu" and not used:
@@ -224,6 +224,6 @@ def _unknown(text: str, name: str, known: list[str]) -> Problem:
     if reason := why_not(name):
         rule = f"{text!r} is not in the catalogue: {reason}"
         return Problem("cluster", rule, "Name GPUs of about its peak to compare with, such as 8xh100.")
-    near = get_close_matches(name, known, n=3, cutoff=0.5)
-    remedy = f"Did you mean {' or '.join(near)}? " if near else ""
+    similar = get_close_matches(name, known, n=3, cutoff=0.5)
+    remedy = f"Did you mean {' or '.join(similar)}? " if similar else ""
     return Problem("cluster", f"there is no machine called {text!r}", f"{remedy}`ultrascale show clusters` lists them all.")

@@ -41,7 +41,7 @@ from ultrascale.catalogue.cluster import Accelerator, Cluster, Link, Node, Sourc
 from ultrascale.catalogue.machines import ACCELERATORS, ALIASES, NODES, USUAL_NODE
 from ultrascale.description.layout import NARROW
 from ultrascale.description.parsing import MOST_TOML, key_lines, parse_toml, read_bounded
-from ultrascale.description.problems import MOST_TOLD, Problem, SpecError, mistake
+from ultrascale.description.problems import MOST_PROBLEMS, Problem, SpecError, mistake
 
 GIB, GIGA, TERA = 2**30, 1e9, 1e12
 KEYS = {
@@ -118,11 +118,11 @@ class _Reader:
     """The catalogued accelerator that the file's own is, or is like."""
 
     def _accelerator(self, values: Mapping[str, Any]) -> Accelerator | None:
-        own = values.get("accelerator")
-        if isinstance(own, Mapping):
-            self._expect_known("accelerator", own)
-            base = self._catalogued(self._text(own, "accelerator.like"), "accelerator.like")
-            return None if base is None else self._changed(base, own)
+        table = values.get("accelerator")
+        if isinstance(table, Mapping):
+            self._expect_known("accelerator", table)
+            base = self._catalogued(self._text(table, "accelerator.like"), "accelerator.like")
+            return None if base is None else self._changed(base, table)
         return self._catalogued(self._text(values, "accelerator"), "accelerator")
 
     def _catalogued(self, name: str | None, key: str) -> Accelerator | None:
@@ -132,19 +132,19 @@ class _Reader:
         if known in ACCELERATORS:
             self._relative = known
             return ACCELERATORS[known]
-        near = get_close_matches(known, [*ACCELERATORS, *ALIASES], n=2, cutoff=0.5)
-        hint = f"Did you mean {' or '.join(near)}? " if near else ""
-        self._wrong(key, f"there is no accelerator called {name!r}", f"{hint}`ultrascale show clusters` lists them all.")
+        similar = get_close_matches(known, [*ACCELERATORS, *ALIASES], n=2, cutoff=0.5)
+        hint = f"Did you mean {' or '.join(similar)}? " if similar else ""
+        self._add_problem(key, f"there is no accelerator called {name!r}", f"{hint}`ultrascale show clusters` lists them all.")
         return None
 
-    def _changed(self, base: Accelerator, own: Mapping[str, Any]) -> Accelerator:
+    def _changed(self, base: Accelerator, table: Mapping[str, Any]) -> Accelerator:
         """`base` with what the table says of its own."""
-        name = self._text(own, "accelerator.name") or base.name
+        name = self._text(table, "accelerator.name") or base.name
         if name in ACCELERATORS or name == "cpu":
-            self._wrong("accelerator.name", f"{name!r} is one of the catalogue", "Give yours a name of its own.")
-        peaks = own.get("tflops", {})
+            self._add_problem("accelerator.name", f"{name!r} is one of the catalogue", "Give yours a name of its own.")
+        peaks = table.get("tflops", {})
         if not isinstance(peaks, Mapping):
-            self._wrong("accelerator.tflops", "must be a table of dense peaks", "Such as { bf16 = 989, fp8 = 1979 }.")
+            self._add_problem("accelerator.tflops", "must be a table of dense peaks", "Such as { bf16 = 989, fp8 = 1979 }.")
             peaks = {}
         self._expect_known("accelerator.tflops", peaks)
         rates = {dtype: self._number(peaks, f"accelerator.tflops.{dtype}") for dtype in peaks}
@@ -152,12 +152,12 @@ class _Reader:
         fields = {"memory_gib": "memory_bytes", "memory_gbytes_per_second": "memory_bytes_per_second"}
         changes: dict[str, Any] = {}
         for key, scale in scales.items():
-            value = self._number(own, f"accelerator.{key}", needed=False, most=1 if key == "matmul_fraction" else math.inf)
+            value = self._number(table, f"accelerator.{key}", needed=False, most=1 if key == "matmul_fraction" else math.inf)
             if value is not None:
-                changes[fields.get(key, key)] = self._said(value * scale)
+                changes[fields.get(key, key)] = self._sourced(value * scale)
         if rates:
-            changes["peak_flops"] = {dtype: self._said(rate * TERA) for dtype, rate in rates.items() if rate is not None}
-        title = self._text(own, "accelerator.title", needed=False) or name
+            changes["peak_flops"] = {dtype: self._sourced(rate * TERA) for dtype, rate in rates.items() if rate is not None}
+        title = self._text(table, "accelerator.title", needed=False) or name
         return replace(base, name=name, title=title, like=self._relative, **changes)
 
     def _link(self, table: Mapping[str, Any], key: str, rate_key: str, scale: float) -> Link | None:
@@ -168,8 +168,8 @@ class _Reader:
             return None
         if reached is not None and reached * GIGA > rate * scale:
             rule = f"is {reached:g}, more than the {rate * scale / GIGA:g} GB/s that {rate_key} says"
-            self._wrong(f"{key}.achieved_gbytes_per_second", rule, "A byte has eight bits: 400 Gb/s are 50 GB/s.")
-        return Link(name, self._said(rate * scale), None if reached is None else self._said(reached * GIGA))
+            self._add_problem(f"{key}.achieved_gbytes_per_second", rule, "A byte has eight bits: 400 Gb/s are 50 GB/s.")
+        return Link(name, self._sourced(rate * scale), None if reached is None else self._sourced(reached * GIGA))
 
     def _spine(self, values: Mapping[str, Any]) -> Spine | None:
         if "spine" not in values:
@@ -180,10 +180,10 @@ class _Reader:
         return None if leaf is None or over is None else Spine(int(leaf), over)
 
     def _table(self, values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        found = values.get(name, {})
-        if isinstance(found, Mapping):
-            return found
-        self._wrong(name, f"must be a table, is {found!r}", f"Write [{name}] with {', '.join(KEYS[name])} below it.")
+        table = values.get(name, {})
+        if isinstance(table, Mapping):
+            return table
+        self._add_problem(name, f"must be a table, is {table!r}", f"Write [{name}] with {', '.join(KEYS[name])} below it.")
         return {}
 
     def _text(self, table: Mapping[str, Any], key: str, *, needed: bool = True) -> str | None:
@@ -191,7 +191,7 @@ class _Reader:
         if isinstance(value, str) and value.strip():
             return value.strip()
         if value is not None or needed:
-            self._wrong(key, "is missing" if value is None else f"must be a text, is {value!r}", f'Write {key} = "...".')
+            self._add_problem(key, "is missing" if value is None else f"must be a text, is {value!r}", f'Write {key} = "...".')
         return None
 
     def _number(
@@ -211,21 +211,21 @@ class _Reader:
         kind += f" to {most:g}" if math.isfinite(most) else f" below {LARGEST_NUMBER:g}" if too_large else ""
         kind += f" from {SMALLEST_NUMBER:g}" if too_small and not (whole or least) else ""
         rule = "is missing" if value is None else f"must be {kind}, is {value!r}"
-        self._wrong(key, rule, f"Write {key.rpartition('.')[2]} = {kind}.")
+        self._add_problem(key, rule, f"Write {key.rpartition('.')[2]} = {kind}.")
         return None
 
     def _expect_known(self, name: str, table: Mapping[str, Any]) -> None:
         for key in table:
             if key not in KEYS[name]:
-                near = get_close_matches(key, KEYS[name], n=1, cutoff=0.5) if len(self.problems) < MOST_TOLD else []
-                hint = f"Did you mean {near[0]}? " if near else ""
+                similar = get_close_matches(key, KEYS[name], n=1, cutoff=0.5) if len(self.problems) < MOST_PROBLEMS else []
+                hint = f"Did you mean {similar[0]}? " if similar else ""
                 place = f"{name}.{key}" if name else key
-                self._wrong(place, "is no key of a machine's file", f"{hint}Here are {', '.join(KEYS[name])}.")
+                self._add_problem(place, "is no key of a machine's file", f"{hint}Here are {', '.join(KEYS[name])}.")
 
-    def _said(self, value: float) -> Sourced:
+    def _sourced(self, value: float) -> Sourced:
         return Sourced(value, str(self.path), "now")
 
-    def _wrong(self, key: str, rule: str, remedy: str) -> None:
+    def _add_problem(self, key: str, rule: str, remedy: str) -> None:
         parts = key.split(".")
-        line = next((self.lines[one] for n in range(len(parts), 0, -1) if (one := ".".join(parts[:n])) in self.lines), None)
+        line = next((self.lines[outer] for n in range(len(parts), 0, -1) if (outer := ".".join(parts[:n])) in self.lines), None)
         self.problems.append(Problem(key, rule, remedy, f"{self.path}:{line}" if line else str(self.path)))

@@ -58,8 +58,8 @@ def accelerator_in(text: str) -> str | None:
     names = [
         (_words(alias), name) for alias, name in (*zip(ACCELERATORS, ACCELERATORS, strict=True), *ACCELERATOR_ALIASES.items())
     ]
-    found = [(len(of), any(word.isdigit() for word in of), len(name), name) for of, name in names if of <= words]
-    return max(found)[-1] if found else None
+    matches = [(len(of), any(word.isdigit() for word in of), len(name), name) for of, name in names if of <= words]
+    return max(matches)[-1] if matches else None
 
 
 def _words(text: str) -> frozenset[str]:
@@ -68,12 +68,12 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(re.sub(r"^(\d+)gb?$|^(sxm)\d$", r"\1\2", word) for word in words if word)
 
 
-def lacks(accelerator: Accelerator, dtype: str, key: str = "layout.precision") -> Problem:
+def missing_dtype_problem(accelerator: Accelerator, dtype: str, key: str = "layout.precision") -> Problem:
     """The problem of an accelerator without a peak of `dtype`: the dtypes it has, and accelerators that have this one."""
-    own = ", ".join(name for name in ("fp64", "fp32", "bf16", "fp16", *NARROW) if name in accelerator.peak_flops)
-    have = ", ".join(name for name, one in ACCELERATORS.items() if dtype in one.peak_flops)
+    dtypes = ", ".join(name for name in ("fp64", "fp32", "bf16", "fp16", *NARROW) if name in accelerator.peak_flops)
+    have = ", ".join(name for name, other in ACCELERATORS.items() if dtype in other.peak_flops)
     rule = f"{accelerator.title} has no {dtype}"
-    return Problem(key, rule, f"Choose one of {own}" + (f", or a device that has it: {have}." if have else "."))
+    return Problem(key, rule, f"Choose one of {dtypes}" + (f", or a device that has it: {have}." if have else "."))
 
 
 def this_machine(num_processes: int) -> Node:
@@ -104,8 +104,8 @@ def free_bytes() -> int | None:
     """Memory that this process may still take: what the machine has, or a container has left; None where nobody says."""
     try:
         with open("/proc/meminfo") as lines:
-            found = dict(line.split(":", 1) for line in lines)
-        free = int(found["MemAvailable"].split()[0]) * 1024
+            meminfo = dict(line.split(":", 1) for line in lines)
+        free = int(meminfo["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         names = os.sysconf_names
         return None if "SC_AVPHYS_PAGES" not in names else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -42,7 +42,7 @@ class Entry:
         if (
             len(parts) != 3
             or not isinstance(parts[0], int | float)
-            or not all(isinstance(one, str) and one for one in parts[1:])
+            or not all(isinstance(text, str) and text for text in parts[1:])
         ):
             raise SpecError([self._problem(key, f"is {parts!r}", 'Write [number, "who says so", "when"].')])
         return Sourced(parts[0] * scale, parts[1], parts[2])
@@ -81,12 +81,12 @@ def entries(file: str, tables: Mapping[str, Any], *keys: str) -> Iterator[tuple[
         yield name, entry
 
 
-def with_aliases(found: Mapping[str, Entry]) -> dict[str, str]:
+def with_aliases(entries: Mapping[str, Entry]) -> dict[str, str]:
     """Other names of entries. Raises SpecError for one that two share, or that is an entry itself."""
     aliases: dict[str, str] = {}
-    for name, entry in found.items():
+    for name, entry in entries.items():
         for alias in entry.get("aliases", list, []):
-            if alias in aliases or alias in found:
+            if alias in aliases or alias in entries:
                 raise SpecError(
                     [Problem(f"{entry.where}.aliases", f"{alias!r} is taken by {aliases.get(alias, alias)}", "Drop it.")]
                 )

@@ -67,29 +67,29 @@ class Verdict:
         return cls(row["case"], row["tolerance"], worst, beyond, row.get("failure", ""))
 
 
-def differences(step: int, found: StepFacts, expected: StepFacts) -> Iterator[Difference]:
+def differences(step: int, observed: StepFacts, expected: StepFacts) -> Iterator[Difference]:
     """Every quantity of a step against the reference."""
-    yield Difference(step, "loss", "", _relative(abs(found.loss - expected.loss), abs(expected.loss)))
-    yield Difference(step, "gradient norm", "", _relative(abs(found.norm - expected.norm), abs(expected.norm)))
-    for quantity, mine, theirs in (
-        ("gradient", found.gradients, expected.gradients),
-        ("weight", found.weights, expected.weights),
-        *(("moment", found.moments, _of_kind(moment, expected.moments)) for moment in MOMENTS),
+    yield Difference(step, "loss", "", _relative(abs(observed.loss - expected.loss), abs(expected.loss)))
+    yield Difference(step, "gradient norm", "", _relative(abs(observed.norm - expected.norm), abs(expected.norm)))
+    for quantity, observed_by_name, expected_by_name in (
+        ("gradient", observed.gradients, expected.gradients),
+        ("weight", observed.weights, expected.weights),
+        *(("moment", observed.moments, _of_kind(moment, expected.moments)) for moment in MOMENTS),
     ):
-        floor = SMALLEST_SHARE[quantity] * sqrt(sum(float(tensor.square().sum()) for tensor in theirs.values()))
-        for name, tensor in theirs.items():
-            yield Difference(step, quantity, name, relative_error(mine[name], tensor, floor=floor))
-    for name, expected_one in expected.experts.items():
-        yield Difference(step, "experts", name, relative_error(found.experts[name], expected_one))
-    for name in found.differing:
+        floor = SMALLEST_SHARE[quantity] * sqrt(sum(float(tensor.square().sum()) for tensor in expected_by_name.values()))
+        for name, tensor in expected_by_name.items():
+            yield Difference(step, quantity, name, relative_error(observed_by_name[name], tensor, floor=floor))
+    for name, load in expected.experts.items():
+        yield Difference(step, "experts", name, relative_error(observed.experts[name], load))
+    for name in observed.differing:
         yield Difference(step, "copies", name, float("inf"))
-    for name in found.messages:
+    for name in observed.messages:
         yield Difference(step, "messages", name, float("inf"))
 
 
-def judge(case: str, found: list[StepFacts], expected: list[StepFacts], tolerance: float) -> Verdict:
+def judge(case: str, observed: list[StepFacts], expected: list[StepFacts], tolerance: float) -> Verdict:
     """The verdict over all steps of a case."""
-    every = [d for step, pair in enumerate(zip(found, expected, strict=True)) for d in differences(step, *pair)]
+    every = [d for step, pair in enumerate(zip(observed, expected, strict=True)) for d in differences(step, *pair)]
     worst: dict[str, Difference] = {}
     for difference in every:
         if difference.quantity not in worst or not difference.error <= worst[difference.quantity].error:
@@ -97,11 +97,11 @@ def judge(case: str, found: list[StepFacts], expected: list[StepFacts], toleranc
     return Verdict(case, tolerance, worst, tuple(d for d in every if not d.error <= tolerance))
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor, *, floor: float = 0.0) -> float:
-    """||found - expected|| / max(||expected||, floor); infinite if found is not finite or not of that shape."""
-    if found.shape != expected.shape or not torch.isfinite(found).all():
+def relative_error(observed: torch.Tensor, expected: torch.Tensor, *, floor: float = 0.0) -> float:
+    """||observed - expected|| / max(||expected||, floor); infinite if observed is not finite or not of that shape."""
+    if observed.shape != expected.shape or not torch.isfinite(observed).all():
         return float("inf")
-    return _relative(float((found - expected).norm()), max(float(expected.norm()), floor))
+    return _relative(float((observed - expected).norm()), max(float(expected.norm()), floor))
 
 
 def _of_kind(moment: str, moments: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

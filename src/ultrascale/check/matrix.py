@@ -15,8 +15,8 @@ from typing import Any
 from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.check.compare import Verdict
 from ultrascale.check.prove import Case, prove_all
-from ultrascale.check.small import made_small, provable
-from ultrascale.config.rules.run_rules import cut_problems
+from ultrascale.check.small import provable, shrink_model
+from ultrascale.config.rules.run_rules import parallelism_problems
 from ultrascale.config.rules.trainable import untrainable
 from ultrascale.description.architecture.families import TRAINED
 from ultrascale.description.architecture.model import Model
@@ -98,7 +98,7 @@ class Outcome:
 def cells() -> list[Cell]:
     """Every combination, table by table."""
     return [
-        *_pairs(), *_schedules(), *_context(), *_recomputation(), *_memory(), *_ties(), *_families(), *_experts(), *_odd(),
+        *_pairs(), *_schedules(), *_context(), *_recomputation(), *_memory(), *_ties(), *_families(), *_experts(), *_unusual(),
         *_deepest(),
     ]  # fmt: skip
 
@@ -121,19 +121,19 @@ def prove_cells(
 
 def _pairs() -> Iterator[Cell]:
     axes = {**AXES, "ep": {"ep": 2}, "expert_tp": {"expert_tp": 2}}
-    for number, (row, one) in enumerate(axes.items()):
-        for column, other in list(axes.items())[: number + 1]:
-            layout = one | other
-            if row == column and "ep" not in one and "expert_tp" not in one:
+    for number, (row, first) in enumerate(axes.items()):
+        for column, second in list(axes.items())[: number + 1]:
+            layout = first | second
+            if row == column and "ep" not in first and "expert_tp" not in first:
                 yield _cell("Axes, two by two", row, column, DENSE, layout)
             elif row == column:
                 yield _cell("Axes, two by two", row, column, SPARSE, layout | {"dp": 2})
-            elif not ({"dp"} <= one.keys() and {"dp"} <= other.keys()):  # one ZeRO stage at a time
+            elif not ({"dp"} <= first.keys() and {"dp"} <= second.keys()):  # one ZeRO stage at a time
                 yield _cell("Axes, two by two", row, column, SPARSE if {"ep", "expert_tp"} & layout.keys() else DENSE,
-                            _room_for_experts(layout))  # fmt: skip
+                            _with_ranks_for_experts(layout))  # fmt: skip
 
 
-def _room_for_experts(layout: dict[str, Any]) -> dict[str, Any]:
+def _with_ranks_for_experts(layout: dict[str, Any]) -> dict[str, Any]:
     """Ranks of experts are cut out of tp x cp x dp; where there are too few, dp makes room."""
     needed = layout.get("ep", 1) * layout.get("expert_tp", 1)
     plane = layout.get("dp", 1) * layout.get("tp", 1) * layout.get("cp", 1)
@@ -173,8 +173,8 @@ def _recomputation() -> Iterator[Cell]:
             preset = SPARSE if column == "ep" else DENSE
             yield _cell("Recomputation", kind, column, preset, layout | {"recompute": kind})
     for column, layout in axes.items():
-        told = {"recompute": "blocks", "recompute_blocks": ("full", mode_name(KINDS), "none")}
-        yield _cell("Recomputation", "block by block", column, SPARSE if column == "ep" else DENSE, layout | told)
+        options = {"recompute": "blocks", "recompute_blocks": ("full", mode_name(KINDS), "none")}
+        yield _cell("Recomputation", "block by block", column, SPARSE if column == "ep" else DENSE, layout | options)
         for kind, dense, experts in NAMED:
             preset, modules = ("tiny-deepseek-v3", experts) if column == "ep" else (DENSE, dense)
             yield _cell("Recomputation", kind, column, preset, layout | {"recompute": modules})
@@ -192,8 +192,8 @@ def _memory() -> Iterator[Cell]:
                 pieces = {"mlp_chunks": 3, "recompute": kind}
                 yield _cell("Memory", f"MLP in 3 pieces, recompute {kind}", column, DENSE, layout | pieces)
         elif "tp" in layout:
-            cut = {"partition_checkpoints": True, "recompute": "full", "sequence_parallel": False}
-            yield _cell("Memory", "checkpoints cut over tp", column, DENSE, layout | cut)
+            partitioned = {"partition_checkpoints": True, "recompute": "full", "sequence_parallel": False}
+            yield _cell("Memory", "checkpoints cut over tp", column, DENSE, layout | partitioned)
 
 
 def _ties() -> Iterator[Cell]:
@@ -238,8 +238,8 @@ def _experts() -> Iterator[Cell]:
             yield _cell("Experts", row, column, preset, layout, model=model, micro_batch_size=2)
 
 
-def _odd() -> Iterator[Cell]:
-    odd: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+def _unusual() -> Iterator[Cell]:
+    odd_models: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "tp 4, two heads of keys": ({"tp": 4}, {"num_attention_heads": 8, "num_key_value_heads": 2}),
         "tp 3": ({"tp": 3}, {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 45}),
         "dp 3 in ZeRO 2": ({"dp": 3, "zero_stage": 2}, {}),
@@ -248,7 +248,7 @@ def _odd() -> Iterator[Cell]:
         "embedding and head alone": ({"pp": 3, "layers_per_stage": (0, 3, 0)}, {}),
         "pp 3, uneven": ({"pp": 3, "layers_per_stage": (1, 1, 1)}, {"tie_word_embeddings": True}),
     }
-    for row, (layout, model) in odd.items():
+    for row, (layout, model) in odd_models.items():
         yield _cell("Odd numbers", row, "llama", DENSE, layout, model=model)
 
 
@@ -264,20 +264,20 @@ def _cell(
     table: str, row: str, column: str, preset: str, layout: dict[str, Any], *, model: dict[str, Any] | None = None,
     documents: bool = True, micro_batch_size: int = 1,
 ) -> Cell:  # fmt: skip
-    asked = Layout(precision="fp64", micro_batch_size=micro_batch_size, **layout)
-    small = replace(made_small(PRESETS[preset], asked), **(model or {}))
+    full = Layout(precision="fp64", micro_batch_size=micro_batch_size, **layout)
+    small = replace(shrink_model(PRESETS[preset], full), **(model or {}))
     optimizer = Optimizer(learning_rate=1e-2, clip_grad_norm=0.5, warmup_steps=1)
-    run = Run(small, steps=10, layout=asked, optimizer=optimizer, data=Data(document_mask=documents))
+    run = Run(small, steps=10, layout=full, optimizer=optimizer, data=Data(document_mask=documents))
     run = provable(run, longest=LENGTH)
-    sequences = 4 * micro_batch_size if 4 % asked.dp == 0 else 2 * asked.dp * micro_batch_size
+    sequences = 4 * micro_batch_size if 4 % full.dp == 0 else 2 * full.dp * micro_batch_size
     run = replace(run, batch=replace(run.batch, sequences_per_batch=sequences))
-    return Cell(table, row, column, run, _refusal(small, asked, sequences // (asked.dp * micro_batch_size)))
+    return Cell(table, row, column, run, _refusal(small, full, sequences // (full.dp * micro_batch_size)))
 
 
 def _refusal(model: Model, layout: Layout, num_micro_batches: int) -> str:
     """Why the program does not run this, in its own words; empty if it does."""
     problems = [*model.problems(), *layout.problems(), *untrainable(model, layout)]
-    problems += cut_problems(model, layout, sequence_length=LENGTH)
+    problems += parallelism_problems(model, layout, sequence_length=LENGTH)
     if not problems and layout.pp > 1:
         try:
             build_orders(layout, num_micro_batches)

@@ -30,22 +30,22 @@ from ultrascale.check.oracle.documents import RandomDocuments
 from ultrascale.check.oracle.gathered import bias_parts, gather, moment_parts, parts
 from ultrascale.check.oracle.messages import Watch
 from ultrascale.check.oracle.reference import Reference, StepFacts, rows_together
-from ultrascale.check.small import Case, made_small
+from ultrascale.check.small import Case, shrink_model
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Run
 from ultrascale.launch.forked import RankFailed, run_forked
 from ultrascale.launch.scratch import scratch_folder
-from ultrascale.models.initialise import own_boxes
+from ultrascale.models.initialise import shard_boxes
 from ultrascale.parallel.mesh import Ranks, process_group
 from ultrascale.torch_private import load_compiler
 from ultrascale.train.optimizers.optimizer import MOMENTS, set_steps_done
 from ultrascale.train.trainer import Trainer
-from ultrascale.work.sharding.places import Place
+from ultrascale.work.sharding.places import WeightShard
 
 if TYPE_CHECKING:
     from ultrascale.check.oracle.transformers_loop import TransformersLoop
 
-__all__ = ["TOLERANCE", "Case", "made_small", "prove", "prove_all"]
+__all__ = ["TOLERANCE", "Case", "prove", "prove_all", "shrink_model"]
 
 TOLERANCE = 1e-11
 CLIP_SHARES = (0.8, 1.25)
@@ -77,13 +77,13 @@ def prove_all(
     `go_on` with the next case; then the verdict tells. `against`: compare with `check.oracle.transformers_loop`, not the
     reference.
     """
-    found: dict[int, Verdict] = {}
+    verdicts: dict[int, Verdict] = {}
     tolerance = TOLERANCE if tolerance is None else tolerance
     for world in sorted({case.run.layout.world_size for case in todo}):
         places = [place for place, case in enumerate(todo) if case.run.layout.world_size == world]
         pool = Pool(world, _Proving(steps, tolerance, against), on_verdict, go_on=go_on, tolerance=tolerance)
-        found |= dict(zip(places, pool.prove([todo[place] for place in places]), strict=True))
-    return [found[place] for place in range(len(todo))]
+        verdicts |= dict(zip(places, pool.prove([todo[place] for place in places]), strict=True))
+    return [verdicts[place] for place in range(len(todo))]
 
 
 @dataclass
@@ -105,15 +105,15 @@ class _Proving:
         if self.against is None:  # transformers may choose the other of two that are equal
             _tie_experts(trainer.share.named())
             set_steps_done(trainer.optimizer, 0)
-        told = torch.tensor([facts.norm for facts in expected] or [0.0] * self.steps, dtype=torch.float64)
-        norms = ranks.sum(told).tolist()  # waits for the reference
-        found, watch = [], Watch()
+        expected_norms = torch.tensor([facts.norm for facts in expected] or [0.0] * self.steps, dtype=torch.float64)
+        norms = ranks.sum(expected_norms).tolist()  # waits for the reference
+        observed, watch = [], Watch()
         with planted(case.fault, trainer), watch.on(), _limited(trainer, ranks):
             for step, norm in enumerate(norms):
                 facts = trainer_step(_clipped(trainer, step, norm))
                 messages = "\n".join(ranks.gather_text("\n".join(watch.settle()))).split("\n")
-                found.append(replace(facts, messages=tuple(filter(None, messages))))
-        return judge(case.name, found, expected, self.tolerance) if ranks.is_first else None
+                observed.append(replace(facts, messages=tuple(filter(None, messages))))
+        return judge(case.name, observed, expected, self.tolerance) if ranks.is_first else None
 
     def _expected(self, run: Run, loader: RandomDocuments) -> list[StepFacts]:
         """Facts of each step of `run` by the reference; kept for the next case if that has the same reference."""
@@ -157,7 +157,7 @@ def _tie_experts(named: Iterable[tuple[str, Tensor]]) -> None:
     """Give the first two experts of each layer the same score, 0, for every token, until the first update: exact ties."""
     for name, parameter in named:
         if name.endswith("router.weight"):
-            for (first, _), rows in own_boxes(parameter, Place((0, 0), tuple(parameter.shape))):
+            for (first, _), rows in shard_boxes(parameter, WeightShard((0, 0), tuple(parameter.shape))):
                 rows[: max(0, 2 - first)] = 0
 
 
@@ -177,7 +177,7 @@ def trainer_step(trainer: Trainer) -> StepFacts:
         experts = load | biases.whole | {"auxiliary": torch.tensor(balance.auxiliary_loss, dtype=torch.float64)}
     differing = {f"gradient of {name}" for name in gradients.differing} | {f"weight {name}" for name in weights.differing}
     differing |= {f"{name} of experts" for name in biases.differing}
-    named = {f"{moment}.{name}": value for moment, found in moments.items() for name, value in found.whole.items()}
+    named = {f"{moment}.{name}": value for moment, gathered in moments.items() for name, value in gathered.whole.items()}
     return StepFacts(result.loss, result.norm, gradients.whole, weights.whole, named, experts, tuple(sorted(differing)))
 
 
@@ -202,7 +202,7 @@ class Pool:
     """`world` processes that prove case after case."""
 
     world: int
-    prove_one: Callable[[Any, Ranks], Verdict | None]
+    prove_case: Callable[[Any, Ranks], Verdict | None]
     on_verdict: Callable[[Verdict], None] | None
     go_on: bool
     """After a failure, with the next case."""
@@ -213,13 +213,13 @@ class Pool:
         done: list[Verdict] = []
         alone = False
         while len(done) < len(todo):
-            rest = todo[len(done) : len(done) + 1] if alone else todo[len(done) :]
-            found, failure = self._start(rest)
-            done += found
+            remaining = todo[len(done) : len(done) + 1] if alone else todo[len(done) :]
+            verdicts, failure = self._run_batch(remaining)
+            done += verdicts
             if failure is None:
                 alone = False
             elif not self.go_on:
-                raise RankFailed(f"{rest[len(found)].name}: {failure}") from failure
+                raise RankFailed(f"{remaining[len(verdicts)].name}: {failure}") from failure
             elif alone:
                 done.append(self._failed(todo[len(done)], failure))
                 alone = False
@@ -227,31 +227,31 @@ class Pool:
                 alone = True
         return done
 
-    def _start(self, todo: Sequence[Any]) -> tuple[list[Verdict], RankFailed | None]:
+    def _run_batch(self, todo: Sequence[Any]) -> tuple[list[Verdict], RankFailed | None]:
         """The verdicts on the first cases of `todo`, and what ended them early."""
         failure = None
         load_compiler()
         with scratch_folder("proof") as folder:
-            told = folder / "verdicts"
+            file = folder / "verdicts"
             try:
-                run_forked(self.world, self._rank_main, list(todo), told)
+                run_forked(self.world, self._rank_main, list(todo), file)
             except RankFailed as error:
                 failure = error
-            lines = told.read_text().splitlines() if told.exists() else []
+            lines = file.read_text().splitlines() if file.exists() else []
         return [Verdict.from_json(json.loads(line)) for line in lines], failure
 
-    def _rank_main(self, rendezvous: str, todo: list[Any], told: Path) -> None:
+    def _rank_main(self, rendezvous: str, todo: list[Any], file: Path) -> None:
         torch.set_num_threads(1)
         layout = todo[0].run.layout
         with (
             process_group(layout, device="cpu", timeout_seconds=TIMEOUT_SECONDS, rendezvous=rendezvous) as ranks,
             # A group has connections, and threads that wake a hundred times a second; cases share those of few grids.
-            patch.object(dist, "new_group", _made_once(dist.new_group)),
+            patch.object(dist, "new_group", _cached_groups(dist.new_group)),
         ):
             for case in todo:
-                verdict = self.prove_one(case, ranks)
+                verdict = self.prove_case(case, ranks)
                 if verdict is not None:
-                    with told.open("a") as out:
+                    with file.open("a") as out:
                         out.write(json.dumps(verdict.to_json()) + "\n")
                     if self.on_verdict is not None:
                         self.on_verdict(verdict)
@@ -264,14 +264,14 @@ class Pool:
         return verdict
 
 
-def _made_once(make: Callable[..., Any]) -> Callable[..., Any]:
+def _cached_groups(make: Callable[..., Any]) -> Callable[..., Any]:
     """`dist.new_group` as `Mesh` calls it, which remembers the groups of each list of ranks."""
-    made: dict[tuple[int, ...], Any] = {}
+    groups: dict[tuple[int, ...], Any] = {}
 
     def call(ranks: list[int], **options: Any) -> Any:
         key = tuple(ranks)
-        if key not in made:
-            made[key] = make(ranks, **options)
-        return made[key]
+        if key not in groups:
+            groups[key] = make(ranks, **options)
+        return groups[key]
 
     return call

@@ -29,60 +29,62 @@ HEAD_DIM, DATA_ONLY = 8, 4
 """Head dimension of a small model; and processes of a large run with data parallelism alone: two groups of two."""
 
 
-def small_layouts(own: Layout, processes: int | None = None) -> list[Layout]:
-    """Layouts of few ranks that together have every axis of `own`, each with as many axes as fit beside each other.
+def small_layouts(run_layout: Layout, processes: int | None = None) -> list[Layout]:
+    """Layouts of few ranks that together have every axis of `run_layout`, each with as many axes as fit beside each other.
 
-    One: `own` itself, if a laptop can start it. `processes`: exactly so many ranks; then axes that do not fit are left out.
+    One: `run_layout` itself, if a laptop starts it. `processes`: exactly so many ranks; then axes that do not fit are left out.
     """
-    if processes is None and 1 < own.world_size <= MOST_PROCESSES:
-        return [own]
-    axes = {axis: _least(own, axis) for axis in ("pp", "cp", "tp", "dp") if getattr(own, axis) > 1}
+    if processes is None and 1 < run_layout.world_size <= MOST_PROCESSES:
+        return [run_layout]
+    axes = {axis: _fewest_ranks(run_layout, axis) for axis in ("pp", "cp", "tp", "dp") if getattr(run_layout, axis) > 1}
     if processes is None and set(axes) <= {"dp"}:
-        return [_smaller(own, {"dp": DATA_ONLY if axes else 2})]
+        return [_shrink_layout(run_layout, {"dp": DATA_ONLY if axes else 2})]
     most = MOST_PROCESSES if processes is None else processes
-    fitting = [dict(some) for some in _subsets(axes) if _fits(some, most, exactly=processes is not None)]
-    widest = [some for some in fitting if not any(some.keys() < other.keys() for other in fitting)]
+    fitting = [dict(subset) for subset in _subsets(axes) if _fits(subset, most, exactly=processes is not None)]
+    widest = [subset for subset in fitting if not any(subset.keys() < other.keys() for other in fitting)]
     if processes is None:
-        return [_smaller(own, some) for some in widest]
+        return [_shrink_layout(run_layout, subset) for subset in widest]
     best = max(widest, key=len)
-    return [_smaller(own, best | {"dp": best.get("dp", 1) * (processes // prod(best.values()))})]
+    return [_shrink_layout(run_layout, best | {"dp": best.get("dp", 1) * (processes // prod(best.values()))})]
 
 
-def provable(run: Run, told: Layout | None = None, *, longest: int = LONGEST) -> Run:
+def provable(run: Run, target: Layout | None = None, *, longest: int = LONGEST) -> Run:
     """`run` in float64 and small enough: the same kind of model, layout and optimizer. Its layout is left as it is.
 
-    `told`: the layout that it stands for, if that is another one. A sequence has at most `longest` tokens. Windows and learned
+    `target`: the layout that it stands for, if that is another. A sequence has at most `longest` tokens. Windows and learned
     positions are cut to act in it, of a model proven whole too.
     """
-    own, whole = run.layout, num_parameters(run.model) <= LARGEST_PARAMETERS
-    model = run.model if whole else made_small(run.model, own, cuts_rows=_cuts_rows(run.model, told or own))
+    run_layout, whole = run.layout, num_parameters(run.model) <= LARGEST_PARAMETERS
+    model = (
+        run.model if whole else shrink_model(run.model, run_layout, shards_rows=_shards_rows(run.model, target or run_layout))
+    )
     length = min(run.batch.sequence_length, longest, model.max_position_embeddings)
-    model = replace(model, **_that_act(model, own, length))
-    layout = replace(own, precision="fp64", reduce_dtype=None, micro_batch_size=min(2, own.micro_batch_size))
-    if own.layers_per_stage is not None and sum(own.layers_per_stage) != model.num_hidden_layers:
+    model = replace(model, **_window_overrides(model, run_layout, length))
+    layout = replace(run_layout, precision="fp64", reduce_dtype=None, micro_batch_size=min(2, run_layout.micro_batch_size))
+    if run_layout.layers_per_stage is not None and sum(run_layout.layers_per_stage) != model.num_hidden_layers:
         layout = replace(layout, layers_per_stage=None)
-    layout = replace(layout, **_every_way(own, model.num_hidden_layers))
+    layout = replace(layout, **_recompute_overrides(run_layout, model.num_hidden_layers))
     batch = Batch(sequence_length=length, sequences_per_batch=layout.dp * layout.micro_batch_size)
     return replace(run, model=model, layout=layout, device="cpu", compile=False, log=Log(memory_steps=0), batch=batch)
 
 
-def _that_act(model: Model, cut: Layout, length: int) -> dict[str, Any]:
+def _window_overrides(model: Model, layout: Layout, length: int) -> dict[str, Any]:
     """A window shorter than the pieces that context parallelism cuts a document of `length` into, so that it ends within what
     one rank sees of another, at each of their borders; and no learned position that no token has."""
-    found: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     if model.sliding_window is not None:
-        found["sliding_window"] = min(model.sliding_window, max(2, length // (2 * cut.cp_grid[0]) - 1))
+        overrides["sliding_window"] = min(model.sliding_window, max(2, length // (2 * layout.cp_grid[0]) - 1))
     if model.position_embedding == "learned":
-        found["max_position_embeddings"] = length
-    return found
+        overrides["max_position_embeddings"] = length
+    return overrides
 
 
-def _every_way(own: Layout, num_layers: int) -> dict[str, Any]:
+def _recompute_overrides(run_layout: Layout, num_layers: int) -> dict[str, Any]:
     """Ways to recompute for a small model's blocks: those that a run tells, each in its turn, or all that "auto" may choose."""
-    if own.recompute not in ("auto", "blocks"):
+    if run_layout.recompute not in ("auto", "blocks"):
         return {}
-    told = dict.fromkeys(modes_of(own.recompute_blocks)) or ("full", mode_name(KINDS), "none")
-    modes = [mode for _, mode in zip(range(num_layers), cycle(told), strict=False)]
+    choices = dict.fromkeys(modes_of(run_layout.recompute_blocks)) or ("full", mode_name(KINDS), "none")
+    modes = [mode for _, mode in zip(range(num_layers), cycle(choices), strict=False)]
     return {"recompute": "blocks", "recompute_budget": None, "recompute_blocks": blocks_text(modes)}
 
 
@@ -93,9 +95,9 @@ def micro_batch_counts(layout: Layout) -> tuple[int, ...]:
     return (1, 3)
 
 
-def made_small(model: Model, layout: Layout | None = None, *, cuts_rows: bool | None = None) -> Model:
+def shrink_model(model: Model, layout: Layout | None = None, *, shards_rows: bool | None = None) -> Model:
     """A small model of the same kind (heads per group, norms, biases, positions, windows, experts, tying), with odd sizes
-    except where `layout` must divide them, so that shards are uneven. `cuts_rows`: True: ZeRO shards rows of experts; False:
+    except where `layout` must divide them, so that shards are uneven. `shards_rows`: True: ZeRO shards rows of experts; False:
     whole experts; None: either."""
     cut = layout or Layout()
     groups = 2 if model.num_key_value_heads > 1 else 1
@@ -113,12 +115,12 @@ def made_small(model: Model, layout: Layout | None = None, *, cuts_rows: bool | 
         num_nextn_predict_layers=min(1, model.num_nextn_predict_layers),
     )  # fmt: skip
     small = _small_latent(small) if model.latent_attention else small
-    return _small_experts(small, cut, cuts_rows=cuts_rows) if model.num_experts else small
+    return _small_experts(small, cut, shards_rows=shards_rows) if model.num_experts else small
 
 
-def left_out(own: Layout, layouts: list[Layout]) -> list[str]:
-    """Axes of `own` that none of `layouts` has."""
-    return [axis for axis in ("tp", "cp", "pp", "dp", "ep", "expert_tp") if getattr(own, axis) > 1
+def left_out(run_layout: Layout, layouts: list[Layout]) -> list[str]:
+    """Axes of `run_layout` that none of `layouts` has."""
+    return [axis for axis in ("tp", "cp", "pp", "dp", "ep", "expert_tp") if getattr(run_layout, axis) > 1
             and all(getattr(layout, axis) == 1 for layout in layouts)]  # fmt: skip
 
 
@@ -135,23 +137,23 @@ def _small_latent(model: Model) -> Model:
     )  # fmt: skip
 
 
-def _cuts_rows(model: Model, layout: Layout) -> bool:
+def _shards_rows(model: Model, layout: Layout) -> bool:
     """True if ZeRO shards rows of experts, since its ranks do not divide the experts of an `ep` rank."""
     shape = (model.num_experts // layout.ep, 1, 1)
     return zero_shape(shape, layout.expert_shard_size) != shape
 
 
-def _small_experts(model: Model, cut: Layout, *, cuts_rows: bool | None) -> Model:
+def _small_experts(model: Model, layout: Layout, *, shards_rows: bool | None) -> Model:
     groups, choices = min(4, model.n_group), min(3, model.num_experts_per_tok)
     chosen = min(model.topk_group, max(1, groups // 2))
-    count = lcm(max(2 * groups, 4), cut.ep)
+    count = lcm(max(2 * groups, 4), layout.ep)
     while chosen * count // groups < choices or count < 2 * choices:
-        count += lcm(groups, cut.ep)
-    counts = [count + more * lcm(groups, cut.ep) for more in range(cut.expert_shard_size)]
-    fitting = [n for n in counts if cuts_rows in (None, _cuts_rows(replace(model, num_experts=n), cut))]
+        count += lcm(groups, layout.ep)
+    counts = [count + more * lcm(groups, layout.ep) for more in range(layout.expert_shard_size)]
+    fitting = [n for n in counts if shards_rows in (None, _shards_rows(replace(model, num_experts=n), layout))]
     count = min(fitting, default=count)
-    width = 7 * lcm(2, cut.expert_tp)
-    shared = bool(model.shared_expert_intermediate_size) * lcm(2 * width, cut.tp)  # Hugging Face counts it in experts
+    width = 7 * lcm(2, layout.expert_tp)
+    shared = bool(model.shared_expert_intermediate_size) * lcm(2 * width, layout.tp)  # Hugging Face counts it in experts
     return replace(
         model, num_experts=count, num_experts_per_tok=choices, n_group=groups, topk_group=chosen,
         moe_intermediate_size=width, shared_expert_intermediate_size=shared,
@@ -159,12 +161,12 @@ def _small_experts(model: Model, cut: Layout, *, cuts_rows: bool | None) -> Mode
     )  # fmt: skip
 
 
-def _least(own: Layout, axis: str) -> int:
-    """The fewest ranks that still do what `own` does along `axis`."""
-    size = getattr(own, axis)
-    if axis == "pp" and is_file(own.schedule):
+def _fewest_ranks(run_layout: Layout, axis: str) -> int:
+    """The fewest ranks that still do what `run_layout` does along `axis`."""
+    size = getattr(run_layout, axis)
+    if axis == "pp" and is_file(run_layout.schedule):
         return size  # a file is for so many ranks
-    if axis == "cp" and own.cp_method == "ring+all-to-all":
+    if axis == "cp" and run_layout.cp_method == "ring+all-to-all":
         return 4  # two places of a ring, two ranks at each
     return min(part for part in range(2, size + 1) if size % part == 0)
 
@@ -174,40 +176,40 @@ def _subsets(axes: dict[str, int]) -> Iterator[tuple[tuple[str, int], ...]]:
         yield from combinations(axes.items(), count)
 
 
-def _fits(some: tuple[tuple[str, int], ...], most: int, *, exactly: bool) -> bool:
-    ranks = prod(size for _, size in some)
+def _fits(subset: tuple[tuple[str, int], ...], most: int, *, exactly: bool) -> bool:
+    ranks = prod(size for _, size in subset)
     return most % ranks == 0 if exactly else ranks <= most
 
 
-def _smaller(own: Layout, axes: dict[str, int]) -> Layout:
-    """`own` with these axes, and of the others one rank."""
+def _shrink_layout(run_layout: Layout, axes: dict[str, int]) -> Layout:
+    """`run_layout` with these axes, and of the others one rank."""
     sizes = {"pp": 1, "cp": 1, "tp": 1, "dp": 1} | axes
-    cp_heads = 2 if own.cp_heads > 1 and sizes["cp"] > 1 else 1
-    method = own.cp_method if sizes["cp"] > 1 else "ring"
-    stages = own.virtual_stages if sizes["pp"] > 1 else 1
-    schedule = own.schedule if sizes["pp"] > 1 else Layout.schedule
-    same_stages = own.num_stages == sizes["pp"] * stages
+    cp_heads = 2 if run_layout.cp_heads > 1 and sizes["cp"] > 1 else 1
+    method = run_layout.cp_method if sizes["cp"] > 1 else "ring"
+    stages = run_layout.virtual_stages if sizes["pp"] > 1 else 1
+    schedule = run_layout.schedule if sizes["pp"] > 1 else Layout.schedule
+    same_stages = run_layout.num_stages == sizes["pp"] * stages
     plane = sizes["cp"] * sizes["tp"] * sizes["dp"]
-    expert_tp = 2 if own.expert_tp > 1 and plane % 2 == 0 else 1
+    expert_tp = 2 if run_layout.expert_tp > 1 and plane % 2 == 0 else 1
     return replace(
-        own, **sizes, cp_heads=cp_heads, cp_method=method, virtual_stages=stages, schedule=schedule,
-        layers_per_stage=own.layers_per_stage if same_stages else None, dp_shard=_shard(own, sizes["dp"]),
-        expert_tp=expert_tp, ep=_experts(own, plane // expert_tp),
+        run_layout, **sizes, cp_heads=cp_heads, cp_method=method, virtual_stages=stages, schedule=schedule,
+        layers_per_stage=run_layout.layers_per_stage if same_stages else None, dp_shard=_shard(run_layout, sizes["dp"]),
+        expert_tp=expert_tp, ep=_experts(run_layout, plane // expert_tp),
     )  # fmt: skip
 
 
-def _experts(own: Layout, plane: int) -> int:
+def _experts(run_layout: Layout, plane: int) -> int:
     """Over all of the plane if that was so; else over two ranks."""
-    if own.ep == 1:
+    if run_layout.ep == 1:
         return 1
-    return plane if own.expert_dp == 1 else 2 if plane % 2 == 0 else 1
+    return plane if run_layout.expert_dp == 1 else 2 if plane % 2 == 0 else 1
 
 
-def _shard(own: Layout, dp: int) -> int | None:
+def _shard(run_layout: Layout, dp: int) -> int | None:
     """Several groups with a copy of the state each stay several where that can be, as large as they were at most."""
-    if own.dp_shard is None or own.dp_replicate == 1:
+    if run_layout.dp_shard is None or run_layout.dp_replicate == 1:
         return None
-    sizes = [size for size in range(1, own.dp_shard + 1) if dp % size == 0 and size < dp]
+    sizes = [size for size in range(1, run_layout.dp_shard + 1) if dp % size == 0 and size < dp]
     return max(sizes, default=1)
 
 

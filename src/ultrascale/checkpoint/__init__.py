@@ -47,7 +47,7 @@ __all__ = [
     "verify",
 ]
 
-_HOMES = {
+_MODULES = {
     "check_writable": "disk.folders", "Saver": "saver", "save": "saving",
     **dict.fromkeys(("CheckpointError", "LostContactError", "SaveFailedError", "UnknownVersionError"), "errors"),
     **dict.fromkeys(("Slice", "Tensors"), "slices"),
@@ -58,6 +58,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'loading')}"), name)
-    globals()[name] = found
-    return found
+    value = getattr(import_module(f"{__name__}.{_MODULES.get(name, 'loading')}"), name)
+    globals()[name] = value
+    return value

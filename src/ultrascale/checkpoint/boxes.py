@@ -64,12 +64,12 @@ def fit_together(offers: list[list[Offer]]) -> dict[Box, list[Holder]]:
     heads: dict[str, tuple[str, list[int]]] = {}
     holders: dict[Box, list[Holder]] = defaultdict(list)
     for rank, offer in enumerate(offers):
-        for index, one in enumerate(offer):
-            head = (one.dtype, one.shape)
-            if heads.setdefault(one.name, head) != head:
-                problem = f"rank {rank} has {one.dtype} {one.shape}, a lower rank {heads[one.name]}"
-                raise CheckpointError(f"{one.name}: {problem}; expected the same dtype and global shape on all ranks.")
-            holders[Box(one.name, tuple(one.offsets), tuple(one.sizes))].append(Holder(rank, index))
+        for index, part in enumerate(offer):
+            head = (part.dtype, part.shape)
+            if heads.setdefault(part.name, head) != head:
+                problem = f"rank {rank} has {part.dtype} {part.shape}, a lower rank {heads[part.name]}"
+                raise CheckpointError(f"{part.name}: {problem}; expected the same dtype and global shape on all ranks.")
+            holders[Box(part.name, tuple(part.offsets), tuple(part.sizes))].append(Holder(rank, index))
     _expect_cover({name: shape for name, (_, shape) in heads.items()}, list(holders))
     for box, several in holders.items():
         _expect_copies(box, several, offers)
@@ -103,10 +103,10 @@ def _expect_cover(shapes: dict[str, list[int]], boxes: list[Box]) -> None:
     for box in boxes:
         of_tensor[box.name].append(box)
     for name, shape in shapes.items():
-        held = sum(prod(box.sizes) for box in of_tensor[name])
+        covered = sum(prod(box.sizes) for box in of_tensor[name])
         clash = overlapping_boxes([(box.offsets, box.sizes) for box in of_tensor[name]])
-        problem = f"boxes {clash} overlap" if clash else f"{held} of {prod(shape)} elements are on some rank"
-        if clash or held != prod(shape):
+        problem = f"boxes {clash} overlap" if clash else f"{covered} of {prod(shape)} elements are on some rank"
+        if clash or covered != prod(shape):
             where = f"the ranks' shards do not fit together: {name} {shape}: {problem}"
             raise CheckpointError(f"{where}. Every element must be on some rank, in one box; copies in equal boxes.")
 
@@ -116,5 +116,5 @@ def _expect_copies(box: Box, several: list[Holder], offers: list[list[Offer]]) -
     for holder in several:
         ranks[offers[holder.rank][holder.index].digest].append(holder.rank)
     if len(ranks) > 1:
-        groups = " and ".join(f"ranks {found}" for found in ranks.values())
+        groups = " and ".join(f"ranks {members}" for members in ranks.values())
         raise CheckpointError(f"{box.name} at {list(box.offsets)}: {groups} hold different numbers, expected copies.")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ultrascale.checkpoint.errors import CheckpointError, LostContactError, UnknownVersionError
-from ultrascale.contact import names, why
+from ultrascale.contact import meaning_of, names
 
 T = TypeVar("T")
 MAX_SHOWN = 8
@@ -46,21 +46,21 @@ class Coordinator:
         if failures:
             is_unknown = any(UnknownVersionError.WORDS in text for text in failures.values())
             kind = UnknownVersionError if is_unknown else CheckpointError
-            raise kind(_tell(doing, failures, self.world)) from failure
+            raise kind(_failure_text(doing, failures, self.world)) from failure
         return result  # type: ignore[return-value]
 
-    def failures(self, mine: str | None) -> dict[int, str]:
+    def failures(self, failure: str | None) -> dict[int, str]:
         """Every rank's failure by rank, on every rank; empty if all is well. One small reduction in that case."""
         if self.group is None:
-            return {} if mine is None else {0: mine}
-        bad = torch.tensor([mine is not None], dtype=torch.int64)
+            return {} if failure is None else {0: failure}
+        bad = torch.tensor([failure is not None], dtype=torch.int64)
         with self._contact():
             dist.all_reduce(bad, group=self.group)
         if not bad.item():
             return {}
-        gathered = self.gather(mine)
-        told = self.broadcast({str(rank): text for rank, text in enumerate(gathered or []) if text is not None})
-        return {int(rank): text for rank, text in told.items()}
+        gathered = self.gather(failure)
+        texts = self.broadcast({str(rank): text for rank, text in enumerate(gathered or []) if text is not None})
+        return {int(rank): text for rank, text in texts.items()}
 
     def gather(self, value: Any) -> list[Any] | None:
         """JSON-able values of all ranks, in order of rank, on rank 0; None elsewhere."""
@@ -96,9 +96,9 @@ class Coordinator:
             yield
         except (RuntimeError, ValueError) as error:
             ranks = [rank for rank in dist.get_process_group_ranks(self.group) if rank != dist.get_rank()]
-            lost = f"rank {dist.get_rank()} lost contact with {names(ranks)} while saving or loading a checkpoint: {why(error)}"
+            lost = f"rank {dist.get_rank()} lost contact with {names(ranks)} while saving or loading a checkpoint"
             raise LostContactError(
-                f"{lost}. Look for the rank that ended first; what was published before is intact."
+                f"{lost}: {meaning_of(error)}. Look for the rank that ended first; what was published before is intact."
             ) from error
 
     def on_rank_0(self, doing: str, work: Callable[[], T]) -> T:
@@ -108,28 +108,28 @@ class Coordinator:
 
 
 @contextmanager
-def coordinating(process_group: dist.ProcessGroup | None, *, own_group: bool = False) -> Iterator[Coordinator]:
+def coordinating(process_group: dist.ProcessGroup | None, *, always_new_group: bool = False) -> Iterator[Coordinator]:
     """A coordinator over `process_group`, or over all ranks, or over this process alone where torch.distributed is not up.
 
-    A group that cannot reduce CPU tensors (NCCL) gets a gloo group beside it for the time being; `own_group` makes one in any
-    case, for use from another thread. Collective over the group's ranks."""
+    A group that cannot reduce CPU tensors (NCCL) gets a gloo group beside it meanwhile; `always_new_group` makes one in
+    any case, for use from another thread. Collective over the group's ranks."""
     if not dist.is_initialized():
         yield Coordinator(None)
         return
     group = process_group if process_group is not None else dist.group.WORLD
     if group is None or group.rank() < 0:
         raise CheckpointError("process_group: this rank is not in it. Save and load on the ranks of the group only.")
-    if not own_group and "cpu:gloo" in str(dist.get_backend_config(group)):
+    if not always_new_group and "cpu:gloo" in str(dist.get_backend_config(group)):
         yield Coordinator(group)
         return
     ranks = dist.get_process_group_ranks(group)
-    own = dist.new_group(ranks, backend="gloo", timeout=SLOW_DISK_TIMEOUT, use_local_synchronization=True)
-    assert isinstance(own, dist.ProcessGroup)  # This rank is one of `ranks`.
+    gloo_group = dist.new_group(ranks, backend="gloo", timeout=SLOW_DISK_TIMEOUT, use_local_synchronization=True)
+    assert isinstance(gloo_group, dist.ProcessGroup)  # This rank is one of `ranks`.
     try:
-        yield Coordinator(own)
+        yield Coordinator(gloo_group)
     finally:
         if dist.is_initialized():
-            dist.destroy_process_group(own)
+            dist.destroy_process_group(gloo_group)
 
 
 def _describe(error: Exception) -> str:
@@ -139,7 +139,7 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}.{remedy}"
 
 
-def _tell(doing: str, failures: dict[int, str], world: int) -> str:
+def _failure_text(doing: str, failures: dict[int, str], world: int) -> str:
     if world == 1:
         return f"{doing}: {failures[0]}"
     same = len(set(failures.values())) == 1

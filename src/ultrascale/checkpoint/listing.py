@@ -38,15 +38,15 @@ def find_checkpoints(folder: Path) -> list[Candidate]:
 
     Raises CheckpointError if there are none.
     """
-    itself = [one for one in candidates(folder.absolute().parent) if one.path.name == folder.absolute().name]
+    itself = [candidate for candidate in candidates(folder.absolute().parent) if candidate.path.name == folder.absolute().name]
     if itself or (folder / MANIFEST_NAME).exists():
         return itself or [Candidate(-1, folder)]
-    found = candidates(folder) or candidates(folder / "checkpoints")
-    if not found:
+    checkpoints = candidates(folder) or candidates(folder / "checkpoints")
+    if not checkpoints:
         raise CheckpointError(
             f"{folder}: no checkpoints here. Give a run's folder, its `checkpoints`, or one `step-...` in it."
         )
-    return found
+    return checkpoints
 
 
 def summarize(folder: Path, *, read_all: bool) -> Iterator[Summary]:
@@ -57,8 +57,8 @@ def summarize(folder: Path, *, read_all: bool) -> Iterator[Summary]:
 
 def newest_listed(root: Path, *, without: Collection[str] = ()) -> Path | None:
     """The newest checkpoint in `root`, but for those of these names, whose manifest and sizes are right. Reads no shard."""
-    found = (one for one in candidates(root) if one.path.name not in without)
-    return next((one.path for one in found if _summary(one, read_all=False).problem is None), None)
+    listed = (candidate for candidate in candidates(root) if candidate.path.name not in without)
+    return next((candidate.path for candidate in listed if _summary(candidate, read_all=False).problem is None), None)
 
 
 def expect_readable(folder: Path) -> None:
@@ -66,17 +66,17 @@ def expect_readable(folder: Path) -> None:
 
     CheckpointError for the one checkpoint that `folder` names, or of a format that is not known here; SpecError for a run that
     has only damaged ones."""
-    found, damage = find_checkpoints(folder), []
-    for one in found:
+    checkpoints, damage = find_checkpoints(folder), []
+    for candidate in checkpoints:
         try:
-            _expect_sizes(one.path, read_manifest(one.path))
+            _expect_sizes(candidate.path, read_manifest(candidate.path))
         except CheckpointError as error:
-            if one.path.name == folder.absolute().name or isinstance(error, UnknownVersionError):
+            if candidate.path.name == folder.absolute().name or isinstance(error, UnknownVersionError):
                 raise
-            damage.append(f"{one.path.name}: {error}")
+            damage.append(f"{candidate.path.name}: {error}")
         else:
             return
-    raise only_damaged(found[0].path.parent, damage)
+    raise only_damaged(checkpoints[0].path.parent, damage)
 
 
 def only_damaged(root: Path | str, damage: list[str]) -> SpecError:
@@ -109,7 +109,7 @@ def _counts(manifest: Manifest) -> tuple[int, int, int]:
 
 
 def _saved_at(folder: Path, manifest: Manifest) -> float:
-    told = manifest.metadata.get("saved_at")
-    if isinstance(told, int | float) and not isinstance(told, bool) and 0 < told < LATEST:
-        return told
+    saved_at = manifest.metadata.get("saved_at")
+    if isinstance(saved_at, int | float) and not isinstance(saved_at, bool) and 0 < saved_at < LATEST:
+        return saved_at
     return (folder / MANIFEST_NAME).stat().st_mtime

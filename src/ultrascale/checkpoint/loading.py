@@ -25,7 +25,7 @@ from ultrascale.checkpoint.disk.damage import expected_manifest, verify_shards
 from ultrascale.checkpoint.disk.dtypes import DTYPE_NAMES, DTYPES
 from ultrascale.checkpoint.disk.files import Piece, opened, read_box, read_manifest
 from ultrascale.checkpoint.disk.folders import candidates
-from ultrascale.checkpoint.disk.patience import patiently
+from ultrascale.checkpoint.disk.patience import with_retries
 from ultrascale.checkpoint.errors import CheckpointError, LostContactError, UnknownVersionError
 from ultrascale.checkpoint.manifest import Chunk, Entry, Manifest
 from ultrascale.checkpoint.slices import Slice, Tensors, pieces_of, slices_of
@@ -80,7 +80,9 @@ def load_full(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 def shards_read(manifest: Manifest, tensors: Tensors) -> set[str]:
     """The files that `load` reads on this rank to fill `tensors` from a checkpoint; not for those that it refuses."""
     entries = manifest.tensors
-    pieces = [one for one in pieces_of(slices_of(tensors)) if one.name in entries and one.shape == entries[one.name].shape]
+    pieces = [
+        piece for piece in pieces_of(slices_of(tensors)) if piece.name in entries and piece.shape == entries[piece.name].shape
+    ]
     return {chunk.file for chunk, *_ in _reads(manifest, pieces)}
 
 
@@ -119,9 +121,9 @@ def search(root: Path, *, process_group: dist.ProcessGroup | None = None) -> Sea
     """
     root = Path(root)
     with coordinating(process_group) as ranks:
-        found = ranks.on_rank_0(f"listing {root}", lambda: [[c.step, c.path.name] for c in candidates(root)])
+        listed = ranks.on_rank_0(f"listing {root}", lambda: [[c.step, c.path.name] for c in candidates(root)])
         rejected: list[Rejected] = []
-        for step, name in found:
+        for step, name in listed:
             try:
                 verify(root / name, ranks=ranks)
             except (LostContactError, UnknownVersionError):
@@ -174,19 +176,19 @@ def _names_of_all(slices: list[tuple[str, Slice]], ranks: Coordinator) -> set[st
 def _expect_all_asked_for(gathered: list[list[list[Any]]]) -> None:
     """On rank 0: raises if a slice is not read. Ranks that ask for one slice, where each should have its own, leave another
     unread."""
-    fit_together([[Offer(*one) for one in offer] for offer in gathered])
+    fit_together([[Offer(*fields) for fields in offer] for offer in gathered])
 
 
 def _check_targets(manifest: Manifest, slices: list[tuple[str, Slice]], asked: set[str] | None) -> None:
     """Raises CheckpointError for targets that are not in the checkpoint as they are here; with `asked`, the names that any rank
     asks for, also for names that only one side has."""
     wrong = []
-    for name, here in sorted(slices, key=lambda entry: entry[0]):
+    for name, target in sorted(slices, key=lambda entry: entry[0]):
         entry = manifest.tensors.get(name)
-        if entry is not None and here.shape != entry.shape:
-            wrong.append(f"{name}: shape {list(entry.shape)} in the checkpoint, {list(here.shape)} here")
-        if entry is not None and here.tensor.dtype != DTYPES[entry.dtype]:
-            wrong.append(f"{name}: dtype {entry.dtype} in the checkpoint, {DTYPE_NAMES[here.tensor.dtype]} here")
+        if entry is not None and target.shape != entry.shape:
+            wrong.append(f"{name}: shape {list(entry.shape)} in the checkpoint, {list(target.shape)} here")
+        if entry is not None and target.tensor.dtype != DTYPES[entry.dtype]:
+            wrong.append(f"{name}: dtype {entry.dtype} in the checkpoint, {DTYPE_NAMES[target.tensor.dtype]} here")
     if asked is not None:
         wrong += [f"{name}: not in the checkpoint" for name in sorted({name for name, _ in slices} - manifest.tensors.keys())]
         wrong += [f"{name}: only in the checkpoint" for name in sorted(manifest.tensors.keys() - asked)]
@@ -202,8 +204,8 @@ def _reads(manifest: Manifest, pieces: list[Piece]) -> list[tuple[Chunk, Entry, 
     jobs = []
     for piece in pieces:
         if piece.tensor.numel():
-            here = ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
-            for item in create_read_items_for_chunk_list(piece.name, stored[piece.name], [here]):
+            target = ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
+            for item in create_read_items_for_chunk_list(piece.name, stored[piece.name], [target]):
                 entry = manifest.tensors[piece.name]
                 assert item.storage_index.index is not None
                 jobs.append((entry.chunks[item.storage_index.index], entry, item, piece.tensor))
@@ -214,7 +216,7 @@ def _read_into(folder: Path, manifest: Manifest, pieces: list[Piece]) -> None:
     """Copy this rank's boxes in, file by file in the order of the bytes."""
     jobs = sorted(_reads(manifest, pieces), key=lambda job: (job[0].file, job[0].begin))
     for file, group in groupby(jobs, key=lambda job: job[0].file):
-        patiently(partial(_read_boxes, folder, file, list(group)))
+        with_retries(partial(_read_boxes, folder, file, list(group)))
     # Bytes are read past autograd, but whoever keeps copies of parameters must see that they have changed.
     increment_version([piece.tensor for piece in pieces])
 

@@ -148,9 +148,9 @@ def decode(data: bytes, where: str) -> Manifest:
             f"{where}: does not start with a checksum; it is damaged or not a manifest. Use another checkpoint."
         )
     if checksum_text(crc32(rest)) != line[1].decode():
-        found = checksum_text(crc32(rest))
+        actual = checksum_text(crc32(rest))
         raise CheckpointError(
-            f"{where}: checksum is {found}, expected {line[1].decode()}: it is damaged. Use another checkpoint."
+            f"{where}: checksum is {actual}, expected {line[1].decode()}: it is damaged. Use another checkpoint."
         )
     try:
         content = json.loads(b"{" + rest, object_pairs_hook=_unique, parse_constant=_no_constant)
@@ -164,11 +164,11 @@ def _expect_known_format(content: Any, where: str) -> None:
     """Raises UnknownVersionError if `content` says that it is of another format than is read here. What says nothing passes."""
     kind, version = (content.get("format"), content.get("version")) if isinstance(content, dict) else (None, None)
     if isinstance(kind, str) and (kind != FORMAT or type(version) is not int or version != VERSION):
-        found = (
+        problem = (
             f"format is {kind!r:.80} version {version!r:.20}, expected {FORMAT!r} version {VERSION}, which this release reads"
         )
         remedy = "Go on with that release, or move the checkpoint away to go on from an older one"
-        raise UnknownVersionError(f"{where}: {found}: {UnknownVersionError.WORDS}. {remedy}.")
+        raise UnknownVersionError(f"{where}: {problem}: {UnknownVersionError.WORDS}. {remedy}.")
 
 
 class _Check:
@@ -177,8 +177,8 @@ class _Check:
     def __init__(self, where: str):
         self.where = where
 
-    def refuse(self, what: str, found: object, expected: str) -> NoReturn:
-        shown = repr(found)
+    def refuse(self, what: str, value: object, expected: str) -> NoReturn:
+        shown = repr(value)
         shown = shown if len(shown) < 200 else shown[:200] + "..."
         raise CheckpointError(f"{self.where}: {what} is {shown}, expected {expected}. Use another checkpoint.")
 
@@ -301,10 +301,10 @@ def _lines(items: dict[str, Any]) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         raise ValueError("a key occurs twice in one object")
-    return found
+    return mapping
 
 
 def _no_constant(text: str) -> NoReturn:

@@ -19,7 +19,7 @@ from ultrascale.checkpoint.errors import CheckpointError, LostContactError, Save
 from ultrascale.checkpoint.loading import verify
 from ultrascale.checkpoint.saving import Plan, copy_to_host, expect_held, plan_save, write_and_publish
 from ultrascale.checkpoint.slices import Tensors
-from ultrascale.held_folder import HeldFolder
+from ultrascale.held_folder import OpenFolder
 
 
 class Saver:
@@ -63,15 +63,15 @@ class Saver:
         self._pending: Future[Path] | None = None
         self._verified: set[str] = set()
         self._resources = ExitStack()
-        self._ranks = self._resources.enter_context(coordinating(process_group, own_group=True))
+        self._ranks = self._resources.enter_context(coordinating(process_group, always_new_group=True))
         self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._ranks.agree("before the first save", lambda: check_writable(self.root))
         self._disks = disks or self._expect_one_folder()
         doing = "removing leftovers"
         self.swept: list[str] = self._ranks.agree(doing, lambda: sweep(self.root) if self._disks.leads else [])
         """Names of unfinished saves and deletions of earlier runs that were removed by this rank."""
-        self._held: HeldFolder | None = None
-        self._resources.callback(self._let_go)
+        self._held: OpenFolder | None = None
+        self._resources.callback(self._release)
         self.use(self.root)
 
     def _expect_one_folder(self) -> NodeDisks:
@@ -94,12 +94,12 @@ class Saver:
         return "" if self._held is None else self._held.fate()
 
     def _hold(self) -> None:
-        self._let_go()
+        self._release()
         if self._disks.leads:
             self.root.mkdir(exist_ok=True, parents=self._ranks.rank > 0)  # a refuge is made on rank 0's disk alone
-            self._held = HeldFolder(self.root)
+            self._held = OpenFolder(self.root)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._held is not None:
             self._held.close()
             self._held = None
@@ -160,14 +160,14 @@ class Saver:
         Later steps (an abandoned future) stay until training passes them.
         """
         listed = self._ranks.agree("listing checkpoints", lambda: self._listed(up_to=step) if self._disks.leads else [])
-        found = self._ranks.broadcast(_newest_first(self._ranks.gather(listed) or []))
-        if len(found) <= self.keep:
+        checkpoints = self._ranks.broadcast(_newest_first(self._ranks.gather(listed) or []))
+        if len(checkpoints) <= self.keep:
             return
         self._verify(newest.name)
-        kept, doomed = 0, []
-        for number, name in found:
-            if kept < self.keep:
-                kept += self._is_valid(name)
+        num_kept, doomed = 0, []
+        for number, name in checkpoints:
+            if num_kept < self.keep:
+                num_kept += self._is_valid(name)
             elif not (self.keep_every_steps and number % self.keep_every_steps == 0):
                 doomed.append(name)
         if doomed:
@@ -181,7 +181,7 @@ class Saver:
                 discard(self.root / name)
 
     def _listed(self, *, up_to: int) -> list[tuple[int, str]]:
-        return [(one.step, one.path.name) for one in candidates(self.root) if one.step <= up_to]
+        return [(candidate.step, candidate.path.name) for candidate in candidates(self.root) if candidate.step <= up_to]
 
     def _is_valid(self, name: str) -> bool:
         try:
@@ -205,7 +205,8 @@ class Saver:
 def _newest_first(listed: list[list[tuple[int, str]]]) -> list[tuple[int, str]]:
     """Checkpoints on any disk, in the order of `candidates`: rank 0's may be new, and lack what the others keep."""
     return sorted(
-        {(step, name) for one in listed for step, name in one}, key=lambda one: (-one[0], one[1].startswith("."), one)
+        {(step, name) for of_disk in listed for step, name in of_disk},
+        key=lambda entry: (-entry[0], entry[1].startswith("."), entry),
     )
 
 

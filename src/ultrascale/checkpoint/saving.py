@@ -24,14 +24,14 @@ from ultrascale.checkpoint.coordination import Coordinator, coordinating
 from ultrascale.checkpoint.disk.dtypes import DTYPE_NAMES
 from ultrascale.checkpoint.disk.files import Piece, verify_size, write_file, write_shard
 from ultrascale.checkpoint.disk.folders import make_folder, publish, step_folder, temporary_folder
-from ultrascale.checkpoint.disk.nodes import NodeDisks, take_back
-from ultrascale.checkpoint.disk.patience import patiently
+from ultrascale.checkpoint.disk.nodes import NodeDisks, remove_published
+from ultrascale.checkpoint.disk.patience import with_retries
 from ultrascale.checkpoint.errors import CheckpointError, LostContactError
 from ultrascale.checkpoint.finite import expect_finite
 from ultrascale.checkpoint.manifest import MANIFEST_NAME, Shard, decode, encode, manifest_of, metadata_text, shard_name
 from ultrascale.checkpoint.slices import Tensors, pieces_of, slices_of
 from ultrascale.failpoints import failpoint
-from ultrascale.held_folder import HeldFolder
+from ultrascale.held_folder import OpenFolder
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Plan:
     tensors: dict[str, tuple[str, list[int]]]
     """On rank 0: dtype and global shape of every tensor of any rank."""
     metadata: dict[str, Any]
-    held: HeldFolder | None = None
+    held: OpenFolder | None = None
     """On a rank that publishes: the folder that must still be at `root`. None: any, made if it is missing."""
     disks: NodeDisks | None = None
     """The disks that `root` is on. None: one for all ranks."""
@@ -98,8 +98,8 @@ def plan_save(
             expect_finite(pieces)
         return pieces, [offer_of(piece, with_digest=compare_copies) for piece in pieces]
 
-    pieces, own = ranks.agree(doing, list_boxes)
-    offers = ranks.gather(own)
+    pieces, local_offers = ranks.agree(doing, list_boxes)
+    offers = ranks.gather(local_offers)
     shared = ranks.on_rank_0(doing, lambda: _share_out(offers or []))
     mine = [pieces[index] for index in shared["items"][ranks.rank]]
     return Plan(root, step, shared["save_id"], mine, shared["tensors"], metadata)
@@ -129,15 +129,15 @@ def write_and_publish(plan: Plan, *, ranks: Coordinator) -> Path:
         if disks.leads:  # If this fails too, the next start sweeps it away.
             shutil.rmtree(plan.temporary, ignore_errors=True)
             if not disks.are_one and isinstance(error, CheckpointError) and not isinstance(error, LostContactError):
-                take_back(final, plan.save_id)
+                remove_published(final, plan.save_id)
         raise
     return final
 
 
 def _share_out(gathered: list[list[list[Any]]]) -> dict[str, Any]:
     """On rank 0: the indices of the boxes that each rank writes, and what there is to write."""
-    offers = [[Offer(*one) for one in offer] for offer in gathered]
-    tensors = {one.name: (one.dtype, one.shape) for offer in offers for one in offer}
+    offers = [[Offer(*part) for part in offer] for offer in gathered]
+    tensors = {part.name: (part.dtype, part.shape) for offer in offers for part in offer}
     return {"save_id": uuid.uuid4().hex, "items": share_out(offers), "tensors": tensors}
 
 
@@ -146,11 +146,11 @@ def _make_temporary(plan: Plan) -> None:
     if plan.held is None:
         make_folder(plan.root)
     expect_held(plan.held)
-    patiently(plan.temporary.mkdir)
+    with_retries(plan.temporary.mkdir)
     failpoint("save.folder")
 
 
-def expect_held(held: HeldFolder | None) -> None:
+def expect_held(held: OpenFolder | None) -> None:
     """Raises CheckpointError if the path of `held` leads elsewhere now."""
     if held is not None and (fate := held.fate()):
         raise CheckpointError(f"{held.path} {fate} since checkpoints were first saved there.")
@@ -186,8 +186,8 @@ def _contents(plan: Plan, written: list[dict[str, Any] | None]) -> dict[str, Any
 
 def _expect_shards(plan: Plan, contents: dict[str, Any], disks: NodeDisks) -> None:
     """Raises CheckpointError unless the shards that ranks on this disk wrote are there, each as long as it was written."""
-    here = {shard_name(rank) for rank in disks.mates}
-    for file, shard in ((file, Shard(*facts)) for file, *facts in contents["shards"] if file in here):
+    on_disk = {shard_name(rank) for rank in disks.mates}
+    for file, shard in ((file, Shard(*facts)) for file, *facts in contents["shards"] if file in on_disk):
         verify_size(plan.temporary, file, shard)
 
 

@@ -36,15 +36,15 @@ class Slice:
     """Offsets of the slice's first element in the whole tensor."""
 
 
-Held = torch.Tensor | Slice
-Tensors = Mapping[str, Held | Sequence[Held]]
+TensorOrSlice = torch.Tensor | Slice
+Tensors = Mapping[str, TensorOrSlice | Sequence[TensorOrSlice]]
 """The tensors that a rank holds, by global name: a whole tensor (a DTensor: as its ranks hold it together), a slice, or several
 slices, as where both ends of a pipeline are on one rank."""
 
 
 def slices_of(tensors: Tensors) -> list[tuple[str, Slice]]:
     """Everything in `tensors` by name, as slices. Raises CheckpointError, naming what no file can hold."""
-    return [(name, one) for name, held in tensors.items() for one in _slices(check_name(name, "tensors"), held)]
+    return [(name, part) for name, held in tensors.items() for part in _slices(check_name(name, "tensors"), held)]
 
 
 def pieces_of(slices: list[tuple[str, Slice]]) -> list[Piece]:
@@ -54,22 +54,22 @@ def pieces_of(slices: list[tuple[str, Slice]]) -> list[Piece]:
     """
     with torch.no_grad():
         pieces = [
-            Piece(name, one.shape, tuple(a + b for a, b in zip(one.offsets, inner, strict=True)), local.detach())
-            for name, one in slices
-            for inner, local in _local(one.tensor)
+            Piece(name, part.shape, tuple(a + b for a, b in zip(part.offsets, inner, strict=True)), local.detach())
+            for name, part in slices
+            for inner, local in _local(part.tensor)
         ]
     return [piece for piece in pieces if piece.tensor.numel() > 0 or prod(piece.shape) == 0]
 
 
-def _slices(name: str, held: Held | Sequence[Held]) -> Iterator[Slice]:
-    for one in held if isinstance(held, (list, tuple)) else (held,):
-        if isinstance(one, torch.Tensor):
-            one = Slice(one, tuple(one.shape), (0,) * one.dim())
-        if not isinstance(one, Slice):
-            raise CheckpointError(f"{name}: is {type(one).__name__}, expected a tensor. Put plain values into the metadata.")
-        _check_tensor(name, one.tensor)
-        _check_place(name, one)
-        yield one
+def _slices(name: str, held: TensorOrSlice | Sequence[TensorOrSlice]) -> Iterator[Slice]:
+    for part in held if isinstance(held, (list, tuple)) else (held,):
+        if isinstance(part, torch.Tensor):
+            part = Slice(part, tuple(part.shape), (0,) * part.dim())
+        if not isinstance(part, Slice):
+            raise CheckpointError(f"{name}: is {type(part).__name__}, expected a tensor. Put plain values into the metadata.")
+        _check_tensor(name, part.tensor)
+        _check_place(name, part)
+        yield part
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
@@ -82,14 +82,14 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
         raise CheckpointError(f"{name}: a sum still spread over ranks ({tensor.placements}). Reduce it before.")
 
 
-def _check_place(name: str, one: Slice) -> None:
-    dims = {len(one.shape), len(one.offsets), one.tensor.dim()}
+def _check_place(name: str, part: Slice) -> None:
+    dims = {len(part.shape), len(part.offsets), part.tensor.dim()}
     inside = len(dims) == 1 and all(
-        0 <= offset <= extent - size for offset, size, extent in zip(one.offsets, one.tensor.shape, one.shape, strict=True)
+        0 <= offset <= extent - size for offset, size, extent in zip(part.offsets, part.tensor.shape, part.shape, strict=True)
     )
     if not inside:
-        box = f"shape {list(one.tensor.shape)} at {list(one.offsets)}"
-        raise CheckpointError(f"{name}: a slice of {box} is no part of {list(one.shape)}. Give it its place in the whole.")
+        box = f"shape {list(part.tensor.shape)} at {list(part.offsets)}"
+        raise CheckpointError(f"{name}: a slice of {box} is no part of {list(part.shape)}. Give it its place in the whole.")
 
 
 def _local(tensor: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
-from ultrascale.api.asked import Asked
-from ultrascale.api.check import NOT_SEEN, Check, CheckMatrix, CheckOptions, answer, expect_numbers
+from ultrascale.api.asked import VerbRequest
+from ultrascale.api.check import NOT_COVERED, Check, CheckMatrix, CheckOptions, answer, expect_numbers
 from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import Words, console_for_people, print_json, waiting
@@ -27,23 +27,25 @@ BAR_WIDTH = 30
 
 def command(arguments: list[str]) -> int:
     """Run the verb; 0 when everything is proven (or every planted fault was seen)."""
-    options, rest = parse_with_overrides(CheckOptions, "check", arguments, positional={"run": "[RUN.TOML]"}, short=SHORT)
+    options, settings = parse_with_overrides(CheckOptions, "check", arguments, positional={"run": "[RUN.TOML]"}, short=SHORT)
     if options.plant == "list" and not options.matrix:
-        expect_numbers(options, rest)
+        expect_numbers(options, settings)
         return list_faults(json=options.json)
 
-    def tell(note: str) -> None:
+    def report(note: str) -> None:
         print(note, file=sys.stderr if options.json else sys.stdout, flush=True)
 
-    with waiting("starting the proof") as doing:
-        found = answer(Asked(options, tuple(rest)), tell=tell, progress=lambda count, most: progress(count, most, doing))
+    with waiting("starting the proof") as display:
+        result = answer(
+            VerbRequest(options, tuple(settings)), report=report, progress=lambda count, most: progress(count, most, display)
+        )
     if options.json:
-        print_json(found.to_dict(), indent=1)
-    elif isinstance(found, CheckMatrix):
-        _show_matrix(found)
+        print_json(result.to_dict(), indent=1)
+    elif isinstance(result, CheckMatrix):
+        _show_matrix(result)
     else:
-        show_verdicts(found)
-    return 0 if found.holds else 1
+        show_verdicts(result)
+    return 0 if result.holds else 1
 
 
 def list_faults(*, json: bool) -> int:
@@ -51,8 +53,8 @@ def list_faults(*, json: bool) -> int:
     from ultrascale.check.faults.table import FAULTS
 
     if json:
-        told = [{"name": one.name, "what": one.what, "needs": one.needs} for one in FAULTS.values()]
-        print_json({"faults": told}, "faults", indent=1)
+        entries = [{"name": fault.name, "what": fault.what, "needs": fault.needs} for fault in FAULTS.values()]
+        print_json({"faults": entries}, "faults", indent=1)
         return 0
     width = max(map(len, FAULTS))
     for fault in FAULTS.values():
@@ -60,20 +62,20 @@ def list_faults(*, json: bool) -> int:
     return 0
 
 
-def _show_matrix(found: CheckMatrix) -> None:
-    for outcome in found.wrong:
+def _show_matrix(matrix: CheckMatrix) -> None:
+    for outcome in matrix.wrong:
         assert outcome.verdict is not None
-        told = outcome.verdict.failure or "; ".join(str(difference) for difference in outcome.verdict.beyond[:3])
-        print(f"{outcome.cell.name}: {told}")
-    states = ", ".join(f"{number} {state}" for state, number in found.states)
-    print(f"{count_of(len(found.outcomes), 'combination')}: {states}")
+        differences = outcome.verdict.failure or "; ".join(str(difference) for difference in outcome.verdict.beyond[:3])
+        print(f"{outcome.cell.name}: {differences}")
+    states = ", ".join(f"{number} {state}" for state, number in matrix.states)
+    print(f"{count_of(len(matrix.outcomes), 'combination')}: {states}")
 
 
-def show_verdicts(found: Check) -> None:
+def show_verdicts(proof: Check) -> None:
     """The table of verdicts, what differs, the sum, and what such a proof does not see."""
     from rich.table import Table
 
-    console, verdicts = console_for_people(), found.verdicts
+    console, verdicts = console_for_people(), proof.verdicts
     quantities = [q for q in QUANTITIES if any(q in verdict.worst for verdict in verdicts)]
     table = Table(title=f"float64, tolerance {verdicts[0].tolerance:.0e}", title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("case")
@@ -82,49 +84,49 @@ def show_verdicts(found: Check) -> None:
     table.add_column("")
     for verdict in verdicts:
         errors = [f"{verdict.worst[q].error:.0e}" if q in verdict.worst else "" for q in quantities]
-        words = ("[yellow]MISSED[/]", "[green]seen[/]") if found.planted else ("[green]equal[/]", "[red]DIFFERS[/]")
+        words = ("[yellow]MISSED[/]", "[green]seen[/]") if proof.planted else ("[green]equal[/]", "[red]DIFFERS[/]")
         table.add_row(verdict.case, *errors, words[0] if verdict.holds else words[1])
     console.print(table)
     for verdict in verdicts:
-        for difference in _told(verdict):
+        for difference in _difference_lines(verdict):
             console.print(f"  {verdict.case}: {difference}", soft_wrap=True)
-    held = sum(verdict.holds for verdict in verdicts)
-    if found.planted:
-        console.print(f"\n{len(verdicts) - held} of {len(verdicts)} planted faults were seen.")
+    num_held = sum(verdict.holds for verdict in verdicts)
+    if proof.planted:
+        console.print(f"\n{len(verdicts) - num_held} of {len(verdicts)} planted faults were seen.")
     else:
         compute = "computes" if len(verdicts) == 1 else "compute"
-        what = "one process" if found.against is None else f"a plain loop of {found.against}"
-        console.print(f"\n{held} of {count_of(len(verdicts), 'case')} {compute} what {what} computes.")
-        console.print(f"Not seen: {'; '.join(NOT_SEEN[found.against])}.", soft_wrap=True)
+        what = "one process" if proof.against is None else f"a plain loop of {proof.against}"
+        console.print(f"\n{num_held} of {count_of(len(verdicts), 'case')} {compute} what {what} computes.")
+        console.print(f"Not seen: {'; '.join(NOT_COVERED[proof.against])}.", soft_wrap=True)
 
 
-def _told(verdict: Verdict) -> list[str]:
+def _difference_lines(verdict: Verdict) -> list[str]:
     if verdict.failure:
         return [verdict.failure.splitlines()[-1]]
     # A message not waited for explains a wrong gradient, and that the weights and moments that follow from it.
     first = [d for kind in ("messages", "gradient") for d in verdict.beyond if d.quantity == kind] or list(verdict.beyond)
-    rest = len(verdict.beyond) - min(3, len(first))
-    return [str(difference) for difference in first[:3]] + ([f"and {rest} more"] if rest > 0 else [])
+    num_more = len(verdict.beyond) - min(3, len(first))
+    return [str(difference) for difference in first[:3]] + ([f"and {num_more} more"] if num_more > 0 else [])
 
 
 def progress(
-    count: int, most_processes: int, doing: Callable[[Words], None] = lambda words: None
+    count: int, most_processes: int, report: Callable[[Words], None] = lambda words: None
 ) -> Callable[[Verdict], None] | None:
     """A function that takes each verdict in the process of rank 0, and prints progress and the remaining time on stderr.
 
     A bar on a terminal; elsewhere nothing, or, of many processes, which take seconds a case, a line for each verdict.
     """
-    counted = _Count(count)
-    doing(counted.words)
+    counted = _ProofProgress(count)
+    report(counted.words)
     lines = most_processes > MANY_PROCESSES
     if lines:
         cores = count_of(os.cpu_count() or 1, "core")
-        told = f"{count_of(count, 'case')} on {most_processes} processes, which share {cores}; --processes 2 or 4 take seconds."
-        print(told, file=sys.stderr, flush=True)
-    return counted.tell if sys.stderr.isatty() or lines else None
+        line = f"{count_of(count, 'case')} on {most_processes} processes, which share {cores}; --processes 2 or 4 take seconds."
+        print(line, file=sys.stderr, flush=True)
+    return counted.report if sys.stderr.isatty() or lines else None
 
 
-class _Count:
+class _ProofProgress:
     """Count of verdicts, in memory that processes forked or spawned later share."""
 
     def __init__(self, total: int):
@@ -135,13 +137,17 @@ class _Count:
         cases = count_of(self.total, "case")
         return f"{self.done.value} of {cases} compared" if self.done.value else f"processes start for the first of {cases}"
 
-    def tell(self, verdict: Verdict) -> None:
+    def report(self, verdict: Verdict) -> None:
         self.done.value += 1
-        done, taken = self.done.value, time.monotonic() - self.started
-        left = "" if done == self.total else f", about {format_seconds(taken / done * (self.total - done))} left"
+        done, elapsed = self.done.value, time.monotonic() - self.started
+        remaining = "" if done == self.total else f", about {format_seconds(elapsed / done * (self.total - done))} left"
         if not sys.stderr.isatty():
-            print(f"{done} of {count_of(self.total, 'case')} after {format_seconds(taken)}{left}", file=sys.stderr, flush=True)
+            print(
+                f"{done} of {count_of(self.total, 'case')} after {format_seconds(elapsed)}{remaining}",
+                file=sys.stderr,
+                flush=True,
+            )
             return
         filled = BAR_WIDTH * done // self.total
-        line = f"\r{'#' * filled}{'.' * (BAR_WIDTH - filled)} {done}/{self.total}{left:20} {verdict.case[:50]:50}"
+        line = f"\r{'#' * filled}{'.' * (BAR_WIDTH - filled)} {done}/{self.total}{remaining:20} {verdict.case[:50]:50}"
         print(line, end="\n" if done == self.total else "", file=sys.stderr, flush=True)

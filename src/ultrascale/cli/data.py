@@ -40,8 +40,8 @@ def command(arguments: list[str]) -> int:
         print(_VERBS, end="")
         return 0 if arguments else 2
     if arguments[0] not in verbs:
-        near = get_close_matches(arguments[0], verbs, n=1, cutoff=0.5)
-        remedy = f"Did you mean {near[0]}?" if near else f"Say one of {', '.join(verbs)}."
+        closest = get_close_matches(arguments[0], verbs, n=1, cutoff=0.5)
+        remedy = f"Did you mean {closest[0]}?" if closest else f"Say one of {', '.join(verbs)}."
         raise mistake("VERB", f"there is no verb `data {arguments[0]}`", remedy)
     from ultrascale.data.files import DataError
 
@@ -104,10 +104,10 @@ def prepare(
         validation_fraction=validation_fraction, shard_bytes=shard_bytes,
     )  # fmt: skip
     with _bar() as draw:
-        made = preparation.prepare(
+        prepared = preparation.prepare(
             inputs, output=output, recipe=recipe, validation=validation, workers=workers, on_progress=draw
         )
-    _print_prepared(made, output, wanted_ids=train_tokenizer, as_json=json)
+    _print_prepared(prepared, output, wanted_ids=train_tokenizer, as_json=json)
     return 0
 
 
@@ -175,10 +175,10 @@ def _bar() -> Iterator[Callable[[Progress], None] | None]:
         yield draw
 
 
-def _print_prepared(made: Prepared, output: Path, *, wanted_ids: int | None, as_json: bool) -> None:
-    manifest = made.manifest
+def _print_prepared(prepared: Prepared, output: Path, *, wanted_ids: int | None, as_json: bool) -> None:
+    manifest = prepared.manifest
     if as_json:
-        validation = made.validation.summary() if made.validation else None
+        validation = prepared.validation.summary() if prepared.validation else None
         print_json({"output": str(output), **manifest.summary(), "validation": validation}, "data-prepare", indent=1)
         return
     documents, shards = count_of(manifest.documents, "document"), count_of(len(manifest.shards), "shard")
@@ -186,8 +186,8 @@ def _print_prepared(made: Prepared, output: Path, *, wanted_ids: int | None, as_
     ids = manifest.tokenizer.vocab_size
     if wanted_ids is not None and ids < wanted_ids:
         print(f"the tokenizer has {ids:,} ids, fewer than the {wanted_ids:,} asked for: the text gives no more")
-    if made.validation:
-        print(f"held out: {made.validation.tokens:,} tokens in {count_of(made.validation.documents, 'document')}")
+    if prepared.validation:
+        print(f"held out: {prepared.validation.tokens:,} tokens in {count_of(prepared.validation.documents, 'document')}")
     first = {reason: where for shard in reversed(manifest.shards) for reason, where in shard.skipped_first.items()}
     for reason, count in manifest.skipped.items():
         print(f"skipped {count:,} {reason}, first {first[reason]}")

@@ -18,7 +18,7 @@ from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes, format_seconds
 from ultrascale.jobs.hosts import ssh_text, torchrun_text
-from ultrascale.jobs.job import asked_nodes, job_of, ranks_per_node
+from ultrascale.jobs.job import job_of, num_nodes_of, ranks_per_node
 from ultrascale.jobs.kubernetes import kubernetes_text
 from ultrascale.jobs.skypilot import skypilot_text
 from ultrascale.jobs.slurm import slurm_array_text, slurm_text
@@ -73,9 +73,9 @@ def command(arguments: list[str]) -> int:
     from ultrascale.sweep.grid import split_axes
 
     axes, words = split_axes(arguments)
-    parsed, rest = parse_with_overrides(launch, "launch", words)
+    parsed, overrides = parse_with_overrides(launch, "launch", words)
     launcher, path, nodes, only_print, to_submit, out, measuring, steps, warm, island = parsed
-    _expect_sense(launcher, only_print, to_submit, measuring, [axis.key for axis in axes])
+    _expect_consistent_flags(launcher, only_print, to_submit, measuring, [axis.key for axis in axes])
     if measuring and island is not None:
         raise mistake("--island", "is given beside --measure, which measures cells and no islands", "Leave one of them out.")
     if "\n" in f"{out or ''}{Path.cwd()}":
@@ -85,13 +85,13 @@ def command(arguments: list[str]) -> int:
             "Name another.",
         )
     typed = shlex.join(["ultrascale", "launch", *arguments])
-    found = resolve(path, rest, require_data=True) if not measuring else resolve(path, rest)
+    resolved = resolve(path, overrides, require_data=True) if not measuring else resolve(path, overrides)
     if measuring:
-        text_file = out or Path(f"{found.run.name}.measure{TEXTS[launcher][1]}")
-        text = _measuring_text(path, axes, rest, found, nodes, text_file, typed, steps, warm, write=not only_print)
+        text_file = out or Path(f"{resolved.run.name}.measure{TEXTS[launcher][1]}")
+        text = _measuring_text(path, axes, overrides, resolved, nodes, text_file, typed, steps, warm, write=not only_print)
         texts = {text_file: text}
     else:
-        texts = _texts(launcher, found, path, rest, nodes, typed, out, _islands_of(found, island))
+        texts = _texts(launcher, resolved, path, overrides, nodes, typed, out, _islands_of(resolved, island))
     if len(texts) > 1 and (only_print or (to_submit and launcher in ("ssh", "torchrun"))):
         rule = f"is one text, and {len(texts)} islands with a quorum (islands.quorum) are a job each"
         raise mistake("--print" if only_print else "--submit", rule, "Name one of them: --island NUMBER.")
@@ -99,28 +99,30 @@ def command(arguments: list[str]) -> int:
         sys.stdout.write(*texts.values())
         return 0
     if to_submit:
-        expect_launcher(launcher, nodes if nodes is not None else found.launch.nodes or 1)
+        expect_launcher(launcher, nodes if nodes is not None else resolved.launch.nodes or 1)
     _expect_unedited(texts, launcher)
     for number, (text_file, text) in enumerate(texts.items()):
         text_file.parent.mkdir(parents=True, exist_ok=True)
         text_file.write_text(text)
         if to_submit:
             try:
-                said = submit(launcher, text_file)
+                output = submit(launcher, text_file)
             except LauncherError as error:
                 if number == 0:
                     raise
                 before = "island 0 is" if number == 1 else f"islands 0 to {number - 1} are"
-                rest = " and ".join(f"--island {later}" for later in range(number, len(texts)))
-                raise LauncherError(f"{error}; {before} submitted: go on with {rest}, each a command of its own") from error
-            if said:
-                sys.stdout.write(f"{said}\n")
+                retry_flags = " and ".join(f"--island {later}" for later in range(number, len(texts)))
+                raise LauncherError(
+                    f"{error}; {before} submitted: go on with {retry_flags}, each a command of its own"
+                ) from error
+            if output:
+                sys.stdout.write(f"{output}\n")
         else:
             sys.stdout.write(f"{text_file}\nnext  {shlex.join([*COMMANDS[launcher], str(text_file)])}\n")
     return 0
 
 
-def _expect_sense(launcher: str, only_print: bool, to_submit: bool, measuring: bool, axes: Sequence[str]) -> None:
+def _expect_consistent_flags(launcher: str, only_print: bool, to_submit: bool, measuring: bool, axes: Sequence[str]) -> None:
     if only_print and to_submit:
         raise mistake("--print", "is given beside --submit", "Keep one of the two.")
     if measuring and launcher != "slurm":
@@ -133,9 +135,9 @@ def _expect_sense(launcher: str, only_print: bool, to_submit: bool, measuring: b
         raise mistake(f"--{axes[0].replace('_', '-')}", rule, "Give one value, or measure all: --measure.")
 
 
-def _islands_of(found: Resolved, island: int | None) -> list[int | None]:
+def _islands_of(resolved: Resolved, island: int | None) -> list[int | None]:
     """Islands that are jobs of their own; None for one job."""
-    islands = found.run.islands
+    islands = resolved.run.islands
     apart = islands.quorum > 0 and islands.count > 1
     if island is not None and not (apart and 0 <= island < islands.count):
         rule = f"is {island}, of {islands.count} islands" if apart else "is given, and without islands.quorum a run is one job"
@@ -145,18 +147,18 @@ def _islands_of(found: Resolved, island: int | None) -> list[int | None]:
 
 
 def _texts(
-    launcher: str, found: Resolved, path: str, rest: Sequence[str], nodes: int | None, typed: str, out: Path | None,
+    launcher: str, resolved: Resolved, path: str, overrides: Sequence[str], nodes: int | None, typed: str, out: Path | None,
     islands: Sequence[int | None],
 ) -> dict[Path, str]:  # fmt: skip
     """The texts of a run that is trained, by their files: of several islands each has its number before the ending."""
     if Path(path).is_dir():
         path = str(Path(path) / "run.toml")
     write, ending = TEXTS[launcher]
-    texts, settings, notes = {}, _without_launch(rest), _planned(found)
+    texts, settings, notes = {}, _trainer_flags(overrides), _planned(resolved)
     for island in islands:
-        met = [] if island is None else [_where(found.run, island)]
+        met = [] if island is None else [_meeting_place(resolved.run, island)]
         job = job_of(
-            found.run, found.launch, file=Path(path), settings=settings, nodes=nodes, command=typed, notes=[*notes, *met],
+            resolved.run, resolved.launch, file=Path(path), settings=settings, nodes=nodes, command=typed, notes=[*notes, *met],
             island=island,
         )  # fmt: skip
         file = out or Path(f"{job.name}{ending}")
@@ -166,7 +168,7 @@ def _texts(
     return texts
 
 
-def _where(run: Run, island: int) -> str:
+def _meeting_place(run: Run, island: int) -> str:
     """Meeting place of the islands of a run, for the head of a text."""
     kind, _, server = run.islands.meet.partition("://")
     where = {"": "in the run's folder", "file": f"in {server}"}.get(
@@ -178,21 +180,21 @@ def _where(run: Run, island: int) -> str:
     )
 
 
-def _without_launch(rest: Sequence[str]) -> list[str]:
+def _trainer_flags(overrides: Sequence[str]) -> list[str]:
     """Flags that the trainer is given too."""
-    kept: list[str] = []
-    words = list(rest)
+    flags: list[str] = []
+    words = list(overrides)
     while words:
         word = words.pop(0)
-        own = [word, *([words.pop(0)] if "=" not in word and words and not words[0].startswith("--") else [])]
+        flag_words = [word, *([words.pop(0)] if "=" not in word and words and not words[0].startswith("--") else [])]
         if not word.startswith("--launch."):
-            kept += own
-    return kept
+            flags += flag_words
+    return flags
 
 
-def _planned(found: Resolved) -> list[str]:
+def _planned(resolved: Resolved) -> list[str]:
     """Lines of the plan for the run on the machines that it names. Raises SpecError if they have not enough memory."""
-    run, limit = found.run, found.launch.time_limit_seconds
+    run, limit = resolved.run, resolved.launch.time_limit_seconds
     if run.cluster == "auto" or run.cluster.endswith("cpu"):
         return ["No plan: cluster does not name the machines."]
     from ultrascale.catalogue.cluster import parse_cluster
@@ -211,12 +213,12 @@ def _planned(found: Resolved) -> list[str]:
         return [f"Planned: {need} of each device."]
     seconds = float(plan.prediction.step_seconds)
     jobs = "" if limit is None else f", {max(1, -(-round(seconds * run.steps) // limit)):,} times the time limit or part of it"
-    whole = format_seconds(seconds * run.steps)
-    return [f"Planned: {need} of each device, {format_seconds(seconds)} a step, {whole} for all{jobs}."]
+    total = format_seconds(seconds * run.steps)
+    return [f"Planned: {need} of each device, {format_seconds(seconds)} a step, {total} for all{jobs}."]
 
 
 def _measuring_text(
-    path: str, axes: Sequence, rest: Sequence[str], found: Resolved, nodes: int | None, text_file: Path, typed: str,
+    path: str, axes: Sequence, overrides: Sequence[str], resolved: Resolved, nodes: int | None, text_file: Path, typed: str,
     steps: int, warm: int, *, write: bool,
 ) -> str:  # fmt: skip
     """The array over all cells, whose folders are made as `ultrascale sweep` makes and reads them."""
@@ -226,13 +228,13 @@ def _measuring_text(
     for flag, value in (("--timed", steps), ("--warm", warm)):
         if value < 1:
             raise mistake(flag, f"must be at least 1, is {value}", "Leave it out for the usual number.")
-    count = asked_nodes(nodes, found.launch)
-    ranks = count * ranks_per_node(found.run, found.launch)
-    settings = _without_launch(rest)
-    made, _ = cells(path, axes, settings, processes=ranks)
-    folder = Path(found.run.folder) / "sweeps" / found.run.name
-    places = [place_of(folder, cell, axes, steps=steps, warm=warm) for cell in made if cell.run is not None]
-    first = replace(places[0].run, name=found.run.name)
+    count = num_nodes_of(nodes, resolved.launch)
+    ranks = count * ranks_per_node(resolved.run, resolved.launch)
+    settings = _trainer_flags(overrides)
+    grid_cells, _ = cells(path, axes, settings, processes=ranks)
+    folder = Path(resolved.run.folder) / "sweeps" / resolved.run.name
+    places = [place_of(folder, cell, axes, steps=steps, warm=warm) for cell in grid_cells if cell.run is not None]
+    first = replace(places[0].run, name=resolved.run.name)
     listing = folder / "cells.txt"
     words = [f"--{axis.key.replace('_', '-')}={','.join(axis.values)}" for axis in axes]
     results = [
@@ -249,9 +251,9 @@ def _measuring_text(
         str(warm),
     ]
     results += ["--list"]
-    notes = [f"{len(places)} cells, {len(made) - len(places)} refused; {steps} steps are timed after {warm}."]
+    notes = [f"{len(places)} cells, {len(grid_cells) - len(places)} refused; {steps} steps are timed after {warm}."]
     listed = " ".join(shlex.join(results).split())  # a line of a comment
-    job = job_of(first, found.launch, file=Path(path), nodes=count, command=typed, notes=notes)
+    job = job_of(first, resolved.launch, file=Path(path), nodes=count, command=typed, notes=notes)
     if write:
         for place in places:
             place.prepare()

@@ -19,9 +19,9 @@ from importlib import import_module
 from ultrascale import __version__, console
 from ultrascale.api.extras import lacked
 from ultrascale.cli.terminal.screen import console_for_people
-from ultrascale.config.failures import explained, is_for_people, problem_list, say
+from ultrascale.config.failures import explained, is_for_people, print_error, problem_list
 from ultrascale.description.problems import Problem, SpecError, mistake
-from ultrascale.description.rank_environment import told_rank, told_world
+from ultrascale.description.rank_environment import env_rank, env_world_size
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code. `arguments` are the words after `ultrascale`; None: the process's own."""
-    console.hold_closed_streams()
+    console.reserve_closed_streams()
     words = sys.argv[1:] if arguments is None else arguments
     if not words or words[0] in ("-h", "--help", "help"):
         print_help()
@@ -94,10 +94,10 @@ def run_verb(word: str, arguments: list[str]) -> int:
             sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        say("stopped.")
+        print_error("stopped.")
         return 130
     except BrokenPipeError:  # `ultrascale plan ... | head`: the reader has left, which is no fault of ours
-        console.let_go("stdout")
+        console.redirect_to_null("stdout")
         return 1
     except Exception as error:
         if os.environ.get("ULTRASCALE_TRACEBACK") == "1":
@@ -107,12 +107,12 @@ def run_verb(word: str, arguments: list[str]) -> int:
 
 def explain(error: Exception, word: str) -> int:
     """Print what a person can act on and return the exit code; an error that is not meant for people is raised again."""
-    code, text = told(error, word)
-    say(text, rank=told_rank(os.environ) if told_world(os.environ) > 1 and "RANK" in os.environ else None)
+    code, text = exit_code_and_text(error, word)
+    print_error(text, rank=env_rank(os.environ) if env_world_size(os.environ) > 1 and "RANK" in os.environ else None)
     return code
 
 
-def told(error: Exception, word: str) -> tuple[int, str]:
+def exit_code_and_text(error: Exception, word: str) -> tuple[int, str]:
     """The exit code and what a person can act on; an error that is not meant for people is raised again."""
     if is_for_people(error):
         return explained(error, word)
@@ -120,18 +120,18 @@ def told(error: Exception, word: str) -> tuple[int, str]:
         return explained(lacking, word)
     if isinstance(error, OSError) and error.filename is not None:
         why = (error.strerror or str(error)).lower()
-        return _kept_from(str(error.filename), why, "Check the path, its permissions and the room on its disk.")
+        return _system_error(str(error.filename), why, "Check the path, its permissions and the room on its disk.")
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:  # as of `ultrascale plan ... > file` on a full disk
         console.finish_stdout()
         why = f"what was to be printed or kept could not be written: {error.strerror}"
-        return _kept_from(word, why, "Free space, or write elsewhere.")
+        return _system_error(word, why, "Free space, or write elsewhere.")
     if isinstance(error, UnicodeEncodeError) and sys.getfilesystemencoding() != "utf-8":
         lost = f"{error.object[error.start : error.end]!a}"
-        return _kept_from(word, f"this locale has no bytes for {lost} in a path or text", "Set LC_ALL=C.UTF-8.")
+        return _system_error(word, f"this locale has no bytes for {lost} in a path or text", "Set LC_ALL=C.UTF-8.")
     raise error
 
 
-def _kept_from(key: str, rule: str, remedy: str) -> tuple[int, str]:
+def _system_error(key: str, rule: str, remedy: str) -> tuple[int, str]:
     return 1, problem_list([Problem(key, rule, remedy)], is_asked=False)
 
 

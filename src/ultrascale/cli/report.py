@@ -10,11 +10,11 @@ from ultrascale.cli.terminal.screen import print_json
 def command(arguments: list[str]) -> int:
     """Run the verb."""
     options = parse(ReportOptions, "report", arguments, positional={"folder": None})
-    found = answer(options)
+    report = answer(options)
     if options.json:
-        print_json(found.to_dict(), indent=2)
+        print_json(report.to_dict(), indent=2)
         return 0
-    for name, text in (*found.lines(), *(("picture", str(picture)) for picture in found.pictures), *_drawn(options)):
+    for name, text in (*report.lines(), *(("picture", str(picture)) for picture in report.pictures), *_drawn(options)):
         print(f"{name:<10}{text}")
     return 0
 

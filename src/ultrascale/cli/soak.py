@@ -12,7 +12,7 @@ from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import print_json
 from ultrascale.config.rules.early import expect_processes
 from ultrascale.description.problems import mistake
-from ultrascale.launch.restarts import told_goodput
+from ultrascale.launch.restarts import goodput_text
 
 if TYPE_CHECKING:
     from ultrascale.soak.story import Outcome, Strike
@@ -53,7 +53,7 @@ def soak(
         raise mistake("--minutes, --count", "must be above 0 and finite", "One minute is about six faults.")
     from ultrascale.soak.storm import KINDS, expect_kinds
 
-    possible = {kind: one for kind, one in KINDS.items() if not (torchrun and one.meets_launcher)}
+    possible = {kind: fault for kind, fault in KINDS.items() if not (torchrun and fault.meets_launcher)}
     kinds = tuple(possible) if faults == "all" else tuple(faults.split(","))
     if refused := [kind for kind in kinds if kind in KINDS and kind not in possible]:
         rule = f"{refused[0]!r} strikes the launcher of `ultrascale train`, and with --torchrun there is none"
@@ -80,15 +80,15 @@ def command(arguments: list[str]) -> int:
 def table(outcome: Outcome) -> list[str]:
     """The printed table: a line for each kind of fault, and the verdict."""
     head = ("fault", "struck", "survived", "found in s", "next step in s", "steps lost", "found by")
-    rows = [head, *(_row(kind, some) for kind, some in sorted(_by_kind(outcome).items()))]
+    rows = [head, *(_row(kind, strikes) for kind, strikes in sorted(_by_kind(outcome).items()))]
     widths = [max(len(row[place]) for row in rows) for place in range(len(head))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    account, survived = outcome.account, sum(one.is_survived for one in outcome.strikes)
-    idle = sum(not one.had_effect for one in outcome.strikes)
+    account, survived = outcome.account, sum(strike.is_survived for strike in outcome.strikes)
+    idle = sum(not strike.had_effect for strike in outcome.strikes)
     none = f", {idle} without effect," if idle else ""
     struck = len(outcome.strikes)
     lines.append(f"{survived} of {struck} faults survived{none} in {outcome.seconds:.0f} s and {outcome.steps} steps")
-    lines.append(f"steps done again {account.steps_lost}, goodput {told_goodput(account)}")
+    lines.append(f"steps done again {account.steps_lost}, goodput {goodput_text(account)}")
     same = ("the same bits", "DIFFERENT")
     lines.append(f"losses, norms: {same[not outcome.equal_losses]}; weights, moments: {same[not outcome.equal_state]}")
     return lines
@@ -98,14 +98,14 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
     """The table as JSON."""
     kinds = {
         kind: {
-            "row": row, "struck": len(some), "survived": sum(one.is_survived for one in some),
-            "without_effect": sum(not one.had_effect for one in some),
-            "detect_seconds": _spread([one.detect_seconds for one in some]),
-            "recover_seconds": _spread([one.recover_seconds for one in some]),
-            "steps_lost": _spread([float(one.steps_lost) for one in some]),
-            "detected_by": sorted({one.detected_by for one in some}),
+            "row": row, "struck": len(strikes), "survived": sum(strike.is_survived for strike in strikes),
+            "without_effect": sum(not strike.had_effect for strike in strikes),
+            "detect_seconds": _spread([strike.detect_seconds for strike in strikes]),
+            "recover_seconds": _spread([strike.recover_seconds for strike in strikes]),
+            "steps_lost": _spread([float(strike.steps_lost) for strike in strikes]),
+            "detected_by": sorted({strike.detected_by for strike in strikes}),
         }
-        for (kind, row), some in ((key, some) for key, some in _with_rows(outcome))
+        for (kind, row), strikes in ((key, strikes) for key, strikes in _with_rows(outcome))
     }  # fmt: skip
     goodput = outcome.account.goodput
     return {
@@ -118,22 +118,22 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
 def _with_rows(outcome: Outcome) -> list[tuple[tuple[str, int], list[Strike]]]:
     from ultrascale.soak.storm import KINDS
 
-    return [((kind, KINDS[kind].row), some) for kind, some in sorted(_by_kind(outcome).items())]
+    return [((kind, KINDS[kind].row), strikes) for kind, strikes in sorted(_by_kind(outcome).items())]
 
 
 def _by_kind(outcome: Outcome) -> dict[str, list[Strike]]:
-    found: dict[str, list[Strike]] = defaultdict(list)
-    for one in outcome.strikes:
-        found[one.fault.kind].append(one)
-    return found
+    by_kind: dict[str, list[Strike]] = defaultdict(list)
+    for strike in outcome.strikes:
+        by_kind[strike.fault.kind].append(strike)
+    return by_kind
 
 
 def _row(kind: str, strikes: list[Strike]) -> tuple[str, ...]:
-    survived = sum(one.is_survived for one in strikes)
-    seconds = [_words(_spread([getattr(one, name) for one in strikes])) for name in ("detect_seconds", "recover_seconds")]
-    lost = _spread([float(one.steps_lost) for one in strikes])
-    by = ", ".join(sorted({one.detected_by for one in strikes}))
-    return kind, str(len(strikes)), str(survived), *seconds, _words(lost), by
+    survived = sum(strike.is_survived for strike in strikes)
+    seconds = [_words(_spread([getattr(strike, name) for strike in strikes])) for name in ("detect_seconds", "recover_seconds")]
+    lost = _spread([float(strike.steps_lost) for strike in strikes])
+    detectors = ", ".join(sorted({strike.detected_by for strike in strikes}))
+    return kind, str(len(strikes)), str(survived), *seconds, _words(lost), detectors
 
 
 def _spread(values: list[float | None]) -> dict[str, float] | None:

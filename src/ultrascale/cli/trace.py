@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ultrascale.api.asked import Asked
+from ultrascale.api.asked import VerbRequest
 from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.trace import StageTraces, Trace, TraceOptions, answer
 from ultrascale.cli.terminal.parse import parse_with_overrides
@@ -14,38 +14,38 @@ from ultrascale.description.units import format_bytes
 
 def command(arguments: list[str]) -> int:
     """Run the verb: 0, or 1 if the rank does not fit its device and why was asked."""
-    options, rest = parse_with_overrides(TraceOptions, "trace", arguments, positional={"run": "[RUN.TOML]"}, short=SHORT)
-    asked = Asked(options, tuple(rest), words=tuple(arguments))
+    options, settings = parse_with_overrides(TraceOptions, "trace", arguments, positional={"run": "[RUN.TOML]"}, short=SHORT)
+    asked = VerbRequest(options, tuple(settings), words=tuple(arguments))
     with waiting("tracing"):
-        found = answer(asked, tell=lambda note: print(f"ultrascale: {note}", file=sys.stderr))
+        result = answer(asked, report=lambda note: print(f"ultrascale: {note}", file=sys.stderr))
     if options.json:
-        print_json(found.to_dict(), indent=1)
-    elif isinstance(found, StageTraces):
+        print_json(result.to_dict(), indent=1)
+    elif isinstance(result, StageTraces):
         from ultrascale.trace.views.view import show_stages
 
-        show_stages(list(found.peaks), console_for_people())
+        show_stages(list(result.peaks), console_for_people())
     else:
-        _show(found)
-    return 0 if isinstance(found, StageTraces) else _code(found)
+        _show(result)
+    return 0 if isinstance(result, StageTraces) else _code(result)
 
 
-def _show(found: Trace) -> None:
+def _show(trace: Trace) -> None:
     from ultrascale.trace.views.view import show_parts, show_trace
 
     console = console_for_people()
-    show_trace(found.found, found.comparison, found.reserved_bytes, console, step=found.step, tier=found.tiers)
-    if found.options.explain_oom:
-        show_parts(list(found.parts), list(found.edits), found.peak_bytes, console)
-    for path in (*found.options.out, *filter(None, [found.options.html])):
+    show_trace(trace.rank_trace, trace.comparison, trace.reserved_bytes, console, step=trace.step, tier=trace.tiers)
+    if trace.options.explain_oom:
+        show_parts(list(trace.parts), list(trace.edits), trace.peak_bytes, console)
+    for path in (*trace.options.out, *filter(None, [trace.options.html])):
         console.print(f"written: {path}")
 
 
-def _code(found: Trace) -> int:
+def _code(trace: Trace) -> int:
     """1, with a line that says why, if the rank does not fit and that was the question."""
-    if found.fits or not found.options.explain_oom:
+    if trace.fits or not trace.options.explain_oom:
         return 0
-    device = found.cluster.accelerator
+    device = trace.cluster.accelerator
     has = f"a {device.name} has {format_bytes(device.memory_bytes.value)}"
-    needed = f"needs {format_bytes(found.reserved_bytes)} of torch's allocator, and {has}"
-    print(f"ultrascale: rank {found.found.rank} {needed}.", file=sys.stderr)
+    needed = f"needs {format_bytes(trace.reserved_bytes)} of torch's allocator, and {has}"
+    print(f"ultrascale: rank {trace.rank_trace.rank} {needed}.", file=sys.stderr)
     return 1

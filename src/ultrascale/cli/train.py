@@ -21,13 +21,13 @@ import tyro
 from ultrascale import console
 from ultrascale.api.schemas.stamp import stamped
 from ultrascale.cli.terminal.parse import parse_with_overrides
-from ultrascale.config.failures import explained, say
+from ultrascale.config.failures import explained, print_error
 from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.config.rules.early import expect_processes
 from ultrascale.config.rules.time_limits import grace_seconds
-from ultrascale.config.usual import usual
+from ultrascale.config.train_defaults import train_defaults
 from ultrascale.description.problems import mistake
-from ultrascale.description.rank_environment import expect_rank_environment, told_rank, told_world
+from ultrascale.description.rank_environment import env_rank, env_world_size, expect_rank_environment
 from ultrascale.description.run import Run
 from ultrascale.launch.apart import launch_islands
 from ultrascale.plan.memory.replay import num_micro_batches
@@ -36,7 +36,7 @@ from ultrascale.schedules.for_layout import schedule_of
 from ultrascale.storage import join_url, open_store, url_of
 from ultrascale.storage.location import url_problem
 from ultrascale.train.corpora import expect_startable
-from ultrascale.train.folder.own_island import of_own_island, own_folder, where_they_meet
+from ultrascale.train.folder.island_folder import island_folder, of_island, where_they_meet
 from ultrascale.train.folder.run_folder import RunFolder
 from ultrascale.train.observers.metrics import expect_trackers
 
@@ -77,17 +77,17 @@ def train(
 
 def command(arguments: list[str]) -> int:
     """Run the verb; 0 when the run is complete or was stopped in order, 1 when it failed, 2 when it is described wrongly."""
-    parsed, rest = parse_with_overrides(train, "train", arguments)
-    with console.stdout_on_stderr() if parsed[-1] else nullcontext():
-        run, code = _trained(*parsed[:-1], rest)
-        if code == 0 and told_rank(os.environ) == 0 and (folder := RunFolder.of(run)).metrics.exists():
-            console.put(f"its loss, speed and memory, drawn and in numbers: ultrascale report {quote(str(folder.path))}")
-    if parsed[-1] and told_rank(os.environ) == 0:
-        console.put(json_module.dumps(stamped("train", _summary(run, code))))
+    parsed, settings = parse_with_overrides(train, "train", arguments)
+    with console.redirect_stdout_to_stderr() if parsed[-1] else nullcontext():
+        run, code = _train(*parsed[:-1], settings)
+        if code == 0 and env_rank(os.environ) == 0 and (folder := RunFolder.of(run)).metrics.exists():
+            console.print_line(f"its loss, speed and memory, drawn and in numbers: ultrascale report {quote(str(folder.path))}")
+    if parsed[-1] and env_rank(os.environ) == 0:
+        console.print_line(json_module.dumps(stamped("train", _summary(run, code))))
     return code
 
 
-def _trained(
+def _train(
     path: str,
     processes: int | None,
     elastic: bool,
@@ -96,7 +96,7 @@ def _trained(
     ignore_memory: bool,
     leave_by: float | None,
     island: int | None,
-    rest: list[str],
+    settings: list[str],
 ) -> tuple[Run, int]:
     """The run that was trained, and the exit code."""
     if max_restarts < 0:
@@ -105,26 +105,26 @@ def _trained(
         rule = f"must be a second of the wall clock that is to come, is {leave_by:.0f}"
         raise mistake("--leave-by", rule, "For an hour from now: $(( $(date +%s) + 3600 )).")
     expect_rank_environment(os.environ)
-    path, rest = _brought_here(path, rest)
-    overrides = [*_own_place(path, rest), *rest]
+    path, settings = _fetched_run(path, settings)
+    overrides = [*_place_flags(path, settings), *settings]
     if island is not None and processes is not None:
         rule = "does not go with --island: an island has the processes of [layout]"
         raise mistake("--processes", rule, "Leave one of the two out.")
-    found = resolve(path, overrides, require_data=True, processes=None if elastic else processes)
-    chosen, choices = usual(found, own_folder(found.run, island))
+    described = resolve(path, overrides, require_data=True, processes=None if elastic else processes)
+    chosen, choices = train_defaults(described, island_folder(described.run, island))
     resolved = chosen.run
     if elastic:
         if resolved.islands.count > 1:
             rule = "does not go with islands.count > 1: islands keep their layouts"
             raise mistake("--elastic", rule, "Leave one of the two out.")
-        here = told_world(os.environ) if "WORLD_SIZE" in os.environ else resolved.layout.world_size
-        resolved = _elastic(resolved, here if processes is None else processes)
+        world = env_world_size(os.environ) if "WORLD_SIZE" in os.environ else resolved.layout.world_size
+        resolved = _elastic(resolved, world if processes is None else processes)
     expect_startable(resolved)
-    if told_rank(os.environ) == 0:
+    if env_rank(os.environ) == 0:
         for line in choices:
-            console.put(line)
+            console.print_line(line)
     expect_trackers(resolved)
-    if told_rank(os.environ) == 0:
+    if env_rank(os.environ) == 0:
         expect_store(resolved)
     if resolved.layout.pp > 1:
         schedule_of(resolved.layout, num_micro_batches(resolved.layout, resolved.batch.sequences_per_batch))
@@ -159,36 +159,36 @@ def _elastic(run: Run, world: int) -> Run:
 
     if world < 1:
         raise mistake("--processes", f"must be at least 1, is {world}", "Start one or more.")
-    here = this_gpu(choose_device(run.device))
-    layout = elastic_layout(run, world, device=here.name if here is not None else "cpu")
-    if layout != run.layout and told_rank(os.environ) == 0:
+    gpu = this_gpu(choose_device(run.device))
+    layout = elastic_layout(run, world, device=gpu.name if gpu is not None else "cpu")
+    if layout != run.layout and env_rank(os.environ) == 0:
         axes = ("dp", "tp", "cp", "pp", "ep", "zero_stage", "micro_batch_size")
-        told = ", ".join(f"{axis} {getattr(layout, axis)}" for axis in axes)
-        console.put(f"elastic: {world} processes instead of {run.layout.world_size}: {told}")
+        axes_text = ", ".join(f"{axis} {getattr(layout, axis)}" for axis in axes)
+        console.print_line(f"elastic: {world} processes instead of {run.layout.world_size}: {axes_text}")
     return replace(run, layout=layout)
 
 
-def _brought_here(path: str, rest: list[str]) -> tuple[str, list[str]]:
+def _fetched_run(path: str, settings: list[str]) -> tuple[str, list[str]]:
     """A run named by the place where it is kept: a folder on this machine to go on in, and flags with where it is kept."""
     url = url_of(path)
     if url is None:
-        return path, rest
+        return path, settings
     from ultrascale.train.folder.run_store import fetch_run
 
-    given = dict(pairwise([*rest, ""])) | dict(word.split("=", 1) for word in rest if "=" in word)
-    folder = fetch_run(url, Path(given.get("--folder", "out")))
-    return str(folder), rest if "--checkpoint.store" in given else [*rest, "--checkpoint.store", url.rpartition("/")[0]]
+    flags = dict(pairwise([*settings, ""])) | dict(word.split("=", 1) for word in settings if "=" in word)
+    folder = fetch_run(url, Path(flags.get("--folder", "out")))
+    return str(folder), settings if "--checkpoint.store" in flags else [*settings, "--checkpoint.store", url.rpartition("/")[0]]
 
 
-def _own_place(path: str, rest: list[str]) -> list[str]:
+def _place_flags(path: str, settings: list[str]) -> list[str]:
     """Flags that keep a run in the folder it is named by, also if that was moved or renamed since."""
     folder = Path(path)
     if not folder.is_dir():
         return []
     folder = folder if folder.name not in ("", "..") else folder.resolve()
-    given = {word.partition("=")[0] for word in rest}
-    own = (("--folder", str(folder.parent)), ("--name", folder.name))
-    return [word for flag, value in own if flag not in given for word in (flag, value)]
+    given_flags = {word.partition("=")[0] for word in settings}
+    place_flags = (("--folder", str(folder.parent)), ("--name", folder.name))
+    return [word for flag, value in place_flags if flag not in given_flags for word in (flag, value)]
 
 
 def _launch(run: Run, max_restarts: int, flags: tuple[str, ...], island: int | None) -> int:
@@ -200,12 +200,12 @@ def _launch(run: Run, max_restarts: int, flags: tuple[str, ...], island: int | N
     num_processes = run.num_processes if island is None else run.worlds[island]
     expect_processes(num_processes)
 
-    own = "" if island is None else f"island {island}: "
+    prefix = "" if island is None else f"island {island}: "
 
     def notice(text: str) -> None:
-        console.put(f"ultrascale: {own}{text}", "stderr")
+        console.print_line(f"ultrascale: {prefix}{text}", "stderr")
 
-    with RunFolder.of(of_own_island(run, island)).commanded() as folder:
+    with RunFolder.of(of_island(run, island)).commanded() as folder:
         ending = launch_local(
             to_toml(run),
             num_processes,
@@ -218,7 +218,7 @@ def _launch(run: Run, max_restarts: int, flags: tuple[str, ...], island: int | N
             grace=grace_seconds(run),
         )
         for line in [] if ending.refused else summary(read_account(folder.path / "events.jsonl")):
-            console.put(line)
+            console.print_line(line)
             _append(folder, "log.txt", line)
     if not ending.reason or ending.saved:
         return 0
@@ -227,7 +227,7 @@ def _launch(run: Run, max_restarts: int, flags: tuple[str, ...], island: int | N
 
         saved = f"What is saved is in {folder.checkpoints}."
         saved = saved if newest_listed(folder.checkpoints) is not None else "Nothing is saved yet."
-        say(explained(f"{own}{ending.reason}. {saved}", "train")[1])
+        print_error(explained(f"{prefix}{ending.reason}. {saved}", "train")[1])
     return ending.exit_code
 
 

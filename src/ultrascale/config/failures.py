@@ -38,7 +38,9 @@ def is_for_people(error: BaseException) -> bool:
 def explained(error: BaseException | str, subject: str) -> tuple[int, str]:
     """Exit code and text of an error that is for people, or of such a text. `subject` stands for what it names no key for."""
     problems = getattr(error, "problems", ()) or problems_in(str(error), subject)
-    is_asked = getattr(error, "is_asked", isinstance(error, SpecError)) or all(one.key.startswith("--") for one in problems)
+    is_asked = getattr(error, "is_asked", isinstance(error, SpecError)) or all(
+        problem.key.startswith("--") for problem in problems
+    )
     return 2 if is_asked else 1, problem_list(problems, is_asked=is_asked)
 
 
@@ -62,9 +64,9 @@ def problem_lines(problem: Problem) -> str:
     return f"  {problem.key}{origin}\n    {rule}{remedy}"
 
 
-def say(message: str, *, rank: int | None = None) -> None:
+def print_error(message: str, *, rank: int | None = None) -> None:
     """Print an error to stderr; of one rank of several the rank stands before it."""
-    console.put(f"ultrascale: error{'' if rank is None else f' on rank {rank}'}: {message}", "stderr")
+    console.print_line(f"ultrascale: error{'' if rank is None else f' on rank {rank}'}: {message}", "stderr")
 
 
 def problems_in(text: str, subject: str) -> tuple[Problem, ...]:
@@ -73,16 +75,16 @@ def problems_in(text: str, subject: str) -> tuple[Problem, ...]:
     if len(lines) > 1 and all(not line.startswith(" ") and ": " in line for line in lines):
         return tuple(_problem(line, "", subject) for line in lines)
     last = lines.pop() if any(line.startswith(" ") for line in lines) and not lines[-1].startswith(" ") else ""
-    found = _problem(lines[0], last, subject)
-    return (Problem(found.key, "\n".join([found.rule, *lines[1:]]), found.remedy),)
+    problem = _problem(lines[0], last, subject)
+    return (Problem(problem.key, "\n".join([problem.rule, *lines[1:]]), problem.remedy),)
 
 
 def _problem(line: str, remedy: str, subject: str) -> Problem:
     line = _DOING.sub("", line)
     match = _KEY.fullmatch(line)
-    key, told = (subject, line) if match is None else [part for part in match.groups() if part is not None]
-    rule, *rest = [told, remedy] if remedy else _REMEDY.split(told, maxsplit=1)
-    return Problem(key, rule if rest else told.removesuffix("."), " ".join(rest))
+    key, message = (subject, line) if match is None else [part for part in match.groups() if part is not None]
+    rule, *remedies = [message, remedy] if remedy else _REMEDY.split(message, maxsplit=1)
+    return Problem(key, rule if remedies else message.removesuffix("."), " ".join(remedies))
 
 
 def _is_configured(problem: Problem) -> bool:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ultrascale.config.schema import BAD, STAND_INS, At, convert, leaves, sections, unknown_key
+from ultrascale.config.schema import INVALID, STAND_INS, ValueContext, convert, leaves, sections, unknown_key
 from ultrascale.description.parsing import MOST_TOML, key_lines, parse_toml, read_bounded
-from ultrascale.description.problems import MOST_TOLD, Problem
+from ultrascale.description.problems import MOST_PROBLEMS, Problem
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Entry:
 
 
 @dataclass
-class Layer:
+class SettingsLayer:
     """The keys that one file, or the command line, gives."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Layer:
     """Sections that are written as tables, also those without a key."""
 
 
-def read_files(path: Path, problems: list[Problem], *, chain: tuple[Path, ...] = ()) -> list[Layer]:
+def read_files(path: Path, problems: list[Problem], *, chain: tuple[Path, ...] = ()) -> list[SettingsLayer]:
     """The layers of a TOML file, those it extends first."""
     if path.is_dir() and (path / "run.toml").is_file():
         path = path / "run.toml"
@@ -43,7 +43,7 @@ def read_files(path: Path, problems: list[Problem], *, chain: tuple[Path, ...] =
     return read_text(text, path, problems, chain=chain)
 
 
-def read_text(text: str, path: Path, problems: list[Problem], *, chain: tuple[Path, ...] = ()) -> list[Layer]:
+def read_text(text: str, path: Path, problems: list[Problem], *, chain: tuple[Path, ...] = ()) -> list[SettingsLayer]:
     """The layers of a TOML text that is at, or as if at, `path`; those it extends first."""
     try:
         values = parse_toml(text)
@@ -54,17 +54,17 @@ def read_text(text: str, path: Path, problems: list[Problem], *, chain: tuple[Pa
         problems.append(Problem(place, f"is not TOML: {error}", "Repair this line."))
         return []
     lines = key_lines(text)
-    lower: list[Layer] = []
+    lower: list[SettingsLayer] = []
     if "extends" in values:
         lower = _extended(path, values.pop("extends"), f"{path}:{lines.get('extends', 1)}", problems, chain)
-    layer = Layer()
+    layer = SettingsLayer()
     _flatten(values, "", lambda key: f"{path}:{lines[key]}" if key in lines else str(path), layer, problems)
     return [*lower, layer]
 
 
-def read_flags(overrides: Sequence[str] | Mapping[str, Any], problems: list[Problem]) -> Layer:
+def read_flags(overrides: Sequence[str] | Mapping[str, Any], problems: list[Problem]) -> SettingsLayer:
     """The layer of `--layout.dp 4`, `--layout.dp=4`, `--compile`, or of a mapping from keys to values."""
-    layer = Layer()
+    layer = SettingsLayer()
     if isinstance(overrides, Mapping):
         for key, value in overrides.items():
             _add(key, Entry(value, "flag", text=isinstance(value, str)), layer, problems)
@@ -95,10 +95,10 @@ def _file_text(path: Path, problems: list[Problem], *, asked_by: Path | None) ->
     try:
         return read_bounded(path, MOST_TOML, encoding="utf-8-sig")
     except FileNotFoundError:
-        near = (
+        neighbours = (
             sorted(str(p) for p in path.parent.glob("*.toml") if p.name != "pyproject.toml")[:5] if path.parent.is_dir() else []
         )
-        remedy = f"There are {', '.join(near)}." if near else "Give the path of a TOML file."
+        remedy = f"There are {', '.join(neighbours)}." if neighbours else "Give the path of a TOML file."
         problems.append(Problem(str(path), "there is no such file", remedy, where))
     except UnicodeDecodeError as error:
         problems.append(Problem(str(path), f"is not UTF-8 at byte {error.start}", "Save it as UTF-8.", where))
@@ -110,8 +110,8 @@ def _file_text(path: Path, problems: list[Problem], *, asked_by: Path | None) ->
     return None
 
 
-def _extended(path: Path, target: Any, where: str, problems: list[Problem], chain: tuple[Path, ...]) -> list[Layer]:
-    if convert(target, str, At("extends", where, False, problems)) is BAD:
+def _extended(path: Path, target: Any, where: str, problems: list[Problem], chain: tuple[Path, ...]) -> list[SettingsLayer]:
+    if convert(target, str, ValueContext("extends", where, False, problems)) is INVALID:
         return []
     other = path.parent / target
     links = (*chain, path)
@@ -122,7 +122,7 @@ def _extended(path: Path, target: Any, where: str, problems: list[Problem], chai
     return read_files(other, problems, chain=links)
 
 
-def _flatten(values: Mapping[str, Any], prefix: str, origin, layer: Layer, problems: list[Problem]) -> None:
+def _flatten(values: Mapping[str, Any], prefix: str, origin, layer: SettingsLayer, problems: list[Problem]) -> None:
     for name, value in values.items():
         key = prefix + name
         if isinstance(value, dict) and key in sections():
@@ -132,7 +132,7 @@ def _flatten(values: Mapping[str, Any], prefix: str, origin, layer: Layer, probl
             _add(key, Entry(value, origin(key)), layer, problems)
 
 
-def _add(key: str, entry: Entry, layer: Layer, problems: list[Problem]) -> None:
+def _add(key: str, entry: Entry, layer: SettingsLayer, problems: list[Problem]) -> None:
     """Adds one entry, or notes that its key does not exist. A section may be given as a mapping, an optional one as none."""
     if key in leaves() or key in STAND_INS:
         layer.entries[key] = entry
@@ -145,4 +145,4 @@ def _add(key: str, entry: Entry, layer: Layer, problems: list[Problem]) -> None:
         rule = f"must be a table, is {entry.value!r}"
         problems.append(Problem(key, rule, f"Write [{key}] and its keys below.", entry.origin))
     else:
-        problems.append(unknown_key(key, entry.origin, hints=len(problems) < MOST_TOLD))
+        problems.append(unknown_key(key, entry.origin, hints=len(problems) < MOST_PROBLEMS))

@@ -45,10 +45,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 def limits_of(key: str) -> dict[str, float]:
     """The range of a number as JSON Schema says it: minimum, maximum, exclusiveMinimum, exclusiveMaximum."""
     low, high = _RANGES.get(key, (-inf, inf))
-    found = {"minimum": 0 if key in _BELOW_ONE else low, "maximum": LONGEST_WAIT if key in _WAITS else high}
-    found |= {"exclusiveMinimum": 0} if key in _ABOVE_ZERO else {}
-    found |= {"exclusiveMaximum": 1} if key in _BELOW_ONE else {}
-    return {name: value for name, value in found.items() if abs(value) != inf}
+    limits = {"minimum": 0 if key in _BELOW_ONE else low, "maximum": LONGEST_WAIT if key in _WAITS else high}
+    limits |= {"exclusiveMinimum": 0} if key in _ABOVE_ZERO else {}
+    limits |= {"exclusiveMaximum": 1} if key in _BELOW_ONE else {}
+    return {name: value for name, value in limits.items() if abs(value) != inf}
 
 
 def range_problem(key: str, value: Any) -> Problem | None:

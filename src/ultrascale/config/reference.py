@@ -61,14 +61,16 @@ class Key:
 def keys(word: str = "") -> list[Key]:
     """All keys in the order of a description, or those whose name, or another trainer's for it, has `word` in it; of none such,
     whose text has."""
-    found = [_stand_in(key) for key in ("extends", "model.preset", "model.path")]
+    all_keys = [_stand_in(key) for key in ("extends", "model.preset", "model.path")]
     for leaf_key in leaves():
-        found.append(_of_leaf(leaf_key))
+        all_keys.append(_of_leaf(leaf_key))
         if leaf_key == "batch.sequences_per_batch":
-            found.append(_stand_in("batch.tokens_per_batch"))
+            all_keys.append(_stand_in("batch.tokens_per_batch"))
     word = word.lower().replace("-", "_").removeprefix("__")
     meant = ELSEWHERE.get(word)
-    return [one for one in found if word in one.key or one.key == meant] or [one for one in found if word in one.about.lower()]
+    return [key for key in all_keys if word in key.key or key.key == meant] or [
+        key for key in all_keys if word in key.about.lower()
+    ]
 
 
 def about() -> dict[str, str]:
@@ -108,8 +110,8 @@ def _about(kind: Any, prefix: str) -> Iterator[tuple[str, str]]:
 
 def _inner(kind: Any) -> Any:
     """A type without its None."""
-    given = [one for one in get_args(kind) if one is not NoneType]
-    return given[0] if NoneType in get_args(kind) and len(given) == 1 else kind
+    members = [member for member in get_args(kind) if member is not NoneType]
+    return members[0] if NoneType in get_args(kind) and len(members) == 1 else kind
 
 
 def _kind(inner: Any) -> str:
@@ -168,9 +170,9 @@ def docs_of(kind: Any) -> dict[str, str]:
     """Text below each field that has one, by field name, joined into one line."""
     body = ast.parse(dedent(inspect.getsource(kind))).body[0]
     assert isinstance(body, ast.ClassDef)
-    found = {}
+    docs = {}
     for field, below in zip(body.body, body.body[1:], strict=False):
         is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
-            found[field.target.id] = " ".join(inspect.cleandoc(below.value.value).split())  # type: ignore[union-attr]
-    return found
+            docs[field.target.id] = " ".join(inspect.cleandoc(below.value.value).split())  # type: ignore[union-attr]
+    return docs

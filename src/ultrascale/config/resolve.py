@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale.catalogue.models.model_presets import PRESETS, preset
-from ultrascale.config.layers import Entry, Layer, read_files, read_flags, read_text
+from ultrascale.config.layers import Entry, SettingsLayer, read_files, read_flags, read_text
 from ultrascale.config.ranges import MOST, range_problem
 from ultrascale.config.rules.run_rules import run_problems
-from ultrascale.config.schema import BAD, At, convert, leaves
+from ultrascale.config.schema import INVALID, ValueContext, convert, leaves
 from ultrascale.description.architecture.families import FAMILIES
 from ultrascale.description.architecture.model import Model, RopeScaling
 from ultrascale.description.layout import Layout
@@ -76,7 +76,7 @@ def resolve(
     if path is not None and not layers:
         raise SpecError(problems)  # without its file, the rest would only be noise
     asked = None if processes is None else (processes, processes_flag)
-    layers = [Layer({key: Entry(value, "default") for key, value in (defaults or {}).items()}), *layers]
+    layers = [SettingsLayer({key: Entry(value, "default") for key, value in (defaults or {}).items()}), *layers]
     return _resolve([*layers, read_flags(overrides, problems)], problems, require_data=require_data, processes=asked)
 
 
@@ -103,10 +103,10 @@ def sequences_for_tokens(tokens: str | int, sequence_length: int, *, multiple: i
     count = parse_tokens(tokens) if isinstance(tokens, str) else tokens
     if count > MOST:
         raise UnitError(f"must be at most 2^53 tokens, is {tokens}")
-    near = max(1, round(count / unit))
+    nearest = max(1, round(count / unit))
     exact = isinstance(tokens, int) or tokens.replace("_", "").replace(",", "").strip().isdigit()
-    if count == near * unit or (not exact and abs(near * unit - count) <= _BATCH_TOLERANCE * count):
-        return near * multiple
+    if count == nearest * unit or (not exact and abs(nearest * unit - count) <= _BATCH_TOLERANCE * count):
+        return nearest * multiple
     options = sorted({max(1, count // unit) * unit, (count // unit + 1) * unit})
     raise UnfitBatchError(
         f"{tokens} tokens are not a whole number of sequences of {sequence_length} on every rank and micro-batch"
@@ -115,28 +115,32 @@ def sequences_for_tokens(tokens: str | int, sequence_length: int, *, multiple: i
 
 
 def _resolve(
-    layers: list[Layer], problems: list[Problem], *, require_data: bool = False, processes: tuple[int, str] | None = None
+    layers: list[SettingsLayer],
+    problems: list[Problem],
+    *,
+    require_data: bool = False,
+    processes: tuple[int, str] | None = None,
 ) -> Resolved:
     entries = _model_entries(layers, problems) | _other_entries(layers, problems)
     values, bad = _convert_all(entries, problems)
     provenance = {key: entries[key].origin if key in entries else "default" for key in leaves()}
     if processes is not None:
-        _share_processes(*processes, entries, values, provenance, bad, problems)
+        _derive_dp(*processes, entries, values, provenance, bad, problems)
     _fit_default_length(values, provenance)
     _batch_from_tokens(entries, values, provenance, bad, problems)
     if "log.sinks" not in entries and (sinks := sinks_named([*entries, *(key for layer in layers for key in layer.tables)])):
         values["log.sinks"], provenance["log.sinks"] = sinks, f"derived from [log.{sinks[0]}]"
     run, launch = _build(values, bad, problems, entries), _build_launch(values, bad)
-    found = _section_problems(run, bad)
-    bad |= {problem.key for problem in found}
-    found += [*run_problems(run, require_data=require_data, without=frozenset(bad)), *launch.problems()]
-    problems += [_placed(problem, provenance) for problem in found]
+    rule_problems = _section_problems(run, bad)
+    bad |= {problem.key for problem in rule_problems}
+    rule_problems += [*run_problems(run, require_data=require_data, unreadable_keys=frozenset(bad)), *launch.problems()]
+    problems += [_with_origin(problem, provenance) for problem in rule_problems]
     if problems:
         raise SpecError(problems)
     return Resolved(run, provenance, launch)
 
 
-def _other_entries(layers: list[Layer], problems: list[Problem]) -> dict[str, Entry]:
+def _other_entries(layers: list[SettingsLayer], problems: list[Problem]) -> dict[str, Entry]:
     """The last word on every key outside the model. Of two ways to give the batch, the later layer's counts."""
     entries: dict[str, Entry] = {}
     rivals = ("batch.tokens_per_batch", "batch.sequences_per_batch")
@@ -148,34 +152,34 @@ def _other_entries(layers: list[Layer], problems: list[Problem]) -> dict[str, En
     return entries
 
 
-def _model_entries(layers: list[Layer], problems: list[Problem]) -> dict[str, Entry]:
+def _model_entries(layers: list[SettingsLayer], problems: list[Problem]) -> dict[str, Entry]:
     """The last word on every key of the model; what a chosen preset or folder says comes below its own layer."""
     entries: dict[str, Entry] = {}
     rivals = ("model.preset", "model.path")
     for layer in layers:
         _refuse_both(layer, rivals, problems)
         if chosen := next((key for key in rivals if key in layer.entries), None):
-            entries = _whole_model(chosen, layer.entries[chosen], problems)
+            entries = _entries_of_model(chosen, layer.entries[chosen], problems)
         if "model.rope_scaling" in layer.entries:
             entries = {key: entry for key, entry in entries.items() if not key.startswith("model.rope_scaling.")}
         scope = entries.get("model.router_aux_loss_scope")
         if "model.router_aux_loss_coef" in layer.entries and scope is not None and scope.value == "none":
             del entries["model.router_aux_loss_scope"]  # who gives the coefficient of a file or a preset wants it applied
         entries |= {k: e for k, e in layer.entries.items() if k.startswith("model.") and k not in rivals}
-    return _complete(entries) if "model" not in entries else entries
+    return _with_derived_fields(entries) if "model" not in entries else entries
 
 
-def _refuse_both(layer: Layer, rivals: tuple[str, str], problems: list[Problem]) -> None:
+def _refuse_both(layer: SettingsLayer, rivals: tuple[str, str], problems: list[Problem]) -> None:
     if all(key in layer.entries for key in rivals):
         rule = f"is given beside {rivals[1]}: they say the same thing twice"
         problems.append(Problem(rivals[0], rule, "Keep one of the two.", layer.entries[rivals[0]].origin))
 
 
-def _whole_model(key: str, entry: Entry, problems: list[Problem]) -> dict[str, Entry]:
+def _entries_of_model(key: str, entry: Entry, problems: list[Problem]) -> dict[str, Entry]:
     """The fields of the model that a `preset` or `path` names. One that cannot be read leaves the entry `model` as a mark."""
     unknown = {"model": Entry(None, entry.origin)}
-    value = convert(entry.value, str, At(key, entry.origin, entry.text, problems))
-    if value is BAD:
+    value = convert(entry.value, str, ValueContext(key, entry.origin, entry.text, problems))
+    if value is INVALID:
         return unknown
     try:
         model = preset(value) if key == "model.preset" else _from_folder(value)
@@ -185,8 +189,8 @@ def _whole_model(key: str, entry: Entry, problems: list[Problem]) -> dict[str, E
     origin = f"preset {model.name}" if key == "model.preset" else f"config.json of {value}"
     fields = asdict(model)
     scaling = fields.pop("rope_scaling") or {}
-    found = {f"model.{name}": Entry(field, origin) for name, field in fields.items()}
-    return found | {f"model.rope_scaling.{name}": Entry(field, origin) for name, field in scaling.items()}
+    entries = {f"model.{name}": Entry(field, origin) for name, field in fields.items()}
+    return entries | {f"model.rope_scaling.{name}": Entry(field, origin) for name, field in scaling.items()}
 
 
 def _from_folder(path: str) -> Model:
@@ -195,7 +199,7 @@ def _from_folder(path: str) -> Model:
     return from_hf(path)
 
 
-def _complete(entries: dict[str, Entry]) -> dict[str, Entry]:
+def _with_derived_fields(entries: dict[str, Entry]) -> dict[str, Entry]:
     """Fills what a model written field by field leaves open: its family's fixed choices, one key/value head per head, D / H."""
     if not entries:
         return entries
@@ -223,11 +227,11 @@ def _convert_all(entries: dict[str, Entry], problems: list[Problem]) -> tuple[di
     for key, entry in entries.items():
         if key not in leaves():
             continue
-        value = convert(entry.value, leaves()[key].kind, At(key, entry.origin, entry.text, problems))
-        problem = None if value is BAD else range_problem(key, value)
+        value = convert(entry.value, leaves()[key].kind, ValueContext(key, entry.origin, entry.text, problems))
+        problem = None if value is INVALID else range_problem(key, value)
         if problem is not None:
             problems.append(replace(problem, where=entry.origin))
-        if value is BAD or problem is not None:
+        if value is INVALID or problem is not None:
             bad.add(key)
         else:
             values[key] = value
@@ -241,7 +245,7 @@ def _fit_default_length(values: dict[str, Any], provenance: dict[str, str]) -> N
         values[key], provenance[key] = positions, "derived from model.max_position_embeddings"
 
 
-def _share_processes(
+def _derive_dp(
     processes: int,
     flag: str,
     entries: dict[str, Entry],
@@ -254,25 +258,25 @@ def _share_processes(
     axes = {key: values.get(f"layout.{key}", 1) for key in ("tp", "cp", "pp")}
     degrees = values.get("islands.dp") or ()
     axes |= {"the sum of islands.dp": sum(degrees)} if degrees else {"islands.count": values.get("islands.count", 1)}
-    others, given = prod(axes.values()), entries.get("layout.dp")
-    said = " x ".join(f"{key} = {size}" for key, size in axes.items() if size > 1) or "1"
+    divisor, dp_entry = prod(axes.values()), entries.get("layout.dp")
+    formula = " x ".join(f"{key} = {size}" for key, size in axes.items() if size > 1) or "1"
     if processes < 1:
         remedy = "Leave it out to start as many as the layout needs."
         problems.append(Problem(flag, f"must be at least 1, is {processes}", remedy))
-    elif processes % others:
-        near = max(1, round(processes / others)) * others
+    elif processes % divisor:
+        nearest = max(1, round(processes / divisor)) * divisor
         are = "1 process is" if processes == 1 else f"{processes:,} processes are"
-        rule = f"{are} not a multiple of {said}, which the layout cuts each replica over"
-        problems.append(Problem(flag, rule, f"Take {near}, or change an axis."))
+        rule = f"{are} not a multiple of {formula}, which the layout cuts each replica over"
+        problems.append(Problem(flag, rule, f"Take {nearest}, or change an axis."))
     elif degrees:
-        if processes != others:
-            problems.append(Problem(flag, f"is {processes:,}, and {said} is {others:,}", "Leave it out."))
+        if processes != divisor:
+            problems.append(Problem(flag, f"is {processes:,}, and {formula} is {divisor:,}", "Leave it out."))
         return
-    elif given is not None and given.origin == "flag" and values.get("layout.dp") not in (None, processes // others):
-        rule = f"{processes} processes leave dp = {processes // others} beside {said}, but the flag says {given.value}"
+    elif dp_entry is not None and dp_entry.origin == "flag" and values.get("layout.dp") not in (None, processes // divisor):
+        rule = f"{processes} processes leave dp = {processes // divisor} beside {formula}, but the flag says {dp_entry.value}"
         problems.append(Problem("layout.dp", rule, "Leave out one of the two."))
     else:
-        values["layout.dp"], provenance["layout.dp"] = processes // others, f"{flag} {processes}"
+        values["layout.dp"], provenance["layout.dp"] = processes // divisor, f"{flag} {processes}"
         bad.discard("layout.dp")
         return
     bad.add("layout.dp")
@@ -301,8 +305,8 @@ def _batch_from_tokens(
     if (entry := entries.get("batch.tokens_per_batch")) is not None:
         count = sequences("batch.tokens_per_batch", entry.value, entry.origin)
         values["batch.sequences_per_batch"] = count
-        asked = f"tokens_per_batch {entry.value} ({entry.origin})"
-        provenance["batch.sequences_per_batch"] = f"derived from {asked}: {(count or 0) * length:,} tokens"
+        source = f"tokens_per_batch {entry.value} ({entry.origin})"
+        provenance["batch.sequences_per_batch"] = f"derived from {source}: {(count or 0) * length:,} tokens"
         if count is None:
             bad.add("batch.sequences_per_batch")
     stages = []
@@ -347,9 +351,9 @@ def _build_model(good: dict[str, Any], bad: set[str], problems: list[Problem], e
     if "model" in bad:
         return placeholder
     scaling = _fields_of(good, "model.rope_scaling")
-    wanted = [key for key, leaf in leaves().items() if key.startswith("model.") and leaf.default is MISSING]
+    required_keys = [key for key, leaf in leaves().items() if key.startswith("model.") and leaf.default is MISSING]
     derived = [] if "model.num_attention_heads" in entries else ["model.num_key_value_heads", "model.head_dim"]
-    for key in wanted:
+    for key in required_keys:
         needed = not key.startswith("model.rope_scaling.") or any(k.startswith("model.rope_scaling.") for k in entries)
         if needed and key not in (*good, *bad, *derived):
             problems.append(Problem(key, "is missing", "Give it, or start from model.preset or model.path."))
@@ -367,11 +371,11 @@ def _fields_of(values: dict[str, Any], section: str) -> dict[str, Any]:
 
 
 def _section_problems(run: Run, bad: set[str]) -> list[Problem]:
-    found = [] if "model" in bad else run.model.problems()
-    return found if any(key.startswith("layout.") for key in bad) else found + run.layout.problems()
+    problems = [] if "model" in bad else run.model.problems()
+    return problems if any(key.startswith("layout.") for key in bad) else problems + run.layout.problems()
 
 
-def _placed(problem: Problem, provenance: dict[str, str]) -> Problem:
+def _with_origin(problem: Problem, provenance: dict[str, str]) -> Problem:
     """`problem` with the origin of its key, or of the list that its key is in."""
     key = problem.key.partition("[")[0]
     return problem if problem.where else replace(problem, where=provenance.get(key, ""))
@@ -388,12 +392,12 @@ def to_toml(run: Run) -> str:
 def _section(item: Any, name: str) -> list[str]:
     plain = [f"[{name}]"] if name else []
     tables: list[str] = []
-    for one in fields(item):
-        value = getattr(item, one.name)
+    for setting in fields(item):
+        value = getattr(item, setting.name)
         if is_dataclass(value):
-            tables += ["", *_section(value, f"{name}.{one.name}" if name else one.name)]
+            tables += ["", *_section(value, f"{name}.{setting.name}" if name else setting.name)]
         else:
-            plain.append(f"{one.name} = {toml_value(value)}")
+            plain.append(f"{setting.name} = {toml_value(value)}")
     return plain + tables
 
 

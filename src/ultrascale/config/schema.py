@@ -14,7 +14,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ultrascale.description.parsing import parse_toml
-from ultrascale.description.problems import MOST_TOLD, Problem
+from ultrascale.description.problems import MOST_PROBLEMS, Problem
 from ultrascale.description.run import RampStage, Run
 from ultrascale.description.schedules import SCHEDULE_ALIASES
 from ultrascale.description.sections.launch import Launch
@@ -63,11 +63,11 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 _NEVER_IN_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
-class _Bad:
+class _Invalid:
     """Stands where a value could not be read; its problem has been noted."""
 
 
-BAD = _Bad()
+INVALID = _Invalid()
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class At:
+class ValueContext:
     """A place in a description: collects what is wrong there."""
 
     key: str
@@ -90,11 +90,11 @@ class At:
     """True if the value is text from a command line, to be parsed as the field's type."""
     problems: list[Problem]
 
-    def wrong(self, rule: str, remedy: str) -> _Bad:
+    def wrong(self, rule: str, remedy: str) -> _Invalid:
         self.problems.append(Problem(self.key, rule, remedy, self.where))
-        return BAD
+        return INVALID
 
-    def child(self, suffix: str) -> At:
+    def child(self, suffix: str) -> ValueContext:
         return replace(self, key=self.key + suffix, text=False)
 
 
@@ -113,17 +113,17 @@ def sections() -> frozenset[str]:
 def unknown_key(key: str, where: str, *, hints: bool = True) -> Problem:
     """The problem of a key that does not exist, with the nearest that do if it `hints`."""
     section, _, last = key.rpartition(".")
-    near = _nearest(section, last) if hints else []
+    nearest = _nearest(section, last) if hints else []
     remedy = (
-        f"Did you mean {' or '.join(near)}?"
-        if near
+        f"Did you mean {' or '.join(nearest)}?"
+        if nearest
         else f"Keys of {f'[{section}]' if section else 'a run'} are {_names(section)}."
     )
     return Problem(key, "is not a key of a run", remedy, where)
 
 
-def convert(value: Any, kind: Any, at: At) -> Any:
-    """`value` as `kind`; BAD, and a problem noted in `at`, if it is not one."""
+def convert(value: Any, kind: Any, at: ValueContext) -> Any:
+    """`value` as `kind`; `INVALID`, and a problem noted in `at`, if it is not one."""
     origin = get_origin(kind)
     if origin in (Union, UnionType):
         (inner,) = (option for option in get_args(kind) if option is not type(None))
@@ -133,20 +133,20 @@ def convert(value: Any, kind: Any, at: At) -> Any:
     if origin is tuple:
         return _tuple(value, get_args(kind)[0], at)
     if is_dataclass(kind):
-        return _item(value, kind, at)
+        return _dataclass(value, kind, at)
     return _CONVERT[kind](value, at)
 
 
 def _leaves(cls: Any, prefix: str) -> list[Leaf]:
-    hints, found = get_type_hints(cls), []
+    hints, flat = get_type_hints(cls), []
     for field in fields(cls):
         kind, key = hints[field.name], prefix + field.name
         inner = next((k for k in (kind, *get_args(kind)) if is_dataclass(k)), None)
         if inner is not None and get_origin(kind) is not tuple:
-            found += _leaves(inner, f"{key}.")
+            flat += _leaves(inner, f"{key}.")
         else:
-            found.append(Leaf(key, kind, default_of(field)))
-    return found
+            flat.append(Leaf(key, kind, default_of(field)))
+    return flat
 
 
 def default_of(field: Field) -> Any:
@@ -160,14 +160,14 @@ def _nearest(section: str, last: str) -> list[str]:
     by_name: dict[str, list[str]] = {}
     for key in known:
         by_name.setdefault(key.rpartition(".")[2], []).append(key)
-    here = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
-    own = [key for key in by_name.get(last, ()) if section and key.startswith(f"{section.partition('.')[0]}.")]
-    if last in ELSEWHERE and not own:
+    in_section = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+    in_table = [key for key in by_name.get(last, ()) if section and key.startswith(f"{section.partition('.')[0]}.")]
+    if last in ELSEWHERE and not in_table:
         return [ELSEWHERE[last]]
     if last in by_name:
         return by_name[last]
-    if close := get_close_matches(last, here, n=2, cutoff=0.6):
-        return [here[name] for name in close]
+    if close := get_close_matches(last, in_section, n=2, cutoff=0.6):
+        return [in_section[name] for name in close]
     return [key for name in get_close_matches(last, by_name, n=1, cutoff=0.75) for key in by_name[name]]
 
 
@@ -183,30 +183,30 @@ def _described(value: Any) -> str:
     return f"{words.get(type(value), '')}{value!r}"
 
 
-def _given(value: Any, at: At) -> Any:
+def _as_typed(value: Any, at: ValueContext) -> Any:
     """As it was typed, or as it stands in a file."""
     return (value if value != "" else "empty") if at.text else _described(value)
 
 
-def _literal(value: Any, options: tuple[Any, ...], at: At) -> Any:
+def _literal(value: Any, options: tuple[Any, ...], at: ValueContext) -> Any:
     for option in options:
         if (str(option) == value and (at.text or isinstance(option, str))) or (value == option and type(value) is type(option)):
             return option
-    near = _of_like_size(str(value), options) or get_close_matches(str(value), [str(option) for option in options], n=1)
+    nearest = _of_like_size(str(value), options) or get_close_matches(str(value), [str(option) for option in options], n=1)
     quoted = not at.text and isinstance(value, str) and value in map(str, options)
     hint = "Choose one of them" + (", without the quotes." if quoted else ".")
-    told = f"must be one of {', '.join(map(repr, options))}, is {value!r}"
-    return at.wrong(told, f"Did you mean {near[0]!r}?" if near and near[0] != value else hint)
+    rule = f"must be one of {', '.join(map(repr, options))}, is {value!r}"
+    return at.wrong(rule, f"Did you mean {nearest[0]!r}?" if nearest and nearest[0] != value else hint)
 
 
 def _of_like_size(value: str, options: tuple[Any, ...]) -> list[str]:
     """At most one option: same letters as `value`, nearest number. For fp4 it is fp8 and not fp64."""
     parts = re.fullmatch(r"([a-z]+)(\d{1,4})", value)
     alike = [str(option) for option in options if parts and re.fullmatch(rf"{parts[1]}\d+", str(option))]
-    return sorted(alike, key=lambda one: abs(int(one[len(parts[1]) :]) - int(parts[2])) if parts else 0)[:1]
+    return sorted(alike, key=lambda option: abs(int(option[len(parts[1]) :]) - int(parts[2])) if parts else 0)[:1]
 
 
-def _bool(value: Any, at: At) -> Any:
+def _bool(value: Any, at: ValueContext) -> Any:
     if at.text and value in ("true", "false"):
         return value == "true"
     return (
@@ -214,25 +214,25 @@ def _bool(value: Any, at: At) -> Any:
     )
 
 
-def _int(value: Any, at: At) -> Any:
+def _int(value: Any, at: ValueContext) -> Any:
     name = _name_of(at)
     if isinstance(value, str) and name in UNITS:
-        read, remedy = UNITS[name]
+        parse, remedy = UNITS[name]
         try:
-            return read(value)
+            return parse(value)
         except UnitError as error:
             return at.wrong(str(error), remedy)
     if isinstance(value, str) and (at.text or value[-1:].isalpha()):
-        for read in (int, parse_count):  # the first is exact
+        for parse in (int, parse_count):  # the first is exact
             with suppress(ValueError):
                 if _COMMAS.fullmatch(value):
-                    return read(value)
+                    return parse(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    return at.wrong(f"must be a whole number, is {_given(value, at)}", _whole_remedy(value, at))
+    return at.wrong(f"must be a whole number, is {_as_typed(value, at)}", _whole_remedy(value, at))
 
 
-def _whole_remedy(value: Any, at: At) -> str:
+def _whole_remedy(value: Any, at: ValueContext) -> str:
     if not _NUMBER.fullmatch(str(value)):
         return "Write digits, such as 8 or 10k." if at.text else 'Write digits, such as 8 or "10k".'
     if (number := float(value)).is_integer() and abs(number) < 1e15:
@@ -241,12 +241,12 @@ def _whole_remedy(value: Any, at: At) -> str:
     return "Write it without quotes and without a decimal point." if quoted else "Write it without a decimal point."
 
 
-def _name_of(at: At) -> str:
+def _name_of(at: ValueContext) -> str:
     """Last word of a key or a flag: `seq_len` of `--seq-len`."""
     return at.key.rpartition(".")[2].lstrip("-").replace("-", "_")
 
 
-def _float(value: Any, at: At) -> Any:
+def _float(value: Any, at: ValueContext) -> Any:
     unit = TIMES.get(_name_of(at).rpartition("_")[2])
     try:
         number = float(value) if (at.text or not isinstance(value, str)) and not isinstance(value, bool) else None
@@ -259,11 +259,11 @@ def _float(value: Any, at: At) -> Any:
         remedy = "Write it as 0.1 or 3e-4." if at.text else "Write it without quotes, such as 3e-4."
         if unit:
             remedy = "Write it as 90, or with a unit, such as 30m." if at.text else 'Write it as 90, or as "30m".'
-        return at.wrong(f"must be a number, is {_given(value, at)}", remedy)
+        return at.wrong(f"must be a number, is {_as_typed(value, at)}", remedy)
     return number if math.isfinite(number) else at.wrong(f"must be finite, is {number}", "Give an ordinary number.")
 
 
-def _str(value: Any, at: At) -> Any:
+def _str(value: Any, at: ValueContext) -> Any:
     if at.key in TIME_KEYS and not isinstance(value, bool) and isinstance(value, str | int | float):
         try:
             parse_seconds(str(value))
@@ -276,7 +276,7 @@ def _str(value: Any, at: At) -> Any:
     return SCHEDULE_ALIASES.get(value.lower(), value) if at.key == "layout.schedule" else value
 
 
-def _tuple(value: Any, kind: Any, at: At) -> Any:
+def _tuple(value: Any, kind: Any, at: ValueContext) -> Any:
     words = at.text and isinstance(value, str) and not value.lstrip().startswith("[")
     if at.text and isinstance(value, str):
         if words:
@@ -289,10 +289,10 @@ def _tuple(value: Any, kind: Any, at: At) -> Any:
     if not isinstance(value, list | tuple):
         return at.wrong(f"must be a list, is {_described(value)}", "Put it in [brackets].")
     items = [convert(item, kind, replace(at.child(f"[{index}]"), text=words)) for index, item in enumerate(value)]
-    return BAD if any(item is BAD for item in items) else tuple(items)
+    return INVALID if any(item is INVALID for item in items) else tuple(items)
 
 
-def _item(value: Any, cls: Any, at: At) -> Any:
+def _dataclass(value: Any, cls: Any, at: ValueContext) -> Any:
     """A table of a list, such as a source or a stage of the ramp; a plain text stands for its first field."""
     if isinstance(value, cls):
         return value
@@ -310,17 +310,17 @@ def _item(value: Any, cls: Any, at: At) -> Any:
         elif cls is RampStage and name == "tokens_per_batch":
             values[name] = raw
         else:
-            near = get_close_matches(name, known, n=1) if len(at.problems) < MOST_TOLD else []
+            closest = get_close_matches(name, known, n=1) if len(at.problems) < MOST_PROBLEMS else []
             at.child(f".{name}").wrong(
-                "is not a key here", f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
+                "is not a key here", f"Did you mean {closest[0]}?" if closest else f"Known: {', '.join(known)}."
             )
-            values[name] = BAD
+            values[name] = INVALID
     stands_for = {"sequences_per_batch"} if "tokens_per_batch" in values else set()
     for name in known.keys() - values.keys() - stands_for:
         if default_of(known[name]) is MISSING:
             values[name] = at.child(f".{name}").wrong("is missing", "Give it.")
-    if any(v is BAD for v in values.values()):
-        return BAD
+    if any(v is INVALID for v in values.values()):
+        return INVALID
     return values if stands_for else cls(**values)
 
 

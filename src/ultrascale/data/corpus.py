@@ -96,8 +96,8 @@ class Corpus:
     @property
     def tokenizer_path(self) -> Path | None:
         """`tokenizer.json` beside the shards, if there."""
-        here = self.path if self.streamed is None else self.streamed.folder
-        path = (here if self.manifest else self.path.parent) / "tokenizer.json"
+        folder = self.path if self.streamed is None else self.streamed.folder
+        path = (folder if self.manifest else self.path.parent) / "tokenizer.json"
         return path if path.is_file() else None
 
     def pieces(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
@@ -112,13 +112,13 @@ class Corpus:
 
     def read_into(self, tokens: npt.NDArray[Any], starts: npt.NDArray[np.bool_], start: int) -> None:
         """Copies tokens from `start` of the stream into `tokens` [n], and marks in `starts` [n] those that begin a document."""
-        at = 0
+        position = 0
         for index, first, last in self.pieces(start, len(tokens)):
             shard = self.shard(index)
             shard.expect_whole()
-            tokens[at : at + last - first] = shard.tokens[first:last]
-            starts[shard.document_starts(first, last) + (at - first)] = True
-            at += last - first
+            tokens[position : position + last - first] = shard.tokens[first:last]
+            starts[shard.document_starts(first, last) + (position - first)] = True
+            position += last - first
 
     def expect(self, start: int, count: int) -> None:
         """Begin to fetch tokens start..start+count-1, if they are in a store."""
@@ -131,10 +131,10 @@ class Corpus:
         """The ids of one document, counted over all shards. Raises IndexError if there is no such document."""
         first = 0
         for index in range(len(self.prefixes)):
-            here = self.manifest.shards[index].documents if self.manifest else self.num_documents
-            if 0 <= number - first < here:
+            in_shard = self.manifest.shards[index].documents if self.manifest else self.num_documents
+            if 0 <= number - first < in_shard:
                 return self.shard(index).document(number - first)
-            first += here
+            first += in_shard
         raise IndexError(f"{self.path} has documents 0 to {first - 1}, not {number}")
 
     def fingerprint(self) -> str:
@@ -214,19 +214,19 @@ class BlockCache:
 
     def expect(self, store: Store, key: str, begin: int, end: int) -> list[Future[bytes]]:
         """Begin to fetch what is lacking of bytes `begin` to `end` - 1 of an object; the blocks that they are in."""
-        found = []
+        blocks = []
         with self._lock:
             for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
                 name = (store.where(key), block)
-                held = self._blocks.get(name)
-                if held is None or (held.done() and held.exception() is not None):
-                    at = block * BLOCK_BYTES
-                    self._blocks[name] = held = self._pool.submit(store.read_range, key, at, at + BLOCK_BYTES)
+                future = self._blocks.get(name)
+                if future is None or (future.done() and future.exception() is not None):
+                    start = block * BLOCK_BYTES
+                    self._blocks[name] = future = self._pool.submit(store.read_range, key, start, start + BLOCK_BYTES)
                 self._blocks.move_to_end(name)
-                found.append(held)
+                blocks.append(future)
             while len(self._blocks) > self.most_blocks:
                 self._blocks.popitem(last=False)
-        return found
+        return blocks
 
     def read(self, store: Store, key: str, begin: int, end: int) -> bytes:
         """Bytes `begin` to `end` - 1. Raises DataError if they do not come."""
@@ -270,10 +270,10 @@ class StreamedShard(Shard):
 
     def __init__(self, store: Store, record: ShardRecord, folder: Path, cache: BlockCache):
         self._store, self._key, self._record = store, f"{record.name}.bin", record
-        self._ask(lambda: _bring(store, f"{record.name}.idx", folder))
+        self._ask(lambda: _fetch_file(store, f"{record.name}.idx", folder))
         index = folder / f"{record.name}.idx"
-        found = hashlib.sha256(index.read_bytes()).hexdigest()
-        if found != record.idx_sha256:
+        checksum = hashlib.sha256(index.read_bytes()).hexdigest()
+        if checksum != record.idx_sha256:
             raise DataError(store.where(index.name), "has another checksum than the manifest says", _COPY)
         self._cache = cache
         super().__init__(folder / record.name)
@@ -301,8 +301,8 @@ class StreamedShard(Shard):
         """Digest of sampled blocks, as `verify.sample_of`, of an object and a file."""
         digest = hashlib.sha256()
         for length, block_at in (
-            (size, lambda at: self._store.read_range(self._key, at, min(at + SAMPLE_BYTES, size)) if size else b""),
-            (len(index), lambda at: index[at : at + SAMPLE_BYTES]),
+            (size, lambda offset: self._store.read_range(self._key, offset, min(offset + SAMPLE_BYTES, size)) if size else b""),
+            (len(index), lambda offset: index[offset : offset + SAMPLE_BYTES]),
         ):
             digest.update(length.to_bytes(8, "little"))
             for block in range(BLOCKS):
@@ -329,10 +329,10 @@ class StreamedFolder:
         self.cache = BlockCache()
         try:
             self.store = open_store(url)
-            names = {one.key for one in self.store.names("")[0]}
+            names = {stored.key for stored in self.store.names("")[0]}
             for name in (NAME, TOKENIZER):
                 if name in names:
-                    _bring(self.store, name, self.folder)
+                    _fetch_file(self.store, name, self.folder)
         except StorageError as error:
             raise DataError(
                 url, f"cannot be read: {str(error).rstrip('.')}", "Check the name, and the credentials in the environment."
@@ -347,6 +347,6 @@ class StreamedFolder:
         return StreamedShard(self.store, self.manifest.shards[index], self.folder, self.cache)
 
 
-def _bring(store: Store, name: str, folder: Path) -> None:
+def _fetch_file(store: Store, name: str, folder: Path) -> None:
     if not (folder / name).exists():
         (folder / name).write_bytes(store.read(name))

@@ -157,8 +157,8 @@ class Shard:
             ends = expected + np.cumsum(lengths) * self.dtype.itemsize
             wrong = (lengths < 0) | (pointers != np.concatenate(([expected], ends[:-1])))
             if wrong.any():
-                at = first + int(np.argmax(wrong))
-                raise DataError(f"{self.idx_path}, sequence {at}", "does not begin where the one before ends", _AGAIN)
+                position = first + int(np.argmax(wrong))
+                raise DataError(f"{self.idx_path}, sequence {position}", "does not begin where the one before ends", _AGAIN)
             expected = int(ends[-1])
         last = 0
         for first in range(0, len(self._documents), _BLOCK):
@@ -178,13 +178,13 @@ class Shard:
         ids = self.tokens[first:last].astype(np.int64)
         wrong = (ids < 0) | (ids >= vocab_size)
         if wrong.any():
-            at = int(np.argmax(wrong))
-            where = f"{self.bin_path}, token {first + at} (byte {(first + at) * self.dtype.itemsize})"
+            position = int(np.argmax(wrong))
+            where = f"{self.bin_path}, token {first + position} (byte {(first + position) * self.dtype.itemsize})"
             remedy = "Use the tokenizer the data was prepared with, or a model with a vocabulary that holds it."
-            raise DataError(where, f"id {ids[at]} is not in 0 to {vocab_size - 1}, the model's vocabulary", remedy)
+            raise DataError(where, f"id {ids[position]} is not in 0 to {vocab_size - 1}, the model's vocabulary", remedy)
 
-    def _part(self, at: int, dtype: str, first: int, last: int) -> npt.NDArray[Any]:
-        return np.frombuffer(self._raw, dtype, last - first, at + first * np.dtype(dtype).itemsize)
+    def _part(self, offset: int, dtype: str, first: int, last: int) -> npt.NDArray[Any]:
+        return np.frombuffer(self._raw, dtype, last - first, offset + first * np.dtype(dtype).itemsize)
 
     def _bin_size(self) -> int:
         try:

@@ -100,9 +100,9 @@ class Loader:
         source, counts = self._blend.locate(wanted)
         inside = np.empty_like(counts)
         for place, size in enumerate(self.sequences_per_epoch):
-            mine = source == place
-            if mine.any():
-                inside[mine] = shuffled(counts[mine], size=size, key=self._keys[place])
+            in_source = source == place
+            if in_source.any():
+                inside[in_source] = shuffled(counts[in_source], size=size, key=self._keys[place])
         return source, inside
 
     def read(self, numbers: Iterable[int]) -> Sequences:
@@ -139,8 +139,8 @@ class Loader:
         prints = [corpus.fingerprint().partition("+") for corpus in self.corpora]
         parts = [f"{first}:{source.weight!r}" for (first, _, _), source in zip(prints, self.sources, strict=True)]
         samples = "".join(sample for _, _, sample in prints)
-        found = [hashlib.sha256(text.encode()).hexdigest() for text in ("\n".join(parts), samples) if text]
-        return "+".join(found)
+        digests = [hashlib.sha256(text.encode()).hexdigest() for text in ("\n".join(parts), samples) if text]
+        return "+".join(digests)
 
     def _check_ids(self, tokens: Integers, source: Integers, inside: Integers) -> None:
         if tokens.size == 0 or (tokens.min() >= 0 and tokens.max() < self.vocab_size):

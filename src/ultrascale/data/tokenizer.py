@@ -127,10 +127,10 @@ class LongEncoder:
             yield window.ids[first:last]
             if final:
                 return
-            cut = edge - CONTEXT
-            done = (_span(window, last - 1)[1] if last > first else edge) - cut
-            expected = [(token, start - cut, end - cut) for token, start, end in _around(window, edge)]
-            buffer, kept_from = buffer[cut:], CONTEXT
+            start_of_window = edge - CONTEXT
+            done = (_span(window, last - 1)[1] if last > first else edge) - start_of_window
+            expected = [(token, start - start_of_window, end - start_of_window) for token, start, end in _around(window, edge)]
+            buffer, kept_from = buffer[start_of_window:], CONTEXT
 
 
 def _index(window: Encoding, character: int) -> int:

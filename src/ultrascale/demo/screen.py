@@ -29,8 +29,8 @@ Advance = Callable[[float, str], None]
 
 def cpu_seconds() -> float:
     """CPU time of this process and of those it has started and seen end: what a busy machine does not stretch."""
-    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+    this_process, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return this_process.ru_utime + this_process.ru_stime + children.ru_utime + children.ru_stime
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,12 @@ class Screen:
         self.show(table)
 
     def _quarters(self, what: str, total: float) -> Advance:
-        told = [0]
+        shown = [0]
 
         def advance(done: float, note: str) -> None:
             quarter = int(4 * done / total) if total else 4
-            if quarter > told[0]:
-                told[0] = quarter
+            if quarter > shown[0]:
+                shown[0] = quarter
                 self.say(f"[dim]{what}  {min(100, round(100 * done / total))} %  {note}[/]")
 
         return advance

@@ -83,7 +83,7 @@ class Demo:
         self.claims.append(claim)
 
 
-def tell(folder: Path, screen: Screen) -> Demo:
+def run_demo(folder: Path, screen: Screen) -> Demo:
     """The whole demo into `folder`. Raises DemoError if it cannot go on."""
     library = library_folder()
     with demo_folder(folder):
@@ -309,12 +309,12 @@ def _close(demo: Demo) -> None:
     screen.command("checkpoint", "list", str(demo.run_folder))
     screen.command("generate", str(demo.run_folder), "--prompt", "import ")
     screen.say("\nNext, your own text: a folder of files, and the same run on it.")
-    mine = str(demo.folder / "mine")
+    prepared = str(demo.folder / "mine")
     screen.command(
-        "data", "prepare", "YOUR_FOLDER", "--train-tokenizer", "4096", "--validation-fraction", "0.05", "--output", mine
+        "data", "prepare", "YOUR_FOLDER", "--train-tokenizer", "4096", "--validation-fraction", "0.05", "--output", prepared
     )
-    own = ("--data.sources", mine, "--data.validation", f"{mine}/validation", "--name", "mine")
-    screen.command("train", str(demo.run_file), *own)
+    settings = ("--data.sources", prepared, "--data.validation", f"{prepared}/validation", "--name", "mine")
+    screen.command("train", str(demo.run_file), *settings)
     summary = {
         "seconds": seconds,
         "stages": {title: asdict(stage) for title, stage in screen.spent.items()},
@@ -345,9 +345,9 @@ def token_counts(path: str | Path) -> np.ndarray:
             ids = corpus.shard(index).tokens[first:last]
             if int(ids.min()) < 0:
                 corpus.shard(index).check_ids(first, last, 2**31)
-            here = np.bincount(ids, minlength=len(counts))
-            here[: len(counts)] += counts
-            counts = here
+            block_counts = np.bincount(ids, minlength=len(counts))
+            block_counts[: len(counts)] += counts
+            counts = block_counts
     return counts
 
 
@@ -412,7 +412,7 @@ def loss_curve(losses: Sequence[float], *, width: int, marks: Sequence[tuple[int
     Each column is the mean of its steps; the axis starts at the lowest loss, so that the fall is seen.
     """
     columns = min(width, len(losses))
-    edges = [len(losses) * at // columns for at in range(columns + 1)]
+    edges = [len(losses) * column // columns for column in range(columns + 1)]
     means = [sum(losses[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
     levels = [round((value - low) / ((high - low) or 1) * (HEIGHT * 8 - 1)) + 1 for value in means]
@@ -422,8 +422,8 @@ def loss_curve(losses: Sequence[float], *, width: int, marks: Sequence[tuple[int
         name = f"{high:6.2f} " if row == HEIGHT else f"{low:6.2f} " if row == 1 else " " * 7
         rows.append((name + cells).rstrip())
     for step, text in marks:
-        at = min(columns - 1, max(0, (step - 1) * columns // len(losses)))
-        rows.append(f"{' ' * (7 + at)}^ step {step}: {text}")
+        column = min(columns - 1, max(0, (step - 1) * columns // len(losses)))
+        rows.append(f"{' ' * (7 + column)}^ step {step}: {text}")
     return "\n".join(rows)
 
 

@@ -20,13 +20,13 @@ from ultrascale.description.run import Run
 
 FLASH_HEAD_DIM = 256
 """The widest head that flash attention knows."""
-CONTESTANTS: tuple[AttentionCore, ...] = ("sdpa", "varlen", "cudnn", "flex", "flash-2", "flash-3", "flash-4")
+CANDIDATE_CORES: tuple[AttentionCore, ...] = ("sdpa", "varlen", "cudnn", "flex", "flash-2", "flash-3", "flash-4")
 """In the order in which ties are decided: torch's own choice first."""
 
-PACKAGED = ("flash-2", "flash-3", "flash-4")
+FLASH_PACKAGES = ("flash-2", "flash-3", "flash-4")
 
 
-class Wanted(NamedTuple):
+class CoreRequirements(NamedTuple):
     """Requirements of a run on its attention core."""
 
     device: Literal["cpu", "cuda"]
@@ -53,32 +53,32 @@ class Wanted(NamedTuple):
 @lru_cache(maxsize=256)
 def windows_of(model: Model, sequence_length: int) -> tuple[int | None, ...]:
     """The window of each layer; None where it is as long as the sequence."""
-    found = (model.window(layer) for layer in range(model.num_hidden_layers))
-    return tuple(None if window is None or window >= sequence_length else window for window in found)
+    windows = (model.window(layer) for layer in range(model.num_hidden_layers))
+    return tuple(None if window is None or window >= sequence_length else window for window in windows)
 
 
-def attention_wanted(run: Run, device: str) -> Wanted:
+def core_requirements(run: Run, device: str) -> CoreRequirements:
     """Requirements of `run` on its attention core on `device`; every device but the CPU counts as CUDA."""
     model, layout = run.model, run.layout
-    return Wanted(
+    return CoreRequirements(
         "cpu" if device == "cpu" else "cuda", layout.precision, windows_of(model, run.batch.sequence_length),
         documents=run.data.document_mask, head_dim=model.head_dim, sinks=model.attention_sinks, cp=layout.cp,
         deterministic=run.deterministic,
     )  # fmt: skip
 
 
-def why_not(core: AttentionCore, wanted: Wanted) -> str:
+def unsupported_reason(core: AttentionCore, wanted: CoreRequirements) -> str:
     """Why `core` cannot do what is wanted; empty if it can."""
     return next(_reasons(core, wanted), "")
 
 
-def _reasons(core: AttentionCore, wanted: Wanted) -> Iterator[str]:
+def _reasons(core: AttentionCore, wanted: CoreRequirements) -> Iterator[str]:
     on_cuda = wanted.device == "cuda"
     if core in ("varlen", "flex", "cudnn") and wanted.cp > 1:
         yield f"does not go with layout.cp = {wanted.cp}, which has masks of its own, block by block"
-    if core in PACKAGED and not on_cuda:
+    if core in FLASH_PACKAGES and not on_cuda:
         yield "is for CUDA"
-    is_flash = core in PACKAGED or (core == "varlen" and on_cuda)
+    is_flash = core in FLASH_PACKAGES or (core == "varlen" and on_cuda)
     if is_flash and not wanted.is_narrow:
         yield f"is flash attention, which knows 16 bits only; layout.precision is {wanted.precision}"
     if is_flash and wanted.head_dim > FLASH_HEAD_DIM:
@@ -91,7 +91,7 @@ def _reasons(core: AttentionCore, wanted: Wanted) -> Iterator[str]:
         yield from _reasons_of_cudnn(wanted)
 
 
-def _reasons_of_cudnn(wanted: Wanted) -> Iterator[str]:
+def _reasons_of_cudnn(wanted: CoreRequirements) -> Iterator[str]:
     if wanted.device == "cpu":
         yield "is for CUDA"
     if not wanted.is_narrow:

@@ -27,7 +27,7 @@ from math import gcd
 from typing import Literal
 
 from ultrascale.description.problems import Problem
-from ultrascale.description.recomputed import MODULES, WHOLE, Again, modes_of, parse_mode
+from ultrascale.description.recomputed import FULL, MODULES, BlockRecompute, modes_of, parse_mode
 from ultrascale.description.schedules import SCHEDULE_FILES, SCHEDULES, USUAL, KnownSchedule, schedule_for
 from ultrascale.description.units import divisors
 
@@ -37,11 +37,11 @@ Axis = Literal["tp", "cp", "dp", "shard", "replicate", "pp", "ep", "expert_tp", 
 PipelineRuntime = Literal["ultrascale", "torch"]
 CpMethod = Literal["ring", "all-gather", "all-to-all", "ring+all-to-all"]
 AttentionCore = Literal["auto", "fastest", "sdpa", "varlen", "cudnn", "flex", "flash-2", "flash-3", "flash-4"]
-_WHOLE = (
+_COUNTS = (
     "dp", "dp_shard", "micro_batch_size", "recompute_every", "layers_per_bucket", "tp", "cp", "cp_heads", "pp",
     "virtual_stages", "ep", "expert_tp", "mlp_chunks",
 )  # fmt: skip
-RANGES = dict.fromkeys(_WHOLE, (1, 1_000_000))
+RANGES = dict.fromkeys(_COUNTS, (1, 1_000_000))
 """Lowest and highest value of whole numbers. The highest are far above any run: they catch slips of the finger."""
 MOST_NAMED = 4096
 """Ranks of ep that are named as a choice: their number is a product, and may be beyond counting."""
@@ -49,7 +49,7 @@ LONGEST_HISTORY = 4096
 """Steps of largest magnitudes that fp8 keeps: four times Transformer Engine's own."""
 OFFLOAD_FROM_BYTES = 1 << 16
 """Saved tensors below this stay on the device: sending them takes a copy's start, some 10 microseconds, and frees nothing."""
-OFFLOAD_LEFT = 2
+OFFLOAD_RESIDENT = 2
 """Blocks whose activations are on the device although they are offloaded: one on its way, one at work."""
 NARROW: dict[Precision, float] = {"fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
 """Precisions of matrix products only, and bytes of a factor's element with the scale of its block: MXFP8 has one of 8 bits for
@@ -235,32 +235,32 @@ class Layout:
     def gradient_reduce_dtype(self) -> Precision:
         return self.reduce_dtype or self.master_dtype
 
-    def again(self, layer: int) -> Again | None:
+    def block_recompute(self, layer: int) -> BlockRecompute | None:
         """Recomputation of block `layer` (counted from zero) in its backward pass; None: nothing is recomputed."""
         assert self.recompute != "auto", "auto is resolved first: plan.recompute_choice"
         if self.recompute == "blocks":
             modes = modes_of(self.recompute_blocks)
             return parse_mode(modes[min(layer, len(modes) - 1)])  # multi-token prediction: as the last block
         if self.recompute == "every-k":
-            return WHOLE if layer % self.recompute_every == 0 else None
+            return FULL if layer % self.recompute_every == 0 else None
         return parse_mode(self.recompute)
 
-    def recomputes(self, layer: int) -> bool:
+    def is_fully_recomputed(self, layer: int) -> bool:
         """True if block `layer` (counted from zero) is recomputed as a whole in the backward pass."""
-        again = self.again(layer)
-        return again is not None and again.whole
+        recomputation = self.block_recompute(layer)
+        return recomputation is not None and recomputation.whole
 
     def problems(self) -> list[Problem]:
         """Every rule the fields break, with keys relative to `layout`."""
-        found: list[Problem] = []
+        rule_problems: list[Problem] = []
         for key, (low, high) in RANGES.items():
             value = getattr(self, key)
             if value is not None and not low <= value <= high:
-                found.append(
+                rule_problems.append(
                     Problem(f"layout.{key}", f"must be from {low} to {high}, is {value}", "Give a number in this range.")
                 )
-        if found:
-            return found
+        if rule_problems:
+            return rule_problems
         return [
             *self._data_problems(), *self._recompute_problems(), *self._precision_problems(), *self._tensor_problems(),
             *self._context_problems(), *self._pipeline_problems(), *self._expert_problems(),
@@ -297,8 +297,8 @@ class Layout:
             try:
                 parse_mode(self.recompute)
             except ValueError as error:
-                ways = f"none, selective, full, every-k, auto, blocks, or of {', '.join(MODULES)} some joined by +"
-                yield Problem("layout.recompute", str(error), f"Choose one of {ways}.")
+                choices = f"none, selective, full, every-k, auto, blocks, or of {', '.join(MODULES)} some joined by +"
+                yield Problem("layout.recompute", str(error), f"Choose one of {choices}.")
         try:
             modes_of(blocks)
         except ValueError as error:
@@ -343,36 +343,36 @@ class Layout:
 
     def _pipeline_problems(self) -> Iterator[Problem]:
         if self.schedule not in SCHEDULES and not self.schedule.endswith(SCHEDULE_FILES):
-            near = get_close_matches(self.schedule, SCHEDULES, n=1)
+            nearest = get_close_matches(self.schedule, SCHEDULES, n=1)
             rule = f"must be one of {', '.join(SCHEDULES)}, or a file ({', '.join(SCHEDULE_FILES)}), is {self.schedule!r}"
-            remedy = f"Did you mean {near[0]!r}?" if near else f"{USUAL} is usual."
+            remedy = f"Did you mean {nearest[0]!r}?" if nearest else f"{USUAL} is usual."
             yield Problem("layout.schedule", rule, remedy)
-        elif self.pp > 1 and (problem := self._chunk_rule()):
+        elif self.pp > 1 and (problem := self._virtual_stages_problem()):
             yield Problem("layout.virtual_stages", *problem)
         if (known := self.known_schedule) and known.even_ranks and self.pp % 2:
             rule = f"must be even for {known.name}, which pairs ranks from both ends, is {self.pp}"
             yield Problem("layout.pp", rule, f'Use {self.pp - 1} or {self.pp + 1}, or schedule = "{known.inferior_to}".')
-        given = self.layers_per_stage
-        if given is not None and (len(given) != self.num_stages or min(given) < 0 or min(given[1:-1], default=1) < 1):
+        layers = self.layers_per_stage
+        if layers is not None and (len(layers) != self.num_stages or min(layers) < 0 or min(layers[1:-1], default=1) < 1):
             stages = f"pp x virtual_stages = {self.num_stages} stages"
-            rule = f"must name a number for each of {stages}, above 0 but at the ends, is {list(given)}"
+            rule = f"must name a number for each of {stages}, above 0 but at the ends, is {list(layers)}"
             yield Problem("layout.layers_per_stage", rule, "Change it, or leave it out for an even cut.")
 
-    def _chunk_rule(self) -> tuple[str, str] | None:
+    def _virtual_stages_problem(self) -> tuple[str, str] | None:
         if (known := self.known_schedule) is None:
             return None  # a file says itself which stages a rank holds
-        wanted, given = known.virtual_stages, self.virtual_stages
-        if wanted is None:
+        required, virtual_stages = known.virtual_stages, self.virtual_stages
+        if required is None:
             remedy = f'Use 2 or more, or schedule = "{USUAL}".'
-            return None if given >= 2 else (f"must be at least 2 for {self.schedule}, is {given}", remedy)
+            return None if virtual_stages >= 2 else (f"must be at least 2 for {self.schedule}, is {virtual_stages}", remedy)
         better = SCHEDULES.get(known.inferior_to)
-        other = better.name if better and better.virtual_stages == given else schedule_for(given)
-        remedy = f'Use {wanted}, or schedule = "{other}".'
-        return None if given == wanted else (f"must be {wanted} for {self.schedule}, is {given}", remedy)
+        other = better.name if better and better.virtual_stages == virtual_stages else schedule_for(virtual_stages)
+        remedy = f'Use {required}, or schedule = "{other}".'
+        return None if virtual_stages == required else (f"must be {required} for {self.schedule}, is {virtual_stages}", remedy)
 
     def _expert_problems(self) -> Iterator[Problem]:
-        ranks, cut = self.tp * self.cp * self.dp, self.ep * self.expert_tp
-        if ranks % cut:
-            each = [n for n in range(1, min(ranks, MOST_NAMED) + 1) if ranks % (n * self.expert_tp) == 0]
-            remedy = f"Choose one of {each}." if each else f"expert_tp = {self.expert_tp} must divide it alone."
-            yield Problem("layout.ep", f"ep x expert_tp = {cut} must divide tp x cp x dp = {ranks}", remedy)
+        ranks, expert_ranks = self.tp * self.cp * self.dp, self.ep * self.expert_tp
+        if ranks % expert_ranks:
+            choices = [n for n in range(1, min(ranks, MOST_NAMED) + 1) if ranks % (n * self.expert_tp) == 0]
+            remedy = f"Choose one of {choices}." if choices else f"expert_tp = {self.expert_tp} must divide it alone."
+            yield Problem("layout.ep", f"ep x expert_tp = {expert_ranks} must divide tp x cp x dp = {ranks}", remedy)

@@ -37,7 +37,7 @@ def read_bounded(path: Path, most: int, *, encoding: str = "utf-8") -> str:
 
 def parse_json(text: str | bytes) -> Any:
     """The value of a JSON text. Raises ValueError (JSONDecodeError where there is a line to name) for any other text."""
-    return _parsed(lambda given: json.loads(given, parse_int=_whole_number), text)
+    return _parsed(lambda source: json.loads(source, parse_int=_whole_number), text)
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -48,13 +48,13 @@ def parse_toml(text: str) -> dict[str, Any]:
     values = _parsed(tomllib.loads, text)
     waiting: list[tuple[str, Any]] = [("", values)]
     while waiting:
-        key, one = waiting.pop()
-        if isinstance(one, int) and abs(one) >= 10**MOST_DIGITS:
+        key, node = waiting.pop()
+        if isinstance(node, int) and abs(node) >= 10**MOST_DIGITS:
             raise ValueError(f"{key} {_LONG}")
-        if isinstance(one, dict):
-            waiting += [(f"{key}.{name}" if key else name, value) for name, value in one.items()]
-        elif isinstance(one, list):
-            waiting += [(key, value) for value in one]
+        if isinstance(node, dict):
+            waiting += [(f"{key}.{name}" if key else name, value) for name, value in node.items()]
+        elif isinstance(node, list):
+            waiting += [(key, value) for value in node]
     return values
 
 
@@ -81,11 +81,11 @@ def key_lines(text: str) -> dict[str, int]:
     lines: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.split("\n"), start=1):
-        if found := _TABLE_LINE.fullmatch(line.rstrip()):
-            table = _plain(found[1]) + "."
+        if match := _TABLE_LINE.fullmatch(line.rstrip()):
+            table = _plain(match[1]) + "."
             lines.setdefault(table[:-1], number)
-        elif found := _KEY_LINE.match(line):
-            lines.setdefault(table + _plain(found[1]), number)
+        elif match := _KEY_LINE.match(line):
+            lines.setdefault(table + _plain(match[1]), number)
     return lines
 
 

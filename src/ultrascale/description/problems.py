@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 MOST_LETTERS = 1200
 """Most characters of each part of a problem; a longer one quotes a long value, and is cut in the middle."""
-MOST_TOLD = 100
+MOST_PROBLEMS = 100
 """Problems of a description; a file of another kind has a million."""
 
 
@@ -41,9 +41,9 @@ class SpecError(ValueError):
     """The description is wrong. Carries every `Problem` found, not only the first; of thousands the first hundred."""
 
     def __init__(self, problems: Sequence[Problem]):
-        more = len(problems) - MOST_TOLD
-        rest = [Problem(f"{more:,} more", "are wrong too", "Repair these first.")] if more > 0 else []
-        self.problems = (*problems[:MOST_TOLD], *rest)
+        more = len(problems) - MOST_PROBLEMS
+        summary = [Problem(f"{more:,} more", "are wrong too", "Repair these first.")] if more > 0 else []
+        self.problems = (*problems[:MOST_PROBLEMS], *summary)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 

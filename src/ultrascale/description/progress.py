@@ -21,8 +21,10 @@ class StepSpan:
 
     def of_island(self, island: int, degrees: Sequence[int]) -> StepSpan:
         """The share of an island, in proportion to its one of `degrees`, whose sum divides the sequences."""
-        each = self.num_sequences // sum(degrees)
-        return StepSpan(self.first_sequence + each * sum(degrees[:island]), each * degrees[island])
+        sequences_per_degree = self.num_sequences // sum(degrees)
+        return StepSpan(
+            self.first_sequence + sequences_per_degree * sum(degrees[:island]), sequences_per_degree * degrees[island]
+        )
 
 
 def step_span(batch: Batch, step: int) -> StepSpan:

@@ -14,12 +14,12 @@ REMEDY = "torchrun sets it; unset WORLD_SIZE to train in one process."
 LAST_PORT = 65535
 
 
-def told_rank(environment: Mapping[str, str]) -> int:
+def env_rank(environment: Mapping[str, str]) -> int:
     """The rank that `environment` names; 0 where it names none."""
     return _number(environment.get("RANK", "0")) or 0
 
 
-def told_world(environment: Mapping[str, str]) -> int:
+def env_world_size(environment: Mapping[str, str]) -> int:
     """The number of ranks that `environment` names; 1 where it names none."""
     return _number(environment.get("WORLD_SIZE", "1")) or 1
 

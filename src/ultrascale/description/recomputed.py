@@ -1,8 +1,8 @@
-"""Recomputation of a block's activations in its backward pass, in words. `work.kept` has what stays, and the price.
+"""Recomputation of a block's activations in its backward pass, in words. `work.recompute` has what stays, and the price.
 
     none, full   nothing; the whole block from its input
     MODULES      named parts, joined by +, such as `norm+moe_act`: their results are freed, and recomputed when needed
-    selective    the modules that save most a second, chosen for the model at hand (`work.kept.selective_modules`)
+    selective    the modules that save most a second, chosen for the model at hand (`work.recompute.selective_modules`)
 
 The names are those of Megatron-Core's --recompute-modules, and two (*) for what that has no name for:
 
@@ -45,11 +45,11 @@ MODULES = {
 """By name, what is made again, in words."""
 SPELLINGS = {"layernorm": "norm"}
 """Megatron-Core's names for modules of ours."""
-CHOSEN = "selective"
+SELECTIVE_MODULES = "selective"
 """In the place of modules that the model decides."""
 
 
-class Again(NamedTuple):
+class BlockRecompute(NamedTuple):
     """Recomputation of one block; None stands for a block without any. Neither `whole` nor by modules: every result is
     recomputed but those of GEMMs and attention."""
 
@@ -57,24 +57,28 @@ class Again(NamedTuple):
     kinds: frozenset[str] = frozenset()
     """Names from `KINDS` of results that are recomputed too. Read only if not `whole` and without modules."""
     modules: frozenset[str] = frozenset()
-    """Names from `MODULES`, or `CHOSEN` alone."""
+    """Names from `MODULES`, or `SELECTIVE_MODULES` alone."""
     as_megatron: bool = False
     """True for modules as Megatron has them: attention's core is its kernel alone, and what that made stays, for the projection
     behind it reads it; what a product reads of a module is rounded once more with it. Ours: what swaps or repeats heads around
     the core is of it, its result goes too, and what products read is kept as they rounded it."""
 
 
-ELEMENTWISE, SELECTIVE, WHOLE = Again(False), Again(False, modules=frozenset({CHOSEN})), Again(True)
-_PLAIN: dict[str, Again | None] = {"none": None, "selective": SELECTIVE, "full": WHOLE}
+ELEMENTWISE, SELECTIVE, FULL = (
+    BlockRecompute(False),
+    BlockRecompute(False, modules=frozenset({SELECTIVE_MODULES})),
+    BlockRecompute(True),
+)
+_PLAIN: dict[str, BlockRecompute | None] = {"none": None, "selective": SELECTIVE, "full": FULL}
 
 
 @lru_cache(maxsize=1024)
-def parse_mode(text: str) -> Again | None:
+def parse_mode(text: str) -> BlockRecompute | None:
     """One block's. Raises ValueError, saying what is wrong."""
     first, *kinds = text.split("+")
     first = SPELLINGS.get(first, first)
     if first in MODULES:
-        return Again(False, modules=frozenset(map(_module, (first, *kinds))))
+        return BlockRecompute(False, modules=frozenset(map(_module, (first, *kinds))))
     if first not in _PLAIN:
         raise ValueError(f"is {first!r} where none, selective or full must stand, or of {', '.join(MODULES)} some joined by +")
     if kinds and first != "selective":
@@ -82,7 +86,7 @@ def parse_mode(text: str) -> Again | None:
     for kind in kinds:
         if kind not in KINDS:
             raise ValueError(f"names {kind!r}, and there are {', '.join(KINDS)}")
-    return Again(False, frozenset(kinds)) if kinds else _PLAIN[first]
+    return BlockRecompute(False, frozenset(kinds)) if kinds else _PLAIN[first]
 
 
 def _module(name: str) -> str:
@@ -123,14 +127,14 @@ def modules_name(modules: Iterable[str]) -> str:
 @lru_cache(maxsize=256)
 def modes_of(blocks: tuple[str, ...]) -> tuple[str, ...]:
     """One mode per block, of texts such as `selective+mlp x 20` and `none`. Raises ValueError, saying what is wrong."""
-    found: list[str] = []
+    modes: list[str] = []
     for text in blocks:
         mode, times, count = (part.strip() for part in text.partition(" x "))
         if times and not (count.isdecimal() and int(count)):
             raise ValueError(f"has {text!r}, and after x a number of blocks must stand")
         parse_mode(mode)
-        found += [mode] * (int(count) if times else 1)
-    return tuple(found)
+        modes += [mode] * (int(count) if times else 1)
+    return tuple(modes)
 
 
 def blocks_text(modes: Sequence[str]) -> tuple[str, ...]:

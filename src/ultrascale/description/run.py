@@ -219,11 +219,11 @@ class Run:
         return self.islands.degrees(self.layout.dp)
 
 
-def one_island(run: Run) -> Run:
+def run_of_island(run: Run) -> Run:
     """Run of one island between two outer steps, of the layout's dp: its share of the batch, without the other islands."""
-    dp, of, batch = run.layout.dp, sum(run.degrees), run.batch
+    dp, total_dp, batch = run.layout.dp, sum(run.degrees), run.batch
     ramp = tuple(
-        RampStage(-(-stage.until_tokens * dp // of), stage.sequences_per_batch * dp // of) for stage in batch.ramp
+        RampStage(-(-stage.until_tokens * dp // total_dp), stage.sequences_per_batch * dp // total_dp) for stage in batch.ramp
     )  # fmt: skip
-    share = replace(batch, sequences_per_batch=batch.sequences_per_batch * dp // of, ramp=ramp)
+    share = replace(batch, sequences_per_batch=batch.sequences_per_batch * dp // total_dp, ramp=ramp)
     return replace(run, batch=share, islands=Islands())

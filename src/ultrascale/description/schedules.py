@@ -40,7 +40,7 @@ class KnownSchedule:
     """Micro-batches for each rank within which it fills and drains: between them it repeats itself."""
     aliases: tuple[str, ...] = ()
     """Names in papers and in other trainers."""
-    words: str = ""
+    pattern: str = ""
     """Pattern of what published runs call it; of several that match the last row counts."""
     torch: str = ""
     """Name in torch.distributed.pipelining, without `Schedule`."""
@@ -81,45 +81,48 @@ class KnownSchedule:
 
 
 SCHEDULES = {
-    one.name: one
-    for one in (
+    schedule.name: schedule
+    for schedule in (
         KnownSchedule(
             "1f1b", "one forward, one backward", "Narayanan et al. 2021, PipeDream-flush", "one_f_one_b",
-            words="1f1b", torch="1F1B",
+            pattern="1f1b", torch="1F1B",
         ),
         KnownSchedule(
             "afab", "all forward, all backward (GPipe)", "Huang et al. 2018", "afab", forward_first=True,
-            aliases=("gpipe",), words=r"gpipe|\bafab", torch="GPipe",
+            aliases=("gpipe",), pattern=r"gpipe|\bafab", torch="GPipe",
             inferior_to="1f1b", because="has the same bubble and holds fewer micro-batches",
         ),
         KnownSchedule(
             "interleaved", "interleaved 1F1B", "Narayanan et al. 2021, section 2.2", "interleaved", None, in_rounds=True,
-            aliases=("1f1b-interleaved",), words="interleav", torch="Interleaved1F1B",
+            aliases=("1f1b-interleaved",), pattern="interleav", torch="Interleaved1F1B",
         ),
         KnownSchedule("breadth-first", "breadth-first", "Lamy-Poirier 2022", "breadth_first", None, forward_first=True),
         KnownSchedule(
             "zb-h1", "zero bubble H1", "Qi et al. 2023", "zb_h1", splits_backward="all", warm_up=2,
-            aliases=("zero-bubble",), words="zb|zero.?bubble",
+            aliases=("zero-bubble",), pattern="zb|zero.?bubble",
         ),
         KnownSchedule(
             "zb-v", "zero bubble V", "Qi et al. 2024", "zb_v", 2, "there and back", splits_backward="all", warm_up=2,
-            aliases=("zbv",), words="zb-?v", torch="ZBVZeroBubble",
+            aliases=("zbv",), pattern="zb-?v", torch="ZBVZeroBubble",
         ),
         KnownSchedule(
             "dualpipe", "DualPipe", "DeepSeek-V3 2024, section 3.2.1", "dualpipe", 1, "both ends",
-            splits_backward="ends", pairs=True, warm_up=3, words="dualpipe",
+            splits_backward="ends", pairs=True, warm_up=3, pattern="dualpipe",
             inferior_to="dualpipe-v", because="has the same bubble and holds the weights once",
         ),
         KnownSchedule(
             "dualpipe-v", "DualPipeV", "DeepSeek 2025", "dualpipe_v", 2, "there and back",
-            splits_backward="ends", pairs=True, warm_up=3, aliases=("dualpipev",), words="dualpipe-?v", torch="DualPipeV",
+            splits_backward="ends", pairs=True, warm_up=3, aliases=("dualpipev",), pattern="dualpipe-?v", torch="DualPipeV",
         ),
     )
 }  # fmt: skip
 """By name. Of several that would do, whoever has to take one takes the first."""
 USUAL = next(iter(SCHEDULES))
 SCHEDULE_ALIASES = {
-    alias: one.name for one in SCHEDULES.values() for alias in (*one.aliases, one.torch.lower()) if alias not in ("", one.name)
+    alias: schedule.name
+    for schedule in SCHEDULES.values()
+    for alias in (*schedule.aliases, schedule.torch.lower())
+    if alias not in ("", schedule.name)
 }
 """Names of schedules by the names that papers and other trainers have for them."""
 SCHEDULE_FILES = (".csv", ".json")
@@ -128,5 +131,9 @@ SCHEDULE_FILES = (".csv", ".json")
 
 def schedule_for(virtual_stages: int, placement: Placement = "around") -> str:
     """The usual schedule of ranks that hold so many stages."""
-    some = virtual_stages if virtual_stages == 1 or placement != "around" else None
-    return next(name for name, one in SCHEDULES.items() if (one.virtual_stages, one.placement) == (some, placement))
+    wanted_stages = virtual_stages if virtual_stages == 1 or placement != "around" else None
+    return next(
+        name
+        for name, schedule in SCHEDULES.items()
+        if (schedule.virtual_stages, schedule.placement) == (wanted_stages, placement)
+    )

@@ -52,10 +52,10 @@ def parse_bytes(text: str) -> int:
 def parse_seconds(text: str) -> int:
     """Seconds of `24h`, `1d12h`, `90m`, `1h30m`, `45s`; a number alone has no unit. Raises UnitError."""
     parts = re.findall(r"(\d{1,9})\s*([a-z]+)", text.strip())
-    whole = "".join(f"{number}{unit}" for number, unit in parts) == re.sub(r"\s", "", text)
-    if not parts or not whole or any(unit not in SECONDS for _, unit in parts):
-        said = "which has no unit" if re.fullmatch(r"[\d.]+", text.strip()) else "which is none"
-        raise UnitError(f"expected {EXPECTED_SECONDS}, found {text!r}, {said}")
+    is_complete = "".join(f"{number}{unit}" for number, unit in parts) == re.sub(r"\s", "", text)
+    if not parts or not is_complete or any(unit not in SECONDS for _, unit in parts):
+        reason = "which has no unit" if re.fullmatch(r"[\d.]+", text.strip()) else "which is none"
+        raise UnitError(f"expected {EXPECTED_SECONDS}, found {text!r}, {reason}")
     if not (seconds := sum(int(number) * SECONDS[unit] for number, unit in parts)):
         raise UnitError(f"expected {EXPECTED_SECONDS}, found {text!r}, which is no time at all")
     return seconds

@@ -28,16 +28,16 @@ from ultrascale.parallel.time_limits import START_SECONDS
 LOOK_SECONDS = 0.01
 RANKS_A_LOOK = 16
 """More of them look less often: all of them ask one store."""
-AGAIN = "Start it again: it takes the state of one that takes part."
+RESTART_HINT = "Start it again: it takes the state of one that takes part."
 BUSY = "gives its state"
 
 
 class LeftOutError(LostIslandError):
-    """The others have gone on without this island, as `told` says."""
+    """The others have gone on without this island, as `message` says."""
 
-    def __init__(self, told: str):
-        super().__init__(f"{told}. {AGAIN}")
-        self.told = told
+    def __init__(self, message: str):
+        super().__init__(f"{message}. {RESTART_HINT}")
+        self.message = message
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Decision:
     @classmethod
     def read(cls, word: str) -> Decision:
         """The decision that `word` is."""
-        found = json.loads(word)
-        return cls(tuple(found["members"]), tuple(found["joining"]), found["gone"])
+        fields = json.loads(word)
+        return cls(tuple(fields["members"]), tuple(fields["joining"]), fields["gone"])
 
     @property
     def word(self) -> str:
@@ -102,18 +102,18 @@ class Admission:
         drawn = f"{self.ranks.island}-{uuid.uuid4().hex[:8]}"
         self.presence.begin(self.ranks.gather_text(drawn)[0])
         began, word = time.monotonic(), None
-        for _ in self.looks("to be let in"):
+        for _ in self.poll("to be let in"):
             if (word := self.store.get(self._answer(self.member))) is not None:
                 break
             if self.wants_to_stop():
-                self._say(self.member, "stop")
+                self._post_answer(self.member, "stop")
             self.era = self._newest_era()
             beginning = None if self.era < 0 else self.decision(f"{self.era}/begin")
             finished = self.store.get(f"{self.era}/finished")
             if beginning is not None and self.member in beginning.members:
-                self._say(self.member, f"era {self.era}")
+                self._post_answer(self.member, f"era {self.era}")
             elif finished is not None and steps <= int(finished):
-                self._say(self.member, f"finished {finished}")
+                self._post_answer(self.member, f"finished {finished}")
             elif finished is not None or not any(self._takes_part(i, beginning) for i in range(self.islands.count)):
                 self._begin_era(time.monotonic() - began)
         assert word is not None
@@ -143,7 +143,7 @@ class Admission:
 
     def _group_of_ranks(self, members: tuple[str, ...], name: str) -> Group | None:
         """Group of rank r of each island; where islands differ, of first ranks alone, which speak for the others."""
-        return self.group(members, name, str(self.ranks.rank)) if self.ranks.is_first or not self.islands.differ else None
+        return self.group(members, name, str(self.ranks.rank)) if self.ranks.is_first or not self.islands.uneven_dp else None
 
     def takers(self, step: int) -> Iterator[str]:
         """Members that must be given this island's state after the outer step after `step` steps."""
@@ -161,7 +161,7 @@ class Admission:
 
     def has_taken(self, taker: str) -> bool:
         """Wait until `taker` has said that all of its ranks have the state; False if it is gone."""
-        for _ in self.looks(f"until island {island_of(taker)} has the state"):
+        for _ in self.poll(f"until island {island_of(taker)} has the state"):
             if (word := self.store.get(f"took/{taker}")) is not None:
                 return word == "yes"
             if self.presence.end_of(taker):
@@ -172,7 +172,7 @@ class Admission:
         """Say that this rank has the state, and wait for the island's others. Raises LostIslandError if one has not."""
         self.ranks.barrier()
         if self.store.first(f"took/{self.member}", "yes") != "yes":
-            raise LostIslandError(f"{self.here} took the state of another too late. {AGAIN}")
+            raise LostIslandError(f"{self.here} took the state of another too late. {RESTART_HINT}")
 
     def _begin_era(self, waited: float) -> None:
         """Begin with all who knock, once they are all, or have been waited for as long as starts are."""
@@ -214,17 +214,17 @@ class Admission:
         islands = [island_of(member) for member in members]
         return Group(store, islands, members.index(self.member), self.timeout, self.islands.divisor(islands))
 
-    def too_few(self, found: int, where: str) -> str:
-        told = f"{found} of {self.islands.count} islands are there {where}, and islands.quorum is {self.islands.quorum}"
-        return f"{self.here} ends, because {told}. Start the others again: each goes on from its checkpoint."
+    def too_few(self, present: int, where: str) -> str:
+        reason = f"{present} of {self.islands.count} islands are there {where}, and islands.quorum is {self.islands.quorum}"
+        return f"{self.here} ends, because {reason}. Start the others again: each goes on from its checkpoint."
 
     def _answer(self, member: str) -> str:
         return f"answer/{member}"
 
-    def _say(self, member: str, word: str) -> None:
+    def _post_answer(self, member: str, word: str) -> None:
         self.store.first(self._answer(member), word)
 
-    def looks(self, what: str) -> Iterator[None]:
+    def poll(self, what: str) -> Iterator[None]:
         """Look again and again, more seldom with time; says to who watches this rank that it waits and lives."""
         pause, beaten = LOOK_SECONDS / 10, 0.0
         while True:

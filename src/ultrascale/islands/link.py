@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ultrascale import heartbeat
-from ultrascale.contact import why
+from ultrascale.contact import meaning_of
 from ultrascale.description.sections.islands import Wire, piece_of
 from ultrascale.islands.encoding import decode, encode
 from ultrascale.parallel.lost import LostRankError
@@ -61,28 +61,28 @@ class Group:
         with self._waiting("to meet"):
             self._group: Any = dist.ProcessGroupGloo(store, index, self.count, timeout)
 
-    def mean(self, own: Tensor, wire: Wire) -> Mean:
-        """Mean over the islands of `own`, [n], by the divisor. Sends messages, and waits for the others'."""
-        n, piece = len(own), piece_of(len(own), self.count, wire)
-        whole = own if n == piece * self.count else pad(own, (0, piece * self.count - n))
+    def mean(self, move: Tensor, wire: Wire) -> Mean:
+        """Mean over the islands of `move`, [n], by the divisor. Sends messages, and waits for the others'."""
+        n, piece = len(move), piece_of(len(move), self.count, wire)
+        whole = move if n == piece * self.count else pad(move, (0, piece * self.count - n))
         pieces = whole.view(self.count, -1)
         message = encode(pieces, wire)  # [N, bytes of a piece]
-        lost = pieces - decode(message, wire, own.dtype)
-        came = decode(self._swap(message), wire, own.dtype)
-        total = came[0].clone()
-        for other in came[1:]:  # in the order of islands, on whichever of them
+        lost = pieces - decode(message, wire, move.dtype)
+        received = decode(self._swap(message), wire, move.dtype)
+        total = received[0].clone()
+        for other in received[1:]:  # in the order of islands, on whichever of them
             total += other
         mean = (total / self.divisor)[None]
         result = encode(mean, wire)
-        lost[self.index] += (mean - decode(result, wire, own.dtype))[0] * self.divisor
+        lost[self.index] += (mean - decode(result, wire, move.dtype))[0] * self.divisor
         sent_bytes = (self.count - 1) * (message.shape[1] + result.nbytes)
-        return Mean(decode(self._gather(result), wire, own.dtype).flatten()[:n], lost.flatten()[:n], sent_bytes)
+        return Mean(decode(self._gather(result), wire, move.dtype).flatten()[:n], lost.flatten()[:n], sent_bytes)
 
-    def from_all(self, own: Tensor) -> Tensor:
-        """Every island's `own`, [N, ...]."""
-        return self._gather(own[None])
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Every island's `tensor`, [N, ...]."""
+        return self._gather(tensor[None])
 
-    def from_one(self, tensor: Tensor, index: int) -> None:
+    def broadcast(self, tensor: Tensor, index: int) -> None:
         """Fill `tensor` with what number `index` of the islands has in its own."""
         host = tensor.cpu().contiguous()
         options = dist.BroadcastOptions()
@@ -96,14 +96,14 @@ class Group:
     def _swap(self, message: Tensor, what: str = "for their moves") -> Tensor:
         """Row k of `message` [N, n] to island k, for what each island has for this one."""
         host = message.cpu()
-        came = host.clone()
+        received = host.clone()
         others = [(self.index + i) % self.count for i in range(1, self.count)]
         with self._waiting(what):  # receives first: gloo's word that one is ready must not queue behind what is sent
-            works = [self._group.recv([came[other]], other, 0) for other in reversed(others)]
+            works = [self._group.recv([received[other]], other, 0) for other in reversed(others)]
             works += [self._group.send([host[other]], other, 0) for other in others]
             for work in works:
                 work.wait()
-        return came.to(message.device)
+        return received.to(message.device)
 
     def _gather(self, row: Tensor) -> Tensor:
         """The `row` [1, ...] of each island, one below the other."""
@@ -117,14 +117,14 @@ Groups = Mapping[str, Group]
 """Groups that a rank sends in, by the name of its like."""
 
 
-def groups_of(likes: Mapping[str, bool], make: Callable[[str], Group]) -> Groups:
+def make_groups(likes: Mapping[str, bool], make: Callable[[str], Group]) -> Groups:
     """The groups of a rank. `likes`: names of its like, in the same order on all ranks, and whether it sends among them."""
     return {like: make(like) for like, sends in likes.items() if sends}
 
 
-def mean_among(groups: Groups, like: str, own: Tensor, wire: Wire) -> Mean:
-    """Mean over the islands of `own`, [n]; of a rank that sends nothing among its like, what it has."""
-    return groups[like].mean(own, wire) if like in groups else Mean(own, own, 0)
+def mean_among(groups: Groups, like: str, move: Tensor, wire: Wire) -> Mean:
+    """Mean over the islands of `move`, [n]; of a rank that sends nothing among its like, what it has."""
+    return groups[like].mean(move, wire) if like in groups else Mean(move, move, 0)
 
 
 class Link:
@@ -133,12 +133,12 @@ class Link:
     def __init__(
         self, ranks: Ranks, count: int, *, timeout_seconds: float, likes: Mapping[str, bool], divisor: int | None = None
     ):
-        """`likes`: as `groups_of` has them; who is here is learnt under the first."""
+        """`likes`: as `make_groups` has them; who is here is learnt under the first."""
         assert ranks.store is not None
         store, timeout = PrefixStore("between islands", ranks.store), timedelta(seconds=timeout_seconds)
         self.island, self.count, self._timeout = ranks.island, count, timeout
         self._store = PrefixStore(next(iter(likes)), store)
-        self.groups = groups_of(
+        self.groups = make_groups(
             likes,
             lambda like: Group(PrefixStore(f"messages, {like}", store), range(count), ranks.island, timeout, divisor),
         )
@@ -173,5 +173,7 @@ def _waiting(island: int, timeout: timedelta, what: str) -> Iterator[None]:
             yield
     except RuntimeError as error:
         limit = f"{timeout.total_seconds():g} s (collective_timeout_seconds)"
-        told = f"island {island} waited {what} for at most {limit}, and another island did not answer"
-        raise LostIslandError(f"{told}: {why(error)}. Start all islands again: each goes on from its checkpoint.") from error
+        problem = f"island {island} waited {what} for at most {limit}, and another island did not answer"
+        raise LostIslandError(
+            f"{problem}: {meaning_of(error)}. Start all islands again: each goes on from its checkpoint."
+        ) from error

@@ -38,8 +38,8 @@ class Messages:
 
     def _work(self) -> None:
         groups: Groups | None = None
-        while (asked := self._jobs.get()) is not None:
-            job, future = asked
+        while (task := self._jobs.get()) is not None:
+            job, future = task
             try:
                 if self.broken:
                     raise LostIslandError("an exchange before it failed")

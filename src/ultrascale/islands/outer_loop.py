@@ -33,12 +33,12 @@ from ultrascale.islands.outer_state import OuterState
 from ultrascale.islands.presence import island_of
 from ultrascale.islands.quorum import Quorum
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.parallel.share import Held, Share
+from ultrascale.parallel.share import LocalParameter, Share
 
 Tensors = Mapping[str, Sequence[Slice]]
 Facts = dict[str, Any]
-Took = Callable[[Facts], None]
-Whole = tuple[Callable[[], Tensors], Callable[[], Facts], Took]
+Restore = Callable[[Facts], None]
+Whole = tuple[Callable[[], Tensors], Callable[[], Facts], Restore]
 
 
 class OuterLoop:
@@ -71,7 +71,7 @@ class OuterLoop:
         self._moves: dict[int, list[Future[Mean]]] = {}
         alone = replace(run.islands, quorum=0, silent_seconds=1.0, meet="")  # what each may say in its own way
         decisive = (alone, run.model, run.batch, run.optimizer, run.steps, run.seed)
-        self._described = _number(repr(decisive).encode())
+        self._description = _number(repr(decisive).encode())
         self._whole: Whole
         self._beside = ThreadPoolExecutor(1, "islands")
 
@@ -117,27 +117,27 @@ class OuterLoop:
                 self._await(fragment)
             self.quorum.leave()
         elif self.link is not None and not self.owes:
-            self.link.leave(self.islands.next_due(steps_done, self.steps))
+            self.link.leave(self.islands.next_outer_step(steps_done, self.steps))
 
     def values(self) -> dict[str, int]:
         """Values for a row of metrics."""
-        present = self.islands.count if self.quorum is None else self.quorum.door.present
+        present = self.islands.count if self.quorum is None else self.quorum.admission.present
         return {"outer/steps": self.outer_steps, "outer/sent_bytes": self.sent_bytes, "outer/islands": present}
 
     def lines(self) -> list[str]:
         """Lines to be told since this was asked last."""
         if self.quorum is None:
             return []
-        told, self.quorum.lines = self.quorum.lines, []
-        return told
+        messages, self.quorum.lines = self.quorum.lines, []
+        return messages
 
     # What a checkpoint holds.
 
-    def tensors(self) -> Iterator[tuple[str, Held, Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, LocalParameter, Tensor]]:
         """The state kept of each weight, after waiting for communication in flight."""
         for fragment in sorted(self._moves):
             self._await(fragment)
-        return ((f"islands.{kind}", part.held, tensor) for part in self.state.parts() for kind, tensor in part.kept())
+        return ((f"islands.{kind}", part.held, tensor) for part in self.state.parts() for kind, tensor in part.tensors())
 
     def facts(self) -> dict[str, Any]:
         """The JSON beside them."""
@@ -166,16 +166,16 @@ class OuterLoop:
 
     # How islands begin.
 
-    def begin(self, steps_done: int, tensors: Callable[[], Tensors], facts: Callable[[], Facts], took: Took) -> str:
+    def begin(self, steps_done: int, tensors: Callable[[], Tensors], facts: Callable[[], Facts], restore: Restore) -> str:
         """Bring all islands into one round, from one anchor: of those that are furthest the first gives its state to every one
         that is elsewhere. What was done, empty if nothing. Raises SpecError if islands were described in different ways.
 
-        `tensors` and `facts` are what a checkpoint would hold of this rank now; `took` is told the facts of who gave.
+        `tensors` and `facts` are what a checkpoint would hold of this rank now; `restore` is told the facts of who gave.
         """
-        self._whole = tensors, facts, took
+        self._whole = tensors, facts, restore
         if self.link is not None:
-            own = self.link.groups.values() if self.ranks.is_first or not self.islands.differ else ()
-            return self._compare(next(iter(own), None), steps_done)
+            groups = self.link.groups.values() if self.ranks.is_first or not self.islands.uneven_dp else ()
+            return self._compare(next(iter(groups), None), steps_done)
         assert self.quorum is not None
         if steps_done >= self.steps and not self.owes:
             return ""
@@ -183,58 +183,60 @@ class OuterLoop:
 
     def _compare(self, group: Group | None, steps_done: int) -> str:
         """All of `group` go on from the state of the first of those that are furthest."""
-        meets = steps_done if self.owes else self.islands.next_due(steps_done, self.steps)
-        own = torch.tensor([meets, steps_done, self._digest(), self._described])
-        islands, everybody = self._told(lambda: [] if group is None else [group.islands, group.from_all(own).tolist()])
-        self._expect_one_description([one[3] for one in everybody], islands)
-        leader = max(range(len(everybody)), key=lambda index: (*everybody[index][:2], -index))
-        joining = {i for i, one in enumerate(everybody) if (one[0], one[2]) != (everybody[leader][0], everybody[leader][2])}
+        meets = steps_done if self.owes else self.islands.next_outer_step(steps_done, self.steps)
+        status = torch.tensor([meets, steps_done, self._digest(), self._description])
+        islands, entries = self._answer_of_first(
+            lambda: [] if group is None else [group.islands, group.all_gather(status).tolist()]
+        )
+        self._expect_one_description([entry[3] for entry in entries], islands)
+        leader = max(range(len(entries)), key=lambda index: (*entries[index][:2], -index))
+        joining = {i for i, entry in enumerate(entries) if (entry[0], entry[2]) != (entries[leader][0], entries[leader][2])}
         # A weight that differs may be held by some ranks only, and all of an island must do the same.
-        told = " ".join(self.ranks.gather_text(" ".join(map(str, sorted(joining)))))
-        joining = {int(index) for index in told.split()}
+        joining_text = " ".join(self.ranks.gather_text(" ".join(map(str, sorted(joining)))))
+        joining = {int(index) for index in joining_text.split()}
         if not joining:
             return ""
         index = islands.index(self.ranks.island)
         self._hand_over(group, leader, gives=index == leader, takes=index in joining)
         which = f"island{'s' * (len(joining) > 1)} {', '.join(str(islands[index]) for index in sorted(joining))}"
-        return f"{which} took the state of island {islands[leader]}, at step {everybody[leader][1]}"
+        return f"{which} took the state of island {islands[leader]}, at step {entries[leader][1]}"
 
-    def _told(self, ask: Callable[[], list[Any]]) -> list[Any]:
+    def _answer_of_first(self, ask: Callable[[], list[Any]]) -> list[Any]:
         """Answer to this rank; where islands differ that to rank 0, which speaks for all. Collective then."""
-        return json.loads(self.ranks.gather_text(json.dumps(ask()))[0]) if self.islands.differ else ask()
+        return json.loads(self.ranks.gather_text(json.dumps(ask()))[0]) if self.islands.uneven_dp else ask()
 
-    def _hand_over(self, group: Group | None, leader: int, *, gives: bool, takes: bool, given: Tensors | None = None) -> None:
-        """The whole state of number `leader` of `group`, which `gives`, goes to those who take it. `given`: the leader's
+    def _hand_over(self, group: Group | None, leader: int, *, gives: bool, takes: bool, state: Tensors | None = None) -> None:
+        """The whole state of number `leader` of `group`, which `gives`, goes to those who take it. `state`: the leader's
         tensors, if it has them at hand."""
-        tensors, facts, took = self._whole
-        said = self._told(lambda: [] if group is None else [self._facts_of(group, leader, facts())])[0]
+        tensors, facts, restore = self._whole
+        leader_facts = self._answer_of_first(lambda: [] if group is None else [self._facts_of(group, leader, facts())])[0]
         if takes:
-            self.expect(said["islands"])
-        state = given or tensors()
-        if self.islands.differ:
+            self.expect(leader_facts["islands"])
+        state = state or tensors()
+        if self.islands.uneven_dp:
             whole.hand_over(self.ranks, group, leader, state, gives=gives, takes=takes)
-        for _, some in () if self.islands.differ else sorted(state.items()):
-            for one in some:
+        for _, slices in () if self.islands.uneven_dp else sorted(state.items()):
+            for part in slices:
                 assert group is not None
-                group.from_one(one.tensor if takes else one.tensor.clone(), leader)
+                group.broadcast(part.tensor if takes else part.tensor.clone(), leader)
         if takes:
-            took({**said, "islands": {**said["islands"], "sent_bytes": self.sent_bytes}})
+            restore({**leader_facts, "islands": {**leader_facts["islands"], "sent_bytes": self.sent_bytes}})
             self.state.forget_residuals()
 
-    def _facts_of(self, group: Group, leader: int, own: Facts) -> Facts:
-        text = json.dumps(own).encode()
+    def _facts_of(self, group: Group, leader: int, facts: Facts) -> Facts:
+        text = json.dumps(facts).encode()
         size = torch.tensor([len(text)])
-        group.from_one(size, leader)
-        said = torch.tensor(list(text.ljust(int(size))[: int(size)]), dtype=torch.uint8)
-        group.from_one(said, leader)
-        return json.loads(bytes(said.tolist()))
+        group.broadcast(size, leader)
+        encoded = torch.tensor(list(text.ljust(int(size))[: int(size)]), dtype=torch.uint8)
+        group.broadcast(encoded, leader)
+        return json.loads(bytes(encoded.tolist()))
 
     # How islands come back, and are let in.
 
     def _come_back(self, steps_done: int, error: LeftOutError) -> bool:
         """Be let in again; False if this island must stop instead."""
         assert self.quorum is not None
-        self.quorum.lines.append(error.told)
+        self.quorum.lines.append(error.message)
         self.quorum.lines.append(self._let_in(self.quorum.knock(self.steps), steps_done))
         return not self.stops and self.settle(self._whole[1]()["steps_done"])
 
@@ -248,62 +250,62 @@ class OuterLoop:
         if answer.kind == "stop":
             return f"island {self.ranks.island} was asked to stop before it was let in"
         if answer.kind == "give":
-            told = self._take(answer)
+            message = self._take(answer)
         elif self._moves:
-            told = f"island {self.ranks.island} has moves under way, and those whom it sent them to have died"
-            raise LostIslandError(f"{told}. Start it again: it goes on from its checkpoint.")
+            message = f"island {self.ranks.island} has moves under way, and those whom it sent them to have died"
+            raise LostIslandError(f"{message}. Start it again: it goes on from its checkpoint.")
         else:
-            told = self._compare(quorum.door.group_of_era(), steps_done)
-        quorum.door.enter()
-        return told or f"island {self.ranks.island} begins with {quorum.door.present} of {self.islands.count} islands"
+            message = self._compare(quorum.admission.group_of_era(), steps_done)
+        quorum.admission.enter()
+        return message or f"island {self.ranks.island} begins with {quorum.admission.present} of {self.islands.count} islands"
 
     def _take(self, answer: Answer) -> str:
         quorum = self.quorum
         assert quorum is not None
         self._moves.clear()
         self.under_way.clear()
-        group = quorum.door.group_of_two(answer.giver, quorum.door.member)
-        described = self._told(lambda: [] if group is None else self._described_by(group))
+        group = quorum.admission.group_of_two(answer.giver, quorum.admission.member)
+        described = self._answer_of_first(lambda: [] if group is None else self._described_by(group))
         giver = island_of(answer.giver)
         self._expect_one_description(described, [giver, self.ranks.island])
         self._hand_over(group, 0, gives=False, takes=True)
-        quorum.door.took()
+        quorum.admission.took()
         return f"island {self.ranks.island} took the state of island {giver}, at step {answer.step}"
 
     def _described_by(self, group: Group) -> list[int]:
-        return group.from_all(torch.tensor([self._described])).flatten().tolist()
+        return group.all_gather(torch.tensor([self._description])).flatten().tolist()
 
     def _give(self, steps_done: int) -> None:
         """Give the state of this island to those that it is to let in, if any."""
         quorum = self.quorum
         if quorum is None:
             return
-        for taker in quorum.door.takers(steps_done):
-            given = self._whole[0]()  # with all that is under way, which the ranks of this island wait for together
+        for taker in quorum.admission.takers(steps_done):
+            state = self._whole[0]()  # with all that is under way, which the ranks of this island wait for together
             try:
-                self._give_to(quorum, taker, given)
+                self._give_to(quorum, taker, state)
             except LostIslandError as error:
                 quorum.lines.append(f"island {island_of(taker)} was lost while it was given a state: {error}")
-            if quorum.door.has_taken(taker):
+            if quorum.admission.has_taken(taker):
                 quorum.lines.append(
                     f"island {island_of(taker)} has the state of island {self.ranks.island}, at step {steps_done}"
                 )
 
-    def _give_to(self, quorum: Quorum, taker: str, given: Tensors) -> None:
+    def _give_to(self, quorum: Quorum, taker: str, state: Tensors) -> None:
         group: Group | None = None
         lost: list[LostIslandError] = []
 
         def described() -> list[int]:
             nonlocal group
             try:
-                group = quorum.door.group_of_two(quorum.door.member, taker)
+                group = quorum.admission.group_of_two(quorum.admission.member, taker)
                 return [] if group is None else self._described_by(group)
             except LostIslandError as error:
                 lost.append(error)
                 return []
 
-        if len(same := self._told(described)) == 2 and same[0] == same[1]:
-            self._hand_over(group, 0, gives=True, takes=False, given=given)
+        if len(same := self._answer_of_first(described)) == 2 and same[0] == same[1]:
+            self._hand_over(group, 0, gives=True, takes=False, state=state)
         if lost:
             raise lost[0]
 
@@ -315,17 +317,17 @@ class OuterLoop:
 
     def _expect_one_description(self, described: list[int], islands: list[int]) -> None:
         if len(set(described)) > 1:
-            odd = next(island for island, one in zip(islands, described, strict=True) if one != described[0])
+            odd = next(island for island, description in zip(islands, described, strict=True) if description != described[0])
             other = "another model, batch, optimizer, seed, number of steps or [islands]"
             rule = f"island {odd} was started with {other} than island {islands[0]}"
             raise mistake("islands", rule, "Start all islands with the same description.")
 
     def _digest(self) -> int:
         """Digest of this rank's anchors; where islands differ of the island's, the same on all of its ranks."""
-        bits = [(place, [one.contiguous().view(-1).view(torch.uint8).numpy().data for one in some])
+        bits = [(place, [part.contiguous().view(-1).view(torch.uint8).numpy().data for part in some])
                 for place, some in self.state.anchors()]  # fmt: skip
-        if not self.islands.differ:
-            return _number(*(one for _, some in bits for one in some))
+        if not self.islands.uneven_dp:
+            return _number(*(part for _, some in bits for part in some))
         lines = "\n".join(f"{index}, {place}: {_number(*some)}" for index, (place, some) in enumerate(bits))
         return _number("\n".join(sorted({*"\n".join(self.ranks.gather_text(lines)).split("\n")})).encode())
 
@@ -335,24 +337,26 @@ class OuterLoop:
         wire = self.islands.dtype
         if self.quorum is not None:
             moves = [[(bucket.like, bucket.moves()) for bucket in self.state.fragments[fragment]] for fragment in fragments]
-            means = iter(self.quorum.send(steps_done, [own for some in moves for own in some], wire))
-            self._moves |= {fragment: [next(means) for _ in some] for fragment, some in zip(fragments, moves, strict=True)}
+            means = iter(self.quorum.send(steps_done, [move for of_fragment in moves for move in of_fragment], wire))
+            self._moves |= {
+                fragment: [next(means) for _ in of_fragment] for fragment, of_fragment in zip(fragments, moves, strict=True)
+            }
             return
         assert self.link is not None
         groups = self.link.groups
         for fragment in fragments:
             moves = [(bucket.like, bucket.moves()) for bucket in self.state.fragments[fragment]]
             if beside:
-                self._moves[fragment] = [self._beside.submit(mean_among, groups, like, own, wire) for like, own in moves]
+                self._moves[fragment] = [self._beside.submit(mean_among, groups, like, move, wire) for like, move in moves]
             else:
-                self._moves[fragment] = [_done(mean_among(groups, like, own, wire)) for like, own in moves]
+                self._moves[fragment] = [_done(mean_among(groups, like, move, wire)) for like, move in moves]
 
     def _await(self, fragment: int) -> None:
         """Keep the means of a fragment, once they have arrived."""
         means = [future.result() for future in self._moves[fragment]]
         del self._moves[fragment]
         for bucket, mean in zip(self.state.fragments[fragment], means, strict=True):
-            bucket.arrived(mean.values, mean.lost)
+            bucket.receive(mean.values, mean.lost)
         self.sent_bytes += int(self.ranks.sum(torch.tensor([sum(mean.sent_bytes for mean in means)])))
 
     def _apply(self, steps_done: int) -> None:
@@ -374,6 +378,6 @@ def _done(result: Mean) -> Future[Mean]:
 def _number(*data: bytes | memoryview) -> int:
     """A digest that fits into an int64."""
     digest = hashlib.blake2b(digest_size=7)
-    for some in data:
-        digest.update(some)
+    for chunk in data:
+        digest.update(chunk)
     return int.from_bytes(digest.digest(), "big")

@@ -34,14 +34,14 @@ from torch.nn.functional import pad
 from ultrascale.description.sections.islands import Islands, replicas_of
 from ultrascale.islands.encoding import encode
 from ultrascale.parallel.lost import waiting
-from ultrascale.parallel.share import Held, Share, local
+from ultrascale.parallel.share import LocalParameter, Share, local
 
 
 @dataclass
 class Part:
     """This rank's part of one weight, and the outer state of it."""
 
-    held: Held
+    held: LocalParameter
     anchor: Tensor
     momentum: Tensor | None
     residual: Tensor | None
@@ -49,11 +49,11 @@ class Part:
     mean: Tensor | None = None
 
     @property
-    def own(self) -> Tensor:
+    def weights(self) -> Tensor:
         """The weights as they are now."""
         return local(self.held.parameter.detach())
 
-    def kept(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the table above that this part keeps, by name."""
         for name in ("anchor", "momentum", "residual", "snapshot", "mean"):
             if (tensor := getattr(self, name)) is not None:
@@ -73,9 +73,9 @@ class Part:
             nesterov = outer.optimizer == "nesterov"
             gradient = gradient + outer.momentum * self.momentum if nesterov else self.momentum
         self.anchor.sub_(outer.lr * gradient)
-        own = self.own
-        moved = None if self.snapshot is None else own.cpu() - self.snapshot
-        own.copy_(self.anchor if moved is None else self.anchor + moved)
+        weight = self.weights
+        moved = None if self.snapshot is None else weight.cpu() - self.snapshot
+        weight.copy_(self.anchor if moved is None else self.anchor + moved)
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Bucket:
     """Parts of a fragment that are sent at once."""
 
     parts: list[Part]
-    senders: int
+    num_senders: int
     """Ranks of this island that hold the same, and send a piece each."""
     sender: int
     """Index of this rank among them; one past their last has no piece."""
@@ -101,45 +101,45 @@ class Bucket:
     @property
     def like(self) -> str:
         """Name of this rank's like on all islands."""
-        return f"{self.sender % self.senders} at {self.place}"
+        return f"{self.sender % self.num_senders} at {self.place}"
 
     @property
     def sends(self) -> bool:
         """True if this rank has a piece to send."""
-        return self.sender < self.senders
+        return self.sender < self.num_senders
 
     def moves(self) -> Tensor:
         """This replica's share of the move since the anchor plus earlier rounding residuals, [elements]."""
-        flat = [part.anchor - part.own.to(part.anchor.device) for part in self.parts]
+        flat = [part.anchor - part.weights.to(part.anchor.device) for part in self.parts]
         flat = [move if part.residual is None else move + part.residual for move, part in zip(flat, self.parts, strict=True)]
         for part in self.parts:
             if part.snapshot is not None:
-                part.snapshot.copy_(part.own)
-        whole = torch.cat([move.flatten() for move in self.wholes(flat)])
+                part.snapshot.copy_(part.weights)
+        whole = torch.cat([move.flatten() for move in self.gathered(flat)])
         if self.weight != 1.0:
             whole *= self.weight
-        rows = pad(whole, (0, self.senders * self.elements - whole.numel())).view(self.senders, self.elements)
+        rows = pad(whole, (0, self.num_senders * self.elements - whole.numel())).view(self.num_senders, self.elements)
         return rows[self.sender].contiguous() if self.sends else whole.new_zeros(1).expand(self.elements)
 
-    def arrived(self, mean: Tensor, lost: Tensor) -> None:
+    def receive(self, mean: Tensor, lost: Tensor) -> None:
         """Keep the mean of this rank's piece, and what was rounded off; collective among ranks that hold the same."""
-        for part, own in zip(self.parts, self._split(self._gather(mean)), strict=True):
+        for part, part_mean in zip(self.parts, self._split(self._gather(mean)), strict=True):
             if part.mean is None:
-                part.mean = own.clone()
+                part.mean = part_mean.clone()
             else:
-                part.mean.copy_(own)
+                part.mean.copy_(part_mean)
         if self.parts[0].residual is not None:
-            for part, own in zip(self.parts, self._split(self._gather(lost)), strict=True):
+            for part, part_lost in zip(self.parts, self._split(self._gather(lost)), strict=True):
                 assert part.residual is not None
-                part.residual.copy_(own if self.weight == 1.0 else own / self.weight)
+                part.residual.copy_(part_lost if self.weight == 1.0 else part_lost / self.weight)
 
-    def wholes(self, parts: list[Tensor]) -> list[Tensor]:
+    def gathered(self, parts: list[Tensor]) -> list[Tensor]:
         """`parts` of this bucket's weights as they are sent: put together, flat, where islands differ; collective then."""
         if not self.gathers_shards or self.grid is None:
             return parts
-        rows = [pad(own.flatten(), (0, size - own.numel())) for own, size in zip(parts, self._sizes, strict=True)]
+        rows = [pad(shard.flatten(), (0, size - shard.numel())) for shard, size in zip(parts, self._sizes, strict=True)]
         every = self._gathered(torch.cat(rows)[None], "dp_shard").split(self._sizes, dim=1)  # [ranks, elements] of each
-        return [one.flatten()[: part.held.parameter.numel()] for one, part in zip(every, self.parts, strict=True)]
+        return [shards.flatten()[: part.held.parameter.numel()] for shards, part in zip(every, self.parts, strict=True)]
 
     @property
     def _sizes(self) -> list[int]:
@@ -148,18 +148,18 @@ class Bucket:
         shards, weights = self.grid.size(1), [part.held.parameter for part in self.parts]
         return [-(-len(weight) // shards) * (weight.numel() // len(weight)) for weight in weights]
 
-    def _gather(self, own: Tensor) -> Tensor:
+    def _gather(self, piece: Tensor) -> Tensor:
         """Every sender's piece, in order."""
-        rows = own[None]
+        rows = piece[None]
         if self.grid is not None:
             for axis in ("dp_shard", "dp_replicate")[not self.gathers_shards :]:
                 rows = self._gathered(rows, axis)
-        return rows[: self.senders].flatten()
+        return rows[: self.num_senders].flatten()
 
     def _gathered(self, rows: Tensor, axis: str) -> Tensor:
         """The `rows` [n, m] of all ranks along an axis of the grid, in order."""
         assert self.grid is not None
-        group, device = self.grid.get_group(axis), self.parts[0].own.device
+        group, device = self.grid.get_group(axis), self.parts[0].weights.device
         if group.size() == 1:
             return rows
         whole = torch.empty(group.size() * len(rows), rows.shape[1], dtype=rows.dtype, device=device)
@@ -187,11 +187,11 @@ class OuterState:
     fragments: list[list[Bucket]] = field(init=False)
 
     def __post_init__(self) -> None:
-        found: list[dict[bool, list[Part]]] = [defaultdict(list) for _ in range(self.islands.fragments)]
-        for held in self.share.held:
+        fragments: list[dict[bool, list[Part]]] = [defaultdict(list) for _ in range(self.islands.fragments)]
+        for held in self.share.local_parameters:
             apart, _ = replicas_of(held.weight, self.share.model, self.share.layout)
-            found[self.islands.fragment(held.weight)][apart].append(self._part(held))
-        self.fragments = [[self._bucket(parts, apart) for apart, parts in some.items()] for some in found]
+            fragments[self.islands.fragment(held.weight)][apart].append(self._part(held))
+        self.fragments = [[self._bucket(parts, apart) for apart, parts in fragment.items()] for fragment in fragments]
 
     def sent_bytes(self) -> int:
         """Bytes that this rank sends in one round, every fragment once, counted from the encoded size of the messages; nothing
@@ -202,10 +202,10 @@ class OuterState:
             sent += 2 * (count - 1) * message.shape[1] * bucket.sends
         return sent
 
-    def kept_bytes(self) -> int:
+    def host_bytes(self) -> int:
         """Bytes of host memory at most: all tensors, and with a quorum moves under way, which are needed again if an exchange
         fails. After the run's last step these are of all fragments."""
-        kept = sum(tensor.nbytes for part in self.parts() for _, tensor in part.kept())
+        kept = sum(tensor.nbytes for part in self.parts() for _, tensor in part.tensors())
         return kept + sum(bucket.moves().nbytes * bucket.sends for bucket in self.buckets() if self.islands.quorum)
 
     def buckets(self) -> Iterator[Bucket]:
@@ -233,12 +233,12 @@ class OuterState:
 
     def anchors(self) -> Iterator[tuple[str, list[Tensor]]]:
         """Anchors as all islands hold them alike, by the place of the ranks that do; collective where islands differ."""
-        return ((bucket.place, bucket.wholes([part.anchor for part in bucket.parts])) for bucket in self.buckets())
+        return ((bucket.place, bucket.gathered([part.anchor for part in bucket.parts])) for bucket in self.buckets())
 
     def anchor_here(self) -> None:
         """Take the weights as they are for the common ones."""
         for part in self.parts():
-            part.anchor.copy_(part.own)
+            part.anchor.copy_(part.weights)
 
     def step(self, fragment: int) -> None:
         """The outer step of a fragment whose means have arrived."""
@@ -250,9 +250,9 @@ class OuterState:
         increment_version(self.share.parameters())  # copies of narrow precision are made anew
         self.share.expect_other_weights()
 
-    def _part(self, held: Held) -> Part:
-        own = local(held.parameter.detach())
-        anchor = torch.empty_like(own, device="meta" if own.is_meta else "cpu").copy_(own)  # meta: a trace
+    def _part(self, held: LocalParameter) -> Part:
+        weight = local(held.parameter.detach())
+        anchor = torch.empty_like(weight, device="meta" if weight.is_meta else "cpu").copy_(weight)  # meta: a trace
         momentum = torch.zeros_like(anchor) if self.islands.outer.momentum else None
         residual = torch.zeros_like(anchor) if self.islands.dtype != "fp32" else None
         part = Part(held, anchor, momentum, residual)
@@ -261,15 +261,24 @@ class OuterState:
         return part
 
     def _bucket(self, parts: list[Part], experts: bool) -> Bucket:
-        islands, layout, at, parameter = self.islands, self.share.layout, self.share.mesh.at, parts[0].held.parameter
+        islands, layout, coordinates, parameter = (
+            self.islands,
+            self.share.layout,
+            self.share.mesh.coordinates,
+            parts[0].held.parameter,
+        )
         grid = parameter.device_mesh if isinstance(parameter, DTensor) else None
         copy, shard = (0, 0) if grid is None else (grid.get_local_rank("dp_replicate"), grid.get_local_rank("dp_shard"))
-        if islands.differ:
-            senders, elements = islands.senders(layout, experts=experts), sum(p.held.parameter.numel() for p in parts)
-            place = f"pp {at.pp}, ep {at.ep}, expert_tp {at.expert_tp}" if experts else f"pp {at.pp}, tp {at.tp}"
+        if islands.uneven_dp:
+            num_senders, elements = islands.num_senders(layout, experts=experts), sum(p.held.parameter.numel() for p in parts)
+            place = (
+                f"pp {coordinates.pp}, ep {coordinates.ep}, expert_tp {coordinates.expert_tp}"
+                if experts
+                else f"pp {coordinates.pp}, tp {coordinates.tp}"
+            )
             sender, weight = (0 if grid is None else copy * grid.size(1) + shard), float(layout.dp)
         else:
-            senders, elements = 1 if grid is None else grid.size(0), sum(part.anchor.numel() for part in parts)
+            num_senders, elements = 1 if grid is None else grid.size(0), sum(part.anchor.numel() for part in parts)
             place, sender, weight = f"rank {self.share.mesh.rank}", copy, 1.0
-        piece = islands.piece(elements, senders) * islands.count
-        return Bucket(parts, senders, sender, piece, place, grid, islands.differ, weight)
+        piece = islands.piece(elements, num_senders) * islands.count
+        return Bucket(parts, num_senders, sender, piece, place, grid, islands.uneven_dp, weight)

@@ -61,11 +61,11 @@ class Presence:
     def end_of(self, member: str) -> str:
         """Reason why a member counts as gone; empty while it is there."""
         now = time.monotonic()
-        at, found = self._looked.get(member, (-1.0, ""))
-        if at < 0 or now - at > self.silent_seconds / (2 * BEATS):
-            found = self._look(member, now)
-            self._looked[member] = now, found
-        return found
+        looked_at, end = self._looked.get(member, (-1.0, ""))
+        if looked_at < 0 or now - looked_at > self.silent_seconds / (2 * BEATS):
+            end = self._look(member, now)
+            self._looked[member] = now, end
+        return end
 
     def _look(self, member: str, now: float) -> str:
         if self.current(island_of(member)) != member:

@@ -25,18 +25,18 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ultrascale.contact import why
+from ultrascale.contact import meaning_of
 from ultrascale.description.run import Run
 from ultrascale.description.sections.islands import Wire
-from ultrascale.islands.admission import AGAIN, Admission, Answer, Decision, LeftOutError
-from ultrascale.islands.link import Groups, LostIslandError, Mean, groups_of, mean_among
+from ultrascale.islands.admission import RESTART_HINT, Admission, Answer, Decision, LeftOutError
+from ultrascale.islands.link import Groups, LostIslandError, Mean, make_groups, mean_among
 from ultrascale.islands.messages import Messages
 from ultrascale.islands.presence import HAS_LEFT, island_of
 from ultrascale.parallel.lost import LostRankError
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.time_limits import SLOW_SECONDS
 
-KEPT = 1000
+STEPS_KEPT = 1000
 """Outer steps whose agreements are kept."""
 MOST_ATTEMPTS = 8
 """Exchanges of one outer step that may fail: each leaves an island out, or the lines between those that live are broken."""
@@ -48,7 +48,7 @@ Move = tuple[str, Tensor]
 
 
 @dataclass
-class Round:
+class OuterStep:
     """One outer step that was begun and is not applied."""
 
     step: int
@@ -63,69 +63,69 @@ class Round:
 class Quorum:
     """This rank's part. All ranks of an island come to the same calls and learn the same."""
 
-    skips: Callable[[int, int], bool] = staticmethod(lambda step, island: False)
+    leaves_out: Callable[[int, int], bool] = staticmethod(lambda step, island: False)
     """True if an island is left out of the outer step after `step` steps although it is there. For proofs: what others compute
     then is what they compute where it has died."""
 
     def __init__(
         self, run: Run, ranks: Ranks, likes: Mapping[str, bool], *, timeout_seconds: float, wants_to_stop: Callable[[], bool]
     ):
-        """`likes`: as `islands.link.groups_of` has them."""
+        """`likes`: as `islands.link.make_groups` has them."""
         self.islands, self.ranks, self.worlds, self.wants_to_stop = run.islands, ranks, run.worlds, wants_to_stop
         self.timeout_seconds, self._likes = timeout_seconds, likes
-        self.door = Admission(run, ranks, timeout_seconds=timeout_seconds, wants_to_stop=wants_to_stop)
-        self.store, self.presence = self.door.store, self.door.presence
+        self.admission = Admission(run, ranks, timeout_seconds=timeout_seconds, wants_to_stop=wants_to_stop)
+        self.store, self.presence = self.admission.store, self.admission.presence
         self.lines: list[str] = []
         """Lines to be told of islands that came and went."""
         self._last_step = -1
-        self._rounds: dict[int, Round] = {}
+        self._outer_steps: dict[int, OuterStep] = {}
         self._messages: Messages | None = None
         self._to_forget: list[list[str]] = [[]]
         self._agreed: list[list[str]] = []
 
     def knock(self, steps: int) -> Answer:
         """Give up all that is under way, and wait until this island is let into the run of `steps` steps."""
-        self._rounds.clear()
-        self._give_up_messages()
-        return self.door.knock(steps)
+        self._outer_steps.clear()
+        self._abandon_exchanges()
+        return self.admission.knock(steps)
 
     def arrive(self, step: int) -> bool:
         """Agree on who does the outer step after `step` steps. False: this island was asked to stop, and others have left, so
         that it owes the step. Raises LeftOutError, and LostIslandError if too few are left."""
-        decision = self._decide(step, 0, self.door.last)
+        decision = self._decide(step, 0, self.admission.last)
         if decision is None:
             return False
-        self.door.last, self._last_step, self._rounds[step] = decision, step, Round(step, decision)
-        self.store.set(f"{self.door.era}/latest", str(step))
+        self.admission.last, self._last_step, self._outer_steps[step] = decision, step, OuterStep(step, decision)
+        self.store.set(f"{self.admission.era}/latest", str(step))
         self._to_forget.append([])
         for name in self._to_forget.pop(0) if len(self._to_forget) > 2 + self.islands.fragments else ():
             self.store.forget(name)
-        self._tell(step, decision)
+        self._add_lines(step, decision)
         return True
 
     def send(self, step: int, moves: Sequence[Move], wire: Wire) -> list[Future[Mean]]:
         """Send `moves` among those who take part. The means of all of them are there once one of these is asked."""
-        one = self._rounds[step]
-        one.moves, one.wire = [*moves], wire
-        self._exchange(one)
-        return [_Later(self, one, index) for index in range(len(moves))]
+        pending = self._outer_steps[step]
+        pending.moves, pending.wire = [*moves], wire
+        self._exchange(pending)
+        return [_LazyMean(self, pending, index) for index in range(len(moves))]
 
-    def means(self, one: Round) -> list[Mean]:
+    def means(self, pending: OuterStep) -> list[Mean]:
         """The means of an outer step, once all who take part have them. Raises LeftOutError, LostIslandError."""
-        while one.means is None:
-            if self._is_complete(one):
-                assert one.exchange is not None
-                one.means = one.exchange.result()
-                self.door.present = len(one.decision.members)
-                del self._rounds[one.step]
-                self._forget_agreements(one)
+        while pending.means is None:
+            if self._is_complete(pending):
+                assert pending.exchange is not None
+                pending.means = pending.exchange.result()
+                self.admission.present = len(pending.decision.members)
+                del self._outer_steps[pending.step]
+                self._forget_agreements(pending)
             else:
-                self._do_again(one)
-        return one.means
+                self._retry(pending)
+        return pending.means
 
     def finish(self, steps: int) -> None:
         """Say that the run's last outer step is done."""
-        self.store.set(f"{self.door.era}/finished", str(steps))
+        self.store.set(f"{self.admission.era}/finished", str(steps))
 
     def leave(self) -> None:
         """Let nobody wait for this island."""
@@ -134,56 +134,62 @@ class Quorum:
     def _decide(self, step: int, attempt: int, before: Decision) -> Decision | None:
         """Decide who takes part in this attempt, of those who did `before` and those who joined them; None if this island stops
         instead."""
-        key = f"{self.door.era}/{step}/{attempt}"
-        self._mark(f"{key}/here/{self.door.member}")
-        began, way, word = time.monotonic(), f"{key}/way/{self.door.member}", None
-        for _ in self.door.looks(f"at the outer step after step {step}"):
-            if self.store.get(f"{self.door.era + 1}/begin") is not None:
-                raise LeftOutError(f"{self.door.here} was left out, and the others have begun anew")
-            if int(self.store.get(f"{self.door.era}/latest") or 0) > max(step, self._last_step):
-                raise LeftOutError(f"{self.door.here} was left out of the outer step after step {step}, which others have done")
-            self._do_failed_again(step)
+        key = f"{self.admission.era}/{step}/{attempt}"
+        self._mark(f"{key}/here/{self.admission.member}")
+        began, way_key, word = time.monotonic(), f"{key}/way/{self.admission.member}", None
+        for _ in self.admission.poll(f"at the outer step after step {step}"):
+            if self.store.get(f"{self.admission.era + 1}/begin") is not None:
+                raise LeftOutError(f"{self.admission.here} was left out, and the others have begun anew")
+            if int(self.store.get(f"{self.admission.era}/latest") or 0) > max(step, self._last_step):
+                raise LeftOutError(
+                    f"{self.admission.here} was left out of the outer step after step {step}, which others have done"
+                )
+            self._retry_failed(step)
             if (word := self.store.get(f"{key}/members")) is None:
-                missing = [one for one in before.members if self.store.get(f"{key}/here/{one}") is None]
+                missing = [member for member in before.members if self.store.get(f"{key}/here/{member}") is None]
                 # Asked after who is here: who gives a state comes here only once that has been taken.
-                joined = [one for one in before.joining if self.store.get(f"took/{one}") == "yes"]
-                missing += [one for one in joined if self.store.get(f"{key}/here/{one}") is None]
+                joined = [member for member in before.joining if self.store.get(f"took/{member}") == "yes"]
+                missing += [member for member in joined if self.store.get(f"{key}/here/{member}") is None]
                 expected = sorted([*before.members, *joined], key=island_of)
-                if not attempt and self.wants_to_stop() and any(self.presence.state(one) == HAS_LEFT for one in missing):
-                    self.store.first(way, "stop")
-                gone = {one: end for one in missing if (end := self._end_of(one, time.monotonic() - began))}
-                if len(gone) == len(missing) and self._returned(step):
+                if not attempt and self.wants_to_stop() and any(self.presence.state(member) == HAS_LEFT for member in missing):
+                    self.store.first(way_key, "stop")
+                gone = {member: end for member in missing if (end := self._end_of(member, time.monotonic() - began))}
+                if len(gone) == len(missing) and self._have_returned(step):
                     word = self.store.first(f"{key}/members", self._proposed(step, attempt, expected, gone).word)
-            if self.store.get(way) == "stop" or (word is not None and self.store.first(way, "go") == "stop"):
+            if self.store.get(way_key) == "stop" or (word is not None and self.store.first(way_key, "go") == "stop"):
                 return None
             if word is not None:
                 break
         assert word is not None
-        self._to_forget[-1].append(way)
+        self._to_forget[-1].append(way_key)
         decision = Decision.read(word)
-        if self.door.member not in decision.members:
-            cause = decision.gone.get(self.door.member, "was not expected")
-            raise LeftOutError(f"{self.door.here} was left out of the outer step after step {step}: it {cause}")
+        if self.admission.member not in decision.members:
+            cause = decision.gone.get(self.admission.member, "was not expected")
+            raise LeftOutError(f"{self.admission.here} was left out of the outer step after step {step}: it {cause}")
         return decision
 
     def _proposed(self, step: int, attempt: int, expected: Sequence[str], gone: dict[str, str]) -> Decision:
-        skipped = {one: "is told to be left out" for one in expected if one not in gone and self.skips(step, island_of(one))}
-        members = tuple(one for one in expected if one not in gone and one not in skipped)
+        skipped = {
+            name: "is told to be left out" for name in expected if name not in gone and self.leaves_out(step, island_of(name))
+        }
+        members = tuple(name for name in expected if name not in gone and name not in skipped)
         if len(members) < self.islands.quorum:
-            raise LostIslandError(self.door.too_few(len(members), f"at the outer step after step {step}"))
-        knocking = () if attempt else [self.door.knocking(i) for i in range(self.islands.count)]
-        joining = tuple(one for one in knocking if one is not None and not self.skips(self._next(step), island_of(one)))
+            raise LostIslandError(self.admission.too_few(len(members), f"at the outer step after step {step}"))
+        knocking = () if attempt else [self.admission.knocking(i) for i in range(self.islands.count)]
+        joining = tuple(
+            name for name in knocking if name is not None and not self.leaves_out(self._next(step), island_of(name))
+        )
         return Decision(members, joining, gone | skipped)
 
-    def _returned(self, step: int) -> bool:
+    def _have_returned(self, step: int) -> bool:
         """True if islands that are told to be let in after this outer step have knocked."""
         islands = range(self.islands.count)
-        away = set(islands) - {island_of(member) for member in self.door.last.members}
-        told = [i for i in away if self.skips(step, i) and not self.skips(self._next(step), i)]
-        return all(self.door.knocking(island) is not None for island in told)
+        away = set(islands) - {island_of(member) for member in self.admission.last.members}
+        returning = [i for i in away if self.leaves_out(step, i) and not self.leaves_out(self._next(step), i)]
+        return all(self.admission.knocking(island) is not None for island in returning)
 
     def _next(self, step: int) -> int:
-        return self.islands.next_due(step, step + self.islands.every_steps)
+        return self.islands.next_outer_step(step, step + self.islands.every_steps)
 
     def _end_of(self, member: str, waited: float) -> str:
         """Why `member` is waited for no longer; empty while it is."""
@@ -194,93 +200,97 @@ class Quorum:
             limit = SLOW_SECONDS
         return f"did not come within {limit:g} s (collective_timeout_seconds)" if waited > limit else ""
 
-    def _exchange(self, one: Round) -> None:
-        key, members = f"{self.door.era}/{one.step}/{one.attempt}", one.decision.members
+    def _exchange(self, pending: OuterStep) -> None:
+        key, members = f"{self.admission.era}/{pending.step}/{pending.attempt}", pending.decision.members
         if self._messages is None or self._messages.members != members or self._messages.broken:
             if self._messages is not None:
                 self._messages.end()
-            self._messages = Messages(members, lambda: groups_of(self._likes, lambda like: self.door.group(members, key, like)))
-        done, moves, wire = f"{key}/done/{self.door.member}/{self.ranks.rank}", one.moves, one.wire
+            self._messages = Messages(
+                members, lambda: make_groups(self._likes, lambda like: self.admission.group(members, key, like))
+            )
+        done, moves, wire = f"{key}/done/{self.admission.member}/{self.ranks.rank}", pending.moves, pending.wire
 
         def exchanged(groups: Groups) -> list[Mean]:
             try:
-                found = [mean_among(groups, like, own, wire) for like, own in moves]
+                means = [mean_among(groups, like, move, wire) for like, move in moves]
                 self.store.set(done, "")
-                return found
+                return means
             except Exception as error:
                 with suppress(LostRankError):
-                    self.store.first(f"{key}/verdict", f"{self.door.here} lost the others in it ({why(error)})")
+                    self.store.first(f"{key}/verdict", f"{self.admission.here} lost the others in it ({meaning_of(error)})")
                 raise
 
         self._to_forget[-1].append(done)
-        one.exchange = self._messages.submit(exchanged)
+        pending.exchange = self._messages.submit(exchanged)
 
-    def _is_complete(self, one: Round) -> bool:
+    def _is_complete(self, pending: OuterStep) -> bool:
         """Wait until an attempt is known to be complete on all who take part in it, or to have failed."""
-        assert one.exchange is not None
-        verdict = f"{self.door.era}/{one.step}/{one.attempt}/verdict"
-        for _ in self.door.looks(f"for the mean of moves after step {one.step}"):
+        assert pending.exchange is not None
+        verdict = f"{self.admission.era}/{pending.step}/{pending.attempt}/verdict"
+        for _ in self.admission.poll(f"for the mean of moves after step {pending.step}"):
             if (word := self.store.get(verdict)) is not None:
                 break
-            if one.exchange.done():
-                if (error := one.exchange.exception()) is not None:
-                    self.store.first(verdict, f"{self.door.here} lost the others in it ({why(error)})")
-                elif self._all_have(one):
+            if pending.exchange.done():
+                if (error := pending.exchange.exception()) is not None:
+                    self.store.first(verdict, f"{self.admission.here} lost the others in it ({meaning_of(error)})")
+                elif self._all_have(pending):
                     self.store.first(verdict, COMPLETE)
                     continue
-            for member in one.decision.members:
+            for member in pending.decision.members:
                 if end := self.presence.end_of(member):
-                    self.store.first(verdict, COMPLETE if self._all_have(one) else f"island {island_of(member)} {end}")
+                    self.store.first(verdict, COMPLETE if self._all_have(pending) else f"island {island_of(member)} {end}")
         if word != COMPLETE:
-            self.lines.append(f"the outer step after step {one.step} is done again from the same moves: {word}")
-        elif not one.exchange.done():  # all ranks have said that they have it: this one too
-            one.exchange.result()
+            self.lines.append(f"the outer step after step {pending.step} is done again from the same moves: {word}")
+        elif not pending.exchange.done():  # all ranks have said that they have it: this one too
+            pending.exchange.result()
         return word == COMPLETE
 
-    def _all_have(self, one: Round) -> bool:
-        key = f"{self.door.era}/{one.step}/{one.attempt}/done"
-        ranks = ((member, rank) for member in one.decision.members for rank in range(self.worlds[island_of(member)]))
+    def _all_have(self, pending: OuterStep) -> bool:
+        key = f"{self.admission.era}/{pending.step}/{pending.attempt}/done"
+        ranks = ((member, rank) for member in pending.decision.members for rank in range(self.worlds[island_of(member)]))
         return all(self.store.get(f"{key}/{member}/{rank}") is not None for member, rank in ranks)
 
-    def _forget_agreements(self, one: Round) -> None:
+    def _forget_agreements(self, pending: OuterStep) -> None:
         """Forget what was agreed many outer steps ago: who has slept that long learns from later ones that it was left out."""
-        attempts = [f"{self.door.era}/{one.step}/{attempt}" for attempt in range(one.attempt + 1)]
-        self._agreed.append([f"{attempt}/{what}" for attempt in attempts for what in ("members", "verdict")])
-        if len(self._agreed) > KEPT:
+        attempts = [f"{self.admission.era}/{pending.step}/{attempt}" for attempt in range(pending.attempt + 1)]
+        self._agreed.append([f"{attempt}/{topic}" for attempt in attempts for topic in ("members", "verdict")])
+        if len(self._agreed) > STEPS_KEPT:
             for name in self._agreed.pop(0):
                 self.store.forget(name)
 
-    def _do_again(self, one: Round) -> None:
+    def _retry(self, pending: OuterStep) -> None:
         """Another attempt, of those of the last one that are there."""
-        one.attempt += 1
-        if one.attempt > MOST_ATTEMPTS:
-            told = f"{MOST_ATTEMPTS} exchanges of the outer step after step {one.step} failed"
-            raise LostIslandError(f"{self.door.here} gives up, because {told}: look at the lines between them. {AGAIN}")
-        self._give_up_messages()
-        decision = self._decide(one.step, one.attempt, Decision(one.decision.members))
+        pending.attempt += 1
+        if pending.attempt > MOST_ATTEMPTS:
+            reason = f"{MOST_ATTEMPTS} exchanges of the outer step after step {pending.step} failed"
+            raise LostIslandError(
+                f"{self.admission.here} gives up, because {reason}: look at the lines between them. {RESTART_HINT}"
+            )
+        self._abandon_exchanges()
+        decision = self._decide(pending.step, pending.attempt, Decision(pending.decision.members))
         assert decision is not None
-        one.decision = decision
-        if one.step == self._last_step:
-            self.door.last = Decision(decision.members, self.door.last.joining, decision.gone)
-        self._tell(one.step, decision)
-        self._exchange(one)
+        pending.decision = decision
+        if pending.step == self._last_step:
+            self.admission.last = Decision(decision.members, self.admission.last.joining, decision.gone)
+        self._add_lines(pending.step, decision)
+        self._exchange(pending)
 
-    def _do_failed_again(self, step: int) -> None:
+    def _retry_failed(self, step: int) -> None:
         """Do other outer steps that have failed again: who waits for this island there may be waited for here."""
-        for one in list(self._rounds.values()):
-            if one.step != step and one.means is None and one.exchange is not None:
-                verdict = f"{self.door.era}/{one.step}/{one.attempt}/verdict"
-                if one.exchange.done() and (error := one.exchange.exception()) is not None:
-                    self.store.first(verdict, f"{self.door.here} lost the others in it ({why(error)})")
+        for pending in list(self._outer_steps.values()):
+            if pending.step != step and pending.means is None and pending.exchange is not None:
+                verdict = f"{self.admission.era}/{pending.step}/{pending.attempt}/verdict"
+                if pending.exchange.done() and (error := pending.exchange.exception()) is not None:
+                    self.store.first(verdict, f"{self.admission.here} lost the others in it ({meaning_of(error)})")
                 if self.store.get(verdict) not in (None, COMPLETE):
-                    self.means(one)
+                    self.means(pending)
 
-    def _give_up_messages(self) -> None:
+    def _abandon_exchanges(self) -> None:
         if self._messages is not None:
             self._messages.give_up()
         self._messages = None
 
-    def _tell(self, step: int, decision: Decision) -> None:
+    def _add_lines(self, step: int, decision: Decision) -> None:
         among = f"{len(decision.members)} of {self.islands.count} islands"
         for member, cause in decision.gone.items():
             rest = f"{among} go on without it until it comes back"
@@ -293,13 +303,13 @@ class Quorum:
         self._to_forget[-1].append(name)
 
 
-class _Later(Future[Mean]):
+class _LazyMean(Future[Mean]):
     """One mean of an outer step, which is agreed on when it is asked for."""
 
-    def __init__(self, quorum: Quorum, one: Round, index: int):
+    def __init__(self, quorum: Quorum, pending: OuterStep, index: int):
         super().__init__()
-        self._asks = lambda: quorum.means(one)[index]
+        self._get_means = lambda: quorum.means(pending)[index]
 
     def result(self, timeout: float | None = None) -> Mean:
         """The mean. Raises LeftOutError, LostIslandError."""
-        return self._asks()
+        return self._get_means()

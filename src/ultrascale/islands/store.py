@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
-from ultrascale.contact import why
+from ultrascale.contact import meaning_of
 from ultrascale.parallel.lost import LostRankError
 from ultrascale.torch_private import FileStore, PrefixStore, Store, TCPStore
 
@@ -89,8 +89,8 @@ class FolderStore:
     def first(self, name: str, word: str) -> str:
         """The first word that was ever given for `name`: this one, if none was."""
         with self._reached():
-            if (found := self.get(name)) is not None:
-                return found
+            if (existing := self.get(name)) is not None:
+                return existing
             written = self._written(word)
             with suppress(FileExistsError):
                 os.link(written, self._path(name))
@@ -167,7 +167,7 @@ class TcpStore:
         try:
             yield
         except RuntimeError as error:
-            raise LostStoreError(_lost(f"the server at tcp://{self._at[0]}:{self._at[1]}", why(error))) from error
+            raise LostStoreError(_lost(f"the server at tcp://{self._at[0]}:{self._at[1]}", meaning_of(error))) from error
 
 
 def _lost(where: str, cause: str) -> str:
@@ -188,9 +188,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("host")
     parser.add_argument("port", type=int)
-    asked = parser.parse_args()
-    server = serve(asked.host, asked.port)
-    print(f"islands meet at tcp://{asked.host}:{server.port}", flush=True)
+    args = parser.parse_args()
+    server = serve(args.host, args.port)
+    print(f"islands meet at tcp://{args.host}:{server.port}", flush=True)
     threading.Event().wait()
 
 

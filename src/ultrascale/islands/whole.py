@@ -32,23 +32,25 @@ def hand_over(
     `group`: rank 0's with those of the other islands; None on another rank. Raises LostIslandError on a rank 0 whose group
     fails; a giver does so at the end, once its other ranks have come through.
     """
-    held = [json.loads(word) for word in ranks.gather_text(json.dumps({n: _described(some) for n, some in tensors.items()}))]
+    by_rank = [
+        json.loads(word) for word in ranks.gather_text(json.dumps({n: _description(some) for n, some in tensors.items()}))
+    ]
     lost: LostIslandError | None = None
-    for name in sorted({name for some in held for name in some}):
-        (shape, dtype, _), *_ = (some[name] for some in held if name in some)
+    for name in sorted({name for some in by_rank for name in some}):
+        (shape, dtype, _), *_ = (some[name] for some in by_rank if name in some)
         whole = torch.zeros(shape, dtype=getattr(torch, dtype))
         flat = whole.view(-1).view(torch.uint8)
-        before = [_boxes(some[name][2]) for some in held[: ranks.rank] if name in some]
+        before = [_boxes(some[name][2]) for some in by_rank[: ranks.rank] if name in some]
         if gives:
-            covered = {box for some in held if name in some for box in _boxes(some[name][2])}
+            covered = {box for some in by_rank if name in some for box in _boxes(some[name][2])}
             assert sum(prod(box[1]) for box in covered) == whole.numel(), f"{name} is not held whole, or is held twice"
-            for one in tensors.get(name, ()):
-                if not any(_box(one) in boxes for boxes in before):
-                    whole[_index(one)] = one.tensor.to(whole.device)
+            for part in tensors.get(name, ()):
+                if not any(_box(part) in boxes for boxes in before):
+                    whole[_index(part)] = part.tensor.to(whole.device)
             ranks.sum(flat)
         if group is not None and lost is None:
             try:
-                group.from_one(whole, leader)
+                group.broadcast(whole, leader)
             except LostIslandError as error:
                 if not gives:
                     raise
@@ -57,25 +59,25 @@ def hand_over(
             if group is None:
                 whole.zero_()
             ranks.sum(flat)
-            for one in tensors.get(name, ()):
-                one.tensor.copy_(whole[_index(one)])
+            for part in tensors.get(name, ()):
+                part.tensor.copy_(whole[_index(part)])
     if lost is not None:
         raise lost
 
 
-def _described(slices: Sequence[Slice]) -> tuple[tuple[int, ...], str, list[Box]]:
+def _description(slices: Sequence[Slice]) -> tuple[tuple[int, ...], str, list[Box]]:
     """Shape and dtype of the whole tensor, and the boxes of it."""
     dtype = str(slices[0].tensor.dtype).removeprefix("torch.")
-    return slices[0].shape, dtype, [_box(one) for one in slices if one.tensor.numel()]
+    return slices[0].shape, dtype, [_box(part) for part in slices if part.tensor.numel()]
 
 
-def _box(one: Slice) -> Box:
-    return tuple(one.offsets), tuple(one.tensor.shape)
+def _box(part: Slice) -> Box:
+    return tuple(part.offsets), tuple(part.tensor.shape)
 
 
-def _boxes(told: list[list[list[int]]]) -> set[Box]:
-    return {(tuple(offsets), tuple(shape)) for offsets, shape in told}
+def _boxes(pairs: list[list[list[int]]]) -> set[Box]:
+    return {(tuple(offsets), tuple(shape)) for offsets, shape in pairs}
 
 
-def _index(one: Slice) -> tuple[slice, ...]:
-    return tuple(slice(first, first + size) for first, size in zip(one.offsets, one.tensor.shape, strict=True))
+def _index(part: Slice) -> tuple[slice, ...]:
+    return tuple(slice(first, first + size) for first, size in zip(part.offsets, part.tensor.shape, strict=True))

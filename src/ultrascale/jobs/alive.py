@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import sys
 
-from ultrascale.heartbeat import DONE, Beat, read
+from ultrascale.heartbeat import DONE, Heartbeat, read
 from ultrascale.launch.scratch import SIGNS_PREFIX, scratch_places
 
 SLACK_SECONDS = 120.0
 """The watchdog writes stacks first."""
 
 
-def overdue() -> list[Beat]:
+def overdue() -> list[Heartbeat]:
     """The last beat of each living rank here that should have given another one long ago."""
     folders = [folder for place in scratch_places() for folder in place.glob(f"{SIGNS_PREFIX}*") if folder.is_dir()]
     beats = [beat for folder in folders for beat in read(folder) if beat.doing != DONE and _lives(beat.pid)]

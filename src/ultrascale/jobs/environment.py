@@ -23,11 +23,11 @@ class Variable:
 
 def variables(job: Job) -> list[Variable]:
     """Variables in the order of the text; a name only once."""
-    found = {one.name: one for one in (*_ours(job), *_given(job))}
-    return list(found.values())
+    by_name = {var.name: var for var in (*_default_variables(job), *_configured_variables(job))}
+    return list(by_name.values())
 
 
-def _ours(job: Job) -> Iterator[Variable]:
+def _default_variables(job: Job) -> Iterator[Variable]:
     launch = job.launch
     yield Variable("PYTHONUNBUFFERED", "1", "Lines are in the log when they are said, also if the rank is killed next")
     yield Variable(
@@ -55,7 +55,7 @@ def _ours(job: Job) -> Iterator[Variable]:
         yield Variable("NCCL_IB_HCA", launch.network_cards, "Only these cards carry the run: not those of storage")
 
 
-def _given(job: Job) -> Iterator[Variable]:
+def _configured_variables(job: Job) -> Iterator[Variable]:
     for text in job.launch.environment:
         name, _, value = text.partition("=")
         yield Variable(name, value, "launch.environment")

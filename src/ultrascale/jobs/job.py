@@ -20,7 +20,7 @@ from ultrascale.description.run import Run
 from ultrascale.description.sections.launch import Launch
 from ultrascale.description.units import count_of, format_seconds
 from ultrascale.launch.events import longest_seconds
-from ultrascale.train.folder.own_island import own_folder
+from ultrascale.train.folder.island_folder import island_folder
 
 SAFETY = 2.0
 """Factor over the longest step and save so far, for the time that they may take."""
@@ -58,13 +58,13 @@ class Job:
     @property
     def folder(self) -> Path:
         """The run's, or its island's."""
-        return own_folder(self.run, self.island or 0)
+        return island_folder(self.run, self.island or 0)
 
     @property
     def port(self) -> int:
         """Port at which nodes meet, where no batch system numbers its jobs."""
-        given = self.launch.port and self.launch.port + (self.island or 0)
-        return given or FIRST_PORT + zlib.crc32(str(self.folder).encode()) % PORTS
+        fixed_port = self.launch.port and self.launch.port + (self.island or 0)
+        return fixed_port or FIRST_PORT + zlib.crc32(str(self.folder).encode()) % PORTS
 
     @cached_property
     def step_and_save_seconds(self) -> float | None:
@@ -100,26 +100,26 @@ def job_of(
 ) -> Job:
     """The job of `run`, or of one `island` of it, on `nodes` (else `launch.nodes`). Raises SpecError if they do not give its
     layout."""
-    asked = asked_nodes(nodes, launch)
+    num_nodes = num_nodes_of(nodes, launch)
     ranks = ranks_per_node(run, launch)
     together = island is None and run.islands.count > 1
     wanted = run.num_processes if together else run.worlds[island or 0]
     ports = [] if island is None else _ports(launch, run.islands.count)
-    own = run if island is None else replace(run, layout=replace(run.layout, dp=run.degrees[island]))
-    problems = [*_fit(own, asked, ranks, wanted), *_time(run, launch), *ports]
+    island_run = run if island is None else replace(run, layout=replace(run.layout, dp=run.degrees[island]))
+    problems = [*_fit(island_run, num_nodes, ranks, wanted), *_time(run, launch), *ports]
     if problems:
         raise SpecError(problems)
-    return Job(run, launch, file, tuple(settings), asked, ranks, command, tuple(notes), island)
+    return Job(run, launch, file, tuple(settings), num_nodes, ranks, command, tuple(notes), island)
 
 
-def asked_nodes(nodes: int | None, launch: Launch) -> int:
+def num_nodes_of(nodes: int | None, launch: Launch) -> int:
     """`nodes`, else `launch.nodes`. Raises SpecError if neither is a number of machines."""
-    asked = nodes if nodes is not None else launch.nodes
-    if asked is None:
+    num_nodes = nodes if nodes is not None else launch.nodes
+    if num_nodes is None:
         raise mistake("--nodes", "is missing: nothing says how many", "Give --nodes N, or [launch] nodes = N.")
-    if asked < 1:
-        raise mistake("--nodes", f"must be at least 1, is {asked}", "Give the number of machines.")
-    return asked
+    if num_nodes < 1:
+        raise mistake("--nodes", f"must be at least 1, is {num_nodes}", "Give the number of machines.")
+    return num_nodes
 
 
 def ranks_per_node(run: Run, launch: Launch) -> int:
@@ -138,17 +138,17 @@ def _fit(run: Run, nodes: int, ranks: int, wanted: int) -> list[Problem]:
     if have == wanted:
         return []
     sizes = {key: getattr(layout, key) for key in ("dp", "tp", "cp", "pp")}
-    said = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1) or "dp 1"
-    nodes_said = f"{count_of(nodes, 'node')} of {ranks} ranks" if ranks > 1 else count_of(nodes, "node")
-    whose = f"the layout ({said}) wants" if wanted == layout.world_size else f"{run.islands.count} islands of it ({said}) want"
-    rule = f"{nodes_said} are {count_of(have, 'rank')}, and {whose} {wanted:,}"
-    others = prod(size for key, size in sizes.items() if key != "dp") * (wanted // layout.world_size)
+    axes = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1) or "dp 1"
+    nodes_text = f"{count_of(nodes, 'node')} of {ranks} ranks" if ranks > 1 else count_of(nodes, "node")
+    whose = f"the layout ({axes}) wants" if wanted == layout.world_size else f"{run.islands.count} islands of it ({axes}) want"
+    rule = f"{nodes_text} are {count_of(have, 'rank')}, and {whose} {wanted:,}"
+    other_ranks = prod(size for key, size in sizes.items() if key != "dp") * (wanted // layout.world_size)
     ways = []
     if wanted % ranks == 0:
         ways.append(f"take --nodes {wanted // ranks}")
-    if have % others == 0 and not run.islands.dp:
-        ways.append(f"set layout.dp = {have // others}")
-    remedy = " or ".join(ways) or f"change an axis: {others} ranks of tp, cp and pp do not divide {have}"
+    if have % other_ranks == 0 and not run.islands.dp:
+        ways.append(f"set layout.dp = {have // other_ranks}")
+    remedy = " or ".join(ways) or f"change an axis: {other_ranks} ranks of tp, cp and pp do not divide {have}"
     return [Problem("--nodes", rule, f"{remedy[0].upper()}{remedy[1:]}.")]
 
 

@@ -41,24 +41,24 @@ data:
 
 def kubernetes_text(job: Job, file: object) -> str:
     """Everything to apply. Raises SpecError if the run names no image."""
-    asked, image = job.launch.kubernetes, job.launch.container
+    config, image = job.launch.kubernetes, job.launch.container
     if image is None:
         remedy = 'Build one with the repository\'s Containerfile, and name it: [launch] container = "registry/ultrascale:1".'
         raise mistake("launch.container", "is not given, and pods start from an image", remedy)
     name = object_name(job.name)
-    if asked.claim is None:
+    if config.claim is None:
         expect_server(job, "launch.kubernetes.claim")
-    claim, described = asked.claim or f"{name}-run", ""
-    if asked.volume == "store":
+    claim, described = config.claim or f"{name}-run", ""
+    if config.volume == "store":
         _expect_store(job)
-        described = RUN_FILE.format(name=name, namespace=asked.namespace, text=_text(job.file.read_text()))
-    elif asked.claim is None:
-        described = fill("claim.yaml", claim=claim, namespace=asked.namespace, size=_text(asked.size))
-    labels = "" if asked.queue is None else f"\n  labels:\n    kueue.x-k8s.io/queue-name: {_text(asked.queue)}"
-    depth = 2 if asked.kind == "jobset" else 6
+        described = RUN_FILE.format(name=name, namespace=config.namespace, text=_text(job.file.read_text()))
+    elif config.claim is None:
+        described = fill("claim.yaml", claim=claim, namespace=config.namespace, size=_text(config.size))
+    labels = "" if config.queue is None else f"\n  labels:\n    kueue.x-k8s.io/queue-name: {_text(config.queue)}"
+    depth = 2 if config.kind == "jobset" else 6
     return fill(
-        f"{asked.kind}.yaml", head=head(no_time_limit(job)), text_file=file,
-        name=name, namespace=asked.namespace, labels=labels, claim_text=described,
+        f"{config.kind}.yaml", head=head(no_time_limit(job)), text_file=file,
+        name=name, namespace=config.namespace, labels=labels, claim_text=described,
         nodes=job.nodes, ranks=job.ranks_per_node, spec=block(_jobset_spec(job, name, claim), depth),
     )  # fmt: skip
 
@@ -73,7 +73,7 @@ def expect_server(job: Job, key: str) -> None:
 
 def _expect_store(job: Job) -> None:
     """Raise SpecError with everything that keeps a run from living in a store behind its pod's disk."""
-    run, asked, key = job.run, job.launch.kubernetes, "launch.kubernetes.volume"
+    run, config, key = job.run, job.launch.kubernetes, "launch.kubernetes.volume"
     problems = []
     if run.checkpoint.store is None or url_of(run.checkpoint.store) is None:
         rule = f"is {run.checkpoint.store or 'not given'}, and the disk of a pod goes with it ({key} is store)"
@@ -82,7 +82,7 @@ def _expect_store(job: Job) -> None:
         if url_of(source.path) is None:
             rule = f"has {source.path}, which a pod without a claim does not see ({key} is store)"
             problems.append(Problem("data", rule, "Copy the prepared folder into the store, and name that: s3://BUCKET/DATA."))
-    if asked.claim is not None:
+    if config.claim is not None:
         problems.append(Problem("launch.kubernetes.claim", f"is given beside {key} = store", "Keep one of the two."))
     if problems:
         raise SpecError(problems)
@@ -90,18 +90,18 @@ def _expect_store(job: Job) -> None:
 
 def object_name(name: str) -> str:
     """A run's name as Kubernetes takes those of services: lower-case letters, digits and dashes, a letter first."""
-    made = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    made = made if made[0].isalpha() else f"run-{made}"
-    if len(made) <= LONGEST_NAME:
-        return made
-    return f"{made[: LONGEST_NAME - MARK].strip('-')}-{zlib.crc32(name.encode()):08x}"
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    slug = slug if slug[0].isalpha() else f"run-{slug}"
+    if len(slug) <= LONGEST_NAME:
+        return slug
+    return f"{slug[: LONGEST_NAME - MARK].strip('-')}-{zlib.crc32(name.encode()):08x}"
 
 
 def _jobset_spec(job: Job, name: str, claim: str) -> str:
-    asked = job.launch.kubernetes
+    config = job.launch.kubernetes
     limits = {"nvidia.com/gpu": job.ranks_per_node} if job.on_gpus else {}
-    if asked.network is not None:
-        resource, _, count = asked.network.partition("=")
+    if config.network is not None:
+        resource, _, count = config.network.partition("=")
         limits[resource] = int(count)
     security = (
         "\n# Cards read and write memory that must stay where it is.\nsecurityContext:\n  capabilities:\n    add: [IPC_LOCK]"
@@ -110,13 +110,13 @@ def _jobset_spec(job: Job, name: str, claim: str) -> str:
     return fill(
         "jobset_spec.yaml", max_restarts=MAX_RESTARTS, nodes=job.nodes, grace=job.grace + LEAVING_SECONDS,
         grace_reason=f"To save and leave is given {job.grace_reason}.",
-        image=_text(job.launch.container), path=_text(asked.path),
+        image=_text(job.launch.container), path=_text(config.path),
         script=block(_literal(script), 20),
         env=block(_env(job), 18), volume=block(_volume(job, name, claim), 14), mount=block(_mount(job), 18),
-        shared_memory=_text(asked.shared_memory),
-        secret=block("" if asked.secret is None else f"\nenvFrom:\n  - secretRef:\n      name: {_text(asked.secret)}", 16),
+        shared_memory=_text(config.shared_memory),
+        secret=block("" if config.secret is None else f"\nenvFrom:\n  - secretRef:\n      name: {_text(config.secret)}", 16),
         resources=block("limits:\n" + "\n".join(f"  {key}: {count}" for key, count in limits.items()) if limits else "{}", 18),
-        security=block(security, 16) if asked.network else "", probe='python, -m, ultrascale.jobs.alive',
+        security=block(security, 16) if config.network else "", probe='python, -m, ultrascale.jobs.alive',
     )  # fmt: skip
 
 
@@ -129,10 +129,10 @@ def _volume(job: Job, name: str, claim: str) -> str:
 
 
 def _mount(job: Job) -> str:
-    asked = job.launch.kubernetes
-    rows = [f"- name: run\n  mountPath: {_text(asked.path)}"]
-    if asked.volume == "store":
-        rows.append(f"- name: file\n  mountPath: {_text(Path(asked.path) / job.file)}\n  subPath: run.toml")
+    config = job.launch.kubernetes
+    rows = [f"- name: run\n  mountPath: {_text(config.path)}"]
+    if config.volume == "store":
+        rows.append(f"- name: file\n  mountPath: {_text(Path(config.path) / job.file)}\n  subPath: run.toml")
     return "\n".join(rows)
 
 
@@ -148,13 +148,13 @@ def node_script(job: Job, *, first: str, number: str) -> str:
 
 
 def _env(job: Job) -> str:
-    rows = [f"# {one.reason}\n- name: {one.name}\n  value: {_text(_literal(one.value))}" for one in variables(job)]
+    rows = [f"# {var.reason}\n- name: {var.name}\n  value: {_text(_literal(var.value))}" for var in variables(job)]
     return "\n".join(rows)
 
 
 def _literal(text: str) -> str:
     """Text in which the kubelet replaces nothing: $(NAME) is a variable to it, $$ a dollar, and other $(...) are left alone."""
-    return re.sub(r"\$\$|\$\(\w+\)|(\$\([^)]*\))", lambda found: found[1] or found[0].replace("$", "$$"), text)
+    return re.sub(r"\$\$|\$\(\w+\)|(\$\([^)]*\))", lambda match: match[1] or match[0].replace("$", "$$"), text)
 
 
 def _text(value: object) -> str:

@@ -39,7 +39,7 @@ def skypilot_text(job: Job, file: Path) -> str:
     expect_server(job, "launch.skypilot.bucket")
     name = object_name(job.name)
     if store is not None and url_of(store) is not None:
-        kept = job
+        node_job = job
         mounts = f"# The run's folder is on each node's own disk, and goes with it: {store} keeps the run."
         if bucket is not None:
             raise mistake("launch.skypilot.bucket", "is given beside checkpoint.store", "Keep one of the two.")
@@ -47,34 +47,34 @@ def skypilot_text(job: Job, file: Path) -> str:
         rule = f"is {store or 'not given'}, and a bucket that is mounted shows none of {job.nodes} nodes what another writes"
         raise mistake("checkpoint.store", rule, 'Name a store, which each node sends its own parts to: "s3://BUCKET/runs".')
     else:
-        kept = replace(job, run=replace(job.run, folder=MOUNT), settings=(*job.settings, "--folder", MOUNT))
+        node_job = replace(job, run=replace(job.run, folder=MOUNT), settings=(*job.settings, "--folder", MOUNT))
         source = f"name: {name}-runs" if bucket is None else f"source: {json.dumps(bucket)}"
         mounts = MOUNTS.format(mount=MOUNT, source=source)
     install = f"pip install '.[{_extras(job.run)}]'  # where the folder is a checkout of ultrascale"
     return fill(
         "skypilot.yaml", head=head(no_time_limit(job)), text_file=file, name=name, nodes=job.nodes, mounts=mounts,
         resources="\n".join(f"  {line}" for line in _resources(job)),
-        env=block("\n".join(f"# {one.reason}\n{one.name}: {json.dumps(one.value)}" for one in variables(job)), 2),
+        env=block("\n".join(f"# {var.reason}\n{var.name}: {json.dumps(var.value)}" for var in variables(job)), 2),
         setup=block(setup(job, default=[install]), 2),
-        script=block(node_script(kept, first="$first", number="SKYPILOT_NODE_RANK"), 2),
+        script=block(node_script(node_job, first="$first", number="SKYPILOT_NODE_RANK"), 2),
     )  # fmt: skip
 
 
 def _extras(run: Run) -> str:
     """Extras of the package that the run needs: for training, and for the stores of its checkpoints and data."""
-    urls = map(url_of, (run.checkpoint.store or "", *(one.path for one in (*run.data.sources, *run.data.validation))))
+    urls = map(url_of, (run.checkpoint.store or "", *(source.path for source in (*run.data.sources, *run.data.validation))))
     return ",".join(["train", *sorted({"hub" if url.startswith("hf:") else "store" for url in urls if url})])
 
 
 def _resources(job: Job) -> Iterator[str]:
-    asked = job.launch.skypilot
-    if asked.infra is not None:
-        yield f"infra: {json.dumps(asked.infra)}"
+    config = job.launch.skypilot
+    if config.infra is not None:
+        yield f"infra: {json.dumps(config.infra)}"
     if job.on_gpus:
-        yield f"accelerators: {json.dumps(f'{asked.accelerator or _accelerator(job)}:{job.ranks_per_node}')}"
+        yield f"accelerators: {json.dumps(f'{config.accelerator or _accelerator(job)}:{job.ranks_per_node}')}"
     if job.launch.container is not None:
         yield f"image_id: {json.dumps(f'docker:{job.launch.container}')}"
-    yield f"use_spot: {str(asked.spot).lower()}"
+    yield f"use_spot: {str(config.spot).lower()}"
     yield "job_recovery:"
     yield "  strategy: EAGER_NEXT_REGION  # where machines were taken away there are none for a while"
     yield f"  max_restarts_on_errors: {RESTARTS_ON_ERRORS}"

@@ -45,28 +45,28 @@ def _shared(job: Job, options: list[tuple[str, str]]) -> dict[str, object]:
 
 def _options(job: Job, *, array: bool = False) -> Iterator[tuple[str, str]]:
     """Options of sbatch, each with its reason if that is not plain."""
-    asked, launch = job.launch.slurm, job.launch
+    config, launch = job.launch.slurm, job.launch
     yield "", f"--job-name={job.name}"
     yield "", f"--nodes={job.nodes}"
     yield "One task a node: torchrun, which starts the ranks.", "--ntasks-per-node=1"
     if job.on_gpus:
         yield "", f"--gres=gpu:{job.ranks_per_node}"
-    if asked.exclusive:
+    if config.exclusive:
         yield "Whole nodes: a neighbour's traffic and page cache would be in every step.", "--exclusive"
         yield "All memory of a node; the default may be a share for each core.", "--mem=0"
     if launch.time_limit_seconds is not None:
         yield f"launch.time_limit = {launch.time_limit}", f"--time={_slurm_time(launch.time_limit_seconds)}"
-    given = {
-        "partition": asked.partition, "account": asked.account, "qos": asked.qos, "reservation": asked.reservation,
-        "constraint": asked.constraint,
+    options = {
+        "partition": config.partition, "account": config.account, "qos": config.qos, "reservation": config.reservation,
+        "constraint": config.constraint,
     }  # fmt: skip
-    yield from (("", f"--{name}={_word(value)}") for name, value in given.items() if value is not None)
-    if asked.requeue:
+    yield from (("", f"--{name}={_word(value)}") for name, value in options.items() if value is not None)
+    if config.requeue:
         yield "Queued again when a node dies or the job is preempted, under the same number.", "--requeue"
     yield "A job that starts again writes on in the same log.", "--open-mode=append"
     yield "", f"--output={_log(job, '%A_%a' if array else '%j')}"
     yield "Paths of the run are relative to this folder, which all nodes must see.", f"--chdir={_word(Path.cwd())}"
-    yield from (("launch.slurm.options", option) for option in asked.options)
+    yield from (("launch.slurm.options", option) for option in config.options)
 
 
 def _word(value: object) -> str:
@@ -96,10 +96,10 @@ def _container(job: Job) -> str:
     if image is None:
         return ""
     if job.launch.slurm.container_runtime == "pyxis":
-        mounts = ",".join(f"{one}:{one}" for one in (folder, *job.launch.mounts))
+        mounts = ",".join(f"{path}:{path}" for path in (folder, *job.launch.mounts))
         words = [f"--container-image={image}", f"--container-mounts={mounts}", f"--container-workdir={folder}"]
         return f" \\\n    {quoted(words)}"
-    binds = [word for one in (folder, *job.launch.mounts) for word in ("--bind", one)]
+    binds = [word for path in (folder, *job.launch.mounts) for word in ("--bind", path)]
     gpus = ["--nv"] if job.on_gpus else []
     return f" \\\n    {quoted(['apptainer', 'exec', *gpus, *binds, '--pwd', folder, image])}"
 

@@ -39,7 +39,7 @@ def comment(lines: Sequence[str]) -> str:
 
 def exports(job: Job) -> str:
     """The variables as shell, each below its reason."""
-    return "\n".join(f"{comment([one.reason])}\nexport {one.name}={shlex.quote(one.value)}" for one in variables(job))
+    return "\n".join(f"{comment([var.reason])}\nexport {var.name}={shlex.quote(var.value)}" for var in variables(job))
 
 
 def head(job: Job) -> str:

@@ -74,9 +74,9 @@ def _sum_choices(rows: Tensor, row_of_pair: Tensor, weights: Tensor | None) -> T
         rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
     total = torch.zeros(num_tokens, rows.shape[1], dtype=wide, device=rows.device)
     for choice in range(choices):
-        found = rows.index_select(0, row_of_pair[:, choice])
+        choice_rows = rows.index_select(0, row_of_pair[:, choice])
         if weights is None:
-            total += found
+            total += choice_rows
         else:
-            total.addcmul_(found.to(wide), weights[:, choice, None].to(wide))
+            total.addcmul_(choice_rows.to(wide), weights[:, choice, None].to(wide))
     return total

@@ -37,23 +37,23 @@ def launch_islands(run_toml: str, run: Run, flags: tuple[str, ...]) -> int:
         started: list[subprocess.Popen[bytes]] = []
 
         def pass_on(number: int, frame: FrameType | None) -> None:
-            for one in started:
-                if one.poll() is None:
-                    one.send_signal(signal.Signals(number))
+            for process in started:
+                if process.poll() is None:
+                    process.send_signal(signal.Signals(number))
 
         with handled_by(pass_on):
             for island in range(count):
-                own = ",".join(devices[sum(run.worlds[:island]) : sum(run.worlds[: island + 1])])
-                started.append(_start([*words, str(island)], {"CUDA_VISIBLE_DEVICES": own} if devices else {}, threads))
-            return max(one.wait() if one.wait() >= 0 else 1 for one in started)
+                visible = ",".join(devices[sum(run.worlds[:island]) : sum(run.worlds[: island + 1])])
+                started.append(_start([*words, str(island)], {"CUDA_VISIBLE_DEVICES": visible} if devices else {}, threads))
+            return max(process.wait() if process.wait() >= 0 else 1 for process in started)
 
 
 def _devices() -> list[str]:
     """GPUs of this machine that whoever started this command lets it use."""
     import torch
 
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return given.split(",")[: torch.cuda.device_count()] if given else [*map(str, range(torch.cuda.device_count()))]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[: torch.cuda.device_count()] if visible else [*map(str, range(torch.cuda.device_count()))]
 
 
 def _start(words: list[str], devices: dict[str, str], threads: str) -> subprocess.Popen[bytes]:

@@ -76,8 +76,8 @@ def read_rows(path: Path) -> Iterable[object]:
 def longest_seconds(metrics: Path, key: str) -> float:
     """The most that rows of a run's metrics tell of `key`, such as `perf/save_s`; 0 where they tell nothing."""
     rows = read_rows(metrics) if metrics.is_file() else ()
-    told = [row.get(key) for row in rows if isinstance(row, dict)]
-    return max((float(one) for one in told if isinstance(one, int | float) and _is_seconds(one)), default=0.0)
+    values = [row.get(key) for row in rows if isinstance(row, dict)]
+    return max((float(value) for value in values if isinstance(value, int | float) and _is_seconds(value)), default=0.0)
 
 
 def is_event(row: object) -> bool:

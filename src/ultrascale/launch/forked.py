@@ -38,7 +38,7 @@ PROBE_SECONDS = 60.0
 """Time that a fork has for a backward pass of one number: it may wait for a lock of a thread that was not forked."""
 LOCK_SECONDS = 10.0
 """Time that a rank has to look up `localhost`, on a busy machine."""
-AMID_LOOKUP, MOST_AGAIN = 87, 2
+AMID_LOOKUP, MOST_RETRIES = 87, 2
 """Exit code of a rank that was forked while another thread looked up a name, and how often one is taken for such: where that
 comes again and again names are slow, and no lock is held."""
 _forks_here = True
@@ -99,18 +99,18 @@ def _run_apart(world: int, function: Callable[..., Any], arguments: tuple[Any, .
             raise RankFailed(failed.read_text())
         if process.exitcode != 0:
             raise RankFailed(f"the process that forks the ranks {_ending(process.exitcode or 0)}")
-        return json.loads((folder / "found").read_text())
+        return json.loads((folder / "results").read_text())
 
 
 def _fork_ranks(folder: Path, world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told as well, and ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        found = _run_here(world, function, arguments)
+        results = _run_here(world, function, arguments)
     except RankFailed as error:
         (folder / "failed").write_text(str(error))
     else:
-        (folder / "found").write_text(json.dumps(found))
+        (folder / "results").write_text(json.dumps(results))
 
 
 def _run_here(world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
@@ -118,13 +118,13 @@ def _run_here(world: int, function: Callable[..., Any], arguments: tuple[Any, ..
     with scratch_folder("ranks") as folder:
 
         def fork(rank: int) -> Any:
-            work = (folder, rank, world, function, arguments, again[rank] < MOST_AGAIN)
+            work = (folder, rank, world, function, arguments, retries[rank] < MOST_RETRIES)
             process = context.Process(target=_rank_main, args=work, daemon=True)
             with nothing_collected():
                 process.start()
             return process
 
-        again = [0] * world
+        retries = [0] * world
         processes = [fork(rank) for rank in range(world)]
         try:
             waiting = {process.sentinel: rank for rank, process in enumerate(processes)}
@@ -132,8 +132,8 @@ def _run_here(world: int, function: Callable[..., Any], arguments: tuple[Any, ..
                 for sentinel in wait(list(waiting)):
                     rank = waiting.pop(sentinel)  # pyright: ignore[reportArgumentType, reportCallIssue]
                     processes[rank].join()
-                    if processes[rank].exitcode == AMID_LOOKUP and again[rank] < MOST_AGAIN:
-                        again[rank] += 1
+                    if processes[rank].exitcode == AMID_LOOKUP and retries[rank] < MOST_RETRIES:
+                        retries[rank] += 1
                         processes[rank] = fork(rank)
                         waiting[processes[rank].sentinel] = rank
                     elif not (folder / f"{rank}.json").exists():
@@ -181,17 +181,17 @@ def keep_to_own_garbage() -> None:
 def _first_cause(folder: Path, failed: int, processes: list[Any]) -> str:
     """Why `failed` did; if it lost another rank, which may still be on its way out, why that one did."""
     if (folder / f"{failed}.lost").exists():
-        deadline, others = time.monotonic() + OTHERS_SECONDS, {one.sentinel: rank for rank, one in enumerate(processes)}
-        while failed_first := wait(list(others), timeout=max(0.0, deadline - time.monotonic())):
-            ranks = [others.pop(sentinel) for sentinel in failed_first]  # pyright: ignore[reportArgumentType, reportCallIssue]
-            own = [one for one in ranks if not any((folder / f"{one}.{ending}").exists() for ending in ("json", "lost"))]
-            if own:
-                failed = own[0]
+        deadline, running = time.monotonic() + OTHERS_SECONDS, {child.sentinel: rank for rank, child in enumerate(processes)}
+        while failed_first := wait(list(running), timeout=max(0.0, deadline - time.monotonic())):
+            ranks = [running.pop(sentinel) for sentinel in failed_first]  # pyright: ignore[reportArgumentType, reportCallIssue]
+            causes = [rank for rank in ranks if not any((folder / f"{rank}.{ending}").exists() for ending in ("json", "lost"))]
+            if causes:
+                failed = causes[0]
                 processes[failed].join()
                 break
-    told = next((one for one in (folder / f"{failed}.error", folder / f"{failed}.lost") if one.exists()), None)
+    file = next((path for path in (folder / f"{failed}.error", folder / f"{failed}.lost") if path.exists()), None)
     crash = folder / f"{failed}.crash"
-    reason = told.read_text() if told else _ending(processes[failed].exitcode) + (crash.read_text() if crash.exists() else "")
+    reason = file.read_text() if file else _ending(processes[failed].exitcode) + (crash.read_text() if crash.exists() else "")
     return f"rank {failed}: {reason}"
 
 

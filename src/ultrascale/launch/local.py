@@ -27,12 +27,12 @@ from typing import Any
 from ultrascale.config.rules.early import expect_processes
 from ultrascale.config.rules.time_limits import GRACE_SECONDS, TORCHRUN_GRACE
 from ultrascale.description.units import count_of
-from ultrascale.heartbeat import Beat, read
+from ultrascale.heartbeat import Heartbeat, read
 from ultrascale.launch.events import stamp
 from ultrascale.launch.orphans import launcher_here
 from ultrascale.launch.restarts import Budget
-from ultrascale.launch.scratch import folder_with_room, launcher_scratch
-from ultrascale.launch.stopping import Wishes, stop_signals_kept, stop_signals_raise
+from ultrascale.launch.scratch import folder_with_space, launcher_scratch
+from ultrascale.launch.stopping import StopRequests, stop_signals_kept, stop_signals_raise
 from ultrascale.launch.warm import (
     LOST_EXIT_CODE,
     LostForkServer,
@@ -102,8 +102,8 @@ def launch_local(
     """
     expect_processes(num_processes)
     attempt = Attempt(run_toml, num_processes, worker_arguments, worker, grace, keep)
-    with stop_signals_kept() as wishes:
-        return _again_and_again(attempt, Budget(max_restarts), wishes, say, progress, record)
+    with stop_signals_kept() as stop_requests:
+        return _run_with_restarts(attempt, Budget(max_restarts), stop_requests, say, progress, record)
 
 
 @dataclass(frozen=True)
@@ -118,36 +118,40 @@ class Attempt:
     keep: Path | None
 
 
-def _again_and_again(
-    attempt: Attempt, budget: Budget, wishes: Wishes,
+def _run_with_restarts(
+    attempt: Attempt, budget: Budget, stop_requests: StopRequests,
     say: Callable[[str], None], progress: Callable[[], str], record: Callable[[dict[str, Any]], None],
 ) -> Ending:  # fmt: skip
-    before = Ending("")
+    previous = Ending("")
     while True:
-        ending = _between(wishes.first, before) if wishes.first is not None else _tried(attempt, wishes)
-        ending = replace(ending, after_failures=before.reason != "")
-        wishes.are_kept = True
+        ending = (
+            _stopped_between_attempts(stop_requests.first, previous)
+            if stop_requests.first is not None
+            else _run_attempt(attempt, stop_requests)
+        )
+        ending = replace(ending, after_failures=previous.reason != "")
+        stop_requests.are_kept = True
         if not ending.reason or ending.saved:
             return ending
         is_final = ending.stopped or ending.explained
         refusal = "" if is_final else budget.refusal(ending.step, progress())
-        told = {"rank": ending.rank, "node": platform.node(), "step": ending.step, "cause": ending.reason}
+        facts = {"rank": ending.rank, "node": platform.node(), "step": ending.step, "cause": ending.reason}
         if not ending.refused:
-            record({**stamp(), "event": "failure", **told, "again": not (is_final or refusal)})
+            record({**stamp(), "event": "failure", **facts, "again": not (is_final or refusal)})
         if is_final:
             return ending
         if refusal:
             return replace(ending, reason=f"{ending.reason}. {refusal}")
         say(f"{ending.reason}; starting again from the newest checkpoint ({count_of(budget.left + 1, 'restart')} left)")
-        before = ending
+        previous = ending
 
 
-def _tried(attempt: Attempt, wishes: Wishes) -> Ending:
+def _run_attempt(attempt: Attempt, stop_requests: StopRequests) -> Ending:
     import torch.distributed.launcher.api  # noqa: F401  (takes seconds, in which Ctrl-C leaves at once: no folder yet)
 
-    folder = folder_with_room("attempt-", attempt.num_processes, attempt.keep, first=launcher_scratch())
+    folder = folder_with_space("attempt-", attempt.num_processes, attempt.keep, first=launcher_scratch())
     try:
-        ending = _launch_once(attempt, folder, wishes)
+        ending = _launch_once(attempt, folder, stop_requests)
         if attempt.keep is not None and (folder / HANG_FILE).exists():
             keep_hang(folder, attempt.keep)
     finally:
@@ -155,7 +159,7 @@ def _tried(attempt: Attempt, wishes: Wishes) -> Ending:
     return ending
 
 
-def _between(number: signal.Signals, before: Ending) -> Ending:
+def _stopped_between_attempts(number: signal.Signals, before: Ending) -> Ending:
     """Stopped while no rank was there to save: they had just failed."""
     reason = f"stopped by {number.name} before the ranks were started again"
     return Ending(reason, _exit_code(number), stopped=True, step=before.step)
@@ -165,7 +169,7 @@ def _exit_code(number: int) -> int:
     return INTERRUPTED if number == signal.SIGINT else 1
 
 
-def _launch_once(attempt: Attempt, folder: Path, wishes: Wishes) -> Ending:
+def _launch_once(attempt: Attempt, folder: Path, stop_requests: StopRequests) -> Ending:
     """`folder` is empty and for this attempt alone."""
     import torch
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -202,13 +206,13 @@ def _launch_once(attempt: Attempt, folder: Path, wishes: Wishes) -> Ending:
         stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        with stop_signals_raise(wishes), launcher_here(folder), fork_server_watched():
+        with stop_signals_raise(stop_requests), launcher_here(folder), fork_server_watched():
             elastic_launch(config, start)(*words)
     except LostForkServer as error:
         return Ending(str(error), step=_steps_done(read(folder)))
     except ChildFailedError as error:
-        if wishes.passed_on is not None:  # it has come to the ranks, but not through torch's agent to here
-            return _stopped(wishes.passed_on, failure, saved)
+        if stop_requests.passed_on is not None:  # it has come to the ranks, but not through torch's agent to here
+            return _stopped(stop_requests.passed_on, failure, saved)
         return _failed(error, failure, folder)
     except SignalException as error:
         return _stopped(signal.Signals(error.sigval), failure, saved)
@@ -223,9 +227,9 @@ def _stopped(number: signal.Signals, failure: Path, saved: Path) -> Ending:
     reason = f"stopped by {number.name}"
     step = _steps_done(read(failure.parent))
     if failure.exists():
-        told = json.loads(failure.read_text())
-        told_reason = f"{reason}; rank {told['rank']} failed"
-        return Ending(told_reason, told["exit_code"], stopped=True, explained=True, rank=told["rank"], step=step)
+        details = json.loads(failure.read_text())
+        with_rank = f"{reason}; rank {details['rank']} failed"
+        return Ending(with_rank, details["exit_code"], stopped=True, explained=True, rank=details["rank"], step=step)
     if saved.exists():
         return Ending(reason, stopped=True, saved=True)
     hang = failure.parent / HANG_FILE
@@ -233,7 +237,7 @@ def _stopped(number: signal.Signals, failure: Path, saved: Path) -> Ending:
     return Ending(f"{reason}, and the ranks ended without saving{why}", _exit_code(number), stopped=True, step=step)
 
 
-def _steps_done(beats: Iterable[Beat]) -> int | None:
+def _steps_done(beats: Iterable[Heartbeat]) -> int | None:
     """Steps done by the rank that is furthest; None if none has begun a step."""
     return max((beat.steps_done for beat in beats if beat.started_at >= 0), default=None)
 
@@ -244,24 +248,24 @@ def _failed(error: object, failure: Path, folder: Path) -> Ending:
     beats = {beat.rank: beat for beat in read(folder)}
     step = _steps_done(beats.values())
     if failure.exists():
-        told = json.loads(failure.read_text())
-        text = told["message"].partition("\n")[0]
-        reason = f"rank {told['rank']} failed: {text}"
-        return Ending(reason, told["exit_code"], explained=True, rank=told["rank"], step=step)
+        details = json.loads(failure.read_text())
+        text = details["message"].partition("\n")[0]
+        reason = f"rank {details['rank']} failed: {text}"
+        return Ending(reason, details["exit_code"], explained=True, rank=details["rank"], step=step)
     if (folder / HANG_FILE).exists():
         hang = json.loads((folder / HANG_FILE).read_text())
         return Ending(f"hang: {hang['reason']}", rank=min(hang["culprits"], default=None), step=step)
-    if any(one.exitcode == LOST_EXIT_CODE for one in getattr(error, "failures").values()) and (how := fork_server_ending()):  # noqa: B009
+    if any(child.exitcode == LOST_EXIT_CODE for child in getattr(error, "failures").values()) and (how := fork_server_ending()):  # noqa: B009
         return Ending(how, step=step)
     causes = [json.loads(path.read_text()) for path in folder.glob("*.cause")]
     ranks = sorted(getattr(error, "failures").items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))  # noqa: B009
     rank, first = ranks[0]
-    own = next((cause for cause in causes if not cause["lost_contact"]), None)
-    if own is not None:
-        return Ending(f"rank {own['rank']} failed: {own['text']}", rank=own["rank"], step=step)
-    odd = disagreement([*beats.values()])
-    if odd is not None and first.exitcode in (1, -signal.SIGABRT):  # gloo raises or aborts where messages do not fit
-        return Ending(f"the ranks do not agree: {odd[1]}", rank=min(odd[0]), step=step)
+    root_cause = next((cause for cause in causes if not cause["lost_contact"]), None)
+    if root_cause is not None:
+        return Ending(f"rank {root_cause['rank']} failed: {root_cause['text']}", rank=root_cause["rank"], step=step)
+    dissent = disagreement([*beats.values()])
+    if dissent is not None and first.exitcode in (1, -signal.SIGABRT):  # gloo raises or aborts where messages do not fit
+        return Ending(f"the ranks do not agree: {dissent[1]}", rank=min(dissent[0]), step=step)
     if first.exitcode < 0:
         missed = sorted(cause["text"].partition(": ")[2] for cause in causes if cause["rank"] != rank)
         reason = f"rank {rank} was ended by {first.signal_name()}{meanwhile([*beats.values()], rank, missed)}"

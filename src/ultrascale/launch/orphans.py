@@ -85,7 +85,7 @@ def _watch(wait: Callable[[], None], *, starter: int | None = None, in_order: bo
     def watch() -> None:
         wait()
         if starter is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-            console.put(f"ultrascale: process {starter}, which started this rank, has ended: stopping", "stderr")
+            console.print_line(f"ultrascale: process {starter}, which started this rank, has ended: stopping", "stderr")
         elif starter is not None and in_order:
             time.sleep(2 * LOOK_SECONDS)  # the rank that says why sees it too, and takes the others along
         if in_order:
@@ -117,10 +117,10 @@ def _wait_for_process(pid: int) -> None:
 
 def _starter() -> int:
     """The process that started this rank; at most 1 where it is not to be seen, or gone."""
-    own = {f"{name}={os.environ[name]}".encode() for name in ("RANK", TORCHRUN) if name in os.environ}
+    variables = {f"{name}={os.environ[name]}".encode() for name in ("RANK", TORCHRUN) if name in os.environ}
     pid = os.getppid()
     with suppress(OSError, IndexError):  # another user's, or no /proc: it is the one that was looked at
-        while pid > 1 and own <= {*Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}:
+        while pid > 1 and variables <= {*Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}:
             pid = int(_stat(pid)[1])
     return pid
 
@@ -128,6 +128,6 @@ def _starter() -> int:
 def _stat(pid: int) -> list[str]:
     """Fields of a process in /proc: its state, its parent, and so on; empty if it has ended, or without /proc."""
     with suppress(OSError):
-        found = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return found if found[0] not in ("Z", "X") else []
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return fields if fields[0] not in ("Z", "X") else []
     return []

@@ -75,7 +75,7 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class Account:
+class RestartAccount:
     """The cost of restarts so far."""
 
     restarts: tuple[Restart, ...] = ()
@@ -97,7 +97,7 @@ class Account:
 
     @property
     def steps_lost(self) -> int:
-        return sum(one.steps_lost for one in self.restarts)
+        return sum(restart.steps_lost for restart in self.restarts)
 
 
 @dataclass
@@ -126,27 +126,27 @@ class _Stretch:
         return (seconds, steps) if seconds is not None and steps > 0 else (0.0, 0)
 
 
-def read_account(events: Path) -> Account:
+def read_account(events: Path) -> RestartAccount:
     """The account of a run from its `events.jsonl`."""
-    return account_of(read_rows(events)) if events.is_file() else Account()
+    return account_of(read_rows(events)) if events.is_file() else RestartAccount()
 
 
-def account_of(rows: Iterable[object]) -> Account:
+def account_of(rows: Iterable[object]) -> RestartAccount:
     """The account of a run from rows of its events in order. Those that cannot be read are passed over, and counted."""
     rows = list(rows)
     unreadable = sum(not is_event(row) for row in rows)
     stretches = _stretches(event for row in rows if (event := event_of(row)) is not None)
     if not stretches:
-        return Account(unreadable=unreadable)
-    seconds, steps = (sum(part) for part in zip(*(one.pace for one in stretches), strict=True))
-    first = next((one.start.step for one in stretches if one.start.step is not None), 0)
+        return RestartAccount(unreadable=unreadable)
+    seconds, steps = (sum(part) for part in zip(*(stretch.pace for stretch in stretches), strict=True))
+    first = next((stretch.start.step for stretch in stretches if stretch.start.step is not None), 0)
     useful = max(0, (stretches[-1].last.step or 0) - first)
     pairs = list(pairwise(stretches))
-    spans = [seconds_between(one.start, one.last) for one in stretches]
-    spans += [seconds_between(one.last, after.start) for one, after in pairs if one.failed and one.last.again]
+    spans = [seconds_between(stretch.start, stretch.last) for stretch in stretches]
+    spans += [seconds_between(stretch.last, after.start) for stretch, after in pairs if stretch.failed and stretch.last.again]
     known = [span for span in spans if span is not None]
-    restarts = tuple(_restart(one, after) for one, after in pairs if one.end is None or one.failed)
-    return Account(restarts, useful * seconds / steps if steps else 0.0, sum(known), len(spans) - len(known), unreadable)
+    restarts = tuple(_restart(stretch, after) for stretch, after in pairs if stretch.end is None or stretch.failed)
+    return RestartAccount(restarts, useful * seconds / steps if steps else 0.0, sum(known), len(spans) - len(known), unreadable)
 
 
 def _stretches(events: Iterable[Event]) -> list[_Stretch]:
@@ -166,12 +166,12 @@ def _stretches(events: Iterable[Event]) -> list[_Stretch]:
     return stretches
 
 
-def summary(account: Account) -> list[str]:
+def summary(account: RestartAccount) -> list[str]:
     """Every restart in a line, and what all of them cost; empty if there is nothing to tell."""
-    lines = [f"restart {number}: {_told(one)}" for number, one in enumerate(account.restarts, 1)]
+    lines = [f"restart {number}: {_describe(restart)}" for number, restart in enumerate(account.restarts, 1)]
     if lines:
         total = (
-            f"{count_of(len(lines), 'restart')}, {count_of(account.steps_lost, 'step')} lost, goodput {told_goodput(account)}"
+            f"{count_of(len(lines), 'restart')}, {count_of(account.steps_lost, 'step')} lost, goodput {goodput_text(account)}"
         )
         lines.append(total)
     if account.unreadable:
@@ -179,7 +179,7 @@ def summary(account: Account) -> list[str]:
     return lines
 
 
-def _told(restart: Restart) -> str:
+def _describe(restart: Restart) -> str:
     rank = "unknown" if restart.rank is None else str(restart.rank)
     fields = [f"rank {rank}", f"node {restart.node or 'unknown'}", f"step {restart.failed_step}"]
     fields.append(f"{count_of(restart.steps_lost, 'step')} lost")
@@ -188,7 +188,7 @@ def _told(restart: Restart) -> str:
     return f"{', '.join(fields)}; cause: {restart.cause}"
 
 
-def told_goodput(account: Account) -> str:
+def goodput_text(account: RestartAccount) -> str:
     """Goodput in words, with the time it covers."""
     if account.goodput is not None:
         return f"{account.goodput:.1%} of {account.wall_seconds:.0f} s"

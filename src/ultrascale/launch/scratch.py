@@ -46,7 +46,7 @@ def scratch_places(*others: Path | None) -> Iterator[Path]:
     yield from (place for place in (MEMORY, *others) if place is not None and place.is_dir())
 
 
-def folder_with_room(prefix: str, ranks: int, *others: Path | None, first: Path | None = None) -> Path:
+def folder_with_space(prefix: str, ranks: int, *others: Path | None, first: Path | None = None) -> Path:
     """A new temporary folder that has room for the signs of life of so many ranks: in `first`, if given, else in one of
     `scratch_places`. Says where it is, if not in the usual place.
 
@@ -58,7 +58,7 @@ def folder_with_room(prefix: str, ranks: int, *others: Path | None, first: Path 
         folder = None
         try:
             folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
-            _expect_room(folder / "room", 2 * ranks * FILE_BYTES + SPARE_BYTES)
+            _expect_space(folder / "room", 2 * ranks * FILE_BYTES + SPARE_BYTES)
         except OSError as error:
             failure = error if number == 0 else failure
             if folder is not None:
@@ -66,12 +66,12 @@ def folder_with_room(prefix: str, ranks: int, *others: Path | None, first: Path 
             continue
         if number > 0:
             usual = places[0] if first is None else first.parent
-            console.put(f"note: {usual} cannot be written ({failure.strerror}): the ranks meet in {place}", "stderr")
+            console.print_line(f"note: {usual} cannot be written ({failure.strerror}): the ranks meet in {place}", "stderr")
         return folder
     raise failure
 
 
-def _expect_room(file: Path, size: int) -> None:
+def _expect_space(file: Path, size: int) -> None:
     try:
         with open(file, "wb") as probe:
             probe.write(bytes(size))
@@ -130,12 +130,12 @@ def sweep() -> None:
 
 
 def _sweep(entry: os.DirEntry[str]) -> None:
-    found = entry.stat(follow_symlinks=False)
+    status = entry.stat(follow_symlinks=False)
     folder = Path(entry.path)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         return
     if not (folder / OWNER).is_file():
-        if entry.name.startswith(SIGNS_PREFIX) and _is_left(folder, found.st_mtime):
+        if entry.name.startswith(SIGNS_PREFIX) and _is_left(folder, status.st_mtime):
             shutil.rmtree(folder)
         return
     with ExitStack() as holding:

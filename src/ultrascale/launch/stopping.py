@@ -19,7 +19,7 @@ from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """SIGHUP: the terminal is gone. SIGUSR1: what Slurm is mostly asked to send some time before the end of a job."""
-SAME_WISH_SECONDS = 10.0
+SAME_REQUEST_SECONDS = 10.0
 """Counted from handler to handler: where a machine is busy, or a rank writes to its disk, one runs seconds after its signal."""
 STARTING, PUT_OFF_SECONDS = "_start_workers", 0.1
 """Name of the function in which torch's agents start ranks, and the delay after which a signal that comes meanwhile is sent
@@ -63,7 +63,7 @@ def _is_starting_ranks(frame: FrameType | None) -> bool:
 
 
 @dataclass
-class Wishes:
+class StopRequests:
     """Requests to stop that came while there were no ranks to ask."""
 
     first: signal.Signals | None = None
@@ -78,38 +78,38 @@ class Wishes:
     @property
     def heard_just_now(self) -> bool:
         """True if another signal counts as the same request."""
-        return self.heard_at is not None and time.monotonic() - self.heard_at <= SAME_WISH_SECONDS
+        return self.heard_at is not None and time.monotonic() - self.heard_at <= SAME_REQUEST_SECONDS
 
 
 @contextmanager
-def stop_signals_kept() -> Iterator[Wishes]:
+def stop_signals_kept() -> Iterator[StopRequests]:
     """While inside, and not inside `stop_signals_raise`, a stop signal is kept for who asks. Only in a main thread.
 
     Afterwards the wish that ended it all may still come again, while the process tells how it went: that is passed over.
     """
-    wishes = Wishes()
+    stop_requests = StopRequests()
     if threading.current_thread() is not threading.main_thread():
-        yield wishes
+        yield stop_requests
         return
 
     is_over = False
 
     def handler(number: int, frame: FrameType | None) -> None:
-        if not wishes.heard_just_now and (is_over or not wishes.are_kept):
+        if not stop_requests.heard_just_now and (is_over or not stop_requests.are_kept):
             signal.signal(number, before[number])
             signal.raise_signal(number)
-        elif wishes.first is None and not is_over:
-            wishes.first, wishes.heard_at = signal.Signals(number), time.monotonic()
+        elif stop_requests.first is None and not is_over:
+            stop_requests.first, stop_requests.heard_at = signal.Signals(number), time.monotonic()
 
-    with handled_by(handler, and_after=lambda: wishes.heard_just_now) as before:
+    with handled_by(handler, and_after=lambda: stop_requests.heard_just_now) as before:
         try:
-            yield wishes
+            yield stop_requests
         finally:
             is_over = True
 
 
 @contextmanager
-def stop_signals_raise(wishes: Wishes) -> Iterator[None]:
+def stop_signals_raise(stop_requests: StopRequests) -> Iterator[None]:
     """While inside, a stop signal raises torch's SignalException, which its agent passes on to the ranks; once in some seconds.
     At once, if one has been kept before. While ranks are being started a signal is put off, for tenths of a second: the agent
     would not know of those that it has.
@@ -125,12 +125,12 @@ def stop_signals_raise(wishes: Wishes) -> Iterator[None]:
     def handler(number: int, frame: FrameType | None) -> None:
         if _is_starting_ranks(frame):
             threading.Timer(PUT_OFF_SECONDS, os.kill, (os.getpid(), number)).start()
-        elif not wishes.heard_just_now:
-            wishes.heard_at, wishes.passed_on = time.monotonic(), signal.Signals(number)
+        elif not stop_requests.heard_just_now:
+            stop_requests.heard_at, stop_requests.passed_on = time.monotonic(), signal.Signals(number)
             name = signal.Signals(number)
             raise SignalException(name.name, sigval=name)
 
     with handled_by(handler):
-        if wishes.first is not None:
-            raise SignalException(wishes.first.name, sigval=wishes.first)
+        if stop_requests.first is not None:
+            raise SignalException(stop_requests.first.name, sigval=stop_requests.first)
         yield

@@ -75,13 +75,13 @@ def fork_server_ending() -> str:
     if (pid := _fork_server()) == 0 or not hasattr(os, "waitid"):
         return ""
     until = time.monotonic() + LOST_SECONDS
-    while (found := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:  # it is reaped at the next start
+    while (ended := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:  # it is reaped at the next start
         if time.monotonic() > until:
             return ""
         time.sleep(0.02)
-    killed = found.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-    how = f"was ended by {signal.Signals(found.si_status).name}" if killed else f"ended with exit code {found.si_status}"
-    hint = ", as the kernel does where memory runs out" if killed and found.si_status == signal.SIGKILL else ""
+    killed = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+    how = f"was ended by {signal.Signals(ended.si_status).name}" if killed else f"ended with exit code {ended.si_status}"
+    hint = ", as the kernel does where memory runs out" if killed and ended.si_status == signal.SIGKILL else ""
     return f"the fork server, which the ranks come from, {how}{hint}"
 
 

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ultrascale import console
-from ultrascale.heartbeat import PASSED_OVER, Beat, read
+from ultrascale.heartbeat import SKIPPED_FILES, Heartbeat, read
 
 LOOK_SECONDS = 0.25
 DUMP_SECONDS = 1.5
@@ -37,7 +37,7 @@ MOST_WOKEN_SECONDS = 60.0
 """Most seconds for a stopped rank to write its stack while the others stand still, where the machine or its disk is very
 busy."""
 STACK_SIGNAL = signal.SIGUSR2
-MOST_TOLD, MOST_WAITING = 8, 2
+MOST_ARRIVALS, MOST_WAITING = 8, 2
 HANG_FILE, DUMP_MARK, RECORDED = "hang.json", "dump", "recorded"
 _MASKS = ("SigPnd", "ShdPnd", "SigBlk")
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
@@ -83,11 +83,11 @@ def _declare(folder: Path) -> Hang:
         with suppress(ProcessLookupError):
             os.kill(beat.pid, STACK_SIGNAL)
     _wait_for_dumps(folder, [beat for beat in beats if beat.rank not in stopped], before)
-    with _standing_still([beat for beat in beats if beat.rank not in stopped and stopped]):
+    with _stopped_processes([beat for beat in beats if beat.rank not in stopped and stopped]):
         for beat in beats:
             if beat.rank in stopped:
                 _wake_for_its_stack(folder, beat, before[beat.pid])
-    hang = judge(beats, stopped, {beat.rank: line_of(_stack(folder, beat.rank)) for beat in beats})
+    hang = judge(beats, stopped, {beat.rank: innermost_line(_stack(folder, beat.rank)) for beat in beats})
     partial = folder / f"{HANG_FILE}.tmp"
     with suppress(OSError):
         partial.write_text(json.dumps(asdict(hang)))
@@ -99,7 +99,7 @@ def _declare(folder: Path) -> Hang:
     return hang
 
 
-def _wait_for_dumps(folder: Path, beats: list[Beat], before: dict[int, set[str]]) -> None:
+def _wait_for_dumps(folder: Path, beats: list[Heartbeat], before: dict[int, set[str]]) -> None:
     """Waits until every rank has written its stack and its flight recorder, or has had time enough for it."""
     began = time.monotonic()
     while (waited := time.monotonic() - began) < MOST_DUMP_SECONDS:
@@ -110,7 +110,7 @@ def _wait_for_dumps(folder: Path, beats: list[Beat], before: dict[int, set[str]]
         time.sleep(0.01)
 
 
-def _wake_for_its_stack(folder: Path, beat: Beat, before: set[str]) -> None:
+def _wake_for_its_stack(folder: Path, beat: Heartbeat, before: set[str]) -> None:
     """A stopped process takes no signal but to go on, and then the one that is waiting first: its stack. It is stopped again as
     soon as that is written, and woken again if it stops before: whoever stopped it may still be at it, and the thread that
     writes need not be the one that trains. (What a debugger holds does not wake.)"""
@@ -125,7 +125,7 @@ def _wake_for_its_stack(folder: Path, beat: Beat, before: set[str]) -> None:
 
 
 @contextmanager
-def _standing_still(beats: list[Beat]) -> Iterator[None]:
+def _stopped_processes(beats: list[Heartbeat]) -> Iterator[None]:
     """While inside, these ranks are stopped: a culprit that is woken must not get on with them."""
     try:
         for beat in beats:
@@ -138,7 +138,7 @@ def _standing_still(beats: list[Beat]) -> Iterator[None]:
                 os.kill(beat.pid, signal.SIGCONT)
 
 
-def _has_written(folder: Path, beat: Beat, before: set[str]) -> bool:
+def _has_written(folder: Path, beat: Heartbeat, before: set[str]) -> bool:
     """True if a rank's stack is there and complete: faulthandler writes it line by line, in the handler of the signal."""
     return bool(_stack(folder, beat.rank)) and not _writing_stacks(beat.pid) - before
 
@@ -146,39 +146,39 @@ def _has_written(folder: Path, beat: Beat, before: set[str]) -> bool:
 def _writing_stacks(pid: int) -> set[str]:
     """Threads of a process that have the signal for a stack before them or block it, as they do while they handle it. Empty
     where there is no /proc to tell."""
-    found = set()
+    threads = set()
     for path in Path(f"/proc/{pid}/task").glob("*/status"):
         with suppress(OSError):
             masks = [line.partition(":") for line in path.read_text(errors="replace").splitlines()]
             if any(int(mask, 16) >> STACK_SIGNAL - 1 & 1 for name, _, mask in masks if name in _MASKS):
-                found.add(path.parent.name)
-    return found
+                threads.add(path.parent.name)
+    return threads
 
 
-def judge(beats: list[Beat], stopped: list[int], lines: dict[int, str]) -> Hang:
+def judge(beats: list[Heartbeat], stopped: list[int], lines: dict[int, str]) -> Hang:
     """The ranks to blame for a hang. `stopped`: ranks whose processes are stopped; `lines`: the source line of each rank."""
-    told = {beat.rank: _doing(beat, lines.get(beat.rank, "")) for beat in beats}
+    doing = {beat.rank: _doing(beat, lines.get(beat.rank, "")) for beat in beats}
     steps = min((beat.steps_done for beat in beats), default=0)
-    at = f"no sign of life in step {steps}"
+    prefix = f"no sign of life in step {steps}"
     busy = [beat.rank for beat in beats if not beat.waiting]
     if stopped:
-        told_of = "; ".join(f"rank {rank} {told[rank]}" for rank in [*stopped, *_first_waiting(beats, stopped)])
+        details = "; ".join(f"rank {rank} {doing[rank]}" for rank in [*stopped, *_first_waiting(beats, stopped)])
         why = f"{_names(stopped)} stopped by a signal (SIGSTOP, or a debugger)"
-        return Hang(tuple(stopped), f"{at}: {why}: {told_of}", told, steps)
+        return Hang(tuple(stopped), f"{prefix}: {why}: {details}", doing, steps)
     if busy and len(busy) < len(beats):
-        where = "; ".join(f"rank {rank}: {told[rank]}" for rank in busy)
-        others = next(f"rank {beat.rank} {told[beat.rank]}" for beat in beats if beat.waiting)
-        return Hang(tuple(busy), f"{at}: {where}, and did not come to where {others}", told, steps)
-    if (found := disagreement(beats)) is not None:
-        odd, text = found
-        return Hang(odd, f"{at}: {text}", told, steps)
+        where = "; ".join(f"rank {rank}: {doing[rank]}" for rank in busy)
+        others = next(f"rank {beat.rank} {doing[beat.rank]}" for beat in beats if beat.waiting)
+        return Hang(tuple(busy), f"{prefix}: {where}, and did not come to where {others}", doing, steps)
+    if (differing := disagreement(beats)) is not None:
+        odd, text = differing
+        return Hang(odd, f"{prefix}: {text}", doing, steps)
     if behind := _behind(beats):
-        where = "; ".join(f"rank {rank}: {told[rank]}" for rank in behind)
-        others = next(f"rank {beat.rank} {told[beat.rank]}" for beat in beats if beat.rank not in behind)
-        return Hang(tuple(behind), f"{at}: {where}, and did not come to where {others}", told, steps)
+        where = "; ".join(f"rank {rank}: {doing[rank]}" for rank in behind)
+        others = next(f"rank {beat.rank} {doing[beat.rank]}" for beat in beats if beat.rank not in behind)
+        return Hang(tuple(behind), f"{prefix}: {where}, and did not come to where {others}", doing, steps)
     everybody = tuple(beat.rank for beat in beats)
-    where = "; ".join(f"rank {rank} {text}" for rank, text in told.items())
-    return Hang(everybody, f"{at}: {where}{_elsewhere(beats)}", told, steps)
+    where = "; ".join(f"rank {rank} {text}" for rank, text in doing.items())
+    return Hang(everybody, f"{prefix}: {where}{_elsewhere(beats)}", doing, steps)
 
 
 def keep_hang(folder: Path, keep: Path) -> None:
@@ -191,12 +191,12 @@ def keep_hang(folder: Path, keep: Path) -> None:
                 shutil.copy(file, target)
 
 
-def _first_waiting(beats: list[Beat], stopped: list[int]) -> list[int]:
+def _first_waiting(beats: list[Heartbeat], stopped: list[int]) -> list[int]:
     """One of those that the stopped ranks keep waiting."""
     return [beat.rank for beat in beats if beat.waiting and beat.rank not in stopped][:1]
 
 
-def meanwhile(beats: list[Beat], rank: int, missed: list[str]) -> str:
+def meanwhile(beats: list[Heartbeat], rank: int, missed: list[str]) -> str:
     """Continuation of the news that `rank` died: where it was, and who waited for what. `missed`: what ranks reported of that
     before they were ended; of those that could not report it, their signs of life do."""
     where = [f" (its last sign of life: {beat.doing})" for beat in beats if beat.rank == rank]
@@ -204,7 +204,7 @@ def meanwhile(beats: list[Beat], rank: int, missed: list[str]) -> str:
     return "".join(where) + "".join(f"; {text}" for text in [*missed, *waited][:MOST_WAITING])
 
 
-def _elsewhere(beats: list[Beat]) -> str:
+def _elsewhere(beats: list[Heartbeat]) -> str:
     """Whom ranks of this node wait for that this watchdog does not see."""
     groups = {beat.collectives[-1].group for beat in beats if beat.waiting and beat.collectives}
     beyond = sorted(group for group in groups if (size := _SIZE.search(group)) and int(size[1]) > len(beats))
@@ -213,7 +213,7 @@ def _elsewhere(beats: list[Beat]) -> str:
     return f". Others of {', '.join(beyond)} are on other nodes: look at the network between, and at what is told there"
 
 
-def disagreement(beats: list[Beat]) -> tuple[tuple[int, ...], str] | None:
+def disagreement(beats: list[Heartbeat]) -> tuple[tuple[int, ...], str] | None:
     """The first collective of a group of ranks that not all of them came to in the same order, and the odd ones out: all of
     them if there is no majority."""
     came: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
@@ -224,21 +224,21 @@ def disagreement(beats: list[Beat]) -> tuple[tuple[int, ...], str] | None:
         if len(set(whats.values())) > 1:
             most, count = Counter(whats.values()).most_common(1)[0]
             odd = [rank for rank, what in whats.items() if what != most] if count * 2 > len(whats) else list(whats)
-            lines = {beat.rank: one.line for beat in beats for one in beat.collectives if one[:2] == (group, number)}
-            told = [f"rank {rank} came to {what}{_in_brackets(lines[rank])}" for rank, what in sorted(whats.items())]
-            words = ", ".join(told[:MOST_TOLD])
+            lines = {beat.rank: op.line for beat in beats for op in beat.collectives if op[:2] == (group, number)}
+            arrivals = [f"rank {rank} came to {what}{_in_brackets(lines[rank])}" for rank, what in sorted(whats.items())]
+            words = ", ".join(arrivals[:MOST_ARRIVALS])
             return tuple(sorted(odd)), f"collective {number} of {group} differs: {words}"
     return None
 
 
-def _behind(beats: list[Beat]) -> list[int]:
+def _behind(beats: list[Heartbeat]) -> list[int]:
     """Ranks that wait elsewhere while others wait in a collective that they have not come to; none if all are."""
     ahead: dict[str, int] = {}
     for beat in beats:
         if beat.collectives and beat.collectives[-1].what.startswith(beat.doing):
             group, number, _, _ = beat.collectives[-1]
             ahead[group] = max(number, ahead.get(group, -1))
-    came = {beat.rank: {one.group: one.number for one in beat.collectives} for beat in beats}
+    came = {beat.rank: {op.group: op.number for op in beat.collectives} for beat in beats}
     behind = [
         rank
         for rank, numbers in came.items()
@@ -247,7 +247,7 @@ def _behind(beats: list[Beat]) -> list[int]:
     return behind if len(behind) < len(beats) else []
 
 
-def line_of(stack: str) -> str:
+def innermost_line(stack: str) -> str:
     """The innermost line of ours in a faulthandler stack of all threads, of the thread that trains: the one that is deepest in
     our code. Empty if there is none."""
     best: list[str] = []
@@ -255,10 +255,10 @@ def line_of(stack: str) -> str:
         if "_bootstrap_inner" in thread:
             continue
         frames = [(match["file"].rpartition("/ultrascale/"), match) for match in _FRAME.finditer(thread)]
-        inside = [(file, match) for (_, found, file), match in frames if found and not file.startswith(("tests/", "src/"))]
-        inside = [(file, match) for file, match in inside if file not in PASSED_OVER] or inside
-        own = [f"{file}:{match['line']} in {match['function']}" for file, match in inside]
-        best = max(best, own, key=len)
+        inside = [(file, match) for (_, package, file), match in frames if package and not file.startswith(("tests/", "src/"))]
+        inside = [(file, match) for file, match in inside if file not in SKIPPED_FILES] or inside
+        lines = [f"{file}:{match['line']} in {match['function']}" for file, match in inside]
+        best = max(best, lines, key=len)
     return best[0] if best else ""
 
 
@@ -267,7 +267,7 @@ def _stack(folder: Path, rank: int) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def _doing(beat: Beat, line: str) -> str:
+def _doing(beat: Heartbeat, line: str) -> str:
     if not line and beat.waiting and beat.collectives and beat.collectives[-1].what.startswith(beat.doing):
         line = beat.collectives[-1].line
     return f"{'waited in ' if beat.waiting else 'was at '}{beat.doing}{_in_brackets(line)}"
@@ -301,12 +301,12 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--parent", type=int, required=True)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # a terminal's or batch system's wish is for the run, which we outlast
-    found = watch(asked.folder, lambda: os.getppid() == asked.parent)
-    if found is not None:
-        console.put(f"ultrascale: hang: {found.reason}", "stderr")
+    hang = watch(arguments.folder, lambda: os.getppid() == arguments.parent)
+    if hang is not None:
+        console.print_line(f"ultrascale: hang: {hang.reason}", "stderr")
     return 0
 
 

@@ -32,42 +32,42 @@ Row = list[tuple[str, int, int, float, float]]
 """Row of one rank: kind, micro-batch, stage, start and end of each pass."""
 
 
-class Both(NamedTuple):
+class PlannedAndExecuted(NamedTuple):
     """One step. Seconds from its start."""
 
     planned: Timeline
     executed: Timeline
 
 
-def execute_schedule(name: str, program: Program, runtime: PipelineRuntime = "ultrascale") -> Both:
+def execute_schedule(name: str, program: Program, runtime: PipelineRuntime = "ultrascale") -> PlannedAndExecuted:
     """Execute `program`, the schedule of this name, with as many processes as it has ranks, in the loop of `runtime`.
 
     Raises SpecError for a schedule that the trainer does not execute, and RankFailed if a process fails.
     """
     ranks = len(program.schedule)
     stages = program.num_stages // ranks
-    whole = Layout(
+    layout = Layout(
         pp=ranks, schedule=name, virtual_stages=stages, layers_per_stage=(1,) * program.num_stages, pipeline_runtime=runtime
     )
-    build_orders(whole, program.num_micro_batches)
+    build_orders(layout, program.num_micro_batches)
     load_compiler()
-    found = run_forked(ranks, _steps_of_rank, whole, program.num_micro_batches)
-    executed = min((_timeline(rows) for rows in zip(*found, strict=True)), key=lambda timeline: timeline.step_seconds)
-    return Both(play(program, mean_seconds(executed, program.num_stages)), executed)
+    by_rank = run_forked(ranks, _steps_of_rank, layout, program.num_micro_batches)
+    executed = min((_timeline(rows) for rows in zip(*by_rank, strict=True)), key=lambda timeline: timeline.step_seconds)
+    return PlannedAndExecuted(play(program, mean_seconds(executed, program.num_stages)), executed)
 
 
 def mean_seconds(timeline: Timeline, num_stages: int) -> StageSeconds:
     """Mean seconds of each stage's passes. A whole backward pass counts as input gradient where none is split."""
-    taken: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for row, starts, ends in zip(timeline.schedule, timeline.start, timeline.end, strict=True):
         for action, start, end in zip(row, starts, ends, strict=True):
-            taken[action.kind, action.stage].append(end - start)
+            durations[action.kind, action.stage].append(end - start)
 
     def mean(kind: Kind, stage: int) -> float:
-        return sum(taken[kind, stage]) / max(1, len(taken[kind, stage]))
+        return sum(durations[kind, stage]) / max(1, len(durations[kind, stage]))
 
     stages = range(num_stages)
-    halves = Kind.INPUT_GRADIENT if any(kind is Kind.INPUT_GRADIENT for kind, _ in taken) else Kind.BACKWARD
+    halves = Kind.INPUT_GRADIENT if any(kind is Kind.INPUT_GRADIENT for kind, _ in durations) else Kind.BACKWARD
     return StageSeconds(
         forward=[mean(Kind.FORWARD, stage) for stage in stages],
         input_gradient=[mean(halves, stage) for stage in stages],
@@ -107,11 +107,11 @@ def _pipeline(layout: Layout, ranks: Ranks) -> Pipeline:
 
 def _step(pipeline: Pipeline, num_micro_batches: int, ranks: Ranks) -> Row:
     """One step of random tokens, which all ranks begin together."""
-    tokens, at = torch.randint(WIDTH, (1, LENGTH)), torch.arange(LENGTH)
+    tokens, offsets = torch.randint(WIDTH, (1, LENGTH)), torch.arange(LENGTH)
 
-    def one(stage: int, micro_batch: int, given: torch.Tensor | None) -> torch.Tensor:
-        return pipeline.stages[stage](tokens if given is None else given, targets=tokens, positions=at)
+    def run_stage(stage: int, micro_batch: int, received: torch.Tensor | None) -> torch.Tensor:
+        return pipeline.stages[stage](tokens if received is None else received, targets=tokens, positions=offsets)
 
     ranks.barrier()
-    pipeline.train(num_micro_batches, one, shape=(1, LENGTH, WIDTH), dtype=torch.float32)
+    pipeline.train(num_micro_batches, run_stage, shape=(1, LENGTH, WIDTH), dtype=torch.float32)
     return [(done.action.kind.value, done.action.micro_batch, done.action.stage, *done[1:]) for done in pipeline.executed]

@@ -38,7 +38,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ultrascale.parallel.activations.host_memory import is_on_host
-from ultrascale.parallel.activations.offload import Travel
+from ultrascale.parallel.activations.offload import ActivationOffload
 from ultrascale.parallel.pipeline import pipeline_passes
 from ultrascale.parallel.precision.mixed_precision import computing_copies
 from ultrascale.parallel.share import Share
@@ -102,8 +102,8 @@ class LiveMemory(TorchDispatchMode):
         """Samples in order as JSON-able rows; of each stretch of equal length the highest, at most about `max_points`."""
         stride = -(-len(self.samples) // max_points) or 1
         stretches = (self.samples[start : start + stride] for start in range(0, len(self.samples), stride))
-        kept = (max(stretch, key=lambda sample: sample.total) for stretch in stretches)
-        return [{"step": s.step + 1, "phase": s.phase, "bytes": s.by_category} for s in kept]
+        peaks = (max(stretch, key=lambda sample: sample.total) for stretch in stretches)
+        return [{"step": s.step + 1, "phase": s.phase, "bytes": s.by_category} for s in peaks]
 
     def __enter__(self) -> LiveMemory:
         self._count_what_is_there()
@@ -235,7 +235,7 @@ class LiveMemory(TorchDispatchMode):
         self._patch(FSDPParamGroup, "wait_for_unshard", self._after_gather, region="gathered")
         self._patch(FSDPParamGroup, "post_backward", self._after_reduce, region="communication")
         self._patch(Share, "finish_gradients", region="communication")
-        self._patch(Travel, "_bring_up", region="activations")  # in the backward pass, from the host
+        self._patch(ActivationOffload, "_prefetch", region="activations")  # in the backward pass, from the host
         for name in ("make_gradients", "reduce_weight_gradients"):  # W, in which autograd has no part
             self._patch(pipeline_passes, name, region="gradients")
 

@@ -99,8 +99,8 @@ def read_memory(folder: Path) -> dict[str, Any]:
 def last_timed_start(folder: Path, rows: Sequence[Mapping[str, Any]]) -> int:
     """Steps done at the last start, by the folder's events, that has timed steps among `rows`; 0 if none is known."""
     events = folder / "events.jsonl"
-    found = map(event_of, read_rows(events) if events.is_file() else ())
-    starts = [event.step for event in found if event is not None and event.kind == "start" and event.step is not None]
+    events_read = map(event_of, read_rows(events) if events.is_file() else ())
+    starts = [event.step for event in events_read if event is not None and event.kind == "start" and event.step is not None]
     last = max((row["step"] for row in rows if row.get("perf/tokens_per_s") is not None), default=0)
     return next((step for step in reversed(starts) if step < last), 0)
 
@@ -145,7 +145,7 @@ def _draw_smoothed(axes: Any, rows: Sequence[Mapping[str, Any]], key: str, label
 def smoothed(values: Sequence[float], share: float = 0.02) -> list[float]:
     """The mean of each value and its neighbours, `share` of all on either side: of fewer than 50 one on each side."""
     reach = max(1, round(share * len(values)))
-    windows = (values[max(0, at - reach) : at + reach + 1] for at in range(len(values)))
+    windows = (values[max(0, index - reach) : index + reach + 1] for index in range(len(values)))
     return [sum(window) / len(window) for window in windows]
 
 
@@ -154,11 +154,11 @@ def _draw_marks(axes: Any, marks: Sequence[Mark], last: int) -> None:
     for mark in marks:
         if 0 < mark.step < last:
             axes.axvline(mark.step, color=INK, linewidth=0.9, linestyle=":")
-            told = axes.annotate(
+            annotation = axes.annotate(
                 fill(mark.text, MARK_LETTERS), (mark.step, 1.0), xycoords=("data", "axes fraction"), xytext=(3, -4),
                 textcoords="offset points", rotation=90, va="top", fontsize=7, color=INK,
             )  # fmt: skip
-            told.set_in_layout(False)  # else a long one takes the room of the axes
+            annotation.set_in_layout(False)  # else a long one takes the room of the axes
 
 
 def plot_tokens_per_second(

@@ -46,13 +46,13 @@ def _marks(rows: list[dict[str, Any]]) -> Iterator[Mark]:
             yield Mark(step, WHAT[kind])
 
 
-def _resumed(row: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+def _resumed(row: Mapping[str, Any], previous: Mapping[str, Any]) -> str:
     """`resumed as tp2 (was dp2)`: the parts of the layout that changed; in rows of earlier releases the ranks, if those did."""
-    layouts = [one["layout"] for one in (row, before) if isinstance(one.get("layout"), list)]
+    layouts = [event["layout"] for event in (row, previous) if isinstance(event.get("layout"), list)]
     if len(layouts) == 2:
-        now, was = ([str(part) for part in one if part not in other] for one, other in (layouts, layouts[::-1]))
+        now, was = ([str(part) for part in layout if part not in other] for layout, other in (layouts, layouts[::-1]))
         return f"resumed as {', '.join(now)} (was {', '.join(was)})" if now else "resumed"
-    ranks, were = row.get("world"), before.get("world")
+    ranks, were = row.get("world"), previous.get("world")
     if isinstance(ranks, int) and were is not None and ranks != were:
         return f"resumed on {count_of(ranks, 'rank')} (was {were})"
     return "resumed"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ultrascale.description.architecture.model import Model
 from ultrascale.kernels.attention.attention_core import attention
 from ultrascale.kernels.rotary import Angles, rotate, score_factor
-from ultrascale.models.feed_forward import fan_in, fan_out
+from ultrascale.models.feed_forward import column_linear, row_linear
 from ultrascale.models.norms import build_rms_norm
 
 LATENT_NORM_EPS = 1e-6
@@ -26,7 +26,7 @@ class KeyValues(Protocol):
         ...
 
 
-def whole(shares: Tensor) -> Tensor:
+def gather_sequence(shares: Tensor) -> Tensor:
     """All of it."""
     return shares
 
@@ -47,10 +47,10 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(model.num_attention_heads)) if model.attention_sinks else None
         self.o_proj = nn.Linear(q, d, bias=model.attention_output_bias)
         self.scale = (model.query_pre_attn_scalar or model.head_dim) ** -0.5 * score_factor(model.rope_scaling)
-        self.core, self.fan_out, self.fan_in = attention, fan_out, fan_in
+        self.core, self.column_linear, self.row_linear = attention, column_linear, row_linear
 
     def forward(self, hidden: Tensor, angles: Angles | None, mask: Any, earlier: KeyValues | None = None) -> Tensor:
-        query, key, value = self.fan_out(hidden, self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = self.column_linear(hidden, self.q_proj, self.k_proj, self.v_proj)
         if self.norms_whole:
             query, key = self._normed(query, key)
         query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, key, value))  # [B, S, H or K, E]
@@ -61,7 +61,7 @@ class Attention(nn.Module):
         if earlier is not None:
             key, value = earlier.extend(key, value)  # [B, T, K, E]
         gathered = self.core(query, key, value, mask, sinks=self.sinks, scale=self.scale)
-        return self.fan_in(gathered.flatten(2), self.o_proj)  # [B, S, D]
+        return self.row_linear(gathered.flatten(2), self.o_proj)  # [B, S, D]
 
     def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         if self.q_norm is None or self.k_norm is None:
@@ -78,7 +78,7 @@ class LatentAttention(nn.Module):
         hidden -- kv_a_proj_with_mqa --+-- norm, kv_b_proj --> keys [H, N], values [H, E']
                                        '-- whole, turned ----> keys [1, R]
 
-    Narrow projections and their norms run on `own_share` of a sequence; `whole` is what brings the shared key to every rank.
+    Narrow projections and their norms run on a `sequence_shard`; `gather_sequence` brings the shared key to every rank.
     """
 
     def __init__(self, model: Model):
@@ -98,33 +98,38 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = build_rms_norm(model, kv_rank, LATENT_NORM_EPS)
         self.kv_b_proj = nn.Linear(kv_rank, heads * (model.qk_nope_head_dim + model.v_head_dim), bias=False)
         self.o_proj = nn.Linear(heads * model.v_head_dim, d, bias=model.attention_output_bias)
-        self.core, self.fan_out, self.fan_in, self.whole = attention, fan_out, fan_in, whole
+        self.core, self.column_linear, self.row_linear, self.gather_sequence = (
+            attention,
+            column_linear,
+            row_linear,
+            gather_sequence,
+        )
 
     def forward(self, hidden: Tensor, angles: Angles | None, mask: Any, earlier: KeyValues | None = None) -> Tensor:
         assert angles is not None
         if self.is_q_narrow:
             query = self.widen_queries(self.q_a_layernorm(self.q_a_proj(hidden)), angles)  # [B, S, H, N+R]
         else:
-            query = self._turned(self.fan_out(hidden, self.q_proj)[0], angles)
+            query = self._turned(self.column_linear(hidden, self.q_proj)[0], angles)
         latent, shared = self.kv_a_proj_with_mqa(hidden).split((self.kv_rank, self.head_dim - self.still_dim), -1)
         key, value = self.widen_keys(self.kv_a_layernorm(latent), shared, angles)
         if earlier is not None:
             key, value = earlier.extend(key, value)
-        return self.fan_in(self.core(query, key, value, mask, scale=self.scale).flatten(2), self.o_proj)
+        return self.row_linear(self.core(query, key, value, mask, scale=self.scale).flatten(2), self.o_proj)
 
     def widen_queries(self, narrow: Tensor, angles: Angles) -> Tensor:
         """[B, S, q_lora_rank] to queries [B, S, H, N+R]."""
-        return self._turned(self.fan_out(narrow, self.q_b_proj)[0], angles)
+        return self._turned(self.column_linear(narrow, self.q_b_proj)[0], angles)
 
     def _turned(self, query: Tensor, angles: Angles) -> Tensor:
         return rotate(query.unflatten(-1, (-1, self.head_dim)), angles, start=self.still_dim, neighbours=True)
 
     def widen_keys(self, latent: Tensor, shared: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """[B, S, kv_lora_rank] and the key that heads share [B, S, R] to keys [B, S, H, N+R] and values [B, S, H, E']."""
-        (key_value,) = self.fan_out(latent, self.kv_b_proj)
+        (key_value,) = self.column_linear(latent, self.kv_b_proj)
         still, value = key_value.unflatten(-1, (-1, self.still_dim + self.value_dim)).split(
             (self.still_dim, self.value_dim), -1
         )
-        turned = rotate(self.whole(shared).unsqueeze(2), angles, neighbours=True)  # [B, S, 1, R]
+        turned = rotate(self.gather_sequence(shared).unsqueeze(2), angles, neighbours=True)  # [B, S, 1, R]
         key = torch.cat((still, turned.expand(-1, -1, still.shape[2], -1)), dim=-1)  # [B, S, H, N+R]
         return key, value.contiguous()  # or the keys beside it would be kept with it for the backward pass

@@ -5,14 +5,14 @@ its blocks, with the embedding if it is the first and the head if it is the last
 ranks; what others replace are attributes that hold functions:
 
     where        attribute   what it does here
-    attention    fan_out     several projections of one input         fan_in   the projection back to the residual stream
-    MLP          fan_out     the same                                 fan_in   the same
-    attention    core        what queries gather from values          whole    of latent attention: a share made whole
-    experts      dispatch    tokens to experts and back (`models.experts`)
-    router       sum_counts  choices of the tokens that other ranks hold       keep     which choices fit
-    decoder      look_up     rows of the embedding                    own_share   the part of a sequence that norms and
-    decoder      make_mask   who sees whom, for `core`                            residuals here work on: all of it
-    decoder      loss        head and loss in one                     following   each position's next target
+    attention    column_linear    several projections of one input    row_linear    the projection back to the residual stream
+    MLP          column_linear    the same                            row_linear    the same
+    attention    core             what queries gather from values     gather_sequence    of latent attention: a shard made whole
+    experts      dispatch         tokens to experts and back (`models.experts`)
+    router       sum_counts       choices of the tokens that other ranks hold     keep     which choices fit
+    decoder      look_up          rows of the embedding               sequence_shard    the part of a sequence that norms and
+    decoder      make_mask        who sees whom, for `core`                             residuals here work on: all of it
+    decoder      loss             head and loss in one                shift_targets    each position's next target
 
 Multi-token prediction (DeepSeek-V3, section 2.2) happens on the last stage, in training only. Its k-th block reads, at position
 i, what the block before made there and the embedding of token i + k, and predicts token i + k + 1. Tokens to come are the
@@ -58,12 +58,12 @@ class Cache(Protocol):
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def own_share(hidden: Tensor) -> Tensor:
+def sequence_shard(hidden: Tensor) -> Tensor:
     """All of it."""
     return hidden
 
 
-def following(targets: Tensor) -> Tensor:
+def shift_targets(targets: Tensor) -> Tensor:
     """The target of the next position: of [B, S], [B, S], with none for the last and where this position has none."""
     later = F.pad(targets[:, 1:], (0, 1), value=IGNORED)
     return later.masked_fill(targets == IGNORED, IGNORED)
@@ -194,8 +194,8 @@ class Decoder(nn.Module):
         self.lm_head: nn.Linear | None = None
         if is_last and not model.tie_word_embeddings:
             self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
-        self.look_up, self.own_share, self.make_mask, self.loss = F.embedding, own_share, attention_mask, linear_cross_entropy
-        self.following = following
+        self.look_up, self.sequence_shard, self.make_mask = F.embedding, sequence_shard, attention_mask
+        self.loss, self.shift_targets = linear_cross_entropy, shift_targets
         root = torch.tensor(model.hidden_size**0.5, dtype=torch.float64, device="cpu")
         self.embedding_scale = {dtype: root.to(dtype).item() for dtype in _DTYPES} if model.scale_embedding else {}
 
@@ -257,7 +257,7 @@ class Decoder(nn.Module):
         assert self.embed_tokens is not None
         hidden = self._scaled(self.look_up(tokens, self.embed_tokens.weight))  # [B, S, D]
         if self.embed_positions is not None:
-            hidden = hidden + self.own_share(self.embed_positions(positions).expand(len(tokens), -1, -1))
+            hidden = hidden + self.sequence_shard(self.embed_positions(positions).expand(len(tokens), -1, -1))
         return hidden
 
     def _scaled(self, rows: Tensor) -> Tensor:
@@ -266,7 +266,7 @@ class Decoder(nn.Module):
     def _drops(self, keys: Tensor | None) -> Drops | None:
         if keys is None or not self.spec.dropout:
             return None
-        return Drops(self.spec.dropout, self.own_share(keys))
+        return Drops(self.spec.dropout, self.sequence_shard(keys))
 
     def _view(self, hidden: Tensor, positions: Tensor, document_ids: Tensor | PackedIds | None, cache: Cache | None) -> View:
         spec, length = self.spec, positions.shape[-1]
@@ -290,7 +290,7 @@ class Decoder(nn.Module):
             block = cast(PredictionBlock, self.layers[str(number)])
             coming = self._scaled(self.look_up(targets.clamp(min=0), self.embed_tokens.weight))
             hidden = block(hidden, *view.of(number), coming, view.drops_of(number))
-            targets = self.following(targets)
+            targets = self.shift_targets(targets)
             losses.append(self.loss(block.shared_head.norm(hidden), self.head_weight, targets))
         return torch.stack(losses).sum() * (self.spec.mtp_loss_coef / count)
 

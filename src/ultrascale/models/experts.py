@@ -5,8 +5,8 @@
         |-- shared_experts ---> [B, S, D]             computed meanwhile
         '-- dispatch.finish --> experts, back, sum    [N, D]
 
-What others replace: `dispatch` (rows travel between ranks), `router.sum_counts` and `router.keep`, the experts' `grouped_out`
-and `grouped_in` (the dtype of their products), and the seams of the shared experts.
+What others replace: `dispatch` (rows travel between ranks), `router.sum_counts` and `router.keep`, the experts'
+`grouped_column_linear` and `grouped_row_linear` (the dtype of their products), and the seams of the shared experts.
 
 Two things happen in the backward pass of an identity, where each micro-batch comes by exactly once, recomputed or not: losses
 that keep the load even get their gradient, and choices are counted. So neither needs a way out of a pipeline's stage.
@@ -49,7 +49,7 @@ class Dispatch(Protocol):
 
 
 @dataclass
-class Here:
+class GroupedTokens:
     """Rows of tokens in the order of experts, and what is known of them."""
 
     rows: list[Tensor]
@@ -71,18 +71,18 @@ class LocalDispatch:
     """True if a choice may have been dropped; then the host asks how many are left."""
     spread: Callable[[Tensor, Tensor, int], Tensor] = spread
 
-    def start(self, tokens: Tensor, routing: Routing) -> Here:
+    def start(self, tokens: Tensor, routing: Routing) -> GroupedTokens:
         """A row for each token [N, D] and expert that it chose."""
         flat = routing.experts.flatten()
         counts = count_choices(routing.experts[None], self.num_experts + 1)[0, : self.num_experts]
         pairs = flat.argsort(stable=True)
         if self.drops:
             pairs = pairs[: num_kept(counts, pairs)]
-        return Here([self.spread(tokens, pairs, routing.experts.shape[1])], pairs, counts, routing.weights)
+        return GroupedTokens([self.spread(tokens, pairs, routing.experts.shape[1])], pairs, counts, routing.weights)
 
-    def finish(self, under_way: Here, experts: Experts) -> Tensor:
-        found = experts(under_way.rows.pop(), under_way.counts)
-        return weighted_sum(found, under_way.pairs, under_way.weights)
+    def finish(self, under_way: GroupedTokens, experts: Experts) -> Tensor:
+        outputs = experts(under_way.rows.pop(), under_way.counts)
+        return weighted_sum(outputs, under_way.pairs, under_way.weights)
 
 
 class GroupedLinear(nn.Module):
@@ -99,7 +99,7 @@ class GroupedLinear(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """[M, D] in the order of experts to [M, F]; counts [X] int64."""
-        return grouped_linear(rows, self.matrices, counts, self.own_bias)
+        return grouped_linear(rows, self.matrices, counts, self.local_bias)
 
     @property
     def matrices(self) -> Tensor:
@@ -113,17 +113,17 @@ class GroupedLinear(nn.Module):
         return shape if rows is None else (shape[0] // rows, rows, shape[1])
 
     @property
-    def own_bias(self) -> Tensor | None:
+    def local_bias(self) -> Tensor | None:
         """The bias that this rank adds: zeros, with a zero gradient, if another rank adds it."""
         return self.bias if self.bias is None or self.adds_bias else self.bias * 0.0
 
 
-def grouped_out(rows: Tensor, counts: Tensor, *projections: GroupedLinear) -> tuple[Tensor, ...]:
+def grouped_column_linear(rows: Tensor, counts: Tensor, *projections: GroupedLinear) -> tuple[Tensor, ...]:
     """Several projections of rows in the order of experts: of [M, D], [M, F] each."""
     return tuple(projection(rows, counts) for projection in projections)
 
 
-def grouped_in(rows: Tensor, counts: Tensor, projection: GroupedLinear) -> Tensor:
+def grouped_row_linear(rows: Tensor, counts: Tensor, projection: GroupedLinear) -> Tensor:
     """The projection back: [M, F] to [M, D]."""
     return projection(rows, counts)
 
@@ -138,13 +138,13 @@ class Experts(nn.Module):
         self.gate_proj = GroupedLinear(count, d, f, bias=bias) if model.gated_mlp else None
         self.up_proj = GroupedLinear(count, d, f, bias=bias)
         self.down_proj = GroupedLinear(count, f, d, bias=bias)
-        self.grouped_out, self.grouped_in, self.activate = grouped_out, grouped_in, activate
+        self.grouped_column_linear, self.grouped_row_linear, self.activate = grouped_column_linear, grouped_row_linear, activate
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """[M, D] in the order of experts to [M, D]; counts [X] int64: rows of each."""
         projections = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
-        inner = self.grouped_out(rows, counts, *projections)
-        return self.grouped_in(self.activate(self.activation, *inner), counts, self.down_proj)
+        inner = self.grouped_column_linear(rows, counts, *projections)
+        return self.grouped_row_linear(self.activate(self.activation, *inner), counts, self.down_proj)
 
 
 class MoE(nn.Module):
@@ -158,14 +158,14 @@ class MoE(nn.Module):
         self.shared_experts = build_mlp(model, shared) if shared else None
         self.dispatch: Dispatch = LocalDispatch(model.num_experts, drops=model.expert_capacity_factor is not None)
         self.auxiliary_scale = 1.0
-        self.seen = Seen()
+        self.statistics = RoutingStatistics()
 
     # Sorting and counting are not worth compiling, and what is noted in a backward pass must not be noted while tracing.
     @never_compiled
     def forward(self, hidden: Tensor) -> Tensor:
         """[B, S, D] to [B, S, D]."""
         out, auxiliary, counts = self.compute(hidden)
-        return _Note.apply(out, auxiliary, counts, self.seen, self.auxiliary_scale) if torch.is_grad_enabled() else out
+        return _Note.apply(out, auxiliary, counts, self.statistics, self.auxiliary_scale) if torch.is_grad_enabled() else out
 
     def compute(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """The result, the weighted auxiliary losses, and how often each expert was chosen."""
@@ -176,7 +176,7 @@ class MoE(nn.Module):
         return out if shared is None else out + shared, auxiliary, counts
 
 
-class Seen:
+class RoutingStatistics:
     """Statistics of a layer's backward passes since they were last taken."""
 
     def __init__(self) -> None:
@@ -200,14 +200,16 @@ class _Note(torch.autograd.Function):
     """The identity; backward, the auxiliary losses get their gradient and the choices are counted."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, auxiliary: Tensor | None, counts: Tensor, seen: Seen, scale: float) -> Tensor:
-        ctx.noted, ctx.seen, ctx.scale = (counts, None if auxiliary is None else auxiliary.detach()), seen, scale
+    def forward(
+        ctx: Any, hidden: Tensor, auxiliary: Tensor | None, counts: Tensor, statistics: RoutingStatistics, scale: float
+    ) -> Tensor:
+        ctx.noted, ctx.statistics, ctx.scale = (counts, None if auxiliary is None else auxiliary.detach()), statistics, scale
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         counts, auxiliary = ctx.noted
-        ctx.seen.add(counts, auxiliary)
+        ctx.statistics.add(counts, auxiliary)
         of_auxiliary = None if auxiliary is None else torch.full_like(auxiliary, ctx.scale)
         return grads[0], of_auxiliary, None, None, None
 
@@ -231,7 +233,7 @@ def take_load(decoder: nn.Module) -> tuple[dict[int, Tensor], Tensor]:
     load: dict[int, Tensor] = {}
     total = torch.zeros((), dtype=torch.float64)
     for number, layer in moe_layers(decoder):
-        counts, auxiliary = layer.seen.take()
+        counts, auxiliary = layer.statistics.take()
         weight = layer.router.weight
         load[number] = torch.zeros(weight.shape[0], dtype=torch.int64, device=weight.device) if counts is None else counts
         if auxiliary is not None:

@@ -11,12 +11,12 @@ from ultrascale.kernels.swiglu import clamped_swiglu, geglu, swiglu
 _GATED = {"silu": swiglu, "swigluoai": clamped_swiglu, "gelu_pytorch_tanh": geglu}
 
 
-def fan_out(hidden: Tensor, *projections: nn.Linear) -> tuple[Tensor, ...]:
+def column_linear(hidden: Tensor, *projections: nn.Linear) -> tuple[Tensor, ...]:
     """Several projections of one input: of [B, S, D], [B, S, F] each."""
     return tuple(projection(hidden) for projection in projections)
 
 
-def fan_in(inner: Tensor, projection: nn.Linear) -> Tensor:
+def row_linear(inner: Tensor, projection: nn.Linear) -> Tensor:
     """The projection back to the residual stream: [B, S, F] to [B, S, D]."""
     return projection(inner)
 
@@ -38,7 +38,7 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(model.hidden_size, width, bias=model.mlp_bias)
         self.up_proj = nn.Linear(model.hidden_size, width, bias=model.mlp_bias)
         self.down_proj = nn.Linear(width, model.hidden_size, bias=model.mlp_bias)
-        self.fan_out, self.fan_in, self.activate = fan_out, fan_in, activate
+        self.column_linear, self.row_linear, self.activate = column_linear, row_linear, activate
 
     @property
     def projections(self) -> tuple[nn.Linear, ...]:
@@ -46,8 +46,8 @@ class GatedMLP(nn.Module):
         return self.gate_proj, self.up_proj
 
     def forward(self, hidden: Tensor) -> Tensor:
-        inner = self.fan_out(hidden, *self.projections)
-        return self.fan_in(self.activate(self.activation, *inner), self.down_proj)
+        inner = self.column_linear(hidden, *self.projections)
+        return self.row_linear(self.activate(self.activation, *inner), self.down_proj)
 
 
 class MLP(nn.Module):
@@ -58,7 +58,7 @@ class MLP(nn.Module):
         self.activation = model.activation
         self.up_proj = nn.Linear(model.hidden_size, width, bias=model.mlp_bias)
         self.down_proj = nn.Linear(width, model.hidden_size, bias=model.mlp_bias)
-        self.fan_out, self.fan_in, self.activate = fan_out, fan_in, activate
+        self.column_linear, self.row_linear, self.activate = column_linear, row_linear, activate
 
     @property
     def projections(self) -> tuple[nn.Linear, ...]:
@@ -66,7 +66,7 @@ class MLP(nn.Module):
         return (self.up_proj,)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.fan_in(self.activate(self.activation, *self.fan_out(hidden, self.up_proj)), self.down_proj)
+        return self.row_linear(self.activate(self.activation, *self.column_linear(hidden, self.up_proj)), self.down_proj)
 
 
 def build_mlp(model: Model, width: int) -> GatedMLP | MLP:

@@ -93,12 +93,12 @@ def prompt_problems(model: Model, prompt: Sequence[int]) -> list[Problem]:
     """Why `model` cannot continue `prompt`; empty if it can."""
     if not prompt:
         return [Problem("prompt", "is empty", "Give at least one token.")]
-    found: list[Problem] = []
+    problems: list[Problem] = []
     beyond = [token for token in prompt if not 0 <= token < model.vocab_size]
     if beyond:
         rule = f"has token id {beyond[0]}, but the vocabulary has {model.vocab_size} tokens"
-        found.append(Problem("prompt", rule, "Use the tokenizer that the model was trained with."))
+        problems.append(Problem("prompt", rule, "Use the tokenizer that the model was trained with."))
     if len(prompt) >= model.max_position_embeddings:
         rule = f"has {len(prompt)} tokens, but the model's context of {model.max_position_embeddings} leaves no room for more"
-        found.append(Problem("prompt", rule, f"Give at most {model.max_position_embeddings - 1} tokens."))
-    return found
+        problems.append(Problem("prompt", rule, f"Give at most {model.max_position_embeddings - 1} tokens."))
+    return problems

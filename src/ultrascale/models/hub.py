@@ -54,8 +54,8 @@ def push(folder: Path, repo: str, *, card: str, public: bool = False) -> str:
         api.create_commit(repo, files, commit_message=f"Export of ultrascale {__version__}")
     except Exception as error:  # of whichever HTTP client huggingface_hub brings along
         why = " ".join(str(error).split())[:300] or type(error).__name__
-        told = f"{folder} is written, but could not be pushed to {repo}: {why}"
-        raise HubError(f"{told}. Again, with nothing to export: hf upload {repo} {folder}") from error
+        problem = f"{folder} is written, but could not be pushed to {repo}: {why}"
+        raise HubError(f"{problem}. Again, with nothing to export: hf upload {repo} {folder}") from error
     return address
 
 

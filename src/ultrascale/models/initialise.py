@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import Weight, weights
-from ultrascale.work.sharding.places import Place, boxes
+from ultrascale.work.sharding.places import WeightShard, row_boxes
 
 TILE, TILE_COLUMNS = 1 << 16, 1024
 """Elements, and the most columns: a quarter MB, beside whose drawing its seed costs little, and small beside a rank's part."""
@@ -35,7 +35,7 @@ def initialise(
     model: Model,
     seed: int,
     *,
-    places: Mapping[str, Place] | None = None,
+    places: Mapping[str, WeightShard] | None = None,
     draw_on_device: bool = False,
 ) -> None:
     """Fill every parameter and buffer of `decoder` (plain or DTensor, on any device) as the table of weights says.
@@ -54,10 +54,10 @@ def initialise(
         part = _all_of(table[name]) if places is None else places[name]
         device = parameter.device if draw_on_device else torch.device("cpu")
         try:
-            own = own_boxes(parameter, part)
+            parts = shard_boxes(parameter, part)
         except ValueError as error:
             raise ValueError(f"{name} has shape {tuple(parameter.shape)}, its description says {part.shape}") from error
-        for offsets, box in own:
+        for offsets, box in parts:
             _fill(box, table[name], offsets, seed, device)
     for bias in decoder.buffers():  # those that balance experts' load
         bias.zero_()
@@ -69,7 +69,7 @@ def build_embedding(rows: int, width: int) -> nn.Embedding:
     return nn.Embedding(rows, width, _weight=weight if weight.is_meta else nn.init.normal_(weight))
 
 
-def initial_value(weight: Weight, seed: int, *, part: Place | None = None) -> Tensor:
+def initial_value(weight: Weight, seed: int, *, part: WeightShard | None = None) -> Tensor:
     """The initial value of `weight`, or of a part of it, fp32 on the CPU."""
     part = part or _all_of(weight)
     value = torch.empty(part.shape, dtype=torch.float32)
@@ -83,35 +83,35 @@ def weight_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _all_of(weight: Weight) -> Place:
-    return Place((0,) * len(weight.shape), weight.shape)
+def _all_of(weight: Weight) -> WeightShard:
+    return WeightShard((0,) * len(weight.shape), weight.shape)
 
 
-def own_boxes(parameter: Tensor, part: Place, values: Tensor | None = None) -> list[tuple[tuple[int, ...], Tensor]]:
+def shard_boxes(parameter: Tensor, part: WeightShard, values: Tensor | None = None) -> list[tuple[tuple[int, ...], Tensor]]:
     """The boxes of `part` of a weight that this rank holds under data parallelism, each with its offsets in the whole weight.
 
     `parameter`: of the shape of `part`, or of the one in which that is cut (`work.sharding.places.zero_shape`). `values`: as
     long as this rank's part of it, such as a moment; None: the parameter's own. Boxes are views of them. Raises ValueError for
     a parameter of another shape.
     """
-    own, first = _own_rows(parameter)
-    values = own if values is None else values
+    local_rows, first = _local_rows(parameter)
+    values = local_rows if values is None else values
     return [
         (tuple(a + b for a, b in zip(part.offsets, box.offsets, strict=True)), values[rows].view(box.shape))
-        for rows, box in boxes(part.shape, tuple(parameter.shape), first, len(own))
+        for rows, box in row_boxes(part.shape, tuple(parameter.shape), first, len(local_rows))
     ]
 
 
-def _own_rows(parameter: Tensor) -> tuple[Tensor, int]:
+def _local_rows(parameter: Tensor) -> tuple[Tensor, int]:
     """This rank's part of a parameter that data parallelism has sharded along dim 0 or not at all, and its first row."""
     if not isinstance(parameter, DTensor):
         return parameter, 0
     first, count = 0, len(parameter)
     for axis, placement in enumerate(parameter.placements):
         if placement.is_shard(0):  # as torch.chunk: the last parts may be short, or empty
-            each = -(-count // parameter.device_mesh.size(axis))
-            skipped = min(parameter.device_mesh.get_local_rank(axis) * each, count)
-            first, count = first + skipped, min(each, count - skipped)
+            per_rank = -(-count // parameter.device_mesh.size(axis))
+            skipped = min(parameter.device_mesh.get_local_rank(axis) * per_rank, count)
+            first, count = first + skipped, min(per_rank, count - skipped)
     local = parameter.to_local()
     assert len(local) == count and local.shape[1:] == parameter.shape[1:], "data parallelism cuts rows"
     return local, first
@@ -142,14 +142,14 @@ def _draw(out: Tensor, drawing: _Drawing, offsets: Sequence[int], device: torch.
     """Draw the part of a matrix that begins at `offsets` into `out`, tile by tile. A vector is a matrix of one row."""
     if out.ndim == 1:
         return _draw(out[None], drawing._replace(shape=(1, *drawing.shape)), (0, *offsets), device)
-    room = torch.empty(TILE, dtype=torch.float32, device=device)
+    buffer = torch.empty(TILE, dtype=torch.float32, device=device)
     generator, width = torch.Generator(device), min(drawing.shape[1], TILE_COLUMNS)
     for rows in _tiles(drawing.shape[0], TILE // width, offsets[0], out.shape[0]):
         for columns in _tiles(drawing.shape[1], width, offsets[1], out.shape[1]):
-            tile = room[: rows.length * columns.length].view(rows.length, columns.length)
+            tile = buffer[: rows.length * columns.length].view(rows.length, columns.length)
             generator.manual_seed(weight_seed(drawing.seed, f"{drawing.name}/{rows.number}/{columns.number}"))
             tile.normal_(0.0, drawing.std, generator=generator)
-            out[rows.there, columns.there] = tile[rows.here, columns.here]
+            out[rows.in_part, columns.in_part] = tile[rows.in_tile, columns.in_tile]
 
 
 class _Tile(NamedTuple):
@@ -157,9 +157,9 @@ class _Tile(NamedTuple):
 
     number: int
     length: int
-    here: slice
+    in_tile: slice
     """The rows or columns in the tile."""
-    there: slice
+    in_part: slice
     """The rows or columns in the part."""
 
 

@@ -176,8 +176,8 @@ class _Weights(torch.autograd.Function):
     def forward(ctx: Any, scores: Tensor, chosen: Tensor, normalises: bool, factor: float) -> Tensor:
         ctx.save_for_backward(scores, chosen)
         ctx.normalises, ctx.factor = normalises, factor
-        found = scores.gather(-1, chosen)
-        return (found / _total(found) if normalises else found) * factor
+        chosen_scores = scores.gather(-1, chosen)
+        return (chosen_scores / _total(chosen_scores) if normalises else chosen_scores) * factor
 
     @staticmethod
     @once_differentiable
@@ -185,9 +185,9 @@ class _Weights(torch.autograd.Function):
         scores, chosen = ctx.saved_tensors
         grad = grad * ctx.factor
         if ctx.normalises:
-            found = scores.gather(-1, chosen)
-            total = _total(found)
-            grad = (grad - (grad * found).sum(-1, keepdim=True) / total) / total
+            chosen_scores = scores.gather(-1, chosen)
+            total = _total(chosen_scores)
+            grad = (grad - (grad * chosen_scores).sum(-1, keepdim=True) / total) / total
         return torch.zeros_like(scores).scatter_(-1, chosen, grad), None, None, None
 
 

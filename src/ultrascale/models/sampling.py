@@ -25,17 +25,17 @@ class Sampling:
 
     def problems(self) -> list[Problem]:
         """Every rule the fields break."""
-        found: list[Problem] = []
+        broken: list[Problem] = []
         if self.max_new_tokens < 1:
-            found.append(Problem("max_new_tokens", f"must be at least 1, is {self.max_new_tokens}", "Give a positive number."))
+            broken.append(Problem("max_new_tokens", f"must be at least 1, is {self.max_new_tokens}", "Give a positive number."))
         if not 0 <= self.temperature < inf:
-            found.append(
+            broken.append(
                 Problem("temperature", f"must be finite and at least 0, is {self.temperature}", "1 is usual; 0 is greedy.")
             )
         if self.top_k is not None and self.top_k < 1:
-            found.append(Problem("top_k", f"must be at least 1, is {self.top_k}", "Leave it out to draw from all tokens."))
+            broken.append(Problem("top_k", f"must be at least 1, is {self.top_k}", "Leave it out to draw from all tokens."))
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            found.append(Problem("top_p", f"must be above 0 and at most 1, is {self.top_p}", "0.95 is usual."))
+            broken.append(Problem("top_p", f"must be above 0 and at most 1, is {self.top_p}", "0.95 is usual."))
         if not 0 <= self.seed < 2**63:
-            found.append(Problem("seed", f"must be from 0 to 2^63 - 1, is {self.seed}", "Any number of these will do."))
-        return found
+            broken.append(Problem("seed", f"must be from 0 to 2^63 - 1, is {self.seed}", "Any number of these will do."))
+        return broken

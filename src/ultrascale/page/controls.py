@@ -67,21 +67,21 @@ CONTROLS = (
     Control("stack", "Trainer", "name", "the trainer that is planned for", "ultrascale", stack_names(), group="Trainer"),
     Control("tokens", "Train on", "tokens", "such as 15T; empty: 20 a parameter", group="Trainer"),
 )  # fmt: skip
-BY_NAME = {one.name: one for one in CONTROLS}
-BESIDE = ("file", "why", "part")
+BY_NAME = {control.name: control for control in CONTROLS}
+OTHER_KEYS = ("file", "why", "part")
 """Parts of a question that are no controls: a dropped file; with reasons, other numbers of devices and other machines; one part
 of the answer alone (`page.shown.PARTS`)."""
 
 
 def controls_json() -> dict[str, Any]:
     """The form, as the page builds it, and the bytes that a dropped file may have."""
-    return {"controls": [asdict(one) for one in CONTROLS], "largest_file": LARGEST_FILE}
+    return {"controls": [asdict(control) for control in CONTROLS], "largest_file": LARGEST_FILE}
 
 
 def words_of(question: dict[str, Any], folder: Path) -> list[str]:
     """The question in words of `ultrascale plan`; a dropped file is put into `folder`. Raises SpecError."""
     problems = [Problem(str(name), "is no control of the page", f"There are {', '.join(BY_NAME)}.")
-                for name in question if name not in (*BY_NAME, *BESIDE)]  # fmt: skip
+                for name in question if name not in (*BY_NAME, *OTHER_KEYS)]  # fmt: skip
     values = {name: str(value).strip() for name, value in question.items() if name in BY_NAME and value is not None}
     values = {name: value for name, value in values.items() if value}
     problems += [problem for name, value in values.items() for problem in _unreadable(name, value)]
@@ -114,13 +114,13 @@ def _unreadable(name: str, value: str) -> list[Problem]:
         from ultrascale.config.resolve import resolve
 
         resolve(None, ["--model.preset", value])  # says what is wrong, and which preset may have been meant
-    text = _without_places(value) if name == "machine" else value
+    text = _without_rack_count(value) if name == "machine" else value
     if any(letter in text for letter in "/\\\0\n") or text.lower().endswith((".toml", ".json", ".csv")):
         return [Problem(name, f"{value!r} names a file, and the page reads none", f"Give {BY_NAME[name].range}.")]
     return []
 
 
-def _without_places(machine: str) -> str:
+def _without_rack_count(machine: str) -> str:
     """A machine's name without how many of each rack are used, such as `gb200-nvl72/64`."""
     return re.sub(r"/\d+$", "", machine)
 
@@ -147,11 +147,11 @@ def _machines_of(text: str) -> tuple[str, str]:
     """Number and name of a run's accelerators, `16xh200`: a control that changes one of them keeps the other."""
     try:
         cluster = str(tomllib.loads(text)["cluster"])
-        found = parse_cluster(cluster).num_accelerators, parse_cluster(cluster).accelerator.kind
+        parsed = parse_cluster(cluster).num_accelerators, parse_cluster(cluster).accelerator.kind
     except (tomllib.TOMLDecodeError, KeyError, SpecError):  # the planner says what is wrong
         return "", ""
     count, counted, machine = cluster.partition("x")
-    return (count, machine) if counted and count == str(found[0]) else (str(found[0]), found[1])
+    return (count, machine) if counted and count == str(parsed[0]) else (str(parsed[0]), parsed[1])
 
 
 def _too_large(num_bytes: int) -> Problem:
@@ -162,16 +162,18 @@ def _too_large(num_bytes: int) -> Problem:
 def _expect_no_paths(text: str) -> None:
     """Raises SpecError if a run's file has the planner read another file."""
     try:
-        told = tomllib.loads(text)
+        document = tomllib.loads(text)
     except tomllib.TOMLDecodeError:
         return  # the planner says so, with the line
-    model, layout = told.get("model"), told.get("layout")
-    found = []
+    model, layout = document.get("model"), document.get("layout")
+    problems = []
     if isinstance(model, dict) and "path" in model:
-        found.append(Problem("model.path", "names a file, and the page reads none", "Drop that config.json, or name a preset."))
+        problems.append(
+            Problem("model.path", "names a file, and the page reads none", "Drop that config.json, or name a preset.")
+        )
     if isinstance(layout, dict) and str(layout.get("schedule", "")) not in ("", *SCHEDULES):
-        found.append(Problem("layout.schedule", "is no schedule by name", f"Take {', '.join(SCHEDULES)}."))
-    if any(mark in _without_places(str(told.get("cluster", ""))) for mark in ("/", "\\", ".toml")):
-        found.append(Problem("cluster", "names a file, and the page reads none", "Name machines such as 64xh100."))
-    if found:
-        raise SpecError(found)
+        problems.append(Problem("layout.schedule", "is no schedule by name", f"Take {', '.join(SCHEDULES)}."))
+    if any(mark in _without_rack_count(str(document.get("cluster", ""))) for mark in ("/", "\\", ".toml")):
+        problems.append(Problem("cluster", "names a file, and the page reads none", "Name machines such as 64xh100."))
+    if problems:
+        raise SpecError(problems)

@@ -40,25 +40,25 @@ SMOOTHED = ("train/loss", "perf/tokens_per_s")
 Document = dict[str, Any]
 
 
-def trace_document(found: Mapping[str, Any]) -> Document:
+def trace_document(trace: Mapping[str, Any]) -> Document:
     """The page of `ultrascale trace --json` of one rank."""
-    compared, timeline = found["comparison"], found["timeline"]
+    compared, timeline = trace["comparison"], trace["timeline"]
     names = [name for name in COLOURS if any(row["bytes"].get(name) for row in timeline)]
     marks = [{"at": 0, "text": f"step {timeline[0]['step']}"}] if timeline else []
     marks += [
-        {"at": at, "text": f"step {row['step']}"}
-        for at, (before, row) in enumerate(pairwise(timeline), start=1)
+        {"at": index, "text": f"step {row['step']}"}
+        for index, (before, row) in enumerate(pairwise(timeline), start=1)
         if before["step"] != row["step"]
     ]
     facts = [
-        ("Live at the peak", format_bytes(found["peak_bytes"]), f"step {found['step']}"),
-        ("Reserved by the allocator", format_bytes(found["reserved_bytes"]), found["device"]),
-        ("Rank", f"{found['rank']:,} of {found['world']:,}", ""),
-        ("Micro-batches", f"{found['micro_batches']:,}", f"{found['micro_batches_traced']:,} traced"),
+        ("Live at the peak", format_bytes(trace["peak_bytes"]), f"step {trace['step']}"),
+        ("Reserved by the allocator", format_bytes(trace["reserved_bytes"]), trace["device"]),
+        ("Rank", f"{trace['rank']:,} of {trace['world']:,}", ""),
+        ("Micro-batches", f"{trace['micro_batches']:,}", f"{trace['micro_batches_traced']:,} traced"),
     ]
     alive = [
-        [one["category"], one["what"], one["line"], f"{one['count']:,}", format_bytes(one["num_bytes"])]
-        for one in found["alive_at_peak"][:MOST_ROWS]
+        [group["category"], group["what"], group["line"], f"{group['count']:,}", format_bytes(group["num_bytes"])]
+        for group in trace["alive_at_peak"][:MOST_ROWS]
     ]
     sections = [
         _section("Live memory by category", "Operation after operation; each moment is the highest of its stretch.", {
@@ -75,98 +75,98 @@ def trace_document(found: Mapping[str, Any]) -> Document:
         _section("FLOPs of the step", "", _table(COMPARED, [_compared(row, format_count) for row in compared["flops"]])),
         _section("Alive at the peak", "What takes most.", _table(["category", "what", "line", "how many", "bytes"], alive)),
     ]  # fmt: skip
-    if found["edits"]:
+    if trace["edits"]:
         edits = [
-            [one["setting"], format_bytes(one["needed_bytes"]), format_bytes(one["saved_bytes"]),
-             "yes" if one["fits"] else "no", "" if one["slower"] is None else f"{one['slower']:+.1%}"]
-            for one in found["edits"]
+            [edit["setting"], format_bytes(edit["needed_bytes"]), format_bytes(edit["saved_bytes"]),
+             "yes" if edit["fits"] else "no", "" if edit["slower"] is None else f"{edit['slower']:+.1%}"]
+            for edit in trace["edits"]
         ]  # fmt: skip
         columns = ["setting", "needs", "saves", "fits", "step"]
         sections.append(_section("Changes that would help", "", _table(columns, edits)))
-    return _document("trace", f"{found['model'] or 'model'}, rank {found['rank']:,} of {found['world']:,}", facts, sections)
+    return _document("trace", f"{trace['model'] or 'model'}, rank {trace['rank']:,} of {trace['world']:,}", facts, sections)
 
 
-def stages_document(found: Sequence[Mapping[str, Any]]) -> Document:
+def stages_document(stages: Sequence[Mapping[str, Any]]) -> Document:
     """The page of `ultrascale trace --all-stages --json`."""
     bars = [
-        _bar(f"stage {one['pp']}, rank {one['rank']:,}", [("activations", "live", one["traced_bytes"])], format_bytes,
-             "" if one["planned_bytes"] is None else f"{format_bytes(one['planned_bytes'])} planned")
-        for one in found
+        _bar(f"stage {stage['pp']}, rank {stage['rank']:,}", [("activations", "live", stage["traced_bytes"])], format_bytes,
+             "" if stage["planned_bytes"] is None else f"{format_bytes(stage['planned_bytes'])} planned")
+        for stage in stages
     ]  # fmt: skip
-    most = max(found, key=lambda one: one["traced_bytes"])
-    facts = [("Most", format_bytes(most["traced_bytes"]), f"stage {most['pp']}"), ("Stages", f"{len(found):,}", "")]
+    most = max(stages, key=lambda stage: stage["traced_bytes"])
+    facts = [("Most", format_bytes(most["traced_bytes"]), f"stage {most['pp']}"), ("Stages", f"{len(stages):,}", "")]
     sections = [_section("Live memory at the peak", "The first rank of every pipeline stage.", {"kind": "bars", "rows": bars})]
     return _document("trace", "Every pipeline stage", facts, sections)
 
 
-def sweep_document(found: Mapping[str, Any]) -> Document:
+def sweep_document(sweep: Mapping[str, Any]) -> Document:
     """The page of `ultrascale sweep --json`."""
-    measured, held = found["measured"], found["held"]
+    measured, scores = sweep["measured"], sweep["held"]
     rows, memory, time = [], [], []
-    for one in measured:
+    for cell in measured:
         seconds, words = (
-            median(one["step_seconds"]),
-            ", ".join(f"{key.rpartition('.')[2]} {v}" for key, v in one["values"].items()),
+            median(cell["step_seconds"]),
+            ", ".join(f"{key.rpartition('.')[2]} {v}" for key, v in cell["values"].items()),
         )
-        rate = one["tokens_per_step"] / seconds / one["ranks"]
-        planned = one["planned_step_seconds"]
+        rate = cell["tokens_per_step"] / seconds / cell["ranks"]
+        planned = cell["planned_step_seconds"]
         rows.append([
             words or "the run itself", format_seconds(seconds), "" if planned is None else format_seconds(planned),
-            f"{rate:,.0f}", format_share(one["mfu"]),
-            "" if one["measured_peak_bytes"] is None else format_bytes(one["measured_peak_bytes"]),
-            format_bytes(one["planned_peak_bytes"]),
+            f"{rate:,.0f}", format_share(cell["mfu"]),
+            "" if cell["measured_peak_bytes"] is None else format_bytes(cell["measured_peak_bytes"]),
+            format_bytes(cell["planned_peak_bytes"]),
         ])  # fmt: skip
-        if one["measured_peak_bytes"] is not None:
-            memory.append(_point(words, one["planned_peak_bytes"], one["measured_peak_bytes"], format_bytes))
+        if cell["measured_peak_bytes"] is not None:
+            memory.append(_point(words, cell["planned_peak_bytes"], cell["measured_peak_bytes"], format_bytes))
         if planned is not None:
             time.append(_point(words, planned, seconds, format_seconds))
-    facts = [("Cells measured", f"{len(measured):,}", f"{len(found['failed']):,} failed, {len(found['refused']):,} refused")]
+    facts = [("Cells measured", f"{len(measured):,}", f"{len(sweep['failed']):,} failed, {len(sweep['refused']):,} refused")]
     if rows:
         facts.append(("Fastest", rows[0][1], rows[0][0]))
     for name, key in (("Planned memory", "memory"), ("Planned step time", "time")):
-        if held[key] is not None:
-            facts.append((name, f"{held[key]['median_absolute']:.1%} off", f"median of {held[key]['count']}"))
-    if held["tau"] is not None:
-        facts.append(("Planned order", f"{held['tau']:.2f}", "Kendall's tau; 1: as measured"))
+        if scores[key] is not None:
+            facts.append((name, f"{scores[key]['median_absolute']:.1%} off", f"median of {scores[key]['count']}"))
+    if scores["tau"] is not None:
+        facts.append(("Planned order", f"{scores['tau']:.2f}", "Kendall's tau; 1: as measured"))
     sections = [
         _section("Cells, the fastest first", "", _table(
             ["", "step", "planned", "tokens/s a rank", "MFU", "memory", "planned"], rows)),
         _section("Memory, planned and measured", "On the diagonal the plan is right.", _points(memory, "planned", "measured")),
         _section("Step time, planned and measured", "On the diagonal the plan is right.", _points(time, "planned", "measured")),
         _section("Failed", "", _table(["", "outcome", "why"], [
-            [", ".join(f"{key} {value}" for key, value in one["values"].items()), one["outcome"], one["text"]]
-            for one in found["failed"]])),
+            [", ".join(f"{key} {value}" for key, value in cell["values"].items()), cell["outcome"], cell["text"]]
+            for cell in sweep["failed"]])),
         _section("Refused", "", _table(["", "why"], [
-            [", ".join(f"{key} {value}" for key, value in one["values"].items()),
-             "; ".join(f"{problem['key']}: {problem['rule']}" for problem in one["problems"])] for one in found["refused"]])),
+            [", ".join(f"{key} {value}" for key, value in cell["values"].items()),
+             "; ".join(f"{problem['key']}: {problem['rule']}" for problem in cell["problems"])] for cell in sweep["refused"]])),
     ]  # fmt: skip
     return _document("sweep", "Layouts measured beside the plan", facts, sections)
 
 
-def step_document(found: Mapping[str, Any]) -> Document:
+def step_document(profile: Mapping[str, Any]) -> Document:
     """The page of `ultrascale measure step --json`."""
-    planned, ranks = found["planned"], found["ranks"]
-    shown = [(f"rank {one['rank']:,}", one["mean"]) for one in ranks]
+    planned, ranks = profile["planned"], profile["ranks"]
+    measured = [(f"rank {rank['rank']:,}", rank["mean"]) for rank in ranks]
     bars = [
         _bar(name, [(key, key, seconds) for key, seconds in parts.items() if seconds], format_seconds)
-        for name, parts in ([("planned", planned)] if planned else []) + shown
+        for name, parts in ([("planned", planned)] if planned else []) + measured
     ]
     facts = [
-        ("Step", format_seconds(found["step_seconds"]), "profiled, the mean of steps and ranks"),
-        ("Without the profiler", format_seconds(found["unprofiled_step_seconds"]), "median"),
-        ("Ranks", f"{len(ranks):,}", f"steps {found['steps'][0]} to {found['steps'][-1]}"),
+        ("Step", format_seconds(profile["step_seconds"]), "profiled, the mean of steps and ranks"),
+        ("Without the profiler", format_seconds(profile["unprofiled_step_seconds"]), "median"),
+        ("Ranks", f"{len(ranks):,}", f"steps {profile['steps'][0]} to {profile['steps'][-1]}"),
     ]
     both = [
         [name, "" if name not in planned else format_seconds(planned[name]), format_seconds(seconds)]
-        for name, seconds in found["by_category"].items() if seconds or planned.get(name)
+        for name, seconds in profile["by_category"].items() if seconds or planned.get(name)
     ]  # fmt: skip
-    count = len(found["steps"])
+    count = len(profile["steps"])
     top = [
         [name, category, format_seconds(seconds / count), f"{times / count:,.0f}"]
         for name, category, seconds, times in ranks[0]["top"][:MOST_ROWS]
     ]
     sections = [
-        _section("Where the time of a step goes", found["planned_origin"], {"kind": "bars", "rows": bars}),
+        _section("Where the time of a step goes", profile["planned_origin"], {"kind": "bars", "rows": bars}),
         _section("Planned and measured", "The mean of all ranks.", _table(["", "planned", "measured"], both)),
         _section(f"Operations and kernels of rank {ranks[0]['rank']:,}", "By their own time.", _table(
             ["", "is", "a step", "times"], top)),
@@ -188,17 +188,17 @@ def run_document(
     keys = list(dict.fromkeys(key for row in metrics for key in row))
     sections = []
     for title, about, wanted, text in charts:
-        found = [one for key in keys if re.fullmatch(wanted, key) for one in _series(metrics, key, text)]
-        series = [one for one in found if len(one["points"]) > 1]
-        told = [{"at": mark.step, "text": mark.text} for mark in marks]
-        sections.append(_section(title, about, {"kind": "lines", "series": series, "marks": told} if series else None))
+        curves = [curve for key in keys if re.fullmatch(wanted, key) for curve in _series(metrics, key, text)]
+        series = [curve for curve in curves if len(curve["points"]) > 1]
+        marked_steps = [{"at": mark.step, "text": mark.text} for mark in marks]
+        sections.append(_section(title, about, {"kind": "lines", "series": series, "marks": marked_steps} if series else None))
     facts = [(name, text, "") for name, text in lines]
     return _document("report", folder, facts, sections)
 
 
 def _document(verb: str, title: str, facts: Iterable[tuple[str, str, str]], sections: Iterable[Any]) -> Document:
-    told = [dict(zip(("name", "text", "note"), fact, strict=True)) for fact in facts]
-    return {"verb": verb, "title": title, "facts": told, "sections": [one for one in sections if one is not None]}
+    named = [dict(zip(("name", "text", "note"), fact, strict=True)) for fact in facts]
+    return {"verb": verb, "title": title, "facts": named, "sections": [section for section in sections if section is not None]}
 
 
 def _section(title: str, about: str, part: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -216,9 +216,9 @@ def _table(columns: list[str], rows: list[list[str]]) -> dict[str, Any]:
 
 def _bar(label: str, parts: Iterable[tuple[str, str, float]], text: Any, note: str = "") -> dict[str, Any]:
     """`parts`: category, name and value of each."""
-    found = [{"colour": COLOURS.get(key, 7), "label": name, **_number(value, text)} for key, name, value in parts]
-    whole = text(sum(one["value"] for one in found))
-    return {"label": label, "parts": found, "text": f"{whole}, {note}" if note else whole}
+    segments = [{"colour": COLOURS.get(key, 7), "label": name, **_number(value, text)} for key, name, value in parts]
+    total = text(sum(segment["value"] for segment in segments))
+    return {"label": label, "parts": segments, "text": f"{total}, {note}" if note else total}
 
 
 def _compared(row: Mapping[str, Any], text: Any) -> list[str]:
@@ -231,8 +231,8 @@ def _compared(row: Mapping[str, Any], text: Any) -> list[str]:
     ]
 
 
-def _sent(one: Mapping[str, Any] | None) -> tuple[str, str]:
-    return ("", "") if one is None else (f"{one['count']:,}", format_bytes(one["num_bytes"]))
+def _sent(messages: Mapping[str, Any] | None) -> tuple[str, str]:
+    return ("", "") if messages is None else (f"{messages['count']:,}", format_bytes(messages["num_bytes"]))
 
 
 def _points(points: list[dict[str, Any]], across: str, up: str) -> dict[str, Any] | None:

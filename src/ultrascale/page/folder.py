@@ -50,13 +50,13 @@ SITE = "/lib/python3.11/site-packages/"
 RUNTIME = ("pyodide.mjs", "pyodide.asm.js", "pyodide.asm.wasm", "python_stdlib.zip")
 IMPORTS = "wasmImports={"
 """Beginning of the list of what WebAssembly may call."""
-NOT_OF_NUMPY = {"tests", "f2py", "testing", "distutils", "_pyinstaller", "include", "doc"}
-TRAINS = {
+EXCLUDED_NUMPY = {"tests", "f2py", "testing", "distutils", "_pyinstaller", "include", "doc"}
+TRAINING_PACKAGES = {
     "check", "checkpoint", "data", "demo", "islands", "jobs", "kernels", "measure", "models", "parallel", "primer", "soak",
     "sweep", "trackers", "train", "validation",
 }  # fmt: skip
 """Folders of this package that no plan needs."""
-NOT_NEEDED = {"numpy", "pygments", "markdown-it-py", "mdurl"}
+EXCLUDED_DEPENDENCIES = {"numpy", "pygments", "markdown-it-py", "mdurl"}
 """Dependencies that come from elsewhere, or that only text in colours needs."""
 REQUIRED = re.compile(r"[\w.-]+")
 LOADED = re.compile(r'(?<=[ =])"((?:\./)?\w+\.(?:css|js|mjs))"')
@@ -71,24 +71,24 @@ def build(folder: Path, parts: Path | None) -> str:
     not those, or the folder is not empty or cannot be written.
     """
     remedy = "Name a folder that is not there yet."
-    if kept := obstacle(folder):
-        raise mistake("--build", f"{kept} is no folder that can be written", remedy)
+    if obstructed := obstacle(folder):
+        raise mistake("--build", f"{obstructed} is no folder that can be written", remedy)
     if folder.is_dir() and any(folder.iterdir()):
         raise mistake("--build", f"{folder} is not an empty folder", remedy)
     with tempfile.TemporaryDirectory() as scratch:
         runtime, numpy = _checked(parts, "--parts") if parts else _checked(_packed(Path(scratch)), "--build")
         folder.mkdir(parents=True, exist_ok=True)
         _write_runtime(folder, runtime)
-        _write_zip(folder / "site.zip", [*_numpy(numpy), *_own(), *_dependencies()])
+        _write_zip(folder / "site.zip", [*_numpy(numpy), *_package_files(), *_dependencies()])
     for name in STATIC:
         (folder / name).write_text(static_text(name), encoding="utf-8")
     page = static_text("index.html").replace("server.js", "browser.js")
     (folder / "index.html").write_text(page, encoding="utf-8")
-    made = digest(folder)
+    build_digest = digest(folder)
     for name in ("index.html", "worker.mjs"):
-        text = LOADED.sub(rf'"\1?{made}"', (folder / name).read_text(encoding="utf-8"))
+        text = LOADED.sub(rf'"\1?{build_digest}"', (folder / name).read_text(encoding="utf-8"))
         (folder / name).write_text(text, encoding="utf-8")
-    (folder / "controls.json").write_text(json.dumps(controls_json() | {"build": made}), encoding="utf-8")
+    (folder / "controls.json").write_text(json.dumps(controls_json() | {"build": build_digest}), encoding="utf-8")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     slow = "" if _compiles() else " Built by Python 3.11 it would start faster."
     return f"wrote {folder}: {size / 1e6:.1f} MB. Serve it with any web server, such as python -m http.server -d {folder}{slow}"
@@ -96,10 +96,10 @@ def build(folder: Path, parts: Path | None) -> str:
 
 def digest(folder: Path) -> str:
     """A digest of every file of `folder`: answers that a browser keeps are of one build."""
-    whole = hashlib.sha256()
+    combined = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        whole.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
-    return whole.hexdigest()[:16]
+        combined.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    return combined.hexdigest()[:16]
 
 
 def _packed(folder: Path) -> Path:
@@ -111,8 +111,8 @@ def _packed(folder: Path) -> Path:
     print("npm fetches Pyodide and NumPy, 11 MB.", file=sys.stderr)
     try:
         done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=NPM_SECONDS)
-        told = [line for line in done.stderr.splitlines() if line.startswith("npm")]
-        why = "; ".join(told[:2]) or f"it ended with exit status {done.returncode}" if done.returncode else ""
+        npm_lines = [line for line in done.stderr.splitlines() if line.startswith("npm")]
+        why = "; ".join(npm_lines[:2]) or f"it ended with exit status {done.returncode}" if done.returncode else ""
     except subprocess.TimeoutExpired:
         why = f"it had not ended after {NPM_SECONDS} s"
     if why:
@@ -122,15 +122,15 @@ def _packed(folder: Path) -> Path:
 
 def _checked(parts: Path, key: str) -> list[bytes]:
     """The files of both npm packages. Raises SpecError, about `key`, if one is not there, or another one."""
-    found = []
+    packages = []
     for package, (name, digest) in PACKAGES.items():
         remedy = f"npm pack {package} makes it."
         if not (parts / name).is_file():
             raise mistake(key, f"{parts} has no {name}", remedy)
-        found.append((parts / name).read_bytes())
-        if hashlib.sha512(found[-1]).hexdigest() != digest:
+        packages.append((parts / name).read_bytes())
+        if hashlib.sha512(packages[-1]).hexdigest() != digest:
             raise mistake(key, f"{parts / name} is not what was published under that name", remedy)
-    return found
+    return packages
 
 
 def _write_runtime(folder: Path, packed: bytes) -> None:
@@ -142,7 +142,7 @@ def _write_runtime(folder: Path, packed: bytes) -> None:
     (folder / "pyodide.asm.js").write_text(text.replace(IMPORTS, f"{IMPORTS}backtrace:()=>0,"), encoding="utf-8")
     (folder / "pyodide.asm.wasm.packed").write_bytes(gzip.compress(machine, mtime=0))
     with zipfile.ZipFile(io.BytesIO(library)) as stored:
-        _write_zip(folder / "stdlib.zip", [(one, stored.read(one)) for one in stored.namelist()], base="/lib/python311.zip/")
+        _write_zip(folder / "stdlib.zip", [(name, stored.read(name)) for name in stored.namelist()], base="/lib/python311.zip/")
     info = {"arch": "wasm32", "platform": "emscripten_3_1_45", "version": "0.24.1", "python": "3.11.3"}
     (folder / "pyodide-lock.json").write_text(json.dumps({"info": info, "packages": {}}), encoding="utf-8")
 
@@ -150,36 +150,41 @@ def _write_runtime(folder: Path, packed: bytes) -> None:
 def _numpy(packed: bytes) -> Iterator[tuple[str, bytes]]:
     """Files of the package, which is a conda package in an npm package."""
     with tarfile.open(fileobj=io.BytesIO(packed)) as files:
-        inner = next(one for one in files.getmembers() if one.name.endswith(".tar.gz"))
+        inner = next(member for member in files.getmembers() if member.name.endswith(".tar.gz"))
         conda = files.extractfile(inner).read()  # type: ignore[union-attr]
     prefix = SITE.removeprefix("/")
     with tarfile.open(fileobj=io.BytesIO(conda)) as files:
-        for one in files.getmembers():
-            name = one.name.removeprefix(prefix)
+        for member in files.getmembers():
+            name = member.name.removeprefix(prefix)
             if (
-                one.isfile()
+                member.isfile()
                 and name.startswith("numpy/")
-                and not NOT_OF_NUMPY & {*name.split("/")}
+                and not EXCLUDED_NUMPY & {*name.split("/")}
                 and not name.endswith(".pyi")
             ):
-                yield name, files.extractfile(one).read()  # type: ignore[union-attr]
+                yield name, files.extractfile(member).read()  # type: ignore[union-attr]
 
 
-def _own() -> Iterator[tuple[str, bytes]]:
+def _package_files() -> Iterator[tuple[str, bytes]]:
     """Files of this package that plan, and what tells its version."""
     root = Path(str(resources.files("ultrascale")))
     for path in sorted(root.rglob("*")):
         parts = path.relative_to(root).parts
-        if path.is_file() and parts[0] not in TRAINS and "__pycache__" not in parts and parts[:2] != ("page", "static"):
+        if (
+            path.is_file()
+            and parts[0] not in TRAINING_PACKAGES
+            and "__pycache__" not in parts
+            and parts[:2] != ("page", "static")
+        ):
             yield f"ultrascale/{'/'.join(parts)}", path.read_bytes()
 
 
 def _dependencies() -> Iterator[tuple[str, bytes]]:
     """Python files of all that this package needs without extras, as they are installed here."""
-    waiting, seen = ["ultrascale"], set(NOT_NEEDED)
+    waiting, seen = ["ultrascale"], set(EXCLUDED_DEPENDENCIES)
     while waiting:
-        found = metadata.distribution(waiting.pop())
-        for text in found.requires or []:
+        distribution = metadata.distribution(waiting.pop())
+        for text in distribution.requires or []:
             name, marker = re.sub("[-_.]+", "-", REQUIRED.match(text)[0]).lower(), text.partition(";")[2]  # type: ignore[index]
             if name not in seen and "extra" not in marker and _is_installed(name):
                 seen.add(name)
@@ -214,8 +219,8 @@ def _write_zip(path: Path, files: list[tuple[str, bytes]], base: str = SITE) -> 
 def _compiled(source: bytes, place: str) -> bytes:
     """Bytecode of a module, which says that it lies at `place`."""
     with tempfile.TemporaryDirectory() as scratch:
-        module, made = Path(scratch, "module.py"), Path(scratch, "module.pyc")
+        module, compiled = Path(scratch, "module.py"), Path(scratch, "module.pyc")
         module.write_bytes(source)
         unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
-        py_compile.compile(str(module), str(made), place, doraise=True, invalidation_mode=unchecked)
-        return made.read_bytes()
+        py_compile.compile(str(module), str(compiled), place, doraise=True, invalidation_mode=unchecked)
+        return compiled.read_bytes()

@@ -24,7 +24,7 @@ _SHELL = """<!doctype html>
 <body>
 <header><h1>ultrascale <span>{verb}</span></h1><p>{command}</p></header>
 <div class="columns alone"><main id="view"></main></div>
-<script type="application/json" id="found">{found}</script>
+<script type="application/json" id="found">{content}</script>
 <script>{scripts}
 const found = JSON.parse(document.getElementById("found").textContent), view = document.getElementById("view");
 {draw}(view, found);
@@ -63,11 +63,11 @@ def write_document(path: Path, document: Document, words: list[str]) -> None:
     path.write_text(document_file(document, shlex.join(["ultrascale", *words])), encoding="utf-8")
 
 
-def _filled(found: dict[str, Any], *, title: str, verb: str, command: str, scripts: tuple[str, ...], draw: str) -> str:
+def _filled(content: dict[str, Any], *, title: str, verb: str, command: str, scripts: tuple[str, ...], draw: str) -> str:
     from ultrascale.page.server import static_text  # here: a verb that draws nothing starts without a server
 
-    inside = json.dumps(found).replace("<", "\\u003c")  # no name in a plan ends the script
+    inside = json.dumps(content).replace("<", "\\u003c")  # no name in a plan ends the script
     return _SHELL.format(
-        title=escape(title), verb=escape(verb), command=escape(command), style=static_text("page.css"), found=inside,
+        title=escape(title), verb=escape(verb), command=escape(command), style=static_text("page.css"), content=inside,
         scripts="\n".join(map(static_text, scripts)), draw=draw,
     )  # fmt: skip

@@ -65,8 +65,8 @@ def _axes(answer: Mapping[str, Any], title: str, height: float, across: str) -> 
     figure = Figure(figsize=(8, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    told = answer["title"]
-    axes.set_title(f"{title}\n{told['model']}; {told['machine']}\n{told['layout']}", loc="left", fontsize=8, color=INK)
+    heading = answer["title"]
+    axes.set_title(f"{title}\n{heading['model']}; {heading['machine']}\n{heading['layout']}", loc="left", fontsize=8, color=INK)
     axes.set_xlabel(across)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
@@ -88,13 +88,13 @@ def _rows(axes: Any, names: Sequence[str]) -> None:
 
 def _memory(answer: Mapping[str, Any], bars: Sequence[Mapping[str, Any]], title: str) -> Any:
     figure, axes = _axes(answer, title, 1.9 + 0.34 * len(bars), "GiB")
-    for at, bar in enumerate(bars):
+    for position, bar in enumerate(bars):
         left = 0.0
         for part in bar["parts"]:
             wide = part["value"] / GIB
-            axes.barh(at, wide, left=left, color=COLOURS[part["name"]], height=0.7, edgecolor="white", linewidth=0.5)
+            axes.barh(position, wide, left=left, color=COLOURS[part["name"]], height=0.7, edgecolor="white", linewidth=0.5)
             left += wide
-        axes.text(left, at, f" {bar['text']}", va="center", fontsize=8)
+        axes.text(left, position, f" {bar['text']}", va="center", fontsize=8)
     memory = answer["memory"]
     axes.axvline(memory["capacity"]["value"] / GIB, color=INK, linewidth=1.4)
     axes.axvline(memory["usable"]["value"] / GIB, color=INK, linewidth=1, linestyle="--")
@@ -103,12 +103,12 @@ def _memory(answer: Mapping[str, Any], bars: Sequence[Mapping[str, Any]], title:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    known: list[Any] = [
-        Patch(color=COLOURS[one["name"]], label=one["label"]) for one in memory["legend"] if one["name"] in used
+    handles: list[Any] = [
+        Patch(color=COLOURS[entry["name"]], label=entry["label"]) for entry in memory["legend"] if entry["name"] in used
     ]
-    known.append(Line2D([], [], color=INK, label=f"a device, {memory['capacity']['text']}"))
-    known.append(Line2D([], [], color=INK, linestyle="--", label=f"to be used, {memory['usable']['text']}"))
-    figure.legend(handles=known, ncols=5, frameon=False, fontsize=7, loc="outside lower center")
+    handles.append(Line2D([], [], color=INK, label=f"a device, {memory['capacity']['text']}"))
+    handles.append(Line2D([], [], color=INK, linestyle="--", label=f"to be used, {memory['usable']['text']}"))
+    figure.legend(handles=handles, ncols=5, frameon=False, fontsize=7, loc="outside lower center")
     return figure
 
 
@@ -116,10 +116,10 @@ def _waterfall(answer: Mapping[str, Any]) -> Any:
     parts = answer["waterfall"]
     figure, axes = _axes(answer, "Time of a step", 1.4 + 0.3 * len(parts), "seconds")
     left = 0.0
-    for at, part in enumerate(parts):
-        axes.barh(at, part["value"], left=left, color=COLOURS.get(part["name"], "#5b646e"), height=0.7)
+    for position, part in enumerate(parts):
+        axes.barh(position, part["value"], left=left, color=COLOURS.get(part["name"], "#5b646e"), height=0.7)
         left += part["value"]
-        axes.text(left, at, f" {part['text']}, {part['share']}", va="center", fontsize=8)
+        axes.text(left, position, f" {part['text']}, {part['share']}", va="center", fontsize=8)
     axes.set_xlim(0, left * 1.25)
     _rows(axes, [part["label"] for part in parts])
     return figure
@@ -146,9 +146,9 @@ def _schedule(answer: Mapping[str, Any], schedule: Mapping[str, Any]) -> Any:
 def _sent(answer: Mapping[str, Any]) -> Any:
     rows = answer["sent"]["rows"]
     figure, axes = _axes(answer, f"Sent in a step by rank {answer['sent']['rank']:,}", 1.4 + 0.3 * len(rows), "GiB")
-    for at, row in enumerate(rows):
-        axes.barh(at, row["value"] / GIB, color="#56b4e9" if row["over"] == "network" else "#0072b2", height=0.7)
-        axes.text(row["value"] / GIB, at, f" {row['text']}, {row['over']}", va="center", fontsize=8)
+    for position, row in enumerate(rows):
+        axes.barh(position, row["value"] / GIB, color="#56b4e9" if row["over"] == "network" else "#0072b2", height=0.7)
+        axes.text(row["value"] / GIB, position, f" {row['text']}, {row['over']}", va="center", fontsize=8)
     axes.set_xlim(0, max(row["value"] for row in rows) / GIB * 1.3)
     _rows(axes, [f"{row['axis']}, {row['kind']}" for row in rows])
     return figure
@@ -161,18 +161,18 @@ def _roofline(answer: Mapping[str, Any], roofline: Mapping[str, Any]) -> Any:
     low = min(peak / bandwidth, *(row["intensity"] for row in shown)) / 3
     high = max(peak / bandwidth, *(row["intensity"] for row in shown)) * 2
     axes.plot([low, peak / bandwidth, high], [low * bandwidth / 1e12, peak / 1e12, peak / 1e12], color=INK, linewidth=1.4)
-    whole = sum(row["seconds"] for row in roofline["rows"])
+    total = sum(row["seconds"] for row in roofline["rows"])
     for kind, (colour, marker) in KINDS.items():
-        own = [row for row in shown if row["kind"] == kind]
-        sizes = [20 + 1200 * row["seconds"] / whole for row in own]
-        points = [row["intensity"] for row in own], [row["rate"] / 1e12 for row in own]
+        of_kind = [row for row in shown if row["kind"] == kind]
+        sizes = [20 + 1200 * row["seconds"] / total for row in of_kind]
+        points = [row["intensity"] for row in of_kind], [row["rate"] / 1e12 for row in of_kind]
         axes.scatter(*points, s=sizes, color=colour, marker=marker, alpha=0.7, label=kind)
-    for at, spot in enumerate(sorted({(row["intensity"], row["rate"]) for row in shown})):
+    for index, spot in enumerate(sorted({(row["intensity"], row["rate"]) for row in shown})):
         names = [row["name"].rpartition(".")[2] for row in shown if (row["intensity"], row["rate"]) == spot]
         axes.annotate(
             ", ".join(names),
             (spot[0], spot[1] / 1e12),
-            xytext=(0, 14 if at % 2 else -20),
+            xytext=(0, 14 if index % 2 else -20),
             textcoords="offset points",
             fontsize=6,
             ha="center",
@@ -209,9 +209,9 @@ def _scaling(answer: Mapping[str, Any]) -> Any:
     figure, axes = _axes(
         answer, "The best layout on other numbers of devices, the batch unchanged", 1.4 + 0.3 * len(rows), "tokens a second"
     )
-    for at, row in enumerate(rows):
-        axes.barh(at, row["value"], color="#009e73" if row["pays"] else "#9aa2ab", height=0.7)
-        axes.text(row["value"], at, f" {row['text']}", va="center", fontsize=8)
+    for position, row in enumerate(rows):
+        axes.barh(position, row["value"], color="#009e73" if row["pays"] else "#9aa2ab", height=0.7)
+        axes.text(row["value"], position, f" {row['text']}", va="center", fontsize=8)
     axes.set_xlim(0, max(row["value"] for row in rows) * 1.2 or 1)
     _rows(axes, [f"{row['gpus']:,}" for row in rows])
     return figure

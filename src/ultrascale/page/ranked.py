@@ -21,52 +21,52 @@ SETTINGS = ("tp", "cp", "pp", "ep", "zero_stage", "micro_batch_size", "recompute
 def ranking(result: SearchResult) -> dict[str, Any]:
     """The fastest layouts, those that nothing beats in both time and memory, and what was searched."""
     priced, ours = result.priced, result.workload.stack.name == "ultrascale"
-    rows = [_row(one, result, ours=ours) for one in distinct(result.ranked)[:TOP]]
+    rows = [_row(prediction, result, ours=ours) for prediction in distinct(result.ranked)[:TOP]]
     tied = result.num_tied if result.ranked else 0
-    told = f"{len(priced.fits):,} legal layouts" + (f"; at least {priced.num_unfit:,} do not fit." if priced.num_unfit else ".")
+    note = f"{len(priced.fits):,} legal layouts" + (f"; at least {priced.num_unfit:,} do not fit." if priced.num_unfit else ".")
     if tied > 1:
-        told += f" {tied} are within {TIE:.0%} of the first: only a measurement can tell them apart."
+        note += f" {tied} are within {TIE:.0%} of the first: only a measurement can tell them apart."
     if not result.ranked:
-        told = no_layout_fits(result)
-    return {"rows": rows, "note": told, "front": [_row(one, result, ours=ours) for one in _front(result)]}
+        note = no_layout_fits(result)
+    return {"rows": rows, "note": note, "front": [_row(prediction, result, ours=ours) for prediction in _front(result)]}
 
 
 def _front(result: SearchResult) -> list[Prediction]:
     """The front, with what is known better of the ranked: those are played action by action, and their memory is replayed."""
-    known = {one.layout: one for one in (*result.front, *result.ranked)}.values()
+    known = {prediction.layout: prediction for prediction in (*result.front, *result.ranked)}.values()
     front, least = [], float("inf")
-    for one in sorted(known, key=lambda one: (one.step_seconds, float(one.memory.needed))):
-        need = float(one.memory.needed)
+    for prediction in sorted(known, key=lambda prediction: (prediction.step_seconds, float(prediction.memory.needed))):
+        need = float(prediction.memory.needed)
         if need < least:
-            front, least = [*front, one], need
+            front, least = [*front, prediction], need
     return front
 
 
-def _row(one: Prediction, result: SearchResult, *, ours: bool) -> dict[str, Any]:
-    need, memory = float(one.memory.needed), one.memory
-    low, high = step_interval(one)
+def _row(prediction: Prediction, result: SearchResult, *, ours: bool) -> dict[str, Any]:
+    need, memory = float(prediction.memory.needed), prediction.memory
+    low, high = step_interval(prediction)
     headroom = float(memory.headroom)
-    layout = one.layout
-    runs = ours and not untrainable(one.workload.model, layout)
+    layout = prediction.layout
+    runs = ours and not untrainable(prediction.workload.model, layout)
     return {
-        "layout": layout_words(layout, one.num_micro_batches),
-        "settings": settings_of(one),
-        "tied": bool(result.ranked) and one.step_seconds <= result.ranked[0].step_seconds * (1 + TIE),
+        "layout": layout_words(layout, prediction.num_micro_batches),
+        "settings": settings_of(prediction),
+        "tied": bool(result.ranked) and prediction.step_seconds <= result.ranked[0].step_seconds * (1 + TIE),
         "runs": runs,
-        "step": {"value": one.step_seconds, "text": format_seconds(one.step_seconds)},
+        "step": {"value": prediction.step_seconds, "text": format_seconds(prediction.step_seconds)},
         "interval": f"{format_seconds(low)} to {format_seconds(high)}",
-        "mfu": f"{one.mfu():.1%}",
+        "mfu": f"{prediction.mfu():.1%}",
         "memory": {"value": need, "text": format_bytes(need)},
         "headroom": {"value": headroom, "text": format_bytes(headroom)},
     }
 
 
-def settings_of(one: Prediction) -> dict[str, str]:
+def settings_of(prediction: Prediction) -> dict[str, str]:
     """Settings of the controls that yield this layout."""
-    known = {name: str(getattr(one.layout, name)) for name in SETTINGS}
-    if one.layout.pp == 1:
+    known = {name: str(getattr(prediction.layout, name)) for name in SETTINGS}
+    if prediction.layout.pp == 1:
         del known["schedule"]
-    if one.layout.recompute not in ("none", "selective", "full"):
+    if prediction.layout.recompute not in ("none", "selective", "full"):
         del known["recompute"]
     return known
 
@@ -79,35 +79,35 @@ def reasons(result: SearchResult, json: dict[str, Any]) -> list[dict[str, Any]]:
     batch = f"The batch: {batch_words(best)}."
     if known is None:
         return [{"title": "", "lines": [batch]}]
-    worth = [one for one in known["worth"] if one["gain"] >= 0.0005]
-    told = {
+    worth = [swap for swap in known["worth"] if swap["gain"] >= 0.0005]
+    sections = {
         "": [binding(best, marginals(result)), batch],
-        "What makes it fit": [_rung(one) for one in known["fit"]],
-        "One choice changed, the rest kept": [_change(one, best) for one in known["changes"]],
+        "What makes it fit": [_rung(rung) for rung in known["fit"]],
+        "One choice changed, the rest kept": [_change(change, best) for change in known["changes"]],
         "What other machines would be worth": [
-            *(f"{one['name'][0].upper()}{one['name'][1:]}: {one['gain']:+.1%} tokens a second." for one in worth),
-            *(_elsewhere(name, one, best) for name, one in known["elsewhere"].items()),
+            *(f"{swap['name'][0].upper()}{swap['name'][1:]}: {swap['gain']:+.1%} tokens a second." for swap in worth),
+            *(_elsewhere(name, plan, best) for name, plan in known["elsewhere"].items()),
         ],
     }
-    return [{"title": title, "lines": lines} for title, lines in told.items() if lines]
+    return [{"title": title, "lines": lines} for title, lines in sections.items() if lines]
 
 
-def _rung(one: dict[str, Any]) -> str:
-    need, name = format_bytes(one["least_bytes"]), one["name"].removeprefix("+ ")
-    end = f"the fastest step is {format_seconds(one['fastest_seconds'])}" if one["fits"] else "nothing fits"
-    return f"With {name} ({count_of(one['num_layouts'], 'layout')}): {need} at least, {end}."
+def _rung(rung: dict[str, Any]) -> str:
+    need, name = format_bytes(rung["least_bytes"]), rung["name"].removeprefix("+ ")
+    end = f"the fastest step is {format_seconds(rung['fastest_seconds'])}" if rung["fits"] else "nothing fits"
+    return f"With {name} ({count_of(rung['num_layouts'], 'layout')}): {need} at least, {end}."
 
 
-def _elsewhere(name: str, one: dict[str, Any], best: Prediction) -> str:
-    seconds = one["time"]["seconds_per_step"]
+def _elsewhere(name: str, plan: dict[str, Any], best: Prediction) -> str:
+    seconds = plan["time"]["seconds_per_step"]
     return f"On {name} a step takes {format_seconds(seconds)}: {best.step_seconds / seconds - 1:.0%} faster."
 
 
-def _change(one: dict[str, Any], best: Prediction) -> str:
-    own = getattr(best.layout, one["name"]) or best.layout.shard_size
-    slower = one["seconds"] / best.step_seconds - 1
-    memory = format_bytes(one["peak_bytes"]) + ("" if one["fits"] else ", which does not fit")
-    return f"{one['name']} {one['value']} instead of {own}: step {slower:+.1%}, memory {memory}."
+def _change(change: dict[str, Any], best: Prediction) -> str:
+    chosen = getattr(best.layout, change["name"]) or best.layout.shard_size
+    slower = change["seconds"] / best.step_seconds - 1
+    memory = format_bytes(change["peak_bytes"]) + ("" if change["fits"] else ", which does not fit")
+    return f"{change['name']} {change['value']} instead of {chosen}: step {slower:+.1%}, memory {memory}."
 
 
 def scaling_rows(json: dict[str, Any]) -> list[dict[str, Any]]:
@@ -116,13 +116,13 @@ def scaling_rows(json: dict[str, Any]) -> list[dict[str, Any]]:
     if known is None:
         return []
     rows = []
-    for one in known["scaling"]:
-        best = one["best"]
+    for point in known["scaling"]:
+        best = point["best"]
         rate = best["time"]["tokens_per_second"] if best else 0.0
         rows.append({
-            "gpus": one["num_gpus"], "pays": one["pays"], "value": rate,
+            "gpus": point["num_gpus"], "pays": point["pays"], "value": rate,
             "text": f"{rate:,.0f}" if best else "nothing fits or divides",
-            "brings": "" if one["brings"] is None else f"{one['brings']:.0%} of a GPU",
+            "brings": "" if point["brings"] is None else f"{point['brings']:.0%} of a GPU",
             "mfu": f"{best['time']['mfu']:.1%}" if best else "",
         })  # fmt: skip
     return rows

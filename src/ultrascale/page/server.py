@@ -99,14 +99,14 @@ class _Handler(BaseHTTPRequestHandler):
         if not size.isdecimal() or int(size) > LARGEST_BODY:
             return self._refuse(413, f"a question has at most {LARGEST_BODY:,} bytes")
         try:
-            asked = parse_json(self.rfile.read(int(size)))
+            question = parse_json(self.rfile.read(int(size)))
         except ValueError:
-            asked = None
-        if not isinstance(asked, dict):
+            question = None
+        if not isinstance(question, dict):
             return self._refuse(400, "a question is a JSON object")
         with self.server.lock:
-            told = self.server.question(asked)
-        self._send(200, "application/json", json.dumps(told))
+            reply = self.server.question(question)
+        self._send(200, "application/json", json.dumps(reply))
 
     def _allowed_path(self) -> str | None:
         """Path after the token; None where the request is refused, in which case the refusal has been sent."""

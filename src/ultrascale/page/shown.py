@@ -20,8 +20,8 @@ from ultrascale.description.schedules import SCHEDULES
 from ultrascale.description.units import count_of, format_bytes, format_count, format_seconds
 from ultrascale.page.ranked import ranking, reasons, scaling_rows, settings_of
 from ultrascale.page.step.ranks import rank_memories
-from ultrascale.page.step.roofline import peak_flops, step_work
-from ultrascale.page.step.sent import sent_per_step
+from ultrascale.page.step.roofline import operation_costs, peak_flops
+from ultrascale.page.step.sent import communication_per_step
 from ultrascale.plan.columns.footprint import Footprint
 from ultrascale.plan.costs.budget import usual_tokens
 from ultrascale.plan.flags.trainers import WRITERS, trainer_flags
@@ -52,7 +52,7 @@ AXES = {
 
 
 @dataclass(frozen=True)
-class Planned:
+class PagePlan:
     """The planner's answer to a question."""
 
     chosen: RunPlan
@@ -67,43 +67,43 @@ class Planned:
     """Function that computes what --explain adds to a search's JSON; it takes seconds, and runs only when asked for."""
 
 
-def answer(found: Planned, words: list[str], *, parts: Collection[str] = PARTS) -> dict[str, Any]:
+def answer(planned: PagePlan, words: list[str], *, parts: Collection[str] = PARTS) -> dict[str, Any]:
     """Everything that is drawn of a plan, JSON-able. `words`: those of the command line that asks the same."""
-    told: dict[str, Any] = {"schema": "ultrascale/page/1", "command": " ".join(["ultrascale plan", shlex.join(words)])}
+    document: dict[str, Any] = {"schema": "ultrascale/page/1", "command": " ".join(["ultrascale plan", shlex.join(words)])}
     if FIRST in parts:
-        told |= _first(found)
+        document |= _first(planned)
     if REST in parts:
-        told |= _rest(found)
-    return told
+        document |= _rest(planned)
+    return document
 
 
-def _first(found: Planned) -> dict[str, Any]:
-    chosen = found.chosen
-    told: dict[str, Any] = {
+def _first(planned: PagePlan) -> dict[str, Any]:
+    chosen = planned.chosen
+    document: dict[str, Any] = {
         "title": _title(chosen),
         "verdict": _verdict(chosen),
         "notes": notes(chosen),
-        "facts": _facts(found),
+        "facts": _facts(planned),
         "waterfall": [],
         "schedule": None,
         "run_toml": to_toml(chosen.run),
-        "json": json.dumps(found.json, indent=2),
+        "json": json.dumps(planned.json, indent=2),
     }
     if chosen.prediction is not None:
-        told |= {"waterfall": _waterfall(chosen.prediction), "schedule": _schedule(chosen.prediction)}
-        told["own"] = settings_of(chosen.prediction)
-    if found.result is not None:
-        told |= {"ranking": ranking(found.result), "why": reasons(found.result, found.json)}
-        told |= {"scaling": scaling_rows(found.json)}
-    return told
+        document |= {"waterfall": _waterfall(chosen.prediction), "schedule": _schedule(chosen.prediction)}
+        document["own"] = settings_of(chosen.prediction)
+    if planned.result is not None:
+        document |= {"ranking": ranking(planned.result), "why": reasons(planned.result, planned.json)}
+        document |= {"scaling": scaling_rows(planned.json)}
+    return document
 
 
-def _rest(found: Planned) -> dict[str, Any]:
-    chosen = found.chosen
-    told: dict[str, Any] = {"memory": _memory(found), "flags": _flags(chosen)}
+def _rest(planned: PagePlan) -> dict[str, Any]:
+    chosen = planned.chosen
+    document: dict[str, Any] = {"memory": _memory(planned), "flags": _flags(chosen)}
     if chosen.prediction is not None:
-        told |= {"roofline": _roofline(chosen.prediction), "sent": _sent(chosen)}
-    return told
+        document |= {"roofline": _roofline(chosen.prediction), "sent": _sent(chosen)}
+    return document
 
 
 def _number(value: float, text: str) -> dict[str, Any]:
@@ -131,9 +131,9 @@ def _verdict(chosen: RunPlan) -> dict[str, Any]:
     return {"kind": "good", "text": f"Fits: {need} of {have}, {format_bytes(headroom)} of headroom."}
 
 
-def _facts(found: Planned) -> list[dict[str, str]]:
+def _facts(planned: PagePlan) -> list[dict[str, str]]:
     """Name, value and note of what is said in numbers."""
-    chosen, one = found.chosen, found.chosen.prediction
+    chosen, prediction = planned.chosen, planned.chosen.prediction
     batch = chosen.run.batch
     tokens = batch.sequences_per_batch * batch.sequence_length
     rows = [
@@ -143,23 +143,23 @@ def _facts(found: Planned) -> list[dict[str, str]]:
             f"{count_of(batch.sequences_per_batch, 'sequence')} of {batch.sequence_length:,}",
         )
     ]
-    if one is not None:
-        low, high = (format_seconds(at) for at in step_interval(one))
+    if prediction is not None:
+        low, high = (format_seconds(seconds) for seconds in step_interval(prediction))
         rows = [
-            ("Step", format_seconds(one.step_seconds), f"80% prediction interval: {low} to {high}"),
-            ("Tokens a second", f"{one.tokens_per_second:,.0f}", f"{one.tokens_per_second_per_gpu:,.0f} a GPU"),
-            ("MFU", f"{one.mfu():.1%}", f"HFU {one.hfu():.1%}"),
+            ("Step", format_seconds(prediction.step_seconds), f"80% prediction interval: {low} to {high}"),
+            ("Tokens a second", f"{prediction.tokens_per_second:,.0f}", f"{prediction.tokens_per_second_per_gpu:,.0f} a GPU"),
+            ("MFU", f"{prediction.mfu():.1%}", f"HFU {prediction.hfu():.1%}"),
             *rows,
         ]
         if chosen.fits:
             usual, rule = usual_tokens(chosen.run.model)
-            goal = found.tokens or usual
-            taken = cost(chosen.cluster, goal / one.tokens_per_second, num_gpus=chosen.run.layout.world_size)
-            why = "" if found.tokens else f", {rule}"
+            goal = planned.tokens or usual
+            expense = cost(chosen.cluster, goal / prediction.tokens_per_second, num_gpus=chosen.run.layout.world_size)
+            why = "" if planned.tokens else f", {rule}"
             rows.append(
-                ("Training", format_seconds(taken.seconds), f"on {format_count(goal)} tokens{why}, without interruptions")
+                ("Training", format_seconds(expense.seconds), f"on {format_count(goal)} tokens{why}, without interruptions")
             )
-            rows.append(("GPU hours", f"{taken.gpu_hours:,.0f}", taken.words.removeprefix(", ")))
+            rows.append(("GPU hours", f"{expense.gpu_hours:,.0f}", expense.words.removeprefix(", ")))
     headroom = format_bytes(abs(chosen.headroom_bytes))
     margin = f"{format_bytes(chosen.reserve_bytes)} more is kept free for the allocator"
     rows.insert(1, ("Headroom" if chosen.fits else "Too much", headroom, margin))
@@ -170,16 +170,16 @@ def _facts(found: Planned) -> list[dict[str, str]]:
     return [dict(zip(("name", "text", "note"), row, strict=True)) for row in rows]
 
 
-def _memory(found: Planned) -> dict[str, Any]:
+def _memory(planned: PagePlan) -> dict[str, Any]:
     """Memory by category at the peak, for the layout as it is and with each ZeRO stage, against the device; and per pipeline
     stage."""
-    chosen = found.chosen
+    chosen = planned.chosen
     bars = []
-    for stage, plan in _stages_of_zero(found).items():
+    for stage, plan in _stages_of_zero(planned).items():
         assert plan.prediction is not None
-        is_own = stage == chosen.run.layout.zero_stage
+        is_chosen = stage == chosen.run.layout.zero_stage
         parts = _parts(plan.prediction.memory, plan.needed_bytes)
-        bars.append({"label": f"ZeRO {stage}", "chosen": is_own, "fits": plan.fits, "parts": parts}
+        bars.append({"label": f"ZeRO {stage}", "chosen": is_chosen, "fits": plan.fits, "parts": parts}
                     | _number(plan.needed_bytes, format_bytes(plan.needed_bytes))
                     | {"step": format_seconds(plan.prediction.step_seconds), "zero_stage": stage})  # fmt: skip
     ranks = []
@@ -194,9 +194,9 @@ def _memory(found: Planned) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _stages_of_zero(found: Planned) -> dict[int, RunPlan]:
+def _stages_of_zero(planned: PagePlan) -> dict[int, RunPlan]:
     """The chosen layout under ZeRO 0 to 3, those that are legal; none where no time is known."""
-    chosen, plans = found.chosen, {}
+    chosen, plans = planned.chosen, {}
     if chosen.prediction is None:
         return plans
     for stage in range(4):
@@ -205,16 +205,16 @@ def _stages_of_zero(found: Planned) -> dict[int, RunPlan]:
             layout = replace(layout, zero_stage=stage, dp_shard=layout.dp_shard if stage else None)
         try:
             run = replace(chosen.run, layout=layout)
-            plans[stage] = chosen if layout == chosen.run.layout else _planned(found, run)
+            plans[stage] = chosen if layout == chosen.run.layout else _planned(planned, run)
         except SpecError:  # this model or trainer has no such stage
             continue
     return plans
 
 
-def _planned(found: Planned, run: Any) -> RunPlan:
+def _planned(planned: PagePlan, run: Any) -> RunPlan:
     if problems := run.layout.problems():
         raise SpecError(list(problems))
-    return plan_run(run, found.chosen.cluster, found.chosen.stack, **found.conditions)
+    return plan_run(run, planned.chosen.cluster, planned.chosen.stack, **planned.conditions)
 
 
 def _parts(memory: Footprint, needed: int) -> list[dict[str, Any]]:
@@ -231,32 +231,32 @@ def _known_parts(known: dict[str, float]) -> list[dict[str, Any]]:
     ]
 
 
-def _waterfall(one: Prediction) -> list[dict[str, Any]]:
+def _waterfall(prediction: Prediction) -> list[dict[str, Any]]:
     """Waterfall of the step's time, in the planner's order; `axis`: whose communication it is."""
     return [
-        {"name": name, "label": TIMES[name][0], "share": f"{seconds / one.step_seconds:.1%}", "axis": AXES.get(name, ""),
+        {"name": name, "label": TIMES[name][0], "share": f"{seconds / prediction.step_seconds:.1%}", "axis": AXES.get(name, ""),
          **_number(seconds, format_seconds(seconds))}
-        for name, seconds in one.waterfall.items() if seconds > 0
+        for name, seconds in prediction.waterfall.items() if seconds > 0
     ]  # fmt: skip
 
 
-def _roofline(one: Prediction) -> dict[str, Any] | None:
+def _roofline(prediction: Prediction) -> dict[str, Any] | None:
     """Operations of the step, the longest first, and the device's two bounds; None where its bandwidth is unknown."""
-    accelerator, work = one.workload.cluster.accelerator, step_work(one)
+    accelerator, work = prediction.workload.cluster.accelerator, operation_costs(prediction)
     if accelerator.memory_bytes_per_second is None or not work:
         return None
-    peak, bandwidth = peak_flops(one), accelerator.memory_bytes_per_second.value
-    whole, rows = sum(each.seconds for each in work), []
-    for each in work[:MOST_OPERATIONS]:
-        rate, traffic = each.flops / each.seconds, each.num_bytes / each.seconds
-        bound = min(peak, each.intensity * bandwidth)
-        reached = rate / bound if each.flops else traffic / bandwidth
+    peak, bandwidth = peak_flops(prediction), accelerator.memory_bytes_per_second.value
+    total_seconds, rows = sum(op.seconds for op in work), []
+    for op in work[:MOST_OPERATIONS]:
+        rate, traffic = op.flops / op.seconds, op.num_bytes / op.seconds
+        bound = min(peak, op.intensity * bandwidth)
+        reached = rate / bound if op.flops else traffic / bandwidth
         rows.append({
-            "name": each.name, "kind": each.kind, "seconds": each.seconds, "text": format_seconds(each.seconds),
-            "share": f"{each.seconds / whole:.1%}", "times": f"{each.count:,.0f}", "intensity": each.intensity, "rate": rate,
-            "rate_text": f"{rate / 1e12:,.0f} TFLOP/s" if each.flops else f"{traffic / 1e12:.2f} TB/s",
-            "intensity_text": f"{each.intensity:,.0f} FLOP/B" if each.flops else "",
-            "bound": "compute" if each.flops and bound == peak else "memory", "reached": f"{reached:.0%}",
+            "name": op.name, "kind": op.kind, "seconds": op.seconds, "text": format_seconds(op.seconds),
+            "share": f"{op.seconds / total_seconds:.1%}", "times": f"{op.count:,.0f}", "intensity": op.intensity, "rate": rate,
+            "rate_text": f"{rate / 1e12:,.0f} TFLOP/s" if op.flops else f"{traffic / 1e12:.2f} TB/s",
+            "intensity_text": f"{op.intensity:,.0f} FLOP/B" if op.flops else "",
+            "bound": "compute" if op.flops and bound == peak else "memory", "reached": f"{reached:.0%}",
         })  # fmt: skip
     return {
         "rows": rows, "peak": _number(peak, f"{peak / 1e12:,.0f} TFLOP/s"),
@@ -268,30 +268,30 @@ def _roofline(one: Prediction) -> dict[str, Any] | None:
 def _sent(chosen: RunPlan) -> dict[str, Any]:
     """Bytes that a rank sends in a step, by axis and kind of message; no rows where our trainer does not run the layout."""
     assert chosen.prediction is not None
-    rank, rows = sent_per_step(chosen.run, chosen.prediction)
-    told = f"Rank {rank} of {chosen.run.layout.world_size:,}, as our trainer sends it: what leaves the rank, hidden or not."
+    rank, rows = communication_per_step(chosen.run, chosen.prediction)
+    note = f"Rank {rank} of {chosen.run.layout.world_size:,}, as our trainer sends it: what leaves the rank, hidden or not."
     if chosen.run.layout.world_size == 1:
-        told = "One rank sends nothing."
+        note = "One rank sends nothing."
     elif not rows:
-        told = "Counted message by message for layouts that ultrascale trains; time of a step above has every trainer's."
+        note = "Counted message by message for layouts that ultrascale trains; time of a step above has every trainer's."
     return {
-        "note": told, "rank": rank,
+        "note": note, "rank": rank,
         "rows": [
-            {"axis": one.axis, "kind": one.kind, "group": f"{one.group:,}", "over": one.over, "count": f"{one.count:,}",
-             **_number(one.num_bytes, format_bytes(one.num_bytes))}
-            for one in rows
+            {"axis": row.axis, "kind": row.kind, "group": f"{row.group:,}", "over": row.over, "count": f"{row.count:,}",
+             **_number(row.num_bytes, format_bytes(row.num_bytes))}
+            for row in rows
         ],
     }  # fmt: skip
 
 
-def _schedule(one: Prediction) -> dict[str, Any] | None:
+def _schedule(prediction: Prediction) -> dict[str, Any] | None:
     """The pipeline's actions as they were played, as many micro-batches as can be drawn; None without a pipeline."""
-    layout = one.layout
+    layout = prediction.layout
     if not 1 < layout.pp <= MOST_DRAWN_RANKS or layout.schedule not in SCHEDULES:
         return None
-    count = min(one.num_micro_batches, DRAWN_TURNS * layout.pp)
-    timeline = step_timeline(one, num_micro_batches=count)
-    of = "" if count == one.num_micro_batches else f", {count} of the {one.num_micro_batches} micro-batches"
+    count = min(prediction.num_micro_batches, DRAWN_TURNS * layout.pp)
+    timeline = step_timeline(prediction, num_micro_batches=count)
+    of = "" if count == prediction.num_micro_batches else f", {count} of the {prediction.num_micro_batches} micro-batches"
     about = timeline.to_json()
     return {
         "title": f"{layout.schedule} on {layout.pp} ranks{of}: ranks wait {timeline.bubble_fraction:.1%} of what is drawn",
@@ -306,14 +306,14 @@ def _schedule(one: Prediction) -> dict[str, Any] | None:
 
 def _flags(chosen: RunPlan) -> dict[str, dict[str, str]]:
     """The plan as the settings of every trainer that writes some: `text`, or `lacks`, why that trainer cannot run it."""
-    told: dict[str, dict[str, str]] = {}
+    flags: dict[str, dict[str, str]] = {}
     names = [name for name in ("megatron", "torchtitan", "nanotron", "deepspeed") if stack_file(name).writes in WRITERS]
     for name in dict.fromkeys([chosen.stack.name, *names]):
         if name == "ultrascale":
             continue
         stack = chosen.stack if name == chosen.stack.name else STACKS[name]
         try:
-            told[name] = {"text": trainer_flags(workload_of(chosen.run, chosen.cluster, stack), chosen.run.layout)}
+            flags[name] = {"text": trainer_flags(workload_of(chosen.run, chosen.cluster, stack), chosen.run.layout)}
         except SpecError as error:
-            told[name] = {"lacks": "\n".join(f"{one.key}: {one.rule}. {one.remedy}" for one in error.problems)}
-    return told
+            flags[name] = {"lacks": "\n".join(f"{problem.key}: {problem.rule}. {problem.remedy}" for problem in error.problems)}
+    return flags

@@ -1,11 +1,11 @@
 """Rows sent between the ranks of a group, as many from each to each as it takes, none included; with gradients.
 
-    exchange   rows for rank 0, 1, ... go there; what arrives lies in order of the ranks it came from
-               backward: the same with sent and received swapped, for the derivative of moving rows is moving them back
-    gather     rows of all ranks, in their order, on every rank          backward: sum_scatter
-    sum_scatter the sum over ranks of such a whole; each keeps its rows  backward: gather
-    cut        of rows that all ranks have: this rank's                  backward: rows of all ranks
-    whole      rows of all ranks, which all go on with in the same way   backward: this rank's rows
+    exchange         rows for rank 0, 1, ... go there; what arrives lies in order of the ranks it came from
+                     backward: the same with sent and received swapped, for the derivative of moving rows is moving them back
+    all_gather       rows of all ranks, in their order, on every rank          backward: reduce_scatter
+    reduce_scatter   the sum over ranks of such a whole; each keeps its rows   backward: all_gather
+    shard_rows       of rows that all ranks have: this rank's                  backward: rows of all ranks
+    unshard_rows     rows of all ranks, which all go on with in the same way   backward: this rank's rows
 
 An exchange can be left under way while something else computes, on the way there and, for its gradient, on the way back:
 
@@ -14,7 +14,7 @@ An exchange can be left under way while something else computes, on the way ther
 
 Cost on each rank: of P elements there P (n-1)/n are sent, and as many on the way back. Everything is one `all_to_all_single`,
 which NCCL and gloo both have with uneven parts (gloo's all-gather and reduce-scatter want equal ones); the sum is taken here,
-in order of ranks, so that it is the same bits every time. Price, on CPU alone: `gather` copies its rows n times before they
+in order of ranks, so that it is the same bits every time. Price, on CPU alone: `all_gather` copies its rows n times before they
 leave.
 Not torch's own functional collectives: they allocate wrappers, and wait where autograd wants it.
 
@@ -40,24 +40,24 @@ from ultrascale.torch_private import group_named
 WORK = "work_that_fills_it"
 
 
-def gather(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def all_gather(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """[own, D] of every rank to [sum(lengths), D]; the gradient sums what all ranks made of a row."""
-    return _Gather.apply(rows, lengths, group)  # pyright: ignore[reportReturnType]
+    return _AllGather.apply(rows, lengths, group)  # pyright: ignore[reportReturnType]
 
 
-def sum_scatter(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def reduce_scatter(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """[sum(lengths), D] on every rank to this rank's rows of their sum, [own, D]."""
-    return _SumScatter.apply(rows, lengths, group)  # pyright: ignore[reportReturnType]
+    return _ReduceScatter.apply(rows, lengths, group)  # pyright: ignore[reportReturnType]
 
 
-def cut(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def shard_rows(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """This rank's shard [own, D] of rows [sum(lengths), D] that are equal on all ranks; so is the gradient."""
-    return _Cut.apply(rows, lengths, group)  # pyright: ignore[reportReturnType]
+    return _ShardRows.apply(rows, lengths, group)  # pyright: ignore[reportReturnType]
 
 
-def whole(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def unshard_rows(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """[own, D] of every rank to [sum(lengths), D], whose gradient must be the same on all ranks: each takes its rows of it."""
-    return _Whole.apply(rows, lengths, group)  # pyright: ignore[reportReturnType]
+    return _UnshardRows.apply(rows, lengths, group)  # pyright: ignore[reportReturnType]
 
 
 class TokenExchange:
@@ -111,10 +111,10 @@ def begin_exchange(rows: Tensor, sent: list[int], received: list[int], group: st
 def sum_rows(rows: Tensor, lengths: list[int], group: str) -> Tensor:
     """This rank's shard of the sum over ranks. Narrow dtypes are added up in fp32 and rounded once."""
     ranks = group_named(group)
-    own = lengths[ranks.rank()]
-    parts = rows.new_empty(ranks.size(), own, *rows.shape[1:])
+    local_length = lengths[ranks.rank()]
+    parts = rows.new_empty(ranks.size(), local_length, *rows.shape[1:])
     with waiting("a sum of rows of tokens", ranks):
-        dist.all_to_all_single(parts.flatten(0, 1), rows.contiguous(), [own] * ranks.size(), lengths, group=ranks)
+        dist.all_to_all_single(parts.flatten(0, 1), rows.contiguous(), [local_length] * ranks.size(), lengths, group=ranks)
     total = parts[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
     for number in range(1, len(parts)):
         total += parts[number]
@@ -153,7 +153,7 @@ class _Arrive(torch.autograd.Function):
         return grad, None  # autograd wants a gradient as long as what arrived; what comes back lies in the exchange
 
 
-class _Gather(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
         ctx.lengths, ctx.group = list(lengths), group
@@ -165,7 +165,7 @@ class _Gather(torch.autograd.Function):
         return sum_rows(grad, ctx.lengths, ctx.group.group_name), None, None
 
 
-class _SumScatter(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
         ctx.lengths, ctx.group = list(lengths), group
@@ -177,11 +177,11 @@ class _SumScatter(torch.autograd.Function):
         return _gathered(grad, ctx.lengths, ctx.group), None, None
 
 
-class _Cut(torch.autograd.Function):
+class _ShardRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
         ctx.lengths, ctx.group = list(lengths), group
-        return _own(rows, lengths, group)
+        return _local_rows(rows, lengths, group)
 
     @staticmethod
     @once_differentiable
@@ -189,7 +189,7 @@ class _Cut(torch.autograd.Function):
         return _gathered(grad, ctx.lengths, ctx.group), None, None
 
 
-class _Whole(torch.autograd.Function):
+class _UnshardRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
         ctx.lengths, ctx.group = list(lengths), group
@@ -198,10 +198,10 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _own(grad, ctx.lengths, ctx.group), None, None
+        return _local_rows(grad, ctx.lengths, ctx.group), None, None
 
 
-def _own(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def _local_rows(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     first = sum(lengths[: group.rank()])
     return rows[first : first + lengths[group.rank()]].contiguous()
 

@@ -28,13 +28,13 @@ from ultrascale.parallel.precision.fp8_gather import gather_in_fp8
 from ultrascale.parallel.precision.fp8_history import history_of
 from ultrascale.parallel.precision.fp8_products import apply_fp8
 from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE, apply_mixed_precision
-from ultrascale.parallel.share import TIED, Held, Share
+from ultrascale.parallel.share import TIED, LocalParameter, Share
 from ultrascale.parallel.tensor.tensor_parallel import apply_tensor_parallel
 from ultrascale.plan.time.stage_cut import stage_layers
 from ultrascale.schedules.actions import Kind
-from ultrascale.schedules.build import few_micro_batches, stages_of_ranks
+from ultrascale.schedules.build import smallest_schedule, stages_of_ranks
 from ultrascale.torch_private import expect_parts
-from ultrascale.work.sharding.places import Place, place
+from ultrascale.work.sharding.places import WeightShard, shard_of
 
 
 def build_share(
@@ -58,7 +58,7 @@ def build_share(
     if compile_blocks and layout.pp > 1 and _cuts_backward_passes(layout):
         raise SpecError([compiled_halves(layout.schedule)])
     mesh = Mesh(model, layout, ranks)
-    places = {weight.name: place(weight, layout, mesh.at) for weight in weights(model)}
+    places = {weight.name: shard_of(weight, layout, mesh.coordinates) for weight in weights(model)}
     stages = {
         number: build_stage(bare, mesh, compile_blocks=compile_blocks)
         for number, bare in _bare_stages(model, layout, mesh, sequence_length or model.max_position_embeddings)
@@ -116,7 +116,7 @@ def apply_attention(stage: Decoder, layout: Layout) -> None:
 
 def _cuts_backward_passes(layout: Layout) -> bool:
     """True if some backward pass of the pipeline is split into an input-gradient (I) and a weight-gradient pass (W)."""
-    schedule = few_micro_batches(layout.schedule, layout.pp, layout.virtual_stages)
+    schedule = smallest_schedule(layout.schedule, layout.pp, layout.virtual_stages)
     return any(part.kind is Kind.INPUT_GRADIENT for row in schedule for action in row for part in action.parts)
 
 
@@ -126,19 +126,19 @@ def _bare_stages(model: Model, layout: Layout, mesh: Mesh, sequence_length: int)
         if layout.pp == 1:
             yield 0, Decoder(model)
             return
-        cut, last = stage_layers(model, layout, sequence_length), layout.num_stages - 1
-        for number in stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)[mesh.at.pp]:
-            yield number, Decoder(model, layers=cut[number], is_first=number == 0, is_last=number == last)
+        layers, last = stage_layers(model, layout, sequence_length), layout.num_stages - 1
+        for number in stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)[mesh.coordinates.pp]:
+            yield number, Decoder(model, layers=layers[number], is_first=number == 0, is_last=number == last)
 
 
-def _names_in(stage: Decoder, places: dict[str, Place]) -> dict[str, Place]:
+def _names_in(stage: Decoder, places: dict[str, WeightShard]) -> dict[str, WeightShard]:
     return {name: places[name] for name, _ in stage.named_parameters()}
 
 
-def _held(model: Model, stages: dict[int, Decoder], places: dict[str, Place]) -> list[Held]:
+def _held(model: Model, stages: dict[int, Decoder], places: dict[str, WeightShard]) -> list[LocalParameter]:
     table = {weight.name: weight for weight in weights(model)}
     return [
-        Held(name, parameter, table[name], places[name], is_second=name == TIED and not stage.is_first)
+        LocalParameter(name, parameter, table[name], places[name], is_second=name == TIED and not stage.is_first)
         for stage in stages.values()
         for name, parameter in stage.named_parameters()
     ]

@@ -88,7 +88,7 @@ def agree_on_attempt(store: Store, rank: int, world: int, timeout: timedelta) ->
         raise LostRankError(f"rank {rank} {_GONE}") from error
     if isinstance(agreed, str):
         return agreed
-    raise LostRankError(f"rank {rank} {_not_come(agreed, world, timeout)}")
+    raise LostRankError(f"rank {rank} {_missing_text(agreed, world, timeout)}")
 
 
 def _lead(store: Store, world: int, deadline: float) -> str | list[int]:
@@ -116,8 +116,8 @@ def _follow(store: Store, rank: int, world: int, deadline: float) -> str | list[
     """The name once rank 0 has repeated this rank's word; or the ranks that are not known to have come."""
     word, name = uuid.uuid4().hex, ""
     while time.monotonic() < deadline:
-        if store.check([_NAME]) and (found := store.get(_NAME).decode()) != name:
-            name = found
+        if store.check([_NAME]) and (newest := store.get(_NAME).decode()) != name:
+            name = newest
             store.set(f"{_NAME}, rank {rank}", f"{name} {word}")
         if name and store.check([f"{_ALL}, {name}"]) and word in store.get(f"{_ALL}, {name}").decode():
             return name
@@ -128,26 +128,26 @@ def _follow(store: Store, rank: int, world: int, deadline: float) -> str | list[
 def wait_for_all(store: PrefixStore, rank: int, world: int, timeout: timedelta) -> None:
     """Return once all `world` ranks have called this with a store that none has called it with before. Raises LostRankError."""
     try:
-        store.set(_here(rank), "")
+        store.set(_arrival_key(rank), "")
         if store.add("arrived, number", 1) == world:
             store.set(_ALL, "")
         store.wait([_ALL], timeout)
     except RuntimeError as error:
-        raise LostRankError(f"rank {rank} {_missed(store, world, timeout)}") from error
+        raise LostRankError(f"rank {rank} {_why_missing(store, world, timeout)}") from error
 
 
-def _here(rank: int) -> str:
+def _arrival_key(rank: int) -> str:
     return f"arrived, rank {rank}"
 
 
-def _missed(store: PrefixStore, world: int, timeout: timedelta) -> str:
+def _why_missing(store: PrefixStore, world: int, timeout: timedelta) -> str:
     try:
-        missing = [rank for rank in range(world) if not store.check([_here(rank)])]
+        missing = [rank for rank in range(world) if not store.check([_arrival_key(rank)])]
     except RuntimeError:
         return _GONE
-    return _not_come(missing, world, timeout)
+    return _missing_text(missing, world, timeout)
 
 
-def _not_come(missing: list[int], world: int, timeout: timedelta) -> str:
+def _missing_text(missing: list[int], world: int, timeout: timedelta) -> str:
     waited = f"waited {timeout.total_seconds():g} s for {names(missing)} of {world}"
     return f"{waited}, which did not start. Look at their machines, and at what started them."

@@ -39,10 +39,10 @@ from ultrascale.description.layout import Layout
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.tags import Tag
 from ultrascale.parallel.time_limits import wait_for
-from ultrascale.schedules.build import few_micro_batches
+from ultrascale.schedules.build import smallest_schedule
 from ultrascale.schedules.ends import has_mirrors, shares_embedding
 from ultrascale.schedules.messages import messages
-from ultrascale.work.sharding.places import Coordinates, place
+from ultrascale.work.sharding.places import Coordinates, shard_of
 
 Queue = Literal["up", "down", "blocks", "experts", "parameters"]
 Border = tuple[int, int]
@@ -53,7 +53,7 @@ class Groups(Protocol):
     """The part of `parallel.mesh.Mesh` that shards a model."""
 
     @property
-    def at(self) -> Coordinates: ...
+    def coordinates(self) -> Coordinates: ...
 
     def group(self, axis: Any, /) -> dist.ProcessGroup | None: ...
 
@@ -82,7 +82,7 @@ def groups_of(model: Model, layout: Layout) -> list[AxisGroups]:
     """
     stride = layout.world_size // layout.pp
     borders, exchanges = borders_of(layout), shares_embedding(model, layout) or has_mirrors(layout)
-    found = [
+    groups = [
         AxisGroups("pp", layout.pp, stride, "up", has_collectives=exchanges, borders=borders),
         AxisGroups("pp, downwards", layout.pp, stride, "down", has_collectives=False, borders=borders),
         AxisGroups("tp", *layout.group("tp"), "blocks"),
@@ -90,10 +90,10 @@ def groups_of(model: Model, layout: Layout) -> list[AxisGroups]:
     ]
     if model.num_experts:
         if model.router_aux_loss_scope == "global":
-            found.append(AxisGroups("dp", layout.dp, layout.cp * layout.tp, "blocks"))
-        found += [AxisGroups(axis, *layout.group(axis), "experts") for axis in ("ep", "expert_tp")]
-    found += [AxisGroups(copies_axis(count), count, 1, "blocks") for count in copies_of(model, layout)]
-    return [axis for axis in found if axis.size > 1] + list(data_groups(model, layout))
+            groups.append(AxisGroups("dp", layout.dp, layout.cp * layout.tp, "blocks"))
+        groups += [AxisGroups(axis, *layout.group(axis), "experts") for axis in ("ep", "expert_tp")]
+    groups += [AxisGroups(copies_axis(count), count, 1, "blocks") for count in copies_of(model, layout)]
+    return [axis for axis in groups if axis.size > 1] + list(data_groups(model, layout))
 
 
 def data_groups(model: Model, layout: Layout) -> Iterator[AxisGroups]:
@@ -104,9 +104,9 @@ def data_groups(model: Model, layout: Layout) -> Iterator[AxisGroups]:
     for axis in ("replicate", "shard"):
         yield AxisGroups(f"data {axis}", *layout.group(axis), "parameters")
     if differ:
-        inner, cut = layout.ep * layout.expert_tp, layout.expert_shard_size
-        yield AxisGroups("expert data replicate", layout.expert_dp // cut, cut * inner, "parameters")
-        yield AxisGroups("expert data shard", cut, inner, "parameters")
+        inner, shard_size = layout.ep * layout.expert_tp, layout.expert_shard_size
+        yield AxisGroups("expert data replicate", layout.expert_dp // shard_size, shard_size * inner, "parameters")
+        yield AxisGroups("expert data shard", shard_size, inner, "parameters")
 
 
 def experts_differ(model: Model, layout: Layout) -> bool:
@@ -116,8 +116,8 @@ def experts_differ(model: Model, layout: Layout) -> bool:
 
 def copies_of(model: Model, layout: Layout) -> list[int]:
     """Numbers of neighbours among which some weight's gradient must be summed, on some rank."""
-    places = (place(weight, layout, Coordinates.of(layout, 0)) for weight in weights(model))
-    return sorted({one.copies for one in places if one.is_partial})
+    places = (shard_of(weight, layout, Coordinates.of(layout, 0)) for weight in weights(model))
+    return sorted({weight_place.num_replicas for weight_place in places if weight_place.is_partial})
 
 
 def copies_axis(count: int) -> str:
@@ -130,8 +130,8 @@ def borders_of(layout: Layout) -> tuple[Border, ...]:
     neighbours then need not wait for a chain of all ranks before them."""
     if layout.pp == 1:
         return ()
-    few = few_micro_batches(layout.schedule, layout.pp, layout.virtual_stages)
-    pairs = {(min(one.sender, one.receiver), max(one.sender, one.receiver)) for one in messages(few)}
+    few = smallest_schedule(layout.schedule, layout.pp, layout.virtual_stages)
+    pairs = {(min(message.sender, message.receiver), max(message.sender, message.receiver)) for message in messages(few)}
     return tuple(sorted(pairs, key=lambda pair: (pair[0] % 2, pair)))
 
 

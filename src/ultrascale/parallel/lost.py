@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ultrascale import heartbeat
-from ultrascale.contact import names, why
-from ultrascale.torch_private import profiler_looks_on
+from ultrascale.contact import meaning_of, names
+from ultrascale.torch_private import profiler_is_active
 
 AWAITED = "ultrascale: wait: "
 """Ranges in a profiler's trace in which a rank starts messages or waits for them; what they are follows."""
@@ -39,7 +39,7 @@ def waiting(
     it in the same order and with the same shape of `tensor`. Raises LostRankError.
     """
     try:
-        with heartbeat.waits(what, collective=_named(what, group, tensor) if peers is None else None), marked(what):
+        with heartbeat.waits(what, collective=_named(what, group, tensor) if peers is None else None), profiler_range(what):
             yield
     except LostRankError:
         raise
@@ -48,7 +48,7 @@ def waiting(
             raise
         ranks = dist.get_process_group_ranks(group)
         whom = [rank for rank in ranks if rank != dist.get_rank()] if peers is None else [ranks[peer] for peer in peers]
-        raise LostRankError(f"rank {dist.get_rank()} waited for {names(whom)} in {what}: {why(error)}") from error
+        raise LostRankError(f"rank {dist.get_rank()} waited for {names(whom)} in {what}: {meaning_of(error)}") from error
 
 
 def _named(what: str, group: dist.ProcessGroup | None, tensor: torch.Tensor | None) -> tuple[str, str]:
@@ -60,6 +60,6 @@ def _named(what: str, group: dist.ProcessGroup | None, tensor: torch.Tensor | No
     return f"ranks {ranks[0]} to {ranks[-1]} ({len(ranks)})", f"{what}{shape}"
 
 
-def marked(what: str) -> AbstractContextManager[object]:
+def profiler_range(what: str) -> AbstractContextManager[object]:
     """A range of this name in the trace of a profiler, if one looks on."""
-    return torch.profiler.record_function(AWAITED + what) if profiler_looks_on() else nullcontext()
+    return torch.profiler.record_function(AWAITED + what) if profiler_is_active() else nullcontext()

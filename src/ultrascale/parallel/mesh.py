@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import mistake
-from ultrascale.description.rank_environment import expect_rank_environment, told_rank, told_world
+from ultrascale.description.rank_environment import env_rank, env_world_size, expect_rank_environment
 from ultrascale.description.units import count_of
 from ultrascale.kernels.choice.device_kind import kind_of
 from ultrascale.parallel.arrival import meet
@@ -131,26 +131,28 @@ def process_group(
         dp, rest = divmod(world * layout.dp, wanted)
         other = f"`--layout.dp {dp}`" if dp and not rest and len({*together}) == 1 else "a layout for so many"
         raise mistake("layout.dp", rule, f"Start {wanted} (`--processes {wanted}`), or give {other}.")
-    here = choose_device(device)
-    if here.type == "cuda":
-        torch.cuda.set_device(here)
-    own, meeting = (0, None) if apart is None else apart
+    chosen_device = choose_device(device)
+    if chosen_device.type == "cuda":
+        torch.cuda.set_device(chosen_device)
+    this_island, meeting = (0, None) if apart is None else apart
     if world == 1:
-        yield Ranks(0, 1, here, island=own, meeting=meeting)
+        yield Ranks(0, 1, chosen_device, island=this_island, meeting=meeting)
         return
     timeout = timedelta(seconds=timeout_seconds)
-    store, process, _ = meet(rendezvous, told_rank(os.environ), told_world(os.environ), timeout)
-    island, rank = own, process
+    store, process, _ = meet(rendezvous, env_rank(os.environ), env_world_size(os.environ), timeout)
+    island, rank = this_island, process
     while apart is None and rank >= together[island]:
         rank -= together[island]
         island += 1
     shared = store if len(together) > 1 else None
     if layout.world_size == 1:
-        yield Ranks(0, 1, here, None, timeout, island, shared, before=process)
+        yield Ranks(0, 1, chosen_device, None, timeout, island, shared, before=process)
         return
-    _join(here, timeout, store if shared is None else PrefixStore(f"island {island}", store), rank, layout.world_size)
+    _join(chosen_device, timeout, store if shared is None else PrefixStore(f"island {island}", store), rank, layout.world_size)
     try:
-        yield Ranks(rank, layout.world_size, here, _host_group(timeout), timeout, island, shared, meeting, process - rank)
+        yield Ranks(
+            rank, layout.world_size, chosen_device, _host_group(timeout), timeout, island, shared, meeting, process - rank
+        )
     finally:
         dist.destroy_process_group()
 
@@ -158,7 +160,7 @@ def process_group(
 def _world_size(rendezvous: str) -> int:
     """WORLD_SIZE, once the environment tells all that a rank must know. Raises SpecError."""
     expect_rank_environment(os.environ, with_address=rendezvous == "env://")
-    return told_world(os.environ)
+    return env_world_size(os.environ)
 
 
 class Mesh:
@@ -171,7 +173,7 @@ class Mesh:
 
     def __init__(self, model: Model, layout: Layout, ranks: Ranks):
         self.layout, self.rank, self.device = layout, ranks.rank, ranks.device
-        self.at = Coordinates.of(layout, ranks.rank)
+        self.coordinates = Coordinates.of(layout, ranks.rank)
         self._groups: dict[str, dist.ProcessGroup] = {}
         self.data: DeviceMesh | None = None
         self.expert_data: DeviceMesh | None = None
@@ -199,8 +201,8 @@ class Mesh:
 
     def limit_waits(self, ranks: Ranks, seconds: float) -> None:
         """Limits every later wait for another rank (`parallel.time_limits`). All ranks call it at the same place."""
-        found = {group.group_name: group for group in (dist.group.WORLD, ranks.host_group, *self._groups.values()) if group}
-        limit_waits(found.values(), seconds)
+        groups = {group.group_name: group for group in (dist.group.WORLD, ranks.host_group, *self._groups.values()) if group}
+        limit_waits(groups.values(), seconds)
 
     def warm_up(self) -> None:
         """Let NCCL make all communicators while all ranks are here. Collective."""
@@ -231,10 +233,10 @@ class Mesh:
         names = [f"{name} replicate", f"{name} shard"]
         if names[0] not in axes:
             return None
-        copies, parts = (axes[one] for one in names)
-        own = [list(parts.ranks_with(rank)) for rank in copies.ranks_with(parts.ranks_with(self.rank)[0])]
-        groups = [self._groups[one] for one in names]
-        return DeviceMesh.from_group(groups, self.device.type, mesh=own, mesh_dim_names=("dp_replicate", "dp_shard"))
+        copies, parts = (axes[axis_name] for axis_name in names)
+        grid = [list(parts.ranks_with(rank)) for rank in copies.ranks_with(parts.ranks_with(self.rank)[0])]
+        groups = [self._groups[axis_name] for axis_name in names]
+        return DeviceMesh.from_group(groups, self.device.type, mesh=grid, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def _join(device: torch.device, timeout: timedelta, store: Store, rank: int, world: int) -> None:

@@ -38,9 +38,9 @@ from ultrascale.parallel.precision.fp8_gather import GatheredWeights
 from ultrascale.parallel.precision.fp8_history import AmaxHistory
 from ultrascale.parallel.tags import Tag
 from ultrascale.parallel.time_limits import wait_for
-from ultrascale.schedules.ends import mirror_of, others_with_embedding, shares_embedding
+from ultrascale.schedules.ends import mirror_of, ranks_sharing_embedding, shares_embedding
 from ultrascale.torch_private import norms_of
-from ultrascale.work.sharding.places import Place
+from ultrascale.work.sharding.places import WeightShard
 
 TIED = "embed_tokens.weight"
 NORM_PIECE = 1 << 16
@@ -49,13 +49,13 @@ norm of 2M elements, so that it would depend on the cut; 1e-7 of so many. CUDA's
 of a model of 5B parameters cost its host half a second a step."""
 
 
-class Held(NamedTuple):
+class LocalParameter(NamedTuple):
     """A parameter of this rank, with its line in the table of weights and the part of it that is here."""
 
     name: str
     parameter: nn.Parameter
     weight: Weight
-    place: Place
+    place: WeightShard
     is_second: bool = False
     """True if it is the head's copy of a tied embedding, which the first stage holds too."""
 
@@ -69,7 +69,7 @@ class Share:
     mesh: Mesh
     stages: dict[int, Decoder]
     """Stages by number in the whole pipeline."""
-    held: list[Held] = field(default_factory=list)
+    local_parameters: list[LocalParameter] = field(default_factory=list)
     amax_history: AmaxHistory | None = None
     """History of fp8 with delayed scaling."""
     gathered_weights: GatheredWeights | None = None
@@ -84,25 +84,25 @@ class Share:
     @property
     def mirror(self) -> int:
         """The pipeline rank that holds the same as this one; this one if none does."""
-        return mirror_of(self.layout, self.mesh.at.pp)
+        return mirror_of(self.layout, self.mesh.coordinates.pp)
 
     def parameters(self) -> list[nn.Parameter]:
         """Every parameter of this rank, cut as ZeRO says."""
-        return [one.parameter for one in self.held]
+        return [held.parameter for held in self.local_parameters]
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter by its global name; a tied embedding once."""
         names: set[str] = set()
-        for one in self.held:
-            if one.name not in names:
-                names.add(one.name)
-                yield one.name, one.parameter
+        for held in self.local_parameters:
+            if held.name not in names:
+                names.add(held.name)
+                yield held.name, held.parameter
 
     def finish_gradients(self) -> None:
         """Add up what the ranks that hold copies have each computed of a gradient. Collective; once a step."""
         self._sum_copies()
         self._sum_tied()
-        if self.mirror != self.mesh.at.pp:
+        if self.mirror != self.mesh.coordinates.pp:
             self._sum_mirrors()
         if self.amax_history is not None:
             self.amax_history.agree(self.layout.world_size)
@@ -119,9 +119,13 @@ class Share:
         Every element counts once: on the first of the ranks that hold it.
         """
         nothing = torch.zeros(1, device=self.mesh.device)
-        own = [g for one in self.held if self._counts(one) and (g := local_gradient(one.parameter)) is not None and g.numel()]
+        grads = [
+            grad
+            for held in self.local_parameters
+            if self._counts(held) and (grad := local_gradient(held.parameter)) is not None and grad.numel()
+        ]
         is_cut = not is_cuda(self.mesh.device)
-        pieces = [piece for gradient in own for piece in gradient.flatten().split(NORM_PIECE)] if is_cut else own
+        pieces = [piece for gradient in grads for piece in gradient.flatten().split(NORM_PIECE)] if is_cut else grads
         squares = norms_of(pieces or [nothing]).double().square().sum()
         if self.amax_history is not None:  # in fp8 an infinite input saturates, and would show in no gradient
             squares += self.amax_history.largest.double().sum() * 0.0
@@ -130,59 +134,59 @@ class Share:
                 dist.all_reduce(squares)
         return squares.sqrt()
 
-    def _counts(self, one: Held) -> bool:
-        """True if this rank adds `one` to the norm: of the ranks that hold the same elements, only the first does."""
-        if one.is_second or one.place.copy or self.mirror < self.mesh.at.pp:
+    def _counts(self, held: LocalParameter) -> bool:
+        """True if this rank adds `held` to the norm: of the ranks that hold the same elements, only the first does."""
+        if held.is_second or held.place.replica or self.mirror < self.mesh.coordinates.pp:
             return False
-        mesh = one.parameter.device_mesh if isinstance(one.parameter, DTensor) else None
+        mesh = held.parameter.device_mesh if isinstance(held.parameter, DTensor) else None
         return mesh is None or mesh.get_local_rank("dp_replicate") == 0
 
     def _sum_copies(self) -> None:
         """Sum gradients of weights that several ranks hold whole, of which each rank computed only a share."""
         groups: dict[int, list[Tensor]] = defaultdict(list)
-        for one in self.held:
-            if one.place.is_partial:
-                groups[one.place.copies].append(_gradient_or_zeros(one.parameter))
-        for copies in sorted(groups):
-            _sum_over(groups[copies], self.mesh.neighbours(copies))
+        for held in self.local_parameters:
+            if held.place.is_partial:
+                groups[held.place.num_replicas].append(_gradient_or_zeros(held.parameter))
+        for num_replicas in sorted(groups):
+            _sum_over(groups[num_replicas], self.mesh.neighbours(num_replicas))
 
     def _sum_tied(self) -> None:
         """Sum the two gradients of an embedding that is also the head, where first and last stage both hold it."""
-        tied = [one.parameter for one in self.held if one.name == TIED]
+        tied = [held.parameter for held in self.local_parameters if held.name == TIED]
         if len(tied) == 2:  # both ends are here, as in a V-shaped schedule
             first, last = map(_gradient_or_zeros, tied)
             last.copy_(first.add_(last))
             return
         if not tied or not shares_embedding(self.model, self.layout):
             return
-        own = _gradient_or_zeros(tied[0])
-        for number, other in enumerate(others_with_embedding(self.layout, self.mesh.at.pp)):
+        gradient = _gradient_or_zeros(tied[0])
+        for number, other in enumerate(ranks_sharing_embedding(self.layout, self.mesh.coordinates.pp)):
             # One of two mirrors gets it and the other zeros: they add up what they have.
-            self._add_other(own, other, Tag.TIED_EMBEDDING, torch.zeros_like(own) if number else own)
+            self._add_received(gradient, other, Tag.TIED_EMBEDDING, torch.zeros_like(gradient) if number else gradient)
 
     def _sum_mirrors(self) -> None:
         """Sum gradients of weights that another rank of the pipeline holds too, one after the other; of a tied embedding that
         both ends of this rank have the sum of both."""
         firsts: dict[str, Tensor] = {}
-        for one in self.held:
-            gradient = _gradient_or_zeros(one.parameter)
-            if one.is_second and one.name in firsts:
-                gradient.copy_(firsts[one.name])
+        for held in self.local_parameters:
+            gradient = _gradient_or_zeros(held.parameter)
+            if held.is_second and held.name in firsts:
+                gradient.copy_(firsts[held.name])
             elif gradient.numel():
-                firsts[one.name] = gradient
-                self._add_other(gradient, self.mirror, Tag.MIRROR, gradient)
+                firsts[held.name] = gradient
+                self._add_received(gradient, self.mirror, Tag.MIRROR, gradient)
 
-    def _add_other(self, own: Tensor, other: int, tag: Tag, sent: Tensor) -> None:
-        """Add to `own` what the pipeline rank `other` sends, which adds `sent`: of two numbers the order does not matter."""
+    def _add_received(self, gradient: Tensor, other: int, tag: Tag, sent: Tensor) -> None:
+        """Add to `gradient` what the pipeline rank `other` sends, which adds `sent`: the order of two does not matter."""
         group = self.mesh.group("pp")
         assert group is not None
-        theirs = torch.empty_like(own)
+        theirs = torch.empty_like(gradient)
         operations = [dist.P2POp(dist.isend, sent, group=group, group_peer=other, tag=tag)]
         operations.append(dist.P2POp(dist.irecv, theirs, group=group, group_peer=other, tag=tag))
         with waiting(tag.what, group, [other]):
             for work in dist.batch_isend_irecv(operations):
                 wait_for(work, group)
-        own.add_(theirs)
+        gradient.add_(theirs)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -207,11 +211,11 @@ def _sum_over(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         by_dtype[tensor.dtype].append(tensor)
-    for some in by_dtype.values():
-        flat = torch.cat([tensor.flatten() for tensor in some])
+    for same_dtype in by_dtype.values():
+        flat = torch.cat([tensor.flatten() for tensor in same_dtype])
         if not flat.numel():  # shards of weights shorter than the ranks that they are cut over; of all of the group alike
             continue
         with waiting("the sum of copies along tp", group, tensor=flat):
             dist.all_reduce(flat, group=group)
-        for tensor, part in zip(some, flat.split([tensor.numel() for tensor in some]), strict=True):
+        for tensor, part in zip(same_dtype, flat.split([tensor.numel() for tensor in same_dtype]), strict=True):
             tensor.copy_(part.view_as(tensor))

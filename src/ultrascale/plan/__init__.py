@@ -13,5 +13,5 @@ view        all of it drawn
 flags       a plan as the settings of another trainer
 workload    what is asked, with `layouts`: tables of them
 costs       failures, checkpoints, budgets
-constants, intervals, flops, cut_backward  what several rooms need
+constants, intervals, flops, split_backward  what several rooms need
 """

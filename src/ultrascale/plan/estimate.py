@@ -62,8 +62,8 @@ def estimate(model: Model, layout: Layout, cluster: Cluster, *, sequence_length:
     compute = _compute_seconds(model, layout, cluster, sequence_length, tokens) * micro_batches
     tensor = _tensor_seconds(model, layout, cluster, tokens) * micro_batches
     bubble = (compute + tensor) * (layout.pp - 1) / micro_batches
-    kept = min(micro_batches, layout.pp)  # 1F1B: the first stage holds one micro-batch for each stage
-    return Estimate(_state_bytes(model, layout), kept * _activation_bytes(model, layout, tokens), compute, bubble, tensor)
+    in_flight = min(micro_batches, layout.pp)  # 1F1B: the first stage holds one micro-batch for each stage
+    return Estimate(_state_bytes(model, layout), in_flight * _activation_bytes(model, layout, tokens), compute, bubble, tensor)
 
 
 def _state_bytes(model: Model, layout: Layout) -> float:
@@ -72,14 +72,14 @@ def _state_bytes(model: Model, layout: Layout) -> float:
     blocks = (
         num_parameters(model) - (1 if model.tie_word_embeddings else 2) * model.vocab_size * model.hidden_size
     ) / layout.tp
-    block, own = blocks / model.num_hidden_layers, blocks / layout.pp + ends
+    block, local = blocks / model.num_hidden_layers, blocks / layout.pp + ends
     shard = layout.shard_size
-    masters_and_moments = 12 * own / (shard if layout.zero_stage else 1)
+    masters_and_moments = 12 * local / (shard if layout.zero_stage else 1)
     if layout.zero_stage < 2:
-        return masters_and_moments + (2 + 4) * own  # bf16 weights and fp32 gradients, whole
+        return masters_and_moments + (2 + 4) * local  # bf16 weights and fp32 gradients, whole
     if layout.zero_stage == 2:
-        return masters_and_moments + 2 * own + 4 * own / shard + 2 * (block + ends)
-    return masters_and_moments + 4 * own / shard + 2 * (block + ends) + 2 * (block + ends)  # gathered, and their gradients
+        return masters_and_moments + 2 * local + 4 * local / shard + 2 * (block + ends)
+    return masters_and_moments + 4 * local / shard + 2 * (block + ends) + 2 * (block + ends)  # gathered, and their gradients
 
 
 def _activation_bytes(model: Model, layout: Layout, tokens: int) -> float:
@@ -100,12 +100,12 @@ def _compute_seconds(model: Model, layout: Layout, cluster: Cluster, length: int
     rate = accelerator.peak_flops_per_second("bf16") * fraction
     products = num_parameters(model) - (0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size)
     attention = model.num_hidden_layers * model.num_attention_heads * model.head_dim * length
-    again = 4 / 3 if layout.recompute == "full" else 1.0
+    recompute_factor = 4 / 3 if layout.recompute == "full" else 1.0
     moved = MOVED_PER_HIDDEN * model.hidden_size * model.num_hidden_layers * tokens
     flops = 6 * tokens * (products + attention / ATTENTION_OVER_PRODUCTS)
     memory = accelerator.memory_bytes_per_second
     beside = moved / memory.value / layout.tp**0.7 if memory is not None else 0.0  # narrow products read as much for less
-    return again * (flops / rate / layout.tp + beside) / layout.pp
+    return recompute_factor * (flops / rate / layout.tp + beside) / layout.pp
 
 
 def _tensor_seconds(model: Model, layout: Layout, cluster: Cluster, tokens: int) -> float:

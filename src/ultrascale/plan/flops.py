@@ -16,7 +16,7 @@ from collections import Counter
 
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
-from ultrascale.work.kept import computed_again, resolved
+from ultrascale.work.recompute import recomputed_ops, resolved
 from ultrascale.work.work import Op, Shape, block_work, first_alike, head_work, mask_elements, prediction_work
 
 CONVENTION = "6N + attention, causal; hardware FLOPs with the full square under a mask; peak is dense, without sparsity"
@@ -49,19 +49,19 @@ def hardware_flops(
     shape, more = Shape(1, sequence_length, documents=documents, mlp_chunks=layout.mlp_chunks), model.num_nextn_predict_layers
     products = float(sum(op.flops for op in head_work(model, shape))) * (1 + more)
     products += 3.0 * more * sum(op.flops for op in prediction_work(model, shape))
-    attention = again = 0.0
+    attention = recomputed = 0.0
     alike = Counter(
-        (first, resolved(layout.again(layer), model, layer, layout)) for layer, first in enumerate(first_alike(model))
+        (first, resolved(layout.block_recompute(layer), model, layer, layout)) for layer, first in enumerate(first_alike(model))
     )
-    for (layer, what), count in alike.items():
+    for (layer, recomputation), count in alike.items():
         share = 1.0 if masks and mask_elements(model.window(layer), shape) else _causal_share(model, layer, shape)
         ops = block_work(model, layer, shape)
         products += 3 * count * sum(op.flops for op in ops if op.kind != "attention")
-        again += count * sum(op.backward_flops - 2 * op.flops for op in ops if op.inside)
+        recomputed += count * sum(op.backward_flops - 2 * op.flops for op in ops if op.inside)
         attention += 3.5 * count * sum(_flops(op, share) for op in ops if op.kind == "attention")
-        again += count * sum(_flops(op, share) for op in computed_again(what, ops, stops_behind=False))
-    found = {"matrix products": products, "attention": attention, "recomputation": again}
-    return {name: flops / sequence_length for name, flops in found.items()}
+        recomputed += count * sum(_flops(op, share) for op in recomputed_ops(recomputation, ops, reruns_last=False))
+    by_kind = {"matrix products": products, "attention": attention, "recomputation": recomputed}
+    return {name: flops / sequence_length for name, flops in by_kind.items()}
 
 
 def mean_context(sequence_length: int, window: int | None) -> float:

@@ -19,7 +19,7 @@ from ultrascale.description.run import Run
 from ultrascale.description.sections.islands import replicas_of
 from ultrascale.plan.memory.replay import outside, stage_parts
 from ultrascale.work.sharding.owners import part_shape
-from ultrascale.work.sharding.places import Coordinates, place
+from ultrascale.work.sharding.places import Coordinates, shard_of
 
 MOST_COUNTED = 256
 """Ranks of an island that are counted one by one; of more, one of each pipeline stage stands for the others."""
@@ -50,11 +50,11 @@ def plan_islands(run: Run) -> IslandsPlan:
     islands, layout = run.islands, run.layout
     stage = layout.world_size // layout.pp
     counted = range(layout.world_size) if layout.world_size <= MOST_COUNTED else range(0, layout.world_size, stage)
-    each = 1 if layout.world_size <= MOST_COUNTED else stage
+    ranks_alike = 1 if layout.world_size <= MOST_COUNTED else stage
     sent = Counter[int]()
     for rank in counted:
         for fragment, num_bytes in sent_by_rank(run, rank).items():
-            sent[fragment] += num_bytes * each
+            sent[fragment] += num_bytes * ranks_alike
     gradients = 2 * (islands.count - 1) * -(-num_parameters(run.model) // islands.count)
     return IslandsPlan(
         count=islands.count,
@@ -69,18 +69,20 @@ def plan_islands(run: Run) -> IslandsPlan:
 def sent_by_rank(run: Run, rank: int) -> Counter[int]:
     """Bytes that a rank sends to other islands in the outer step of each fragment."""
     sent, master = Counter[int](), DTYPE_BYTES[run.layout.master_dtype]
-    for (fragment, _, senders), elements in _buckets(run, rank).items():
-        sent[fragment] += run.islands.sent_bytes(elements, senders, master)
+    for (fragment, _, num_senders), elements in _buckets(run, rank).items():
+        sent[fragment] += run.islands.sent_bytes(elements, num_senders, master)
     return sent
 
 
 def host_bytes(run: Run, rank: int) -> int:
     """Bytes of host memory in which a rank keeps its tensors of outer steps, and with a quorum the moves under way: at most, as
     after the run's last step, those of all fragments."""
-    islands, elements = run.islands, sum(prod(part_shape(weight, run.layout, rank)) for weight in _held(run, rank))
+    islands, elements = run.islands, sum(prod(part_shape(weight, run.layout, rank)) for weight in _weights_of_rank(run, rank))
     kept = elements * islands.kept_tensors
     if islands.quorum:
-        kept += sum(islands.piece(size, senders) * islands.count for (_, _, senders), size in _buckets(run, rank).items())
+        kept += sum(
+            islands.piece(size, num_senders) * islands.count for (_, _, num_senders), size in _buckets(run, rank).items()
+        )
     return kept * DTYPE_BYTES[run.layout.master_dtype]
 
 
@@ -88,18 +90,18 @@ def _buckets(run: Run, rank: int) -> Counter[tuple[int, bool, int]]:
     """Elements that a rank sends of, with others that hold the same: by fragment, whether they are experts', and how many ranks
     of its island send a piece of them."""
     buckets, layout, at = Counter[tuple[int, bool, int]](), run.layout, Coordinates.of(run.layout, rank)
-    for weight in _held(run, rank):
-        apart, senders = replicas_of(weight, run.model, layout)
-        held = part_shape(weight, layout, rank)
-        if run.islands.differ:
-            senders, held = run.islands.senders(layout, experts=apart), place(weight, layout, at).shape
-            if (at.expert_dp if apart else at.dp * layout.cp + at.cp) >= senders:
+    for weight in _weights_of_rank(run, rank):
+        is_expert, num_senders = replicas_of(weight, run.model, layout)
+        shape = part_shape(weight, layout, rank)
+        if run.islands.uneven_dp:
+            num_senders, shape = run.islands.num_senders(layout, experts=is_expert), shard_of(weight, layout, at).shape
+            if (at.expert_dp if is_expert else at.dp * layout.cp + at.cp) >= num_senders:
                 continue
-        buckets[run.islands.fragment(weight), apart, senders] += prod(held)
+        buckets[run.islands.fragment(weight), is_expert, num_senders] += prod(shape)
     return buckets
 
 
-def _held(run: Run, rank: int) -> Iterator[Weight]:
+def _weights_of_rank(run: Run, rank: int) -> Iterator[Weight]:
     """The weights of a rank's stages; a tied embedding once for each of two ends."""
     at = Coordinates.of(run.layout, rank)
     for part in stage_parts(run.model, run.layout, run.batch.sequence_length, at).values():

@@ -121,9 +121,9 @@ class LayoutTable:
         layouts = list(layouts)
         rows = [_row(layout) for layout in layouts]
         columns = np.array(rows, dtype=np.int64).reshape(len(rows), len(COLUMNS)).T
-        told = {_told(layout) for layout in layouts}
-        assert len(layouts) == 1 or told <= {()}, "blocks of their own are told of one layout at a time"
-        return cls(*columns, modes=modes_of(_told(layouts[0])) if len(layouts) == 1 else ())
+        block_modes = {_block_modes(layout) for layout in layouts}
+        assert len(layouts) == 1 or block_modes <= {()}, "blocks of their own are told of one layout at a time"
+        return cls(*columns, modes=modes_of(_block_modes(layouts[0])) if len(layouts) == 1 else ())
 
     @classmethod
     def concatenate(cls, tables: Sequence[LayoutTable]) -> LayoutTable:
@@ -157,7 +157,7 @@ class LayoutTable:
 
 def by_schedule(fact: Callable[[KnownSchedule], Any]) -> NDArray[Any]:
     """A fact of every schedule, to be indexed by the column `schedule`."""
-    return np.array([fact(one) for one in SCHEDULES.values()])
+    return np.array([fact(schedule) for schedule in SCHEDULES.values()])
 
 
 def distinct(column: Column) -> Column:
@@ -168,7 +168,7 @@ def distinct(column: Column) -> Column:
 COLUMNS = tuple(field.name for field in fields(LayoutTable) if field.name != "modes")
 
 
-def _told(layout: Layout) -> tuple[str, ...]:
+def _block_modes(layout: Layout) -> tuple[str, ...]:
     """Each block's way, or that of all, where `RECOMPUTE` has no word for it."""
     return layout.recompute_blocks if layout.recompute in RECOMPUTE else (layout.recompute,)
 

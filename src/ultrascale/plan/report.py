@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ultrascale.catalogue.cluster import Accelerator, Cluster
-from ultrascale.catalogue.machines import lacks
+from ultrascale.catalogue.machines import missing_dtype_problem
 from ultrascale.catalogue.stacks.stack import Stack, with_attention, with_optimizer
 from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.config.rules.trainable import untrainable, untrainable_layout
 from ultrascale.description.architecture.weights import num_parameters
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import Problem, SpecError
-from ultrascale.description.run import Run, one_island
+from ultrascale.description.run import Run, run_of_island
 from ultrascale.plan.flops import CONVENTION, model_flops_per_token
 from ultrascale.plan.islands import IslandsPlan, plan_islands
 from ultrascale.plan.memory.replay import MemoryPlan, num_micro_batches, plan_fullest_rank, plan_memory
@@ -120,13 +120,13 @@ class RunPlan:
         """Memory that recomputation saves and time that it adds, for models with experts: no figures are published for them."""
         if self.prediction is None or not self.run.model.num_experts:
             return {}
-        from ultrascale.plan.view.recomputation import ways_to_recompute  # here: a CPU is planned without NumPy
+        from ultrascale.plan.view.recomputation import recompute_tradeoffs  # here: a CPU is planned without NumPy
 
-        ways = ways_to_recompute(self.prediction.workload, self.run.layout)
+        ways = recompute_tradeoffs(self.prediction.workload, self.run.layout)
         return {
             "recomputation": {
-                one.way: {"saved_bytes": one.saved_bytes, "added_fraction": one.added_seconds / one.step_seconds}
-                for one in ways
+                choice.mode: {"saved_bytes": choice.saved_bytes, "added_fraction": choice.added_seconds / choice.step_seconds}
+                for choice in ways
             }
         }
 
@@ -152,11 +152,11 @@ class RunPlan:
 def _of_failures(workload: Workload) -> dict[str, Any]:
     from ultrascale.plan.costs.stops import stops
 
-    found = stops(workload)
+    failures = stops(workload)
     return {
-        "between_seconds": found.between_seconds, "per_day": found.per_day, "save_seconds": found.save_seconds,
-        "save_is_measured": workload.save_seconds is not None, "save_every_seconds": found.save_every_seconds,
-        "restart_seconds": found.restart_seconds, "spare_nodes": found.spare_nodes, "goodput": found.goodput,
+        "between_seconds": failures.between_seconds, "per_day": failures.per_day, "save_seconds": failures.save_seconds,
+        "save_is_measured": workload.save_seconds is not None, "save_every_seconds": failures.save_every_seconds,
+        "restart_seconds": failures.restart_seconds, "spare_nodes": failures.spare_nodes, "goodput": failures.goodput,
     }  # fmt: skip
 
 
@@ -222,7 +222,7 @@ def workload_of(
     """Workload of `run`: all of it but the layout. Raises SpecError for precisions of products that our trainer does not
     have."""
     if stack.name == "ultrascale" and run.layout.precision in ("mxfp8", "nvfp4"):
-        raise SpecError([one for one in untrainable_layout(run.layout) if one.key == "layout.precision"])
+        raise SpecError([problem for problem in untrainable_layout(run.layout) if problem.key == "layout.precision"])
     batch = run.batch
     length, sequences, documents = batch.sequence_length, batch.sequences_per_batch, run.data.document_mask
     stack = _with_optimizer_of(run, with_attention(stack, run.layout.attention, deterministic=run.deterministic))
@@ -255,7 +255,7 @@ def plan_run(
     """Memory and time of `run` on `cluster`, with the run's own optimizer; of islands, of one of them on a cluster of its own.
     Raises SpecError if the batch or the device does not suit the layout."""
     if run.islands.count > 1:
-        alone = plan_run(one_island(run), cluster, stack, expert_imbalance=expert_imbalance, storage=storage)
+        alone = plan_run(run_of_island(run), cluster, stack, expert_imbalance=expert_imbalance, storage=storage)
         return replace(alone, islands=plan_islands(run))
     stack = _with_optimizer_of(run, stack)
     if run.layout.recompute == "auto":
@@ -285,10 +285,10 @@ def plan_run(
             optimizer=run.optimizer.name,
         )
     else:
-        found = untrainable(run.model, run.layout)
-        if not found and not cluster.accelerator.measured_at_run_time:
-            found = [lacks(cluster.accelerator, run.layout.precision)]
-        raise SpecError(found or [Problem("cluster", *_NO_RATES)])
+        problems = untrainable(run.model, run.layout)
+        if not problems and not cluster.accelerator.measured_at_run_time:
+            problems = [missing_dtype_problem(cluster.accelerator, run.layout.precision)]
+        raise SpecError(problems or [Problem("cluster", *_NO_RATES)])
     capacity = int(cluster.accelerator.memory_bytes.value)
     reserve = capacity - live_room(cluster.accelerator, run.layout, stack)
     if prediction is not None:
@@ -306,8 +306,8 @@ def alternatives(run: Run, cluster: Cluster, *, any_stage: bool = True, any_way:
     layout = run.layout
     every = (0,) if layout.dp == 1 else (0, 1, 2, 3) if layout.dp_shard is None else (1, 2, 3)
     stages = every if any_stage else (layout.zero_stage,)
-    ways = RECOMPUTE_FROM_CHEAP if any_way else (layout.recompute,)
-    layouts = [replace(layout, zero_stage=stage, recompute=way) for way in ways for stage in stages]
+    modes = RECOMPUTE_FROM_CHEAP if any_way else (layout.recompute,)
+    layouts = [replace(layout, zero_stage=stage, recompute=mode) for mode in modes for stage in stages]
     return [plan_run(replace(run, layout=layout), cluster) for layout in layouts]
 
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from ultrascale.primer.tell import tell
+from ultrascale.primer.run_lessons import run_lessons
 
-sys.exit(tell(sys.argv[1:]))
+sys.exit(run_lessons(sys.argv[1:]))

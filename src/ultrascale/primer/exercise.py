@@ -64,8 +64,8 @@ kernel."""
 def outcome(variant: Variant, *, device: torch.device, peak_bytes: float | None, peak_flops: float | None) -> Outcome:
     """Run, check and, on a GPU, time a variant. Peaks are per second."""
     expected = variant.expected().double()
-    found = variant.run().double()
-    error = float((found - expected).norm() / expected.norm())
+    result = variant.run().double()
+    error = float((result - expected).norm() / expected.norm())
     seconds = timed(variant.run) if device.type == "cuda" else None
     unit, amount, peak = ("FLOP/s", variant.flops, peak_flops) if variant.flops else ("B/s", variant.num_bytes, peak_bytes)
     rate = None if seconds is None else amount / seconds

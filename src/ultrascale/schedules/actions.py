@@ -31,7 +31,7 @@ class Action(NamedTuple):
     micro_batch: int
     stage: int = 0
     """Stage of the whole pipeline, numbered along the forward pass."""
-    beside: Action | None = None
+    overlapped_with: Action | None = None
     """FORWARD: the BACKWARD of another micro-batch that runs at the same time, so that one hides the other's communication."""
     reduce_gradients: bool = False
     """BACKWARD: gradients are cut and summed over the ranks that share a copy of the state, bucket by bucket as they are ready.
@@ -50,13 +50,13 @@ class Action(NamedTuple):
     @property
     def parts(self) -> tuple[Action, ...]:
         """The passes that run at the same time: this one, and the one beside it."""
-        return (self,) if self.beside is None else (self, self.beside)
+        return (self,) if self.overlapped_with is None else (self, self.overlapped_with)
 
     @property
     def cell(self) -> str:
         """As `torch.distributed.pipelining` writes it in a CSV: `2F0`, or `(0F4;3B0)OVERLAP_F_B` for a pair."""
-        if self.beside is not None:
-            return f"({self._replace(beside=None).cell};{self.beside.cell})OVERLAP_F_B"
+        if self.overlapped_with is not None:
+            return f"({self._replace(overlapped_with=None).cell};{self.overlapped_with.cell})OVERLAP_F_B"
         return f"{self.stage}{self.kind.value}{self.micro_batch}"
 
 
@@ -84,14 +84,14 @@ def weight_gradient(stage: int, micro_batch: int) -> Action:
     return Action(Kind.WEIGHT_GRADIENT, micro_batch, stage)
 
 
-def together(ahead: Action, back: Action) -> Action:
+def overlapped(ahead: Action, back: Action) -> Action:
     """A FORWARD and a BACKWARD that run at the same time."""
     return Action(*ahead[:3], back, *ahead[4:])
 
 
 def only_micro_batches(actions: list[Action], count: int) -> list[Action]:
     """`actions` without the micro-batches from `count` on. What can be executed stays so: they do not wait for one another."""
-    if all(action.micro_batch < count and (action.beside is None or action.beside.micro_batch < count) for action in actions):
+    if all(part.micro_batch < count for action in actions for part in action.parts):
         return actions
     kept = [(action, [part for part in action.parts if part.micro_batch < count]) for action in actions]
-    return [action if action.parts == tuple(some) else some[0]._replace(beside=None) for action, some in kept if some]
+    return [action if action.parts == tuple(left) else left[0]._replace(overlapped_with=None) for action, left in kept if left]

@@ -21,8 +21,8 @@ DEFAULT_VIRTUAL_STAGES = 2
 @cache
 def builder_of(name: str) -> Callable[..., list[list[Action]]]:
     """The function that makes the lists of a schedule known by name."""
-    own = SCHEDULES[name].builder
-    return getattr(import_module(f"ultrascale.schedules.kinds.{own}"), own)
+    module_name = SCHEDULES[name].builder
+    return getattr(import_module(f"ultrascale.schedules.kinds.{module_name}"), module_name)
 
 
 def build_schedule(name: str, pp: int, num_micro_batches: int, virtual_stages: int | None = None) -> list[list[Action]]:
@@ -38,7 +38,7 @@ def build_schedule(name: str, pp: int, num_micro_batches: int, virtual_stages: i
     return builder_of(name)(pp, num_micro_batches, **_stages(name, virtual_stages))
 
 
-def lists_of_ranks(
+def actions_of_ranks(
     name: str, pp: int, num_micro_batches: int, virtual_stages: int | None, ranks: Sequence[int]
 ) -> dict[int, list[Action]]:
     """Actions of `ranks`, by rank, for a schedule of `SCHEDULES`; only theirs are built if its builder takes `ranks`."""
@@ -61,19 +61,19 @@ def _stages(name: str, virtual_stages: int | None) -> dict[str, int]:
 def schedule_problems(name: str, pp: int, num_micro_batches: int, virtual_stages: int | None = None) -> list[Problem]:
     """Problems of these numbers with the schedule `name` of `SCHEDULES`; keys as in `Layout`."""
     known = SCHEDULES[name]
-    own = known.virtual_stages
-    found: list[Problem] = []
+    fixed_stages = known.virtual_stages
+    problems: list[Problem] = []
     for key, value in (("pp", pp), ("micro_batches", num_micro_batches), ("virtual_stages", virtual_stages)):
         if value is not None and value < 1:
-            found.append(Problem(key, f"must be at least 1, is {value}", "Give a whole number from 1 on."))
-    if own is not None and virtual_stages not in (None, own):
-        rule = f"the schedule {name} has {own} stage{'s' * (own > 1)} a rank, not {virtual_stages}"
-        many = " or ".join(other for other, one in SCHEDULES.items() if one.virtual_stages is None)
-        found.append(Problem("virtual_stages", rule, f"Set {own}, or take {many}."))
+            problems.append(Problem(key, f"must be at least 1, is {value}", "Give a whole number from 1 on."))
+    if fixed_stages is not None and virtual_stages not in (None, fixed_stages):
+        rule = f"the schedule {name} has {fixed_stages} stage{'s' * (fixed_stages > 1)} a rank, not {virtual_stages}"
+        many = " or ".join(other for other, schedule in SCHEDULES.items() if schedule.virtual_stages is None)
+        problems.append(Problem("virtual_stages", rule, f"Set {fixed_stages}, or take {many}."))
     if known.even_ranks and pp % 2:
         rule = f"{known.title} pairs rank r with rank pp-1-r, so pp must be even, is {pp}"
-        found.append(Problem("pp", rule, f"Take {pp + 1}, or the schedule {known.inferior_to}, which takes any."))
-    return found
+        problems.append(Problem("pp", rule, f"Take {pp + 1}, or the schedule {known.inferior_to}, which takes any."))
+    return problems
 
 
 def stages_of_ranks(name: str, pp: int, virtual_stages: int | None = None) -> list[list[int]]:
@@ -81,13 +81,13 @@ def stages_of_ranks(name: str, pp: int, virtual_stages: int | None = None) -> li
     if name in SCHEDULES and not schedule_problems(name, pp, 2, virtual_stages):
         known = SCHEDULES[name]
         stages = pp * known.stages_a_rank(virtual_stages or DEFAULT_VIRTUAL_STAGES)
-        return [sorted(held) for held in known.stages_of_ranks(pp, stages)]
-    schedule = few_micro_batches(name, pp, virtual_stages)
-    held = ranks_of_stages(schedule)
-    return [[stage for stage, ranks in enumerate(held) if rank in ranks] for rank in range(len(schedule))]
+        return [sorted(rank_stages) for rank_stages in known.stages_of_ranks(pp, stages)]
+    schedule = smallest_schedule(name, pp, virtual_stages)
+    ranks_by_stage = ranks_of_stages(schedule)
+    return [[stage for stage, ranks in enumerate(ranks_by_stage) if rank in ranks] for rank in range(len(schedule))]
 
 
-def few_micro_batches(name: str, pp: int, virtual_stages: int | None = None) -> list[list[Action]]:
+def smallest_schedule(name: str, pp: int, virtual_stages: int | None = None) -> list[list[Action]]:
     """A step in which every stage passes a micro-batch on every rank that holds it: of a file its own, else of two."""
     return read_schedule(Path(name)) if is_file(name) else build_schedule(name, pp, 2, virtual_stages)
 
@@ -104,13 +104,13 @@ def _from_file(name: str, pp: int, num_micro_batches: int) -> list[list[Action]]
         )
     actions = read_schedule(Path(name))
     count = 1 + max(part.micro_batch for row in actions for action in row for part in action.parts)
-    found = []
+    problems = []
     if len(actions) != pp:
-        found.append(Problem("pp", f"{name} has {count_of(len(actions), 'rank')}, not {pp}", f"Set pp to {len(actions)}."))
+        problems.append(Problem("pp", f"{name} has {count_of(len(actions), 'rank')}, not {pp}", f"Set pp to {len(actions)}."))
     if count != num_micro_batches:
         has = count_of(count, "micro-batch")
         rule, remedy = f"{name} has {has}, not {num_micro_batches}", f"Make a step {has} of a rank, or write another file."
-        found.append(Problem("micro_batches", rule, remedy))
-    if found:
-        raise SpecError(found)
+        problems.append(Problem("micro_batches", rule, remedy))
+    if problems:
+        raise SpecError(problems)
     return actions

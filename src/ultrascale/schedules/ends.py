@@ -12,7 +12,7 @@ from ultrascale.schedules.build import stages_of_ranks
 
 def shares_embedding(model: Model, layout: Layout) -> bool:
     """True if two pipeline ranks hold the embedding, and must sum its gradient."""
-    first, last = ends_of(layout)
+    first, last = first_and_last_rank(layout)
     apart = last not in (first, mirror_of(layout, first))  # mirrors hold the stages of both
     return apart and bool(model.tie_word_embeddings or model.num_nextn_predict_layers)
 
@@ -22,14 +22,14 @@ def mirror_of(layout: Layout, rank: int) -> int:
     return _mirrors(layout)[rank]
 
 
-def others_with_embedding(layout: Layout, rank: int) -> tuple[int, ...]:
+def ranks_sharing_embedding(layout: Layout, rank: int) -> tuple[int, ...]:
     """Pipeline ranks at the other end with which `rank` sums the gradient of an embedding that both ends hold, none where it is
     at neither. Mirrors go with mirrors, the lower with the lower; a rank without one goes with both of the other end.
     """
-    ends = [sorted({end, mirror_of(layout, end)}) for end in ends_of(layout)]
-    for own, other in (ends, reversed(ends)):
-        if rank in own:
-            return tuple(other) if len(own) == 1 else (other[own.index(rank) % len(other)],)
+    ends = [sorted({end, mirror_of(layout, end)}) for end in first_and_last_rank(layout)]
+    for this_end, other_end in (ends, reversed(ends)):
+        if rank in this_end:
+            return tuple(other_end) if len(this_end) == 1 else (other_end[this_end.index(rank) % len(other_end)],)
     return ()
 
 
@@ -38,7 +38,7 @@ def has_mirrors(layout: Layout) -> bool:
     return any(mirror_of(layout, rank) != rank for rank in range(layout.pp))
 
 
-def ends_of(layout: Layout) -> tuple[int, int]:
+def first_and_last_rank(layout: Layout) -> tuple[int, int]:
     """The pipeline ranks of the first stage and of the last: a schedule of a file puts them where it likes."""
     ranks = ranks_of_stages(layout)
     return ranks[0], ranks[-1]
@@ -49,13 +49,16 @@ def ranks_of_stages(layout: Layout) -> tuple[int, ...]:
     """The pipeline rank of each stage, the lower of two."""
     if layout.pp == 1:
         return (0,) * layout.num_stages
-    held = stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)
-    return tuple(next(rank for rank, stages in enumerate(held) if stage in stages) for stage in range(layout.num_stages))
+    held_stages = stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)
+    return tuple(next(rank for rank, stages in enumerate(held_stages) if stage in stages) for stage in range(layout.num_stages))
 
 
 @cache
 def _mirrors(layout: Layout) -> tuple[int, ...]:
     if layout.pp == 1:
         return (0,)
-    held = stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)
-    return tuple(next((r for r in range(layout.pp) if r != rank and held[r] == held[rank]), rank) for rank in range(layout.pp))
+    held_stages = stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)
+    return tuple(
+        next((r for r in range(layout.pp) if r != rank and held_stages[r] == held_stages[rank]), rank)
+        for rank in range(layout.pp)
+    )

@@ -16,7 +16,7 @@ from ultrascale.schedules.actions import Action, Kind
 Schedule = Sequence[Sequence[Action]]
 
 
-class Wiring(NamedTuple):
+class Dependencies(NamedTuple):
     """Dependencies of a schedule's actions, which are numbered consecutively, rank by rank."""
 
     ranks: list[int]
@@ -33,29 +33,29 @@ def check_executable(schedule: Schedule) -> None:
 
     Stages and micro-batches are counted from 0 without gaps; B, or I and W, are on the rank of their F and after it.
     """
-    found = _repeated_or_misplaced(schedule)
-    if not found:
-        found = _missing(schedule)
-    if found:
-        raise SpecError(found)
-    wire(schedule)
+    problems = _repeated_or_misplaced(schedule)
+    if not problems:
+        problems = _missing(schedule)
+    if problems:
+        raise SpecError(problems)
+    dependencies_of(schedule)
 
 
-def wire(schedule: Schedule) -> Wiring:
+def dependencies_of(schedule: Schedule) -> Dependencies:
     """Dependencies and an execution order. Raises SpecError naming each rank's first action that can never start."""
     num_stages, count = shape_of(schedule)
-    needs, others, gives = _slots(schedule, num_stages, count)
+    needs, other_needs, gives = _slots(schedule, num_stages, count)
     actions = len(needs)
     givers = [actions + 1] * (2 * num_stages * count) + [actions]  # of what nobody gives; of nothing, slot -1
     for number, slot in gives:
         givers[slot] = number
-    sources, other_sources = [givers[slot] for slot in needs], [givers[slot] for slot in others]
+    sources, other_sources = [givers[slot] for slot in needs], [givers[slot] for slot in other_needs]
     waves, position = _waves([len(row) for row in schedule], sources, other_sources)
-    stuck = [(rank, at) for rank, at in enumerate(position) if at < len(schedule[rank])]
+    stuck = [(rank, index) for rank, index in enumerate(position) if index < len(schedule[rank])]
     if stuck:
-        raise SpecError([_deadlock(schedule, rank, at, num_stages) for rank, at in stuck])
+        raise SpecError([_deadlock(schedule, rank, index, num_stages) for rank, index in stuck])
     ranks = [rank for rank, row in enumerate(schedule) for _ in row]
-    return Wiring(ranks, sources, other_sources, waves)
+    return Dependencies(ranks, sources, other_sources, waves)
 
 
 def shape_of(schedule: Schedule) -> tuple[int, int]:
@@ -66,12 +66,12 @@ def shape_of(schedule: Schedule) -> tuple[int, int]:
 
 def ranks_of_stages(schedule: Schedule) -> list[list[int]]:
     """The ranks that hold each stage: one, or two where the weights have two copies (DualPipe)."""
-    held: list[set[int]] = [set() for _ in range(shape_of(schedule)[0])]
+    holders: list[set[int]] = [set() for _ in range(shape_of(schedule)[0])]
     for rank, row in enumerate(schedule):
         for action in row:
             for part in action.parts:
-                held[part.stage].add(rank)
-    return [sorted(ranks) for ranks in held]
+                holders[part.stage].add(rank)
+    return [sorted(ranks) for ranks in holders]
 
 
 def _slots(schedule: Schedule, num_stages: int, count: int) -> tuple[list[int], list[int], list[tuple[int, int]]]:
@@ -82,44 +82,48 @@ def _slots(schedule: Schedule, num_stages: int, count: int) -> tuple[list[int], 
     forward, weight = Kind.FORWARD, Kind.WEIGHT_GRADIENT
     gradients, last = num_stages * count, num_stages - 1
 
-    needs, others, gives = list[int](), list[int](), list[tuple[int, int]]()
+    needs, other_needs, gives = list[int](), list[int](), list[tuple[int, int]]()
 
     def needed(part: Action) -> int:
         """The result that `part` needs; the one it gives is noted."""
         kind, micro_batch, stage = part[:3]
         if kind is weight:
             return -1
-        own = stage * count + micro_batch
+        slot = stage * count + micro_batch
         if kind is forward:
-            gives.append((len(needs), own))
-            return own - count if stage else -1
-        gives.append((len(needs), gradients + own))
-        return -1 if stage == last else gradients + own + count
+            gives.append((len(needs), slot))
+            return slot - count if stage else -1
+        gives.append((len(needs), gradients + slot))
+        return -1 if stage == last else gradients + slot + count
 
     for row in schedule:
         for action in row:
-            others.append(-1 if action.beside is None else needed(action.beside))
+            other_needs.append(-1 if action.overlapped_with is None else needed(action.overlapped_with))
             needs.append(needed(action))
-    return needs, others, gives
+    return needs, other_needs, gives
 
 
-def _waves(lengths: list[int], sources: list[int], others: list[int]) -> tuple[list[list[int]], list[int]]:
+def _waves(lengths: list[int], sources: list[int], other_sources: list[int]) -> tuple[list[list[int]], list[int]]:
     """The waves, and how far each rank came. Every wave holds at most one action of a rank: its next, if it can start."""
     starts = [0, *accumulate(lengths)]
-    at, ends = starts[:-1], starts[1:]
+    positions, ends = starts[:-1], starts[1:]
     done = bytearray(len(sources) + 2)
     done[len(sources)] = True  # the source of those that need nothing
     waves: list[list[int]] = []
     running = [rank for rank, length in enumerate(lengths) if length]
     while True:
-        wave = [(rank, at[rank]) for rank in running if done[sources[at[rank]]] and done[others[at[rank]]]]
+        wave = [
+            (rank, positions[rank])
+            for rank in running
+            if done[sources[positions[rank]]] and done[other_sources[positions[rank]]]
+        ]
         if not wave:
-            return waves, [here - start for here, start in zip(at, starts, strict=False)]
+            return waves, [position - start for position, start in zip(positions, starts, strict=False)]
         waves.append([number for _, number in wave])
         for rank, number in wave:
             done[number] = True
-            at[rank] = number + 1
-        running = [rank for rank in running if at[rank] < ends[rank]]
+            positions[rank] = number + 1
+        running = [rank for rank in running if positions[rank] < ends[rank]]
 
 
 def _deadlock(schedule: Schedule, rank: int, position: int, num_stages: int) -> Problem:
@@ -129,13 +133,13 @@ def _deadlock(schedule: Schedule, rank: int, position: int, num_stages: int) -> 
             waits.append((part.stage - 1, "F", part.micro_batch))
         elif part.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and part.stage < num_stages - 1:
             waits.append((part.stage + 1, "BI", part.micro_batch))
-    told = " and ".join(_found(schedule, *wanted) for wanted in waits)
-    rule = f"can never start: it waits for {told}, which waits in turn for rank {rank}: a deadlock"
+    waited_for = " and ".join(_describe_pass(schedule, *wait) for wait in waits)
+    rule = f"can never start: it waits for {waited_for}, which waits in turn for rank {rank}: a deadlock"
     remedy = f"Let rank {rank} first do what the other ranks wait for: move this action further back."
     return Problem(_name(rank, position, schedule[rank][position]), rule, remedy)
 
 
-def _found(schedule: Schedule, stage: int, kinds: str, micro_batch: int) -> str:
+def _describe_pass(schedule: Schedule, stage: int, kinds: str, micro_batch: int) -> str:
     """A pass by its cell and its place: `1B0 (rank 1, action 3)`."""
     for rank, row in enumerate(schedule):
         for position, action in enumerate(row):
@@ -147,7 +151,7 @@ def _found(schedule: Schedule, stage: int, kinds: str, micro_batch: int) -> str:
 
 def _repeated_or_misplaced(schedule: Schedule) -> list[Problem]:
     """Actions that occur twice, or not on the rank of their F, or before it; W before I."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     seen: dict[tuple[str, int, int], int] = {}
     earlier = {"B": "F", "I": "F", "W": "I"}
     twice = {"F": "F", "B": "BI", "I": "BI", "W": "WB"}
@@ -157,29 +161,29 @@ def _repeated_or_misplaced(schedule: Schedule) -> list[Problem]:
                 kind, where = part.kind.value, (part.stage, part.micro_batch)
                 name = _name(rank, position, part)
                 if any((other, *where) in seen for other in twice[kind]):
-                    found.append(Problem(name, "has been done before", "Every stage passes a micro-batch once each way."))
+                    problems.append(Problem(name, "has been done before", "Every stage passes a micro-batch once each way."))
                 elif kind != "F" and seen.get((earlier[kind], *where)) != rank:
-                    first = _found(schedule, part.stage, earlier[kind], part.micro_batch)
+                    first = _describe_pass(schedule, part.stage, earlier[kind], part.micro_batch)
                     rule = f"needs what {first} keeps, which is not earlier on the same rank"
                     remedy = f"Put it behind {first.split()[0]}, in the list of that rank."
-                    found.append(Problem(name, rule, remedy))
+                    problems.append(Problem(name, rule, remedy))
                 seen[(kind, *where)] = rank
-    return found
+    return problems
 
 
 def _missing(schedule: Schedule) -> list[Problem]:
     """Passes that are on no rank. Those of a micro-batch's way back: B, or I and W."""
     num_stages, count = shape_of(schedule)
     done = {(p.kind.value, p.stage, p.micro_batch) for row in schedule for action in row for p in action.parts}
-    found = []
+    problems = []
     for stage in range(num_stages):
         for k in range(count):
             kinds = {kind for kind in "FBIW" if (kind, stage, k) in done}
             lacks = "F" if "F" not in kinds else "B, or I and W," if kinds == {"F"} else "W" if kinds == {"F", "I"} else ""
             if lacks:
                 rule = f"micro-batch {k} does not pass stage {stage} once each way: {lacks} is on no rank"
-                found.append(Problem(f"{stage}{lacks[0]}{k}", rule, "Add it to the list of the rank that holds the stage."))
-    return found
+                problems.append(Problem(f"{stage}{lacks[0]}{k}", rule, "Add it to the list of the rank that holds the stage."))
+    return problems
 
 
 def _name(rank: int, position: int, action: Action) -> str:

@@ -20,9 +20,9 @@ def schedule_of(layout: Layout, num_micro_batches: int) -> Schedule:
     if num_stages != layout.num_stages:
         rule = f"{layout.schedule} has {num_stages} stages, but pp x virtual_stages is {layout.num_stages}"
         problems.append(Problem("layout.virtual_stages", rule, f"Set it to {num_stages // layout.pp}."))
-    held = ranks_of_stages(schedule)
-    for stage, ranks in enumerate(held):
-        if len(ranks) > 2 or any((ranks[0] in other) != (ranks[-1] in other) for other in held):
+    ranks_by_stage = ranks_of_stages(schedule)
+    for stage, ranks in enumerate(ranks_by_stage):
+        if len(ranks) > 2 or any((ranks[0] in other) != (ranks[-1] in other) for other in ranks_by_stage):
             rule = (
                 f"{layout.schedule} has stage {stage} on ranks {', '.join(map(str, ranks))}, which do not hold the same stages"
             )

@@ -49,17 +49,17 @@ def messages(schedule: Schedule, ranks: Iterable[int] | None = None) -> list[Mes
     executable."""
     passes = [*_passes(schedule, range(len(schedule)) if ranks is None else ranks)]
     last = max(part.stage for _, _, part in passes)
-    readers = {key: (rank, position) for rank, position, part in passes if (key := read_by(part, last)) is not None}
-    found: list[Message] = []
+    readers = {key: (rank, position) for rank, position, part in passes if (key := input_of(part, last)) is not None}
+    sends: list[Message] = []
     for rank, position, part in passes:
-        key = made_by(part, last)
+        key = output_of(part, last)
         if key in readers and readers[key][0] != rank:
             receiver, needed_by = readers[key]
-            found.append(Message(len(found), *key, rank, receiver, position, needed_by))
-    return found
+            sends.append(Message(len(sends), *key, rank, receiver, position, needed_by))
+    return sends
 
 
-def receipts(messages: Sequence[Message], rank: int) -> list[tuple[int, Message]]:
+def receive_order(messages: Sequence[Message], rank: int) -> list[tuple[int, Message]]:
     """When `rank` starts to receive what, in order: (position in its list of the action before which it does, message).
 
     One message more than the actions so far need is on its way, so that it travels while one computes. (Not one more with every
@@ -79,23 +79,23 @@ def receipts(messages: Sequence[Message], rank: int) -> list[tuple[int, Message]
     return started
 
 
-def lowered(actions: Sequence[Action], messages: Sequence[Message], rank: int, num_stages: int) -> Iterator[str]:
+def torch_actions(actions: Sequence[Action], messages: Sequence[Message], rank: int, num_stages: int) -> Iterator[str]:
     """The list of `rank` with its messages, in the words of torch.distributed.pipelining: 2RECV_F0, 2F0, 2SEND_F0. Passes that
     run at the same time are written one after the other."""
     outgoing = {message.key for message in messages if message.sender == rank}
-    expected = deque(receipts(messages, rank))
+    expected = deque(receive_order(messages, rank))
     for position, action in enumerate(actions):
         while expected and expected[0][0] <= position:
             is_gradient, stage, micro_batch = expected.popleft()[1].key
             yield f"{stage}RECV_{'FB'[is_gradient]}{micro_batch}"
         for part in action.parts:
-            yield part._replace(beside=None).cell
-            key = made_by(part, num_stages - 1)
+            yield part._replace(overlapped_with=None).cell
+            key = output_of(part, num_stages - 1)
             if key is not None and key in outgoing:
                 yield f"{part.stage}SEND_{'FB'[key[0]]}{part.micro_batch}"
 
 
-def read_by(part: Action, last_stage: int) -> tuple[bool, int, int] | None:
+def input_of(part: Action, last_stage: int) -> tuple[bool, int, int] | None:
     """The result that a pass reads, as `Message.key`; None: it starts from tokens, the loss, or what its rank has kept."""
     if part.kind is Kind.FORWARD:
         return (False, part.stage, part.micro_batch) if part.stage else None
@@ -104,7 +104,7 @@ def read_by(part: Action, last_stage: int) -> tuple[bool, int, int] | None:
     return True, part.stage, part.micro_batch
 
 
-def made_by(part: Action, last_stage: int) -> tuple[bool, int, int] | None:
+def output_of(part: Action, last_stage: int) -> tuple[bool, int, int] | None:
     """The result that a pass makes for another stage, as `Message.key`."""
     if part.kind is Kind.FORWARD:
         return (False, part.stage + 1, part.micro_batch) if part.stage < last_stage else None
@@ -116,7 +116,8 @@ def made_by(part: Action, last_stage: int) -> tuple[bool, int, int] | None:
 def only_forward(schedule: Schedule) -> list[list[Action]]:
     """The forward passes of a schedule in their order: an evaluation. They wait for nothing else, so it stays executable."""
     forward = (
-        [part._replace(beside=None) for action in row for part in action.parts if part.kind is Kind.FORWARD] for row in schedule
+        [part._replace(overlapped_with=None) for action in row for part in action.parts if part.kind is Kind.FORWARD]
+        for row in schedule
     )
     return list(forward)
 

@@ -22,12 +22,12 @@ FINISHES = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
 
 def sharded(actions: Sequence[Action], zero_stage: int, reduces_from: int = 2) -> list[Action]:
     """The actions of one rank, told what to do with gradients and gathered parameters; `reduces_from` as in `accumulate`."""
-    left = Counter(part.stage for action in actions for part in action.parts if part.kind in FINISHES)
+    passes_left = Counter(part.stage for action in actions for part in action.parts if part.kind in FINISHES)
 
-    def told(part: Action) -> Action:
+    def with_flags(part: Action) -> Action:
         finishes = part.kind in FINISHES
-        left[part.stage] -= finishes
-        is_last = finishes and not left[part.stage]
+        passes_left[part.stage] -= finishes
+        is_last = finishes and not passes_left[part.stage]
         return Action(
             *part[:3],
             reduce_gradients=is_last or (finishes and zero_stage >= reduces_from),
@@ -35,8 +35,8 @@ def sharded(actions: Sequence[Action], zero_stage: int, reduces_from: int = 2) -
             keep_parameters=zero_stage < 3 and not is_last,
         )
 
-    return [_joined([told(part) for part in action.parts]) for action in actions]
+    return [_joined([with_flags(part) for part in action.parts]) for action in actions]
 
 
 def _joined(parts: list[Action]) -> Action:
-    return parts[0] if len(parts) == 1 else parts[0]._replace(beside=parts[1])
+    return parts[0] if len(parts) == 1 else parts[0]._replace(overlapped_with=parts[1])

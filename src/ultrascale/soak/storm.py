@@ -110,14 +110,14 @@ def write(folder: Path, faults: Sequence[Planted], *, stop_at: int | None = None
     """Leave a storm where the ranks read it. `stop_at`: steps after which the run is asked to stop."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "storm.json"
-    path.write_text(json.dumps({"stop_at": stop_at, "faults": [asdict(one) for one in faults]}))
+    path.write_text(json.dumps({"stop_at": stop_at, "faults": [asdict(fault) for fault in faults]}))
     return path
 
 
 def read(path: Path) -> tuple[list[Planted], int | None]:
     """The faults of a storm, and the step at which the run is to stop."""
-    found = json.loads(path.read_text())
-    return [Planted(**one) for one in found["faults"]], found["stop_at"]
+    storm = json.loads(path.read_text())
+    return [Planted(**fault) for fault in storm["faults"]], storm["stop_at"]
 
 
 def fire(folder: Path, fault: Planted) -> bool:
@@ -146,5 +146,5 @@ def fired(folder: Path, faults: Sequence[Planted]) -> dict[int, float]:
 
 
 def _times(folder: Path, faults: Sequence[Planted], what: str) -> dict[int, float]:
-    texts = {one.number: path.read_text() for one in faults if (path := folder / f"{one.number}.{what}").exists()}
+    texts = {fault.number: path.read_text() for fault in faults if (path := folder / f"{fault.number}.{what}").exists()}
     return {number: json.loads(text)["time"] for number, text in texts.items() if text}  # else it is just being written

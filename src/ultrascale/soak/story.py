@@ -26,7 +26,7 @@ from ultrascale.description.layout import Layout
 from ultrascale.description.problems import mistake
 from ultrascale.description.run import Batch, Checkpoint, Data, Faults, Log, Optimizer, Run, Source
 from ultrascale.launch.orphans import terminate_with_parent
-from ultrascale.launch.restarts import Account, read_account
+from ultrascale.launch.restarts import RestartAccount, read_account
 from ultrascale.soak.launcher import WITHOUT_END
 from ultrascale.soak.storm import KINDS, Planted, draw, fired, healed, write
 from ultrascale.train.folder.run_folder import RunFolder
@@ -82,13 +82,13 @@ class Outcome:
     steps: int
     equal_losses: bool
     equal_state: bool
-    account: Account
+    account: RestartAccount
     seconds: float
 
     @property
     def holds(self) -> bool:
         """True if every fault that had an effect was survived, and nothing differs."""
-        return self.equal_losses and self.equal_state and all(one.is_survived or not one.had_effect for one in self.strikes)
+        return self.equal_losses and self.equal_state and all(hit.is_survived or not hit.had_effect for hit in self.strikes)
 
 
 def soak(
@@ -123,7 +123,7 @@ def soak(
     equal = _curve(run) == _curve(calm) and len(_curve(run)) == steps
     struck = fired(folder / "storm", faults)
     over = healed(folder / "storm", faults)
-    strikes = strikes_of([(one, struck[one.number]) for one in faults if one.number in struck], _events(run), over)
+    strikes = strikes_of([(fault, struck[fault.number]) for fault in faults if fault.number in struck], _events(run), over)
     return Outcome(strikes, steps, equal, same_state(run, calm), read_account(stormy.path / "events.jsonl"), took)
 
 
@@ -147,10 +147,10 @@ def make_run(folder: Path, processes: int, *, name: str = "stormy", hang_seconds
         writer.add_documents(random.integers(0, MODEL.vocab_size, sum(lengths)), lengths)
         writer.finish()
     shard = processes // 2
-    cut = Layout(dp=processes, zero_stage=3 if shard > 1 else 0, dp_shard=shard if shard > 1 else None)
+    layout = Layout(dp=processes, zero_stage=3 if shard > 1 else 0, dp_shard=shard if shard > 1 else None)
     return Run(
         model=MODEL, name=name, folder=str(folder), steps=ENDLESS, seed=5, device="cpu", collective_timeout_seconds=60.0,
-        layout=cut, batch=Batch(sequence_length=32, sequences_per_batch=2 * processes),
+        layout=layout, batch=Batch(sequence_length=32, sequences_per_batch=2 * processes),
         data=Data(sources=(Source(str(tokens)),)), 
         optimizer=Optimizer(learning_rate=3e-3, warmup_steps=20, schedule="constant"),
         checkpoint=Checkpoint(every_steps=INTERVAL, keep=3, export=False), log=Log(memory_steps=0),
@@ -165,7 +165,7 @@ class _Storm:
     faults: list[Planted]
     say: Callable[[str], None]
     torchrun: bool
-    told: int = 0
+    announced: int = 0
 
     def carry_through(self, deadline: float | None) -> int:
         """Launch until the storm is over, and stop in order; the steps done then."""
@@ -185,10 +185,10 @@ class _Storm:
         while process.poll() is None:
             time.sleep(POLL_SECONDS)
             struck = self._struck()
-            for number in sorted(struck)[self.told :]:
+            for number in sorted(struck)[self.announced :]:
                 fault = self.faults[number]
                 self.say(f"fault {number}: {fault.kind} on rank {fault.rank} in step {fault.step} ({fault.moment})")
-            self.told = len(struck)
+            self.announced = len(struck)
             late = deadline is not None and time.monotonic() > deadline
             if (late or len(struck) == len(self.faults)) and self._is_over(struck):
                 return True
@@ -212,12 +212,12 @@ class _Storm:
         process.send_signal(signal.SIGTERM)
         _wait(process)
         if _last_event(self.run) != "stop":
-            again = self._launched([])
+            relaunched = self._launched([])
             started = time.time()
-            while again.poll() is None and not _is_back(self.run, started):
+            while relaunched.poll() is None and not _is_back(self.run, started):
                 time.sleep(POLL_SECONDS)
-            again.send_signal(signal.SIGTERM)
-            _wait(again)
+            relaunched.send_signal(signal.SIGTERM)
+            _wait(relaunched)
 
 
 def _launched(
@@ -262,31 +262,31 @@ def strikes_of(
 ) -> list[Strike]:
     """Effects of each fault that struck, from the events of a run. `over`: when those were that a run survives without a
     restart, by number."""
-    struck = sorted(struck, key=lambda one: one[1])
+    struck = sorted(struck, key=lambda pair: pair[1])
     ends = [when for _, when in struck[1:]] + [float("inf")] * bool(struck)
-    found = []
+    strikes = []
     for (fault, when), end in zip(struck, ends, strict=True):
         after = [event for event in events if event["time"] >= when]
         if over is not None and fault.number in over and not _has_failed(after, over[fault.number]):
-            found.append(_gone_over(fault, when, over[fault.number], after))
+            strikes.append(_gone_over(fault, when, over[fault.number], after))
             continue
         answers = [e for e in after if e["event"] in ("failure", "stop", "rewind", "start") and e["time"] < end]
         if not answers and end < float("inf"):
-            found.append(Strike(fault, when, WITHOUT_EFFECT, None, None, 0, had_effect=False))
+            strikes.append(Strike(fault, when, WITHOUT_EFFECT, None, None, 0, had_effect=False))
             continue
         start = next((e for e in after if e["event"] in ("start", "rewind")), None)
         until = min(end, float("inf") if start is None else start["time"])
         failure = next((e for e in after if e["event"] in ("failure", "stop", "rewind") and e["time"] <= until), None)
         resumed = 0 if start is None else start.get("to", start["step"])
         stepped = next((e for e in after if e["event"] == "stepped"), None)
-        found.append(
+        strikes.append(
             Strike(
                 fault, when, _detector(failure), None if failure is None else failure["time"] - when,
                 None if stepped is None else stepped["time"] - when,
                 0 if start is None else max(0, ((failure or {}).get("step") or fault.step) - resumed),
             )
         )  # fmt: skip
-    return found
+    return strikes
 
 
 def _has_failed(after: list[dict[str, Any]], until: float) -> bool:
@@ -296,10 +296,10 @@ def _has_failed(after: list[dict[str, Any]], until: float) -> bool:
 def _gone_over(fault: Planted, when: float, until: float, after: list[dict[str, Any]]) -> Strike:
     """A fault without a restart: seen by a word of the run, or met without one."""
     words = {"save failed": KINDS[fault.kind].met_by, "straggler": "the comparison of ranks"}
-    seen = next(
+    noticed = next(
         (e for e in after if e["event"] in words and e["time"] <= until and e.get("rank", fault.rank) == fault.rank), None
     )
-    by, seconds = (KINDS[fault.kind].met_by, None) if seen is None else (words[seen["event"]], seen["time"] - when)
+    by, seconds = (KINDS[fault.kind].met_by, None) if noticed is None else (words[noticed["event"]], noticed["time"] - when)
     return Strike(fault, when, by, seconds, until - when, 0)
 
 
@@ -322,19 +322,19 @@ def _curve(run: Run) -> list[tuple[Any, ...]]:
     return [tuple(row[key] for key in keys) for row in RunFolder.of(run).metric_rows()]
 
 
-def same_state(one: Run, other: Run) -> bool:
+def same_state(first: Run, second: Run) -> bool:
     """True if the newest checkpoints of two runs hold the same bits: weights and moments."""
-    found = [newest_valid(RunFolder.of(run).checkpoints) for run in (one, other)]
-    assert found[0] is not None and found[1] is not None
-    left, right = (load_full(folder)[0] for folder in found if folder is not None)
+    checkpoints = [newest_valid(RunFolder.of(run).checkpoints) for run in (first, second)]
+    assert checkpoints[0] is not None and checkpoints[1] is not None
+    left, right = (load_full(folder)[0] for folder in checkpoints if folder is not None)
     return left.keys() == right.keys() and all(same_bits(left[name], right[name]) for name in left)
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """True if two tensors have the same dtype, shape and bits. To `torch.equal` -0.0 is 0.0, and no NaN is itself."""
-    if one.dtype != other.dtype or one.shape != other.shape:
+    if first.dtype != second.dtype or first.shape != second.shape:
         return False
-    left, right = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, other))
+    left, right = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (first, second))
     return torch.equal(left, right)
 
 

@@ -45,45 +45,45 @@ class Storm:
     faults: dict[int, Planted]
     """Fault by step."""
     stop_at: int | None
-    due: Planted | None = field(init=False, default=None)
+    pending_fault: Planted | None = field(init=False, default=None)
     """Strikes in this step."""
     trainer: Trainer | None = field(init=False, default=None)
-    over_at: dict[int, Planted] = field(init=False, default_factory=dict)
+    ends_at: dict[int, Planted] = field(init=False, default_factory=dict)
     """Faults that are over when so many steps are done."""
 
     @classmethod
-    def here(cls) -> Storm:
+    def from_environment(cls) -> Storm:
         """The storm that the environment names."""
         path, rank = Path(os.environ[STORM_VARIABLE]), int(os.environ["RANK"])
         faults, stop_at = read(path)
-        return cls(path.parent, {one.step: one for one in faults if one.rank == rank}, stop_at)
+        return cls(path.parent, {fault.step: fault for fault in faults if fault.rank == rank}, stop_at)
 
     def before_step(self, trainer: Trainer) -> None:
         """Ask for the end, or get ready to strike."""
-        self.trainer, self.due = trainer, self.faults.get(trainer.steps_done)
+        self.trainer, self.pending_fault = trainer, self.faults.get(trainer.steps_done)
         if trainer.steps_done == self.stop_at and trainer.ranks.is_first:
             trainer.request_stop()
-        if self.due is not None and self.due.kind in _AT_ONCE and fire(self.folder, self.due):
-            _AT_ONCE[self.due.kind](trainer, self.due)
+        if self.pending_fault is not None and self.pending_fault.kind in _AT_ONCE and fire(self.folder, self.pending_fault):
+            _AT_ONCE[self.pending_fault.kind](trainer, self.pending_fault)
 
     def after_step(self, steps_done: int) -> None:
         """Say which faults are over."""
-        for step in [step for step in self.over_at if step <= steps_done]:
-            heal(self.folder, self.over_at.pop(step))
+        for step in [step for step in self.ends_at if step <= steps_done]:
+            heal(self.folder, self.ends_at.pop(step))
 
-    def at(self, moment: str) -> None:
+    def strike_at(self, moment: str) -> None:
         """Strike if this is the moment."""
-        due = self.due
-        if moment == "forward" and any(one.kind == "slow" for one in self.over_at.values()):
+        fault = self.pending_fault
+        if moment == "forward" and any(fault.kind == "slow" for fault in self.ends_at.values()):
             time.sleep(SLOW_SECONDS)
-        if due is None or due.moment != moment or due.kind in _AT_ONCE:
+        if fault is None or fault.moment != moment or fault.kind in _AT_ONCE:
             return
-        self.due = None
-        if fire(self.folder, due):
+        self.pending_fault = None
+        if fire(self.folder, fault):
             assert self.trainer is not None
-            if due.kind in ("stall", "slow"):
-                self.over_at[due.step + KINDS[due.kind].steps] = due
-            _AT_A_MOMENT[due.kind](self.trainer, due)
+            if fault.kind in ("stall", "slow"):
+                self.ends_at[fault.step + KINDS[fault.kind].steps] = fault
+            _AT_A_MOMENT[fault.kind](self.trainer, fault)
 
 
 def plant(storm: Storm) -> None:
@@ -98,7 +98,7 @@ def plant(storm: Storm) -> None:
 
     def beat_and_strike(doing: str, *, extra_seconds: float | None = None) -> None:
         beat(doing, extra_seconds=extra_seconds)
-        storm.at(doing)
+        storm.strike_at(doing)
 
     Trainer.train_step = step  # pyright: ignore[reportAttributeAccessIssue]
     heartbeat.beat = beat_and_strike
@@ -141,9 +141,9 @@ def _leave(trainer: Trainer, fault: Planted) -> None:
 def _drop(trainer: Trainer, fault: Planted) -> None:
     """Cuts all connections, as a switch that forgets them: whoever reads or writes next is told."""
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
-            if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
-                one.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _disk(trainer: Trainer, fault: Planted) -> None:
@@ -194,9 +194,9 @@ def _spoil_loss(trainer: Trainer, fault: Planted) -> None:
     """Spoils the loss of the next micro-batch, and with it the gradient."""
     forward = trainer.passes.forward
 
-    def spoilt(*arguments: Any, **at: Any) -> torch.Tensor:
+    def spoilt(*arguments: Any, **options: Any) -> torch.Tensor:
         trainer.passes.forward = forward
-        return forward(*arguments, **at) * float("nan")
+        return forward(*arguments, **options) * float("nan")
 
     trainer.passes.forward = spoilt
 
@@ -212,10 +212,10 @@ def _flip_bit(trainer: Trainer, fault: Planted) -> None:
     path = _shard_of_newest(trainer)
     if path is not None:
         with open(path, "r+b") as file:
-            at = random.Random(fault.number).randrange(path.stat().st_size)
-            file.seek(at)
+            offset = random.Random(fault.number).randrange(path.stat().st_size)
+            file.seek(offset)
             byte = file.read(1)[0]
-            file.seek(at)
+            file.seek(offset)
             file.write(bytes([byte ^ 1 << fault.number % 8]))
     _die(trainer, fault)
 
@@ -229,8 +229,8 @@ def _cut_short(trainer: Trainer, fault: Planted) -> None:
 
 def _shard_of_newest(trainer: Trainer) -> Path | None:
     """A shard of the newest checkpoint; None where there is no other to go back to."""
-    found = sorted(candidates(RunFolder.of(trainer.run).checkpoints), key=lambda one: one.step)
-    return next(iter(sorted(found[-1].path.glob("*.safetensors")))) if len(found) > 1 else None
+    checkpoints = sorted(candidates(RunFolder.of(trainer.run).checkpoints), key=lambda checkpoint: checkpoint.step)
+    return next(iter(sorted(checkpoints[-1].path.glob("*.safetensors")))) if len(checkpoints) > 1 else None
 
 
 Strike = Callable[[Trainer, Planted], None]
@@ -247,7 +247,7 @@ _AT_A_MOMENT: dict[str, Strike] = {
 
 def main() -> int:
     """One rank, under the storm that the environment names."""
-    plant(Storm.here())
+    plant(Storm.from_environment())
     return worker.main()
 
 

@@ -37,9 +37,9 @@ def _combine(first: int, second: int, second_bytes: int) -> int:
 
 def _product(a: int, b: int) -> int:
     """Product of two polynomials over GF(2), modulo that of CRC-32."""
-    found = 0
+    product = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:
-            found ^= b
+            product ^= b
         b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
-    return found
+    return product

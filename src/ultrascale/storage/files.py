@@ -28,7 +28,7 @@ class FileStore(Store):
         self.url = str(self.root)
 
     def read(self, key: str) -> bytes:
-        with self._told(key, "read"):
+        with self._naming_errors(key, "read"):
             return self._path(key).read_bytes()
 
     def read_version(self, key: str) -> tuple[bytes, Version]:
@@ -36,24 +36,24 @@ class FileStore(Store):
         return data, _version(data)
 
     def read_range(self, key: str, begin: int, end: int) -> bytes:
-        with self._told(key, "read"), open(self._path(key), "rb") as file:
+        with self._naming_errors(key, "read"), open(self._path(key), "rb") as file:
             return os.pread(file.fileno(), end - begin, begin)
 
     def blocks(self, key: str) -> Iterator[Block]:
-        with self._told(key, "read"), open(self._path(key), "rb", buffering=0) as file:
+        with self._naming_errors(key, "read"), open(self._path(key), "rb", buffering=0) as file:
             while block := file.read(_BLOCK_BYTES):
                 yield block
 
     def look_up(self, key: str) -> Stored:
-        with self._told(key, "read"):
+        with self._naming_errors(key, "read"):
             return _stored(self._path(key).stat(), key)
 
     def write(self, key: str, data: bytes | memoryview) -> None:
-        with self._told(key, "written"), self._partial(key) as partial:
+        with self._naming_errors(key, "written"), self._partial(key) as partial:
             os.replace(_written(partial, data), self._path(key))
 
     def write_file(self, key: str, path: Path) -> None:
-        with open(path, "rb") as source, self._told(key, "written"), self._partial(key) as partial:
+        with open(path, "rb") as source, self._naming_errors(key, "written"), self._partial(key) as partial:
             with open(partial, "xb") as target:
                 shutil.copyfileobj(source, target, 1 << 20)
                 target.flush()
@@ -61,7 +61,7 @@ class FileStore(Store):
             os.replace(partial, self._path(key))
 
     def publish(self, key: str, data: bytes, *, replacing: Version | None) -> Version:
-        with self._told(key, "written"), self._partial(key) as partial, self._alone():
+        with self._naming_errors(key, "written"), self._partial(key) as partial, self._alone():
             _written(partial, data)
             try:
                 now = self.read(key)
@@ -77,7 +77,7 @@ class FileStore(Store):
 
     def names(self, prefix: str) -> tuple[list[Stored], list[str]]:
         objects, folders = [], []
-        with self._told(prefix, "listed"):
+        with self._naming_errors(prefix, "listed"):
             for entry in sorted(self._entries(prefix), key=lambda entry: entry.name):
                 if entry.is_dir():
                     folders.append(entry.name)
@@ -88,14 +88,14 @@ class FileStore(Store):
     def walk(self, prefix: str) -> Iterator[Stored]:
         objects, folders = self.names(prefix)
         start = f"{prefix.rstrip('/')}/" if prefix else ""
-        yield from (replace(one, key=f"{start}{one.key}") for one in objects)
+        yield from (replace(stored, key=f"{start}{stored.key}") for stored in objects)
         for folder in folders:
             yield from self.walk(f"{start}{folder}")
 
     def remove(self, keys: Iterable[str]) -> None:
         for key in keys:
             path = self._path(key)
-            with self._told(key, "removed"), suppress(FileNotFoundError):
+            with self._naming_errors(key, "removed"), suppress(FileNotFoundError):
                 path.unlink()
             with suppress(OSError):  # not empty: others are there
                 while (path := path.parent) != self.root:
@@ -131,7 +131,7 @@ class FileStore(Store):
             yield
 
     @contextmanager
-    def _told(self, key: str, done: str) -> Iterator[None]:
+    def _naming_errors(self, key: str, done: str) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError as error:

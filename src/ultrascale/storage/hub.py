@@ -61,7 +61,7 @@ class HubStore(Store):
         _limit_requests(self._hub)
         self._type = "dataset" if place[1] else "model"
         self._repo, self._revision = place[2], (place[3] or "main").replace("%2F", "/")
-        self._led_to: dict[str, str] = {}  # by address, where the Hub sends for a file that another server keeps
+        self._redirects: dict[str, str] = {}  # by address, where the Hub sends for a file that another server keeps
         self._folder = f"{place[4].strip('/')}/" if place[4] else ""
 
     @property
@@ -69,8 +69,8 @@ class HubStore(Store):
         name = (self._type, self._repo, self._revision)
         with _LOCK:
             if name not in COMMITS:
-                found = self._hub.HfApi().repo_info(self._repo, revision=self._revision, repo_type=self._type)
-                COMMITS[name] = found.sha
+                info = self._hub.HfApi().repo_info(self._repo, revision=self._revision, repo_type=self._type)
+                COMMITS[name] = info.sha
             return COMMITS[name]
 
     def read(self, key: str) -> bytes:
@@ -93,10 +93,10 @@ class HubStore(Store):
 
     def blocks(self, key: str) -> Iterator[Block]:
         size = self.size(key)
-        for at in range(0, size, BLOCK_BYTES):
-            block = self.read_range(key, at, at + BLOCK_BYTES)
-            if len(block) != min(BLOCK_BYTES, size - at):
-                raise StorageError(f"{self.where(key)}: {len(block):,} bytes came of a block at {at:,}, which has more.")
+        for offset in range(0, size, BLOCK_BYTES):
+            block = self.read_range(key, offset, offset + BLOCK_BYTES)
+            if len(block) != min(BLOCK_BYTES, size - offset):
+                raise StorageError(f"{self.where(key)}: {len(block):,} bytes came of a block at {offset:,}, which has more.")
             yield block
 
     def look_up(self, key: str) -> Stored:
@@ -105,14 +105,14 @@ class HubStore(Store):
 
     def names(self, prefix: str) -> tuple[list[Stored], list[str]]:
         entries = self._tree(prefix, recursive=False)
-        objects = [_stored(one, one.path.rsplit("/", 1)[-1]) for one in entries if hasattr(one, "size")]
-        folders = [one.path.rsplit("/", 1)[-1] for one in entries if not hasattr(one, "size")]
-        return sorted(objects, key=lambda one: one.key), sorted(folders)
+        objects = [_stored(entry, entry.path.rsplit("/", 1)[-1]) for entry in entries if hasattr(entry, "size")]
+        folders = [entry.path.rsplit("/", 1)[-1] for entry in entries if not hasattr(entry, "size")]
+        return sorted(objects, key=lambda stored: stored.key), sorted(folders)
 
     def walk(self, prefix: str) -> Iterator[Stored]:
-        for one in self._tree(prefix, recursive=True):
-            if hasattr(one, "size"):
-                yield _stored(one, _PATH.sub(r"\1.\2", one.path.removeprefix(self._folder)))
+        for entry in self._tree(prefix, recursive=True):
+            if hasattr(entry, "size"):
+                yield _stored(entry, _PATH.sub(r"\1.\2", entry.path.removeprefix(self._folder)))
 
     def write(self, key: str, data: bytes | memoryview) -> None:
         self._refuse()
@@ -148,17 +148,17 @@ class HubStore(Store):
         """The answer to a request for a file; those that may succeed later are sent again by huggingface_hub."""
         headers = {"Accept-Encoding": "identity", **headers}
         address = self._address(key)
-        if kept := self._led_to.get(address):
-            answer = self._utils.http_backoff("GET", kept, headers=headers, follow_redirects=True)
+        if redirect := self._redirects.get(address):
+            answer = self._utils.http_backoff("GET", redirect, headers=headers, follow_redirects=True)
             if answer.is_success or answer.status_code == 416:
                 self._utils.hf_raise_for_status(answer)
                 return answer
-            self._led_to.pop(address, None)  # such addresses are good for some time
-        own = self._utils.build_hf_headers(headers=headers)
-        answer = self._utils.http_backoff("GET", address, headers=own, follow_redirects=True)
+            self._redirects.pop(address, None)  # such addresses are good for some time
+        signed = self._utils.build_hf_headers(headers=headers)
+        answer = self._utils.http_backoff("GET", address, headers=signed, follow_redirects=True)
         self._utils.hf_raise_for_status(answer)
         if answer.history and answer.url.host != answer.history[0].url.host:
-            self._led_to[address] = str(answer.url)
+            self._redirects[address] = str(answer.url)
         return answer
 
     def _do(self, key: str, work: Callable[[], T]) -> T:
@@ -169,7 +169,7 @@ class HubStore(Store):
 
     def _error(self, key: str, error: Exception) -> StorageError:
         status = getattr(getattr(error, "response", None), "status_code", None)
-        said = type(error).__name__ if status is None else f"status {status}"
+        answer = type(error).__name__ if status is None else f"status {status}"
         if isinstance(error, self._errors.EntryNotFoundError):
             return MissingError(f"{self.where(key)} is not there.")
         if isinstance(error, self._errors.HFValidationError):
@@ -178,9 +178,9 @@ class HubStore(Store):
             return RefusedError(f"{self.url}: the repository has no revision {self._revision!r}.")
         if isinstance(error, self._errors.RepositoryNotFoundError) or status in (401, 403):
             remedy = "Check its name, and the key in HF_TOKEN or of `hf auth login`"
-            return RefusedError(f"{self.url}: there is no such repository, or not for this key ({said}). {remedy}.")
+            return RefusedError(f"{self.url}: there is no such repository, or not for this key ({answer}). {remedy}.")
         remedy = "" if status is not None else " Check the network, and HF_ENDPOINT if it is set."
-        return StorageError(f"{self.where(key)}: the Hub does not answer as it should ({said}).{remedy}")
+        return StorageError(f"{self.where(key)}: the Hub does not answer as it should ({answer}).{remedy}")
 
 
 @cache

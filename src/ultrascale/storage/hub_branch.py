@@ -51,10 +51,10 @@ class HubBranch(HubStore):
 
     @property
     def _commit(self) -> str:
-        return self._head or self._look()
+        return self._head or self._read_head()
 
     def read(self, key: str) -> bytes:
-        self._see(key)
+        self._refresh(key)
         return super().read(key)
 
     def read_version(self, key: str) -> tuple[bytes, Version]:
@@ -70,11 +70,11 @@ class HubBranch(HubStore):
         return super().look_up(key)
 
     def names(self, prefix: str) -> tuple[list[Stored], list[str]]:
-        self._see(prefix)
+        self._refresh(prefix)
         return super().names(prefix)
 
     def walk(self, prefix: str) -> Iterator[Stored]:
-        self._see(prefix)
+        self._refresh(prefix)
         yield from super().walk(prefix)
 
     def write(self, key: str, data: bytes | memoryview) -> None:
@@ -88,7 +88,7 @@ class HubBranch(HubStore):
         added = self._do(key, lambda: self._upload(key, data))
 
         def commit() -> None:
-            parent = self._look()
+            parent = self._read_head()
             now = self._now(key)
             if now != data and (None if now is None else _version(now)) != replacing:
                 raise ConflictError(f"{self.where(key)} was written by somebody else.")
@@ -109,17 +109,17 @@ class HubBranch(HubStore):
         wanted = sorted({*keys})
         with self._lock:
             self.flush()
-            for at in range(0, len(wanted), COMMIT_FILES):
-                some = wanted[at : at + COMMIT_FILES]
-                self._do(some[0], lambda some=some: self._remove(some))
+            for first in range(0, len(wanted), COMMIT_FILES):
+                batch = wanted[first : first + COMMIT_FILES]
+                self._do(batch[0], lambda batch=batch: self._remove(batch))
 
     def _remove(self, keys: list[str]) -> None:
-        parent = self._look()
+        parent = self._read_head()
         paths = [self._path(key) for key in keys]
         folders = {path.rpartition("/")[0] for path in paths}
         above = f"{commonpath(folders)}/".removeprefix(self._folder)
-        there = {one.path for one in self._tree(above, recursive=len(folders) > 1)}
-        doomed = [path for path in paths if path in there]
+        existing = {entry.path for entry in self._tree(above, recursive=len(folders) > 1)}
+        doomed = [path for path in paths if path in existing]
         if doomed:  # the Hub takes no removal of what is not there
             lines = [{"key": "deletedFile", "value": {"path": path}} for path in doomed]
             self._send(lines, f"Remove {len(doomed)} files", parent=parent)
@@ -128,14 +128,14 @@ class HubBranch(HubStore):
         """Commit what waits, if it is as much as `least` files."""
         with self._lock:
             while len(self._pending) >= least:
-                some = dict([*self._pending.items()][:COMMIT_FILES])
-                self._do(next(iter(some)), lambda some=some: self._send([*some.values()], f"Write {len(some)} files"))
-                self._pending = {path: one for path, one in self._pending.items() if one is not some.get(path)}
+                batch = dict([*self._pending.items()][:COMMIT_FILES])
+                self._do(next(iter(batch)), lambda batch=batch: self._send([*batch.values()], f"Write {len(batch)} files"))
+                self._pending = {path: op for path, op in self._pending.items() if op is not batch.get(path)}
 
     def take_pending(self) -> dict[str, Any]:
         with self._lock:
-            taken, self._pending = self._pending, {}
-        return taken
+            pending, self._pending = self._pending, {}
+        return pending
 
     def add_pending(self, pending: dict[str, Any]) -> None:
         with self._lock:
@@ -146,7 +146,7 @@ class HubBranch(HubStore):
         address = f"{self._api}/auth-check/write"
         self._do("", lambda: self._ask("GET", address))
         refs = self._do("", lambda: self._hub.HfApi().list_repo_refs(self._repo, repo_type=self._type))
-        if self._revision in {one.name for one in refs.tags}:
+        if self._revision in {tag.name for tag in refs.tags}:
             raise RefusedError(f"{self.url}: {self._revision!r} is a tag, which stays as it is. Name a branch there.")
         self.names("")
 
@@ -154,27 +154,27 @@ class HubBranch(HubStore):
     def _api(self) -> str:
         return f"{self._hub.HfApi().endpoint}/api/{self._type}s/{self._repo}"
 
-    def _look(self) -> str:
+    def _read_head(self) -> str:
         """The commit that the branch leads to now."""
         with self._lock:
-            asked = {"revision": self._revision, "repo_type": self._type, "expand": ["sha"]}  # no list of files
-            return self._move(self._hub.HfApi().repo_info(self._repo, **asked).sha)
+            query = {"revision": self._revision, "repo_type": self._type, "expand": ["sha"]}  # no list of files
+            return self._set_head(self._hub.HfApi().repo_info(self._repo, **query).sha)
 
-    def _move(self, head: str) -> str:
+    def _set_head(self, head: str) -> str:
         if head != self._head:
-            self._led_to.clear()  # by addresses that name the commit
+            self._redirects.clear()  # by addresses that name the commit
         self._head = head
         return head
 
-    def _see(self, key: str) -> None:
+    def _refresh(self, key: str) -> None:
         """Have what is read or listed at or under `key` next be what the branch holds now, own writes included."""
         self._flush_under(key)
-        self._do(key, self._look)
+        self._do(key, self._read_head)
 
     def _flush_under(self, key: str) -> None:
         path = self._path(key).rstrip("/")
         with self._lock:
-            if any(not path or one == path or one.startswith(f"{path}/") for one in self._pending):
+            if any(not path or pending == path or pending.startswith(f"{path}/") for pending in self._pending):
                 self.flush()
 
     def _add(self, key: str, content: bytes | Path) -> None:
@@ -204,17 +204,17 @@ class HubBranch(HubStore):
         """One commit. With `parent`: status 412 if the branch leads elsewhere by then."""
         if self._held is not None:
             key, version = self._held
-            parent = parent or self._look()
+            parent = parent or self._read_head()
             if _version(self._now(key) or b"") != version:
                 raise ConflictError(f"{self.where(key)} was written by somebody else: nothing more is written there.")
         header = {"summary": f"{title} ({self._folder.rstrip('/') or self._repo})", "description": ""}
         header |= {} if parent is None else {"parentCommit": parent}
         lines = [{"key": "header", "value": header}, *operations]
-        body = "".join(f"{json.dumps(one)}\n" for one in lines).encode()
+        body = "".join(f"{json.dumps(line)}\n" for line in lines).encode()
         # As `urllib.parse.quote`: nothing of urllib is imported, which also fetches.
-        branch = re.sub(rb"[^\w.-]", lambda found: b"%%%02X" % ord(found[0]), self._revision.encode()).decode()
+        branch = re.sub(rb"[^\w.-]", lambda match: b"%%%02X" % ord(match[0]), self._revision.encode()).decode()
         with self._lock:
-            self._move(self._ask("POST", f"{self._api}/commit/{branch}", body).json()["commitOid"])
+            self._set_head(self._ask("POST", f"{self._api}/commit/{branch}", body).json()["commitOid"])
 
     def _ask(self, method: str, address: str, body: bytes | None = None) -> Any:
         headers = self._utils.build_hf_headers(headers={} if body is None else {"Content-Type": "application/x-ndjson"})
@@ -227,17 +227,17 @@ class HubBranch(HubStore):
         patience, pause = self._patience_seconds, PAUSE_SECONDS
         until = time.monotonic() + patience
         for attempt in count():
-            before = UNTIL.set(time.monotonic() + patience)
+            token = UNTIL.set(time.monotonic() + patience)
             try:
                 return work()
             except Exception as error:  # of whichever HTTP client huggingface_hub brings along
-                told = self._error(key, error)
-                wait = max(pause * random.uniform(0.5, 1.5), _asked_seconds(error))
+                failure = self._error(key, error)
+                wait = max(pause * random.uniform(0.5, 1.5), _retry_after_seconds(error))
                 is_late = attempt > 0 and time.monotonic() + wait > until  # also a slow request is sent twice
-                if type(told) is not StorageError or wait > patience or is_late:
-                    raise told from None  # its text quotes the request
+                if type(failure) is not StorageError or wait > patience or is_late:
+                    raise failure from None  # its text quotes the request
             finally:
-                UNTIL.reset(before)
+                UNTIL.reset(token)
             time.sleep(wait)
             pause = min(2 * pause, MOST_PAUSE_SECONDS)
         raise AssertionError
@@ -246,9 +246,9 @@ class HubBranch(HubStore):
         if isinstance(error, StorageError):
             return error
         status = getattr(getattr(error, "response", None), "status_code", None)
-        told, words = super()._error(key, error), _words(error)
+        failure, words = super()._error(key, error), _words(error)
         if isinstance(error, self._errors.RevisionNotFoundError):
-            return RefusedError(f"{told} Make the branch first, with huggingface_hub's HfApi().create_branch.")
+            return RefusedError(f"{failure} Make the branch first, with huggingface_hub's HfApi().create_branch.")
         if isinstance(error, self._errors.RepositoryNotFoundError):
             remedy = "Make the repository first, or check its name and the key in HF_TOKEN"
             return RefusedError(f"{self.url}: there is no such repository, or not for this key (status {status}). {remedy}.")
@@ -256,15 +256,15 @@ class HubBranch(HubStore):
             remedy = "Give HF_TOKEN one that may write there; if it may, see whether the account's space is used up"
             return RefusedError(f"{self.url}: the Hub lets this key write nothing there (status 403). {remedy}.{words}")
         if status == 429:
-            seconds = f", and asks to wait {_asked_seconds(error):.0f} s" if _asked_seconds(error) else ""
+            seconds = f", and asks to wait {_retry_after_seconds(error):.0f} s" if _retry_after_seconds(error) else ""
             remedy = "It takes some hundred commits an hour: save less often (checkpoint.every_steps)"
             return StorageError(f"{self.where(key)}: the Hub takes no more for now (status 429){seconds}. {remedy}.{words}")
-        if type(told) is StorageError and status is not None and status < 500 and status not in _MAY_PASS:
-            return RefusedError(f"{told}{words}")
-        return told
+        if type(failure) is StorageError and status is not None and status < 500 and status not in _MAY_PASS:
+            return RefusedError(f"{failure}{words}")
+        return failure
 
 
-def _asked_seconds(error: Exception) -> float:
+def _retry_after_seconds(error: Exception) -> float:
     """Seconds for which the Hub asks to be left alone; 0 if it does not. RateLimit is on every answer."""
     answer = getattr(error, "response", None)
     if answer is None:
@@ -274,8 +274,8 @@ def _asked_seconds(error: Exception) -> float:
         if answer.status_code == 429
         else None
     )
-    found = used_up or re.fullmatch(r"(\d+)", answer.headers.get("Retry-After", ""))
-    return 0.0 if found is None else float(found[1])
+    match = used_up or re.fullmatch(r"(\d+)", answer.headers.get("Retry-After", ""))
+    return 0.0 if match is None else float(match[1])
 
 
 def _words(error: Exception) -> str:

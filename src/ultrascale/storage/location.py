@@ -54,7 +54,7 @@ def url_problem(place: str, *, to_write: bool = False) -> str | None:
         if to_write and re.fullmatch(r"[0-9a-f]{40}", match[3] or ""):
             return f"names a commit, which stays as it is: expected a branch, as in hf://{match[2]}@main"
     elif scheme not in (*SCHEMES, "file"):
-        return f"{scheme}:// is none of {', '.join(f'{one}://' for one in SCHEMES)}, hf://, file:// or a path"
+        return f"{scheme}:// is none of {', '.join(f'{known}://' for known in SCHEMES)}, hf://, file:// or a path"
     elif "@" in rest or "?" in rest:
         return "must hold no credentials: they come from the environment"
     if not rest.strip("/").split("/")[0]:

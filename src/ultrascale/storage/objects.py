@@ -129,14 +129,14 @@ class ObjectStore(Store):
 
     def names(self, prefix: str) -> tuple[list[Stored], list[str]]:
         prefix = prefix.rstrip("/")
-        found = self._do(prefix, lambda: self._obstore.list_with_delimiter(self._store, prefix or None))
-        objects = [_stored(one, _name(one["path"])) for one in found["objects"]]
-        return sorted(objects, key=lambda one: one.key), sorted(_name(one) for one in found["common_prefixes"])
+        listing = self._do(prefix, lambda: self._obstore.list_with_delimiter(self._store, prefix or None))
+        objects = [_stored(entry, _name(entry["path"])) for entry in listing["objects"]]
+        return sorted(objects, key=lambda stored: stored.key), sorted(_name(folder) for folder in listing["common_prefixes"])
 
     def walk(self, prefix: str) -> Iterator[Stored]:
         prefix = prefix.rstrip("/")
         pages = self._do(prefix, lambda: list(self._obstore.list(self._store, prefix or None, chunk_size=1000)))
-        yield from (_stored(one, one["path"]) for page in pages for one in page)
+        yield from (_stored(entry, entry["path"]) for page in pages for entry in page)
 
     def remove(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -168,19 +168,19 @@ class ObjectStore(Store):
             return RefusedError(f"{self.url}: there is no such bucket. Make it first, or name another one.")
         if isinstance(error, FileNotFoundError):
             return MissingError(f"{self.where(key)} is not there.")
-        said = _short(text)
+        message = _short(text)
         if _SKEWED.search(text):
-            return RefusedError(f"{self.url} refuses this machine's clock ({said}). Set the clock.")
+            return RefusedError(f"{self.url} refuses this machine's clock ({message}). Set the clock.")
         if _EXPIRED.search(text):
-            return RefusedError(f"{self.url}: the credentials have expired ({said}). Renew those in the environment.")
+            return RefusedError(f"{self.url}: the credentials have expired ({message}). Renew those in the environment.")
         if _NO_CREDENTIALS.search(text):
             return RefusedError(f"{self.url}: no credentials were found. Put them into the environment or the shared file.")
-        if _FULL.search(said):
-            return StorageError(f"{self.where(key)} cannot be written: the store is full ({said}). Free space there.")
-        if _REFUSED.search(said) or isinstance(error, PermissionError):
+        if _FULL.search(message):
+            return StorageError(f"{self.where(key)} cannot be written: the store is full ({message}). Free space there.")
+        if _REFUSED.search(message) or isinstance(error, PermissionError):
             remedy = "Give credentials in the environment that may read, write, list and remove there"
-            return RefusedError(f"{self.where(key)} was refused ({said}). {remedy}.")
-        return StorageError(f"{self.where(key)}: the store does not answer as it should ({said}).")
+            return RefusedError(f"{self.where(key)} was refused ({message}). {remedy}.")
+        return StorageError(f"{self.where(key)}: the store does not answer as it should ({message}).")
 
 
 def _config(url: str) -> dict[str, Any]:
@@ -205,19 +205,19 @@ def _profile() -> dict[str, str]:
         ])  # fmt: skip
     except (OSError, configparser.Error):
         return {}
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for section in (f"profile {name}", name):
         if files.has_section(section):
-            found |= dict(files[section])
+            settings |= dict(files[section])
     keys = {"aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key",
             "aws_session_token": "session_token", "region": "region", "endpoint_url": "endpoint"}  # fmt: skip
-    return {keys[key]: value for key, value in found.items() if key in keys}
+    return {keys[key]: value for key, value in settings.items() if key in keys}
 
 
 def _allows_http() -> bool:
     """True if a server without encryption was asked for, such as one beside this machine."""
     endpoints = (os.environ.get(f"AWS_ENDPOINT{end}", "") for end in ("", "_URL", "_URL_S3"))
-    return any(one.startswith("http://") for one in endpoints) or os.environ.get("AWS_ALLOW_HTTP") == "true"
+    return any(endpoint.startswith("http://") for endpoint in endpoints) or os.environ.get("AWS_ALLOW_HTTP") == "true"
 
 
 def _stored(meta: Any, key: str) -> Stored:
@@ -240,9 +240,9 @@ def _name(path: str) -> str:
 
 def _short(text: str) -> str:
     """The message of a server or of the connection, without the request that is quoted around it."""
-    found = [match[1].strip() for match in (_STATUS.search(text), _CODE.search(text)) if match]
-    if found:
-        return ", ".join(found)
+    details = [match[1].strip() for match in (_STATUS.search(text), _CODE.search(text)) if match]
+    if details:
+        return ", ".join(details)
     first = text.partition("Debug source")[0].strip().splitlines()[0:1] or [type(text).__name__]
     last = first[0].rsplit(" - ", 1)[-1].rsplit("failed: ", 1)[-1]
     return re.sub(r"\S+://\S+|\?\S+", "...", last)[:200].rstrip(" .:")

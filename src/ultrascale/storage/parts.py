@@ -78,24 +78,24 @@ def upload_file(store: Store, path: Path, prefix: str, *, resuming: bool = False
             free.append(buffer)
         return part
 
-    return tuple(_side_by_side(send, range(-(-size // PART_BYTES))))
+    return tuple(_in_parallel(send, range(-(-size // PART_BYTES))))
 
 
 def download_files(store: Store, files: Mapping[Path, tuple[str, Sequence[Part]]]) -> None:
     """Make each file of its parts, each checked, and fsync it; `files` gives prefix and parts of each.
 
     Raises StorageError, OSError; then none of them is there."""
-    made: list[Path] = []
+    created: list[Path] = []
     try:
         for path in files:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
-            made.append(path)
-        _side_by_side(
-            lambda one: _bring(store, *one),
-            [(path, *one) for path, (prefix, parts) in files.items() for one in _placed(prefix, parts)],
+            created.append(path)
+        _in_parallel(
+            lambda piece: _download_part(store, *piece),
+            [(path, *piece) for path, (prefix, parts) in files.items() for piece in _placed(prefix, parts)],
         )
     except BaseException:
-        for path in made:
+        for path in created:
             with suppress(OSError):
                 path.unlink()
         raise
@@ -105,8 +105,8 @@ def verify_parts(store: Store, files: Mapping[str, Sequence[Part]]) -> None:
     """Read every part and compare it with its checksum; `files` gives the parts of each prefix.
 
     Raises DamagedError naming the first that differs, StorageError."""
-    placed = [one for prefix, parts in files.items() for one in _placed(prefix, parts)]
-    _side_by_side(lambda one: _take(store, one[0], one[1], lambda block, at: None), placed)
+    placed = [piece for prefix, parts in files.items() for piece in _placed(prefix, parts)]
+    _in_parallel(lambda piece: _read_part(store, piece[0], piece[1], lambda block, at: None), placed)
 
 
 def read_parts(store: Store, parts: Sequence[Part], prefix: str) -> bytes:
@@ -114,14 +114,14 @@ def read_parts(store: Store, parts: Sequence[Part], prefix: str) -> bytes:
     data = bytearray(sum(part.bytes for part in parts))
     for key, part, begin in _placed(prefix, parts):
 
-        def put(block: Block, at: int, begin: int = begin) -> None:
-            data[begin + at : begin + at + len(block)] = block
+        def put(block: Block, offset: int, begin: int = begin) -> None:
+            data[begin + offset : begin + offset + len(block)] = block
 
-        _take(store, key, part, put)
+        _read_part(store, key, part, put)
     return bytes(data)
 
 
-def _side_by_side(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
+def _in_parallel(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
     """Results in the order of the items. The first failure is raised; what has not begun by then never does."""
     with ThreadPoolExecutor(STREAMS, "parts") as pool:
         return list(pool.map(work, items))
@@ -129,32 +129,32 @@ def _side_by_side(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
 
 def _placed(prefix: str, parts: Sequence[Part]) -> list[tuple[str, Part, int]]:
     """Each part's key, and where in the file it begins."""
-    found, at = [], 0
+    pieces, offset = [], 0
     for index, part in enumerate(parts):
-        found.append((part.key(prefix, index), part, at))
-        at += part.bytes
-    return found
+        pieces.append((part.key(prefix, index), part, offset))
+        offset += part.bytes
+    return pieces
 
 
-def _bring(store: Store, path: Path, key: str, part: Part, begin: int) -> None:
+def _download_part(store: Store, path: Path, key: str, part: Part, begin: int) -> None:
     """A part into its place in a file; it is on its way to the disk while others still come."""
     fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
 
-    def put(block: Block, at: int) -> None:
+    def put(block: Block, offset: int) -> None:
         view = memoryview(block)
         while view:
-            done = os.pwrite(fd, view, begin + at)
-            view, at = view[done:], at + done
+            done = os.pwrite(fd, view, begin + offset)
+            view, offset = view[done:], offset + done
 
     try:
-        _take(store, key, part, put)
+        _read_part(store, key, part, put)
         failpoint("download.part")
         os.fsync(fd)
     finally:
         os.close(fd)
 
 
-def _take(store: Store, key: str, part: Part, put: Callable[[Block, int], None]) -> None:
+def _read_part(store: Store, key: str, part: Part, put: Callable[[Block, int], None]) -> None:
     """Give each block of a part, and where in the part it begins, to `put`; check the whole.
 
     One that comes cut short or changed on the way is asked for again, and given again from its begin."""

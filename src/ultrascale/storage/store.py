@@ -77,21 +77,21 @@ class Store(ABC):
         """Length in bytes. Raises MissingError if there is none."""
         return self.look_up(key).bytes
 
-    def fetch(self, one: Stored, path: Path, after_block: Callable[[int], None] = lambda num_bytes: None) -> None:
+    def fetch(self, stored: Stored, path: Path, after_block: Callable[[int], None] = lambda num_bytes: None) -> None:
         """Make or replace the file `path` with an object. What comes cut short is asked for again.
 
         `after_block`: told the bytes of each block; those that come again are told as none. Raises DamagedError if what
         comes has another length than the listing says, OSError."""
         failure: StorageError | None = None
-        told = 0
+        reported = 0
         for attempt in range(READS):
             time.sleep(PAUSE_SECONDS * (attempt > 0))
             try:
                 with open(path, "wb") as file:
-                    for block in self.blocks(one.key):
+                    for block in self.blocks(stored.key):
                         file.write(block)
-                        after_block(max(0, file.tell() - told))
-                        told = max(told, file.tell())
+                        after_block(max(0, file.tell() - reported))
+                        reported = max(reported, file.tell())
                     size = file.tell()
                     file.flush()
                     os.fsync(file.fileno())
@@ -100,9 +100,9 @@ class Store(ABC):
             except StorageError as error:
                 failure = error
                 continue
-            if size == one.bytes:
+            if size == stored.bytes:
                 return
-            failure = DamagedError(f"{self.where(one.key)} came as {size:,} bytes, expected {one.bytes:,}. Try again.")
+            failure = DamagedError(f"{self.where(stored.key)} came as {size:,} bytes, expected {stored.bytes:,}. Try again.")
         assert failure is not None
         raise failure
 
@@ -133,9 +133,9 @@ class Store(ABC):
 
     def files(self) -> list[Stored]:
         """Every object, apart from the markers of folders that consoles make: empty, and named as a folder is."""
-        found = list(self.walk(""))
-        folders = {str(above) for one in found for above in PurePosixPath(one.key).parents} | {""}
-        return [one for one in found if one.bytes or one.key not in folders]
+        objects = list(self.walk(""))
+        folders = {str(above) for stored in objects for above in PurePosixPath(stored.key).parents} | {""}
+        return [stored for stored in objects if stored.bytes or stored.key not in folders]
 
     @abstractmethod
     def remove(self, keys: Iterable[str]) -> None:

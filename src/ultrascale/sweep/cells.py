@@ -24,7 +24,7 @@ from ultrascale.catalogue.machine_file import machine_text
 from ultrascale.config.resolve import to_toml
 from ultrascale.description.parsing import parse_json
 from ultrascale.description.run import Run
-from ultrascale.sweep.grid import Axis, Cell
+from ultrascale.sweep.grid import Axis, SweepCell
 
 WARM, TIMED = 4, 8
 """Steps of a measurement. Memory is counted in two of the warm ones; one brings the allocator to rest, one is to spare."""
@@ -50,10 +50,10 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Place:
+class CellPlace:
     """Folder of a cell that can run."""
 
-    cell: Cell
+    cell: SweepCell
     run: Run
     """Named like its folder."""
     path: Path
@@ -73,15 +73,15 @@ class Place:
     @property
     def result(self) -> dict[str, Any] | None:
         """Result of the cell, as `train.speed.Speed` wrote it; None also of a file that does not hold it whole."""
-        told = _read(self.result_file)
-        return told if all(key in told for key in NEEDED) and _is_result(told) else None
+        content = _read(self.result_file)
+        return content if all(key in content for key in NEEDED) and _is_result(content) else None
 
     @property
     def failure(self) -> Failure | None:
-        told = _read(self.path / "failed.json")
-        if told.get("outcome") not in OUTCOMES or not isinstance(told.get("text"), str):
+        content = _read(self.path / "failed.json")
+        if content.get("outcome") not in OUTCOMES or not isinstance(content.get("text"), str):
             return None
-        return Failure(told["outcome"], told["text"], told.get("exit_code"))
+        return Failure(content["outcome"], content["text"], content.get("exit_code"))
 
     def prepare(self) -> None:
         """Write the run, and forget how it failed before. A result that is not understood is kept beside the new one."""
@@ -100,7 +100,7 @@ class Place:
         _replace(self.path / name, data)
 
 
-def place_of(folder: Path, cell: Cell, axes: Sequence[Axis], *, steps: int, warm: int) -> Place:
+def place_of(folder: Path, cell: SweepCell, axes: Sequence[Axis], *, steps: int, warm: int) -> CellPlace:
     """The place of a cell that can run, which need not be there yet."""
     assert cell.run is not None
     described = to_toml(replace(cell.run, name="", folder=""))
@@ -108,19 +108,19 @@ def place_of(folder: Path, cell: Cell, axes: Sequence[Axis], *, steps: int, warm
     digest = hashlib.sha256(f"{described}\n{warm} {steps}{planned_for}".encode()).hexdigest()[:6]
     words = "-".join(f"{axis.short}{_plain(cell.values[axis.key])}" for axis in axes)
     name = f"{words[:LONGEST_NAME]}-{digest}" if words else digest
-    return Place(cell, replace(cell.run, name=f"{cell.run.name}-{name}"), folder / "cells" / name)
+    return CellPlace(cell, replace(cell.run, name=f"{cell.run.name}-{name}"), folder / "cells" / name)
 
 
 def _plain(value: str) -> str:
     return re.sub(r"[^\w.+]+", "_", value)
 
 
-def _is_result(told: Mapping[str, Any]) -> bool:
-    seconds, facts = told["step_seconds"], told["environment"]
+def _is_result(result: Mapping[str, Any]) -> bool:
+    seconds, facts = result["step_seconds"], result["environment"]
     if not (isinstance(seconds, list) and seconds and isinstance(facts, dict) and {"torch", "ultrascale"} <= facts.keys()):
         return False
-    numbers = [*seconds, *(told[key] for key in COUNTED), *(told[key] for key in MAYBE_COUNTED if told[key] is not None)]
-    return all(type(one) in (int, float) and 1 / MOST_COUNTED < one < MOST_COUNTED for one in numbers)
+    numbers = [*seconds, *(result[key] for key in COUNTED), *(result[key] for key in MAYBE_COUNTED if result[key] is not None)]
+    return all(type(number) in (int, float) and 1 / MOST_COUNTED < number < MOST_COUNTED for number in numbers)
 
 
 def _replace(path: Path, data: bytes) -> None:
@@ -133,7 +133,7 @@ def _replace(path: Path, data: bytes) -> None:
 def _read(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty where there is none, or it is cut short."""
     try:
-        told = parse_json(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return content if isinstance(content, dict) else {}

@@ -37,7 +37,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Cell:
+class SweepCell:
     """One value of each axis."""
 
     values: dict[str, str]
@@ -53,43 +53,43 @@ def split_axes(words: Sequence[str]) -> tuple[list[Axis], list[str]]:
     Raises SpecError: an empty or repeated value, a setting given twice, or one that cannot be swept.
     """
     axes: dict[str, Axis] = {}
-    others: list[str] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
+    other_words: list[str] = []
+    pending = list(words)
+    while pending:
+        word = pending.pop(0)
         flag, equals, value = word.partition("=")
         key = flag.removeprefix("--").replace("-", "_")
         if not flag.startswith("--") or not (_is_scalar(key) or key in NOT_SWEPT):
-            others.append(word)
+            other_words.append(word)
             continue
-        if not equals and rest and not rest[0].startswith("--"):
-            value = rest[0]
+        if not equals and pending and not pending[0].startswith("--"):
+            value = pending[0]
         if "," not in value:
-            others.append(word)
+            other_words.append(word)
             continue
         if not equals:
-            rest.pop(0)
+            pending.pop(0)
         if key in axes:
             raise mistake(flag, "is given twice", "Keep one of the two, with all values.")
         axes[key] = _axis(key, value)
-    return list(axes.values()), others
+    return list(axes.values()), other_words
 
 
 def cells(
     path: str, axes: Sequence[Axis], others: Sequence[str] = (), *, processes: int | None = None
-) -> tuple[list[Cell], int]:
+) -> tuple[list[SweepCell], int]:
     """Every combination of the axes' values, the last axis fastest, and how many were left out because another one makes the
     same run. `others`: settings of all of them. Raises SpecError if there are too many, or if all are refused for one reason.
     """
     count = prod(len(axis.values) for axis in axes)
     if count > MOST_CELLS:
-        told = " x ".join(f"{len(axis.values)} of {axis.key}" for axis in axes)
-        raise mistake("sweep", f"{told} make {count:,} cells", f"Give fewer values: at most {MOST_CELLS:,} cells.")
-    found = [_cell(path, axes, values, others, processes) for values in product(*(axis.values for axis in axes))]
-    _expect_some(found)
-    first = {to_toml(cell.run): cell for cell in reversed(found) if cell.run is not None}
-    different = [cell for cell in found if cell.run is None or first[to_toml(cell.run)] is cell]
-    return different, len(found) - len(different)
+        product_text = " x ".join(f"{len(axis.values)} of {axis.key}" for axis in axes)
+        raise mistake("sweep", f"{product_text} make {count:,} cells", f"Give fewer values: at most {MOST_CELLS:,} cells.")
+    combinations = [_cell(path, axes, values, others, processes) for values in product(*(axis.values for axis in axes))]
+    _expect_some(combinations)
+    first = {to_toml(cell.run): cell for cell in reversed(combinations) if cell.run is not None}
+    different = [cell for cell in combinations if cell.run is None or first[to_toml(cell.run)] is cell]
+    return different, len(combinations) - len(different)
 
 
 def names_of(axes: Sequence[Axis]) -> list[str]:
@@ -100,11 +100,11 @@ def names_of(axes: Sequence[Axis]) -> list[str]:
 
 def _is_scalar(key: str) -> bool:
     kind = leaves()[key].kind if key in leaves() else STAND_INS.get(key)
-    return kind is not None and not any(get_origin(one) is tuple for one in (kind, *getattr(kind, "__args__", ())))
+    return kind is not None and not any(get_origin(kind_part) is tuple for kind_part in (kind, *getattr(kind, "__args__", ())))
 
 
 def _axis(key: str, value: str) -> Axis:
-    values = tuple(one.strip() for one in value.split(","))
+    values = tuple(part.strip() for part in value.split(","))
     flag = f"--{key.replace('_', '-')}"
     if key in NOT_SWEPT:
         raise mistake(flag, "cannot be swept: every cell has a place of its own", "Give one value, or none.")
@@ -113,13 +113,13 @@ def _axis(key: str, value: str) -> Axis:
         raise mistake(flag, rule, "Put a value on both sides of every comma, no blanks between: 1,2,4.")
     if len(set(values)) < len(values):
         raise mistake(flag, f"has a value twice: {value}", "Give each once.")
-    if any(one.isdigit() and one != str(int(one)) for one in values):
+    if any(part.isdigit() and part != str(int(part)) for part in values):
         rule = f"reads as the values {' and '.join(values)}: commas are between values here, not between thousands"
         raise mistake(flag, rule, f"Write {value.replace(',', '_')} for one number.")
     return Axis(key, values)
 
 
-def _cell(path: str, axes: Sequence[Axis], values: tuple[str, ...], others: Sequence[str], processes: int | None) -> Cell:
+def _cell(path: str, axes: Sequence[Axis], values: tuple[str, ...], others: Sequence[str], processes: int | None) -> SweepCell:
     chosen = {axis.key: value for axis, value in zip(axes, values, strict=True)}
     flags = [f"--{key}={value}" for key, value in chosen.items()]
     try:
@@ -127,12 +127,12 @@ def _cell(path: str, axes: Sequence[Axis], values: tuple[str, ...], others: Sequ
         if run.layout.pp > 1:
             schedule_of(run.layout, num_micro_batches(run.layout, run.batch.sequences_per_batch))
     except SpecError as error:
-        return Cell(chosen, None, error.problems)
-    return Cell(chosen, run)
+        return SweepCell(chosen, None, error.problems)
+    return SweepCell(chosen, run)
 
 
-def _expect_some(found: Sequence[Cell]) -> None:
+def _expect_some(combinations: Sequence[SweepCell]) -> None:
     """Raise the mistakes of the first cell if all cells are refused and nothing can be measured."""
-    if all(cell.run is None for cell in found):
-        reasons = {problem: None for cell in found for problem in cell.problems}
+    if all(cell.run is None for cell in combinations):
+        reasons = {problem: None for cell in combinations for problem in cell.problems}
         raise SpecError(list(reasons)[:MOST_REASONS])

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from ultrascale.sweep.cells import Place
+from ultrascale.sweep.cells import CellPlace
 from ultrascale.validation.scores import Errors, kendall_tau, summarise
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCell:
     """A cell with a result. Bytes, seconds."""
 
-    place: Place
+    place: CellPlace
     step_seconds: float
     """The median step."""
     spread: float
@@ -27,24 +27,24 @@ class Measured:
     measured_peak_bytes: int | None
     planned_reserved_bytes: int | None
     measured_reserved_bytes: int | None
-    told: dict[str, Any]
+    result: dict[str, Any]
     """The file whole."""
 
     @classmethod
-    def of(cls, place: Place) -> Measured | None:
+    def of(cls, place: CellPlace) -> MeasuredCell | None:
         """Measurement of a cell; None if it was not measured."""
-        told = place.result
-        if told is None:
+        result = place.result
+        if result is None:
             return None
-        seconds = told["step_seconds"]
+        seconds = result["step_seconds"]
         step = median(seconds)
-        kept = (
+        copied = (
             "mfu", "planned_step_seconds", "planned_peak_bytes", "measured_peak_bytes", "planned_reserved_bytes",
             "measured_reserved_bytes",
         )  # fmt: skip
         return cls(
-            place, step, (max(seconds) - min(seconds)) / step, told["tokens_per_step"] / step / told["ranks"],
-            **{name: told[name] for name in kept}, told=told,
+            place, step, (max(seconds) - min(seconds)) / step, result["tokens_per_step"] / step / result["ranks"],
+            **{name: result[name] for name in copied}, result=result,
         )  # fmt: skip
 
 
@@ -63,31 +63,36 @@ class Held:
     """Devices and versions that results are from: more than one, and they compare machines, not layouts."""
 
 
-def fastest_first(places: Sequence[Place]) -> list[Measured]:
+def fastest_first(places: Sequence[CellPlace]) -> list[MeasuredCell]:
     """Measured cells, by tokens per second and rank."""
-    found = [one for place in places if (one := Measured.of(place)) is not None]
-    return sorted(found, key=lambda one: -one.tokens_per_second_per_rank)
+    measured = [measurement for place in places if (measurement := MeasuredCell.of(place)) is not None]
+    return sorted(measured, key=lambda measurement: -measurement.tokens_per_second_per_rank)
 
 
-def hold(measured: Sequence[Measured]) -> Held:
+def plan_accuracy(measured: Sequence[MeasuredCell]) -> Held:
     """Error of the plan over `measured`."""
-    timed = [one for one in measured if one.planned_step_seconds is not None]
-    planned = [_planned_rate(one) for one in timed]
-    rates = [one.tokens_per_second_per_rank for one in timed]
+    timed = [measurement for measurement in measured if measurement.planned_step_seconds is not None]
+    planned = [_planned_rate(measurement) for measurement in timed]
+    rates = [measurement.tokens_per_second_per_rank for measurement in timed]
     pick = max(range(len(timed)), key=planned.__getitem__, default=0)
     return Held(
-        time=_errors("step time", [(one.planned_step_seconds, one.step_seconds) for one in timed]),
-        memory=_errors("live bytes", [(one.planned_peak_bytes, one.measured_peak_bytes) for one in measured]),
-        reserved=_errors("reserved bytes", [(one.planned_reserved_bytes, one.measured_reserved_bytes) for one in measured]),
+        time=_errors("step time", [(measurement.planned_step_seconds, measurement.step_seconds) for measurement in timed]),
+        memory=_errors(
+            "live bytes", [(measurement.planned_peak_bytes, measurement.measured_peak_bytes) for measurement in measured]
+        ),
+        reserved=_errors(
+            "reserved bytes",
+            [(measurement.planned_reserved_bytes, measurement.measured_reserved_bytes) for measurement in measured],
+        ),
         tau=kendall_tau(planned, rates) if len(timed) > 1 else None,
         regret=max(rates) / rates[pick] - 1 if len(timed) > 1 else None,
-        machines=tuple(dict.fromkeys(_machine(one.told) for one in measured)),
+        machines=tuple(dict.fromkeys(_machine(measurement.result) for measurement in measured)),
     )
 
 
-def _planned_rate(one: Measured) -> float:
-    assert one.planned_step_seconds is not None
-    return one.tokens_per_second_per_rank * one.step_seconds / one.planned_step_seconds
+def _planned_rate(measurement: MeasuredCell) -> float:
+    assert measurement.planned_step_seconds is not None
+    return measurement.tokens_per_second_per_rank * measurement.step_seconds / measurement.planned_step_seconds
 
 
 def _errors(name: str, pairs: Sequence[tuple[float | None, float | None]]) -> Errors | None:
@@ -95,6 +100,6 @@ def _errors(name: str, pairs: Sequence[tuple[float | None, float | None]]) -> Er
     return summarise(name, errors) if errors else None
 
 
-def _machine(told: dict[str, Any]) -> str:
-    facts = told["environment"]
-    return f"{told['device']}, torch {facts['torch']}, ultrascale {facts['ultrascale']}"
+def _machine(result: dict[str, Any]) -> str:
+    facts = result["environment"]
+    return f"{result['device']}, torch {facts['torch']}, ultrascale {facts['ultrascale']}"

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from io import BufferedWriter
 
-from ultrascale.sweep.cells import Failure, Place
+from ultrascale.sweep.cells import CellPlace, Failure
 
 GRACE_SECONDS = 15.0
 """A process that is asked to end has so long."""
 
 
 def measure_cells(
-    places: Iterable[Place], *, steps: int, warm: int, limit_seconds: float, done: Callable[[Place], None]
+    places: Iterable[CellPlace], *, steps: int, warm: int, limit_seconds: float, done: Callable[[CellPlace], None]
 ) -> None:
     """Measure those of `places` that have no result and did not fail, in their order; `done` is told of each.
 
@@ -33,7 +33,7 @@ def measure_cells(
         done(place)
 
 
-def measure_cell(place: Place, *, steps: int, warm: int, limit_seconds: float) -> None:
+def measure_cell(place: CellPlace, *, steps: int, warm: int, limit_seconds: float) -> None:
     """Measure one cell in a process of its own, and keep its result or its failure; nothing if another command is at it."""
     place.path.mkdir(parents=True, exist_ok=True)
     with place.log_file.open("ab") as log:
@@ -72,7 +72,7 @@ def _claim(log: BufferedWriter) -> bool:
     return True
 
 
-def command_of(place: Place, *, steps: int, warm: int) -> list[str]:
+def command_of(place: CellPlace, *, steps: int, warm: int) -> list[str]:
     """Command that measures a cell. On a cluster the same words run under its launcher: `torchrun ... -m ultrascale measure
     speed`."""
     words = [sys.executable, "-m", "ultrascale", "measure", "speed", str(place.run_file), "--out", str(place.result_file)]
@@ -81,9 +81,9 @@ def command_of(place: Place, *, steps: int, warm: int) -> list[str]:
 
 def failure_of(exit_code: int, printed: str) -> Failure:
     """Failure of a process that `printed` this and ended with `exit_code` (minus the number of a signal)."""
-    said = re.findall(r"ultrascale: error(?: on rank \d+)?: (.*(?:\n\n?  .*)*)", printed)
+    errors = re.findall(r"ultrascale: error(?: on rank \d+)?: (.*(?:\n\n?  .*)*)", printed)
     lines = [line for line in printed.splitlines() if line.strip()]
-    text = (said or lines[-1:] or ["it said nothing"])[0]
+    text = (errors or lines[-1:] or ["it said nothing"])[0]
     text = " ".join(text.split())
     if re.search(r"ran out of memory|MemoryError|(?:CUDA |failure '|error: )out of memory", printed):
         return Failure("out of memory", text, exit_code)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale.measure.plots import GIB, GRID, INK, LINE, MIB, SECOND, new_figure, save_figure
-from ultrascale.sweep.cells import Place
-from ultrascale.sweep.grid import Axis, Cell
-from ultrascale.sweep.held import Measured
+from ultrascale.sweep.cells import CellPlace
+from ultrascale.sweep.grid import Axis, SweepCell
+from ultrascale.sweep.held import MeasuredCell
 
 SHADES = ("#eef3fa", "#3b6fb6")
 FEWEST_POINTS = 2
@@ -19,62 +19,74 @@ MARKS = {"refused": "refused", "out of memory": "OOM", "too slow": "slow", "kill
 
 
 def draw(
-    folder: Path, axes: Sequence[Axis], cells: Sequence[Cell], places: Sequence[Place], measured: Sequence[Measured]
+    folder: Path,
+    axes: Sequence[Axis],
+    cells: Sequence[SweepCell],
+    places: Sequence[CellPlace],
+    measured: Sequence[MeasuredCell],
 ) -> list[Path]:
     """Write the pictures there is data for into `folder`. Raises ModuleNotFoundError without matplotlib (extra `plot`)."""
     written = []
     wide = [axis for axis in axes if len(axis.values) > 1]
     if len(wide) >= 2 and measured:
         written.append(_draw_grid(folder / "speed.png", wide[0], wide[1], wide[2:], cells, places, measured))
-    memory = [(one.planned_peak_bytes, one.measured_peak_bytes) for one in measured if one.measured_peak_bytes]
+    memory = [
+        (measurement.planned_peak_bytes, measurement.measured_peak_bytes)
+        for measurement in measured
+        if measurement.measured_peak_bytes
+    ]
     if len(memory) >= FEWEST_POINTS:
         unit, word = (GIB, "GiB") if max(map(max, memory)) >= GIB else (MIB, "MiB")
-        points = [(planned / unit, found / unit) for planned, found in memory]
+        points = [(planned / unit, actual / unit) for planned, actual in memory]
         written.append(_draw_points(folder / "memory.png", "Peak memory", word, points))
-    times = [(one.planned_step_seconds, one.step_seconds) for one in measured if one.planned_step_seconds]
+    times = [
+        (measurement.planned_step_seconds, measurement.step_seconds)
+        for measurement in measured
+        if measurement.planned_step_seconds
+    ]
     if len(times) >= FEWEST_POINTS:
-        points = [(planned * 1e3, found * 1e3) for planned, found in times]
+        points = [(planned * 1e3, actual * 1e3) for planned, actual in times]
         written.append(_draw_points(folder / "time.png", "Step time", "ms", points))
     return written
 
 
 def best_by(
-    rows: Axis, columns: Axis, cells: Sequence[Cell], places: Sequence[Place], measured: Sequence[Measured]
+    rows: Axis, columns: Axis, cells: Sequence[SweepCell], places: Sequence[CellPlace], measured: Sequence[MeasuredCell]
 ) -> list[list[float | str]]:
     """Best tokens per second of a rank for each value of `rows` and of `columns`, or why there is none, in a word."""
-    rates = {id(one.place.cell): one.tokens_per_second_per_rank for one in measured}
+    rates = {id(measurement.place.cell): measurement.tokens_per_second_per_rank for measurement in measured}
     failures = {id(place.cell): place.failure for place in places}
 
-    def told(row: str, column: str) -> float | str:
-        here = [cell for cell in cells if cell.values[rows.key] == row and cell.values[columns.key] == column]
-        if found := [rates[id(cell)] for cell in here if id(cell) in rates]:
-            return max(found)
-        failed = [failure.outcome for cell in here if (failure := failures.get(id(cell))) is not None]
-        return MARKS[failed[0]] if failed else MARKS["refused"] if any(cell.run is None for cell in here) else ""
+    def best_of_cell(row: str, column: str) -> float | str:
+        matching = [cell for cell in cells if cell.values[rows.key] == row and cell.values[columns.key] == column]
+        if speeds := [rates[id(cell)] for cell in matching if id(cell) in rates]:
+            return max(speeds)
+        failed = [failure.outcome for cell in matching if (failure := failures.get(id(cell))) is not None]
+        return MARKS[failed[0]] if failed else MARKS["refused"] if any(cell.run is None for cell in matching) else ""
 
-    return [[told(row, column) for column in columns.values] for row in rows.values]
+    return [[best_of_cell(row, column) for column in columns.values] for row in rows.values]
 
 
 def _draw_grid(
-    path: Path, rows: Axis, columns: Axis, others: Sequence[Axis],
-    cells: Sequence[Cell], places: Sequence[Place], measured: Sequence[Measured],
+    path: Path, rows: Axis, columns: Axis, other_axes: Sequence[Axis],
+    cells: Sequence[SweepCell], places: Sequence[CellPlace], measured: Sequence[MeasuredCell],
 ) -> Path:  # fmt: skip
     """The best of each pair of values, darker where faster."""
     from matplotlib.colors import LinearSegmentedColormap
 
     table = best_by(rows, columns, cells, places, measured)
-    best = max(one for line in table for one in line if isinstance(one, float))
-    title = "Tokens per second and rank" + (f", best of {', '.join(axis.short for axis in others)}" if others else "")
+    best = max(entry for line in table for entry in line if isinstance(entry, float))
+    title = "Tokens per second and rank" + (f", best of {', '.join(axis.short for axis in other_axes)}" if other_axes else "")
     figure, axes = new_figure(title, columns.short, rows.short, width=max(6.0, 0.8 * len(columns.values) + 2))
     figure.set_figheight(max(figure.get_figheight(), 0.3 * len(rows.values) + 1.5))
     shades = LinearSegmentedColormap.from_list("speed", SHADES)
-    shares = [[one / best if isinstance(one, float) else float("nan") for one in line] for line in table]
+    shares = [[entry / best if isinstance(entry, float) else float("nan") for entry in line] for line in table]
     axes.imshow(shares, cmap=shades, vmin=0, vmax=1, aspect="auto")
     for i, line in enumerate(table):
-        for j, one in enumerate(line):
-            text = f"{one:,.0f}" if isinstance(one, float) else one
-            dark = isinstance(one, float) and one / best > 0.6
-            weight = "bold" if one == best else "normal"
+        for j, entry in enumerate(line):
+            text = f"{entry:,.0f}" if isinstance(entry, float) else entry
+            dark = isinstance(entry, float) and entry / best > 0.6
+            weight = "bold" if entry == best else "normal"
             axes.text(j, i, text, ha="center", va="center", fontsize=10, color="white" if dark else INK, fontweight=weight)
     names = [_shortened(value) for value in columns.values]
     are_long = max(map(len, names)) > LONGEST_LEVEL

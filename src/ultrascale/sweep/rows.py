@@ -10,8 +10,8 @@ from typing import Any
 from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.description.run import Run
 from ultrascale.plan.memory.replay import num_micro_batches
-from ultrascale.sweep.cells import Failure, Place
-from ultrascale.sweep.held import Measured
+from ultrascale.sweep.cells import CellPlace, Failure
+from ultrascale.sweep.held import MeasuredCell
 
 GIB = 2**30
 COLUMNS: tuple[str, ...] = (
@@ -23,23 +23,23 @@ COLUMNS: tuple[str, ...] = (
 )  # fmt: skip
 
 
-def write_rows(path: Path, places: Sequence[Place]) -> None:
+def write_rows(path: Path, places: Sequence[CellPlace]) -> None:
     """Write one line for every cell that was measured or failed; what is not known is blank."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="")
         writer.writeheader()
         for place in places:
-            measured, failure = Measured.of(place), place.failure
+            measured, failure = MeasuredCell.of(place), place.failure
             if measured is not None:
-                writer.writerow(_asked(place.run, place.path.name) | _came_out(measured))
+                writer.writerow(_run_columns(place.run, place.path.name) | _result_columns(measured))
             elif failure is not None:
-                writer.writerow(_asked(place.run, place.path.name) | _failed(failure))
+                writer.writerow(_run_columns(place.run, place.path.name) | _failed(failure))
 
 
-def _asked(run: Run, identity: str) -> dict[str, Any]:
+def _run_columns(run: Run, identity: str) -> dict[str, Any]:
     model, layout, batch = run.model, run.layout, run.batch
     cluster = None if run.cluster == "auto" else parse_cluster(run.cluster)
-    told = {
+    row = {
         "id": identity, "model": model.name, "layers": model.num_hidden_layers, "hidden": model.hidden_size,
         "heads": model.num_attention_heads, "kv_heads": model.num_key_value_heads, "head_dim": model.head_dim,
         "ffn_hidden": model.intermediate_size, "vocab": model.vocab_size, "gated_mlp": int(model.gated_mlp),
@@ -52,24 +52,24 @@ def _asked(run: Run, identity: str) -> dict[str, Any]:
         "precision": layout.precision, "compile": int(run.compile), "framework": "ultrascale",
     }  # fmt: skip
     if cluster is not None:
-        told |= {"gpu": cluster.accelerator.name, "gpus_per_node": cluster.node.num_accelerators}
+        row |= {"gpu": cluster.accelerator.name, "gpus_per_node": cluster.node.num_accelerators}
     if model.num_experts:
-        told |= {
+        row |= {
             "experts": model.num_experts, "topk": model.num_experts_per_tok, "expert_ffn": model.moe_intermediate_size,
             "shared_expert_ffn": model.shared_expert_intermediate_size, "dense_layers": model.first_k_dense_replace,
         }  # fmt: skip
-    return told
+    return row
 
 
-def _came_out(one: Measured) -> dict[str, Any]:
-    peak = one.measured_peak_bytes
-    told = {
-        "outcome": "ok", "step_time_s": f"{one.step_seconds:.6g}", "mfu_reported": f"{one.mfu:.4g}" if one.mfu <= 1 else "",
-        "tokens_per_s_per_gpu": f"{one.tokens_per_second_per_rank:.6g}",
+def _result_columns(run: MeasuredCell) -> dict[str, Any]:
+    peak = run.measured_peak_bytes
+    row = {
+        "outcome": "ok", "step_time_s": f"{run.step_seconds:.6g}", "mfu_reported": f"{run.mfu:.4g}" if run.mfu <= 1 else "",
+        "tokens_per_s_per_gpu": f"{run.tokens_per_second_per_rank:.6g}",
     }  # fmt: skip
-    if one.place.run.cluster == "auto":
-        told["gpu"] = one.told["device"]
-    return told | ({} if peak is None else {"peak_mem_gib": f"{peak / GIB:.6g}", "mem_kind": "max_allocated"})
+    if run.place.run.cluster == "auto":
+        row["gpu"] = run.result["device"]
+    return row | ({} if peak is None else {"peak_mem_gib": f"{peak / GIB:.6g}", "mem_kind": "max_allocated"})
 
 
 def _failed(failure: Failure) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ultrascale.storage import Store, Stored
-from ultrascale.sweep.cells import Place
+from ultrascale.sweep.cells import CellPlace
 
 RESULT, FAILURE = "speed.json", "failed.json"
 KEPT = ("run.toml", "log.txt", RESULT, FAILURE)
@@ -17,31 +17,31 @@ KEPT = ("run.toml", "log.txt", RESULT, FAILURE)
 class SharedCells:
     """The folder of a sweep's cells in `store`, by the names of those here. Raises StorageError if it cannot be used.
 
-    With `again` failures there count as none. A cell is not claimed: two machines at one cell both measure it, and the last
-    result stays.
+    With `retries_failures` failures there count as none. A cell is not claimed: two machines at one cell both measure it, and
+    the last result stays.
     """
 
-    def __init__(self, store: Store, *, again: bool):
-        self.store, self.again = store, again
+    def __init__(self, store: Store, *, retries_failures: bool):
+        self.store, self.retries_failures = store, retries_failures
         store.expect_usable(f".probe-{uuid.uuid4().hex}")
 
-    def brought(self, places: Iterable[Place]) -> Iterator[Place]:
+    def fetched(self, places: Iterable[CellPlace]) -> Iterator[CellPlace]:
         """Each of `places` in turn, with the result or the failure that is in the store by then if it has neither here."""
         for place in places:
             if place.result is None and place.failure is None:
-                self._bring(place)
+                self._fetch(place)
             yield place
 
-    def send(self, place: Place) -> None:
+    def send(self, place: CellPlace) -> None:
         """Write what came of a cell to the store, unless it is there."""
         files = [name for name in KEPT if (place.path / name).exists()]
         if RESULT not in files and FAILURE not in files:
             return
-        there = {one.key: one.bytes for one in self._names(place)}
+        stored_sizes = {entry.key: entry.bytes for entry in self._names(place)}
         if RESULT in files:
-            self.store.remove([self._key(place, FAILURE)] if FAILURE in there else [])
+            self.store.remove([self._key(place, FAILURE)] if FAILURE in stored_sizes else [])
         for name in files:
-            if there.get(name) != (place.path / name).stat().st_size:
+            if stored_sizes.get(name) != (place.path / name).stat().st_size:
                 self.store.write_file(self._key(place, name), place.path / name)
         self.store.flush()
 
@@ -51,15 +51,15 @@ class SharedCells:
             self.store.write_file(path.name, path)
         self.store.flush()
 
-    def _bring(self, place: Place) -> None:
-        there = {one.key for one in self._names(place)}
-        wanted = {RESULT} if self.again else {RESULT, FAILURE}
-        for name in KEPT if there & wanted else ():
-            if name in there and (name in wanted or name == "log.txt"):
+    def _fetch(self, place: CellPlace) -> None:
+        stored = {entry.key for entry in self._names(place)}
+        wanted = {RESULT} if self.retries_failures else {RESULT, FAILURE}
+        for name in KEPT if stored & wanted else ():
+            if name in stored and (name in wanted or name == "log.txt"):
                 place.keep(name, self.store.read(self._key(place, name)))
 
-    def _names(self, place: Place) -> list[Stored]:
+    def _names(self, place: CellPlace) -> list[Stored]:
         return self.store.names(f"cells/{place.path.name}")[0]
 
-    def _key(self, place: Place, name: str) -> str:
+    def _key(self, place: CellPlace, name: str) -> str:
         return f"cells/{place.path.name}/{name}"

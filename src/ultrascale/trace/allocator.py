@@ -81,27 +81,27 @@ class Allocator:
 
     def _best(self, pool: Pool, size: int) -> Chunk | None:
         free = self._free[pool]
-        at = bisect_left(free, (size, 0))
-        if at == len(free):
+        index = bisect_left(free, (size, 0))
+        if index == len(free):
             return None
-        _, address = free.pop(at)
+        _, address = free.pop(index)
         return self._chunks.pop(-address)
 
     def _new_segment(self, pool: Pool, size: int) -> Chunk:
-        asked = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT if size < LARGE_FROM else -(-size // LARGE_ROUND) * LARGE_ROUND
-        address, self._next = self._next, self._next + asked
-        self.reserved += asked
+        num_bytes = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT if size < LARGE_FROM else -(-size // LARGE_ROUND) * LARGE_ROUND
+        address, self._next = self._next, self._next + num_bytes
+        self.reserved += num_bytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        self.segments.append((address, asked, pool[0]))
-        return Chunk(address, asked)
+        self.segments.append((address, num_bytes, pool[0]))
+        return Chunk(address, num_bytes)
 
     def _split(self, chunk: Chunk, size: int, pool: Pool) -> None:
-        rest = Chunk(chunk.address + size, chunk.size - size, True, chunk, chunk.after)
-        if rest.after is not None:
-            rest.after.before = rest
-        chunk.size, chunk.after = size, rest
-        insort(self._free[pool], (rest.size, rest.address))
-        self._chunks[-rest.address] = rest
+        remainder = Chunk(chunk.address + size, chunk.size - size, True, chunk, chunk.after)
+        if remainder.after is not None:
+            remainder.after.before = remainder
+        chunk.size, chunk.after = size, remainder
+        insort(self._free[pool], (remainder.size, remainder.address))
+        self._chunks[-remainder.address] = remainder
 
     def _forget(self, chunk: Chunk, pool: Pool) -> None:
         free = self._free[pool]
@@ -130,15 +130,15 @@ def allocated_bytes(trace: RankTrace) -> int:
 
 def placed(trace: RankTrace) -> tuple[Allocator, list[tuple[int, int, int, int]]]:
     """The allocator at the end, and every change as (tick, block, address, bytes): positive when taken, negative when freed."""
-    allocator, living, found = Allocator(), {}, []
+    allocator, living, placements = Allocator(), {}, []
     for tick, number, change in trace.changes:
         if number in living:
             address, pool, size = living.pop(number)
             allocator.give_back(address, pool)
-            found.append((tick, number, address, -size))
+            placements.append((tick, number, address, -size))
             change += size
         if change > 0:
             address, pool = allocator.take(change, trace.blocks[number].stream)
             living[number] = (address, pool, change)
-            found.append((tick, number, address, change))
-    return allocator, found
+            placements.append((tick, number, address, change))
+    return allocator, placements

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from ultrascale.catalogue.stacks.stack import SCALED_TOGETHER, UPDATED_TOGETHER
 from ultrascale.description.architecture.weights import Weight
 from ultrascale.description.layout import DTYPE_BYTES, Layout
-from ultrascale.description.run import Run, one_island
+from ultrascale.description.run import Run, run_of_island
 from ultrascale.plan.islands import host_bytes, sent_by_rank
-from ultrascale.plan.memory.ledger import Moment
+from ultrascale.plan.memory.ledger import MemorySnapshot
 from ultrascale.plan.memory.replay import (
     MemoryPlan,
     exchanged_bytes,
@@ -26,11 +26,11 @@ from ultrascale.plan.memory.replay import (
     stage_parts,
 )
 from ultrascale.plan.memory.sharding import scale_messages, scale_tables
-from ultrascale.plan.memory.tally import Traffic, Way, per_step
+from ultrascale.plan.memory.tally import Traffic, TrafficKey, per_step
 from ultrascale.plan.report import plan_rank
 from ultrascale.work.fp8_slots import SLOT_BYTES, num_slots
 from ultrascale.work.sharding.owners import exchanges, members, orthogonalising_flops, owned_shapes, part_shape, slice_spans
-from ultrascale.work.sharding.places import Coordinates, place
+from ultrascale.work.sharding.places import Coordinates, shard_of
 
 if TYPE_CHECKING:  # imports torch, which a plan does without
     from ultrascale.kernels.choice.device_kind import Kind
@@ -45,12 +45,12 @@ SCALE_BYTES, MOMENTS = 4, 2
 class Planned:
     """One step of a rank."""
 
-    peak: Moment
+    peak: MemorySnapshot
     highest: dict[str, int]
     """The most of each category of memory, whenever that is."""
-    before_update: Moment
+    before_update: MemorySnapshot
     """Moment at which all gradients are complete."""
-    traffic: dict[Way, Traffic]
+    traffic: dict[TrafficKey, Traffic]
     flops: int
     """FLOPs of GEMMs, recomputed ones included; attention apart."""
     attention_flops: int
@@ -64,23 +64,23 @@ def planned_rank(run: Run, rank: int, device: Kind) -> Planned:
     layout = run.layout
     if run.islands.count > 1:
         outer = sum(sent_by_rank(run, rank).values()), host_bytes(run, rank)
-        return replace(planned_rank(one_island(run), rank, device), outer=outer)
+        return replace(planned_rank(run_of_island(run), rank, device), outer=outer)
     count = num_micro_batches(layout, run.batch.sequences_per_batch)
     plan = _plan(run, rank, device, count)
     tally = plan.tally
     if plan.num_replayed < count:
         fewer = _plan(run, rank, device, plan.num_replayed - 1).tally
         tally = per_step(tally, fewer, count - plan.num_replayed)
-    for way, num_bytes in _once(run, rank):
-        tally.send(*way, num_bytes)
+    for key, num_bytes in _once_a_step(run, rank):
+        tally.send(*key, num_bytes)
     matrices = _matrices(run, rank)
-    for way, num_bytes in _scales(run, rank, device):
-        tally.send(*way, num_bytes)
+    for key, num_bytes in _scales(run, rank, device):
+        tally.send(*key, num_bytes)
     for exchange in exchanges(matrices, layout, rank):
-        way = Way("all_to_all", *layout.group(exchange.axis))
+        key = TrafficKey("all_to_all", *layout.group(exchange.axis))
         for elements in exchange.sent_elements:  # nothing too, from who owns none
-            tally.counts[way] += 1
-            tally.sizes[way] += elements * _iterated_itemsize(layout)
+            tally.counts[key] += 1
+            tally.sizes[key] += elements * _iterated_itemsize(layout)
     products = tally.products + sum(orthogonalising_flops(shape) for shape in owned_shapes(matrices, layout, rank))
     return Planned(plan.peak_by_step[1], plan.highest_by_step[1], plan.before_update, tally.traffic, products, tally.attention)
 
@@ -108,7 +108,7 @@ def _scales(run: Run, rank: int, device: Kind) -> Iterator[tuple[tuple[str, tupl
     """Messages of tp ranks for the scales of moments in 8 bits, where the ranks split a block of a row between them
     (`train.optimizers.compact_adamw`)."""
     layout = run.layout
-    for weight in _held(run, rank) if run.optimizer.name == "adamw-8bit" else ():
+    for weight in _weights_of_rank(run, rank) if run.optimizer.name == "adamw-8bit" else ():
         axis, whole = "expert_tp" if weight.is_expert else "tp", weight.shape[-1]
         if len(weight.shape) == 1 or weight.tp_dim != len(weight.shape) - 1 or layout.group(axis)[0] == 1:
             continue
@@ -120,30 +120,30 @@ def _scales(run: Run, rank: int, device: Kind) -> Iterator[tuple[tuple[str, tupl
                 yield from [(("all_reduce", layout.group(axis)), num_bytes)] * MOMENTS
 
 
-def _held(run: Run, rank: int) -> list[Weight]:
+def _weights_of_rank(run: Run, rank: int) -> list[Weight]:
     """The weights of a rank's stages."""
     parts = stage_parts(run.model, run.layout, run.batch.sequence_length, Coordinates.of(run.layout, rank))
     return held_weights(run.model, parts)
 
 
-def _once(run: Run, rank: int) -> Iterator[tuple[tuple[str, tuple[int, int]], int]]:
+def _once_a_step(run: Run, rank: int) -> Iterator[tuple[tuple[str, tuple[int, int]], int]]:
     """Messages that `parallel.share` sends once per step, at its end: shares of gradients that tp leaves, a tied embedding's,
     a mirror's, the norm, maxima from which delayed fp8 scales follow; and before the next step those for the scales of weights
     gathered in fp8."""
     model, layout = run.model, run.layout
-    itemsize, at = DTYPE_BYTES[layout.master_dtype], Coordinates.of(layout, rank)
+    itemsize, coordinates = DTYPE_BYTES[layout.master_dtype], Coordinates.of(layout, rank)
     shares: Counter[int] = Counter()
-    for weight in _held(run, rank):
-        held = place(weight, layout, at)
+    for weight in _weights_of_rank(run, rank):
+        held = shard_of(weight, layout, coordinates)
         if held.is_partial:
-            shares[held.copies] += prod(part_shape(weight, layout, rank))
-    for copies, elements in shares.items():
-        yield ("all_reduce", (copies, 1)), elements * itemsize
+            shares[held.num_replicas] += prod(part_shape(weight, layout, rank))
+    for num_replicas, elements in shares.items():
+        yield ("all_reduce", (num_replicas, 1)), elements * itemsize
     yield ("all_reduce", (layout.world_size, 1)), NORM_BYTES
     yield ("all_reduce", (layout.world_size, 1)), num_slots(model, layout) * SLOT_BYTES
-    whole = [replace(weight, shape=place(weight, layout, at).shape) for weight in _held(run, rank)]
+    whole = [replace(weight, shape=shard_of(weight, layout, coordinates).shape) for weight in _weights_of_rank(run, rank)]
     for group, num_bytes in scale_messages(scale_tables(model, layout, whole), layout):
         yield ("all_reduce", group), num_bytes
-    parts = stage_parts(model, layout, run.batch.sequence_length, at)
+    parts = stage_parts(model, layout, run.batch.sequence_length, coordinates)
     for shared in exchanged_bytes(model, layout, rank, parts):
         yield ("send", (layout.pp, layout.group("pp")[1])), shared

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ultrascale.config.rules.trainable import expect_trainable
 from ultrascale.data.loader import Sequences
-from ultrascale.description.run import Run, one_island
+from ultrascale.description.run import Run, run_of_island
 from ultrascale.islands.outer_state import OuterState
 from ultrascale.kernels.choice.device_kind import Kind
 from ultrascale.models import experts
@@ -93,7 +93,7 @@ def trace_rank(
     Raises SpecError for what the trainer refuses, in its words, and TraceError for an operation that needs values.
     """
     expect_trainable(run.model, run.layout)
-    islands, run = run.islands, one_island(run)
+    islands, run = run.islands, run_of_island(run)
     count = num_micro_batches(run.layout, run.batch.sequences_per_batch)
     traced = count if run.layout.pp > 1 or plays_all else min(count, MOST_ALIKE)
     run = replace(run, compile=False, log=replace(run.log, gradient_noise_scale=False))
@@ -109,7 +109,7 @@ def trace_rank(
             record_steps(trainer, recorder, steps)
         if islands.count > 1:
             outer = OuterState(islands, trainer.share)
-            trace.outer = outer.sent_bytes(), outer.kept_bytes()
+            trace.outer = outer.sent_bytes(), outer.host_bytes()
     return trace
 
 
@@ -139,14 +139,14 @@ def record_steps(trainer: Trainer, recorder: Recorder, steps: int) -> None:
     stages = nn.ModuleList(trainer.share.stages.values())
     for module in sharded_modules(stages):  # now, not in the first forward pass: from then on they are the parameters' memory
         pad_shards(module)
-    recorder.watch(stages, trainer.optimizer, {one.parameter: one.name for one in trainer.share.held})
+    recorder.watch(stages, trainer.optimizer, {shard.parameter: shard.name for shard in trainer.share.local_parameters})
 
     def begin(phase: str, step: int) -> None:
         if phase in ("optimizer", "between"):
             recorder.mark(phase, step)
 
     trainer.on_phase = begin
-    told, piped = trainer.passes.on_action, trainer.share.layout.pp > 1
+    saved_on_action, piped = trainer.passes.on_action, trainer.share.layout.pp > 1
     traced, count = recorder.trace.micro_batches
     train = trainer.passes.train
     if traced < count:
@@ -156,14 +156,14 @@ def record_steps(trainer: Trainer, recorder: Recorder, steps: int) -> None:
     # What other ranks would add to the count is not here, and a step without a target does not update.
     setattr(trainer, "agree_on_targets", lambda batches: max(1, agree(batches)))  # noqa: B010
 
-    def tell(action: Action) -> None:
+    def mark_action(action: Action) -> None:
         phase = "forward" if action.kind is ActionKind.FORWARD else "backward"
         where = f"@{action.stage}" if piped else ""
         recorder.times = 1 + count - traced if action.micro_batch == 1 else 1
         recorder.mark(phase, trainer.steps_done, f"{action.kind.value}{action.micro_batch}{where}")
-        told(action)
+        saved_on_action(action)
 
-    trainer.passes.on_action = tell
+    trainer.passes.on_action = mark_action
     for step in range(steps):
         recorder.mark("data", step)
         trainer.train_step()
@@ -176,16 +176,16 @@ def balanced_routing() -> Iterator[None]:
     start = Dispatch.start
 
     def start_knowing(self: Dispatch, tokens: Tensor, routing: Any) -> UnderWay:
-        now[:] = [(self, own_pairs(self, *routing[0].shape))]
+        now[:] = [(self, pairs_of_experts_here(self, *routing[0].shape))]
         return start(self, tokens, routing)
 
     def to_host(sent: Tensor, from_rank: Tensor) -> tuple[list[int], list[list[int]]]:
         torch.cat([sent, from_rank.flatten()])  # what is copied to the host, for as long as that takes
         dispatch, pairs = now[0]
         to_expert = balanced(pairs, len(sent))
-        own = 0 if dispatch.ep is None else dispatch.ep.rank()
-        here = sum(to_expert[dispatch.bounds[own] : dispatch.bounds[own + 1]])
-        return to_expert, [[here] * from_rank.shape[1] for _ in range(from_rank.shape[0])]
+        ep_rank = 0 if dispatch.ep is None else dispatch.ep.rank()
+        local_pairs = sum(to_expert[dispatch.bounds[ep_rank] : dispatch.bounds[ep_rank + 1]])
+        return to_expert, [[local_pairs] * from_rank.shape[1] for _ in range(from_rank.shape[0])]
 
     def all_kept(counts: Tensor, pairs: Tensor) -> int:
         counts.sum()
@@ -199,7 +199,7 @@ def balanced_routing() -> Iterator[None]:
         yield
 
 
-def own_pairs(dispatch: Dispatch, num_tokens: int, choices: int) -> int:
+def pairs_of_experts_here(dispatch: Dispatch, num_tokens: int, choices: int) -> int:
     """(token, expert) pairs that this rank sends, of [N, k] choices."""
     if dispatch.same_tokens is not None:
         num_tokens = even_part(num_tokens, dispatch.same_tokens.size(), dispatch.same_tokens.rank())[1]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ultrascale.catalogue.machines import usable_cores
 from ultrascale.data.preparing.workers import end_with_parent
-from ultrascale.description.run import Run, one_island
+from ultrascale.description.run import Run, run_of_island
 from ultrascale.kernels.choice.device_kind import Kind
 from ultrascale.launch.stopping import STOP_SIGNALS
 from ultrascale.plan.report import plan_rank
@@ -36,7 +36,7 @@ class StagePeak(NamedTuple):
 
 def trace_stages(run: Run, *, device: Kind) -> list[StagePeak]:
     """Each stage in a process of its own, as many at once as there are cores."""
-    run, in_stage = one_island(run), run.layout.world_size // run.layout.pp
+    run, in_stage = run_of_island(run), run.layout.world_size // run.layout.pp
     todo = range(0, run.layout.world_size, in_stage)
     workers = min(len(todo), usable_cores())
     trace_one = partial(peak_of, run, device=device)

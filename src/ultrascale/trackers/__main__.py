@@ -28,14 +28,14 @@ def main() -> int:
     """Follow, or send the rest; 0 if every tracker has every row."""
     parser = argparse.ArgumentParser(prog="python -m ultrascale.trackers", description="Give trackers what they lack of a run.")
     parser.add_argument("folder", type=Path, metavar="RUN_FOLDER")
-    told = f"of {', '.join(SINKS)}; else those of the run"
-    parser.add_argument("--to", nargs="*", default=[], choices=SINKS, metavar="TRACKER", help=told)
+    help_text = f"of {', '.join(SINKS)}; else those of the run"
+    parser.add_argument("--to", nargs="*", default=[], choices=SINKS, metavar="TRACKER", help=help_text)
     parser.add_argument("--beside", type=int, metavar="PID", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if not (asked.folder / "run.toml").is_file():
-        print(f"ultrascale: {asked.folder} has no run.toml: name the folder of a run", file=sys.stderr)
+    arguments = parser.parse_args()
+    if not (arguments.folder / "run.toml").is_file():
+        print(f"ultrascale: {arguments.folder} has no run.toml: name the folder of a run", file=sys.stderr)
         return 2
-    lines = _own_lines() if asked.beside else sys.stdout
+    lines = _launcher_stream() if arguments.beside else sys.stdout
 
     def say(text: str) -> None:
         for file in dict.fromkeys((lines, sys.stderr)):
@@ -43,12 +43,12 @@ def main() -> int:
                 print(text, file=file, flush=True)
 
     def over() -> bool:
-        return asked.beside is None or os.getppid() != asked.beside or _at_end(sys.stdin.fileno())
+        return arguments.beside is None or os.getppid() != arguments.beside or _at_end(sys.stdin.fileno())
 
     try:
-        with _alone(asked.folder):
-            seconds = BY_HAND_SECONDS if asked.beside is None else CLOSE_SECONDS
-            has_all = follow(asked.folder, say, over, close_seconds=seconds, sinks=asked.to)
+        with _only_follower(arguments.folder):
+            seconds = BY_HAND_SECONDS if arguments.beside is None else CLOSE_SECONDS
+            has_all = follow(arguments.folder, say, over, close_seconds=seconds, sinks=arguments.to)
     except (SpecError, OSError) as error:
         say(f"warning: no tracker follows this run: {error}")
         has_all = False
@@ -56,11 +56,11 @@ def main() -> int:
     os._exit(0 if has_all else 1)  # what libraries do at exit may wait for a server that does not answer
 
 
-def _own_lines():
+def _launcher_stream():
     """Standard output for our lines alone; what libraries print there goes where errors go."""
-    kept = os.fdopen(os.dup(1), "w")
+    lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    return kept
+    return lines
 
 
 def _at_end(file: int) -> bool:
@@ -70,7 +70,7 @@ def _at_end(file: int) -> bool:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _only_follower(folder: Path) -> Iterator[None]:
     """While inside, no other process feeds this run's trackers: the one of the attempt before is waited for."""
     with open(folder / LOCK, "w") as file:
         for _ in range(int((CLOSE_SECONDS + 5) * 10)):

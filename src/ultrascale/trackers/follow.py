@@ -20,7 +20,7 @@ from shutil import which
 from typing import Any
 
 from ultrascale.run_rows import metric_row
-from ultrascale.trackers.tracker import Known, Told, Tracker
+from ultrascale.trackers.tracker import RunFacts, TrackedRecord, Tracker
 
 OPEN = {"wandb": "WandbRun", "mlflow": "MlflowRun", "trackio": "TrackioRun", "tensorboard": "TensorboardRun"}
 LOOK_SECONDS = 0.5
@@ -74,11 +74,11 @@ class Feed:
     """One tracker of a run."""
 
     sink: str
-    told: Told
-    known: Known
+    facts: RunFacts
+    record: TrackedRecord
     say: Callable[[str], None]
     lock: threading.Lock
-    """Lock of `known`, which the feeds of a run share."""
+    """Lock of `record`, which the feeds of a run share."""
     over: threading.Event = field(default_factory=threading.Event)
     """Set when no more rows will come."""
     ending: Callable[[], str] = lambda: "crash"
@@ -88,8 +88,8 @@ class Feed:
     _failed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self._rows = Rows(self.told.folder / "metrics.jsonl")
-        self._system = System(self.told.folder)
+        self._rows = Rows(self.facts.folder / "metrics.jsonl")
+        self._system = System(self.facts.folder)
 
     def run(self) -> None:
         """Give the tracker every row until the run is over. A failure is said once, and tried again ever more rarely."""
@@ -97,7 +97,7 @@ class Feed:
         while True:
             try:
                 self._open()
-                while not self._given_all():
+                while not self._send_new():
                     wait = FIRST_WAIT
                 self._close()
                 return
@@ -112,16 +112,16 @@ class Feed:
     def _open(self) -> None:
         if self._tracker is not None:
             return
-        settings = getattr(self.told.run.log, self.sink)
+        settings = getattr(self.facts.run.log, self.sink)
         module = importlib.import_module(f"ultrascale.trackers.to_{self.sink}")
-        self._tracker = tracker = getattr(module, OPEN[self.sink])(self.told, self.known.id(self.sink, settings.id))
+        self._tracker = tracker = getattr(module, OPEN[self.sink])(self.facts, self.record.id(self.sink, settings.id))
         with self.lock:
-            own, behind = self.known.last_step(self.sink, tracker.id), self.known.behind(self.sink, tracker.id)
-            self._last = own if tracker.last_step is None else tracker.last_step + behind
+            last_step, behind = self.record.last_step(self.sink, tracker.id), self.record.behind(self.sink, tracker.id)
+            self._last = last_step if tracker.last_step is None else tracker.last_step + behind
             if not behind:  # else this is remembered until a row is given, whose number the tracker then has
                 self._note()
 
-    def _given_all(self) -> bool:
+    def _send_new(self) -> bool:
         """Give new rows. Whether those were the last."""
         assert self._tracker is not None
         over = self.over.is_set()  # before looking, so that nothing that came in between is left out
@@ -141,14 +141,14 @@ class Feed:
     def _note(self) -> None:
         assert self._tracker is not None
         with suppress(OSError):  # a full disk: the next row notes it too
-            self.known.keep(self.sink, self._tracker.id, self._last)
+            self.record.save(self.sink, self._tracker.id, self._last)
 
     def _values(self, row: dict[str, Any]) -> dict[str, float]:
         """Finite numbers of a row, with the plan's beside them and, of a row of now, the machine's."""
-        own = {key: value for key, value in row.items() if key not in ("step", "time")} | self.told.plan
-        if self.told.run.log.system_metrics and self.sink != "wandb" and time.time() - row["time"] < LIVE_SECONDS:
-            own |= self._system.sample()
-        return {key: float(value) for key, value in own.items() if isinstance(value, int | float) and math.isfinite(value)}
+        values = {key: value for key, value in row.items() if key not in ("step", "time")} | self.facts.plan
+        if self.facts.run.log.system_metrics and self.sink != "wandb" and time.time() - row["time"] < LIVE_SECONDS:
+            values |= self._system.sample()
+        return {key: float(value) for key, value in values.items() if isinstance(value, int | float) and math.isfinite(value)}
 
     def _close(self) -> None:
         assert self._tracker is not None
@@ -159,9 +159,9 @@ class Feed:
         if not self._failed:
             self._failed = True
             why = " ".join(str(error).split())[:300] or "no reason given"
-            told = f"{type(error).__name__}: {why}"
+            problem = f"{type(error).__name__}: {why}"
             remedy = "Training goes on; metrics.jsonl has them, and it is tried again."
-            self.say(f"warning: {self.sink} takes no rows ({told}). {remedy}")
+            self.say(f"warning: {self.sink} takes no rows ({problem}). {remedy}")
 
     def _say_well(self) -> None:
         if self._failed:
@@ -173,9 +173,9 @@ def follow(
     folder: Path, say: Callable[[str], None], over: Callable[[], bool], *, close_seconds: float, sinks: Iterable[str] = ()
 ) -> bool:
     """Feed the trackers of the run in `folder` until `over`, and then for at most `close_seconds`. Whether all have all."""
-    told = Told.read(folder)
-    known, lock = Known.read(folder, told.run.name), threading.Lock()
-    feeds = [Feed(sink, told, known, say, lock, ending=lambda: last_event(folder)) for sink in sinks or told.run.log.sinks]
+    facts = RunFacts.read(folder)
+    record, lock = TrackedRecord.read(folder, facts.run.name), threading.Lock()
+    feeds = [Feed(sink, facts, record, say, lock, ending=lambda: last_event(folder)) for sink in sinks or facts.run.log.sinks]
     threads = [threading.Thread(target=feed.run, daemon=True, name=feed.sink) for feed in feeds]
     for thread in threads:
         thread.start()
@@ -195,13 +195,13 @@ def follow(
 
 def last_event(folder: Path) -> str:
     """The event that ended the run: `end`, `stop`, or `crash` where events.jsonl has neither at its end."""
-    found = "crash"
+    ending = "crash"
     with suppress(OSError):
         for line in (folder / "events.jsonl").read_text(errors="replace").splitlines():
             with suppress(ValueError):
                 kind = json.loads(line).get("event")
-                found = kind if kind in ("end", "stop") else "crash" if kind == "start" else found
-    return found
+                ending = kind if kind in ("end", "stop") else "crash" if kind == "start" else ending
+    return ending
 
 
 GIB = 2**30
@@ -218,23 +218,23 @@ class System:
     """Figures of this machine and of the disk that holds a folder."""
 
     folder: Path
-    _looked: float = field(default=-EVERY_SECONDS, init=False)
+    _sampled_at: float = field(default=-EVERY_SECONDS, init=False)
     _ticks: tuple[int, int] | None = field(default=None, init=False)
 
     def sample(self) -> dict[str, float]:
         """Values by `system/...`; empty if the last look was just now."""
-        if time.monotonic() - self._looked < EVERY_SECONDS:
+        if time.monotonic() - self._sampled_at < EVERY_SECONDS:
             return {}
-        self._looked = time.monotonic()
-        found: dict[str, float] = {}
+        self._sampled_at = time.monotonic()
+        values: dict[str, float] = {}
         for look in (self._processor, _memory, self._disk, _gpus):
             with suppress(OSError, ValueError, IndexError, KeyError, subprocess.SubprocessError):
-                found |= look()
-        return {f"system/{name}": value for name, value in found.items()}
+                values |= look()
+        return {f"system/{name}": value for name, value in values.items()}
 
     def _processor(self) -> dict[str, float]:
         """Share of the processors' time since the last look, in percent."""
-        fields = [int(one) for one in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        fields = [int(text) for text in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
         total, idle = sum(fields), fields[3] + fields[4]
         before, self._ticks = self._ticks, (total, idle)
         if before is None or total == before[0]:
@@ -258,16 +258,16 @@ def _gpus() -> dict[str, float]:
     if which("nvidia-smi") is None:
         return {}
     words = ["nvidia-smi", f"--query-gpu=index,{','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
-    told = subprocess.run(words, capture_output=True, text=True, timeout=5, check=True).stdout
-    return read_gpus(told)
+    printed = subprocess.run(words, capture_output=True, text=True, timeout=5, check=True).stdout
+    return read_gpus(printed)
 
 
-def read_gpus(told: str) -> dict[str, float]:
+def read_gpus(printed: str) -> dict[str, float]:
     """Values of the table that nvidia-smi prints; a field that a GPU does not have is left out."""
-    found = {}
-    for line in told.splitlines():
+    figures = {}
+    for line in printed.splitlines():
         index, *values = (word.strip() for word in line.split(","))
         for name, value in zip(GPU_FIELDS.values(), values, strict=True):
             with suppress(ValueError):
-                found[f"gpu{index}/{name}"] = float(value)
-    return found
+                figures[f"gpu{index}/{name}"] = float(value)
+    return figures

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from ultrascale.trackers.tracker import Told
+from ultrascale.trackers.tracker import RunFacts
 
 STATUS = {"end": "FINISHED", "stop": "KILLED", "crash": "FAILED"}
 MOST_PARAMS, LONGEST_PARAM = 100, 6000
@@ -19,11 +19,11 @@ COUNTER = "train/lr"
 class MlflowRun:
     """A run of MLflow."""
 
-    def __init__(self, told: Told, known: str | None):
+    def __init__(self, facts: RunFacts, known: str | None):
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # who follows tries again by itself
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-        settings = told.run.log.mlflow
-        url = offline_store(told.folder) if settings.offline else settings.url
+        settings = facts.run.log.mlflow
+        url = offline_store(facts.folder) if settings.offline else settings.url
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
 
         self.client = MlflowClient(url, registry_uri=url)
@@ -31,12 +31,12 @@ class MlflowRun:
             self.client.update_run(known, status="RUNNING")
             self.id = known
         else:
-            tags = {"mlflow.runName": told.run.name, **dict(_tag(text) for text in settings.tags)}
+            tags = {"mlflow.runName": facts.run.name, **dict(_tag(text) for text in settings.tags)}
             tags |= {} if settings.group is None else {"group": settings.group}
             tags |= {} if settings.entity is None else {"mlflow.user": settings.entity}
             self.id = self.client.create_run(self._experiment(settings.project), tags=tags).info.run_id
-            self._params(told)
-        steps = [one.step for one in self.client.get_metric_history(self.id, COUNTER)] if known else []
+            self._params(facts)
+        steps = [metric.step for metric in self.client.get_metric_history(self.id, COUNTER)] if known else []
         self.last_step = max(steps, default=-1)
 
     def write(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
@@ -49,13 +49,13 @@ class MlflowRun:
         self.client.set_terminated(self.id, STATUS[ending])
 
     def _experiment(self, name: str) -> str:
-        found = self.client.get_experiment_by_name(name)
-        return self.client.create_experiment(name) if found is None else found.experiment_id
+        experiment = self.client.get_experiment_by_name(name)
+        return self.client.create_experiment(name) if experiment is None else experiment.experiment_id
 
-    def _params(self, told: Told) -> None:
+    def _params(self, facts: RunFacts) -> None:
         from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
 
-        params = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in told.flat().items()]
+        params = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in facts.flat().items()]
         for first in range(0, len(params), MOST_PARAMS):
             self.client.log_batch(self.id, params=params[first : first + MOST_PARAMS])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ultrascale.trackers.tracker import Told, new_id
+from ultrascale.trackers.tracker import RunFacts, new_id
 
 
 class TensorboardRun:
@@ -13,18 +13,18 @@ class TensorboardRun:
 
     last_step = None
 
-    def __init__(self, told: Told, known: str | None):
+    def __init__(self, facts: RunFacts, known: str | None):
         from torch.utils.tensorboard import SummaryWriter
 
-        settings, self.id = told.run.log.tensorboard, known or new_id(told.run.name)
-        place = told.folder / "tensorboard"
+        settings, self.id = facts.run.log.tensorboard, known or new_id(facts.run.name)
+        place = facts.folder / "tensorboard"
         if settings.project is not None:
             place = Path(settings.project, settings.group or "", self.id)
         elif settings.group is not None:
             place /= settings.group
         self.writer = SummaryWriter(str(place))
         if known is None:
-            lines = [f"{key} = {value}" for key, value in told.flat().items()]
+            lines = [f"{key} = {value}" for key, value in facts.flat().items()]
             lines += ["", *settings.tags] if settings.tags else []
             self.writer.add_text("run", "\n".join(f"    {line}" for line in lines), 0)
 

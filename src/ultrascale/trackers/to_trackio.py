@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from ultrascale.trackers.tracker import Told, new_id
+from ultrascale.trackers.tracker import RunFacts, new_id
 
 
 class TrackioRun:
     """A run of Trackio. What is on this machine says which step it has; a space does not, and the run's folder does."""
 
-    def __init__(self, told: Told, known: str | None):
-        settings, self.id = told.run.log.trackio, known or new_id(told.run.name)
+    def __init__(self, facts: RunFacts, known: str | None):
+        settings, self.id = facts.run.log.trackio, known or new_id(facts.run.name)
         if settings.offline:
-            os.environ["TRACKIO_DIR"] = str(told.folder.resolve() / "trackio")
+            os.environ["TRACKIO_DIR"] = str(facts.folder.resolve() / "trackio")
         import trackio  # pyright: ignore[reportMissingImports]
         from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissingImports]
 
@@ -25,7 +25,7 @@ class TrackioRun:
             name=self.id,
             group=settings.group,
             space_id=space,
-            config=told.flat() | ({"tags": ", ".join(settings.tags)} if settings.tags else {}),
+            config=facts.flat() | ({"tags": ", ".join(settings.tags)} if settings.tags else {}),
             resume="allow",
             embed=False,
             auto_log_gpu=False,

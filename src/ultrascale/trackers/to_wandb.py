@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ultrascale.trackers.tracker import Told, new_id
+from ultrascale.trackers.tracker import RunFacts, new_id
 
 INIT_SECONDS = 60.0
 """Seconds that the server may take to answer."""
@@ -14,27 +14,27 @@ INIT_SECONDS = 60.0
 class WandbRun:
     """A run of Weights & Biases. Online the server says which step it has; offline it is the run's folder."""
 
-    def __init__(self, told: Told, known: str | None):
+    def __init__(self, facts: RunFacts, known: str | None):
         import wandb  # pyright: ignore[reportMissingImports]
 
-        settings, self.id = told.run.log.wandb, known or new_id(told.run.name)
-        own: dict[str, Any] = {"console": "off", "silent": True, "init_timeout": INIT_SECONDS}
+        settings, self.id = facts.run.log.wandb, known or new_id(facts.run.name)
+        options: dict[str, Any] = {"console": "off", "silent": True, "init_timeout": INIT_SECONDS}
         if settings.url is not None:
-            own["base_url"] = settings.url
-        if not told.run.log.system_metrics:
-            own["x_disable_stats"] = True
+            options["base_url"] = settings.url
+        if not facts.run.log.system_metrics:
+            options["x_disable_stats"] = True
         self.session = wandb.init(
             project=settings.project,
             entity=settings.entity,
             group=settings.group,
             tags=list(settings.tags) or None,
             id=self.id,
-            name=told.run.name,
+            name=facts.run.name,
             resume="allow",
             mode="offline" if settings.offline else "online",
-            dir=str(told.folder),
-            config={**told.settings, "plan": told.plan},
-            settings=wandb.Settings(**own),
+            dir=str(facts.folder),
+            config={**facts.settings, "plan": facts.plan},
+            settings=wandb.Settings(**options),
         )
         self.last_step = None if settings.offline else self.session.step - 1
 

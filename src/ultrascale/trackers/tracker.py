@@ -34,7 +34,7 @@ class Tracker(Protocol):
 
 
 @dataclass(frozen=True)
-class Told:
+class RunFacts:
     """A run, as trackers are told of it."""
 
     run: Run
@@ -45,7 +45,7 @@ class Told:
     """Predicted values, by the names of the measured ones: `plan/step_s` beside `perf/step_s`."""
 
     @classmethod
-    def read(cls, folder: Path) -> Told:
+    def read(cls, folder: Path) -> RunFacts:
         """The run of a folder."""
         settings = tomllib.loads((folder / "run.toml").read_text())
         return cls(resolve(folder / "run.toml").run, folder, settings, plan_values(_json(folder / "plan.json")))
@@ -58,16 +58,16 @@ class Told:
 def plan_values(plan: Mapping[str, Any]) -> dict[str, float]:
     """Numbers of a `plan.json` by the names of the metrics that they predict; its memory is in every row already."""
     time = plan.get("time") or {}
-    found = {
+    predicted = {
         "plan/step_s": time.get("seconds_per_step"),
         "plan/tokens_per_s_per_gpu": time.get("tokens_per_second_per_gpu"),
         "plan/mfu": time.get("mfu"),
     }
-    return {name: float(value) for name, value in found.items() if value is not None}
+    return {name: float(value) for name, value in predicted.items() if value is not None}
 
 
 @dataclass
-class Known:
+class TrackedRecord:
     """The run's record of its trackers, kept in `tracked.json` in its folder.
 
     It holds for one run: a copy of a folder under another name begins tracked runs of its own.
@@ -78,16 +78,16 @@ class Known:
     by_sink: dict[str, dict[str, Any]]
 
     @classmethod
-    def read(cls, folder: Path, name: str) -> Known:
-        found = _json(folder / FILE)
-        by_sink = found.get("trackers", {}) if found.get("name") == name else {}
-        if "schema" not in found:  # of an earlier release, which counted steps from 0
+    def read(cls, folder: Path, name: str) -> TrackedRecord:
+        content = _json(folder / FILE)
+        by_sink = content.get("trackers", {}) if content.get("name") == name else {}
+        if "schema" not in content:  # of an earlier release, which counted steps from 0
             by_sink = {sink: known | {"step": known.get("step", -1) + 1, "behind": 1} for sink, known in by_sink.items()}
         return cls(folder, name, by_sink)
 
-    def id(self, sink: str, asked: str | None) -> str | None:
+    def id(self, sink: str, wanted_id: str | None) -> str | None:
         """Identifier of the tracked run to resume; None to begin one."""
-        return asked or self.by_sink.get(sink, {}).get("id")
+        return wanted_id or self.by_sink.get(sink, {}).get("id")
 
     def last_step(self, sink: str, identity: str) -> int:
         """The last step that this tracked run was given; 0: none."""
@@ -100,7 +100,7 @@ class Known:
         known = self.by_sink.get(sink, {})
         return known.get("behind", 0) if known.get("id") == identity else 0
 
-    def keep(self, sink: str, identity: str, step: int) -> None:
+    def save(self, sink: str, identity: str, step: int) -> None:
         """Note the last step of a tracked run, of which the tracker has the number. Raises OSError."""
         self.by_sink[sink] = {"id": identity, "step": step}
         partial = self.folder / f".{FILE}.tmp"
@@ -114,15 +114,15 @@ def new_id(name: str) -> str:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return found
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

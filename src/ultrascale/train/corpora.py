@@ -10,7 +10,7 @@ from pathlib import Path
 from ultrascale.config.rules.early import expect_ready
 from ultrascale.data.loader import Loader
 from ultrascale.description.problems import Problem, SpecError
-from ultrascale.description.rank_environment import told_world
+from ultrascale.description.rank_environment import env_world_size
 from ultrascale.description.run import Run, Source
 from ultrascale.models.files.tokenizer_files import find_tokenizer
 from ultrascale.storage import url_of
@@ -49,14 +49,14 @@ def expect_startable(run: Run) -> None:
     """Raise SpecError or DataError if the run's device or data are missing, or its prepared folders cannot be trained on:
     before any rank starts. Stores and foreign prefixes are opened by the ranks, and so is everything if they are there."""
     expect_ready(run)
-    if told_world(os.environ) > 1:
+    if env_world_size(os.environ) > 1:
         return
     data = run.data
     training, *validation = (
         tuple(source for source in sources if url_of(source.path) is None and Path(source.path).is_dir())
-        for sources in (data.sources, *((one,) for one in data.validation))
+        for sources in (data.sources, *((source,) for source in data.validation))
     )
-    held_out = {str(place): build_loader(run, one) for place, one in enumerate(validation) if one}
+    held_out = {str(place): build_loader(run, sources) for place, sources in enumerate(validation) if sources}
     if training:
         expect_one_tokenizer(run, build_loader(run, training), held_out)
 
@@ -91,12 +91,12 @@ def expect_one_tokenizer(run: Run, training: Loader, validation: dict[str, Loade
         raise SpecError(problems)
 
 
-def _tokenizer_problems(given: str | None, known: list[tuple[Path, str]]) -> list[Problem]:
-    if given is None:
+def _tokenizer_problems(tokenizer: str | None, known: list[tuple[Path, str]]) -> list[Problem]:
+    if tokenizer is None:
         return []
     remedy = "Name the tokenizer.json that the corpora were prepared with, or leave data.tokenizer out."
     try:
-        file = find_tokenizer(given)
+        file = find_tokenizer(tokenizer)
     except SpecError as error:
         return [Problem("data.tokenizer", f"{problem.key} {problem.rule}", remedy) for problem in error.problems]
     if known and hashlib.sha256(file.read_bytes()).hexdigest() != known[0][1]:

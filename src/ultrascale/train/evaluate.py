@@ -35,7 +35,7 @@ class HeldOut(LoopObserver):
         with slow_part(trainer, "evaluating", session.run.collective_timeout_seconds) if compiles else nullcontext():
             done.values |= {name: evaluate(trainer, loader, sequences) for name, loader in self.validation.items()}
         done.values["perf/eval_s"] = time.perf_counter() - started
-        done.is_told = True
+        done.is_recorded = True
 
 
 def evaluate(trainer: Trainer, loader: Loader, num_sequences: int) -> float | None:
@@ -44,14 +44,14 @@ def evaluate(trainer: Trainer, loader: Loader, num_sequences: int) -> float | No
     All ranks do the same number of forward passes, because each one gathers parameters from all of them. Sequences too many are
     computed and have no valid targets.
     """
-    layout, at = trainer.run.layout, trainer.share.mesh.at
+    layout, coordinates = trainer.run.layout, trainer.share.mesh.coordinates
     together = layout.dp * layout.micro_batch_size
     span = StepSpan(0, -(-num_sequences // together) * together)
-    batches = [_batch(trainer, loader, numbers, num_sequences) for numbers in sequence_numbers(span, layout, at)]
+    batches = [_batch(trainer, loader, numbers, num_sequences) for numbers in sequence_numbers(span, layout, coordinates)]
     losses = trainer.passes.evaluate(batches)
     for stage in trainer.share.stages.values():
         release_parameters(stage)
-    targets = sum(batch.num_targets for batch in batches) if at.pp == 0 and at.leads_replica else 0
+    targets = sum(batch.num_targets for batch in batches) if coordinates.pp == 0 and coordinates.leads_replica else 0
     sums = torch.stack([trainer.counted(losses), torch.tensor(targets, dtype=torch.float64)])
     loss_total, target_total = trainer.ranks.sum(sums).tolist()
     return loss_total / target_total if target_total else None

@@ -22,11 +22,11 @@ from ultrascale.description.units import count_of
 from ultrascale.parallel.time_limits import SLOW_SECONDS
 from ultrascale.train.corpora import with_absolute_paths
 from ultrascale.train.folder.export import export_checkpoint
-from ultrascale.train.folder.own_island import of_own_island, where_they_meet
+from ultrascale.train.folder.island_folder import of_island, where_they_meet
 from ultrascale.train.folder.resume import facts_of, tensors_of
 from ultrascale.train.observers.anomalies import AnomalousStepError, CorruptStateError
 from ultrascale.train.observers.metrics import expect_trackers
-from ultrascale.train.session.begin import joined
+from ultrascale.train.session.begin import join_run
 from ultrascale.train.session.moments import Outcome, Session, StepDone
 from ultrascale.train.step import StopRequested
 from ultrascale.train.watch.deadline import on_stop_signal
@@ -55,9 +55,9 @@ def train(
     expect_trackers(run)
     run = with_absolute_paths(run)
     apart = where_they_meet(run, island)
-    run = of_own_island(run, island)
+    run = of_island(run, island)
     with ExitStack() as owning:  # until the export is written too
-        with joined(
+        with join_run(
             run, owning, allow_changes=allow_changes, rendezvous=rendezvous, ignore_memory=ignore_memory, leave_by=leave_by,
             apart=apart,
         ) as session:  # fmt: skip
@@ -151,8 +151,8 @@ def export(session: Session) -> None:
         session.store.bring_newest()
     target = export_checkpoint(session.folder.checkpoints, session.folder.path / "export", run=session.run)
     narrow = session.trainer.imported_dtype
-    told = "" if narrow is None else f", in {narrow} as the one that was imported"
+    suffix = "" if narrow is None else f", in {narrow} as the one that was imported"
     if session.store is not None:
         session.store.keep_export(target)
     steps_done = count_of(session.trainer.steps_done, "step")
-    session.metrics.line(f"done: {steps_done}; Hugging Face folder in {target}{told}")
+    session.metrics.line(f"done: {steps_done}; Hugging Face folder in {target}{suffix}")

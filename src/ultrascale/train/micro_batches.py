@@ -15,7 +15,7 @@ from ultrascale.description.progress import StepSpan
 from ultrascale.kernels.attention.attention_spans import PackedIds, packed_ids
 from ultrascale.kernels.dropout import token_keys
 from ultrascale.parallel.context.context_masks import Documents
-from ultrascale.parallel.context.context_parallel import cut_batch
+from ultrascale.parallel.context.context_parallel import shard_batch
 from ultrascale.work.sharding.places import Coordinates, even_part
 
 
@@ -50,11 +50,11 @@ class MicroBatch:
     """[B, S] (`kernels.dropout.token_keys`), read in training only; None: the model drops nothing."""
 
 
-def sequence_numbers(span: StepSpan, layout: Layout, at: Coordinates) -> list[range]:
+def sequence_numbers(span: StepSpan, layout: Layout, coordinates: Coordinates) -> list[range]:
     """Global numbers of the sequences in each micro-batch of a rank: micro-batch j of data-parallel rank r takes the
     (j dp + r)-th run of micro_batch_size numbers."""
     size, end = layout.micro_batch_size, span.first_sequence + span.num_sequences
-    starts = range(span.first_sequence + at.dp * size, end, layout.dp * size)
+    starts = range(span.first_sequence + coordinates.dp * size, end, layout.dp * size)
     return [range(start, start + size) for start in starts]
 
 
@@ -63,11 +63,11 @@ def micro_batch(
     *,
     packed: bool,
     layout: Layout,
-    at: Coordinates,
+    coordinates: Coordinates,
     device: torch.device,
     dropout_seed: int | None = None,
 ) -> MicroBatch:
-    """Micro-batch of `sequences` for the rank at `at`, on `device`; without documents if they are one stream (not `packed`).
+    """Micro-batch of `sequences` of the rank at `coordinates`, on `device`; no documents if they are one stream (not `packed`).
 
     `dropout_seed`: with it and a token's place in the data it is decided what is dropped; None: nothing is.
     """
@@ -78,7 +78,7 @@ def micro_batch(
     targets, ids = sequences.targets, sequences.document_ids if packed else None
     keys = None if dropout_seed is None else token_keys(sequences.numbers, targets.shape[1], dropout_seed)
     if layout.cp > 1:
-        local = cut_batch(sequences.tokens, targets, sequences.positions, ids, layout=layout, cp_rank=at.cp)
+        local = shard_batch(sequences.tokens, targets, sequences.positions, ids, layout=layout, cp_rank=coordinates.cp)
         tokens, targets, positions = local.tokens, local.targets, moved(local.positions)
         keys = None if keys is None else np.take_along_axis(keys, local.slots, axis=1)
         if ids is None and sequences.tokens.shape[1] % layout.cp:
@@ -103,9 +103,9 @@ def micro_batch(
     )
 
 
-def activation_shape(batch: MicroBatch, width: int, layout: Layout, at: Coordinates) -> tuple[int, int, int]:
-    """[B, S, D] of what one pipeline stage of the rank at `at` hands to the next; `width`: D."""
+def activation_shape(batch: MicroBatch, width: int, layout: Layout, coordinates: Coordinates) -> tuple[int, int, int]:
+    """[B, S, D] of what one pipeline stage of the rank at `coordinates` hands to the next; `width`: D."""
     rows, length = batch.tokens.shape
     if layout.tp > 1 and layout.sequence_parallel:
-        length = even_part(length, layout.tp, at.tp)[1]
+        length = even_part(length, layout.tp, coordinates.tp)[1]
     return rows, length, width

@@ -76,12 +76,12 @@ class Passes:
             self._through(self.pipeline.evaluate, micro_batches[first : first + together], losses, 1.0)
         return losses
 
-    def forward(self, batch: MicroBatch, *, stage: int = 0, given: Tensor | None = None) -> Tensor:
+    def forward(self, batch: MicroBatch, *, stage: int = 0, received: Tensor | None = None) -> Tensor:
         """Output of a stage: of the last, the loss summed over the valid targets of `batch`, 0-d; of others, activations for
-        the next stage. `given`: activations of the stage before."""
+        the next stage. `received`: activations of the stage before."""
         if not torch.is_grad_enabled():
             heartbeat.beat("evaluating")
-        decoder, inputs = self.share.stages[stage], batch.tokens if given is None else given
+        decoder, inputs = self.share.stages[stage], batch.tokens if received is None else received
         keys = batch.dropout_keys if torch.is_grad_enabled() else None
         return decoder(
             inputs, targets=batch.targets, positions=batch.positions, document_ids=batch.document_ids, dropout_keys=keys
@@ -93,12 +93,12 @@ class Passes:
         """Let the pipeline `run` the micro-batches; the last stage's losses are added to `losses`."""
         layout, last = self.share.layout, self.share.layout.num_stages - 1
 
-        def one(stage: int, micro_batch: int, given: Tensor | None) -> Tensor:
-            result = self.forward(micro_batches[micro_batch], stage=stage, given=given)
+        def run_stage(stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
+            result = self.forward(micro_batches[micro_batch], stage=stage, received=received)
             if stage != last:
                 return result
             losses.append(result.detach())
             return result * scale
 
-        shape = activation_shape(micro_batches[0], self.share.model.hidden_size, layout, self.share.mesh.at)
-        run(len(micro_batches), one, shape=shape, dtype=TORCH_DTYPE[layout.precision])
+        shape = activation_shape(micro_batches[0], self.share.model.hidden_size, layout, self.share.mesh.coordinates)
+        run(len(micro_batches), run_stage, shape=shape, dtype=TORCH_DTYPE[layout.precision])

@@ -83,16 +83,16 @@ def measure_speed(run: Run, steps: int, out: Path, *, warm: int, rendezvous: str
     with begun_aside(run, warm + steps, out.parent, rendezvous=rendezvous) as trainer:
         ranks = trainer.ranks
         watched = min(MEMORY_STEPS, warm)
-        own = _memory(trainer, watched)
+        memory = _memory(trainer, watched)
         for _ in range(warm - watched):
             trainer.train_step()
         seconds = timed_steps(trainer, steps)
         if ranks.device.type == "cuda":  # of all steps: the allocator may still have grown
-            own = _Memory(own.planned, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-        every = [_Memory(*json.loads(text)) for text in ranks.gather_text(json.dumps(list(asdict(own).values())))]
+            memory = _Memory(memory.planned, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+        memories = [_Memory(*json.loads(text)) for text in ranks.gather_text(json.dumps(list(asdict(memory).values())))]
         if not ranks.is_first:
             return None
-        speed = _speed(trainer, seconds, every)
+        speed = _speed(trainer, seconds, memories)
         _write(out, asdict(speed))
         return speed
 
@@ -118,9 +118,9 @@ def _memory(trainer: Trainer, steps: int) -> _Memory:
     return _Memory(planned, None if memory is None else memory.peak.total)
 
 
-def _speed(trainer: Trainer, seconds: list[float], every: list[_Memory]) -> Speed:
+def _speed(trainer: Trainer, seconds: list[float], memories: list[_Memory]) -> Speed:
     run, ranks = trainer.run, trainer.ranks
-    fullest = max(range(len(every)), key=lambda rank: (every[rank].measured or 0, every[rank].planned))
+    fullest = max(range(len(memories)), key=lambda rank: (memories[rank].measured or 0, memories[rank].planned))
     tokens = step_span(run.batch, 0).num_sequences * run.batch.sequence_length
     peak = peak_flops(run.cluster, run.layout.precision, ranks.device)
     per_token = model_flops_per_token(run.model, run.batch.sequence_length)
@@ -137,10 +137,10 @@ def _speed(trainer: Trainer, seconds: list[float], every: list[_Memory]) -> Spee
         peak_flops=peak.flops_per_second,
         peak_origin=peak.origin,
         planned_step_seconds=None if prediction is None else float(prediction.step_seconds),
-        planned_peak_bytes=every[fullest].planned,
-        measured_peak_bytes=every[fullest].measured,
+        planned_peak_bytes=memories[fullest].planned,
+        measured_peak_bytes=memories[fullest].measured,
         planned_reserved_bytes=None if prediction is None else int(prediction.memory.reserved),
-        measured_reserved_bytes=every[fullest].reserved,
+        measured_reserved_bytes=memories[fullest].reserved,
         fullest_rank=fullest,
         device=device_name(ranks.device),
         environment=environment(),

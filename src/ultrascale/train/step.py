@@ -152,7 +152,7 @@ def play_passes(trainer: Trainer, step: Step) -> None:
 
 def forward_backward(trainer: Trainer, step: Step) -> Tensor:
     """Play the step's actions up to what ranks still sum at its end. Returns this rank's summed loss, 0-d fp64 on the CPU."""
-    trainer.passes.after_backward = partial(_tell_backward, trainer, step)
+    trainer.passes.after_backward = partial(_notify_backward, trainer, step)
     return trainer.counted(trainer.passes.train(step.micro_batches, step.num_targets))
 
 
@@ -188,16 +188,16 @@ def _end(trainer: Trainer) -> None:
     trainer.steps_done += 1
 
 
-def _tell_backward(trainer: Trainer, step: Step, micro_batch: int) -> None:
+def _notify_backward(trainer: Trainer, step: Step, micro_batch: int) -> None:
     for observer in trainer.observers:
         observer.after_backward(step, micro_batch)
 
 
 def agree_on_targets(trainer: Trainer, micro_batches: list[MicroBatch]) -> int:
     """Valid targets of all ranks. Of the ranks that see the same tokens only the first counts them."""
-    at = trainer.share.mesh.at
-    own = sum(batch.num_targets for batch in micro_batches) if at.pp == 0 and at.leads_replica else 0
-    targets, stop = trainer.ranks.sum(torch.tensor([own, int(trainer.stop_requested)])).tolist()
+    at = trainer.share.mesh.coordinates
+    local_targets = sum(batch.num_targets for batch in micro_batches) if at.pp == 0 and at.leads_replica else 0
+    targets, stop = trainer.ranks.sum(torch.tensor([local_targets, int(trainer.stop_requested)])).tolist()
     if stop:
         if trainer.outer is not None:
             trainer.outer.leave(trainer.steps_done)

@@ -85,7 +85,7 @@ class Trainer:
         )
         self.optimizer = build_optimizer(self.share, run.optimizer, seed=run.seed)
         create_state(self.optimizer, 0)
-        self.passes = Passes(self.share, self._tell_phase)
+        self.passes = Passes(self.share, self._notify_phase)
         if self.ranks.store is not None or self.ranks.meeting is not None:
             self.outer = OuterLoop(run, self.ranks, self.share, wants_to_stop=lambda: self.stop_requested)
         if run.log.gradient_noise_scale:
@@ -97,7 +97,7 @@ class Trainer:
     def _observers(self) -> list[Observer]:
         """Observers that this run asks for; fp16's loss scale first, since an overflow is no anomaly."""
         run, share = self.run, self.share
-        found: list[tuple[bool, Callable[[Trainer], Observer]]] = [
+        kinds: list[tuple[bool, Callable[[Trainer], Observer]]] = [
             (self.loss_scale is not None, LossScaling),
             (True, RefusedSteps),
             (self.noise_scale is not None, NoiseMeasured),
@@ -106,7 +106,7 @@ class Trainer:
             (bool(run.model.num_experts), BalancedExperts),
             (run.compile, FreedAfterCompiling),
         ]
-        return [kind(self) for asked, kind in found if asked]
+        return [kind(self) for asked, kind in kinds if asked]
 
     @property
     def decoder(self) -> Decoder:
@@ -135,13 +135,13 @@ class Trainer:
 
     def read_micro_batches(self, span: StepSpan) -> list[Sequences]:
         """This rank's sequences of a step."""
-        layout, at = self.run.layout, self.share.mesh.at
-        found = [self.loader.read(numbers) for numbers in sequence_numbers(span, layout, at)]
+        layout, coordinates = self.run.layout, self.share.mesh.coordinates
+        sequences = [self.loader.read(numbers) for numbers in sequence_numbers(span, layout, coordinates)]
         if isinstance(self.loader, Loader):  # while this step is computed
             following = step_span(self.run.batch, self.steps_done + 1)
-            for numbers in sequence_numbers(following.of_island(self.ranks.island, self.run.degrees), layout, at):
+            for numbers in sequence_numbers(following.of_island(self.ranks.island, self.run.degrees), layout, coordinates):
                 self.loader.expect(numbers)
-        return found
+        return sequences
 
     def to_device(self, sequences: Sequences) -> MicroBatch:
         """`sequences` as this rank's forward pass sees them."""
@@ -149,12 +149,12 @@ class Trainer:
             sequences,
             packed=self.run.data.document_mask,
             layout=self.run.layout,
-            at=self.share.mesh.at,
+            coordinates=self.share.mesh.coordinates,
             device=self.ranks.device,
             dropout_seed=self.run.seed if self.run.model.dropout else None,
         )
 
-    def _tell_phase(self, action: Action) -> None:
+    def _notify_phase(self, action: Action) -> None:
         phase = "forward" if action.kind is Kind.FORWARD else "backward"
         heartbeat.beat(phase)
         self.on_phase(phase, self.steps_done)
@@ -164,6 +164,6 @@ class Trainer:
 
         Of the ranks that see the same tokens only the first adds its losses; the others add zero.
         """
-        if not losses or not self.share.mesh.at.leads_replica:
+        if not losses or not self.share.mesh.coordinates.leads_replica:
             return torch.zeros((), dtype=torch.float64)
         return torch.stack(losses).double().sum().cpu()

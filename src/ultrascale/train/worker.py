@@ -14,10 +14,10 @@ from pathlib import Path
 from torch import distributed as dist
 
 from ultrascale.checkpoint import LostContactError
-from ultrascale.config.failures import explained, is_for_people, say
+from ultrascale.config.failures import explained, is_for_people, print_error
 from ultrascale.config.resolve import resolve
-from ultrascale.contact import why
-from ultrascale.description.rank_environment import told_rank
+from ultrascale.contact import meaning_of
+from ultrascale.description.rank_environment import env_rank
 from ultrascale.description.run import Run
 from ultrascale.launch.orphans import end_with_starter
 from ultrascale.parallel.lost import LostRankError
@@ -44,22 +44,22 @@ def main() -> int:
     parser.add_argument("--profile-steps", type=int, nargs=2)
     parser.add_argument("--speed", type=Path, help="time --speed-steps WARM TIMED into this file, and leave")
     parser.add_argument("--speed-steps", type=int, nargs=2)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     if not has_launcher():
         end_with_starter()
-    run = resolve(asked.run).run
-    if asked.profile is not None:
-        first, last = asked.profile_steps
-        return profile_or_explain(run, first, last, asked.profile, rendezvous=asked.rendezvous, failure=asked.failure)
-    if asked.speed is not None:
-        warm, steps = asked.speed_steps
-        return speed_or_explain(run, warm, steps, asked.speed, rendezvous=asked.rendezvous, failure=asked.failure)
+    run = resolve(args.run).run
+    if args.profile is not None:
+        first, last = args.profile_steps
+        return profile_or_explain(run, first, last, args.profile, rendezvous=args.rendezvous, failure=args.failure)
+    if args.speed is not None:
+        warm, steps = args.speed_steps
+        return speed_or_explain(run, warm, steps, args.speed, rendezvous=args.rendezvous, failure=args.failure)
     code = train_or_explain(
-        run, allow_changes=asked.allow_changes, rendezvous=asked.rendezvous, failure=asked.failure,
-        ignore_memory=asked.ignore_memory, leave_by=asked.leave_by, island=asked.island,
+        run, allow_changes=args.allow_changes, rendezvous=args.rendezvous, failure=args.failure,
+        ignore_memory=args.ignore_memory, leave_by=args.leave_by, island=args.island,
     )  # fmt: skip
-    if code == 0 and asked.saved is not None and told_rank(os.environ) == 0:
-        asked.saved.touch()
+    if code == 0 and args.saved is not None and env_rank(os.environ) == 0:
+        args.saved.touch()
     return code
 
 
@@ -109,20 +109,20 @@ def _or_explain(work: Callable[[], object], failure: Path | None) -> int:
         work()
         return 0
     except Exception as error:
-        _tell_cause(error)
+        _write_cause(error)
         has_lost_contact = _has_lost_contact(error)
         if has_lost_contact and has_launcher():
             time.sleep(YIELD_SECONDS)
         if not (is_for_people(error) or has_lost_contact) or os.environ.get("ULTRASCALE_TRACEBACK") == "1":
             raise
-        rank = told_rank(os.environ)
-        text = str(error) if is_for_people(error) else f"lost contact with another rank: {why(error)}"
-        code, told = explained(error if is_for_people(error) else text, "train")
+        rank = env_rank(os.environ)
+        text = str(error) if is_for_people(error) else f"lost contact with another rank: {meaning_of(error)}"
+        code, message = explained(error if is_for_people(error) else text, "train")
         # Ranks mostly fail together and with the same words: one of them says it.
         if rank == 0 or f"rank {rank}" in text:
-            say(told, rank=rank)
+            print_error(message, rank=rank)
         if failure is not None and not has_lost_contact:
-            _tell_launcher(failure, {"rank": rank, "exit_code": code, "message": text})
+            _write_failure(failure, {"rank": rank, "exit_code": code, "message": text})
         return code
 
 
@@ -133,16 +133,16 @@ def _has_lost_contact(error: Exception) -> bool:
     )
 
 
-def _tell_cause(error: Exception) -> None:
+def _write_cause(error: Exception) -> None:
     """Leave what this rank died of where the launcher reads it, or the next attempt."""
-    folder, rank = signs_folder(), told_rank(os.environ)
+    folder, rank = signs_folder(), env_rank(os.environ)
     if folder is not None:
         text = (str(error).strip().splitlines() or [""])[0]
         cause = {"rank": rank, "lost_contact": _has_lost_contact(error), "text": f"{type(error).__name__}: {text}"}
-        _tell_launcher(folder / f"{rank}.cause", cause)
+        _write_failure(folder / f"{rank}.cause", cause)
 
 
-def _tell_launcher(path: Path, facts: dict[str, object]) -> None:
+def _write_failure(path: Path, facts: dict[str, object]) -> None:
     partial = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):  # without it the launcher tries once more, and no harm is done
         partial.write_text(json.dumps(facts))

@@ -1,7 +1,7 @@
 """Predictions for rows of measured runs, and how far off they are.
 
-A prediction sees `Asked`, the cells that say what was run, and nothing else: what was measured is in another object that only
-`validation.scores` reads. Rows of the same workload are priced together as one table of layouts.
+A prediction sees `RunConfig`, the cells that say what was run, and nothing else: what was measured is in another object that
+only `validation.scores` reads. Rows of the same workload are priced together as one table of layouts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ultrascale.plan.workload import Workload
 from ultrascale.validation.cells.flops_conventions import CONVENTIONS, flops_per_token
 from ultrascale.validation.cells.models import UnrepresentableError, UnrunnableError
 from ultrascale.validation.cells.programs import TUNING, Tuning
-from ultrascale.validation.rows import Asked, MeasuredRow
+from ultrascale.validation.rows import MeasuredRow, RunConfig
 from ultrascale.validation.setups import Setup, setup_of
 
 COLUMNS = (
@@ -65,24 +65,24 @@ class RowPrediction:
     reason: str
 
 
-def predict_rows(rows: Sequence[Asked], tuning: Tuning = TUNING) -> list[RowPrediction]:
+def predict_rows(rows: Sequence[RunConfig], tuning: Tuning = TUNING) -> list[RowPrediction]:
     """A prediction for every row, in their order."""
-    found: list[RowPrediction | None] = [None] * len(rows)
+    predictions: list[RowPrediction | None] = [None] * len(rows)
     groups: dict[str, list[tuple[int, Setup]]] = defaultdict(list)  # by everything but what is open
-    for index, asked in enumerate(rows):
+    for index, row in enumerate(rows):
         try:
-            setup = setup_of(asked, tuning)
+            setup = setup_of(row, tuning)
         except UnrepresentableError as error:
-            found[index] = _without(str(error), fits=False if isinstance(error, UnrunnableError) else None)
+            predictions[index] = _without(str(error), fits=False if isinstance(error, UnrunnableError) else None)
         except _BROKEN as error:
-            found[index] = _without(f"cannot be described: {error}")
+            predictions[index] = _without(f"cannot be described: {error}")
         else:
             groups[repr(setup.workloads)].append((index, setup))
     for group in groups.values():
         for (index, _), prediction in zip(group, _price([setup for _, setup in group], tuning.constants), strict=True):
-            found[index] = prediction
-    assert all(one is not None for one in found)
-    return [one for one in found if one is not None]
+            predictions[index] = prediction
+    assert all(row_prediction is not None for row_prediction in predictions)
+    return [row_prediction for row_prediction in predictions if row_prediction is not None]
 
 
 def write_predictions(path: str | Path, rows: Sequence[MeasuredRow], predictions: Sequence[RowPrediction]) -> None:
@@ -90,12 +90,12 @@ def write_predictions(path: str | Path, rows: Sequence[MeasuredRow], predictions
     with Path(path).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
-        for row, one in zip(rows, predictions, strict=True):
+        for row, p in zip(rows, predictions, strict=True):
             numbers = (
-                one.step_seconds, one.tokens_per_second_per_gpu, one.mfu, _gib(one.allocated_bytes), _gib(one.reserved_bytes),
+                p.step_seconds, p.tokens_per_second_per_gpu, p.mfu, _gib(p.allocated_bytes), _gib(p.reserved_bytes),
             )  # fmt: skip
-            fits = "" if one.fits is None else str(one.fits).lower()
-            writer.writerow([row.identity, *map(_cell, numbers), fits, _cell(one.low), _cell(one.high), one.reason])
+            fits = "" if p.fits is None else str(p.fits).lower()
+            writer.writerow([row.identity, *map(_cell, numbers), fits, _cell(p.low), _cell(p.high), p.reason])
 
 
 def _price(setups: list[Setup], constants: Constants) -> list[RowPrediction]:
@@ -110,7 +110,7 @@ def _price(setups: list[Setup], constants: Constants) -> list[RowPrediction]:
         ]
     except _BROKEN as error:
         if len(setups) > 1:
-            return [one for setup in setups for one in _price([setup], constants)]
+            return [prediction for setup in setups for prediction in _price([setup], constants)]
         return [_without(f"cannot be priced: {error}")]
 
 
@@ -131,37 +131,37 @@ def _priced(workload: Workload, layouts: Sequence[Layout], constants: Constants)
     columns = np.zeros((4, len(layouts)))
     for index in (np.flatnonzero(~alone), *np.flatnonzero(alone)[:, None]):
         if len(index):
-            found = price(workload, LayoutTable.of(layouts[int(row)] for row in index), constants)
-            memory = found.memory
+            prices = price(workload, LayoutTable.of(layouts[int(row)] for row in index), constants)
+            memory = prices.memory
             runs = memory.needed <= memory.capacity
-            columns[:, index] = found.step_seconds, found.fits, runs, memory.needed
+            columns[:, index] = prices.step_seconds, prices.fits, runs, memory.needed
     return _Prices(columns[0], columns[1] > 0, columns[2] > 0, columns[3])
 
 
 def _choose(setup: Setup, prices: Sequence[_Prices], rows: np.ndarray, constants: Constants) -> RowPrediction:
     """The fastest that fits of all programs and layouts that a row may mean, or else that runs, or else the one that needs
     least memory."""
-    seconds = np.array([one.step_seconds[rows] for one in prices])
-    fits = np.array([one.fits[rows] for one in prices])
-    runs = np.array([one.runs[rows] for one in prices])
-    needed = np.array([one.needed[rows] for one in prices])
+    seconds = np.array([program_prices.step_seconds[rows] for program_prices in prices])
+    fits = np.array([program_prices.fits[rows] for program_prices in prices])
+    runs = np.array([program_prices.runs[rows] for program_prices in prices])
+    needed = np.array([program_prices.needed[rows] for program_prices in prices])
     while True:
         candidates = np.flatnonzero(fits if fits.any() else runs if runs.any() else needed == needed.min())
-        which, best = divmod(int(candidates[seconds.flat[candidates].argmin()]), len(rows))
-        step = float(seconds[which, best])
+        program, best = divmod(int(candidates[seconds.flat[candidates].argmin()]), len(rows))
+        step = float(seconds[program, best])
         if not 0 < step < math.inf:
             raise ArithmeticError(f"its step would take {step:g} seconds")
-        workload, layout = setup.workloads[which], setup.layouts[best]
-        played, memory = _played(workload, layout, step, constants)
+        workload, layout = setup.workloads[program], setup.layouts[best]
+        played, memory = _with_simulated_pipeline(workload, layout, step, constants)
         if memory.fits or not fits.any():
             break
-        fits[which, best], needed[which, best] = False, memory.needed  # its column said otherwise: the next
+        fits[program, best], needed[program, best] = False, memory.needed  # its column said otherwise: the next
     seconds = seconds * (played / step)
     step, kind = played, kind_of(workload, layout)
     spread = seconds.flat[candidates]
     low, high = interval(step, kind, fastest=float(spread.min()), slowest=float(spread.max()))
     rate = workload.tokens_per_step / step / layout.world_size
-    convention = setup.asked.flops_def if setup.asked.flops_def in CONVENTIONS else setup.flops
+    convention = setup.config.flops_def if setup.config.flops_def in CONVENTIONS else setup.flops
     flops = rate * flops_per_token(workload.model, workload.sequence_length, convention)
     return RowPrediction(
         step, low, high, rate, flops, flops / _peak(workload, layout), float(memory.allocated), float(memory.reserved),
@@ -169,14 +169,14 @@ def _choose(setup: Setup, prices: Sequence[_Prices], rows: np.ndarray, constants
     )  # fmt: skip
 
 
-def _played(workload: Workload, layout: Layout, step: float, constants: Constants) -> tuple[float, Footprint]:
+def _with_simulated_pipeline(workload: Workload, layout: Layout, step: float, constants: Constants) -> tuple[float, Footprint]:
     """The step and the memory of a layout, its actions played with every stage's own price: a table takes stages for even.
     `step`: the table's, which stands where a schedule cannot be built for these numbers of stages and micro-batches."""
     try:
-        found = with_replay(predict(workload, layout, constants))
+        prediction = with_replay(predict(workload, layout, constants))
     except SpecError:
         return step, price(workload, LayoutTable.of([layout]), constants).row(0).memory
-    return step if layout.pp == 1 else found.step_seconds, found.memory
+    return step if layout.pp == 1 else prediction.step_seconds, prediction.memory
 
 
 def _reason(setup: Setup, workload: Workload, layout: Layout) -> str:

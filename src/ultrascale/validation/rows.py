@@ -1,10 +1,10 @@
 """Measured runs as files tell them: reading the rows, and keeping what was measured away from who predicts it.
 
 Two forms are read, by their header: the columns of published runs (`n_gpus`, `hidden`, `tp`, ... one row a run), and those of
-the playbook's scan (`model`, `nodes`, `mbs`, `ga`, ...). Every cell goes either to `Asked`, which is all a prediction sees, or
-to `Measured`, which only scores see: that is decided here, by the column's name, before anything is predicted. Blank cells are
-None; a column that is missing is blank in every row; columns neither class knows are read by nobody, and told where they look
-like one that is missing.
+the playbook's scan (`model`, `nodes`, `mbs`, `ga`, ...). Every cell goes either to `RunConfig`, which is all a prediction sees,
+or to `RunResult`, which only scores see: that is decided here, by the column's name, before anything is predicted. Blank cells
+are None; a column that is missing is blank in every row; columns neither class knows are read by nobody, and told where they
+look like one that is missing.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ PLAYBOOK_FIXED = {
     "gpu": "H100-80GB-SXM", "gpu_family": "H100, playbook", "gpus_per_node": "8", "framework": "nanotron", "precision": "bf16",
 }  # fmt: skip
 """Cells that hold for all runs of the playbook."""
-Columns = TypeVar("Columns", "Asked", "Measured")
+Columns = TypeVar("Columns", "RunConfig", "RunResult")
 
 
 @dataclass(frozen=True)
-class Asked:
+class RunConfig:
     """The run that was asked for: everything a prediction may look at. Names are the file's columns."""
 
     id: str = ""
@@ -109,7 +109,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Measured:
+class RunResult:
     """Measured results, and how they were measured: for scores only."""
 
     tokens_per_s_per_gpu: float | None = None
@@ -135,8 +135,8 @@ class MeasuredRow:
     """Identity of the row: its `id`, or its number counted from one."""
     line: int
     """Line of the file, counted from one."""
-    asked: Asked
-    measured: Measured
+    config: RunConfig
+    measured: RunResult
 
 
 def read_rows(path: str | Path) -> list[MeasuredRow]:
@@ -181,11 +181,11 @@ def misspelt_columns(path: str | Path) -> list[tuple[str, str]]:
     """Columns that nobody reads of a file that `read_rows` took, each with the missing one whose name is nearly the same."""
     text = read_bounded(Path(path), MOST_TEXT, encoding="utf-8-sig").lstrip()
     header = [name.strip() for name in next(csv.reader(io.StringIO(text, newline="")))]
-    known = {field.name for kind in (Asked, Measured) for field in fields(kind)} | {"id", *PLAYBOOK_NAMES}
+    known = {field.name for kind in (RunConfig, RunResult) for field in fields(kind)} | {"id", *PLAYBOOK_NAMES}
     missing = sorted(known - {*header})
     unknown = [name for name in header if name not in known and not name.startswith("stack.")]
-    near = ((name, get_close_matches(name.lower(), missing, n=1, cutoff=NEARLY)) for name in unknown)
-    return [(name, found[0]) for name, found in near if found]
+    matches = ((name, get_close_matches(name.lower(), missing, n=1, cutoff=NEARLY)) for name in unknown)
+    return [(name, close[0]) for name, close in matches if close]
 
 
 def _expect_once(file: Path, header: list[str]) -> None:
@@ -225,8 +225,8 @@ def _is_playbook(file: Path, header: list[str]) -> bool:
 def _row(file: Path, number: int, line: int, row: dict[Any, Any], is_playbook: bool, problems: list[Problem]) -> MeasuredRow:
     surplus, missing = row.pop(None, None), [name for name, cell in row.items() if cell is None]
     if surplus or missing:
-        found = len(row) - len(missing) + len(surplus or [])
-        rule = f"has {found} cells, the header has {len(row)} columns"
+        num_cells = len(row) - len(missing) + len(surplus or [])
+        rule = f"has {num_cells} cells, the header has {len(row)} columns"
         problems.append(Problem(f"{file}:{line}", rule, "Quote cells that hold commas."))
     cells: dict[str, str] = {str(name).strip(): (cell or "").strip() for name, cell in row.items()}
     identity = cells.get("id") or str(number)
@@ -234,12 +234,12 @@ def _row(file: Path, number: int, line: int, row: dict[Any, Any], is_playbook: b
     if is_playbook:
         names = {PLAYBOOK_NAMES.get(name, name): name for name in cells}
         cells = PLAYBOOK_FIXED | {new: cells[old] for new, old in names.items()}
-    asked = _read(Asked, cells, names, f"{file}:{line}", problems)
-    told = ((name.removeprefix("stack."), cell) for name, cell in cells.items() if name.startswith("stack."))
-    settings = tuple(sorted((key, cell) for key, cell in told if cell.lower() not in BLANK))
+    config = _read(RunConfig, cells, names, f"{file}:{line}", problems)
+    stack_cells = ((name.removeprefix("stack."), cell) for name, cell in cells.items() if name.startswith("stack."))
+    settings = tuple(sorted((key, cell) for key, cell in stack_cells if cell.lower() not in BLANK))
     return MeasuredRow(
-        identity, line, replace(asked, settings=settings, is_playbook=is_playbook),
-        _read(Measured, cells, names, f"{file}:{line}", problems),
+        identity, line, replace(config, settings=settings, is_playbook=is_playbook),
+        _read(RunResult, cells, names, f"{file}:{line}", problems),
     )  # fmt: skip
 
 
@@ -252,9 +252,9 @@ def _read(kind: type[Columns], cells: dict[str, str], names: dict[str, str], whe
         try:
             values[field.name] = _VALUES[str(field.type)](cell)
         except ValueError:
-            column, wanted = names.get(field.name, field.name), _WANTED[str(field.type)]
+            column, expected = names.get(field.name, field.name), _WANTED[str(field.type)]
             problems.append(
-                Problem(where, f"column {column} holds {cell!r} where {wanted} belongs", "Correct it, or leave it blank.")
+                Problem(where, f"column {column} holds {cell!r} where {expected} belongs", "Correct it, or leave it blank.")
             )
     return kind(**values)
 

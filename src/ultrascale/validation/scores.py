@@ -6,7 +6,7 @@
     picks     within a cell (source, model, GPUs, batch): Kendall's tau of the order, and the regret of the fastest predicted
     verdicts  fits or not, against runs that ran and runs reported as out of memory
 
-An error is (predicted - measured) / measured. Only this file reads `Measured`.
+An error is (predicted - measured) / measured. Only this file reads `RunResult`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALLOCATOR_PEAKS = ("max_allocated",)
 
 
 @dataclass(frozen=True)
-class Case:
+class ScoredRow:
     """A row with its prediction."""
 
     row: MeasuredRow
@@ -36,7 +36,7 @@ class Case:
 
     @property
     def source(self) -> str:
-        return source_of(self.row.asked)
+        return source_of(self.row.config)
 
     @property
     def counts(self) -> bool:
@@ -46,14 +46,14 @@ class Case:
     @property
     def step_seconds(self) -> float | None:
         """The measured step time, if the source printed it or tokens per second."""
-        measured, asked = self.row.measured, self.row.asked
+        measured, config = self.row.measured, self.row.config
         if not _reports(self.row, "step_time", "tokens_per_s"):
             return None
         if measured.step_time_s:
             return measured.step_time_s
         if not measured.tokens_per_s_per_gpu or not self.predicted.tokens_per_second_per_gpu:
             return None
-        assert self.predicted.step_seconds is not None, asked
+        assert self.predicted.step_seconds is not None, config
         return self.predicted.step_seconds * self.predicted.tokens_per_second_per_gpu / measured.tokens_per_s_per_gpu
 
 
@@ -112,7 +112,7 @@ class Verdicts:
 
 
 @dataclass(frozen=True)
-class Report:
+class ValidationReport:
     """Everything `ultrascale validate` prints."""
 
     rows: int
@@ -126,19 +126,19 @@ class Report:
     """Identities of rows without a prediction, and why."""
 
 
-def score(rows: Sequence[MeasuredRow], predictions: Sequence[RowPrediction]) -> Report:
+def score(rows: Sequence[MeasuredRow], predictions: Sequence[RowPrediction]) -> ValidationReport:
     """Hold predictions to what their rows measured."""
-    cases = [Case(row, one) for row, one in zip(rows, predictions, strict=True)]
+    cases = [ScoredRow(row, prediction) for row, prediction in zip(rows, predictions, strict=True)]
     timed = [case for case in cases if case.step_seconds and case.predicted.step_seconds]
-    main, apart = [c for c in timed if c.counts], [c for c in timed if not c.counts]
-    return Report(
+    main, uncounted = [c for c in timed if c.counts], [c for c in timed if not c.counts]
+    return ValidationReport(
         rows=len(cases),
         time={
             "all": _group(main, lambda _: "all rows", _time_error) + _per_source_mean(main),
             "source": _group(main, lambda c: c.source, _time_error),
-            "accelerator": _group(main, lambda c: c.row.asked.gpu_family or c.row.asked.gpu, _time_error),
+            "accelerator": _group(main, lambda c: c.row.config.gpu_family or c.row.config.gpu, _time_error),
             "kind": _group(main, lambda c: c.predicted.kind, _time_error),
-            "tier C": _group(apart, lambda c: c.source, _time_error),
+            "tier C": _group(uncounted, lambda c: c.source, _time_error),
         },
         rate=_group([c for c in cases if _rate_error(c) is not None], lambda c: _tiered(c), _rate_error),
         memory=_group(
@@ -169,16 +169,16 @@ def kendall_tau(left: Sequence[float], right: Sequence[float]) -> float:
 
 def _reports(row: MeasuredRow, *quantities: str) -> bool:
     """True if the source printed one of these; a row that does not say is taken at its word."""
-    said = row.measured.reported
-    return not said or any(quantity in said for quantity in quantities)
+    reported = row.measured.reported
+    return not reported or any(quantity in reported for quantity in quantities)
 
 
-def _time_error(case: Case) -> float:
+def _time_error(case: ScoredRow) -> float:
     assert case.step_seconds and case.predicted.step_seconds
     return case.predicted.step_seconds / case.step_seconds - 1
 
 
-def _rate_error(case: Case) -> float | None:
+def _rate_error(case: ScoredRow) -> float | None:
     """Error of FLOPs per second, for rows that print no time."""
     row, predicted = case.row.measured, case.predicted.flops_per_second_per_gpu
     if predicted is None or not row.reported or _reports(case.row, "step_time", "tokens_per_s"):
@@ -191,7 +191,7 @@ def _rate_error(case: Case) -> float | None:
     return None
 
 
-def _memory_error(case: Case) -> float | None:
+def _memory_error(case: ScoredRow) -> float | None:
     measured = case.row.measured.peak_mem_gib
     if not measured or not _reports(case.row, "mem") or case.predicted.allocated_bytes is None:
         return None
@@ -205,12 +205,14 @@ def _instrument(row: MeasuredRow) -> str:
     return row.measured.mem_kind or "unknown"
 
 
-def _tiered(case: Case) -> str:
+def _tiered(case: ScoredRow) -> str:
     return case.source if case.counts else f"{case.source} (tier C)"
 
 
-def _group(cases: Sequence[Case], key: Callable[[Case], str], error: Callable[[Case], float | None]) -> list[Errors]:
-    groups: dict[str, list[Case]] = defaultdict(list)
+def _group(
+    cases: Sequence[ScoredRow], key: Callable[[ScoredRow], str], error: Callable[[ScoredRow], float | None]
+) -> list[Errors]:
+    groups: dict[str, list[ScoredRow]] = defaultdict(list)
     for case in cases:
         groups[key(case)].append(case)
     timed = error is _time_error
@@ -220,36 +222,36 @@ def _group(cases: Sequence[Case], key: Callable[[Case], str], error: Callable[[C
     ]
 
 
-def _is_covered(case: Case) -> bool:
+def _is_covered(case: ScoredRow) -> bool:
     assert case.step_seconds and case.predicted.low is not None and case.predicted.high is not None
     return case.predicted.low <= case.step_seconds <= case.predicted.high
 
 
-def _per_source_mean(cases: Sequence[Case]) -> list[Errors]:
+def _per_source_mean(cases: Sequence[ScoredRow]) -> list[Errors]:
     """Errors with every source weighing the same: means of the sources' own."""
     sources = _group(cases, lambda case: case.source, _time_error)
     if len(sources) < 2:
         return []
     names = ("median_absolute", "mean_absolute", "bias", "median_error", "p90_absolute", "covered")
-    return [Errors("mean of sources", len(sources), *(fmean(getattr(one, name) for one in sources) for name in names))]
+    return [Errors("mean of sources", len(sources), *(fmean(getattr(source, name) for source in sources) for name in names))]
 
 
-def _picks(cases: Sequence[Case]) -> list[Picks]:
-    cells: dict[str, dict[tuple, list[Case]]] = defaultdict(lambda: defaultdict(list))
+def _picks(cases: Sequence[ScoredRow]) -> list[Picks]:
+    cells: dict[str, dict[tuple, list[ScoredRow]]] = defaultdict(lambda: defaultdict(list))
     for case in cases:
-        asked = case.row.asked
-        batch = asked.global_batch or (asked.dp or 1) * (asked.micro_batch or 1) * (asked.grad_accum or 1)
-        cell = (asked.model, asked.n_gpus or asked.nodes, batch, asked.seq_len, asked.gpu)
+        config = case.row.config
+        batch = config.global_batch or (config.dp or 1) * (config.micro_batch or 1) * (config.grad_accum or 1)
+        cell = (config.model, config.n_gpus or config.nodes, batch, config.seq_len, config.gpu)
         cells[case.source][cell].append(case)
-    found = []
+    picks = []
     for source, by_cell in sorted(cells.items()):
         large = [cell for cell in by_cell.values() if len(cell) >= SMALLEST_CELL]
         if large:
-            found.append(_rank(source, large))
-    return found
+            picks.append(_rank(source, large))
+    return picks
 
 
-def _rank(source: str, cells: Sequence[Sequence[Case]]) -> Picks:
+def _rank(source: str, cells: Sequence[Sequence[ScoredRow]]) -> Picks:
     taus, regrets = [], []
     for cell in cells:
         measured = [case.step_seconds or 0.0 for case in cell]
@@ -264,7 +266,7 @@ def _rank(source: str, cells: Sequence[Sequence[Case]]) -> Picks:
     )  # fmt: skip
 
 
-def _verdicts(cases: Sequence[Case]) -> list[Verdicts]:
+def _verdicts(cases: Sequence[ScoredRow]) -> list[Verdicts]:
     groups: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
     for case in cases:
         ran = _ran(case.row)
@@ -288,11 +290,11 @@ def _ran(row: MeasuredRow) -> bool | None:
     measured = row.measured
     if measured.outcome:
         return "oom" not in measured.outcome.lower() and "crash" not in measured.outcome.lower()
-    told = (
+    measurements = (
         measured.step_time_s,
         measured.tokens_per_s_per_gpu,
         measured.tflops_per_gpu,
         measured.mfu_reported,
         measured.peak_mem_gib,
     )
-    return True if any(value is not None for value in told) else None
+    return True if any(value is not None for value in measurements) else None

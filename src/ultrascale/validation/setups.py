@@ -40,8 +40,8 @@ from ultrascale.validation.cells.models import UnrepresentableError, UnrunnableE
 from ultrascale.validation.cells.networks import cluster_of
 from ultrascale.validation.cells.programs import TUNING, Program, Tuning, program_of_row
 from ultrascale.validation.cells.stated import with_stated
-from ultrascale.validation.rows import Asked
-from ultrascale.work.kept import available_modules
+from ultrascale.validation.rows import RunConfig
+from ultrascale.work.recompute import available_modules
 
 ZeroStage = Literal[0, 1, 2, 3]
 MOST_CANDIDATES = 96
@@ -76,7 +76,7 @@ class Setup:
     assumed: tuple[str, ...]
     flops: str
     """Convention by which its program counts FLOPs."""
-    asked: Asked
+    config: RunConfig
     """The row, with what was filled in before anything else: what its source states, the playbook's dimensions."""
 
     @property
@@ -84,103 +84,103 @@ class Setup:
         return self.workloads[0]
 
 
-def setup_of(asked: Asked, tuning: Tuning = TUNING) -> Setup:
+def setup_of(config: RunConfig, tuning: Tuning = TUNING) -> Setup:
     """The workload and layouts of a row. Raises UnrepresentableError, whose text says why there are none."""
-    if wrong := out_of_range(asked):
+    if wrong := out_of_range(config):
         raise UnrepresentableError(wrong)
-    asked, stated = with_stated(asked, tuning)
-    asked, filled = fill_playbook(asked)
+    config, stated = with_stated(config, tuning)
+    config, filled = fill_playbook(config)
     assumed = [*stated, *filled]
-    program = program_of_row(asked, tuning)
-    model, of_model = model_of(asked, predicts_further=program.usual.predicts_further)
+    program = program_of_row(config, tuning)
+    model, of_model = model_of(config, predicts_further=program.usual.predicts_further)
     stack = program.stacks[0]
-    cut = _cut(asked, model, program, assumed)
-    cluster, of_machines = cluster_of(asked, cut.world_size)
-    cut = replace(cut, precision=_precision(asked, cluster.accelerator, assumed))
-    if asked.seq_len is None:
-        asked = replace(asked, seq_len=USUAL_SEQUENCE)
-        assumed.append(f"seq_len = {asked.seq_len}")
-    assert asked.seq_len is not None
-    choices = _choices(asked, model, program, cut, assumed)
-    sequences = _sequences(asked, cut, choices, assumed)
-    layouts = tuple(_layouts(cut, choices, model, sequences))[:MOST_CANDIDATES]
+    base = _base_layout(config, model, program, assumed)
+    cluster, of_machines = cluster_of(config, base.world_size)
+    base = replace(base, precision=_precision(config, cluster.accelerator, assumed))
+    if config.seq_len is None:
+        config = replace(config, seq_len=USUAL_SEQUENCE)
+        assumed.append(f"seq_len = {config.seq_len}")
+    assert config.seq_len is not None
+    choices = _choices(config, model, program, base, assumed)
+    sequences = _sequences(config, base, choices, assumed)
+    layouts = tuple(_layouts(base, choices, model, sequences))[:MOST_CANDIDATES]
     if not layouts:
-        rule = f"no micro-batch of {choices['micro_batch_size']} divides a global batch of {sequences} over dp = {cut.dp}"
+        rule = f"no micro-batch of {choices['micro_batch_size']} divides a global batch of {sequences} over dp = {base.dp}"
         raise UnrepresentableError(rule)
     if stack.stage_cut == "by-share":
-        counts = [sequences // (cut.dp * layout.micro_batch_size) for layout in layouts]
-        if wrong := cannot_run(model, cut.pp, counts):
+        counts = [sequences // (base.dp * layout.micro_batch_size) for layout in layouts]
+        if wrong := cannot_run(model, base.pp, counts):
             raise UnrunnableError(wrong)
     open_cells = tuple(_COLUMN_OF.get(key, key) for key, values in choices.items() if len(values) > 1) + program.open_settings
-    workloads = tuple(Workload(model, cluster, asked.seq_len, sequences, one) for one in program.stacks)
-    otherwise = read_otherwise(asked, model, layouts[0])
-    told = (*assumed, *of_model, *program.assumed, *of_machines, *otherwise)
-    return Setup(workloads, layouts, open_cells, told, program.usual.flops, asked)
+    workloads = tuple(Workload(model, cluster, config.seq_len, sequences, variant) for variant in program.stacks)
+    otherwise = read_differently(config, model, layouts[0])
+    notes = (*assumed, *of_model, *program.assumed, *of_machines, *otherwise)
+    return Setup(workloads, layouts, open_cells, notes, program.usual.flops, config)
 
 
 _COLUMN_OF = {"micro_batch_size": "micro_batch", "pipeline": "vpp"}
 
 
-def _cut(asked: Asked, model: Model, program: Program, assumed: list[str]) -> Layout:
+def _base_layout(config: RunConfig, model: Model, program: Program, assumed: list[str]) -> Layout:
     """The layout, with everything about it that a row never leaves open."""
-    gpus = asked.n_gpus or (asked.nodes * (asked.gpus_per_node or 8) if asked.nodes else None)
-    tp, cp, pp = _blank_cuts(asked, gpus, assumed)
-    dp = _data_parallel(asked, gpus, tp * cp * pp, assumed)
-    zero, shard = _zero(asked, program.usual, dp, pp, assumed)
-    ep, expert_tp = _experts(asked, model.num_experts, program.usual, tp * cp * dp, assumed)
+    gpus = config.n_gpus or (config.nodes * (config.gpus_per_node or 8) if config.nodes else None)
+    tp, cp, pp = _blank_axes(config, gpus, assumed)
+    dp = _data_parallel(config, gpus, tp * cp * pp, assumed)
+    zero, shard = _zero(config, program.usual, dp, pp, assumed)
+    ep, expert_tp = _experts(config, model.num_experts, program.usual, tp * cp * dp, assumed)
     return Layout(
         dp=dp, zero_stage=zero, dp_shard=shard, tp=tp, cp=cp, pp=pp, ep=ep, expert_tp=expert_tp,
         cp_method=program.usual.cp_method,
-        sequence_parallel=_sequence_parallel(asked, program.usual, tp, assumed),
-        offload_activations=bool(re.search("activation", asked.offload, re.IGNORECASE)),
-        offload_optimizer=bool(re.search("optim", asked.offload, re.IGNORECASE)),
+        sequence_parallel=_sequence_parallel(config, program.usual, tp, assumed),
+        offload_activations=bool(re.search("activation", config.offload, re.IGNORECASE)),
+        offload_optimizer=bool(re.search("optim", config.offload, re.IGNORECASE)),
     )  # fmt: skip
 
 
-def _blank_cuts(asked: Asked, gpus: int | None, assumed: list[str]) -> tuple[int, int, int]:
+def _blank_axes(config: RunConfig, gpus: int | None, assumed: list[str]) -> tuple[int, int, int]:
     """tp, cp and pp; where some are blank, GPUs that dp and the others leave over go to tp within a node, then to pp."""
-    tp, cp, pp = asked.tp or 1, asked.cp or 1, asked.pp or 1
-    left, rest = divmod(gpus or 0, (asked.dp or 0) * tp * cp * pp or 1)
-    if gpus is None or asked.dp is None or rest or left == 1 or asked.experts:
+    tp, cp, pp = config.tp or 1, config.cp or 1, config.pp or 1
+    spare, remainder = divmod(gpus or 0, (config.dp or 0) * tp * cp * pp or 1)
+    if gpus is None or config.dp is None or remainder or spare == 1 or config.experts:
         return tp, cp, pp
-    if asked.tp is None:
-        tp = left if asked.pp is not None else min(left, asked.gpus_per_node or 8)
-    if asked.pp is None:
-        pp = gpus // (asked.dp * tp * cp)
-    elif asked.tp is not None and asked.cp is None:
-        cp = left
-    if None in (asked.tp, asked.cp, asked.pp):
+    if config.tp is None:
+        tp = spare if config.pp is not None else min(spare, config.gpus_per_node or 8)
+    if config.pp is None:
+        pp = gpus // (config.dp * tp * cp)
+    elif config.tp is not None and config.cp is None:
+        cp = spare
+    if None in (config.tp, config.cp, config.pp):
         assumed.append(f"tp = {tp}, cp = {cp}, pp = {pp}, from n_gpus / dp")
     return tp, cp, pp
 
 
-def _data_parallel(asked: Asked, gpus: int | None, rest: int, assumed: list[str]) -> int:
+def _data_parallel(config: RunConfig, gpus: int | None, model_ranks: int, assumed: list[str]) -> int:
     if gpus is None:
-        if asked.dp is not None:
-            return asked.dp
-        if not (asked.global_batch and asked.micro_batch and asked.grad_accum):
+        if config.dp is not None:
+            return config.dp
+        if not (config.global_batch and config.micro_batch and config.grad_accum):
             raise UnrepresentableError("n_gpus and dp are blank")
-        dp = max(1, asked.global_batch // (asked.micro_batch * asked.grad_accum))
+        dp = max(1, config.global_batch // (config.micro_batch * config.grad_accum))
         assumed.append(f"dp = {dp}")
         return dp
-    if gpus % rest:
-        raise UnrepresentableError(f"tp x cp x pp = {rest} does not divide n_gpus = {gpus}")
-    dp = gpus // rest
-    if asked.dp is not None and asked.dp != dp:
-        if asked.dp * (asked.ep or 1) != dp:
-            raise UnrepresentableError(f"n_gpus = {gpus} is not dp x tp x cp x pp = {asked.dp * rest}")
+    if gpus % model_ranks:
+        raise UnrepresentableError(f"tp x cp x pp = {model_ranks} does not divide n_gpus = {gpus}")
+    dp = gpus // model_ranks
+    if config.dp is not None and config.dp != dp:
+        if config.dp * (config.ep or 1) != dp:
+            raise UnrepresentableError(f"n_gpus = {gpus} is not dp x tp x cp x pp = {config.dp * model_ranks}")
         assumed.append(f"dp = {dp}: ep is an axis of its own in this row")
     return dp
 
 
-def _zero(asked: Asked, usual: Usual, dp: int, pp: int, assumed: list[str]) -> tuple[ZeroStage, int | None]:
-    text = asked.zero_stage.lower().removesuffix(".0")
+def _zero(config: RunConfig, usual: Usual, dp: int, pp: int, assumed: list[str]) -> tuple[ZeroStage, int | None]:
+    text = config.zero_stage.lower().removesuffix(".0")
     if text and not re.fullmatch(r"[0-3]|hsdp\s*-?\d+", text):
-        known = zero_stage_of(text, asked.gpus_per_node or USUAL_NODE_GPUS)
-        if known is None:
-            raise UnrepresentableError(f"zero_stage {asked.zero_stage!r} is not 0, 1, 2, 3 or hsdpK")
-        assumed.append(f"zero_stage {asked.zero_stage!r} is {known}")
-        text = known
+        parsed = zero_stage_of(text, config.gpus_per_node or USUAL_NODE_GPUS)
+        if parsed is None:
+            raise UnrepresentableError(f"zero_stage {config.zero_stage!r} is not 0, 1, 2, 3 or hsdpK")
+        assumed.append(f"zero_stage {config.zero_stage!r} is {parsed}")
+        text = parsed
     if match := re.fullmatch(r"hsdp\s*-?(\d+)", text):
         shard = min(int(match[1]), dp) or dp
         return 3, shard if dp % shard == 0 else None
@@ -196,28 +196,28 @@ def _zero(asked: Asked, usual: Usual, dp: int, pp: int, assumed: list[str]) -> t
     return stages[stage], None
 
 
-def _experts(asked: Asked, num_experts: int, usual: Usual, ranks: int, assumed: list[str]) -> tuple[int, int]:
+def _experts(config: RunConfig, num_experts: int, usual: Usual, ranks: int, assumed: list[str]) -> tuple[int, int]:
     if not num_experts:
         return 1, 1
-    ep = asked.ep or 1
-    wanted = asked.etp or (asked.tp or 1 if usual.expert_tp == "tp" else 1)
-    for expert_tp in (wanted, 1):
+    ep = config.ep or 1
+    preferred = config.etp or (config.tp or 1 if usual.expert_tp == "tp" else 1)
+    for expert_tp in (preferred, 1):
         if ranks % (ep * expert_tp) == 0 and num_experts % ep == 0:
-            if asked.etp is None and expert_tp > 1:
+            if config.etp is None and expert_tp > 1:
                 assumed.append(f"experts cut by tp = {expert_tp}")
             return ep, expert_tp
     raise UnrepresentableError(f"ep = {ep} does not divide {num_experts} experts and tp x cp x dp = {ranks}")
 
 
-def _sequence_parallel(asked: Asked, usual: Usual, tp: int, assumed: list[str]) -> bool:
-    if asked.sp is not None or tp == 1:
-        return bool(asked.sp)
+def _sequence_parallel(config: RunConfig, usual: Usual, tp: int, assumed: list[str]) -> bool:
+    if config.sp is not None or tp == 1:
+        return bool(config.sp)
     assumed.append(f"{'with' if usual.sequence_parallel else 'without'} sequence parallelism")
     return usual.sequence_parallel
 
 
-def _precision(asked: Asked, accelerator: Accelerator, assumed: list[str]) -> Precision:
-    text = asked.precision.lower()
+def _precision(config: RunConfig, accelerator: Accelerator, assumed: list[str]) -> Precision:
+    text = config.precision.lower()
     half: Precision = "bf16" if "bf16" in accelerator.peak_flops else "fp16"
     if not text:
         assumed.append(f"precision {half}")
@@ -225,41 +225,41 @@ def _precision(asked: Asked, accelerator: Accelerator, assumed: list[str]) -> Pr
     name = next((name for name in _PRECISIONS if name in text), None)
     if name is None and _VAGUE.search(text):
         name = half
-        assumed.append(f"precision {asked.precision!r} is {name}")
+        assumed.append(f"precision {config.precision!r} is {name}")
     if name is None:
-        raise UnrepresentableError(f"precision {asked.precision!r} is not one of {', '.join(_PRECISIONS)}")
+        raise UnrepresentableError(f"precision {config.precision!r} is not one of {', '.join(_PRECISIONS)}")
     if _PRECISIONS[name] in NARROW and _PRECISIONS[name] not in accelerator.peak_flops and "fp8" in accelerator.peak_flops:
-        assumed.append(f"fp8 stands for {asked.precision}")
+        assumed.append(f"fp8 stands for {config.precision}")
         return "fp8"
     return _PRECISIONS[name]
 
 
-def _choices(asked: Asked, model: Model, program: Program, cut: Layout, assumed: list[str]) -> dict[str, tuple]:
+def _choices(config: RunConfig, model: Model, program: Program, base: Layout, assumed: list[str]) -> dict[str, tuple]:
     """Settings that a row may leave open, each with its possible values."""
-    schedules = _pipeline(asked, model, program.usual, cut.pp, assumed)
+    schedules = _pipeline(config, model, program.usual, base.pp, assumed)
     return {
-        "micro_batch_size": _micro_batches(asked, program.usual, cut, assumed),
-        "recompute": _recompute(asked, program, model),
+        "micro_batch_size": _micro_batches(config, program.usual, base, assumed),
+        "recompute": _recompute(config, program, model),
         "pipeline": schedules,
     }
 
 
-def _pipeline(asked: Asked, model: Model, usual: Usual, pp: int, assumed: list[str]) -> tuple[tuple[str, int], ...]:
+def _pipeline(config: RunConfig, model: Model, usual: Usual, pp: int, assumed: list[str]) -> tuple[tuple[str, int], ...]:
     """The schedules that a row may mean, each with its stages a rank."""
     layers = model.num_hidden_layers + model.num_nextn_predict_layers
     if pp == 1:
         return ((USUAL, 1),)
     if pp > layers + _ENDS:
         raise UnrunnableError(f"pp = {pp} is more than the {layers} layers, embedding and head")
-    text = asked.pp_schedule.lower()
-    for one in reversed(SCHEDULES.values()):
-        if one.words and one.name not in _PLAIN and re.search(one.words, text):
-            return ((one.name, one.virtual_stages or DEFAULT_VIRTUAL_STAGES),)
+    text = config.pp_schedule.lower()
+    for schedule in reversed(SCHEDULES.values()):
+        if schedule.pattern and schedule.name not in _PLAIN and re.search(schedule.pattern, text):
+            return ((schedule.name, schedule.virtual_stages or DEFAULT_VIRTUAL_STAGES),)
     most = (layers + _ENDS) // pp
-    if asked.vpp is not None:
-        if asked.vpp > most:
-            assumed.append(f"{most} chunks a rank: there are {layers} layers for {asked.vpp} x {pp}")
-        chunks = max(1, min(asked.vpp, most))
+    if config.vpp is not None:
+        if config.vpp > most:
+            assumed.append(f"{most} chunks a rank: there are {layers} layers for {config.vpp} x {pp}")
+        chunks = max(1, min(config.vpp, most))
         return ((schedule_for(chunks), chunks),)
     many = _interleaved(layers, most, pp, usual)
     if re.fullmatch(f"{_PLAIN[1]}[-_ ]*({_PLAIN[0]})?", text):
@@ -278,37 +278,37 @@ def _interleaved(layers: int, most: int, pp: int, usual: Usual) -> tuple[tuple[s
     return tuple((schedule_for(n), n) for n in counts)
 
 
-def _micro_batches(asked: Asked, usual: Usual, cut: Layout, assumed: list[str]) -> tuple[int, ...]:
-    if asked.micro_batch:
-        return (asked.micro_batch,)
-    if asked.global_batch and asked.grad_accum and asked.global_batch % (cut.dp * asked.grad_accum) == 0:
-        size = asked.global_batch // (cut.dp * asked.grad_accum)
+def _micro_batches(config: RunConfig, usual: Usual, base: Layout, assumed: list[str]) -> tuple[int, ...]:
+    if config.micro_batch:
+        return (config.micro_batch,)
+    if config.global_batch and config.grad_accum and config.global_batch % (base.dp * config.grad_accum) == 0:
+        size = config.global_batch // (base.dp * config.grad_accum)
         if size:
             assumed.append(f"micro_batch = {size}")
             return (size,)
-    if not asked.global_batch:
+    if not config.global_batch:
         assumed.append("micro_batch = 1")
         return (1,)
-    own = asked.global_batch // cut.dp
+    per_replica = config.global_batch // base.dp
     size = usual.micro_batch_in_pipeline or 0
     if usual.micro_batches_in_pipeline == "pp":
-        size = own // cut.pp if own % cut.pp == 0 else 0
-    if cut.pp > 1 and size:
+        size = per_replica // base.pp if per_replica % base.pp == 0 else 0
+    if base.pp > 1 and size:
         assumed.append(f"micro_batch = {size}, its program's default in a pipeline")
         return (size,)
-    sizes = [2**k for k in range(LARGEST_MICRO_BATCH.bit_length()) if own % 2**k == 0]
+    sizes = [2**k for k in range(LARGEST_MICRO_BATCH.bit_length()) if per_replica % 2**k == 0]
     return tuple(size for size in sizes if size <= LARGEST_MICRO_BATCH)
 
 
-def _recompute(asked: Asked, program: Program, model: Model) -> tuple[str, ...]:
-    text, stack = asked.recompute.lower(), program.stacks[0]
-    if named := _modules(asked, stack, model):
+def _recompute(config: RunConfig, program: Program, model: Model) -> tuple[str, ...]:
+    text, stack = config.recompute.lower(), program.stacks[0]
+    if named := _modules(config, stack, model):
         return (named,)
-    if "every second" in asked.recompute_detail.lower() and "block" in asked.recompute_detail.lower():
+    if "every second" in config.recompute_detail.lower() and "block" in config.recompute_detail.lower():
         return ("every-k",)
     if text == "selective" and stack.selective == "attention" and stack.kernels.attention == "flash":
         # Flash attention has nothing left to recompute but itself, and Megatron's recipes then leave it.
-        return ("none",) if "core" not in asked.recompute_detail.lower() else ("selective",)
+        return ("none",) if "core" not in config.recompute_detail.lower() else ("selective",)
     if text:
         return (RECOMPUTE_WORDS.get(text, "selective"),)
     if stack.kernels.attention == "math" and program.usual.recompute == ("none", "full"):
@@ -316,36 +316,36 @@ def _recompute(asked: Asked, program: Program, model: Model) -> tuple[str, ...]:
     return program.usual.recompute
 
 
-def _modules(asked: Asked, stack: Stack, model: Model) -> str:
+def _modules(config: RunConfig, stack: Stack, model: Model) -> str:
     """The modules that a selective row names, of those that its trainer can name and its model has; nothing without any."""
-    words = re.findall(r"[a-z_-]+", asked.recompute_detail.lower()) if asked.recompute.lower() == "selective" else ()
+    words = re.findall(r"[a-z_-]+", config.recompute_detail.lower()) if config.recompute.lower() == "selective" else ()
     named = {str((MODULES_IN_PROSE | SPELLINGS).get(word, word)) for word in words}
     named &= {*abilities(stack).modules} & {*available_modules(model)}
     return modules_name(named) if named else ""
 
 
-def _sequences(asked: Asked, cut: Layout, choices: dict[str, tuple], assumed: list[str]) -> int:
-    if asked.global_batch:
-        if asked.global_batch < cut.dp:
-            raise UnrepresentableError(f"global_batch = {asked.global_batch} is less than dp = {cut.dp}")
-        at_once = cut.dp * choices["micro_batch_size"][0] if len(choices["micro_batch_size"]) == 1 else 0
-        if not at_once or asked.global_batch % at_once == 0 or asked.global_batch < at_once:
-            return asked.global_batch
-        rounded = round(asked.global_batch / at_once) * at_once
-        assumed.append(f"global_batch = {rounded}, of whole micro-batches: {asked.global_batch} is none")
+def _sequences(config: RunConfig, base: Layout, choices: dict[str, tuple], assumed: list[str]) -> int:
+    if config.global_batch:
+        if config.global_batch < base.dp:
+            raise UnrepresentableError(f"global_batch = {config.global_batch} is less than dp = {base.dp}")
+        at_once = base.dp * choices["micro_batch_size"][0] if len(choices["micro_batch_size"]) == 1 else 0
+        if not at_once or config.global_batch % at_once == 0 or config.global_batch < at_once:
+            return config.global_batch
+        rounded = round(config.global_batch / at_once) * at_once
+        assumed.append(f"global_batch = {rounded}, of whole micro-batches: {config.global_batch} is none")
         return rounded
-    rounds = asked.grad_accum or cut.pp
-    sequences = cut.dp * choices["micro_batch_size"][0] * rounds
-    if not (asked.micro_batch and asked.grad_accum):
+    rounds = config.grad_accum or base.pp
+    sequences = base.dp * choices["micro_batch_size"][0] * rounds
+    if not (config.micro_batch and config.grad_accum):
         assumed.append(f"global_batch = {sequences}")
     return sequences
 
 
-def _layouts(cut: Layout, choices: dict[str, tuple], model: Model, sequences: int) -> Iterator[Layout]:
+def _layouts(base: Layout, choices: dict[str, tuple], model: Model, sequences: int) -> Iterator[Layout]:
     for values in product(*choices.values()):
         named = dict(zip(choices, values, strict=True))
         schedule, chunks = named.pop("pipeline")
-        layout = replace(cut, **named, schedule=schedule, virtual_stages=chunks)
+        layout = replace(base, **named, schedule=schedule, virtual_stages=chunks)
         if sequences % (layout.dp * layout.micro_batch_size) == 0:
             yield layout
 
@@ -384,46 +384,50 @@ def zero_stage_of(text: str, node: int) -> str | None:
     return None
 
 
-def out_of_range(asked: Asked) -> str:
+def out_of_range(config: RunConfig) -> str:
     """Numbers that no run can have, or nothing."""
     limits = dict.fromkeys(_COUNTS, (1, LARGEST_COUNT)) | dict.fromkeys(_SIZES, (1, LARGEST_NUMBER))
     limits |= dict.fromkeys(_MAY_BE_ZERO, (0, LARGEST_NUMBER))
-    found = []
+    problems = []
     for name, (low, high) in limits.items():
-        value = getattr(asked, name)
+        value = getattr(config, name)
         if value is not None and value < low:
-            found.append(f"{name} must be at least {low}, found {value}")
+            problems.append(f"{name} must be at least {low}, found {value}")
         elif value is not None and value > high:
-            found.append(f"{name} must be at most {high:,}, found {_short(value)}")
-    return "; ".join(found)
+            problems.append(f"{name} must be at most {high:,}, found {_short(value)}")
+    return "; ".join(problems)
 
 
-def read_otherwise(asked: Asked, model: Model, layout: Layout) -> Iterator[str]:
+def read_differently(config: RunConfig, model: Model, layout: Layout) -> Iterator[str]:
     """Cells of the row that are read as something else than they say, or by nobody."""
-    if (asked.ep or 1) > 1 and not model.num_experts:
-        yield f"ep = {asked.ep} is not read: the model has no experts"
-    if (asked.vpp or 1) > 1 and layout.pp == 1:
-        yield f"vpp = {asked.vpp} is not read: there is no pipeline"
-    if asked.grad_accum and asked.micro_batch and asked.global_batch:
-        rounds = asked.global_batch / (layout.dp * asked.micro_batch)
-        if rounds != asked.grad_accum:
-            told = f"global_batch = {asked.global_batch} over dp x micro_batch is {rounds:g}"
-            yield f"grad_accum = {asked.grad_accum} is not read: {told}"
-    if asked.recompute and asked.recompute.lower() not in RECOMPUTE_WORDS:
-        yield f"recompute {asked.recompute!r} is read as {layout.recompute}"
-    if asked.pp_schedule and not re.search(_SCHEDULES, asked.pp_schedule.lower()):
-        yield f"pp_schedule {asked.pp_schedule!r} is read as {layout.schedule}"
-    if asked.attn_kind and not re.search("mha|mqa|gqa|mla|swa", asked.attn_kind.lower()):
-        yield f"attn_kind {asked.attn_kind!r} is not read: heads and kv_heads say what attention it is"
-    if asked.offload and not (layout.offload_activations or layout.offload_optimizer) and asked.offload.lower() not in _NOTHING:
-        yield f"offload {asked.offload!r} is not read: it names neither activations nor the optimizer"
-    if asked.flops_def and asked.flops_def not in (*CONVENTIONS, "unstated"):
-        yield f"flops_def {asked.flops_def!r} is not read: it is none of {', '.join(CONVENTIONS)}"
-    if (match := re.fullmatch(r"hsdp\s*-?(\d+)", asked.zero_stage.lower())) and layout.shard_size != int(match[1]):
-        yield f"zero_stage {asked.zero_stage!r} is read as shards of {layout.shard_size}"
+    if (config.ep or 1) > 1 and not model.num_experts:
+        yield f"ep = {config.ep} is not read: the model has no experts"
+    if (config.vpp or 1) > 1 and layout.pp == 1:
+        yield f"vpp = {config.vpp} is not read: there is no pipeline"
+    if config.grad_accum and config.micro_batch and config.global_batch:
+        rounds = config.global_batch / (layout.dp * config.micro_batch)
+        if rounds != config.grad_accum:
+            computed = f"global_batch = {config.global_batch} over dp x micro_batch is {rounds:g}"
+            yield f"grad_accum = {config.grad_accum} is not read: {computed}"
+    if config.recompute and config.recompute.lower() not in RECOMPUTE_WORDS:
+        yield f"recompute {config.recompute!r} is read as {layout.recompute}"
+    if config.pp_schedule and not re.search(_SCHEDULES, config.pp_schedule.lower()):
+        yield f"pp_schedule {config.pp_schedule!r} is read as {layout.schedule}"
+    if config.attn_kind and not re.search("mha|mqa|gqa|mla|swa", config.attn_kind.lower()):
+        yield f"attn_kind {config.attn_kind!r} is not read: heads and kv_heads say what attention it is"
+    if (
+        config.offload
+        and not (layout.offload_activations or layout.offload_optimizer)
+        and config.offload.lower() not in _NOTHING
+    ):
+        yield f"offload {config.offload!r} is not read: it names neither activations nor the optimizer"
+    if config.flops_def and config.flops_def not in (*CONVENTIONS, "unstated"):
+        yield f"flops_def {config.flops_def!r} is not read: it is none of {', '.join(CONVENTIONS)}"
+    if (match := re.fullmatch(r"hsdp\s*-?(\d+)", config.zero_stage.lower())) and layout.shard_size != int(match[1]):
+        yield f"zero_stage {config.zero_stage!r} is read as shards of {layout.shard_size}"
 
 
-_SCHEDULES = "|".join(one.words for one in SCHEDULES.values() if one.words)
+_SCHEDULES = "|".join(schedule.pattern for schedule in SCHEDULES.values() if schedule.pattern)
 _NOTHING = ("0", "no", "false", "off")
 
 

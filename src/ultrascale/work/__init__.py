@@ -2,7 +2,7 @@
 
 work               the table of a block's operations, with those of attention_work and mlp_work
 ops, op_builders   what an operation is; how products, norms and sums are written
-kept               what a block keeps from forward to backward, under any recomputation
+recompute          what a block keeps from forward to backward, under any recomputation
 fp8_slots          histories of delayed scaling
 sharding           which part of what a rank holds
 """

@@ -16,7 +16,16 @@ the causal square.
 from __future__ import annotations
 
 from ultrascale.description.architecture.model import Model
-from ultrascale.work.op_builders import column_source, cut, held_to_the_end, linear, local_source, norm, row_linear, without_fp8
+from ultrascale.work.op_builders import (
+    ceil_div,
+    column_source,
+    kept_alive_to_end,
+    linear,
+    local_source,
+    norm,
+    row_linear,
+    without_fp8,
+)
 from ultrascale.work.ops import Activation, Collective, Op, Product, Scores, Shape, When
 from ultrascale.work.sharding.context_order import Masks, windowed_masks
 
@@ -28,22 +37,22 @@ def attention_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
     """Operations from `attention_in` to `attention_out`, both [outer tokens, D]."""
     ops, names = (_latent_heads if model.latent_attention else _heads)(model, layer, shape)
     named = tuple(name.removesuffix("_repeated") for name in names)
-    swapped, names, attended = _swap_heads(model, shape, names)
+    swapped, names, attended = _all_to_all_heads(model, shape, names)
     core = (_math if shape.kernels.attention == "math" else _flash)(model, layer, shape, names, attended)
-    back = _swap_back(model, shape, attended)
-    width = cut(model.num_attention_heads, shape.tp) * model.value_head_dim
+    swap_back = _all_to_all_back(model, shape, attended)
+    width = ceil_div(model.num_attention_heads, shape.tp) * model.value_head_dim
     result = "attended"
     if shape.kernels.copies_attended:
         result, num_bytes = "attended_copy", _attended_bytes(model, shape)
-        back += (Op("self_attn.copy", "elementwise", ("attended",), (Activation(result, num_bytes),),
+        swap_back += (Op("self_attn.copy", "elementwise", ("attended",), (Activation(result, num_bytes),),
                     moved_bytes=2 * num_bytes, backward_moved_bytes=2 * num_bytes),)  # fmt: skip
-    is_kept = shape.kernels.attention == "flash" and not back  # for the kernel's own backward pass
-    again = shape.kernels.rounds_again and is_kept and shape.fp8_scaling != "delayed"
-    saved, source = local_source(shape, result, width, shape.num_tokens, again=again)
+    is_kept = shape.kernels.attention == "flash" and not swap_back  # for the kernel's own backward pass
+    rounds_again = shape.kernels.rounds_again and is_kept and shape.fp8_scaling != "delayed"
+    saved, source = local_source(shape, result, width, shape.num_tokens, again=rounds_again)
     out = row_linear(
         shape, "self_attn.o_proj", source, "attention_out", width, model.hidden_size, bias=model.attention_output_bias
     )
-    return (*ops, *swapped, *core, *back, *saved, *held_to_the_end(out, ("attention_in", *named, result)))
+    return (*ops, *swapped, *core, *swap_back, *saved, *kept_alive_to_end(out, ("attention_in", *named, result)))
 
 
 def attended_share(sequence_length: int, window: int | None) -> float:
@@ -62,10 +71,10 @@ def mask_elements(window: int | None, shape: Shape) -> int:
     return (shape.micro_batch_size if shape.documents else 1) * shape.local_length * s
 
 
-def mask_room(window: int | None, shape: Shape) -> int:
+def mask_scratch_bytes(window: int | None, shape: Shape) -> int:
     """Bytes of booleans, at most at once, while that mask is made: what is hidden."""
     masks = _context_masks(window, shape)
-    return 3 * mask_elements(window, shape) if masks is None else masks.room_bytes
+    return 3 * mask_elements(window, shape) if masks is None else masks.scratch_bytes
 
 
 def _context_masks(window: int | None, shape: Shape) -> Masks | None:
@@ -73,7 +82,7 @@ def _context_masks(window: int | None, shape: Shape) -> Masks | None:
     if shape.cp == 1 or shape.documents or window is None:
         return None
     places, heads = shape.cp_grid
-    place = None if shape.at is None else shape.at.cp // heads
+    place = None if shape.coordinates is None else shape.coordinates.cp // heads
     row_multiple = BIAS_MULTIPLE if shape.device == "cuda" else 1
     return windowed_masks(shape.sequence_length, places, place, window, row_multiple, shape.itemsize)
 
@@ -86,7 +95,7 @@ def mask_name(window: int | None) -> str:
 def _heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...], tuple[str, str, str]]:
     """Queries, keys and values of this rank's heads, normalised and turned; their names."""
     n, d, e, a = shape.num_tokens, model.hidden_size, model.head_dim, shape.itemsize
-    q, kv = cut(model.num_attention_heads, shape.tp) * e, cut(model.num_key_value_heads, shape.tp) * e
+    q, kv = ceil_div(model.num_attention_heads, shape.tp) * e, ceil_div(model.num_key_value_heads, shape.tp) * e
     gather, source = column_source(shape, "attention_in", d, projections=3)
     if shape.kernels.joins_projections:
         weights = tuple(f"self_attn.{x}_proj" for x in "qkv")
@@ -121,14 +130,14 @@ def _heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...], tupl
                moved_bytes=n * (q + kv) * a, backward_moved_bytes=n * (q + kv) * a)
             for x, read in ((key, key), (value if value != key else "v", value))
         ]  # fmt: skip
-        key, value = (one.makes[0].name for one in ops[-2:])
+        key, value = (op.makes[0].name for op in ops[-2:])
     return (*gather, *ops), (query, key, value)
 
 
 def _repeats_heads(model: Model, layer: int, shape: Shape) -> bool:
     """True if keys and values are repeated, since no fused kernel on CUDA takes fewer heads of them here. With sinks an
     operation of ours does it inside itself, in both passes, and saves what it was given."""
-    fewer = cut(model.num_key_value_heads, shape.tp) < cut(model.num_attention_heads, shape.tp)
+    fewer = ceil_div(model.num_key_value_heads, shape.tp) < ceil_div(model.num_attention_heads, shape.tp)
     if shape.kernels.repeats_keys:
         return fewer
     if shape.device == "cpu" or shape.cp > 1 or shape.masks_in_kernel:
@@ -154,11 +163,11 @@ def _rotary(shape: Shape, name: str, read: str, num_bytes: int, angles: tuple[st
 def _latent_heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...], tuple[str, str, str]]:
     """Latent attention (DeepSeek-V2, section 2.1): narrow projections on every rank, heads made from them cut by tp."""
     n, m, d, a = shape.num_tokens, shape.outer_tokens, model.hidden_size, shape.itemsize
-    heads, nope, rope = cut(model.num_attention_heads, shape.tp), model.qk_nope_head_dim, model.qk_rope_head_dim
+    heads, nope, rope = ceil_div(model.num_attention_heads, shape.tp), model.qk_nope_head_dim, model.qk_rope_head_dim
     narrow, query_width = model.kv_lora_rank or 0, heads * (nope + rope)
     ops: list[Op] = []
-    own = without_fp8(shape) if shape.kernels.own_fp8 else shape  # narrow projections stay in bf16
-    saved, source = local_source(own, "attention_in", d, m, cheap=True)
+    bf16 = without_fp8(shape) if shape.kernels.own_fp8 else shape  # narrow projections stay in bf16
+    saved, source = local_source(bf16, "attention_in", d, m, cheap=True)
     ops += saved
     if model.q_lora_rank is None:
         gather, wide = column_source(shape, "attention_in", d)
@@ -166,14 +175,14 @@ def _latent_heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...
                 linear(shape, "self_attn.q_proj", wide, "q", d, query_width, collectives=wide.collectives)]  # fmt: skip
     else:
         ops += [
-            linear(own, "self_attn.q_a_proj", source, "q_latent", d, model.q_lora_rank, num_tokens=m, bias=model.qkv_bias),
+            linear(bf16, "self_attn.q_a_proj", source, "q_latent", d, model.q_lora_rank, num_tokens=m, bias=model.qkv_bias),
             norm(model, shape, "self_attn.q_a_layernorm", "q_latent", "q_narrow", model.q_lora_rank, model.q_lora_rank, m),
         ]
         gather, wide = column_source(shape, "q_narrow", model.q_lora_rank)
         ops += [*gather, linear(shape, "self_attn.q_b_proj", wide, "q", model.q_lora_rank, query_width,
                                 collectives=wide.collectives)]  # fmt: skip
     ops += [
-        linear(own, "self_attn.kv_a_proj_with_mqa", source, "kv_latent", d, narrow + rope, num_tokens=m, bias=model.qkv_bias),
+        linear(bf16, "self_attn.kv_a_proj_with_mqa", source, "kv_latent", d, narrow + rope, num_tokens=m, bias=model.qkv_bias),
         norm(model, shape, "self_attn.kv_a_layernorm", "kv_latent", "kv_narrow", narrow, narrow, m),
     ]
     gather, wide = column_source(shape, "kv_narrow", narrow)
@@ -198,27 +207,29 @@ def _shared_key_traffic(shape: Shape, num_bytes: int) -> tuple[Collective, ...]:
     gradient."""
     if shape.tp == 1:
         return ()
-    if shape.cuts_sequence:
+    if shape.shards_sequence:
         return Collective("all_gather", "tp", num_bytes, "forward"), Collective("reduce_scatter", "tp", num_bytes, "backward")
     return (Collective("all_reduce", "tp", num_bytes, "backward"),)
 
 
-def _swap_heads(model: Model, shape: Shape, names: tuple[str, str, str]) -> tuple[tuple[Op, ...], tuple[str, str, str], str]:
+def _all_to_all_heads(
+    model: Model, shape: Shape, names: tuple[str, str, str]
+) -> tuple[tuple[Op, ...], tuple[str, str, str], str]:
     """All-to-all of queries, keys and values: from S/cp of all heads to S of 1/cp of them. Last, the name of the result."""
     if shape.cp_grid[1] == 1:
         return (), names, "attended"
-    made = ("q_swapped", "k_swapped", "v_swapped")
+    makes = ("q_swapped", "k_swapped", "v_swapped")
     sizes = _bytes_of_swapped(model, shape)
     ops = tuple(  # keys and values travel with the queries
         _all_to_all(
-            shape, f"self_attn.{make}", read, make, (num_bytes, _swapped(shape, num_bytes)), num_messages=int(make == made[0])
+            shape, f"self_attn.{make}", read, make, (num_bytes, _swapped(shape, num_bytes)), num_messages=int(make == makes[0])
         )
-        for read, make, num_bytes in zip(names, made, sizes, strict=True)
+        for read, make, num_bytes in zip(names, makes, sizes, strict=True)
     )
-    return ops, made, "attended_swapped"
+    return ops, makes, "attended_swapped"
 
 
-def _swap_back(model: Model, shape: Shape, attended: str) -> tuple[Op, ...]:
+def _all_to_all_back(model: Model, shape: Shape, attended: str) -> tuple[Op, ...]:
     if attended == "attended":
         return ()
     whole = _attended_bytes(model, shape)
@@ -234,7 +245,7 @@ def _all_to_all(
     stays = whole // shape.cp_grid[1]
     traffic = tuple(
         Collective("all_to_all", "cp", size, when, num_messages=num_messages,
-                   leaving_bytes=None if shape.at is None else size - stays)
+                   leaving_bytes=None if shape.coordinates is None else size - stays)
         for size, when in zip(sizes, ways, strict=True)
     )  # fmt: skip
     return Op(name, "exchange", (read,), (Activation(make, swapped if to_heads else whole),), collectives=traffic)
@@ -248,16 +259,16 @@ def _swapped(shape: Shape, num_bytes: int) -> int:
 def _bytes_of_heads(model: Model, shape: Shape) -> tuple[int, int, int]:
     """Bytes of this rank's queries, keys and values."""
     n, a, tp = shape.num_tokens, shape.itemsize, shape.tp
-    query = n * cut(model.num_attention_heads, tp) * model.head_dim * a
+    query = n * ceil_div(model.num_attention_heads, tp) * model.head_dim * a
     if model.latent_attention:
         return query, query, _attended_bytes(model, shape)
-    key = n * _given_heads(model, shape) * model.head_dim * a
+    key = n * _exchanged_kv_heads(model, shape) * model.head_dim * a
     return query, key, key
 
 
-def _given_heads(model: Model, shape: Shape) -> int:
+def _exchanged_kv_heads(model: Model, shape: Shape) -> int:
     """Heads of keys and values of this rank that attention is given."""
-    return cut(model.num_attention_heads if shape.kernels.repeats_keys else model.num_key_value_heads, shape.tp)
+    return ceil_div(model.num_attention_heads if shape.kernels.repeats_keys else model.num_key_value_heads, shape.tp)
 
 
 def _bytes_of_swapped(model: Model, shape: Shape) -> tuple[int, int, int]:
@@ -265,22 +276,22 @@ def _bytes_of_swapped(model: Model, shape: Shape) -> tuple[int, int, int]:
     query, key, value = _bytes_of_heads(model, shape)
     if model.latent_attention:
         return query, key, value
-    heads, ranks = _given_heads(model, shape), shape.cp_grid[1]
+    heads, ranks = _exchanged_kv_heads(model, shape), shape.cp_grid[1]
     each = _key_value_heads(model, shape)
     return query, key * each * ranks // heads, value * each * ranks // heads
 
 
 def _key_value_heads(model: Model, shape: Shape) -> int:
     """Heads of keys and values at work on one rank: each that its query heads read."""
-    groups, ranks = _given_heads(model, shape), shape.cp_grid[1]
-    queries = cut(model.num_attention_heads, shape.tp * ranks)
+    groups, ranks = _exchanged_kv_heads(model, shape), shape.cp_grid[1]
+    queries = ceil_div(model.num_attention_heads, shape.tp * ranks)
     if model.latent_attention:
         return queries
     return groups // ranks if groups % ranks == 0 else 1 if ranks % groups == 0 else queries
 
 
 def _attended_bytes(model: Model, shape: Shape) -> int:
-    return shape.num_tokens * cut(model.num_attention_heads, shape.tp) * model.value_head_dim * shape.itemsize
+    return shape.num_tokens * ceil_div(model.num_attention_heads, shape.tp) * model.value_head_dim * shape.itemsize
 
 
 def _scores(model: Model, layer: int, shape: Shape) -> Scores:
@@ -288,7 +299,7 @@ def _scores(model: Model, layer: int, shape: Shape) -> Scores:
     has_mask = mask_elements(model.window(layer), shape) > 0
     return Scores(
         batch=shape.micro_batch_size,
-        heads=cut(model.num_attention_heads, shape.tp * swap),
+        heads=ceil_div(model.num_attention_heads, shape.tp * swap),
         key_value_heads=_key_value_heads(model, shape),
         head_dim=model.head_dim,
         value_head_dim=model.value_head_dim,
@@ -307,7 +318,7 @@ def _flash(model: Model, layer: int, shape: Shape, names: tuple[str, str, str], 
     saves = (*dict.fromkeys(names), attended, "logsumexp", *((mask_name(model.window(layer)),) if has_mask else ()))
     square, e, v = 2 * rows * shape.sequence_length, model.head_dim, model.value_head_dim
     traffic, scratch, backward_scratch = _key_value_traffic(model, model.window(layer), shape)
-    joined, joined_back = _room_of_joins(model, shape, scores)
+    joined, joined_back = _merge_scratch_bytes(model, shape, scores)
     scratch, backward_scratch = scratch + joined, backward_scratch + joined_back
     if model.attention_sinks and _repeats_heads(model, layer, shape):  # keys and values, and backward their gradients as well
         repeated = _bytes_of_heads(model, shape)[0]
@@ -330,21 +341,23 @@ def _key_value_traffic(model: Model, window: int | None, shape: Shape) -> tuple[
     _, key, value = _bytes_of_swapped(model, shape)
     widened = shape.wide_itemsize // shape.itemsize if shape.kernels.widens_key_gradients else 1
     key, value = _swapped(shape, key), _swapped(shape, value)
-    whole = places * (key + value) if shape.at is None else (key + value) // shape.swapped_length * shape.sequence_length
+    whole = (
+        places * (key + value) if shape.coordinates is None else (key + value) // shape.swapped_length * shape.sequence_length
+    )
     beside = "attention" if shape.rings else ""
     keys, gradients = _ring_shares(places, window, shape) if shape.rings else (1.0, 1.0)
-    near = window if window is not None and window < shape.sequence_length else None
+    reach = window if window is not None and window < shape.sequence_length else None
     traffic = (
-        Collective("all_gather", "cp", whole, "forward", beside, keys, near),
-        Collective("all_gather", "cp", whole, "backward", beside, keys, near),
-        Collective("reduce_scatter", "cp", widened * whole, "backward", beside, gradients, near),
+        Collective("all_gather", "cp", whole, "forward", beside, keys, reach),
+        Collective("all_gather", "cp", whole, "backward", beside, keys, reach),
+        Collective("reduce_scatter", "cp", widened * whole, "backward", beside, gradients, reach),
     )
     # A ring holds the pair at work and the one that arrives; backward their gradients as well.
-    room = 2 * (key + value) if shape.rings else whole
-    return traffic, room, (1 + widened) * room
+    buffer_bytes = 2 * (key + value) if shape.rings else whole
+    return traffic, buffer_bytes, (1 + widened) * buffer_bytes
 
 
-def _room_of_joins(model: Model, shape: Shape, scores: Scores) -> tuple[int, int]:
+def _merge_scratch_bytes(model: Model, shape: Shape, scores: Scores) -> tuple[int, int]:
     """Buffers where parts of attention are joined over cp (`parallel.context.context_attention`), beside keys and values:
     forward the sum, wide, one part as its kernel made it and once more as wide; backward wide sums of all gradients, and one
     part's."""
@@ -397,11 +410,11 @@ def _math(model: Model, layer: int, shape: Shape, names: tuple[str, str, str], a
     ]  # fmt: skip
     probabilities = "probabilities"
     if shape.kernels.dropout:
-        kept = Activation("probabilities_kept", elements)
+        mask = Activation("probabilities_kept", elements)
         moved = elements * (2 * a + 1)
         ops.append(
-            Op("self_attn.dropout", "attention", ("probabilities",), (Activation("probabilities_dropped", elements * a), kept),
-               (kept.name,), moved_bytes=moved, backward_moved_bytes=moved)
+            Op("self_attn.dropout", "attention", ("probabilities",), (Activation("probabilities_dropped", elements * a), mask),
+               (mask.name,), moved_bytes=moved, backward_moved_bytes=moved)
         )  # fmt: skip
         probabilities = "probabilities_dropped"
     flops = 2 * elements * s.value_head_dim

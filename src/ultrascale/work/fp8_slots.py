@@ -49,16 +49,16 @@ class Slots(NamedTuple):
 
 def block_slots(model: Model, layer: int) -> dict[str, Slots]:
     """Slots of every product of block `layer` that is in fp8, by the name of its module in the block."""
-    found: dict[str, Slots] = {}
+    slots: dict[str, Slots] = {}
     first = 0
     for weight in layer_weights(model, layer):
         if weight.part not in ("attention", "mlp") or weight.name.endswith(".bias"):  # experts' have a row for each
             continue
         if len(weight.shape) > 1 and not weight.name.endswith(_NARROW):
             count = weight.shape[0] if weight.is_expert else 1
-            found[weight.name.removeprefix(f"layers.{layer}.").removesuffix(".weight")] = Slots(first, count)
+            slots[weight.name.removeprefix(f"layers.{layer}.").removesuffix(".weight")] = Slots(first, count)
             first += KINDS * count
-    return found
+    return slots
 
 
 def num_block_slots(model: Model, layer: int) -> int:
@@ -73,16 +73,16 @@ def fp8_layers(model: Model, layout: Layout) -> range:
 
 def products_line(model: Model, layout: Layout) -> str:
     """Summary for people: which products of a run in fp8 are in 8 bits, and what stays in bf16, by the names of modules."""
-    own: dict[int | None, set[str]] = {layer: set(block_slots(model, layer)) for layer in fp8_layers(model, layout)}
+    in_fp8: dict[int | None, set[str]] = {layer: set(block_slots(model, layer)) for layer in fp8_layers(model, layout)}
     narrow: dict[str, None] = {}
     wide: dict[str, None] = {}
     for weight in weights(model):
         name, _, kind = weight.name.removeprefix(f"layers.{weight.layer}.").rpartition(".")
         if kind == "weight":
-            (narrow if name in own.get(weight.layer, ()) else wide)[name.rpartition(".")[2]] = None
+            (narrow if name in in_fp8.get(weight.layer, ()) else wide)[name.rpartition(".")[2]] = None
     ends = f"; blocks at either end: {layout.fp8_keep_blocks}" if layout.fp8_keep_blocks else ""
     stay = ", ".join(name for name in wide if name not in narrow)
-    blocks = f"{len(own)} of {model.num_hidden_layers} blocks, {layout.fp8_scaling} scaling"
+    blocks = f"{len(in_fp8)} of {model.num_hidden_layers} blocks, {layout.fp8_scaling} scaling"
     return f"{', '.join(narrow)} of {blocks}; in bf16 stay {stay}, attention, loss{ends}"
 
 
@@ -101,13 +101,13 @@ def weights_gathered_in_fp8(model: Model, layout: Layout) -> dict[str, bool]:
     has one scale."""
     if not gathers_fp8(layout):
         return {}
-    found: dict[str, bool] = {}
+    gathered: dict[str, bool] = {}
     for layer in fp8_layers(model, layout):
         named = {weight.name: weight for weight in layer_weights(model, layer)}
         for name in block_slots(model, layer):
             weight = named[f"layers.{layer}.{name}.weight"]
-            found[weight.name] = layout.fp8_scaling != "row" or weight.tp_dim == len(weight.shape) - 1
-    return found
+            gathered[weight.name] = layout.fp8_scaling != "row" or weight.tp_dim == len(weight.shape) - 1
+    return gathered
 
 
 def num_weight_scales(shape: tuple[int, ...], layout: Layout) -> int:

@@ -15,12 +15,12 @@ from ultrascale.description.layout import NARROW
 from ultrascale.work.op_builders import (
     FP8_BYTES,
     Source,
+    ceil_div,
     column_scales,
     column_source,
-    cut,
-    fp8_room,
-    held_to_the_end,
+    fp8_scratch_bytes,
     in_own_fp8,
+    kept_alive_to_end,
     linear,
     local_source,
     narrow_bytes,
@@ -39,23 +39,23 @@ def mlp_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
     if not model.is_moe(layer):
         return _dense(model, shape, "mlp", model.intermediate_size, "mlp_in", "mlp_out")
     if not model.shared_expert_intermediate_size:
-        return held_to_the_end(_experts(model, shape, "mlp_out"), ("mlp_in",))
+        return kept_alive_to_end(_experts(model, shape, "mlp_out"), ("mlp_in",))
     width = model.shared_expert_intermediate_size
     num_bytes = shape.outer_tokens * model.hidden_size * shape.itemsize
     total = Op("mlp.add_shared", "elementwise", ("routed_out", "shared_out"), (Activation("mlp_out", num_bytes),),
-               moved_bytes=3 * num_bytes, backward_moved_bytes=2 * num_bytes, holds=("mlp_in",))  # fmt: skip
+               moved_bytes=3 * num_bytes, backward_moved_bytes=2 * num_bytes, keeps_alive=("mlp_in",))  # fmt: skip
     # Sent before the shared one is computed, and awaited after it: what travels, and where it comes to, is there meanwhile.
     routed = _experts(model, shape, "routed_out")
     under_way = 1 + max(i for i, op in enumerate(routed) if op.name in ("mlp.permute", "mlp.dispatch"))
     shared = _dense(model, shape, "mlp.shared_experts", width, "mlp_in", "shared_out", prefix="shared_")
-    sent = tuple(one.name for op in routed[:under_way] if op.name == "mlp.permute" for one in op.makes[:1])
-    shared = (*shared[:-1], replace(shared[-1], holds=(*shared[-1].holds, *sent)))
+    sent = tuple(activation.name for op in routed[:under_way] if op.name == "mlp.permute" for activation in op.makes[:1])
+    shared = (*shared[:-1], replace(shared[-1], keeps_alive=(*shared[-1].keeps_alive, *sent)))
     return *routed[:under_way], *shared, *routed[under_way:], total
 
 
 def _dense(model: Model, shape: Shape, block: str, width: int, read: str, make: str, *, prefix: str = "") -> tuple[Op, ...]:
     if shape.mlp_chunks > 1 and block == "mlp":
-        return (_in_pieces(model, shape, width, read, make),)
+        return (_in_chunks(model, shape, width, read, make),)
     d, f, bias = model.hidden_size, shape.tp_part(width), model.mlp_bias
     names = ("gate", "up") if model.gated_mlp else ("up",)
     gather, source = column_source(shape, read, d, projections=len(names))
@@ -77,18 +77,18 @@ def _dense(model: Model, shape: Shape, block: str, width: int, read: str, make: 
     )
     down = row_linear(shape, f"{block}.down_proj", source, make, f, d, bias=bias)
     made = (f"{prefix}{name}" for name in names)
-    return (*ops, *saved, *held_to_the_end(down, (read, *made, f"{prefix}product")))
+    return (*ops, *saved, *kept_alive_to_end(down, (read, *made, f"{prefix}product")))
 
 
-def _in_pieces(model: Model, shape: Shape, width: int, read: str, make: str) -> Op:
+def _in_chunks(model: Model, shape: Shape, width: int, read: str, make: str) -> Op:
     """The layer, one piece of the tokens after the other (`parallel.activations.mlp_chunks`): its input is kept, and wide
     activations exist for a piece alone, backward with their gradients."""
-    a, w, d, n = shape.itemsize, shape.wide_itemsize, model.hidden_size, cut(shape.num_tokens, shape.mlp_chunks)
+    a, w, d, n = shape.itemsize, shape.wide_itemsize, model.hidden_size, ceil_div(shape.num_tokens, shape.mlp_chunks)
     piece = replace(shape, micro_batch_size=1, sequence_length=n * shape.cp, mlp_chunks=1)
     inside = _dense(model, piece, "mlp", width, read, make)
     products = [op for op in inside if op.kind == "matmul"]
     tokens = shape.num_tokens  # the last piece may be a shorter one
-    again = sum(op.flops // n * tokens for op in products[:-1])
+    recomputed_flops = sum(op.flops // n * tokens for op in products[:-1])
     wide = n * width * a
     gated = model.gated_mlp
     sums = 0
@@ -98,7 +98,7 @@ def _in_pieces(model: Model, shape: Shape, width: int, read: str, make: str) -> 
     flops = sum(op.flops // n * tokens for op in products)
     return Op(
         "mlp.pieces", "matmul", (read,), (Activation(make, tokens * d * a),), (read,),
-        tuple(name for op in products for name in op.weights), flops, 2 * flops + again,
+        tuple(name for op in products for name in op.weights), flops, 2 * flops + recomputed_flops,
         scratch_bytes=(3 if gated else 2) * wide, backward_scratch_bytes=(6 if gated else 3) * wide + sums,
         pieces=shape.mlp_chunks, inside=inside,
     )  # fmt: skip
@@ -111,10 +111,10 @@ def _activate(
     a = shape.itemsize
     product = Activation(make, elements * a)
     if _keeps_narrow_gates(model, shape):
-        kept = tuple(Activation(f"{name}_fp8", narrow_bytes(shape, 2 * elements // len(reads))) for name in reads)
-        names, size = tuple(one.name for one in kept), sum(one.num_bytes for one in kept)
+        gates = tuple(Activation(f"{name}_fp8", narrow_bytes(shape, 2 * elements // len(reads))) for name in reads)
+        names, size = tuple(act.name for act in gates), sum(act.num_bytes for act in gates)
         return [
-            Op(f"{block}.swiglu", "elementwise", (*reads, *extra), (product, *kept), (*names, *extra),
+            Op(f"{block}.swiglu", "elementwise", (*reads, *extra), (product, *gates), (*names, *extra),
                backward_scratch_bytes=3 * product.num_bytes, moved_bytes=3 * elements * a + size,
                backward_moved_bytes=6 * elements * a + size)
         ]  # fmt: skip
@@ -151,17 +151,17 @@ def _activated_source(
     ops, source = local_source(shape, read, width, num_tokens, cheap=True)
     if _keeps_narrow_gates(model, shape):
         kept = tuple(f"{gate}_fp8" for gate in gates)
-        source = source._replace(saved=kept, again_bytes=num_tokens * width * shape.itemsize)
+        source = source._replace(saved=kept, recomputed_bytes=num_tokens * width * shape.itemsize)
     return ops, source
 
 
 def _experts(model: Model, shape: Shape, make: str) -> tuple[Op, ...]:
     """Routing, dispatch, the experts of this rank, and back: `make` [outer tokens, D]."""
     d, a, k = model.hidden_size, shape.itemsize, model.num_experts_per_tok
-    n = shape.outer_tokens if shape.cuts_sequence else shape.tp_part(shape.num_tokens)  # routed tokens of this rank
-    routed = _arriving(model, shape, n * k) if shape.ep > 1 else n * k
+    n = shape.outer_tokens if shape.shards_sequence else shape.tp_part(shape.num_tokens)  # routed tokens of this rank
+    routed = _dispatched_tokens(model, shape, n * k) if shape.ep > 1 else n * k
     arrived = routed * shape.expert_tp
-    local, f = len(shape.own_experts(model.num_experts)), shape.expert_tp_part(model.moe_intermediate_size)
+    local, f = len(shape.local_experts(model.num_experts)), shape.expert_tp_part(model.moe_intermediate_size)
     return (
         *_route(model, shape, n),
         *_dispatch(shape, n * k * d * a, routed * d * a, arrived * d * a, arrived),
@@ -170,12 +170,12 @@ def _experts(model: Model, shape: Shape, make: str) -> tuple[Op, ...]:
     )
 
 
-def _arriving(model: Model, shape: Shape, sent: int) -> int:
+def _dispatched_tokens(model: Model, shape: Shape, sent: int) -> int:
     """Rows that come to this rank's experts where every rank of ep sends so many, to all experts alike."""
-    if shape.at is None:
+    if shape.coordinates is None:
         return round(sent * max(1.0, shape.expert_imbalance))
     experts = model.num_experts
-    return shape.ep * sum(even_part(sent, experts, expert)[1] for expert in shape.own_experts(experts))
+    return shape.ep * sum(even_part(sent, experts, expert)[1] for expert in shape.local_experts(experts))
 
 
 def _route(model: Model, shape: Shape, n: int) -> list[Op]:
@@ -194,7 +194,7 @@ def _route(model: Model, shape: Shape, n: int) -> list[Op]:
         Op("mlp.router", "matmul", ("mlp_in",), (logits,), ("mlp_in",), weights, flops, 2 * flops, product=Product(m, x, d),
            scratch_bytes=wide, backward_scratch_bytes=wide),
         Op("mlp.choose", "router", ("router_logits",), (Activation("scores", m * k * shape.wide_itemsize), *kept),
-           tuple(one.name for one in kept), moved_bytes=4 * logits.num_bytes, backward_moved_bytes=4 * logits.num_bytes,
+           tuple(act.name for act in kept), moved_bytes=4 * logits.num_bytes, backward_moved_bytes=4 * logits.num_bytes,
            collectives=_choices_gathered(model, shape)),
         Op("mlp.permute", "permute", ("mlp_in",), (permuted, rows), (rows.name,), moved_bytes=2 * permuted.num_bytes,
            backward_moved_bytes=2 * permuted.num_bytes),
@@ -207,7 +207,7 @@ def _choices_gathered(model: Model, shape: Shape) -> tuple[Collective, ...]:
     if model.expert_capacity_factor is None:
         return ()
     each = shape.micro_batch_size * 2 * model.num_experts_per_tok * shape.wide_itemsize
-    over_tp = [Collective("all_gather", "tp", each * shape.local_length, "forward")] if shape.cuts_sequence else []
+    over_tp = [Collective("all_gather", "tp", each * shape.local_length, "forward")] if shape.shards_sequence else []
     over_cp = [Collective("all_gather", "cp", each * shape.sequence_length, "forward")] if shape.cp > 1 else []
     return *over_tp, *over_cp
 
@@ -223,7 +223,7 @@ def _dispatch(shape: Shape, sent: int, received: int, gathered: int, rows: int) 
         traffic = (Collective("all_gather", "expert_tp", gathered, "forward"),
                    Collective("reduce_scatter", "expert_tp", gathered, "backward"))  # fmt: skip
         ops.append(Op("mlp.expert_gather", "gather", (name,), (Activation("gathered", gathered),), collectives=traffic,
-                      backward_scratch_bytes=_room_of_sum(shape, received, gathered)))  # fmt: skip
+                      backward_scratch_bytes=_reduction_scratch_bytes(shape, received, gathered)))  # fmt: skip
         name = "gathered"
     if not _sorts(shape):
         return ops
@@ -241,13 +241,13 @@ def _sorts(shape: Shape) -> bool:
 
 def _exchanged(shape: Shape, sent: int, received: int) -> tuple[Collective, ...]:
     """Exchange of tokens there and, of gradients, back; the slower way is priced where no rank is given."""
-    there, back = (max(sent, received),) * 2 if shape.at is None else (sent, received)
-    return Collective("all_to_all", "ep", there, "forward"), Collective("all_to_all", "ep", back, "backward")
+    out_bytes, back_bytes = (max(sent, received),) * 2 if shape.coordinates is None else (sent, received)
+    return Collective("all_to_all", "ep", out_bytes, "forward"), Collective("all_to_all", "ep", back_bytes, "backward")
 
 
-def _room_of_sum(shape: Shape, own: int, parts: int) -> int:
-    """Buffers beside the sum over expert_tp, `own` bytes: all ranks' parts of it, and of narrow rows the wide sum before it."""
-    return 0 if shape.kernels.weighs_before_combining else parts + own * (shape.wide_itemsize // shape.itemsize - 1)
+def _reduction_scratch_bytes(shape: Shape, sum_bytes: int, parts: int) -> int:
+    """Buffers beside the sum over expert_tp, `sum_bytes`: all ranks' parts of it, and of narrow rows the wide sum before it."""
+    return 0 if shape.kernels.weighs_before_combining else parts + sum_bytes * (shape.wide_itemsize // shape.itemsize - 1)
 
 
 def _grouped(model: Model, shape: Shape, tokens: int, local: int, f: int) -> list[Op]:
@@ -263,21 +263,21 @@ def _grouped(model: Model, shape: Shape, tokens: int, local: int, f: int) -> lis
         flops = 2 * tokens * rows * columns
         sums = 2 * local * tokens * rows if model.mlp_bias else 0  # of each expert's rows, for its bias: a product with ones
         suffixes = ("weight", "bias") if model.mlp_bias else ("weight",)
-        parameters = tuple(f"mlp.experts.{one}_proj.{suffix}" for one in weights for suffix in suffixes)
-        ours = in_own_fp8(shape, source)
-        together = names.index(name) + 1 if ours and name in names else 1  # of one call in fp8, which has made those before
+        parameters = tuple(f"mlp.experts.{weight}_proj.{suffix}" for weight in weights for suffix in suffixes)
+        own_fp8 = in_own_fp8(shape, source)
+        together = names.index(name) + 1 if own_fp8 and name in names else 1  # of one call in fp8, which has made those before
         # The products, and of each row its expert's bias, beside the sums.
         biased = (together + 1) * tokens * rows * a if model.mlp_bias else 0
-        room, backward_room = fp8_room(shape, source, tokens, columns, rows, experts=local, biased_bytes=biased)
-        if ours and not shape.fp8_gathered:
+        room, backward_room = fp8_scratch_bytes(shape, source, tokens, columns, rows, experts=local, biased_bytes=biased)
+        if own_fp8 and not shape.fp8_gathered:
             room += (together - 1) * local * rows * columns * FP8_BYTES
             if name == names[0]:  # before the products all weights are rounded, one after the other
                 rounded = local * rows * columns * (len(names) * FP8_BYTES + shape.wide_itemsize)
                 room = max(room, rounded - tokens * rows * a)
-        made = Activation(make, tokens * rows * a)
+        result = Activation(make, tokens * rows * a)
         return Op(
-            f"mlp.experts.{name}_proj", "matmul", (source.read,), (made,), source.saved, parameters, flops, 2 * flops + sums,
-            scratch_bytes=room, backward_scratch_bytes=source.again_bytes + backward_room,
+            f"mlp.experts.{name}_proj", "matmul", (source.read,), (result,), source.saved, parameters, flops, 2 * flops + sums,
+            scratch_bytes=room, backward_scratch_bytes=source.recomputed_bytes + backward_room,
             product=Product(m, rows, columns, local), collectives=scales, in_fp8=source.in_fp8,
         )  # fmt: skip
 
@@ -294,7 +294,7 @@ def _grouped(model: Model, shape: Shape, tokens: int, local: int, f: int) -> lis
     narrow, down = _activated_source(model, shape, "expert_product", f, tokens, reads)
     of_down = row_scales(shape, "expert_tp", tokens, local, d)
     last = grouped("down", down, "expert_out", f, d, ("down",), of_down)
-    return [*saved, *ops, *activated, *narrow, *held_to_the_end((last,), ("expert_in", *reads, "expert_product"))]
+    return [*saved, *ops, *activated, *narrow, *kept_alive_to_end((last,), ("expert_in", *reads, "expert_product"))]
 
 
 def _combine(model: Model, shape: Shape, make: str, n: int, sent: int, gathered: int) -> list[Op]:
@@ -309,7 +309,7 @@ def _combine(model: Model, shape: Shape, make: str, n: int, sent: int, gathered:
         traffic = (Collective("reduce_scatter", "expert_tp", gathered, "forward"),
                    Collective("all_gather", "expert_tp", gathered, "backward"))  # fmt: skip
         ops.append(Op("mlp.expert_scatter", "exchange", (name,), (Activation("expert_sum", sent),), collectives=traffic,
-                      scratch_bytes=_room_of_sum(shape, sent, gathered)))  # fmt: skip
+                      scratch_bytes=_reduction_scratch_bytes(shape, sent, gathered)))  # fmt: skip
         name = "expert_sum"
     if shape.ep > 1:
         traffic = _exchanged(shape, sent, returned)
@@ -317,15 +317,15 @@ def _combine(model: Model, shape: Shape, make: str, n: int, sent: int, gathered:
         name = "combined"
     summed = n * d * a
     weighed = shape.kernels.weighs_before_combining
-    cut_over_tp = shape.tp > 1 and not shape.cuts_sequence
-    made = Activation(f"{make}_cut" if cut_over_tp else make, summed)
+    cut_over_tp = shape.tp > 1 and not shape.shards_sequence
+    total = Activation(f"{make}_cut" if cut_over_tp else make, summed)
     saves = ("permuted_rows",) if weighed else (name, "scores", "permuted_rows")
     # Backward: the gradient of each row, what came back, and their product, all wide, before the first is narrowed.
     wide = shape.wide_itemsize // a
     room = 0 if weighed else returned * ((3 if wide > 1 else 2) * wide - 1)
     sums = 0 if weighed else 2 * wide * summed  # forward: the sum and what is added to it, both wide
     ops.append(
-        Op("mlp.unpermute", "permute", (name,) if weighed else (name, "scores"), (made,), saves, moved_bytes=returned + summed,
+        Op("mlp.unpermute", "permute", (name,) if weighed else (name, "scores"), (total,), saves, moved_bytes=returned + summed,
            backward_moved_bytes=2 * returned + summed, scratch_bytes=sums, backward_scratch_bytes=room)
     )  # fmt: skip
     if cut_over_tp:
@@ -336,5 +336,5 @@ def _combine(model: Model, shape: Shape, make: str, n: int, sent: int, gathered:
             Collective("all_gather", "tp", whole, "backward"),
             Collective("all_gather", "tp", of_scores, "backward"),
         )
-        ops.append(Op("mlp.whole", "gather", (made.name,), (Activation(make, whole),), collectives=traffic))
+        ops.append(Op("mlp.whole", "gather", (total.name,), (Activation(make, whole),), collectives=traffic))
     return ops

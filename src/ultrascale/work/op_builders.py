@@ -33,7 +33,7 @@ class Source(NamedTuple):
 
     read: str
     saved: tuple[str, ...]
-    again_bytes: int = 0
+    recomputed_bytes: int = 0
     """Made again in the backward pass, for a moment."""
     collectives: tuple[Collective, ...] = ()
     """Communication of the first product that reads it."""
@@ -41,7 +41,7 @@ class Source(NamedTuple):
     """True if what is saved is rounded to 8 bits or fewer."""
 
 
-def cut(size: int, ranks: int) -> int:
+def ceil_div(size: int, ranks: int) -> int:
     """The largest of `ranks` parts of `size`."""
     return -(-size // ranks)
 
@@ -53,13 +53,13 @@ def exchanged_bytes(shape: Shape, whole: int) -> int:
     copies of all parts, and adds whole tensors in place. Parts of a single sequence lie together already.
     """
     several = shape.micro_batch_size > 1
-    if shape.cuts_sequence:
-        others = whole * (shape.tp - 1) // shape.tp
-        return (1 + several) * others if shape.device == "cpu" else several * whole
+    if shape.shards_sequence:
+        remote_bytes = whole * (shape.tp - 1) // shape.tp
+        return (1 + several) * remote_bytes if shape.device == "cpu" else several * whole
     return whole if shape.device == "cpu" and shape.tp == SUM_OF_A_PAIR else 0
 
 
-def gathered_room(shape: Shape, whole: int) -> int:
+def gathered_scratch_bytes(shape: Shape, whole: int) -> int:
     """Temporary bytes beside `whole` bytes while they are all-gathered over tp: on the CPU parts from other ranks, on CUDA all
     parts of several sequences, or of different lengths, by rank."""
     if shape.device == "cpu":
@@ -88,18 +88,18 @@ def linear(
     unbiased = (
         n * rows * shape.itemsize if bias and in_own_fp8(shape, source) else 0
     )  # the product beside its sum with the bias
-    room, backward_room = fp8_room(shape, source, n, columns, rows, biased_bytes=unbiased)
+    room, backward_room = fp8_scratch_bytes(shape, source, n, columns, rows, biased_bytes=unbiased)
     return Op(
         name, "matmul", (source.read,), (Activation(make, n * rows * shape.itemsize),), source.saved,
-        tuple(f"{one}.{suffix}" for one in names for suffix in suffixes), flops, backward_flops,
-        scratch_bytes=room, backward_scratch_bytes=source.again_bytes + backward_room, product=Product(n, rows, columns),
+        tuple(f"{module}.{suffix}" for module in names for suffix in suffixes), flops, backward_flops,
+        scratch_bytes=room, backward_scratch_bytes=source.recomputed_bytes + backward_room, product=Product(n, rows, columns),
         collectives=collectives, in_fp8=source.in_fp8,
     )  # fmt: skip
 
 
 def fp8_multiple(shape: Shape, size: int) -> int:
     """Padded size of the dimension that a product in fp8 sums over, or of its result's last."""
-    return size if shape.device == "cpu" else cut(size, FP8_MULTIPLE) * FP8_MULTIPLE
+    return size if shape.device == "cpu" else ceil_div(size, FP8_MULTIPLE) * FP8_MULTIPLE
 
 
 def _product_flops(shape: Shape, source: Source, n: int, columns: int, rows: int) -> tuple[int, int]:
@@ -117,12 +117,12 @@ def in_own_fp8(shape: Shape, source: Source) -> bool:
     return shape.kernels.own_fp8 and source.in_fp8
 
 
-def fp8_room(
+def fp8_scratch_bytes(
     shape: Shape, source: Source, n: int, columns: int, rows: int, *, experts: int = 1, biased_bytes: int = 0
 ) -> tuple[int, int]:
     """Temporary bytes beside a product in fp8, if it is one, and beside its two of the backward pass: the weight rounded,
     before that divided in fp32; the gradient as both want it, each of which is scaled and divided in fp32 before; and while
-    products are made, on CUDA the copies that `native_room` counts, on the CPU the factors and the result in fp32
+    products are made, on CUDA the copies that `native_scratch_bytes` counts, on the CPU the factors and the result in fp32
     (`kernels.fp8.fp8_linear`). `experts`: one after the other, and each row with its expert's scales beside it. `biased_bytes`:
     what adding biases takes beside a product, in fp8 or not, when weights are rounded already."""
     if not in_own_fp8(shape, source):
@@ -131,9 +131,9 @@ def fp8_room(
     forward = backward = w * ((n * columns + n * rows) // experts + rows * columns)
     if shape.device != "cpu":
         each, turned = n // experts, (False, False)
-        forward = native_room(shape, each, columns, rows)
-        home = native_room(shape, each, rows, columns, lies=(True, False))
-        backward = max(home, native_room(shape, rows, each, columns, lies=turned))
+        forward = native_scratch_bytes(shape, each, columns, rows)
+        home = native_scratch_bytes(shape, each, rows, columns, lies=(True, False))
+        backward = max(home, native_scratch_bytes(shape, rows, each, columns, lies=turned))
     narrow = 0 if shape.fp8_gathered else experts * rows * columns * a
     by_row = shape.fp8_scaling == "row"  # else dW takes the gradient as dx does, turned, and nothing is scaled before
     roundings, wides = (2, 3 if experts > 1 else 2) if by_row else (1, 1)
@@ -143,7 +143,7 @@ def fp8_room(
     )
 
 
-def native_room(shape: Shape, m: int, k: int, n: int, *, lies: tuple[bool, bool] = (True, True)) -> int:
+def native_scratch_bytes(shape: Shape, m: int, k: int, n: int, *, lies: tuple[bool, bool] = (True, True)) -> int:
     """Temporary bytes of a product in fp8 of [m, k] and [n, k] on CUDA: copies of factors that do not lie row by row (`lies`),
     or are padded, and a result with more columns than are wanted."""
     whole_k, whole_n = fp8_multiple(shape, k), fp8_multiple(shape, n)
@@ -181,7 +181,7 @@ def column_source(shape: Shape, read: str, width: int, *, projections: int = 1) 
 
     `projections`: how many weights multiply it."""
     scales = column_scales(shape, "tp", shape.num_tokens, 1, projections)
-    if not shape.cuts_sequence:
+    if not shape.shards_sequence:
         ops, source = local_source(shape, read, width, shape.num_tokens, cheap=True)
         if shape.tp > 1:
             whole = shape.num_tokens * width * shape.itemsize
@@ -203,7 +203,7 @@ def column_source(shape: Shape, read: str, width: int, *, projections: int = 1) 
         ops, source = local_source(shape, gathered, width, shape.num_tokens)
     gather = Op(
         f"{read}.gather", "gather", (read,), (Activation(gathered, whole),), collectives=tuple(traffic),
-        scratch_bytes=gathered_room(shape, whole), backward_scratch_bytes=exchanged_bytes(shape, whole),
+        scratch_bytes=gathered_scratch_bytes(shape, whole), backward_scratch_bytes=exchanged_bytes(shape, whole),
     )  # fmt: skip
     return ((*ops, gather) if source.saved != (f"{gathered}_fp8",) else (gather, *ops)), source
 
@@ -254,20 +254,20 @@ def row_linear(
     if shape.tp == 1:
         return (linear(shape, name, source, make, columns, rows, bias=bias),)
     scales = row_scales(shape, "tp", shape.num_tokens, 1, rows)
-    if not shape.cuts_sequence:
+    if not shape.shards_sequence:
         sums = (Collective("all_reduce", "tp", whole, "forward", "product"), *scales)
         return (linear(shape, name, source, make, columns, rows, bias=bias, collectives=sums),)
     product = linear(shape, name, source, f"{make}_partial", columns, rows, bias=bias, collectives=scales)
     total = scatter(shape, f"{name}.scatter", f"{make}_partial", make, rows)
     if in_own_fp8(shape, source):  # one operation, whose factors stay until its end
         rounded = 0 if shape.fp8_gathered else columns * rows * FP8_BYTES
-        total = replace(total, holds=source.saved, scratch_bytes=total.scratch_bytes + rounded)
+        total = replace(total, keeps_alive=source.saved, scratch_bytes=total.scratch_bytes + rounded)
     return product, total
 
 
-def held_to_the_end(ops: tuple[Op, ...], names: tuple[str, ...]) -> tuple[Op, ...]:
+def kept_alive_to_end(ops: tuple[Op, ...], names: tuple[str, ...]) -> tuple[Op, ...]:
     """`ops` of a module whose variables name all of `names` until its last operation is done."""
-    return (*ops[:-1], replace(ops[-1], holds=(*ops[-1].holds, *names)))
+    return (*ops[:-1], replace(ops[-1], keeps_alive=(*ops[-1].keeps_alive, *names)))
 
 
 def scatter(shape: Shape, name: str, read: str, make: str, width: int) -> Op:
@@ -279,7 +279,7 @@ def scatter(shape: Shape, name: str, read: str, make: str, width: int) -> Op:
             Collective("reduce_scatter", "tp", whole, "forward", "product"),
             Collective("all_gather", "tp", whole, "backward", "product"),
         ),
-        scratch_bytes=exchanged_bytes(shape, whole), backward_scratch_bytes=gathered_room(shape, whole),
+        scratch_bytes=exchanged_bytes(shape, whole), backward_scratch_bytes=gathered_scratch_bytes(shape, whole),
     )  # fmt: skip
 
 
@@ -358,11 +358,11 @@ def dropout(shape: Shape, name: str, read: str, make: str, width: int, num_token
 
 def _hashed_dropout(shape: Shape, name: str, read: str, make: str, width: int, num_tokens: int) -> Op:
     elements, a = num_tokens * width, shape.itemsize
-    made = elements * a
+    result_bytes = elements * a
     # Bits and a scratch copy of them, with the words of rows and columns; then the result and what is dropped of it.
-    room = max(2 * elements * HASHED_BYTES + (num_tokens + width) * HASHED_BYTES, made + elements) - made
+    room = max(2 * elements * HASHED_BYTES + (num_tokens + width) * HASHED_BYTES, result_bytes + elements) - result_bytes
     moved = elements * (2 * a if shape.kernels.compiled else 3 * a + HASHED_BYTES * HASH_PASSES)
     return Op(
-        name, "elementwise", (read,), (Activation(make, made),), scratch_bytes=room, backward_scratch_bytes=room,
+        name, "elementwise", (read,), (Activation(make, result_bytes),), scratch_bytes=room, backward_scratch_bytes=room,
         moved_bytes=moved, backward_moved_bytes=moved,
     )  # fmt: skip

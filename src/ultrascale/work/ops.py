@@ -114,7 +114,7 @@ class Op:
     pieces: int = 1
     inside: tuple[Op, ...] = ()
     """Operations inside it for each of `pieces`: forward, and all but the last once more before their backward passes."""
-    holds: tuple[str, ...] = ()
+    keeps_alive: tuple[str, ...] = ()
     """Activations that variables of our own trainer still name while it runs: alive even where nothing is saved."""
     in_fp8: bool = False
     """True for a product that rounds its input to 8 bits or fewer, and saves that."""
@@ -125,18 +125,18 @@ class Op:
         return len(self.reads) == 2 and self.kind == "elementwise" and not self.saves
 
     @property
-    def kept_by_selective(self) -> bool:
+    def saved_by_selective(self) -> bool:
         """True if selective recomputation keeps its result: `parallel.activations.recompute.KEPT_OPS`, and what came over the
         network.
 
         Not partial sums: the cut sum is kept instead, and the two are one operation there. Nor what cp swapped, which is
         swapped again.
         """
-        swaps = any(one.axis == "cp" for one in self.collectives) and self.kind == "exchange"
+        swaps = any(collective.axis == "cp" for collective in self.collectives) and self.kind == "exchange"
         return self.kind in ("matmul", "attention", "exchange") and not self.makes_partial_sums and not swaps
 
     @property
-    def again_kind(self) -> str:
+    def recompute_kind(self) -> str:
         """Kind, one of `description.recomputed.KINDS`; empty: never computed again alone."""
         if self.kind == "attention":
             return "attention"
@@ -149,9 +149,9 @@ class Op:
         is_product = self.name.endswith("_proj") or self.name.endswith("_proj.scatter")
         return ("down" if "down_proj" in self.name else "mlp") if is_product else ""
 
-    def kept(self, kinds: Collection[str]) -> bool:
+    def is_saved(self, kinds: Collection[str]) -> bool:
         """True if selective recomputation that makes `kinds` again too keeps its result."""
-        return self.kept_by_selective and self.again_kind not in kinds
+        return self.saved_by_selective and self.recompute_kind not in kinds
 
     @property
     def makes_partial_sums(self) -> bool:
@@ -185,7 +185,7 @@ class Shape:
     """True if ranks of tp save a shard each of the input of a block that is computed again."""
     expert_imbalance: float = 1.0
     """Tokens of the busiest rank's experts over the mean."""
-    at: Coordinates | None = None
+    coordinates: Coordinates | None = None
     """Rank whose share it is, to the token, where ranks do not divide sequence, vocabulary or widths; None: a mean share of the
     sequence and the largest of the others, for comparing layouts."""
     fp8_scaling: Fp8Scaling = "row"
@@ -215,58 +215,58 @@ class Shape:
         """Tokens of each sequence at this rank's place of the ring, which attention works on: what ranks that swap heads have
         together."""
         places, heads = self.cp_grid
-        if self.at is None:
+        if self.coordinates is None:
             return self.sequence_length // self.cp * heads
-        return even_part(self.sequence_length, places, self.at.cp // heads)[1]
+        return even_part(self.sequence_length, places, self.coordinates.cp // heads)[1]
 
     @property
     def swapped_tokens(self) -> int:
         """Tokens of all sequences of which this rank has some heads each."""
-        return self.num_tokens * self.cp_grid[1] if self.at is None else self.micro_batch_size * self.swapped_length
+        return self.num_tokens * self.cp_grid[1] if self.coordinates is None else self.micro_batch_size * self.swapped_length
 
     @property
     def local_length(self) -> int:
         """S/cp."""
-        if self.at is None:
+        if self.coordinates is None:
             return self.sequence_length // self.cp
         heads = self.cp_grid[1]
-        return even_part(self.swapped_length, heads, self.at.cp % heads)[1]
+        return even_part(self.swapped_length, heads, self.coordinates.cp % heads)[1]
 
     @property
     def num_tokens(self) -> int:
         """B*S/cp, N below: tokens of one rank inside tensor-parallel regions."""
-        if self.at is None:
+        if self.coordinates is None:
             return self.micro_batch_size * self.sequence_length // self.cp
         return self.micro_batch_size * self.local_length
 
     @property
-    def cuts_sequence(self) -> bool:
+    def shards_sequence(self) -> bool:
         """True if sequence parallelism is on."""
         return self.tp > 1 and self.sequence_parallel
 
     @property
     def outer_length(self) -> int:
         """Part of `local_length` that a rank has outside tensor-parallel regions."""
-        return self.tp_part(self.local_length) if self.cuts_sequence else self.local_length
+        return self.tp_part(self.local_length) if self.shards_sequence else self.local_length
 
     @property
     def outer_tokens(self) -> int:
         """Tokens of one rank outside tensor-parallel regions, M below: N/tp with sequence parallelism, else N."""
-        if self.at is None:
-            return -(-self.num_tokens // self.tp) if self.cuts_sequence else self.num_tokens
+        if self.coordinates is None:
+            return -(-self.num_tokens // self.tp) if self.shards_sequence else self.num_tokens
         return self.micro_batch_size * self.outer_length
 
     def tp_part(self, size: int) -> int:
         """This rank's part of `size`, sharded over tp as evenly as can be; the largest where no rank is given."""
-        return even_part(size, self.tp, 0 if self.at is None else self.at.tp)[1]
+        return even_part(size, self.tp, 0 if self.coordinates is None else self.coordinates.tp)[1]
 
     def expert_tp_part(self, size: int) -> int:
         """This rank's part of `size` over expert_tp."""
-        return even_part(size, self.expert_tp, 0 if self.at is None else self.at.expert_tp)[1]
+        return even_part(size, self.expert_tp, 0 if self.coordinates is None else self.coordinates.expert_tp)[1]
 
-    def own_experts(self, num_experts: int) -> range:
+    def local_experts(self, num_experts: int) -> range:
         """The experts of this rank of ep, or of the first."""
-        first, count = even_part(num_experts, self.ep, 0 if self.at is None else self.at.ep)
+        first, count = even_part(num_experts, self.ep, 0 if self.coordinates is None else self.coordinates.ep)
         return range(first, first + count)
 
     @property

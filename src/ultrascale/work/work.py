@@ -22,16 +22,16 @@ from ultrascale.work.attention_work import (
     attention_work,
     mask_elements,
     mask_name,
-    mask_room,
+    mask_scratch_bytes,
 )
 from ultrascale.work.mlp_work import mlp_work
 from ultrascale.work.op_builders import (
     add,
+    ceil_div,
     column_source,
-    cut,
     dropout,
     exchanged_bytes,
-    gathered_room,
+    gathered_scratch_bytes,
     linear,
     norm,
     without_fp8,
@@ -48,9 +48,9 @@ SLAB_COLUMNS_MULTIPLE = 128
 INDEX_BYTES = 8
 
 __all__ = [
-    "Activation", "Collective", "Op", "Product", "Scores", "Shape", "attended_share", "block_work", "chunk_rows", "coming_work",
-    "embedding_work", "head_work", "mask_elements", "mask_name", "prediction_block_work", "prediction_head_work",
-    "prediction_work", "shared_work", "slab_columns", "work",
+    "Activation", "Collective", "Op", "Product", "Scores", "Shape", "attended_share", "block_work", "chunk_rows",
+    "embedding_work", "head_work", "mask_elements", "mask_name", "next_token_work", "prediction_block_work",
+    "prediction_head_work", "prediction_work", "shared_work", "slab_columns", "work",
 ]  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def shared_work(model: Model, shape: Shape, layers: tuple[int, ...] | None = Non
     for window in dict.fromkeys(map(model.window, range(model.num_hidden_layers) if layers is None else layers)):
         if elements := mask_elements(window, shape):
             mask = Activation(mask_name(window), elements * shape.itemsize)
-            ops.append(Op(mask.name, "elementwise", (), (mask,), scratch_bytes=mask_room(window, shape)))
+            ops.append(Op(mask.name, "elementwise", (), (mask,), scratch_bytes=mask_scratch_bytes(window, shape)))
     if model.position_embedding == "rotary":
         planes = rows * model.rotary_dim // 2
         kinds = map(model.is_rope_local, range(model.num_hidden_layers) if layers is None else layers)
@@ -82,21 +82,21 @@ def embedding_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     result = "embedded" if model.dropout else "hidden"
     total = "token" if learned else result
     name = "unscaled" if model.scale_embedding else total
-    partial = f"{name}_partial" if shape.cuts_sequence else name
-    sums = () if shape.tp == 1 or shape.cuts_sequence else (Collective("all_reduce", "tp", whole, "forward"),)
+    partial = f"{name}_partial" if shape.shards_sequence else name
+    sums = () if shape.tp == 1 or shape.shards_sequence else (Collective("all_reduce", "tp", whole, "forward"),)
     # Of a part of the vocabulary: which row each token is here, and whether it is elsewhere.
     places = (Activation("embed_rows", n * INDEX_BYTES), Activation("embed_elsewhere", n))
     kept = places if shape.tp > 1 else ()
     ops = [
-        Op("embed_tokens", "embedding", (), (Activation(partial, whole), *kept), tuple(one.name for one in kept),
+        Op("embed_tokens", "embedding", (), (Activation(partial, whole), *kept), tuple(activation.name for activation in kept),
            ("embed_tokens.weight",), moved_bytes=2 * whole, backward_moved_bytes=3 * whole, collectives=sums,
            scratch_bytes=whole + 2 * exchanged_bytes(shape, whole) if sums else 0)  # summed in a copy
     ]  # fmt: skip
-    if shape.cuts_sequence:
+    if shape.shards_sequence:
         traffic = (Collective("reduce_scatter", "tp", whole, "forward"), Collective("all_gather", "tp", whole, "backward"))
         ops.append(
             Op("embed_scatter", "exchange", (partial,), (Activation(name, shape.outer_tokens * d * a),), collectives=traffic,
-               scratch_bytes=exchanged_bytes(shape, whole), backward_scratch_bytes=gathered_room(shape, whole))
+               scratch_bytes=exchanged_bytes(shape, whole), backward_scratch_bytes=gathered_scratch_bytes(shape, whole))
         )  # fmt: skip
     if model.scale_embedding:
         scaled = Activation(total, shape.outer_tokens * d * a)
@@ -112,11 +112,11 @@ def embedding_work(model: Model, shape: Shape) -> tuple[Op, ...]:
 def _positions(model: Model, shape: Shape, result: str) -> tuple[Op, ...]:
     """Learned positions, added to the tokens."""
     m, d, a = shape.outer_tokens, model.hidden_size, shape.itemsize
-    given = shape.documents or shape.cp > 1
-    rows = m if given else shape.outer_length
+    are_given = shape.documents or shape.cp > 1
+    rows = m if are_given else shape.outer_length
     position = Activation("position", rows * d * a)
     # Positions are made in the forward pass unless the batch brings its own, and kept as the indices of the lookup.
-    indices = () if given or shape.tp > 1 else (Activation("positions", rows * INDEX_BYTES),)
+    indices = () if are_given or shape.tp > 1 else (Activation("positions", rows * INDEX_BYTES),)
     return (
         Op("embed_positions", "embedding", (), (position, *indices), tuple(i.name for i in indices),
            ("embed_positions.weight",), moved_bytes=2 * position.num_bytes, backward_moved_bytes=2 * position.num_bytes),
@@ -148,11 +148,11 @@ def _work_of_kind(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
         ("attention", "hidden", "hidden_mid", attention_work(model, layer, shape), around_attention),
         ("mlp", "hidden_mid", "hidden_out", mlp_work(model, layer, shape), around_mlp),
     )
-    for half, stream, total, own, (before, after) in halves:
+    for half, stream, total, half_ops, (before, after) in halves:
         if before:
-            ops += [norm(model, shape, before, stream, f"{half}_in", d, d, m), *own]
+            ops += [norm(model, shape, before, stream, f"{half}_in", d, d, m), *half_ops]
         else:
-            ops += [_renamed(op, {f"{half}_in": stream}) for op in own]
+            ops += [_renamed(op, {f"{half}_in": stream}) for op in half_ops]
         added = f"{half}_out"
         if after:
             ops.append(norm(model, shape, after, added, f"{half}_normed", d, d, m))
@@ -172,12 +172,12 @@ def input_gather(model: Model, shape: Shape) -> Collective:
 @lru_cache(maxsize=4096)
 def prediction_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     """Work of a multi-token prediction block before it is a block like the last: the embedding of the tokens to come
-    (`coming_work`), beside what was made of those before, through one product (DeepSeek-V3, section 2.2)."""
-    return (*coming_work(model, shape), *_joining_work(model, shape))
+    (`next_token_work`), beside what was made of those before, through one product (DeepSeek-V3, section 2.2)."""
+    return (*next_token_work(model, shape), *_mtp_projection_work(model, shape))
 
 
 @lru_cache(maxsize=4096)
-def coming_work(model: Model, shape: Shape) -> tuple[Op, ...]:
+def next_token_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     """Work from tokens to come to `coming` [M, D]: the embedding once more, of indices that are made for it."""
     first, *rest = (_renamed(op, {"hidden": "coming"}) for op in embedding_work(replace(model, dropout=0.0), shape))
     if shape.tp == 1:
@@ -190,7 +190,7 @@ def coming_work(model: Model, shape: Shape) -> tuple[Op, ...]:
 def prediction_block_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
     """A block of multi-token prediction, from `hidden` and `coming` to `hidden_out`, all [M, D]; none is in fp8."""
     block = (_renamed(op, {"hidden": "predicted"}) for op in block_work(model, layer, without_fp8(shape)))
-    return (*_joining_work(model, shape), *block)
+    return (*_mtp_projection_work(model, shape), *block)
 
 
 @lru_cache(maxsize=4096)
@@ -208,12 +208,12 @@ def _renamed(op: Op, names: dict[str, str]) -> Op:
         return names.get(whole, whole) + old[len(whole) :]
 
     return replace(
-        op, reads=tuple(map(name, op.reads)), saves=tuple(map(name, op.saves)), holds=tuple(map(name, op.holds)),
-        makes=tuple(one._replace(name=name(one.name)) for one in op.makes),
+        op, reads=tuple(map(name, op.reads)), saves=tuple(map(name, op.saves)), keeps_alive=tuple(map(name, op.keeps_alive)),
+        makes=tuple(activation._replace(name=name(activation.name)) for activation in op.makes),
     )  # fmt: skip
 
 
-def _joining_work(model: Model, shape: Shape) -> tuple[Op, ...]:
+def _mtp_projection_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     """Work from `hidden` and `coming` to `predicted`, [M, D]: one product, whose columns tp joins again."""
     m, d, model = shape.outer_tokens, model.hidden_size, replace(model, norm="rmsnorm")
     joined = Activation("joined", m * 2 * d * shape.itemsize)
@@ -227,22 +227,22 @@ def _joining_work(model: Model, shape: Shape) -> tuple[Op, ...]:
            backward_moved_bytes=2 * joined.num_bytes),
         *gather,
         project,
-        *_columns_home(shape, d),
+        *_gather_columns(shape, d),
     )  # fmt: skip
 
 
-def _columns_home(shape: Shape, d: int) -> tuple[Op, ...]:
+def _gather_columns(shape: Shape, d: int) -> tuple[Op, ...]:
     """Columns of a product back to whole rows, as a sum of what every rank has with zeros elsewhere."""
     if shape.tp == 1:
         return ()
     whole = shape.num_tokens * d * shape.itemsize
-    if shape.cuts_sequence:
+    if shape.shards_sequence:
         traffic = (Collective("reduce_scatter", "tp", whole, "forward"), Collective("all_gather", "tp", whole, "backward"))
     else:
         traffic = (Collective("all_reduce", "tp", whole, "forward"),)
-    made = Activation("predicted", shape.outer_tokens * d * shape.itemsize)
+    result = Activation("predicted", shape.outer_tokens * d * shape.itemsize)
     room = whole + exchanged_bytes(shape, whole)  # zeros around the columns
-    return (Op("columns_home", "exchange", ("columns",), (made,), scratch_bytes=room, collectives=traffic),)
+    return (Op("columns_home", "exchange", ("columns",), (result,), scratch_bytes=room, collectives=traffic),)
 
 
 @lru_cache(maxsize=4096)
@@ -273,16 +273,20 @@ def _chunked_loss(model: Model, shape: Shape, head: str, read: str) -> Op:
     Slab by slab (`kernels.loss.cross_entropy_columns`) logits are made twice, and two numbers of all rows are gathered at once.
     """
     n, d, a, w = shape.num_tokens, model.hidden_size, shape.itemsize, shape.wide_itemsize
-    v, largest = shape.tp_part(model.vocab_size), cut(model.vocab_size, shape.tp)  # ranks agree on chunks by the largest
+    v, largest = shape.tp_part(model.vocab_size), ceil_div(model.vocab_size, shape.tp)  # ranks agree on chunks by the largest
     kept = (
         Activation("head_hidden_gradient", shape.outer_tokens * d * a),
         Activation("head_weight_gradient", v * d * a),
     )
     by_slabs = slab_columns(n, largest, a, shape.device) is not None
     if by_slabs:
-        room = _slab_loss_room(shape, d, largest)
+        room = _slab_loss_scratch_bytes(shape, d, largest)
     else:
-        room = _loss_room(shape, d, v) if shape.tp == 1 else _cut_loss_room(shape, d, v, chunk_rows(n, largest, shape.device))
+        room = (
+            _loss_scratch_bytes(shape, d, v)
+            if shape.tp == 1
+            else _parallel_loss_scratch_bytes(shape, d, v, chunk_rows(n, largest, shape.device))
+        )
     if by_slabs:
         # Per logit: written and copied twice, log-softmax and softmax, scaled into place, two products read it.
         moved, sums, parts = n * v * (7 * a + 7 * w), n * d, -(-v // (slab_columns(n, largest, a, shape.device) or v))
@@ -305,11 +309,11 @@ def _chunked_traffic(shape: Shape, d: int, v: int) -> tuple[Collective, ...]:
     sizes = [n] if by_slabs else [rows] * (n // rows) + ([n % rows] if n % rows else [])
     each = 2 if by_slabs else 3
     joined = [Collective("all_gather", "tp", shape.tp * size * each * shape.wide_itemsize, "forward") for size in sizes]
-    kind = "reduce_scatter" if shape.cuts_sequence else "all_reduce"
+    kind = "reduce_scatter" if shape.shards_sequence else "all_reduce"
     return *joined, Collective(kind, "tp", n * d * shape.itemsize, "forward")
 
 
-def _loss_room(shape: Shape, d: int, v: int) -> int:
+def _loss_scratch_bytes(shape: Shape, d: int, v: int) -> int:
     """Bytes that exist beside the two gradients at the loss's own peak."""
     a, w = shape.itemsize, shape.wide_itemsize
     rows, narrow = chunk_rows(shape.num_tokens, v, shape.device), a < w
@@ -320,7 +324,7 @@ def _loss_room(shape: Shape, d: int, v: int) -> int:
     return room + v * d * (w - a)
 
 
-def _cut_loss_room(shape: Shape, d: int, v: int, rows: int) -> int:
+def _parallel_loss_scratch_bytes(shape: Shape, d: int, v: int, rows: int) -> int:
     """Temporary bytes of the loss over tp: exponentials take the logits' place, and the gradient of hidden is summed when
     chunks are gone."""
     a, w, n = shape.itemsize, shape.wide_itemsize, shape.num_tokens
@@ -328,11 +332,11 @@ def _cut_loss_room(shape: Shape, d: int, v: int, rows: int) -> int:
     chunk = rows * v * (a + (w if narrow else 0)) + rows * d * a + (v * d * a if narrow else 0)
     in_chunks = chunk + (n - shape.outer_tokens) * d * a + v * d * (w - a)
     summed = n * d * a + exchanged_bytes(shape, n * d * a) + v * d * (w - a)
-    own = shape.outer_tokens * d * a if shape.cuts_sequence else 0  # what was gathered: the decoder's own hold on it
-    return own + max(in_chunks, summed)
+    gathered = shape.outer_tokens * d * a if shape.shards_sequence else 0  # what was gathered: the decoder's own hold on it
+    return gathered + max(in_chunks, summed)
 
 
-def _slab_loss_room(shape: Shape, d: int, v: int) -> int:
+def _slab_loss_scratch_bytes(shape: Shape, d: int, v: int) -> int:
     """Temporary bytes where the loss goes through the vocabulary slab by slab, on one rank or over tp."""
     a, w, n = shape.itemsize, shape.wide_itemsize, shape.num_tokens
     columns = slab_columns(n, v, a, shape.device)
@@ -342,8 +346,8 @@ def _slab_loss_room(shape: Shape, d: int, v: int) -> int:
     if shape.tp == 1:
         return in_slabs
     summed = n * d * a + exchanged_bytes(shape, n * d * a)
-    own = shape.outer_tokens * d * a if shape.cuts_sequence else 0  # what was gathered: the decoder's own hold on it
-    return own + max(in_slabs, summed)
+    gathered = shape.outer_tokens * d * a if shape.shards_sequence else 0  # what was gathered: the decoder's own hold on it
+    return gathered + max(in_slabs, summed)
 
 
 def _loss(shape: Shape, read: str, elements: int) -> Op:

@@ -24,7 +24,7 @@ from ultrascale.api.planning.plan_conflicts import (
 )
 from ultrascale.api.planning.plan_request import PlanOptions, PlanRequest
 from ultrascale.api.planning.plan_result import Comparison, Plan, Search
-from ultrascale.api.planning.run_of import cluster_of, conditions, names_of_flags, overrides, run_defaults, says
+from ultrascale.api.planning.run_of import cluster_of, conditions, has_flag, names_of_flags, overrides, run_defaults
 from ultrascale.catalogue.cluster import Cluster, parse_cluster
 from ultrascale.catalogue.stacks.stack import Stack, with_optimizer
 from ultrascale.catalogue.stacks.stack_files import changed_stack
@@ -48,8 +48,8 @@ def plan(
     `settings` are the flags of `ultrascale plan` by their names, `zero_stage=3`, `tp=[4, 8]`, `stack="megatron"`, and settings
     of a run, `layout={"attention": "sdpa"}`. Raises SpecError with everything that is wrong with them.
     """
-    given = {"seq_len": seq_len, "tokens_per_batch": tokens_per_batch, **settings}
-    return answer(plan_request(model, gpus, given))
+    keywords = {"seq_len": seq_len, "tokens_per_batch": tokens_per_batch, **settings}
+    return answer(plan_request(model, gpus, keywords))
 
 
 def search(
@@ -61,52 +61,52 @@ def search(
     **settings: Any,
 ) -> Search:
     """All layouts of a model on machines, ranked: what `plan` of the same words chooses from. Raises SpecError."""
-    given = {"seq_len": seq_len, "tokens_per_batch": tokens_per_batch, **settings}
-    found = answer(plan_request(model, gpus, given))
-    if found.searched is None:
-        what = "a run's file has one layout" if found.request.options.file else "this machine's speed is measured at run time"
+    keywords = {"seq_len": seq_len, "tokens_per_batch": tokens_per_batch, **settings}
+    planned = answer(plan_request(model, gpus, keywords))
+    if planned.searched is None:
+        what = "a run's file has one layout" if planned.request.options.file else "this machine's speed is measured at run time"
         raise mistake("search", f"has nothing to rank: {what}", "Give a model and accelerators, or call plan.")
-    return Search(found, found.searched)
+    return Search(planned, planned.searched)
 
 
 def compare(a: Plan | str | PathLike[str], b: Plan | str | PathLike[str]) -> Comparison:
     """Two plans side by side, what differs first. A run's file stands for its plan. Raises SpecError."""
-    for name, one in (("a", a), ("b", b)):
-        if not isinstance(one, Plan | str | PathLike):
-            rule = f"must be a plan or the file of a run, is {one!r}"
+    for name, source in (("a", a), ("b", b)):
+        if not isinstance(source, Plan | str | PathLike):
+            rule = f"must be a plan or the file of a run, is {source!r}"
             raise mistake(name, rule, 'Give what us.plan returned, or "run.toml".')
-    return Comparison(*(one if isinstance(one, Plan) else plan(one) for one in (a, b)))
+    return Comparison(*(source if isinstance(source, Plan) else plan(source) for source in (a, b)))
 
 
-def plan_request(model: str | PathLike[str] | None, gpus: str | None, given: dict[str, Any]) -> PlanRequest:
+def plan_request(model: str | PathLike[str] | None, gpus: str | None, keywords: dict[str, Any]) -> PlanRequest:
     """The question that these keywords ask. A first argument that ends in .toml, or a folder with run.toml, is a run's."""
     first = "run" if isinstance(model, str | PathLike) and _is_run(fspath(model)) else "model"
-    given = {first: model, "gpus": gpus, **given}
-    return read_keywords(PlanOptions, "plan", given, positional=("run",))
+    keywords = {first: model, "gpus": gpus, **keywords}
+    return read_keywords(PlanOptions, "plan", keywords, positional=("run",))
 
 
 def _is_run(path: str) -> bool:
     return path.endswith(".toml") or (path != "" and Path(path, "run.toml").is_file())
 
 
-def answer(request: PlanRequest, *, told: Callable[[str], None] = lambda phase: None) -> Plan:
-    """The plan that is asked for, with the files that were asked for written. `told`: of a search, its phase.
+def answer(request: PlanRequest, *, report: Callable[[str], None] = lambda phase: None) -> Plan:
+    """The plan that is asked for, with the files that were asked for written. `report`: of a search, its phase.
 
     Raises SpecError with what makes no sense.
     """
-    found = _answer(request, told)
+    planned = _answer(request, report)
     if request.options.html is not None:
         from ultrascale.api.planning.plan_page import write_html
 
-        write_html(found, request.options.html)
+        write_html(planned, request.options.html)
     if request.options.png is not None:
         from ultrascale.api.planning.plan_page import write_png
 
-        write_png(found, request.options.png)
-    return found
+        write_png(planned, request.options.png)
+    return planned
 
 
-def _answer(request: PlanRequest, told: Callable[[str], None]) -> Plan:
+def _answer(request: PlanRequest, report: Callable[[str], None]) -> Plan:
     options = request.options
     if len(options.run) > 1:
         files = f"names {len(options.run)} files: {', '.join(options.run)}"
@@ -116,7 +116,7 @@ def _answer(request: PlanRequest, told: Callable[[str], None]) -> Plan:
         stack = with_optimizer(stack, options.optimizer)
     refuse_conflicts(request)
     if options.file is not None:
-        return _one(request, stack)
+        return _plan_of_file(request, stack)
     cluster = _machines(request)
     refuse_precision(options, cluster)
     has = cluster.accelerator.peak_flops
@@ -127,25 +127,25 @@ def _answer(request: PlanRequest, told: Callable[[str], None]) -> Plan:
         return _compared(request)
     from ultrascale.api.planning.plan_search import explained, searched
 
-    found, chosen = searched(request, cluster, stack, told)
-    if found.result.best is not None:
+    outcome, chosen = searched(request, cluster, stack, report)
+    if outcome.result.best is not None:
         write_files(chosen, options)
-    return Plan(chosen, request, searched=explained(found, told) if _wants_why(options) else found)
+    return Plan(chosen, request, searched=explained(outcome, report) if _wants_why(options) else outcome)
 
 
 def _wants_why(options: PlanOptions) -> bool:
     return options.explain and not options.print_flags
 
 
-def _one(request: PlanRequest, stack: Stack) -> Plan:
+def _plan_of_file(request: PlanRequest, stack: Stack) -> Plan:
     """Plan the layout of a run's file."""
-    options, rest = request.options, request.settings
-    run = resolve(options.file, [*overrides(options, {}), *rest]).run
+    options, settings = request.options, request.settings
+    run = resolve(options.file, [*overrides(options, {}), *settings]).run
     if options.gpus is not None:
         words: dict[str, Any] = {"cluster": options.gpus}
-        if "layout.dp" not in names_of_flags(rest):
+        if "layout.dp" not in names_of_flags(settings):
             words["layout.dp"] = _ranks_left(run, options.gpus)
-        run = resolve(options.file, [*overrides(options, words), *rest]).run
+        run = resolve(options.file, [*overrides(options, words), *settings]).run
     cluster = cluster_of(run)
     refuse_imbalance(options, run.model)
     if cluster.accelerator.measured_at_run_time:
@@ -164,7 +164,7 @@ def _compared(request: PlanRequest) -> Plan:
         options = replace(options, zero_stage="1")  # the others are compared below; stage 0 cuts nothing
     defaults = run_defaults(options, dp=parse_cluster(gpus).num_accelerators)
     run = resolve(None, [*overrides(options, {"cluster": gpus}), *request.settings], defaults=defaults).run
-    any_stage, any_way = not says(request.words, "zero-stage"), not says(request.words, "recompute")
+    any_stage, any_way = not has_flag(request.words, "zero-stage"), not has_flag(request.words, "recompute")
     plans = alternatives(run, cluster_of(run), any_stage=any_stage, any_way=any_way)
     chosen = first_that_fits(plans) or min(plans, key=lambda candidate: candidate.peak_bytes)
     write_files(chosen, options)
@@ -178,19 +178,21 @@ def _refuse_what_the_trainer_lacks(chosen: RunPlan) -> None:
 
     if chosen.stack.name == "ultrascale":
         return
-    found = cannot_express(workload_of(chosen.run, chosen.cluster, chosen.stack), chosen.run.layout)
+    problems = cannot_express(workload_of(chosen.run, chosen.cluster, chosen.stack), chosen.run.layout)
     remedy = f"Change the run, such as --{{}}, or search: --model ... --gpus ... --stack {chosen.stack.name}."
-    if found:
-        raise SpecError([replace(one, remedy=remedy.format(one.key.replace("_", "-"))) for one in found])
+    if problems:
+        raise SpecError([replace(problem, remedy=remedy.format(problem.key.replace("_", "-"))) for problem in problems])
 
 
 def _ranks_left(run: Run, gpus: str) -> int:
     """Data-parallel ranks of as many devices, the other axes as the run has them."""
-    count, others = parse_cluster(gpus).num_accelerators, run.layout.world_size // run.layout.dp
-    if count % others:
-        rule = f"{count_of(count, 'GPU')} {'is' if count == 1 else 'are'} not a multiple of the run's tp x cp x pp = {others}"
-        raise mistake("gpus", rule, f"Give {max(1, round(count / others)) * others}, or change the axes.")
-    return count // others
+    count, other_ranks = parse_cluster(gpus).num_accelerators, run.layout.world_size // run.layout.dp
+    if count % other_ranks:
+        rule = (
+            f"{count_of(count, 'GPU')} {'is' if count == 1 else 'are'} not a multiple of the run's tp x cp x pp = {other_ranks}"
+        )
+        raise mistake("gpus", rule, f"Give {max(1, round(count / other_ranks)) * other_ranks}, or change the axes.")
+    return count // other_ranks
 
 
 def _machines(request: PlanRequest) -> Cluster:

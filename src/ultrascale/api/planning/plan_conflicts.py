@@ -8,15 +8,15 @@ from pathlib import Path
 
 from ultrascale.api.planning.plan_request import PlanOptions, PlanRequest
 from ultrascale.catalogue.cluster import Cluster
-from ultrascale.catalogue.machines import lacks
+from ultrascale.catalogue.machines import missing_dtype_problem
 from ultrascale.config.schema import leaves
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.units import UnitError, parse_tokens
 from ultrascale.plan.costs.budget import budget_problems
 
-OF_A_SEARCH = ("explain", "runnable", "top")
-OF_TIMES = (
+SEARCH_FLAGS = ("explain", "runnable", "top")
+TIME_FLAGS = (
     "explain", "top", "svg", "perfetto", "html", "png", "tokens", "optimizer", "expert-imbalance", "checkpoint-minutes",
     "storage-gbytes", "save-seconds", "budget",
 )  # fmt: skip
@@ -25,16 +25,16 @@ AXES = ("tp", "cp", "pp", "ep", "schedule")
 
 def refuse_conflicts(request: PlanRequest) -> None:
     """Raises SpecError with every pair of flags that contradict each other, every file that cannot be written, bad tokens."""
-    asked = request.options
-    problems = [*_together(asked), *_files(asked), *_tokens(asked.tokens), *_conditions(asked)]
-    problems += budget_problems(asked.budget)
-    if asked.top < 1:
-        problems.append(Problem("--top", f"must be at least 1, is {asked.top}", "10 is usual."))
-    if asked.file is not None:
+    options = request.options
+    problems = [*_contradictions(options), *_files(options), *_tokens(options.tokens), *_conditions(options)]
+    problems += budget_problems(options.budget)
+    if options.top < 1:
+        problems.append(Problem("--top", f"must be at least 1, is {options.top}", "10 is usual."))
+    if options.file is not None:
         problems += [
             Problem(f"--{name}", "is of a search, and a run's file has one layout", "Leave it out, or give --model and --gpus.")
-            for name in OF_A_SEARCH
-            if _said(name, request.words)
+            for name in SEARCH_FLAGS
+            if _is_given(name, request.words)
         ]
     if problems:
         raise SpecError(problems)
@@ -43,27 +43,27 @@ def refuse_conflicts(request: PlanRequest) -> None:
 def refuse_on_measured_device(request: PlanRequest) -> None:
     """Refuses questions about times on a device whose speed is measured at run time: there only data parallelism is compared,
     by memory."""
-    asked = request.options
+    options = request.options
     problems = [
         Problem(f"--{name}", "is of step times, and this machine's are measured at run time", "Leave it out.")
-        for name in OF_TIMES
-        if _said(name, request.words)
+        for name in TIME_FLAGS
+        if _is_given(name, request.words)
     ]
-    if asked.stack != "ultrascale":
-        rule = f"{asked.stack} is planned for accelerators, and this machine's speed is measured at run time"
+    if options.stack != "ultrascale":
+        rule = f"{options.stack} is planned for accelerators, and this machine's speed is measured at run time"
         problems.append(Problem("--stack", rule, "Leave it out, or plan for an accelerator such as 8xh100."))
     for name in AXES:
-        if getattr(asked, name) not in (None, "1"):
-            said = getattr(asked, name)
-            rule = f"is {said}; of a machine whose speed is measured at run time, only data parallelism is compared"
+        if getattr(options, name) not in (None, "1"):
+            value = getattr(options, name)
+            rule = f"is {value}; of a machine whose speed is measured at run time, only data parallelism is compared"
             problems.append(Problem(f"--{name}", rule, "Leave it out, or plan for an accelerator such as 8xh100."))
     if problems:
         raise SpecError(problems)
 
 
-def refuse_imbalance(asked: PlanOptions, model: Model) -> None:
+def refuse_imbalance(options: PlanOptions, model: Model) -> None:
     """Raises SpecError if the model has no experts that tokens could be spread over unevenly, or not so unevenly."""
-    value, experts = asked.expert_imbalance, model.num_experts
+    value, experts = options.expert_imbalance, model.num_experts
     if value == 1.0:
         return
     if not experts:
@@ -75,62 +75,64 @@ def refuse_imbalance(asked: PlanOptions, model: Model) -> None:
         raise mistake("--expert-imbalance", rule, "1.1 to 1.5 is usual.")
 
 
-def refuse_precision(asked: PlanOptions, cluster: Cluster) -> None:
+def refuse_precision(options: PlanOptions, cluster: Cluster) -> None:
     """Raises SpecError if the accelerator has no such dtype."""
-    accelerator, precision = cluster.accelerator, asked.precision
+    accelerator, precision = cluster.accelerator, options.precision
     known = getattr(leaves()["layout.precision"].kind, "__args__", ())
     if precision is None:
         return
     if precision in known and not accelerator.measured_at_run_time and precision not in ("fp16", *accelerator.peak_flops):
-        raise SpecError([lacks(accelerator, precision, "--precision")])
+        raise SpecError([missing_dtype_problem(accelerator, precision, "--precision")])
 
 
-def _together(asked: PlanOptions) -> list[Problem]:
+def _contradictions(options: PlanOptions) -> list[Problem]:
     pairs = [
         ("sequences_per_batch", "tokens_per_batch", "say the same thing twice", "Keep one of the two."),
         ("print_flags", "json", "both want the whole output", "Keep one of the two."),
     ]
-    found = [
-        Problem(f"--{one.replace('_', '-')}", f"and --{other.replace('_', '-')} {why}", remedy)
-        for one, other, why, remedy in pairs
-        if getattr(asked, one) not in (None, False) and getattr(asked, other) not in (None, False)
+    problems = [
+        Problem(f"--{first.replace('_', '-')}", f"and --{second.replace('_', '-')} {why}", remedy)
+        for first, second, why, remedy in pairs
+        if getattr(options, first) not in (None, False) and getattr(options, second) not in (None, False)
     ]
-    if asked.runnable and asked.stack != "ultrascale":
-        rule = f"is about `ultrascale train`, and the plan is for {asked.stack}"
-        found.append(Problem("--runnable", rule, "Leave out one of the two."))
-    return found
+    if options.runnable and options.stack != "ultrascale":
+        rule = f"is about `ultrascale train`, and the plan is for {options.stack}"
+        problems.append(Problem("--runnable", rule, "Leave out one of the two."))
+    return problems
 
 
-def _conditions(asked: PlanOptions) -> list[Problem]:
+def _conditions(options: PlanOptions) -> list[Problem]:
     """Numbers that say how uneven experts are and how fast the storage is."""
-    found = [
-        Problem(f"--{name.replace('_', '-')}", f"must be a positive number, is {getattr(asked, name):g}", f"{usual} is usual.")
+    problems = [
+        Problem(
+            f"--{name.replace('_', '-')}", f"must be a positive number, is {getattr(options, name):g}", f"{usual} is usual."
+        )
         for name, usual in (("checkpoint_minutes", 30), ("storage_gbytes", 100), ("save_seconds", 10))
-        if getattr(asked, name) is not None and not 0 < getattr(asked, name) < inf
+        if getattr(options, name) is not None and not 0 < getattr(options, name) < inf
     ]
-    if asked.checkpoint_minutes is not None and asked.storage_gbytes is None:
+    if options.checkpoint_minutes is not None and options.storage_gbytes is None:
         rule = "says how often, and nothing says how fast the storage is"
-        found.append(Problem("--checkpoint-minutes", rule, "Give --storage-gbytes 100 too."))
-    if not 1 <= asked.expert_imbalance < inf:
-        rule = f"is the busiest rank over the mean: at least 1, is {asked.expert_imbalance:g}"
-        found.append(Problem("--expert-imbalance", rule, "1.1 to 1.5 is usual."))
-    return found
+        problems.append(Problem("--checkpoint-minutes", rule, "Give --storage-gbytes 100 too."))
+    if not 1 <= options.expert_imbalance < inf:
+        rule = f"is the busiest rank over the mean: at least 1, is {options.expert_imbalance:g}"
+        problems.append(Problem("--expert-imbalance", rule, "1.1 to 1.5 is usual."))
+    return problems
 
 
-def _files(asked: PlanOptions) -> list[Problem]:
+def _files(options: PlanOptions) -> list[Problem]:
     """Files that are there already, unless they are pictures or traces, which can be drawn again; and folders that are not."""
-    found = []
+    problems = []
     for name, drawn in (("save", None), ("svg", ".svg"), ("perfetto", ".json"), ("html", ".html")):
-        if getattr(asked, name) is None:
+        if getattr(options, name) is None:
             continue
-        path = Path(getattr(asked, name))
+        path = Path(getattr(options, name))
         if path.exists() and path.suffix != drawn:
-            found.append(Problem(f"--{name}", f"{path} is there already", "Name another file, or remove it."))
+            problems.append(Problem(f"--{name}", f"{path} is there already", "Name another file, or remove it."))
         elif not path.parent.is_dir():
-            found.append(Problem(f"--{name}", f"the folder {path.parent} is not there", f"mkdir -p {path.parent}"))
-    if asked.png is not None and Path(asked.png).exists() and not Path(asked.png).is_dir():
-        found.append(Problem("--png", f"{asked.png} is a file", "Name a folder, new or old."))
-    return found
+            problems.append(Problem(f"--{name}", f"the folder {path.parent} is not there", f"mkdir -p {path.parent}"))
+    if options.png is not None and Path(options.png).exists() and not Path(options.png).is_dir():
+        problems.append(Problem("--png", f"{options.png} is a file", "Name a folder, new or old."))
+    return problems
 
 
 def _tokens(text: str | None) -> list[Problem]:
@@ -142,5 +144,5 @@ def _tokens(text: str | None) -> list[Problem]:
         return [Problem("--tokens", str(error), "Write 300B or 1T.")]
 
 
-def _said(name: str, words: tuple[str, ...]) -> bool:
+def _is_given(name: str, words: tuple[str, ...]) -> bool:
     return any(word.partition("=")[0].replace("_", "-") == f"--{name}" for word in words)

@@ -11,42 +11,42 @@ from ultrascale.api.planning.plan_result import Plan
 from ultrascale.api.planning.run_of import conditions
 from ultrascale.description.problems import mistake
 from ultrascale.description.units import parse_tokens
-from ultrascale.page.shown import Planned
+from ultrascale.page.shown import PagePlan
 
 
-def drawn(found: Plan) -> Planned:
+def page_plan(plan: Plan) -> PagePlan:
     """The page's data for a plan. Raises SpecError where there are no times to draw."""
-    if found.chosen.prediction is None:
-        rule = f"{found.chosen.cluster.name} has rates that are measured at run time, and the page draws times"
+    if plan.chosen.prediction is None:
+        rule = f"{plan.chosen.cluster.name} has rates that are measured at run time, and the page draws times"
         raise mistake("gpus", rule, "Name accelerators such as 8xh100, or leave --html out.")
-    options, searched = found.request.options, found.searched
+    options, searched = plan.request.options, plan.searched
     tokens = None if options.tokens is None else parse_tokens(options.tokens)
     if searched is None:
-        return Planned(found.chosen, found.to_dict(), conditions=conditions(options), tokens=tokens)
+        return PagePlan(plan.chosen, plan.to_dict(), conditions=conditions(options), tokens=tokens)
 
     @cache
     def explanation() -> dict[str, Any]:
         from ultrascale.api.planning.plan_search import explained
 
-        told = searched if searched.scan or searched.others else explained(searched)
-        return told.to_json(top=options.top, explained=True)["explanation"]
+        complete = searched if searched.scaling_points or searched.better_clusters else explained(searched)
+        return complete.to_json(top=options.top, explained=True)["explanation"]
 
-    return Planned(found.chosen, found.to_dict(), searched.result, conditions(options), tokens, explanation)
+    return PagePlan(plan.chosen, plan.to_dict(), searched.result, conditions(options), tokens, explanation)
 
 
-def write_png(found: Plan, folder: str) -> list[Path]:
+def write_png(plan: Plan, folder: str) -> list[Path]:
     """The plan's charts, a PNG each. Raises SpecError where there are no times to draw, NotInstalledError without
     matplotlib."""
     from ultrascale.page.pictures import write_pictures
     from ultrascale.page.shown import answer
 
     with naming_extras("plan --png"):
-        return write_pictures(answer(drawn(found), list(found.request.words)), Path(folder))
+        return write_pictures(answer(page_plan(plan), list(plan.request.words)), Path(folder))
 
 
-def write_html(found: Plan, path: str) -> None:
+def write_html(plan: Plan, path: str) -> None:
     """The plan as one file that needs nothing else. Raises SpecError where there are no times to draw."""
     from ultrascale.page.one_file import one_file
     from ultrascale.page.shown import answer
 
-    Path(path).write_text(one_file(answer(drawn(found), list(found.request.words))), encoding="utf-8")
+    Path(path).write_text(one_file(answer(page_plan(plan), list(plan.request.words))), encoding="utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ultrascale.api.asked import Asked
+from ultrascale.api.asked import VerbRequest
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class PlanOptions:
         return self.run[0] if self.run else None
 
 
-PlanRequest = Asked[PlanOptions]
+PlanRequest = VerbRequest[PlanOptions]
 BRIEF_ROWS = 3
 """Rows of a short ranking."""
 

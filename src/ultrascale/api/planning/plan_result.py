@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ultrascale.api.planning.plan_request import PlanRequest
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Facts, Rows, bars, html, shares
+from ultrascale.api.shown import Rows, TableRow, bars, html, shares
 from ultrascale.config.resolve import to_toml
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Run
@@ -18,7 +18,7 @@ from ultrascale.plan.costs.budget import Bought, bought, parse_budget
 from ultrascale.plan.report import RunPlan, step_interval
 
 if TYPE_CHECKING:
-    from ultrascale.api.planning.plan_search import Searched
+    from ultrascale.api.planning.plan_search import SearchOutcome
     from ultrascale.plan.time.price import Prediction
 
 
@@ -32,7 +32,7 @@ class Plan(Rows):
     """The request."""
     compared: tuple[RunPlan, ...] = ()
     """Plans it was chosen from, on a machine whose speed nobody has measured."""
-    searched: Searched | None = None
+    searched: SearchOutcome | None = None
     """Search it was chosen from, for a model on accelerators."""
 
     @property
@@ -118,16 +118,16 @@ class Plan(Rows):
         if len(self.compared) > 1:
             document["compared"] = [
                 {
-                    "zero_stage": one.run.layout.zero_stage,
-                    "recompute": one.run.layout.recompute,
-                    "fits": one.fits,
-                    "peak_bytes": one.peak_bytes,
-                    "seconds_per_step": one.prediction and one.prediction.step_seconds,
+                    "zero_stage": run_plan.run.layout.zero_stage,
+                    "recompute": run_plan.run.layout.recompute,
+                    "fits": run_plan.fits,
+                    "peak_bytes": run_plan.peak_bytes,
+                    "seconds_per_step": run_plan.prediction and run_plan.prediction.step_seconds,
                 }
-                for one in self.compared
+                for run_plan in self.compared
             ]
-        if (told := self.bought) is not None:
-            document["budget"] = told.to_json()
+        if (budget := self.bought) is not None:
+            document["budget"] = budget.to_json()
         return stamped("plan", document | {"notes": self.notes})
 
     @property
@@ -143,7 +143,7 @@ class Plan(Rows):
         text, prediction = self.request.options.budget, self.chosen.prediction
         return None if text is None or prediction is None else bought(parse_budget(text), prediction)
 
-    def rows(self) -> list[Facts]:
+    def rows(self) -> list[TableRow]:
         """Memory at the peak by category, and the step by what takes it."""
         document = self.chosen.to_json()
         memory, time = document["memory"]["peak_bytes_by_category"], document["time"]
@@ -174,7 +174,7 @@ class Search(Rows):
 
     plan: Plan
     """The best, or the smallest where none fits."""
-    searched: Searched
+    searched: SearchOutcome
 
     @property
     def ranked(self) -> list[Prediction]:
@@ -198,9 +198,9 @@ class Search(Rows):
         """The output of `ultrascale plan --json` for a search."""
         return self.plan.to_dict()
 
-    def rows(self) -> list[Facts]:
+    def rows(self) -> list[TableRow]:
         """A row for each layout: rank, step, MFU, memory, and the fields of its layout."""
-        return [_prediction_row(number, one) for number, one in enumerate(self.ranked, start=1)]
+        return [_prediction_row(number, prediction) for number, prediction in enumerate(self.ranked, start=1)]
 
     def plot(self) -> Any:
         """Step time against memory of every layout in the ranking, as a matplotlib figure."""
@@ -222,7 +222,7 @@ class Search(Rows):
 
     def _repr_html_(self) -> str:
         top = self.ranked[: self.plan.request.options.top]
-        return html(repr(self), [_ranking_words(number, one) for number, one in enumerate(top, start=1)])
+        return html(repr(self), [_ranking_words(number, prediction) for number, prediction in enumerate(top, start=1)])
 
 
 @dataclass(frozen=True, repr=False)
@@ -232,21 +232,21 @@ class Comparison(Rows):
     a: Plan
     b: Plan
 
-    def settings(self) -> list[Facts]:
+    def settings(self) -> list[TableRow]:
         """Settings of the two runs that differ, and machines and trainer."""
         from ultrascale.config.schema import leaves, setting_at
 
-        runs = [one.run for one in (self.a, self.b)]
+        runs = [plan.run for plan in (self.a, self.b)]
         named = {
             key: [setting_at(run, key) for run in runs]
             for key in leaves()
             if key not in ("name", "folder") and not key.startswith("launch.")
         }
         chosen = (self.a.chosen, self.b.chosen)
-        named |= {"machines": [one.cluster.name for one in chosen], "stack": [one.stack.name for one in chosen]}
+        named |= {"machines": [plan.cluster.name for plan in chosen], "stack": [plan.stack.name for plan in chosen]}
         return [{"name": name, "a": a, "b": b} for name, (a, b) in named.items() if a != b]
 
-    def told_settings(self) -> list[tuple[str, str, str]]:
+    def setting_words(self) -> list[tuple[str, str, str]]:
         """`settings` as run.toml has them, without quotes; of two models with different names only these."""
         from ultrascale.config.resolve import toml_value
         from ultrascale.config.schema import BYTE_KEYS
@@ -255,22 +255,25 @@ class Comparison(Rows):
             is_bytes = isinstance(value, int) and name.rpartition(".")[2] in BYTE_KEYS
             return format_bytes(value) if is_bytes else toml_value(value).strip('"')
 
-        told = [(one["name"], words(one["name"], one["a"]), words(one["name"], one["b"])) for one in self.settings()]
-        a, b = (one.run.model.name or one.run.model.model_type for one in (self.a, self.b))
+        rows = [
+            (setting["name"], words(setting["name"], setting["a"]), words(setting["name"], setting["b"]))
+            for setting in self.settings()
+        ]
+        a, b = (plan.run.model.name or plan.run.model.model_type for plan in (self.a, self.b))
         if a == b:
-            return told
-        return [("model", a, b), *(row for row in told if not row[0].startswith("model."))]
+            return rows
+        return [("model", a, b), *(row for row in rows if not row[0].startswith("model."))]
 
-    def rows(self) -> list[Facts]:
+    def rows(self) -> list[TableRow]:
         """Quantities of both, with b over a: bytes, seconds, shares; those that differ most first."""
         of_a, of_b = _quantities(self.a), _quantities(self.b)
-        found = [_row(name, unit, of_a.get((name, unit)), of_b.get((name, unit))) for name, unit in {**of_a, **of_b}]
-        return sorted(found, key=lambda row: -_distance(row))
+        compared = [_row(name, unit, of_a.get((name, unit)), of_b.get((name, unit))) for name, unit in {**of_a, **of_b}]
+        return sorted(compared, key=lambda row: -_distance(row))
 
     def to_dict(self) -> dict[str, Any]:
         """Settings that differ, quantities, and both plans as `Plan.to_dict` has them."""
         return stamped("compare", {
-            "settings": [{**one, "a": _plain(one["a"]), "b": _plain(one["b"])} for one in self.settings()],
+            "settings": [{**setting, "a": _plain(setting["a"]), "b": _plain(setting["b"])} for setting in self.settings()],
             "quantities": self.rows(), "a": self.a.to_dict(), "b": self.b.to_dict(),
         })  # fmt: skip
 
@@ -281,37 +284,37 @@ class Comparison(Rows):
     def __repr__(self) -> str:
         a, b = self.a.step_seconds, self.b.step_seconds
         time = "" if a is None or b is None else f"step {format_seconds(a)} and {format_seconds(b)}, "
-        memory = " and ".join(format_bytes(one.needed_bytes) for one in (self.a, self.b))
-        told = ", ".join(f"{name} {a} -> {b}" for name, a, b in self.told_settings()[:3]) or "nothing differs"
-        return f"Comparison({told}; {time}{memory})"
+        memory = " and ".join(format_bytes(plan.needed_bytes) for plan in (self.a, self.b))
+        differences = ", ".join(f"{name} {a} -> {b}" for name, a, b in self.setting_words()[:3]) or "nothing differs"
+        return f"Comparison({differences}; {time}{memory})"
 
     def _repr_html_(self) -> str:
         words = [
             {"": row["name"], "a": value_words(row["a"], row["unit"]), "b": value_words(row["b"], row["unit"]),
              "b / a": "" if row["b_over_a"] is None else f"{row['b_over_a']:.2f}"} for row in self.rows()
         ]  # fmt: skip
-        settings = [{"": name, "a": a, "b": b, "b / a": ""} for name, a, b in self.told_settings()]
+        settings = [{"": name, "a": a, "b": b, "b / a": ""} for name, a, b in self.setting_words()]
         return html(repr(self), settings + words)
 
 
-def _row(name: str, unit: str, a: float | None, b: float | None) -> Facts:
+def _row(name: str, unit: str, a: float | None, b: float | None) -> TableRow:
     return {"name": name, "unit": unit, "a": a, "b": b, "b_over_a": b / a if a and b is not None else None}
 
 
-def _distance(row: Facts) -> float:
+def _distance(row: TableRow) -> float:
     """Distance between the two plans, by which rows are sorted: totals first."""
     ratio = row["b_over_a"]
     return 0.0 if ratio is None or ratio <= 0 else max(ratio, 1 / ratio) - 1
 
 
-def _quantities(one: Plan) -> dict[tuple[str, str], float]:
-    whole: dict[tuple[str, str], float | None] = {
-        ("step", "seconds"): one.step_seconds, ("tokens per second", "tokens/s"): one.tokens_per_second,
-        ("MFU", "share"): one.mfu,
-        ("memory needed", "bytes"): one.needed_bytes,
+def _quantities(plan: Plan) -> dict[tuple[str, str], float]:
+    quantities: dict[tuple[str, str], float | None] = {
+        ("step", "seconds"): plan.step_seconds, ("tokens per second", "tokens/s"): plan.tokens_per_second,
+        ("MFU", "share"): plan.mfu,
+        ("memory needed", "bytes"): plan.needed_bytes,
     }  # fmt: skip
-    known = {key: value for key, value in whole.items() if value is not None}
-    return known | {(f"{row['of']}: {row['part']}", row["unit"]): row["value"] for row in one.rows()}
+    known = {key: value for key, value in quantities.items() if value is not None}
+    return known | {(f"{row['of']}: {row['part']}", row["unit"]): row["value"] for row in plan.rows()}
 
 
 def _plain(value: Any) -> Any:
@@ -319,25 +322,31 @@ def _plain(value: Any) -> Any:
     from dataclasses import asdict, is_dataclass
 
     if isinstance(value, tuple):
-        return [_plain(one) for one in value]
+        return [_plain(entry) for entry in value]
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
-def _prediction_row(number: int, one: Prediction) -> Facts:
-    low, high = step_interval(one)
-    needed, headroom = round(float(one.memory.needed)), round(float(one.memory.headroom))
+def _prediction_row(rank: int, pred: Prediction) -> TableRow:
+    low, high = step_interval(pred)
+    needed, headroom = round(float(pred.memory.needed)), round(float(pred.memory.headroom))
     numbers = {
-        "rank": number, "step_seconds": one.step_seconds, "step_seconds_low": low, "step_seconds_high": high, "mfu": one.mfu(),
-        "tokens_per_second": one.tokens_per_second, "needed_bytes": needed, "headroom_bytes": headroom,
-        "num_micro_batches": one.num_micro_batches,
+        "rank": rank, "step_seconds": pred.step_seconds, "step_seconds_low": low, "step_seconds_high": high, "mfu": pred.mfu(),
+        "tokens_per_second": pred.tokens_per_second, "needed_bytes": needed, "headroom_bytes": headroom,
+        "num_micro_batches": pred.num_micro_batches,
     }  # fmt: skip
-    return numbers | {name: getattr(one.layout, name) for name in Layout.__dataclass_fields__}
+    return numbers | {name: getattr(pred.layout, name) for name in Layout.__dataclass_fields__}
 
 
-def _ranking_words(number: int, one: Prediction) -> Facts:
-    memory = format_bytes(float(one.memory.needed))
-    words = _layout_words(one.layout, one.num_micro_batches)
-    return {"": number, "step": format_seconds(one.step_seconds), "MFU": f"{one.mfu():.1%}", "memory": memory, "layout": words}
+def _ranking_words(number: int, prediction: Prediction) -> TableRow:
+    memory = format_bytes(float(prediction.memory.needed))
+    words = _layout_words(prediction.layout, prediction.num_micro_batches)
+    return {
+        "": number,
+        "step": format_seconds(prediction.step_seconds),
+        "MFU": f"{prediction.mfu():.1%}",
+        "memory": memory,
+        "layout": words,
+    }
 
 
 def _layout_words(layout: Layout, num_micro_batches: int) -> str:

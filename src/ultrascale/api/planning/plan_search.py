@@ -10,13 +10,13 @@ from typing import Any
 
 from ultrascale.api.planning.plan_conflicts import refuse_imbalance
 from ultrascale.api.planning.plan_request import SHORT, PlanOptions, PlanRequest
-from ultrascale.api.planning.run_of import as_flags, conditions, run_defaults, source_of
+from ultrascale.api.planning.run_of import as_flags, conditions, model_settings, run_defaults
 from ultrascale.catalogue.cluster import Cluster
 from ultrascale.catalogue.stacks.stack import Stack
 from ultrascale.config.layers import read_flags
 from ultrascale.config.resolve import resolve, sequences_for_tokens
 from ultrascale.config.rules.trainable import untrainable
-from ultrascale.config.schema import BAD, At, convert, leaves
+from ultrascale.config.schema import INVALID, ValueContext, convert, leaves
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import Problem, SpecError
@@ -25,84 +25,89 @@ from ultrascale.description.units import UnitError, divisors, parse_tokens
 from ultrascale.plan.flags.trainers import not_searched
 from ultrascale.plan.report import RunPlan, plan_run, prediction_json, workload_of
 from ultrascale.plan.search.explain import changes, marginals, rungs
-from ultrascale.plan.search.scaling import Scaled, elsewhere, scaling, smallest_that_fits
+from ultrascale.plan.search.scaling import ScalingPoint, better_clusters, scaling, smallest_that_fits
 from ultrascale.plan.search.search import TIE, SearchResult, distinct, risk, search
-from ultrascale.plan.search.space import Asked
+from ultrascale.plan.search.space import Constraints
 from ultrascale.plan.time.price import Prediction
 
-SEARCHED = (
+SEARCHED_FIELDS = (
     "dp", "tp", "sequence_parallel", "cp", "cp_method", "cp_heads", "pp", "virtual_stages", "schedule", "zero_stage",
     "dp_shard", "micro_batch_size", "recompute", "recompute_every", "ep", "expert_tp", "tp_overlap",
 )  # fmt: skip
-NEARER = 0.01
+MIN_BATCH_GAIN = 0.01
 """Fraction of the tokens asked for: a batch that is nearer by less is not worth a second search."""
-NOT_IN_TABLES = ("attention", "pipeline_runtime", "fp8_amax_compute_algo")
+UNPRICED_FIELDS = ("attention", "pipeline_runtime", "fp8_amax_compute_algo")
 """Settings of one's own that no price depends on beyond what the workload says: the chosen layout has them again."""
 
 
 @dataclass(frozen=True)
-class Searched:
+class SearchOutcome:
     """A search, with what it was asked to keep."""
 
     result: SearchResult
     base: Layout
     """Fields of a layout that are not searched."""
-    asked: Asked
+    constraints: Constraints
     """Searched fields that are held to given values."""
     tokens_asked: str | None
     """Tokens of a batch, as they were written."""
-    scan: tuple[Scaled, ...] = ()
-    """Other numbers of GPUs; of a question with `explain`, as `others`."""
-    others: tuple[tuple[Cluster, Prediction], ...] = ()
+    scaling_points: tuple[ScalingPoint, ...] = ()
+    """Other numbers of GPUs; of a question with `explain`, as `better_clusters`."""
+    better_clusters: tuple[tuple[Cluster, Prediction], ...] = ()
     """Other GPUs."""
 
     @property
     def smallest_that_fits(self) -> Prediction | None:
         """The least of the larger clusters on which something fits."""
-        return smallest_that_fits(self.result.workload, base=self.base, asked=self.asked)
+        return smallest_that_fits(self.result.workload, base=self.base, constraints=self.constraints)
 
     def to_json(self, *, top: int, explained: bool) -> dict[str, Any]:
         """A JSON-able dictionary: what was searched, the `top` layouts, the front, and why."""
         result, priced = self.result, self.result.priced
-        found: dict[str, Any] = {
+        document: dict[str, Any] = {
             "num_legal": len(priced.fits),
             "num_fitting": int(priced.fits.sum()),
             "num_priced": int(priced.was_priced.sum()),
             "seconds": result.seconds,
             "tie_fraction": TIE,
             "num_tied": result.num_tied if result.ranked else 0,
-            "ranked": [prediction_json(one) | {"out_of_memory_risk": risk(one)} for one in distinct(result.ranked)[:top]],
-            "front": [prediction_json(one) for one in result.front],
+            "ranked": [
+                prediction_json(prediction) | {"out_of_memory_risk": risk(prediction)}
+                for prediction in distinct(result.ranked)[:top]
+            ],
+            "front": [prediction_json(prediction) for prediction in result.front],
             "smallest": result.smallest and prediction_json(result.smallest),
-            "refused": [asdict(one) for one in result.refused],
+            "refused": [asdict(refusal) for refusal in result.refused],
         }
-        return found | ({"explanation": self._explanation_json()} if explained else {})
+        return document | ({"explanation": self._explanation_json()} if explained else {})
 
     def _explanation_json(self) -> dict[str, Any]:
         result = self.result
         return {
-            "fit": [asdict(one) for one in rungs(result)],
-            "changes": [asdict(one) for one in changes(result)],
-            "worth": [asdict(one) for one in marginals(result)],
-            "scaling": [_scaled_json(one) for one in self.scan],
-            "elsewhere": {cluster.name: prediction_json(one) for cluster, one in self.others},
+            "fit": [asdict(rung) for rung in rungs(result)],
+            "changes": [asdict(change) for change in changes(result)],
+            "worth": [asdict(marginal) for marginal in marginals(result)],
+            "scaling": [_scaled_json(scaled) for scaled in self.scaling_points],
+            "elsewhere": {cluster.name: prediction_json(prediction) for cluster, prediction in self.better_clusters},
         }
 
 
-def _scaled_json(one: Scaled) -> dict[str, Any]:
-    best = one.best and prediction_json(one.best)
-    return {"num_gpus": one.num_gpus, "brings": one.brings, "pays": one.pays, "best": best}
+def _scaled_json(scaled: ScalingPoint) -> dict[str, Any]:
+    best = scaled.best and prediction_json(scaled.best)
+    return {"num_gpus": scaled.num_gpus, "brings": scaled.marginal_efficiency, "pays": scaled.pays, "best": best}
 
 
-def searched(request: PlanRequest, cluster: Cluster, stack: Stack, told: Callable[[str], None]) -> tuple[Searched, RunPlan]:
-    """All layouts of the machines, and a plan of the best; of the smallest if none fits. `told`: the phase.
+def searched(
+    request: PlanRequest, cluster: Cluster, stack: Stack, report: Callable[[str], None]
+) -> tuple[SearchOutcome, RunPlan]:
+    """All layouts of the machines, and a plan of the best; of the smallest if none fits. `report`: the phase.
 
     Raises SpecError.
     """
     options = request.options
-    settings, others = _split(request)
-    asked, base = _choices(settings)
-    run, tokens_asked = _described(options, others, asked, base, cluster)
+    settings, run_words = _split(request)
+    constraints, base = _choices(settings)
+    run, tokens_asked = _described(options, run_words, constraints, base, cluster)
     refuse_imbalance(options, run.model)
     if problems := not_searched(stack, base):
         raise SpecError(problems)
@@ -110,45 +115,55 @@ def searched(request: PlanRequest, cluster: Cluster, stack: Stack, told: Callabl
     if options.runnable:
         _expect_runnable(run.model, base)
 
-    def told_share(share: float) -> None:
-        told(f"{share:.0%} of the layouts searched" if share < 1 else "the fastest layouts played action by action")
+    def report_share(share: float) -> None:
+        report(f"{share:.0%} of the layouts searched" if share < 1 else "the fastest layouts played action by action")
 
     drawn = options.json or options.explain or options.html or options.png
-    shown = options.rows if options.brief and not drawn else None
-    result = search(workload, base=base, asked=asked, shown=shown, told=told_share)
-    if tokens_asked is not None and (nearer := _nearer(tokens_asked, run, result.best)) is not None:
+    num_shown = options.rows if options.brief and not drawn else None
+    result = search(workload, base=base, constraints=constraints, shown=num_shown, on_progress=report_share)
+    if tokens_asked is not None and (nearer := _nearer_batch(tokens_asked, run, result.best)) is not None:
         run = replace(run, batch=replace(run.batch, sequences_per_batch=nearer))
-        result = search(replace(workload, sequences_per_batch=nearer), base=base, asked=asked, shown=shown, told=told_share)
+        result = search(
+            replace(workload, sequences_per_batch=nearer),
+            base=base,
+            constraints=constraints,
+            shown=num_shown,
+            on_progress=report_share,
+        )
     best = result.best or result.smallest
     assert best is not None
-    layout = replace(best.layout, **{name: getattr(base, name) for name in NOT_IN_TABLES})
+    layout = replace(best.layout, **{name: getattr(base, name) for name in UNPRICED_FIELDS})
     chosen = plan_run(replace(run, layout=layout), cluster, stack, **conditions(options))
-    return Searched(result, base, asked, tokens_asked), chosen
+    return SearchOutcome(result, base, constraints, tokens_asked), chosen
 
 
-def _nearer(tokens_asked: str, run: Run, best: Prediction | None) -> int | None:
+def _nearer_batch(tokens_asked: str, run: Run, best: Prediction | None) -> int | None:
     """Sequences of the batch that is nearest to what was asked of those that the best layout's own ranks can share; None where
     it is hardly nearer than the one that was searched, which more ranks can share."""
     if best is None:
         return None
     length, now = run.batch.sequence_length, run.batch.sequences_per_batch
     try:
-        near = sequences_for_tokens(tokens_asked, length, multiple=best.layout.dp * best.layout.micro_batch_size)
+        nearest = sequences_for_tokens(tokens_asked, length, multiple=best.layout.dp * best.layout.micro_batch_size)
     except UnitError:
         return None
     wanted = parse_tokens(tokens_asked)
-    gained = abs(now * length - wanted) - abs(near * length - wanted)
-    return near if gained > NEARER * wanted else None
+    gained = abs(now * length - wanted) - abs(nearest * length - wanted)
+    return nearest if gained > MIN_BATCH_GAIN * wanted else None
 
 
-def explained(found: Searched, told: Callable[[str], None] = lambda phase: None) -> Searched:
-    """The search with its explanation: also other numbers of GPUs and other GPUs, which take a search each. `told`: the
+def explained(searched: SearchOutcome, report: Callable[[str], None] = lambda phase: None) -> SearchOutcome:
+    """The search with its explanation: also other numbers of GPUs and other GPUs, which take a search each. `report`: the
     phase."""
-    workload, best = found.result.workload, found.result.best
-    told("searching other numbers of GPUs")
-    scan = scaling(workload, base=found.base, asked=found.asked, best=best)
-    told("searching other GPUs")
-    return replace(found, scan=tuple(scan), others=tuple(elsewhere(workload, base=found.base, asked=found.asked, best=best)))
+    workload, best = searched.result.workload, searched.result.best
+    report("searching other numbers of GPUs")
+    scaling_points = scaling(workload, base=searched.base, constraints=searched.constraints, best=best)
+    report("searching other GPUs")
+    return replace(
+        searched,
+        scaling_points=tuple(scaling_points),
+        better_clusters=tuple(better_clusters(workload, base=searched.base, constraints=searched.constraints, best=best)),
+    )
 
 
 def _expect_runnable(model: Model, base: Layout) -> None:
@@ -164,24 +179,24 @@ def _split(request: PlanRequest) -> tuple[dict[str, str], list[str]]:
         for flag, key in SHORT.items()
         if key.startswith("layout.") and (value := getattr(request.options, flag)) is not None
     }
-    others, words = [], list(request.settings)
+    run_words, words = [], list(request.settings)
     while words:
         word = words.pop(0)
         name, equals, value = word.replace("_", "-").partition("=")
         if not name.startswith("--layout."):
-            others.append(word)
+            run_words.append(word)
             continue
         field = name.removeprefix("--layout.").replace("-", "_")
         if not equals:
             value = words.pop(0) if words and not words[0].startswith("--") else "true"
         settings[field] = value
-    return settings, others
+    return settings, run_words
 
 
 def _choices(settings: dict[str, str]) -> tuple[dict[str, tuple[Any, ...]], Layout]:
     """Values asked of the searched fields, and a layout of the others. Raises SpecError with every wrong one."""
     problems: list[Problem] = []
-    asked: dict[str, tuple[Any, ...]] = {}
+    constraints: dict[str, tuple[Any, ...]] = {}
     fixed: dict[str, Any] = {"precision": "bf16"}
     for name, text in settings.items():
         leaf = leaves().get(f"layout.{name}")
@@ -189,21 +204,21 @@ def _choices(settings: dict[str, str]) -> tuple[dict[str, tuple[Any, ...]], Layo
             rule = "is for one layout, not for a search" if leaf else "is not a key of a layout"
             problems.append(Problem(f"layout.{name}", rule, "Plan a run's file with it." if leaf else "See docs/describe.md."))
             continue
-        at = At(leaf.key, "flag", text=True, problems=problems)
+        at = ValueContext(leaf.key, "flag", text=True, problems=problems)
         values = tuple(convert(word.strip(), leaf.kind, at) for word in text.split(","))
-        if BAD in values:
+        if INVALID in values:
             continue
-        if name in SEARCHED:
-            asked[name] = values
+        if name in SEARCHED_FIELDS:
+            constraints[name] = values
         elif len(values) == 1:
             fixed[name] = values[0]
         else:
             problems.append(Problem(leaf.key, f"is not searched, and {text} are {len(values)} values", "Give one."))
     if not problems:
-        problems = [p for name, values in asked.items() for value in values for p in _range_problems(name, value)]
+        problems = [p for name, values in constraints.items() for value in values for p in _range_problems(name, value)]
     if problems:
         raise SpecError(problems)
-    return asked, Layout(**fixed)
+    return constraints, Layout(**fixed)
 
 
 def _range_problems(name: str, value: Any) -> list[Problem]:
@@ -217,7 +232,7 @@ def _range_problems(name: str, value: Any) -> list[Problem]:
 
 
 def _described(
-    options: PlanOptions, others: list[str], asked: dict[str, tuple[Any, ...]], base: Layout, cluster: Cluster
+    options: PlanOptions, run_words: list[str], constraints: dict[str, tuple[Any, ...]], base: Layout, cluster: Cluster
 ) -> tuple[Run, str | None]:
     """The run without its layout: `dp` stands in for it so that a batch such as 4M becomes one that many ranks can share. And
     the tokens of its batch, as they were written."""
@@ -225,33 +240,33 @@ def _described(
     batch = {
         key: value for flag, key in SHORT.items() if key.startswith("batch.") and (value := getattr(options, flag)) is not None
     }
-    words = [*as_flags(source_of(options.model) | {"cluster": options.gpus} | batch), *others]
+    words = [*as_flags(model_settings(options.model) | {"cluster": options.gpus} | batch), *run_words]
     defaults = run_defaults(options, dp=1) | {"layout.precision": base.precision}
     length = resolve(None, words, defaults=defaults).run.batch.sequence_length
-    said = read_flags(words, []).entries.get("batch.tokens_per_batch")
-    tokens_asked = options.tokens_per_batch if said is None else said.value
-    if said is not None:
-        micro, dp = _shares(tokens_asked, asked, cluster.num_accelerators, length)
+    entry = read_flags(words, []).entries.get("batch.tokens_per_batch")
+    tokens_asked = options.tokens_per_batch if entry is None else entry.value
+    if entry is not None:
+        micro, dp = _batch_split(tokens_asked, constraints, cluster.num_accelerators, length)
         defaults |= {"layout.micro_batch_size": micro, "layout.dp": dp}
     else:
-        defaults["batch.sequences_per_batch"] = cluster.num_accelerators * asked.get("micro_batch_size", (1,))[0]
+        defaults["batch.sequences_per_batch"] = cluster.num_accelerators * constraints.get("micro_batch_size", (1,))[0]
     return resolve(None, words, defaults=defaults).run, tokens_asked
 
 
-def _shares(text: str | None, asked: dict[str, tuple[Any, ...]], num_gpus: int, length: int) -> tuple[int, int]:
+def _batch_split(text: str | None, constraints: dict[str, tuple[Any, ...]], num_gpus: int, length: int) -> tuple[int, int]:
     """Micro-batch size and ranks among whom the batch is to be shared: those asked for, where they can be."""
-    micro, tokens = asked.get("micro_batch_size", (1,))[0], _tokens(text)
+    micro, tokens = constraints.get("micro_batch_size", (1,))[0], _tokens(text)
     if tokens < micro * length:
         micro = 1  # refused by the search, for its own reason
-    if "dp" in asked and num_gpus % asked["dp"][0] == 0 and asked["dp"][0] * micro * length <= tokens:
-        return micro, asked["dp"][0]
-    return micro, _sharing_ranks(text, _ranks_of_dp(asked, num_gpus), length * micro)
+    if "dp" in constraints and num_gpus % constraints["dp"][0] == 0 and constraints["dp"][0] * micro * length <= tokens:
+        return micro, constraints["dp"][0]
+    return micro, _sharing_ranks(text, _ranks_of_dp(constraints, num_gpus), length * micro)
 
 
-def _ranks_of_dp(asked: dict[str, tuple[Any, ...]], num_gpus: int) -> int:
+def _ranks_of_dp(constraints: dict[str, tuple[Any, ...]], num_gpus: int) -> int:
     """GPUs that are left for dp by the axes that were asked for; all, where these do not divide, which the search refuses."""
-    cut = prod(asked[axis][0] for axis in ("tp", "cp", "pp") if len(asked.get(axis, ())) == 1)
-    return num_gpus // cut if cut > 0 and num_gpus % cut == 0 else num_gpus
+    model_parallel = prod(constraints[axis][0] for axis in ("tp", "cp", "pp") if len(constraints.get(axis, ())) == 1)
+    return num_gpus // model_parallel if model_parallel > 0 and num_gpus % model_parallel == 0 else num_gpus
 
 
 def _tokens(text: str | None) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ultrascale.api.asked import Asked
+from ultrascale.api.asked import VerbRequest
 from ultrascale.api.planning.plan_request import SHORT, PlanOptions
 from ultrascale.catalogue.cluster import Cluster, parse_cluster
 from ultrascale.description.problems import mistake
@@ -32,7 +32,7 @@ def run_defaults(options: PlanOptions, *, dp: int) -> dict[str, Any]:
     }
 
 
-def source_of(model: str) -> dict[str, Any]:
+def model_settings(model: str) -> dict[str, Any]:
     """A folder, its config.json, or a preset's name."""
     path = Path(model).expanduser()
     return {"model.path": str(path)} if path.is_dir() or path.is_file() else {"model.preset": model}
@@ -41,7 +41,7 @@ def source_of(model: str) -> dict[str, Any]:
 def overrides(options: PlanOptions, words: dict[str, Any]) -> list[str]:
     """The short flags as dotted ones, over `words`."""
     if options.model is not None:
-        words |= source_of(options.model)
+        words |= model_settings(options.model)
     words |= {key: value for flag, key in SHORT.items() if (value := getattr(options, flag)) is not None}
     return as_flags(words)
 
@@ -56,7 +56,7 @@ def names_of_flags(words: tuple[str, ...] | list[str]) -> set[str]:
     return {word.partition("=")[0].replace("_", "-").removeprefix("--") for word in words if word.startswith("--")}
 
 
-def says(words: tuple[str, ...], *names: str) -> bool:
+def has_flag(words: tuple[str, ...], *names: str) -> bool:
     """True if one of these settings is given, as a short or a dotted flag."""
     return not {name.removeprefix("layout.") for name in names_of_flags(words)}.isdisjoint(names)
 
@@ -86,7 +86,7 @@ def _save_seconds(options: PlanOptions) -> float | None:
 
 
 @dataclass(frozen=True)
-class Described:
+class ModelAndMachines:
     """A model and machines in place of a run's file."""
 
     model: str | None
@@ -100,7 +100,7 @@ class Described:
         return any(value is not None for value in vars(self).values())
 
 
-def planned_run(described: Described, settings: tuple[str, ...] | list[str], *, run: str | None, verb: str) -> Run:
+def planned_run(described: ModelAndMachines, settings: tuple[str, ...] | list[str], *, run: str | None, verb: str) -> Run:
     """The run of the best layout that `ultrascale train` runs. `run`: a file that is given too, which is a contradiction.
 
     Raises SpecError with what is wrong, or that nothing fits.
@@ -111,14 +111,16 @@ def planned_run(described: Described, settings: tuple[str, ...] | list[str], *, 
         remedy = "Keep one of the two; settings of a file are changed by flags such as --layout.tp 2."
         raise mistake("--model", f"describes a run, and the file {run} is given too", remedy)
     words = [word for name, value in vars(described).items() if value for word in (f"--{name.replace('_', '-')}", str(value))]
-    asked = Asked(PlanOptions(**vars(described), runnable=_is_searched(described)), tuple(settings), (), (*words, *settings))
-    found = answer(asked)
-    if not found.fits:
+    asked = VerbRequest(
+        PlanOptions(**vars(described), runnable=_is_searched(described)), tuple(settings), (), (*words, *settings)
+    )
+    plan = answer(asked)
+    if not plan.fits:
         rule = f"no layout of {described.model} fits on {described.gpus}"
-        raise mistake("--gpus", rule, f"{found.command} says how much is missing; {verb} fewer or larger GPUs.")
-    return found.run
+        raise mistake("--gpus", rule, f"{plan.command} says how much is missing; {verb} fewer or larger GPUs.")
+    return plan.run
 
 
-def _is_searched(described: Described) -> bool:
+def _is_searched(described: ModelAndMachines) -> bool:
     """True if the machines' speed is known, so that layouts are searched."""
     return described.gpus is not None and "cpu" not in described.gpus

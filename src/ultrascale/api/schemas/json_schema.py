@@ -45,14 +45,14 @@ def _document(name: str) -> dict[str, Any]:
     head: dict[str, Any] = {"$schema": DIALECT, "$id": stamp}
     defs: dict[str, Any] = {}
     parts = [_object(kind, defs) for kind in DOCUMENTS[name]]
-    own = parts[0] | {
-        "properties": {key: one for part in parts for key, one in part["properties"].items()},
+    schema = parts[0] | {
+        "properties": {key: subschema for part in parts for key, subschema in part["properties"].items()},
         "required": [key for part in parts for key in part["required"]],
         "$defs": defs,
     }
-    own["properties"] = {"schema": {"const": stamp}, **own["properties"]}
-    own["required"] = ["schema", *own["required"]]
-    return head | own
+    schema["properties"] = {"schema": {"const": stamp}, **schema["properties"]}
+    schema["required"] = ["schema", *schema["required"]]
+    return head | schema
 
 
 def _object(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
@@ -62,8 +62,8 @@ def _object(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
     hints = get_type_hints(kind)
     optional = kind.__optional_keys__ if is_typeddict(kind) else frozenset()
     docs: dict[str, str] = {}
-    for one in reversed([one for one in (kind, *getattr(kind, "__orig_bases__", ())) if is_typeddict(one) or one is kind]):
-        docs |= docs_of(one) if _has_source(one) else {}
+    for base in reversed([base for base in (kind, *getattr(kind, "__orig_bases__", ())) if is_typeddict(base) or base is kind]):
+        docs |= docs_of(base) if _has_source(base) else {}
     properties = {name: _with_description(_of(hint, defs), docs.get(name)) for name, hint in hints.items()}
     about = (kind.__doc__ or "").strip().partition("\n")[0]
     described = {"description": about} if about and not about.startswith("dict(") else {}
@@ -93,7 +93,7 @@ def _of(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
     if origin is Literal:
         return {"enum": list(inner)}
     if origin in (Union, UnionType):
-        return {"anyOf": [_of(one, defs) for one in inner]}
+        return {"anyOf": [_of(member, defs) for member in inner]}
     if origin in (list, tuple):
         return {"type": "array", "items": _of(inner[0], defs)}
     if origin is not None and issubclass(origin, Mapping):
@@ -119,17 +119,17 @@ def _run_toml() -> dict[str, Any]:
         "$schema": DIALECT, "$id": RUN_TOML, "title": "A run of ultrascale", "type": "object", "properties": {},
         "additionalProperties": False,
     }  # fmt: skip
-    told = about()
+    descriptions = about()
     tables = {"": root}
     for section in sorted(sections()):
         above, _, last = section.rpartition(".")
-        table = {"type": "object", "properties": {}, "additionalProperties": False, "description": told[section]}
+        table = {"type": "object", "properties": {}, "additionalProperties": False, "description": descriptions[section]}
         tables[section] = tables[above]["properties"][last] = table
     tables["model"]["properties"]["rope_scaling"] = {"anyOf": [tables["model.rope_scaling"], {"const": "none"}]}
     for key, leaf in leaves().items():
         section, _, last = key.rpartition(".")
         default = {} if leaf.default in (MISSING, None) else {"default": _plain(leaf.default)}
-        tables[section]["properties"][last] = _toml_value(key, leaf.kind) | {"description": told[key]} | default
+        tables[section]["properties"][last] = _toml_value(key, leaf.kind) | {"description": descriptions[key]} | default
     for key, (_, what) in STAND_INS.items():
         section, _, last = key.rpartition(".")
         tokens = {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 1}]}
@@ -146,7 +146,7 @@ def _toml_value(key: str, kind: Any) -> dict[str, Any]:
     from ultrascale.description.run import RampStage
 
     if get_origin(kind) in (Union, UnionType):
-        (inner,) = (one for one in get_args(kind) if one is not NoneType)
+        (inner,) = (member for member in get_args(kind) if member is not NoneType)
         return {"anyOf": [_toml_value(key, inner), {"const": "none"}]}
     if get_origin(kind) is tuple:
         return {"type": "array", "items": _toml_value(f"{key}[]", get_args(kind)[0])}
@@ -158,8 +158,8 @@ def _toml_value(key: str, kind: Any) -> dict[str, Any]:
         if kind is RampStage:
             properties["tokens_per_batch"] = {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 1}]}
             return table | {"required": ["until_tokens"]}
-        whole = table | {"required": needed}
-        return {"anyOf": [{"type": "string"}, whole]} if hints[fields(kind)[0].name] is str else whole
+        object_schema = table | {"required": needed}
+        return {"anyOf": [{"type": "string"}, object_schema]} if hints[fields(kind)[0].name] is str else object_schema
     if kind is int and key.rpartition(".")[2] in UNITS:
         return {"anyOf": [{"type": "string"}, {"type": "integer"} | limits_of(key)]}
     number = _of(kind, {}) | limits_of(key)
@@ -169,7 +169,7 @@ def _toml_value(key: str, kind: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    return [_plain(one) for one in value] if isinstance(value, tuple) else value
+    return [_plain(entry) for entry in value] if isinstance(value, tuple) else value
 
 
 def text_of(name: str) -> str:
@@ -180,11 +180,11 @@ def text_of(name: str) -> str:
 def write() -> None:
     """Write all schemas into the package, and remove those that are no more."""
     FOLDER.mkdir(exist_ok=True)
-    wanted = {file_of(name): text_of(name) for name in names()}
+    texts = {file_of(name): text_of(name) for name in names()}
     for path in FOLDER.glob("*.json"):
-        if path not in wanted:
+        if path not in texts:
             path.unlink()
-    for path, text in wanted.items():
+    for path, text in texts.items():
         path.write_text(text)
 
 

@@ -14,7 +14,7 @@ from textwrap import indent, wrap
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ultrascale.api.asked import OF_THE_COMMAND_LINE
+from ultrascale.api.asked import COMMAND_LINE_ONLY
 from ultrascale.api.check import CheckOptions, check
 from ultrascale.api.planning.plan import compare, plan, search
 from ultrascale.api.planning.plan_request import PlanOptions
@@ -69,15 +69,15 @@ def text() -> str:
 
 
 def _function(verb: Any, first: str, options: Any, result: str) -> str:
-    named = {one.partition(":")[0] for one in first.split(", ")} | {*OF_THE_COMMAND_LINE, "run"}
-    own = [field for field in fields(options) if field.name not in named]
+    named = {parameter.partition(":")[0] for parameter in first.split(", ")} | {*COMMAND_LINE_ONLY, "run"}
+    keyword_fields = [field for field in fields(options) if field.name not in named]
     hints, docs = get_type_hints(options), docs_of(options)
-    keywords = [f"{field.name}: {_written(hints[field.name])} = {_default(default_of(field))}" for field in own]
+    keywords = [f"{field.name}: {_written(hints[field.name])} = {_default(default_of(field))}" for field in keyword_fields]
     lines = [*first.split(", "), *(["*", *keywords] if keywords else []), "**settings: Any"]
     about = inspect.getdoc(verb) or ""
-    told = [line for field in own for line in _argument(field.name, docs.get(field.name, "See `Costs`."))]
-    whole = "\n".join([about, *(["", "Args:", *told] if told else []), ""])
-    body = indent(f'"""{whole}"""\n...', "    ", lambda line: bool(line.strip()))
+    arguments = [line for field in keyword_fields for line in _argument(field.name, docs.get(field.name, "See `Costs`."))]
+    docstring = "\n".join([about, *(["", "Args:", *arguments] if arguments else []), ""])
+    body = indent(f'"""{docstring}"""\n...', "    ", lambda line: bool(line.strip()))
     return f"def {verb.__name__}(\n" + "".join(f"    {line},\n" for line in lines) + f") -> {result}:\n{body}\n"
 
 
@@ -92,13 +92,13 @@ def _default(value: Any) -> str:
 
 
 def _written(kind: Any) -> str:
-    given = [one for one in get_args(kind) if one is not NoneType]
+    members = [member for member in get_args(kind) if member is not NoneType]
     if NoneType in get_args(kind):
-        return f"{_written(given[0])} | None"
+        return f"{_written(members[0])} | None"
     if get_origin(kind) is Literal:
-        return "Literal[" + ", ".join(f'"{one}"' for one in given) + "]"
+        return "Literal[" + ", ".join(f'"{literal}"' for literal in members) + "]"
     if get_origin(kind) is tuple:
-        inner = _written(given[0])
+        inner = _written(members[0])
         return f"{inner} | Sequence[{inner}]"
     return f"{kind.__name__} | Mapping[str, float]" if is_dataclass(kind) else WRITTEN[kind]  # type: ignore[union-attr]
 

@@ -31,13 +31,13 @@ def normal_name(text: str) -> str:
     """A name in lower case, without its owner and what was done after pretraining."""
     name = re.sub(r"[\s_]+", "-", _OWNER.sub("", text.strip().lower().rstrip("/")))
     name = re.sub(r"^meta-", "", _DATE.sub("", _TUNED.sub("", name))).replace("qwen-2.5", "qwen2.5").replace("qwen-3", "qwen3")
-    return _JOINED.sub(lambda found: _APART[found[1]], name)
+    return _JOINED.sub(lambda match: _APART[match[1]], name)
 
 
-def told_size(text: str) -> float | None:
+def parameters_in_name(text: str) -> float | None:
     """Parameters, where a name is nothing but their number: `40B`, `7b`, `8030000000`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mbt])?", text.strip().lower())
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mbt])?", text.strip().lower())
+    if match is None:
         return None
-    size = float(found[1]) * _SCALE.get(found[2] or "", 1.0)
+    size = float(match[1]) * _SCALE.get(match[2] or "", 1.0)
     return size if size >= min(_SCALE.values()) else None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from ultrascale.catalogue.models.model_names import normal_name, told_size
+from ultrascale.catalogue.models.model_names import normal_name, parameters_in_name
 from ultrascale.catalogue.tables import read_tables
 from ultrascale.description.architecture.model import Model, RopeScaling
 from ultrascale.description.architecture.weights import num_parameters
@@ -32,16 +32,16 @@ def _unknown(name: str) -> tuple[str, str]:
     everything = "`ultrascale show models` lists them all."
     if "/" in name and (name.startswith((".", "/", "~")) or name.endswith((".json", "/"))):
         return f"there is no file or folder {name!r}", "Give a folder that holds a config.json, or a preset's name."
-    if size := told_size(name):
+    if size := parameters_in_name(name):
         sizes = {
             model.name: num_parameters(model) for model in PRESETS.values() if not model.name.startswith(("tiny", "bench"))
         }
-        near = sorted(sizes, key=lambda key: abs(math.log(sizes[key] / size)))[:NEAREST]
-        words = ", ".join(f"{key} ({sizes[key] / 1e9:.3g}B)" for key in near)
+        similar = sorted(sizes, key=lambda key: abs(math.log(sizes[key] / size)))[:NEAREST]
+        words = ", ".join(f"{key} ({sizes[key] / 1e9:.3g}B)" for key in similar)
         return f"{name!r} is a size, which many shapes have", f"Name one: {words}; or give a config.json. {everything}"
     key = normal_name(name)
-    near = get_close_matches(key, [*PRESETS, *ALIASES], n=NEAREST, cutoff=0.5)
-    remedy = f"Did you mean {' or '.join(near)}? " if near else ""
+    similar = get_close_matches(key, [*PRESETS, *ALIASES], n=NEAREST, cutoff=0.5)
+    remedy = f"Did you mean {' or '.join(similar)}? " if similar else ""
     return f"there is no model called {name!r}", f"{remedy}Or give the folder of its config.json; {everything}"
 
 
@@ -53,9 +53,9 @@ def _models(family: Mapping[str, Any]) -> Iterator[Model]:
         hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
         usual = {"intermediate_size": 4 * hidden, "num_key_value_heads": heads, "head_dim": hidden // heads}
         fields = usual | fields | family.get("common", {})
-        for one in family.get("differences", ()):
-            if name.startswith(tuple(one["of"])):
-                fields |= one
+        for difference in family.get("differences", ()):
+            if name.startswith(tuple(difference["of"])):
+                fields |= difference
         fields = {field: None if value == "null" else value for field, value in fields.items() if field != "of"}
         if scaling := fields.get("rope_scaling"):
             fields["rope_scaling"] = RopeScaling(**scaling)

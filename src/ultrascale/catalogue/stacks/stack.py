@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ultrascale.description.attention_cores import PACKAGED
+from ultrascale.description.attention_cores import FLASH_PACKAGES
 from ultrascale.description.layout import AttentionCore
 from ultrascale.description.problems import mistake
 
@@ -181,7 +181,7 @@ class Stack:
     """A step is launched as one graph: no operation waits for its launch."""
     overlaps_sends: bool = True
     selective: Selective = "elementwise"
-    """Recomputation of recompute = "selective": the modules that save most per second (ours, `work.kept`); all but GEMMs and
+    """Recomputation of recompute = "selective": modules that save most per second (ours, `work.recompute`); all but GEMMs and
     attention; attention's core (Megatron); every second GEMM and what is element-wise (torchtitan's per-op policy); or all but
     attention's GEMMs (MaxText's save_dot_except_mlpwi: the result of the MLP's second GEMM is in its list too, but no gradient
     reads it)."""
@@ -265,7 +265,7 @@ def with_attention(stack: Stack, core: AttentionCore, *, deterministic: bool = F
     """The stack with `layout.attention`, if it is ours: others have their own. `deterministic`: without cuDNN's."""
     if stack.name != "ultrascale":
         return stack
-    kernels = replace(stack.kernels, spans=core != "sdpa", masks_in_kernel=core in ("varlen", "flex", *PACKAGED))
+    kernels = replace(stack.kernels, spans=core != "sdpa", masks_in_kernel=core in ("varlen", "flex", *FLASH_PACKAGES))
     open_to = "flash-2" if deterministic else "contest"
     over = FLEX_OVER_FLASH if core == "flex" else 1.0
     return replace(
@@ -279,6 +279,6 @@ def with_optimizer(stack: Stack, name: str) -> Stack:
     if name not in OPTIMIZERS:
         rule = f"there is no optimizer called {name!r}"
         raise mistake("optimizer", rule, f"Choose one of {', '.join(OPTIMIZERS)}.")
-    ours = stack.name == "ultrascale" and name == "muon"
-    temporary = ORTHOGONALISED_BYTES if ours else stack.optimizer_temporary_bytes
+    is_our_muon = stack.name == "ultrascale" and name == "muon"
+    temporary = ORTHOGONALISED_BYTES if is_our_muon else stack.optimizer_temporary_bytes
     return replace(stack, optimizer=name, moment_bytes=OPTIMIZERS[name], optimizer_temporary_bytes=temporary)

@@ -103,8 +103,8 @@ class Usual:
 
     def open_settings(self, precision: str) -> dict[str, tuple[Any, ...]]:
         """Settings that differ between runs in this precision."""
-        found = {key: tuple(values) for key, values in self.settings.items()}
-        return found | {key: tuple(values) for key, values in self.settings_in.get(precision, {}).items()}
+        options = {key: tuple(values) for key, values in self.settings.items()}
+        return options | {key: tuple(values) for key, values in self.settings_in.get(precision, {}).items()}
 
 
 @dataclass(frozen=True)
@@ -133,24 +133,24 @@ class StackFile:
 def stack_file(name: str) -> StackFile:
     """The file of this name. Raises SpecError with the names there are."""
     if name not in stack_names():
-        told = f"Choose one of {', '.join(stack_names())}."
-        raise mistake("stack", f"there is no trainer called {name!r}", _nearest(name, stack_names(), told))
-    told = tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
-    base = stack_file(told["extends"]) if "extends" in told else None
-    leaves = dict(_leaves(told.get("settings", {})))
+        table = f"Choose one of {', '.join(stack_names())}."
+        raise mistake("stack", f"there is no trainer called {name!r}", _nearest(name, stack_names(), table))
+    table = tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+    base = stack_file(table["extends"]) if "extends" in table else None
+    leaves = dict(_leaves(table.get("settings", {})))
     stack = with_settings(
         replace(base.stack, name=name) if base else Stack(name), {key: leaf["is"] for key, leaf in leaves.items()}
     )
-    usual, can = dict(told.get("usual", {})), told.get("can")
+    usual, can = dict(table.get("usual", {})), table.get("can")
     return StackFile(
         stack,
-        told["title"],
-        told["release"],
-        tuple(told.get("words", ())),
-        tuple(told.get("near", ())),
+        table["title"],
+        table["release"],
+        tuple(table.get("words", ())),
+        tuple(table.get("near", ())),
         base.depth + 1 if base else 0,
-        told.get("writes", base.writes if base else name),
-        tuple(told.get("judged_by", ())),
+        table.get("writes", base.writes if base else name),
+        tuple(table.get("judged_by", ())),
         replace(base.usual if base else Usual(), **_tuples(usual)),
         Abilities(**_tuples(can)) if can is not None else base.can if base else Abilities(),
         {**(base.sources if base else {}), **{key: leaf["from"] for key, leaf in leaves.items()}},
@@ -161,8 +161,8 @@ def stack_file(name: str) -> StackFile:
 @cache
 def stack_names() -> tuple[str, ...]:
     """All there are: ours, then the others by name."""
-    found = sorted(path.stem for path in FOLDER.glob("*.toml"))
-    return ("ultrascale", *(name for name in found if name != "ultrascale"))
+    names = sorted(path.stem for path in FOLDER.glob("*.toml"))
+    return ("ultrascale", *(name for name in names if name != "ultrascale"))
 
 
 def stack_called(name: str) -> Stack:
@@ -181,16 +181,16 @@ def program_of(framework: str, without: frozenset[str] = frozenset()) -> tuple[s
     Of the words that are found the program's own count before those of what it is like, those of a stack that extends another
     before the other's, longer ones before shorter ones. `without`: sources of measured runs of which nothing may be known.
     """
-    text, found = framework.lower(), []
+    text, matches = framework.lower(), []
     for name in stack_names():
         file = stack_file(name)
         if file.judged_by and without.issuperset(file.judged_by):
             continue
         for exact, words in ((True, file.words), (False, file.near)):
-            found += [(exact, file.depth, len(word), name) for word in words if word in text]
-    if not found:
+            matches += [(exact, file.depth, len(word), name) for word in words if word in text]
+    if not matches:
         return None
-    exact, _, _, name = max(found)
+    exact, _, _, name = max(matches)
     return name, exact
 
 
@@ -204,8 +204,8 @@ def with_settings(stack: Stack, settings: Mapping[str, Any]) -> Stack:
     for key, value in settings.items():
         kind = setting_types().get(key)
         if kind is None:
-            told = _nearest(key, list(setting_types()), "`ultrascale show stacks` lists them.")
-            problems.append(Problem(f"stack.{key}", "is no setting of a trainer", told))
+            remedy = _nearest(key, list(setting_types()), "`ultrascale show stacks` lists them.")
+            problems.append(Problem(f"stack.{key}", "is no setting of a trainer", remedy))
             continue
         try:
             part, _, name = key.rpartition(".")
@@ -228,8 +228,8 @@ def changed_stack(name: str, settings: Mapping[str, Any]) -> Stack:
     """The stack of this name with some settings changed. Raises SpecError, also where they are of our own trainer."""
     stack = stack_called(name)
     if settings and name == "ultrascale":
-        told = "Name another trainer with --stack, or leave it out: ours has its settings in the run's file."
-        raise SpecError([Problem(f"stack.{key}", "is a setting of other trainers' stacks", told) for key in settings])
+        remedy = "Name another trainer with --stack, or leave it out: ours has its settings in the run's file."
+        raise SpecError([Problem(f"stack.{key}", "is a setting of other trainers' stacks", remedy) for key in settings])
     return with_settings(stack, settings)
 
 
@@ -237,30 +237,30 @@ def changed_settings(stack: Stack) -> dict[str, Any]:
     """The settings that are not those of its file; the optimizer, which has a flag of its own, left out."""
     if stack.name not in stack_names():
         return settings_of(stack)
-    own = settings_of(stack_file(stack.name).stack) | {"optimizer": stack.optimizer, "moment_bytes": stack.moment_bytes}
-    return {key: value for key, value in settings_of(stack).items() if value != own[key]}
+    defaults = settings_of(stack_file(stack.name).stack) | {"optimizer": stack.optimizer, "moment_bytes": stack.moment_bytes}
+    return {key: value for key, value in settings_of(stack).items() if value != defaults[key]}
 
 
 def settings_of(stack: Stack) -> dict[str, Any]:
     """Every setting of a stack by its key."""
     parts = {"kernels": stack.kernels, "overheads": stack.overheads}
-    found = {}
+    settings = {}
     for key in setting_types():
         part, _, name = key.rpartition(".")
-        found[key] = getattr(parts[part] if part else stack, name)
-    return found
+        settings[key] = getattr(parts[part] if part else stack, name)
+    return settings
 
 
 @cache
 def setting_types() -> dict[str, Any]:
     """The type of every setting, by its key."""
-    found: dict[str, Any] = {}
+    types: dict[str, Any] = {}
     for prefix, kind in (("", Stack), ("kernels.", Kernels), ("overheads.", Overheads)):
         hints = get_type_hints(kind)
-        found |= {prefix + item.name: hints[item.name] for item in fields(kind) if not is_dataclass(hints[item.name])}
-    found["optimizer"] = Literal[tuple(OPTIMIZERS)]
-    del found["name"]
-    return found
+        types |= {prefix + item.name: hints[item.name] for item in fields(kind) if not is_dataclass(hints[item.name])}
+    types["optimizer"] = Literal[tuple(OPTIMIZERS)]
+    del types["name"]
+    return types
 
 
 def _converted(kind: Any, value: Any) -> Any:
@@ -288,8 +288,8 @@ def _converted(kind: Any, value: Any) -> Any:
 
 
 def _nearest(word: str, known: Sequence[str], otherwise: str) -> str:
-    near = get_close_matches(word, known, n=2, cutoff=0.6)
-    return f"Did you mean {' or '.join(near)}?" if near else otherwise
+    similar = get_close_matches(word, known, n=2, cutoff=0.6)
+    return f"Did you mean {' or '.join(similar)}?" if similar else otherwise
 
 
 def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

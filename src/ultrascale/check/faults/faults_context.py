@@ -37,22 +37,22 @@ def _rope_restarted(trainer: Trainer) -> Iterator[None]:
 
 @plants("cp-order")
 def _order(trainer: Trainer) -> Iterator[None]:
-    cut_batch = micro_batches.cut_batch
+    shard_batch = micro_batches.shard_batch
 
     def shifted(*arrays: Any, **options: Any) -> LocalBatch:
-        batch = cut_batch(*arrays, **options)
+        batch = shard_batch(*arrays, **options)
         tokens, targets, positions = (np.roll(array, 1, axis=1) for array in batch[:3])
         return batch._replace(tokens=tokens, targets=targets, positions=positions)
 
-    with patch.object(micro_batches, "cut_batch", shifted):
+    with patch.object(micro_batches, "shard_batch", shifted):
         yield
 
 
 @plants("cp-targets")
 def _targets(trainer: Trainer) -> Iterator[None]:
     def rolled(batch: MicroBatch) -> MicroBatch:
-        own = torch.where(batch.targets == IGNORED, IGNORED, batch.tokens.roll(-1, dims=1))
-        return replace(batch, targets=own)
+        targets = torch.where(batch.targets == IGNORED, IGNORED, batch.tokens.roll(-1, dims=1))
+        return replace(batch, targets=targets)
 
     with _changed(trainer, rolled):
         yield
@@ -73,8 +73,8 @@ def _own_lse(trainer: Trainer) -> Iterator[None]:
     backward = context_attention.attend_backward
 
     def alone(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, **options: Any) -> Any:
-        own, own_lse = context_attention.attend(query, key, value, **options)
-        return backward(grad, query, key, value, own, own_lse, **options)
+        local_out, local_lse = context_attention.attend(query, key, value, **options)
+        return backward(grad, query, key, value, local_out, local_lse, **options)
 
     with patch.object(context_attention, "attend_backward", alone):
         yield
@@ -82,14 +82,14 @@ def _own_lse(trainer: Trainer) -> Iterator[None]:
 
 @plants("cp-gradients-lost")
 def _gradients_lost(trainer: Trainer) -> Iterator[None]:
-    ring, scattered = context_ring.RingGradients.arrived, context_gather.ScatteredGradients.arrived
+    ring, scattered = context_ring.RingGradients.received, context_gather.ScatteredGradients.received
 
-    def lost(arrived: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return lambda gradients: [list(arrived(gradients)), iter(())][1]
+    def lost(received: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda gradients: [list(received(gradients)), iter(())][1]
 
     with (
-        patch.object(context_ring.RingGradients, "arrived", lost(ring)),
-        patch.object(context_gather.ScatteredGradients, "arrived", lost(scattered)),
+        patch.object(context_ring.RingGradients, "received", lost(ring)),
+        patch.object(context_gather.ScatteredGradients, "received", lost(scattered)),
     ):
         yield
 

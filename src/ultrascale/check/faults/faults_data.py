@@ -14,7 +14,7 @@ from ultrascale.check.faults.table import micro_batches as count_micro_batches
 from ultrascale.parallel.data.collectives import DirectReduceScatter
 from ultrascale.parallel.data.data_parallel import sharded_modules
 from ultrascale.schedules.actions import Action, Kind
-from ultrascale.torch_private import own_buckets
+from ultrascale.torch_private import buckets_of_module
 from ultrascale.train.trainer import Trainer
 
 
@@ -85,14 +85,14 @@ def _averaged(trainer: Trainer) -> Iterator[None]:
 
 @plants("accumulation-reset")
 def _accumulation_reset(trainer: Trainer) -> Iterator[None]:
-    told = trainer.passes.on_action
+    on_action = trainer.passes.on_action
 
     def forget(action: Action) -> None:
         if action.kind is Kind.BACKWARD:
             for stage in trainer.share.stages.values():
                 _forget(stage)
             trainer.optimizer.zero_grad(set_to_none=True)
-        told(action)
+        on_action(action)
 
     with patch.object(trainer.passes, "on_action", forget):
         yield
@@ -101,7 +101,7 @@ def _accumulation_reset(trainer: Trainer) -> Iterator[None]:
 def _forget(stage: Any) -> None:
     """Drop what FSDP2 has accumulated before it is reduced, or reduced and not yet summed over copies."""
     for module in sharded_modules(stage):
-        for group in own_buckets(module):
+        for group in buckets_of_module(module):
             group._partial_reduce_output = None
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None

@@ -19,18 +19,18 @@ from ultrascale.train.trainer import Trainer
 def _own_places(trainer: Trainer) -> Iterator[None]:
     to_device = trainer.to_device
 
-    def own(sequences: Any) -> MicroBatch:
+    def with_local_places(sequences: Any) -> MicroBatch:
         batch = to_device(sequences)
         keys = dropout.token_keys(sequences.numbers, batch.tokens.shape[1], trainer.run.seed)
         return replace(batch, dropout_keys=torch.from_numpy(keys))
 
-    with patch.object(trainer, "to_device", own):
+    with patch.object(trainer, "to_device", with_local_places):
         yield
 
 
 @plants("dropout-same-on-ranks")
 def _same_on_ranks(trainer: Trainer) -> Iterator[None]:
-    to_device, layout, dp = trainer.to_device, trainer.run.layout, trainer.share.mesh.at.dp
+    to_device, layout, dp = trainer.to_device, trainer.run.layout, trainer.share.mesh.coordinates.dp
 
     def first(sequences: Any) -> MicroBatch:
         return to_device(replace(sequences, numbers=sequences.numbers - dp * layout.micro_batch_size))

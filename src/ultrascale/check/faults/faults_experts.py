@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultrascale.check.faults.plants import plants
-from ultrascale.models.experts import GroupedLinear, Seen, moe_layers
+from ultrascale.models.experts import GroupedLinear, RoutingStatistics, moe_layers
 from ultrascale.parallel.expert import expert_dispatch
 from ultrascale.parallel.share import local
 from ultrascale.train import passes
@@ -23,9 +23,9 @@ def _after_backward(trainer: Trainer, change: Callable[[Tensor], Any]) -> Any:
     finish = trainer.share.finish_gradients
 
     def changed() -> None:
-        for one in trainer.share.held:
-            if one.weight.is_expert and one.parameter.grad is not None:
-                change(local(one.parameter.grad))
+        for shard in trainer.share.local_parameters:
+            if shard.weight.is_expert and shard.parameter.grad is not None:
+                change(local(shard.parameter.grad))
         finish()
 
     return patch.object(trainer.share, "finish_gradients", changed)
@@ -73,9 +73,9 @@ def _bias_everywhere(trainer: Trainer) -> Iterator[None]:
     modules = [module for stage in trainer.share.stages.values() for module in stage.modules()]
     quiet = [module for module in modules if isinstance(module, GroupedLinear) and not module.adds_bias]
     with torch.no_grad():  # biases begin at zero, where it makes no difference
-        for one in trainer.share.held:
-            if one.weight.is_expert and one.name.endswith("down_proj.bias"):
-                local(one.parameter).add_(0.01)
+        for shard in trainer.share.local_parameters:
+            if shard.weight.is_expert and shard.name.endswith("down_proj.bias"):
+                local(shard.parameter).add_(0.01)
     for module in quiet:
         module.adds_bias = True
     yield
@@ -85,22 +85,22 @@ def _bias_everywhere(trainer: Trainer) -> Iterator[None]:
 
 @plants("router-counts-overwritten")
 def _counts_overwritten(trainer: Trainer) -> Iterator[None]:
-    def overwrite(seen: Seen, counts: Tensor, auxiliary: Tensor | None) -> None:
-        seen.counts, seen.auxiliary = counts, auxiliary
+    def overwrite(statistics: RoutingStatistics, counts: Tensor, auxiliary: Tensor | None) -> None:
+        statistics.counts, statistics.auxiliary = counts, auxiliary
 
-    with patch.object(Seen, "add", overwrite):
+    with patch.object(RoutingStatistics, "add", overwrite):
         yield
 
 
 @plants("router-counts-twice")
 def _counts_twice(trainer: Trainer) -> Iterator[None]:
-    add = Seen.add
+    add = RoutingStatistics.add
 
-    def twice(seen: Seen, counts: Tensor, auxiliary: Tensor | None) -> None:
-        add(seen, counts, auxiliary)
-        add(seen, counts, None)
+    def twice(statistics: RoutingStatistics, counts: Tensor, auxiliary: Tensor | None) -> None:
+        add(statistics, counts, auxiliary)
+        add(statistics, counts, None)
 
-    with patch.object(Seen, "add", twice):
+    with patch.object(RoutingStatistics, "add", twice):
         yield
 
 

@@ -24,8 +24,8 @@ def _order(trainer: Trainer) -> Iterator[None]:
     train = trainer.passes.train
 
     def reordered(micro_batches: Any, num_targets: int) -> Any:
-        others = [*micro_batches[1:], micro_batches[0]]
-        mixed = [replace(own, targets=other.targets) for own, other in zip(micro_batches, others, strict=True)]
+        rotated = [*micro_batches[1:], micro_batches[0]]
+        mixed = [replace(batch, targets=other.targets) for batch, other in zip(micro_batches, rotated, strict=True)]
         return train(mixed, num_targets)
 
     with patch.object(trainer.passes, "train", reordered):
@@ -37,8 +37,8 @@ def _gradient_dropped(trainer: Trainer) -> Iterator[None]:
     backward = Passing._backward
 
     def dropping(passing: Passing, part: Action, gradient: Tensor | None) -> Tensor | None:
-        found = backward(passing, part, gradient)
-        return torch.zeros_like(found) if found is not None and part.micro_batch == 0 else found
+        input_gradient = backward(passing, part, gradient)
+        return torch.zeros_like(input_gradient) if input_gradient is not None and part.micro_batch == 0 else input_gradient
 
     with patch.object(Passing, "_backward", dropping):
         yield
@@ -48,9 +48,9 @@ def _gradient_dropped(trainer: Trainer) -> Iterator[None]:
 def _documents(trainer: Trainer) -> Iterator[None]:
     forward = trainer.passes.forward
 
-    def blind(batch: Any, *, stage: int = 0, given: Tensor | None = None) -> Tensor:
-        seen = batch if stage == 0 else replace(batch, document_ids=torch.zeros_like(batch.document_ids))
-        return forward(seen, stage=stage, given=given)
+    def blind(batch: Any, *, stage: int = 0, received: Tensor | None = None) -> Tensor:
+        masked = batch if stage == 0 else replace(batch, document_ids=torch.zeros_like(batch.document_ids))
+        return forward(masked, stage=stage, received=received)
 
     with patch.object(trainer.passes, "forward", blind):
         yield
@@ -79,7 +79,7 @@ def _tied_updated_twice(trainer: Trainer) -> Iterator[None]:
     update = trainer.update
 
     def twice(norm: float) -> float:
-        ends = [one.parameter for one in trainer.share.held if one.name == TIED and one.is_second]
+        ends = [shard.parameter for shard in trainer.share.local_parameters if shard.name == TIED and shard.is_second]
         before = [local(parameter).detach().clone() for parameter in ends]
         rate = update(norm)
         with torch.no_grad():
@@ -124,18 +124,20 @@ def _mirror_twice(trainer: Trainer) -> Iterator[None]:
 def _mirror_drifts(trainer: Trainer) -> Iterator[None]:
     sum_mirrors = Share._sum_mirrors
 
-    def one_sided(share: Share) -> None:
-        own = [None if one.parameter.grad is None else local(one.parameter.grad).clone() for one in share.held]
+    def leave_mirrors_apart(share: Share) -> None:
+        gradients = [
+            None if shard.parameter.grad is None else local(shard.parameter.grad).clone() for shard in share.local_parameters
+        ]
         sum_mirrors(share)
-        for one, gradient in zip(share.held, own, strict=True):
-            if share.mirror < share.mesh.at.pp and one.parameter.grad is not None:
-                local(one.parameter.grad).copy_(torch.zeros(()) if gradient is None else gradient)
+        for shard, gradient in zip(share.local_parameters, gradients, strict=True):
+            if share.mirror < share.mesh.coordinates.pp and shard.parameter.grad is not None:
+                local(shard.parameter.grad).copy_(torch.zeros(()) if gradient is None else gradient)
 
-    with patch.object(Share, "_sum_mirrors", one_sided):
+    with patch.object(Share, "_sum_mirrors", leave_mirrors_apart):
         yield
 
 
 @plants("norm-of-mirrors")
 def _norm_of_mirrors(trainer: Trainer) -> Iterator[None]:
-    with patch.object(Share, "_counts", lambda share, one: not one.is_second and not one.place.copy):
+    with patch.object(Share, "_counts", lambda share, shard: not shard.is_second and not shard.place.replica):
         yield

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ultrascale.check.faults.plants import plants
 from ultrascale.description.progress import StepSpan
-from ultrascale.parallel.share import TIED, Held, Share, local
+from ultrascale.parallel.share import TIED, LocalParameter, Share, local
 from ultrascale.train.trainer import Trainer
 
 
@@ -19,11 +19,11 @@ from ultrascale.train.trainer import Trainer
 def _mean_of_means(trainer: Trainer) -> Iterator[None]:
     agree, ranks = trainer.agree_on_targets, trainer.run.layout.dp * trainer.run.layout.cp
 
-    def own_mean(micro_batches: Any) -> int:
+    def local_target_count(micro_batches: Any) -> int:
         agree(micro_batches)
         return sum(batch.num_targets for batch in micro_batches) * ranks
 
-    with patch.object(trainer, "agree_on_targets", own_mean):
+    with patch.object(trainer, "agree_on_targets", local_target_count):
         yield
 
 
@@ -32,7 +32,7 @@ def _shifted_batch(trainer: Trainer) -> Iterator[None]:
     read = trainer.read_micro_batches
 
     def shifted(span: StepSpan) -> Any:
-        shift = trainer.run.layout.micro_batch_size if trainer.share.mesh.at.dp == 1 else 0
+        shift = trainer.run.layout.micro_batch_size if trainer.share.mesh.coordinates.dp == 1 else 0
         return read(StepSpan(span.first_sequence + shift, span.num_sequences))
 
     with patch.object(trainer, "read_micro_batches", shifted):
@@ -45,9 +45,9 @@ def _counted_twice(trainer: Trainer) -> Iterator[None]:
 
     def doubled(*arguments: Any) -> list[Tensor]:
         losses = train(*arguments)
-        for one in trainer.share.held:
-            if one.name == TIED and one.parameter.grad is not None:
-                local(one.parameter.grad).mul_(2)
+        for shard in trainer.share.local_parameters:
+            if shard.name == TIED and shard.parameter.grad is not None:
+                local(shard.parameter.grad).mul_(2)
         return losses
 
     with patch.object(trainer.passes, "train", doubled):
@@ -59,56 +59,58 @@ def _local_clip(trainer: Trainer) -> Iterator[None]:
     update = trainer.update
 
     def clipped(norm: float) -> float:
-        own = [local(one.parameter.grad) for one in trainer.share.held if one.parameter.grad is not None]
-        return update(float(torch.stack([gradient.norm() for gradient in own]).norm()))
+        local_gradients = [
+            local(shard.parameter.grad) for shard in trainer.share.local_parameters if shard.parameter.grad is not None
+        ]
+        return update(float(torch.stack([gradient.norm() for gradient in local_gradients]).norm()))
 
     with patch.object(trainer, "update", clipped):
         yield
 
 
-def _counting(trainer: Trainer, counts: Callable[[Share, Held], bool]) -> Any:
+def _counting(trainer: Trainer, counts: Callable[[Share, LocalParameter], bool]) -> Any:
     return patch.object(Share, "_counts", counts)
 
 
 @plants("norm-overcount")
 def _norm_overcount(trainer: Trainer) -> Iterator[None]:
-    with _counting(trainer, lambda share, one: not one.is_second):
+    with _counting(trainer, lambda share, shard: not shard.is_second):
         yield
 
 
 @plants("norm-of-replicas")
 def _norm_of_replicas(trainer: Trainer) -> Iterator[None]:
-    with _counting(trainer, lambda share, one: not one.is_second and not one.place.copy):
+    with _counting(trainer, lambda share, shard: not shard.is_second and not shard.place.replica):
         yield
 
 
 @plants("tied-norm-twice")
 def _tied_norm_twice(trainer: Trainer) -> Iterator[None]:
     counts = Share._counts
-    with _counting(trainer, lambda share, one: counts(share, one._replace(is_second=False))):
+    with _counting(trainer, lambda share, shard: counts(share, shard._replace(is_second=False))):
         yield
 
 
 @plants("norm-without-experts")
 def _norm_without_experts(trainer: Trainer) -> Iterator[None]:
     counts = Share._counts
-    with _counting(trainer, lambda share, one: counts(share, one) and not one.weight.is_expert):
+    with _counting(trainer, lambda share, shard: counts(share, shard) and not shard.weight.is_expert):
         yield
 
 
 @plants("norm-without-sinks")
 def _norm_without_sinks(trainer: Trainer) -> Iterator[None]:
     counts = Share._counts
-    with _counting(trainer, lambda share, one: counts(share, one) and not one.name.endswith("sinks")):
+    with _counting(trainer, lambda share, shard: counts(share, shard) and not shard.name.endswith("sinks")):
         yield
 
 
 @plants("initial-weights")
 def _initial_weights(trainer: Trainer) -> Iterator[None]:
-    one = next(one for one in trainer.share.held if one.name.endswith("_proj.weight"))
+    shard = next(shard for shard in trainer.share.local_parameters if shard.name.endswith("_proj.weight"))
     if trainer.ranks.rank == trainer.ranks.world - 1:
         with torch.no_grad():
-            local(one.parameter).copy_(local(one.parameter).flip(0))
+            local(shard.parameter).copy_(local(shard.parameter).flip(0))
     yield
 
 
@@ -136,7 +138,7 @@ def _drifting_replica(trainer: Trainer) -> Iterator[None]:
         rate = update(norm)
         if trainer.ranks.rank == trainer.ranks.world - 1:
             with torch.no_grad():
-                local(trainer.share.held[-1].parameter).mul_(1 + 1e-14)
+                local(trainer.share.local_parameters[-1].parameter).mul_(1 + 1e-14)
         return rate
 
     with patch.object(trainer, "update", rounded):
@@ -168,10 +170,10 @@ def _step_forgotten(trainer: Trainer) -> Iterator[None]:
 
 
 def _values(trainer: Trainer) -> list[Tensor]:
-    return [local(one.parameter).detach().clone() for one in trainer.share.held]
+    return [local(shard.parameter).detach().clone() for shard in trainer.share.local_parameters]
 
 
 @torch.no_grad()
 def _set(trainer: Trainer, values: list[Tensor]) -> None:
-    for one, value in zip(trainer.share.held, values, strict=True):
-        local(one.parameter).copy_(value)
+    for shard, value in zip(trainer.share.local_parameters, values, strict=True):
+        local(shard.parameter).copy_(value)

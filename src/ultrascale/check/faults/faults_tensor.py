@@ -34,7 +34,7 @@ def _refilled(trainer: Trainer, seam: str, other: Callable[[Any], Any]) -> Itera
         setattr(module, seam, function)
 
 
-def _own_part(whole: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+def _local_slice(whole: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     """This rank's positions of what should have been summed first."""
     first, length = even_part(whole.shape[1], group.size(), group.rank())
     return lambda: whole[:, first : first + length].contiguous()
@@ -44,69 +44,69 @@ def _own_part(whole: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
 def _sum_missing(trainer: Trainer) -> Iterator[None]:
     class Alone(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, out: Tensor, own: Tensor) -> Tensor:
-            return own.clone()
+        def forward(ctx: Any, out: Tensor, local_out: Tensor) -> Tensor:
+            return local_out.clone()
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
             return grads[0], None
 
-    def alone(fan_in: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        cut = fan_in.__self__  # pyright: ignore[reportFunctionMemberAccess]
+    def alone(row_linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        tp = row_linear.__self__  # pyright: ignore[reportFunctionMemberAccess]
 
         def call(inner: Tensor, projection: torch.nn.Linear) -> Tensor:
-            own = torch.nn.functional.linear(inner.detach(), projection.weight.detach(), projection.bias)
-            own = _own_part(own, cut.group)() if cut.length else own
-            return Alone.apply(fan_in(inner, projection), own)  # pyright: ignore[reportReturnType]
+            local_out = torch.nn.functional.linear(inner.detach(), projection.weight.detach(), projection.bias)
+            local_out = _local_slice(local_out, tp.group)() if tp.length else local_out
+            return Alone.apply(row_linear(inner, projection), local_out)  # pyright: ignore[reportReturnType]
 
         return call
 
-    yield from _refilled(trainer, "fan_in", alone)
+    yield from _refilled(trainer, "row_linear", alone)
 
 
 @plants("tp-input-gradient")
 def _input_gradient(trainer: Trainer) -> Iterator[None]:
-    backward = tensor_ops._Columns.backward
+    backward = tensor_ops._ColumnLinear.backward
 
     def alone(ctx: Any, *grads: Tensor) -> Any:
         nothing, count, of_input, *others = backward(ctx, *grads)
         whole = tensor_ops._sum_of_products(list(grads), ctx.weights)
-        of_input = _own_part(whole, ctx.cut.group)() if ctx.length else whole
+        of_input = _local_slice(whole, ctx.tp.group)() if ctx.length else whole
         return nothing, count, of_input, *others
 
-    with patch.object(tensor_ops._Columns, "backward", staticmethod(alone)):
+    with patch.object(tensor_ops._ColumnLinear, "backward", staticmethod(alone)):
         yield
 
 
 @plants("tp-input-gradient-twice")
 def _input_gradient_twice(trainer: Trainer) -> Iterator[None]:
-    backward, ranks = tensor_ops._Columns.backward, trainer.run.layout.tp
+    backward, ranks = tensor_ops._ColumnLinear.backward, trainer.run.layout.tp
 
     def doubled(ctx: Any, *grads: Tensor) -> Any:
         nothing, count, of_input, *others = backward(ctx, *grads)
         assert of_input is not None
         return nothing, count, of_input * ranks, *others
 
-    with patch.object(tensor_ops._Columns, "backward", staticmethod(doubled)):
+    with patch.object(tensor_ops._ColumnLinear, "backward", staticmethod(doubled)):
         yield
 
 
 @plants("tp-bias-everywhere")
 def _bias_everywhere(trainer: Trainer) -> Iterator[None]:
-    def heavy(fan_in: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def heavy(row_linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
         extra = trainer.run.layout.tp - 1
 
         def call(inner: Tensor, projection: torch.nn.Linear) -> Tensor:
-            out = fan_in(inner, projection)
+            out = row_linear(inner, projection)
             return out if projection.bias is None else out + extra * projection.bias
 
         return call
 
     with torch.no_grad():  # biases begin at zero, where it makes no difference
-        for one in trainer.share.held:
-            if one.name.endswith(("down_proj.bias", "o_proj.bias")):
-                one.parameter.add_(0.01)
-    yield from _refilled(trainer, "fan_in", heavy)
+        for shard in trainer.share.local_parameters:
+            if shard.name.endswith(("down_proj.bias", "o_proj.bias")):
+                shard.parameter.add_(0.01)
+    yield from _refilled(trainer, "row_linear", heavy)
 
 
 @plants("tp-vocabulary-offset")
@@ -139,31 +139,33 @@ def _copies(trainer: Trainer) -> Iterator[None]:
 
 @plants("tp-copies-twice")
 def _copies_twice(trainer: Trainer) -> Iterator[None]:
-    held, mesh, tp = trainer.share.held, trainer.share.mesh, trainer.run.layout.tp
+    held, mesh, tp = trainer.share.local_parameters, trainer.share.mesh, trainer.run.layout.tp
     known, whole = mesh.neighbours, mesh.group("tp")  # a right run has no group of copies here
-    trainer.share.held = [one._replace(place=one.place._replace(is_partial=one.place.copies > 1)) for one in held]
+    trainer.share.local_parameters = [
+        old._replace(place=old.place._replace(is_partial=old.place.num_replicas > 1)) for old in held
+    ]
     with patch.object(mesh, "neighbours", lambda count: whole if count == tp else known(count)):
         yield
-    trainer.share.held = held
+    trainer.share.local_parameters = held
 
 
 @plants("tp-key-heads")
 def _key_heads(trainer: Trainer) -> Iterator[None]:
-    held, heads = trainer.share.held, ("k_proj.weight", "v_proj.weight")
-    trainer.share.held = [
-        one._replace(place=one.place._replace(is_partial=one.place.is_partial and not one.name.endswith(heads))) for one in held
+    held, heads = trainer.share.local_parameters, ("k_proj.weight", "v_proj.weight")
+    trainer.share.local_parameters = [
+        old._replace(place=old.place._replace(is_partial=old.place.is_partial and not old.name.endswith(heads))) for old in held
     ]
     yield
-    trainer.share.held = held
+    trainer.share.local_parameters = held
 
 
 @plants("tp-shared-key")
 def _shared_key(trainer: Trainer) -> Iterator[None]:
     def alone(ctx: Any, *grads: Tensor) -> Any:
         group = tensor_ops.group_named(ctx.group)
-        return None, None, _own_part(grads[0], group)() if ctx.length else grads[0]
+        return None, None, _local_slice(grads[0], group)() if ctx.length else grads[0]
 
-    with patch.object(tensor_ops._Whole, "backward", staticmethod(alone)):
+    with patch.object(tensor_ops._GatherSequence, "backward", staticmethod(alone)):
         yield
 
 
@@ -173,11 +175,11 @@ def _positions(trainer: Trainer) -> Iterator[None]:
     assert group is not None
 
     def of_next(group: dist.ProcessGroup, hidden: Tensor) -> Tensor:
-        return _own_part(hidden.roll(1, dims=1), group)()
+        return _local_slice(hidden.roll(1, dims=1), group)()
 
-    stages = [(stage, stage.own_share) for stage in trainer.share.stages.values()]
+    stages = [(stage, stage.sequence_shard) for stage in trainer.share.stages.values()]
     for stage, _ in stages:
-        stage.own_share = partial(of_next, group)
+        stage.sequence_shard = partial(of_next, group)
     yield
     for stage, share in stages:
-        stage.own_share = share
+        stage.sequence_shard = share

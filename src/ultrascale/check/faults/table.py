@@ -17,7 +17,7 @@ from ultrascale.schedules.ends import has_mirrors
 
 
 @dataclass(frozen=True)
-class Home:
+class SmallestRun:
     """The least run in which a fault can be seen."""
 
     preset: str = "tiny-llama"
@@ -37,7 +37,7 @@ class Fault:
     needs: str
     """In words."""
     fits: Callable[[Run], bool]
-    home: Home
+    smallest_run: SmallestRun
 
 
 def axis(name: str) -> Callable[[Run], bool]:
@@ -66,7 +66,7 @@ def _repeats(run: Run) -> bool:
     return run.layout.group("replicate")[0] > 1
 
 
-def _cuts(run: Run) -> bool:
+def _shards_state(run: Run) -> bool:
     return run.layout.group("shard")[0] > 1
 
 
@@ -75,7 +75,7 @@ def micro_batches(run: Run) -> int:
     return run.batch.sequences_per_batch // (run.layout.dp * run.layout.micro_batch_size)
 
 
-def _cuts_sequences(run: Run) -> bool:
+def _shards_sequences(run: Run) -> bool:
     return run.layout.tp > 1 and run.layout.sequence_parallel
 
 
@@ -114,11 +114,11 @@ def _travels(run: Run) -> bool:
     return run.layout.ep * run.layout.expert_tp > 1
 
 
-COPIES, TENSOR, CONTEXT = Home(layout={"dp": 2}), Home(layout={"tp": 2}), Home(layout={"cp": 2})
-STAGES = Home(layout={"pp": 2, "layers_per_stage": (2, 1)})
-MIRRORED = Home(layout=STAGES.layout | {"schedule": next(name for name, one in SCHEDULES.items() if one.copies > 1)})
-ZERO_BUBBLE = next(name for name, one in SCHEDULES.items() if one.splits_backward)
-MIXTRAL, DEEPSEEK = Home("tiny-mixtral", {"dp": 2, "ep": 2}), Home("tiny-deepseek-v3", {"dp": 2})
+COPIES, TENSOR, CONTEXT = SmallestRun(layout={"dp": 2}), SmallestRun(layout={"tp": 2}), SmallestRun(layout={"cp": 2})
+STAGES = SmallestRun(layout={"pp": 2, "layers_per_stage": (2, 1)})
+MIRRORED = SmallestRun(layout=STAGES.layout | {"schedule": next(name for name, spec in SCHEDULES.items() if spec.copies > 1)})
+ZERO_BUBBLE = next(name for name, spec in SCHEDULES.items() if spec.splits_backward)
+MIXTRAL, DEEPSEEK = SmallestRun("tiny-mixtral", {"dp": 2, "ep": 2}), SmallestRun("tiny-deepseek-v3", {"dp": 2})
 DROPS = {"dropout": 0.2}
 TIED_ENDS, MIRRORS = "pp > 1, tied embedding", "a schedule with two copies of the weights"
 _ALL = [
@@ -129,16 +129,16 @@ _ALL = [
     Fault("counted-twice", "the embedding's gradient is added once too often (pytorch#160285; tied embeddings)",
           "several ranks", _several, COPIES),
     Fault("local-clip", "each rank clips by the norm of the gradients it holds (torchtitan#596: of its own stage)",
-          "several ranks that hold different parts, and clip_grad_norm", _clips, Home(layout={"pp": 2})),
+          "several ranks that hold different parts, and clip_grad_norm", _clips, SmallestRun(layout={"pp": 2})),
     Fault("norm-overcount", "the norm counts what several ranks of tp hold once for each of them", "tp > 1", axis("tp"),
           TENSOR),
     Fault("norm-of-replicas", "the norm counts every copy of the state (hybrid sharding)", "copies of the state",
           lambda run: run.layout.dp_replicate > 1, COPIES),
     Fault("tied-norm-twice", "the norm counts a tied embedding on the first stage and on the last", TIED_ENDS,
-          _tied_ends, Home(layout={"pp": 2})),
+          _tied_ends, SmallestRun(layout={"pp": 2})),
     Fault("norm-without-experts", "the norm leaves out experts (Megatron#5916)", "ep > 1", axis("ep"), MIXTRAL),
     Fault("norm-without-sinks", "the norm leaves out attention sinks, which tp cuts (Megatron#7452, 8)", "attention sinks",
-          lambda run: run.layout.world_size > 1 and run.model.attention_sinks, Home("tiny-gpt-oss", {"tp": 2})),
+          lambda run: run.layout.world_size > 1 and run.model.attention_sinks, SmallestRun("tiny-gpt-oss", {"tp": 2})),
     Fault("initial-weights", "each rank draws its own initial weights (pytorch#168058; torchtitan#2387: routers)",
           "several ranks", _several, COPIES),
     Fault("stale-copy", "the forward pass reads the weights of the step before (FSDP shards not refreshed: Megatron#3510)",
@@ -150,27 +150,28 @@ _ALL = [
           COPIES),
     # dropout
     Fault("dropout-own-places", "a rank drops by its own count of tokens, not by their place in the sequence (Megatron#1256)",
-          "cp > 1 and dropout", lambda run: _drops(run) and run.layout.cp > 1, Home(layout={"cp": 2}, model=DROPS)),
+          "cp > 1 and dropout", lambda run: _drops(run) and run.layout.cp > 1, SmallestRun(layout={"cp": 2}, model=DROPS)),
     Fault("dropout-same-on-ranks", "every rank draws the bits of the first", "dp > 1 and dropout",
-          lambda run: _drops(run) and run.layout.dp > 1, Home(layout={"dp": 2}, model=DROPS)),
+          lambda run: _drops(run) and run.layout.dp > 1, SmallestRun(layout={"dp": 2}, model=DROPS)),
     Fault("dropout-drawn-again", "recomputation drops other elements than the forward pass did", "recomputation and dropout",
-          lambda run: _drops(run) and run.layout.recompute == "full", Home(layout={"recompute": "full"}, model=DROPS)),
+          lambda run: _drops(run) and run.layout.recompute == "full", SmallestRun(layout={"recompute": "full"}, model=DROPS)),
     # data parallelism and accumulation: gradients summed over too few, too many, or the wrong ones
     Fault("missing-reduce", "gradients are never summed over the ranks (picotron: cp > 1 at dp = 1)", "dp or cp > 1",
           _shares_tokens, COPIES),
     Fault("missing-scatter", "gradients are summed over copies of the state, but not over the ranks that cut it",
-          "a ZeRO stage", _cuts, Home(layout={"dp": 2, "zero_stage": 2})),
+          "a ZeRO stage", _shards_state, SmallestRun(layout={"dp": 2, "zero_stage": 2})),
     Fault("missing-replicas", "gradients are summed over the ranks that cut the state, but not over its copies",
-          "copies of the state", _repeats, Home(layout={"dp": 4, "dp_shard": 2, "zero_stage": 1})),
+          "copies of the state", _repeats, SmallestRun(layout={"dp": 4, "dp_shard": 2, "zero_stage": 1})),
     Fault("reduced-twice", "gradients that are whole are summed over the ranks once more (DeepSpeed#7718, Megatron#7160)",
           "copies of the state", _repeats, COPIES),
     Fault("averaged", "gradients of sums are averaged over the ranks, as FSDP2 does unless told", "dp or cp > 1",
-          _shares_tokens, Home(layout={"dp": 2, "zero_stage": 3})),
+          _shares_tokens, SmallestRun(layout={"dp": 2, "zero_stage": 3})),
     Fault("accumulation-reset", "only the last micro-batch's gradient is kept (Fast-LLM#550)", "several micro-batches",
           lambda run: _shares_tokens(run) and micro_batches(run) > 1 and run.layout.pp == 1,
-          Home(layout={"dp": 2, "zero_stage": 2})),
+          SmallestRun(layout={"dp": 2, "zero_stage": 2})),
     Fault("moving-average", "each micro-batch divides what was accumulated before (torchtitan#1733, torch's scale_grads)",
-          "several micro-batches", lambda run: run.layout.world_size > 1 and micro_batches(run) > 1, Home(layout={"pp": 2})),
+          "several micro-batches", lambda run: run.layout.world_size > 1 and micro_batches(run) > 1,
+          SmallestRun(layout={"pp": 2})),
     # tensor and sequence parallelism
     Fault("tp-sum-missing", "products cut by rows are not summed over tp", "tp > 1", axis("tp"), TENSOR),
     Fault("tp-input-gradient", "gradients of a column product's input are not summed over tp", "tp > 1", axis("tp"), TENSOR),
@@ -178,24 +179,25 @@ _ALL = [
           TENSOR),
     Fault("tp-bias-everywhere", "the bias of a row product is added on every rank of tp", "tp > 1 and such biases",
           lambda run: run.layout.tp > 1 and (run.model.mlp_bias or run.model.attention_output_bias),
-          Home("tiny-gpt2", {"tp": 2})),
+          SmallestRun("tiny-gpt2", {"tp": 2})),
     Fault("tp-vocabulary-offset", "ranks of tp take the vocabulary to be cut one row further on", "tp > 1", axis("tp"), TENSOR),
     Fault("tp-normaliser", "the loss takes every rank's logits for the whole vocabulary's: log(tp) too high (Megatron#7452, 2)",
           "tp > 1", axis("tp"), TENSOR),
     Fault("tp-copies", "gradients of norms are not summed over tp (torchtitan#1373, Megatron's sequence parallelism)",
-          "tp > 1 with sequence_parallel", _cuts_sequences, TENSOR),
+          "tp > 1 with sequence_parallel", _shards_sequences, TENSOR),
     Fault("tp-copies-twice", "gradients that every rank of tp has whole are summed over tp", "tp > 1, no sequence_parallel",
           lambda run: run.layout.tp > 1 and not run.layout.sequence_parallel,
-          Home(layout={"tp": 2, "sequence_parallel": False})),
+          SmallestRun(layout={"tp": 2, "sequence_parallel": False})),
     Fault("tp-key-heads", "copies of a head of keys or values that several ranks hold go their own ways (bigcode Megatron#35)",
           "tp > num_key_value_heads", lambda run: run.layout.tp > run.model.num_key_value_heads,
-          Home(layout={"tp": 2}, model={"num_key_value_heads": 1})),
+          SmallestRun(layout={"tp": 2}, model={"num_key_value_heads": 1})),
     Fault("tp-shared-key", "the gradient of latent attention's shared rope key is not summed over tp (torchtitan#1373)",
           "tp > 1 and latent attention", lambda run: run.layout.tp > 1 and run.model.latent_attention,
-          Home("tiny-deepseek-v3", {"tp": 2})),
+          SmallestRun("tiny-deepseek-v3", {"tp": 2})),
     Fault("tp-positions", "a rank adds the learned positions of another rank's part of the sequence (Megatron#7452, 7)",
           "tp > 1 with sequence_parallel, learned positions",
-          lambda run: _cuts_sequences(run) and run.model.position_embedding == "learned", Home("tiny-gpt2", {"tp": 2})),
+          lambda run: _shards_sequences(run) and run.model.position_embedding == "learned",
+          SmallestRun("tiny-gpt2", {"tp": 2})),
     # context parallelism
     Fault("cp-rope-restarted", "rotary positions are counted from the start of each rank's part", "cp > 1, rotary positions",
           lambda run: run.layout.cp > 1 and run.model.position_embedding == "rotary", CONTEXT),
@@ -225,7 +227,7 @@ _ALL = [
           STAGES),
     Fault("pp-weights-dropped", "a zero-bubble W forgets one matrix", "a zero-bubble schedule",
           lambda run: bool((known := run.layout.known_schedule) and known.splits_backward),
-          Home(layout=STAGES.layout | {"schedule": ZERO_BUBBLE})),
+          SmallestRun(layout=STAGES.layout | {"schedule": ZERO_BUBBLE})),
     Fault("pp-mirror", "the two copies of a stage do not add up their gradients (DualPipe)", MIRRORS, _mirrored, MIRRORED),
     Fault("pp-mirror-twice", "the two copies of a stage add up their gradients twice (DualPipe)", MIRRORS, _mirrored, MIRRORED),
     Fault("pp-mirror-drifts", "one of the two copies of a stage is updated with its own half of the gradient (DualPipe)",
@@ -239,28 +241,28 @@ _ALL = [
     Fault("expert-gradients-averaged", "gradients of experts are averaged over the ranks that repeat them (Megatron#7165)",
           "ep or expert_tp > 1 and several copies of experts",
           lambda run: _has_experts(run) and _travels(run) and run.layout.expert_dp > 1,
-          Home("tiny-mixtral", {"dp": 4, "ep": 2})),
+          SmallestRun("tiny-mixtral", {"dp": 4, "ep": 2})),
     Fault("router-detached", "weights of choices get no gradient through the dispatch (transformers#48687, Automodel#2995)",
           "ep or expert_tp > 1", _travels, MIXTRAL),
     Fault("expert-rows-unsorted", "results go home in the order in which experts computed them", "ep > 1", axis("ep"), MIXTRAL),
     Fault("expert-bias-everywhere", "the bias of an expert's last product is added on every rank of expert_tp",
           "expert_tp > 1 and biases", lambda run: run.layout.expert_tp > 1 and run.model.mlp_bias,
-          Home("tiny-gpt-oss", {"dp": 2, "expert_tp": 2})),
+          SmallestRun("tiny-gpt-oss", {"dp": 2, "expert_tp": 2})),
     Fault("router-counts-overwritten", "only the last micro-batch's choices are counted", "experts, several ranks",
           lambda run: run.layout.world_size > 1 and _has_experts(run), DEEPSEEK),
     Fault("router-counts-twice", "choices are counted again where blocks are recomputed", "experts, recomputation",
           lambda run: run.layout.world_size > 1 and _has_experts(run) and run.layout.recompute != "none",
-          Home("tiny-deepseek-v3", {"dp": 2, "recompute": "full"})),
+          SmallestRun("tiny-deepseek-v3", {"dp": 2, "recompute": "full"})),
     Fault("expert-bias-local", "each rank moves the biases that even out the load by its own counts (torchtitan#2416)",
           "several ranks, a bias that balances", _balances, DEEPSEEK),
     Fault("auxiliary-scale", "losses for balance are weighted by the number of ranks (Megatron#5047)", "a loss for balance",
-          _has_balance_loss, Home("tiny-olmoe", {"tp": 2})),
+          _has_balance_loss, SmallestRun("tiny-olmoe", {"tp": 2})),
     Fault("auxiliary-counts", "a loss for balance counts only the choices of this rank's part of the sequence",
           "a loss for balance, cp > 1 or tp > 1 with sequence_parallel",
           lambda run: _has_balance_loss(run) and (run.layout.cp > 1 or run.layout.sequence_parallel),
-          Home("tiny-olmoe", {"cp": 2})),
+          SmallestRun("tiny-olmoe", {"cp": 2})),
 ]  # fmt: skip
-FAULTS: dict[str, Fault] = {one.name: one for one in _ALL}
+FAULTS: dict[str, Fault] = {fault.name: fault for fault in _ALL}
 """Every fault, by name."""
 
 
@@ -272,8 +274,8 @@ def suitable(run: Run) -> list[str]:
 def expect_known(name: str) -> None:
     """Raise SpecError unless `name` is a fault, or `all`."""
     if name != "all" and name not in FAULTS:
-        near = get_close_matches(name, FAULTS, n=3, cutoff=0.4)
-        remedy = f"Did you mean {' or '.join(near)}?" if near else "`ultrascale check --plant list` names them."
+        similar = get_close_matches(name, FAULTS, n=3, cutoff=0.4)
+        remedy = f"Did you mean {' or '.join(similar)}?" if similar else "`ultrascale check --plant list` names them."
         raise mistake("--plant", f"knows no fault {name!r}", remedy)
 
 

@@ -68,8 +68,8 @@ class RandomDocuments:
 
 def vocabulary_edges(vocab_size: int, parts: Iterable[int]) -> np.ndarray:
     """The first and the last id of each part of a vocabulary that is cut into so many, for each of `parts` in turn."""
-    cut = [even_part(vocab_size, count, part) for count in parts for part in range(count)]
-    return np.array(list(dict.fromkeys(edge for first, length in cut if length for edge in (first, first + length - 1))))
+    spans = [even_part(vocab_size, count, part) for count in parts for part in range(count)]
+    return np.array(list(dict.fromkeys(edge for first, length in spans if length for edge in (first, first + length - 1))))
 
 
 def _border_ends(length: int) -> list[int]:

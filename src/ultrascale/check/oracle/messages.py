@@ -32,7 +32,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.under_way: list[_Watched] = []
-        self.found: list[str] = []
+        self.mistakes: list[str] = []
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -43,21 +43,21 @@ class Watch:
             return self._watched(isend(tensor, *arguments, **named), "send", sent=tensor)
 
         def receive(tensor: Tensor, *arguments: Any, **named: Any) -> Any:
-            room = _poisoned(tensor)
-            return self._watched(irecv(room, *arguments, **named), "receive", filled=(tensor, room))
+            buffer = _poisoned(tensor)
+            return self._watched(irecv(buffer, *arguments, **named), "receive", filled=(tensor, buffer))
 
         def exchange_rows(output: Tensor, input: Tensor, *arguments: Any, async_op: bool = False, **named: Any) -> Any:
             if not async_op:
                 return exchange(output, input, *arguments, **named)
-            room = _poisoned(output)
-            work = exchange(room, input, *arguments, async_op=True, **named)
-            return self._watched(work, "exchange", sent=input, filled=(output, room))
+            buffer = _poisoned(output)
+            work = exchange(buffer, input, *arguments, async_op=True, **named)
+            return self._watched(work, "exchange", sent=input, filled=(output, buffer))
 
         def reduce_all(tensor: Tensor, *arguments: Any, async_op: bool = False, **named: Any) -> Any:
             if not async_op:
                 return reduce(tensor, *arguments, **named)
-            room = _poisoned(tensor, keep=True)
-            return self._watched(reduce(room, *arguments, async_op=True, **named), "sum", filled=(tensor, room))
+            buffer = _poisoned(tensor, keep=True)
+            return self._watched(reduce(buffer, *arguments, async_op=True, **named), "sum", filled=(tensor, buffer))
 
         watched = {"isend": send, "irecv": receive, "all_to_all_single": exchange_rows, "all_reduce": reduce_all}
         with ExitStack() as stack:
@@ -70,10 +70,10 @@ class Watch:
         """Mistakes that this rank made with messages since the last call, in words. Call it when no message should be in
         flight: one that still is, is reported and waited for."""
         for message in list(self.under_way):
-            self.found.append(f"rank {dist.get_rank()} never waited for {message.name}")
+            self.mistakes.append(f"rank {dist.get_rank()} never waited for {message.name}")
             message.wait()
-        found, self.found = self.found, []
-        return list(dict.fromkeys(found))
+        mistakes, self.mistakes = self.mistakes, []
+        return list(dict.fromkeys(mistakes))
 
     def _watched(
         self, work: dist.Work | None, kind: str, *, sent: Tensor | None = None, filled: tuple[Tensor, Tensor] | None = None
@@ -100,7 +100,7 @@ class _Watched(dist.Work):
             if self.filled is not None:
                 self.filled[0].data.copy_(self.filled[1])  # as from outside: autograd knows nothing of it
             if self.sent is not None and self.copy is not None and not _same_bits(self.sent, self.copy):
-                self.watch.found.append(f"rank {dist.get_rank()} overwrote the data of {self.name} before it had left")
+                self.watch.mistakes.append(f"rank {dist.get_rank()} overwrote the data of {self.name} before it had left")
         return True
 
     def is_completed(self) -> bool:
@@ -111,13 +111,13 @@ def _poisoned(tensor: Tensor, *, keep: bool = False) -> Tensor:
     """Memory in the place of `tensor`, with what was in that if to `keep`; `tensor` itself is poisoned."""
     if not tensor.is_contiguous():
         return tensor  # torch refuses it
-    room = tensor.detach().clone() if keep else torch.empty_like(tensor)
+    buffer = tensor.detach().clone() if keep else torch.empty_like(tensor)
     tensor.data.fill_(POISON if tensor.is_floating_point() else 1)
-    return room
+    return buffer
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.detach().contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8))
+def _same_bits(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(first.detach().contiguous().flatten().view(torch.uint8), second.contiguous().flatten().view(torch.uint8))
 
 
 def _caller() -> str:

@@ -16,7 +16,7 @@ from ultrascale.description.progress import step_span
 from ultrascale.description.run import Run
 from ultrascale.kernels.dropout import token_keys
 from ultrascale.kernels.optimizers.block_quantise import rounding_key
-from ultrascale.kernels.optimizers.narrow_moments import FIRST, SECOND, as_kept
+from ultrascale.kernels.optimizers.narrow_moments import FIRST, SECOND, round_trip
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.experts import moe_layers, take_load, update_expert_bias
 from ultrascale.models.initialise import initialise
@@ -125,11 +125,11 @@ class Reference:
             return {}
         load, auxiliary = take_load(self.decoder)
         update_expert_bias(self.decoder, load)
-        found = {f"load.{number}": counts.double() for number, counts in load.items()}
+        facts = {f"load.{number}": counts.double() for number, counts in load.items()}
         for number, layer in moe_layers(self.decoder):
             if layer.router.e_score_correction_bias is not None:
-                found[f"bias.{number}"] = layer.router.e_score_correction_bias.double().clone()
-        return found | {"auxiliary": auxiliary / num_targets}
+                facts[f"bias.{number}"] = layer.router.e_score_correction_bias.double().clone()
+        return facts | {"auxiliary": auxiliary / num_targets}
 
     @torch.no_grad()
     def _update(self, gradients: dict[str, torch.Tensor]) -> None:
@@ -151,7 +151,7 @@ class Reference:
         update = mean / (square.sqrt() + settings.eps)
         if (kind := KINDS.get(settings.name)) is not None:
             for moment, values in ((FIRST, first), (SECOND, second)):
-                values.copy_(as_kept(values, kind, moment, rounding_key(self.run.seed, count, name, moment)))
+                values.copy_(round_trip(values, kind, moment, rounding_key(self.run.seed, count, name, moment)))
         return update
 
     def _muon(self, name: str, g: torch.Tensor) -> torch.Tensor:

@@ -53,11 +53,11 @@ def comparable(run: Run, steps: int) -> tuple[Run, list[str]]:
     if run.model.topk_method != "noaux_tc":
         off.pop("router_bias_update_rate", None)  # there are no biases to move
     notes = [f"Compared without {', '.join(f'model.{key}' for key in off)}: transformers has no such thing."] if off else []
-    given = run.optimizer
-    if given.name != "adamw":
-        notes.append(f"Compared with AdamW: a plain loop has no {given.name}.")
-    decay = None if given.decay_steps is None else min(given.decay_steps, max(1, steps // 2))
-    optimizer = replace(given, name="adamw", warmup_steps=min(given.warmup_steps, steps // 3), decay_steps=decay)
+    original = run.optimizer
+    if original.name != "adamw":
+        notes.append(f"Compared with AdamW: a plain loop has no {original.name}.")
+    decay = None if original.decay_steps is None else min(original.decay_steps, max(1, steps // 2))
+    optimizer = replace(original, name="adamw", warmup_steps=min(original.warmup_steps, steps // 3), decay_steps=decay)
     return replace(run, model=replace(run.model, **off), optimizer=optimizer, steps=steps), notes
 
 
@@ -69,16 +69,16 @@ def tolerance_of(run: Run) -> float:
 def learning_rates(optimizer: Optimizer, steps: int) -> list[float]:
     """Learning rate of each step: linear warm-up to the peak, then the schedule; a decay ends at the floor in the last step."""
     peak, warm = optimizer.learning_rate, optimizer.warmup_steps
-    floor, rest = peak * optimizer.min_learning_rate_ratio, max(1, steps - optimizer.warmup_steps)
+    floor, after_warmup = peak * optimizer.min_learning_rate_ratio, max(1, steps - optimizer.warmup_steps)
     rates = [peak * number / warm for number in range(1, warm + 1)]
     if optimizer.schedule == "constant":
-        rates += [peak] * rest
+        rates += [peak] * after_warmup
     elif optimizer.schedule == "cosine":
-        rates += [floor + (peak - floor) * 0.5 * (1 + cos(pi * number / rest)) for number in range(1, rest + 1)]
+        rates += [floor + (peak - floor) * 0.5 * (1 + cos(pi * number / after_warmup)) for number in range(1, after_warmup + 1)]
     else:
         last = max(1, steps // 10) if optimizer.decay_steps is None else optimizer.decay_steps
-        falling = rest if optimizer.schedule == "linear" else min(rest, last)
-        rates += [peak] * (rest - falling) + [peak - (peak - floor) * n / falling for n in range(1, falling + 1)]
+        falling = after_warmup if optimizer.schedule == "linear" else min(after_warmup, last)
+        rates += [peak] * (after_warmup - falling) + [peak - (peak - floor) * n / falling for n in range(1, falling + 1)]
     return rates
 
 
@@ -100,10 +100,10 @@ class TransformersLoop:
         decoder = Decoder(self.run.model).double()
         initialise(decoder, self.run.model, self.run.seed)
         with tempfile.TemporaryDirectory(prefix="ultrascale-against-") as folder:
-            told = export_folder(decoder.state_dict(), self.run.model, Path(folder) / "hf")
+            exported = export_folder(decoder.state_dict(), self.run.model, Path(folder) / "hf")
             options = {"dtype": torch.float64, "attn_implementation": "eager", "experts_implementation": "eager"}
-            self.model = transformers.AutoModelForCausalLM.from_pretrained(told, **options).eval()
-            _widen_parameters(self.model, Path(told))
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(exported, **options).eval()
+            _widen_parameters(self.model, Path(exported))
         settings, named = self.run.optimizer, dict(self.model.named_parameters())
         groups = [
             {"params": [p for n, p in named.items() if _decays(n, p) == decays], "weight_decay": settings.weight_decay * decays}
@@ -137,9 +137,9 @@ class TransformersLoop:
         """Tokens and targets of each document that predicts anything."""
         for row in range(len(tokens)):
             for document in ids[row].unique():
-                here = ids[row] == document
-                if (targets[row, here] >= 0).any():
-                    yield tokens[row, here], targets[row, here]
+                in_document = ids[row] == document
+                if (targets[row, in_document] >= 0).any():
+                    yield tokens[row, in_document], targets[row, in_document]
 
     def _weights(self) -> dict[str, Tensor]:
         """By our names."""
@@ -180,8 +180,8 @@ class _Widened(TorchFunctionMode):
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:
                 return args[0]
-            args = tuple(_wide(one) for one in args)
-            kwargs = {key: _wide(one) for key, one in kwargs.items()}
+            args = tuple(_wide(argument) for argument in args)
+            kwargs = {key: _wide(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
 

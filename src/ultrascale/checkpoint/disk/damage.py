@@ -21,9 +21,9 @@ def expected_manifest(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
     named = [candidate for candidate in _as_candidate(folder) if candidate.step != manifest.step]
     if named:
-        found = f"holds step {manifest.step}, expected step {named[0].step}"
+        problem = f"holds step {manifest.step}, expected step {named[0].step}"
         raise CheckpointError(
-            f"{folder}: {found}: it was renamed or copied. Use {step_folder(folder.parent, manifest.step).name}."
+            f"{folder}: {problem}: it was renamed or copied. Use {step_folder(folder.parent, manifest.step).name}."
         )
     unknown = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors") and name not in manifest.shards)
     if unknown:
@@ -44,9 +44,9 @@ def verify_shards(folder: Path, shards: Iterable[tuple[str, Shard]], save_id: st
         return None
 
     with ThreadPoolExecutor(VERIFY_THREADS) as pool:
-        found = [text for text in pool.map(damage, shards) if text is not None]
-    if found:
-        raise CheckpointError("\n".join(found))
+        problems = [text for text in pool.map(damage, shards) if text is not None]
+    if problems:
+        raise CheckpointError("\n".join(problems))
 
 
 def _as_candidate(folder: Path) -> list[Candidate]:

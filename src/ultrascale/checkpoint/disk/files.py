@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ultrascale.checkpoint.disk.checksum import checksum_text, crc32
-from ultrascale.checkpoint.disk.patience import patiently
+from ultrascale.checkpoint.disk.patience import with_retries
 from ultrascale.checkpoint.errors import CheckpointError
 from ultrascale.checkpoint.manifest import (
     HEAD,
@@ -78,7 +78,7 @@ def write_shard(folder: Path, file: str, pieces: list[Piece], *, save_id: str, s
                 failpoint("save.block")
         return crc, size
 
-    crc, size = patiently(write)
+    crc, size = with_retries(write)
     return Shard(size, checksum_text(crc)), [begins[i] for i in range(len(pieces))]
 
 
@@ -89,7 +89,7 @@ def write_file(path: Path, data: bytes) -> None:
         with _created(path) as fd:
             _write_blocks(fd, memoryview(data))
 
-    patiently(write)
+    with_retries(write)
 
 
 @contextmanager
@@ -144,7 +144,7 @@ def opened(folder: Path, file: str) -> Iterator[int]:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint, checked in full. Raises CheckpointError."""
-    return decode(patiently(lambda: _manifest_bytes(folder)), str(folder / MANIFEST_NAME))
+    return decode(with_retries(lambda: _manifest_bytes(folder)), str(folder / MANIFEST_NAME))
 
 
 def is_understood(folder: Path) -> bool:
@@ -175,7 +175,7 @@ def verify_size(folder: Path, file: str, shard: Shard) -> None:
 
 def verify_shard(folder: Path, file: str, shard: Shard, save_id: str) -> None:
     """Read the whole file. Raises CheckpointError unless length, save and checksum are those of the manifest."""
-    patiently(lambda: _verify_shard(folder, file, shard, save_id))
+    with_retries(lambda: _verify_shard(folder, file, shard, save_id))
 
 
 def _verify_shard(folder: Path, file: str, shard: Shard, save_id: str) -> None:
@@ -184,10 +184,10 @@ def _verify_shard(folder: Path, file: str, shard: Shard, save_id: str) -> None:
         _expect_size(fd, path, shard)
         _read_ahead(fd)
         block, crc = memoryview(bytearray(min(BLOCK_BYTES, max(shard.bytes, 1)))), 0
-        for at in range(0, shard.bytes, BLOCK_BYTES):
-            part = block[: min(BLOCK_BYTES, shard.bytes - at)]
-            _read_exactly(fd, part, at, path)
-            if at == 0:
+        for offset in range(0, shard.bytes, BLOCK_BYTES):
+            part = block[: min(BLOCK_BYTES, shard.bytes - offset)]
+            _read_exactly(fd, part, offset, path)
+            if offset == 0:
                 _expect_save(bytes(part), path, save_id)
             crc = crc32(part, crc)
     if checksum_text(crc) != shard.checksum:
@@ -220,15 +220,15 @@ def _header(pieces: list[Piece], about: dict[str, str]) -> tuple[bytes, list[int
     from ultrascale.checkpoint.disk.dtypes import DTYPE_NAMES
 
     entries: dict[str, object] = {"__metadata__": about}
-    begins, at = [], 0
+    begins, begin = [], 0
     for piece in pieces:
         if piece.key in entries:
             raise CheckpointError(f"{piece.key}: two tensors would get this name in one shard. Rename one.")
-        end = at + piece.tensor.numel() * piece.tensor.dtype.itemsize
+        end = begin + piece.tensor.numel() * piece.tensor.dtype.itemsize
         dtype, shape = DTYPE_NAMES[piece.tensor.dtype], list(piece.tensor.shape)
-        entries[piece.key] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
-        begins.append(at)
-        at = end
+        entries[piece.key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        begins.append(begin)
+        begin = end
     text = json.dumps(entries, separators=(",", ":")).encode("ascii")
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, begins
@@ -245,19 +245,21 @@ def _write_blocks(fd: int, data: memoryview, crc: int = 0) -> int:
     """Write `data`; the checksum `crc` of what came before it, gone on with over it."""
     for start in range(0, len(data), BLOCK_BYTES):
         block = data[start : start + BLOCK_BYTES]
-        crc, at = crc32(block, crc), 0
-        while at < len(block):
-            at += os.write(fd, block[at:])
+        crc, written = crc32(block, crc), 0
+        while written < len(block):
+            written += os.write(fd, block[written:])
     return crc
 
 
 def _read_exactly(fd: int, buffer: memoryview, begin: int, path: Path) -> None:
-    at = 0
-    while at < len(buffer):
-        count = os.preadv(fd, [buffer[at:]], begin + at)
+    filled = 0
+    while filled < len(buffer):
+        count = os.preadv(fd, [buffer[filled:]], begin + filled)
         if count == 0:
-            raise CheckpointError(f"{path}: ends at byte {begin + at}, expected {begin + len(buffer)}. Use another checkpoint.")
-        at += count
+            raise CheckpointError(
+                f"{path}: ends at byte {begin + filled}, expected {begin + len(buffer)}. Use another checkpoint."
+            )
+        filled += count
 
 
 def _read_ahead(fd: int) -> None:

@@ -47,12 +47,12 @@ def candidates(root: Path) -> list[Candidate]:
     """Everything in `root` named like a checkpoint, newest step first; a folder moved aside comes after its replacement."""
     if not root.is_dir():
         return []
-    found = []
+    checkpoints = []
     for name in os.listdir(root):
         match = _CHECKPOINT.fullmatch(name)
         if match:
-            found.append(Candidate(int(match[1] or match[2]), root / name))
-    return sorted(found, key=lambda candidate: (-candidate.step, candidate.path.name.startswith(".")))
+            checkpoints.append(Candidate(int(match[1] or match[2]), root / name))
+    return sorted(checkpoints, key=lambda candidate: (-candidate.step, candidate.path.name.startswith(".")))
 
 
 def publish(temporary: Path, final: Path) -> None:
@@ -108,10 +108,10 @@ def _is_of_another_release(folder: Path) -> bool:
 def make_folder(folder: Path) -> None:
     """Make `folder` and those above it that are missing, so that a power cut cannot take the names away. Raises OSError."""
     missing = [folder, *folder.parents]
-    missing = missing[: next((depth for depth, one in enumerate(missing) if one.is_dir()), 0)]
+    missing = missing[: next((depth for depth, path in enumerate(missing) if path.is_dir()), 0)]
     folder.mkdir(parents=True, exist_ok=True)
-    for one in reversed(missing):
-        sync_folder(one.parent)
+    for path in reversed(missing):
+        sync_folder(path.parent)
 
 
 def check_writable(root: Path) -> None:

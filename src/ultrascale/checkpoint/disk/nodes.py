@@ -75,8 +75,8 @@ def verify_on_disks(folder: Path, *, ranks: Coordinator, disks: NodeDisks) -> No
     Raises CheckpointError naming what is damaged, or on no disk."""
     doing = f"verifying {folder}"
     manifest = ranks.agree(doing, lambda: expected_manifest(folder))
-    here = ranks.agree(doing, lambda: [one for one in manifest.shards.items() if (folder / one[0]).exists()])
-    share = here[disks.mates.index(ranks.rank) :: len(disks.mates)]
+    present = ranks.agree(doing, lambda: [shard for shard in manifest.shards.items() if (folder / shard[0]).exists()])
+    share = present[disks.mates.index(ranks.rank) :: len(disks.mates)]
     ranks.agree(doing, lambda: verify_shards(folder, share, manifest.save_id))
     gathered = ranks.gather([manifest.save_id, [file for file, _ in share]])
     ranks.on_rank_0(doing, lambda: _expect_all(gathered or [], manifest.save_id, set(manifest.shards)))
@@ -92,14 +92,14 @@ def _expect_all(gathered: list[tuple[str, list[str]]], save_id: str, shards: set
 def shards_to_bring(read: Sequence[Collection[str]], shards: Collection[str], disks: NodeDisks) -> list[list[str]]:
     """By rank, the shards that it brings to the disk that it leads: those that ranks there read (`read`, by rank). What nobody
     reads goes to the first disk, so that all disks together have the checkpoint."""
-    found: list[set[str]] = [set() for _ in read]
+    by_rank: list[set[str]] = [set() for _ in read]
     for leader, files in zip(disks.leaders, read, strict=True):
-        found[leader].update(files)
-    found[0].update(set(shards).difference(*found))
-    return [sorted(files) for files in found]
+        by_rank[leader].update(files)
+    by_rank[0].update(set(shards).difference(*by_rank))
+    return [sorted(files) for files in by_rank]
 
 
-def take_back(folder: Path, save_id: str) -> None:
+def remove_published(folder: Path, save_id: str) -> None:
     """Remove the checkpoint that got its name on this disk although another disk failed to give it."""
     with suppress(CheckpointError, OSError):
         if read_manifest(folder).save_id == save_id:

@@ -13,29 +13,29 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
-PASSING = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOLINK}
+TRANSIENT_ERRORS = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOLINK}
 """A full disk, a quota or a missing permission does not pass."""
 PAUSES_SECONDS = (0.1, 1.0)
 """Pauses before the second and the third attempt, which is the last."""
 
 
-def patiently(work: Callable[[], T]) -> T:
+def with_retries(work: Callable[[], T]) -> T:
     """The result of `work`, tried up to three times while it fails with an error that may pass. Raises the last error."""
     for pause in PAUSES_SECONDS:
         try:
             return work()
         except Exception as error:
-            if not may_pass(error):
+            if not is_transient(error):
                 raise
             time.sleep(pause)
     return work()
 
 
-def may_pass(error: BaseException | None) -> bool:
+def is_transient(error: BaseException | None) -> bool:
     """True if an OSError that may pass is behind `error`."""
     while error is not None:
         if isinstance(error, OSError):
-            return error.errno in PASSING
+            return error.errno in TRANSIENT_ERRORS
         error = error.__cause__
     return False
 
@@ -52,4 +52,4 @@ def rename(source: Path, target: Path) -> None:
             return
         os.rename(source, target)
 
-    patiently(attempt)
+    with_retries(attempt)

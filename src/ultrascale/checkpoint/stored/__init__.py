@@ -9,31 +9,31 @@ there, or still is what was last seen there: that instant publishes the checkpoi
 """
 
 from ultrascale.checkpoint.stored.fetch import (
-    Found,
+    StoredCheckpoint,
     fetch,
-    found_at,
-    found_in,
+    stored_checkpoint,
+    stored_checkpoints,
     stored_manifest,
     summarize_stored,
     verify_stored,
 )
 from ultrascale.checkpoint.stored.index import Index
 from ultrascale.checkpoint.stored.publish import collect_leftovers, prune_stored, publish_stored, upload_files
-from ultrascale.checkpoint.stored.unfinished import saves_on, uploads
+from ultrascale.checkpoint.stored.unfinished import saves_on, whole_saves
 
 __all__ = [
-    "Found",
     "Index",
+    "StoredCheckpoint",
     "collect_leftovers",
     "fetch",
-    "found_at",
-    "found_in",
     "prune_stored",
     "publish_stored",
     "saves_on",
+    "stored_checkpoint",
+    "stored_checkpoints",
     "stored_manifest",
     "summarize_stored",
     "upload_files",
-    "uploads",
     "verify_stored",
+    "whole_saves",
 ]

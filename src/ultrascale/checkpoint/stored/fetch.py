@@ -32,7 +32,7 @@ READERS = 8
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredCheckpoint:
     """A checkpoint that is published in a store."""
 
     step: int
@@ -45,21 +45,21 @@ class Found:
 
 def steps_listed(store: Store) -> set[int]:
     """Steps that a listing shows, or the note of the newest; some may be gone."""
-    steps = {step_of(one.key) for one in store.names(FOLDER)[0] if one.key.endswith(".json")}
+    steps = {step_of(entry.key) for entry in store.names(FOLDER)[0] if entry.key.endswith(".json")}
     with suppress(MissingError, ValueError, TypeError, KeyError):
         noted = json.loads(store.read(NEWEST))
         steps |= {step for step in noted["steps"] if type(step) is int and 0 <= step < 10**18}
     return {step for step in steps if step is not None}
 
 
-def found_in(store: Store) -> list[Found]:
+def stored_checkpoints(store: Store) -> list[StoredCheckpoint]:
     """Every checkpoint of a run in the store, newest first. Raises StorageError."""
     with ThreadPoolExecutor(READERS) as pool:
-        found = list(pool.map(lambda step: found_at(store, step), sorted(steps_listed(store), reverse=True)))
-    return [one for one in found if one is not None]
+        checkpoints = list(pool.map(lambda step: stored_checkpoint(store, step), sorted(steps_listed(store), reverse=True)))
+    return [stored for stored in checkpoints if stored is not None]
 
 
-def found_at(store: Store, step: int) -> Found | None:
+def stored_checkpoint(store: Store, step: int) -> StoredCheckpoint | None:
     """The checkpoint of `step` in the store; None if there is none. Raises StorageError."""
     key = key_of(step)
     where = store.where(key)
@@ -68,12 +68,14 @@ def found_at(store: Store, step: int) -> Found | None:
     except MissingError:
         return None
     except UnknownVersionError as error:
-        return Found(step, where, None, str(error), is_of_another_release=True)
+        return StoredCheckpoint(step, where, None, str(error), is_of_another_release=True)
     except CheckpointError as error:
-        return Found(step, where, None, str(error))
+        return StoredCheckpoint(step, where, None, str(error))
     if index.step != step:
-        return Found(step, where, None, f"{where}: holds step {index.step}: it was renamed or copied. Use another checkpoint.")
-    return Found(step, where, index)
+        return StoredCheckpoint(
+            step, where, None, f"{where}: holds step {index.step}: it was renamed or copied. Use another checkpoint."
+        )
+    return StoredCheckpoint(step, where, index)
 
 
 def fetch(store: Store, index: Index, root: Path, *, only: Collection[str] | None = None) -> Path:
@@ -84,7 +86,7 @@ def fetch(store: Store, index: Index, root: Path, *, only: Collection[str] | Non
     Raises StorageError, OSError, and CheckpointError if its manifest is not the one that was uploaded with it."""
     make_folder(root)
     final = step_folder(root, index.step)
-    at_hand = _at_hand(final, index)
+    at_hand = _intact_files(final, index)
     wanted = index.files.keys() if only is None else {MANIFEST_NAME, *only}
     if wanted <= at_hand:
         return final
@@ -109,18 +111,18 @@ def fetch(store: Store, index: Index, root: Path, *, only: Collection[str] | Non
     return final
 
 
-def _at_hand(folder: Path, index: Index) -> set[str]:
+def _intact_files(folder: Path, index: Index) -> set[str]:
     """Files of a stored checkpoint that `folder` has, every byte as it was saved."""
-    found: set[str] = set()
+    intact: set[str] = set()
     with suppress(CheckpointError):
         manifest = expected_manifest(folder)
         if (manifest.step, manifest.save_id) == (index.step, index.save_id):
-            found.add(MANIFEST_NAME)
+            intact.add(MANIFEST_NAME)
             for file in sorted(manifest.shards.keys() & set(os.listdir(folder))):
                 with suppress(CheckpointError):
                     verify_shards(folder, [(file, manifest.shards[file])], manifest.save_id)
-                    found.add(file)
-    return found & index.files.keys()
+                    intact.add(file)
+    return intact & index.files.keys()
 
 
 def stored_manifest(store: Store, index: Index) -> Manifest:
@@ -150,13 +152,13 @@ def verify_stored(store: Store, index: Index) -> None:
 def summarize_stored(store: Store, *, read_all: bool) -> Iterator[Summary]:
     """A summary of each stored checkpoint, newest first. `read_all` reads and verifies every byte; otherwise the index, and
     whether every part is there and as long as it says. Raises CheckpointError if there are none, StorageError."""
-    found = found_in(store)
-    if not found:
+    checkpoints = stored_checkpoints(store)
+    if not checkpoints:
         raise CheckpointError(f"{store.url}: no checkpoints here. Give the place of a run's folder.")
-    for one in found:
-        index, problem = one.index, one.problem or None
+    for stored in checkpoints:
+        index, problem = stored.index, stored.problem or None
         if index is None:
-            yield Summary(Path(name_of(one.step)), one.step, None, None, None, None, problem)
+            yield Summary(Path(name_of(stored.step)), stored.step, None, None, None, None, problem)
             continue
         try:
             if read_all:
@@ -166,16 +168,18 @@ def summarize_stored(store: Store, *, read_all: bool) -> Iterator[Summary]:
         except (CheckpointError, StorageError) as error:
             problem = str(error)
         shards = len(index.files) - 1
-        yield Summary(Path(name_of(one.step)), one.step, index.bytes, shards, index.tensors, index.saved_at or 0.0, problem)
+        yield Summary(
+            Path(name_of(stored.step)), stored.step, index.bytes, shards, index.tensors, index.saved_at or 0.0, problem
+        )
 
 
 def _expect_parts(store: Store, index: Index) -> None:
     sizes = list(zip(index.part_keys(), (part.bytes for parts in index.files.values() for part in parts), strict=True))
     with ThreadPoolExecutor(READERS) as pool:
-        for (key, size), found in zip(sizes, pool.map(lambda one: _size(store, one[0]), sizes), strict=True):
-            if found != size:
-                told = "missing" if found is None else f"{found} bytes long"
-                raise CheckpointError(f"{store.where(key)}: {told}, expected {size} bytes. Use another checkpoint.")
+        for (key, size), actual in zip(sizes, pool.map(lambda entry: _size(store, entry[0]), sizes), strict=True):
+            if actual != size:
+                problem = "missing" if actual is None else f"{actual} bytes long"
+                raise CheckpointError(f"{store.where(key)}: {problem}, expected {size} bytes. Use another checkpoint.")
 
 
 def _size(store: Store, key: str) -> int | None:

@@ -93,8 +93,10 @@ def decode(data: bytes, where: str) -> Index:
     with suppress(ValueError, RecursionError):
         content = json.loads(b"{" + rest)
     if isinstance(content, dict) and (content.get("format"), content.get("version")) != (FORMAT, VERSION):
-        found = f"format is {content.get('format')!r:.80} version {content.get('version')!r:.20}, expected {FORMAT!r} {VERSION}"
-        raise UnknownVersionError(f"{where}: {found}: {UnknownVersionError.WORDS}. Go on with that release.")
+        problem = (
+            f"format is {content.get('format')!r:.80} version {content.get('version')!r:.20}, expected {FORMAT!r} {VERSION}"
+        )
+        raise UnknownVersionError(f"{where}: {problem}: {UnknownVersionError.WORDS}. Go on with that release.")
     try:
         return _index(content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -14,7 +14,7 @@ from ultrascale.checkpoint.disk.checksum import checksum_text
 from ultrascale.checkpoint.disk.files import read_manifest
 from ultrascale.checkpoint.errors import CheckpointError
 from ultrascale.checkpoint.manifest import MANIFEST_NAME, Manifest
-from ultrascale.checkpoint.stored.fetch import Found, found_in, steps_listed, verify_stored
+from ultrascale.checkpoint.stored.fetch import StoredCheckpoint, steps_listed, stored_checkpoints, verify_stored
 from ultrascale.checkpoint.stored.index import FOLDER, NEWEST, Index, decode, encode, folder_of, key_of, name_of, step_of
 from ultrascale.failpoints import failpoint
 from ultrascale.storage import MissingError, Part, Store, Version, crc_of, upload_file
@@ -33,7 +33,7 @@ def upload_files(store: Store, folder: Path, files: Collection[str], *, resuming
     Raises CheckpointError if a shard on disk is not what its manifest says: nothing of it is ever published then. Raises
     StorageError, OSError."""
     manifest = read_manifest(folder)
-    found: Files = {}
+    uploaded: Files = {}
     failpoint("upload.start")
     for file in files:
         prefix = f"{folder_of(manifest.step, manifest.save_id)}/{file}"
@@ -46,9 +46,9 @@ def upload_files(store: Store, folder: Path, files: Collection[str], *, resuming
             raise CheckpointError(
                 f"{folder / file}: its bytes have changed since it was saved; it is not put into {store.url}."
             )
-        found[file] = parts
+        uploaded[file] = parts
         failpoint("upload.file")
-    return found
+    return uploaded
 
 
 def publish_stored(store: Store, manifest: Manifest, files: Files, *, before: Version | None) -> Index:
@@ -56,10 +56,10 @@ def publish_stored(store: Store, manifest: Manifest, files: Files, *, before: Ve
     that step there. Raises ConflictError if that is another one by now, CheckpointError, StorageError."""
     lacking = sorted(set(files_of(manifest)) - set(files))
     if lacking:
-        told = f"{name_of(manifest.step)}: {lacking[:20]} were not uploaded, so that it is not published in {store.url}."
-        raise CheckpointError(told)
-    told = manifest.metadata.get("saved_at")
-    saved_at = float(told) if isinstance(told, int | float) else None
+        problem = f"{name_of(manifest.step)}: {lacking[:20]} were not uploaded, so that it is not published in {store.url}."
+        raise CheckpointError(problem)
+    saved = manifest.metadata.get("saved_at")
+    saved_at = float(saved) if isinstance(saved, int | float) else None
     index = Index(manifest.step, manifest.save_id, saved_at, len(manifest.tensors), files)
     key = key_of(index.step)
     data = encode(index)
@@ -73,7 +73,7 @@ def publish_stored(store: Store, manifest: Manifest, files: Files, *, before: Ve
     return index
 
 
-def seen(store: Store, step: int) -> tuple[Version | None, str | None]:
+def published_version(store: Store, step: int) -> tuple[Version | None, str | None]:
     """The published state of a step and its save; the latter is None also if it cannot be read."""
     key = key_of(step)
     try:
@@ -97,30 +97,30 @@ def prune_stored(store: Store, step: int, *, keep: int, keep_every_steps: int | 
 
     Nothing is removed before the newest was read back in full, once; `verified` remembers its save. Later steps stay.
     Raises CheckpointError if it does not verify, StorageError."""
-    found = [one for one in found_in(store) if one.step <= step] if keep else []
-    doomed: list[Found] = []
-    kept = 0
-    for one in found:
-        if kept < keep:
-            kept += one.index is not None
-        elif not (keep_every_steps and one.step % keep_every_steps == 0):
-            doomed.append(one)
+    checkpoints = [stored for stored in stored_checkpoints(store) if stored.step <= step] if keep else []
+    doomed: list[StoredCheckpoint] = []
+    num_kept = 0
+    for stored in checkpoints:
+        if num_kept < keep:
+            num_kept += stored.index is not None
+        elif not (keep_every_steps and stored.step % keep_every_steps == 0):
+            doomed.append(stored)
     if not doomed:
         return []
-    newest = found[0]
+    newest = checkpoints[0]
     if newest.index is None:
         raise CheckpointError(f"{newest.where}: {newest.problem}")
     if newest.index.save_id not in verified:
         verify_stored(store, newest.index)
         verified.add(newest.index.save_id)
-    for one in doomed:
-        if one.index is None and one.is_of_another_release:
+    for stored in doomed:
+        if stored.index is None and stored.is_of_another_release:
             continue
         failpoint("store.prune")
-        store.remove([key_of(one.step)])  # It loses its name first, so that half of one is never found.
+        store.remove([key_of(stored.step)])  # It loses its name first, so that half of one is never found.
         failpoint("store.unnamed")
-        _remove_under(store, f"{FOLDER}/{name_of(one.step)}")
-    return [name_of(one.step) for one in doomed]
+        _remove_under(store, f"{FOLDER}/{name_of(stored.step)}")
+    return [name_of(stored.step) for stored in doomed]
 
 
 def collect_leftovers(store: Store, *, busy: Collection[str] = ()) -> int:
@@ -136,7 +136,7 @@ def collect_leftovers(store: Store, *, busy: Collection[str] = ()) -> int:
         stale = [save for save in saves if save not in busy]
         if not stale:
             continue
-        version, published = seen(store, step)
+        version, published = published_version(store, step)
         if version is not None and published is None:
             continue  # it cannot be read, or another release wrote it: it is not ours to judge
         for save in stale:
@@ -146,7 +146,7 @@ def collect_leftovers(store: Store, *, busy: Collection[str] = ()) -> int:
 
 
 def _remove_under(store: Store, folder: str) -> int:
-    keys = [one.key for one in store.walk(folder)]
+    keys = [entry.key for entry in store.walk(folder)]
     with suppress(MissingError):
         store.remove(keys)
     return len(keys)

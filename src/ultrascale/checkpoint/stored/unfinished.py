@@ -24,43 +24,43 @@ def saves_on(root: Path) -> list[Save]:
 
     Raises UnknownVersionError if another release wrote a newer one than these."""
     return [
-        (step, one.save_id, list(one.shards), [file for file in one.shards if _is_there(root, one, file)])
-        for step, one in _manifests(root)
+        (step, manifest.save_id, list(manifest.shards), [file for file in manifest.shards if _is_there(root, manifest, file)])
+        for step, manifest in _manifests(root)
     ]
 
 
-def uploads(gathered: list[list[Save]], disks: NodeDisks) -> list[tuple[int, str, list[list[str]]]]:
+def whole_saves(gathered: list[list[Save]], disks: NodeDisks) -> list[tuple[int, str, list[list[str]]]]:
     """Saves that are whole on the disks of all nodes together, newest first: step, save, and by rank the files that it uploads.
     `gathered`: by rank, `saves_on` of leaders. No disk need have all of them: one that was lost is empty, rank 0's too."""
     holders: dict[tuple[int, str], dict[str, set[int]]] = {}
     for leader, saves in enumerate(gathered):
-        for step, save_id, shards, here in saves:
+        for step, save_id, shards, present in saves:
             known = holders.setdefault((step, save_id), {file: set() for file in (*shards, MANIFEST_NAME)})
-            for file in (*here, MANIFEST_NAME):
+            for file in (*present, MANIFEST_NAME):
                 known[file].add(leader)
-    found: list[tuple[int, str, list[list[str]]]] = []
-    for (step, save_id), files in sorted(holders.items(), key=lambda one: -one[0][0]):
+    complete: list[tuple[int, str, list[list[str]]]] = []
+    for (step, save_id), files in sorted(holders.items(), key=lambda entry: -entry[0][0]):
         if all(files.values()):
             shares: list[list[str]] = [[] for _ in disks.leaders]
             for file, leaders in files.items():
                 able = [share for share, leader in zip(shares, disks.leaders, strict=True) if leader in leaders]
                 min(able, key=len).append(file)
-            found.append((step, save_id, shares))
-    return found
+            complete.append((step, save_id, shares))
+    return complete
 
 
 def _manifests(root: Path) -> list[tuple[int, Manifest]]:
-    found: list[tuple[int, Manifest]] = []
-    for one in candidates(root):
+    manifests: list[tuple[int, Manifest]] = []
+    for candidate in candidates(root):
         try:
-            manifest = read_manifest(one.path)
+            manifest = read_manifest(candidate.path)
         except CheckpointError as error:
-            if isinstance(error, UnknownVersionError) and not found:
+            if isinstance(error, UnknownVersionError) and not manifests:
                 raise
             continue
-        if one.path == step_folder(root, manifest.step):
-            found.append((one.step, manifest))
-    return found
+        if candidate.path == step_folder(root, manifest.step):
+            manifests.append((candidate.step, manifest))
+    return manifests
 
 
 def _is_there(root: Path, manifest: Manifest, file: str) -> bool:

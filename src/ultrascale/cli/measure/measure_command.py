@@ -17,7 +17,7 @@ from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import console_for_people, print_json
 from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.description.problems import Problem, SpecError, mistake
-from ultrascale.description.rank_environment import told_rank
+from ultrascale.description.rank_environment import env_rank
 from ultrascale.description.run import Run
 from ultrascale.page.documents import step_document
 from ultrascale.page.one_file import expect_writable, write_document
@@ -91,7 +91,7 @@ def command(arguments: list[str]) -> int:
         return 0
     if arguments[0].isalpha() and arguments[0] != "step":
         raise SpecError([_unknown(arguments[0], "RUN.TOML")])
-    parsed, rest = parse_with_overrides(measure, "measure", arguments)
+    parsed, overrides = parse_with_overrides(measure, "measure", arguments)
     what, path, steps, out, processes, top, html, as_json = parsed
     if what != "step":
         raise SpecError([_unknown(what, path)])
@@ -99,11 +99,11 @@ def command(arguments: list[str]) -> int:
         raise mistake("--top", f"must be at least 0, is {top}", "0 lists none.")
     first, last = parse_steps(steps)
     expect_writable(html)
-    run = resolve(path, rest, require_data=True, processes=processes).run
+    run = resolve(path, overrides, require_data=True, processes=processes).run
     expect_startable(run)
     folder = out or RunFolder.of(run).path / "profile"
     code = _profile(run, first, last, folder)
-    if code == 0 and told_rank(os.environ) == 0:
+    if code == 0 and env_rank(os.environ) == 0:
         if html is not None:
             write_document(html, step_document(_report(folder).to_json()), ["measure", *arguments])
         _show(folder, html, top=top, as_json=as_json)
@@ -111,18 +111,18 @@ def command(arguments: list[str]) -> int:
 
 
 def _unknown(what: str, path: str) -> Problem:
-    near = get_close_matches(what, ("step", "speed", "network"), n=1)
+    closest = get_close_matches(what, ("step", "speed", "network"), n=1)
     remedy = f"`ultrascale measure step {path}` or `ultrascale measure speed {path}`, settings after it."
-    remedy = f"Did you mean {near[0]}?" if near else remedy
+    remedy = f"Did you mean {closest[0]}?" if closest else remedy
     return Problem("measure", f"knows `step`, `speed` and `network`, and here is {what!r}", remedy)
 
 
 def parse_steps(text: str) -> tuple[int, int]:
     """`8-10` or `8` as the first step and the last one. Raises SpecError."""
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     rule = None
-    if not found:
+    if not match:
         rule = f"must be a step or two with a dash, is {text!r}"
     elif first < FIRST:
         rule = f"starts at step {first}: the first {FIRST - 1} are cold, and warm the profiler up"

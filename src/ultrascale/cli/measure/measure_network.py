@@ -14,7 +14,7 @@ from ultrascale.cli.measure.measure_speed import launched_once
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import console_for_people, print_json
 from ultrascale.description.problems import mistake
-from ultrascale.description.rank_environment import expect_rank_environment, told_rank
+from ultrascale.description.rank_environment import env_rank, expect_rank_environment
 from ultrascale.description.units import format_bytes, format_seconds
 from ultrascale.launch.scratch import scratch_folder
 from ultrascale.plan.laws.nccl import KINDS
@@ -55,7 +55,7 @@ def network(
         out: Keep the result in this JSON file.
         json: Print the result as one JSON object.
     """
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "groups": None if groups is None else parse_groups(groups), "kinds": _kinds(kinds), "device": device,
         "largest": None if largest is None else parse_size(largest), "machine": machine,
     }  # fmt: skip
@@ -67,14 +67,14 @@ def network(
         raise mistake("--out", f"{out} is no file that can be written", "Name a file in a folder that is there.")
     expect_rank_environment(os.environ)
     with scratch_folder("network") as folder:
-        asked["out"] = str((out or folder / "network.json").absolute())
-        code = _measured(asked, processes)
-        if code == 0 and told_rank(os.environ) == 0:
-            found = jsonlib.loads(Path(asked["out"]).read_text())
+        request["out"] = str((out or folder / "network.json").absolute())
+        code = _measured(request, processes)
+        if code == 0 and env_rank(os.environ) == 0:
+            result = jsonlib.loads(Path(request["out"]).read_text())
             if json:
-                print_json(found, "measure-network", indent=1)
+                print_json(result, "measure-network", indent=1)
             else:
-                _show(found)
+                _show(result)
     return code
 
 
@@ -85,17 +85,17 @@ def command(arguments: list[str]) -> int:
 
 def parse_groups(text: str) -> list[tuple[int, int]]:
     """`8:1,2:8` as sizes and strides. Raises SpecError."""
-    found = [re.fullmatch(r"(\d+):(\d+)", word.strip()) for word in text.split(",")]
-    if not all(found):
+    matches = [re.fullmatch(r"(\d+):(\d+)", word.strip()) for word in text.split(",")]
+    if not all(matches):
         raise mistake("--groups", f"must be SIZE:STRIDE, with commas between, is {text!r}", "Such as 8:1,2:8.")
-    return [(int(one[1]), int(one[2])) for one in found if one]
+    return [(int(match[1]), int(match[2])) for match in matches if match]
 
 
 def parse_size(text: str) -> int:
     """`64MiB`, `1GiB`, `1048576` in bytes. Raises SpecError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    unit = UNITS.get(found[2].upper().removesuffix("B") + "B" if found[2].upper() not in ("", "B") else "") if found else None
-    num_bytes = int(float(found[1]) * unit) if found and unit else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = UNITS.get(match[2].upper().removesuffix("B") + "B" if match[2].upper() not in ("", "B") else "") if match else None
+    num_bytes = int(float(match[1]) * unit) if match and unit else 0
     if not LEAST <= num_bytes <= MOST:
         rule = f"must be a size from {format_bytes(LEAST)} to {format_bytes(MOST)}, is {text!r}"
         raise mistake("--largest", rule, "Such as 64MiB.")
@@ -105,47 +105,47 @@ def parse_size(text: str) -> int:
 def _kinds(text: str | None) -> list[str]:
     if text is None:
         return [*KINDS]
-    found = [word.strip().replace("-", "_") for word in text.split(",")]
-    if wrong := [word for word in found if word not in KINDS]:
+    kinds = [word.strip().replace("-", "_") for word in text.split(",")]
+    if wrong := [word for word in kinds if word not in KINDS]:
         raise mistake("--kinds", f"knows no {', '.join(map(repr, wrong))}", f"Choose of {', '.join(KINDS)}.")
-    return found
+    return kinds
 
 
-def _measured(asked: dict[str, Any], processes: int | None) -> int:
+def _measured(request: dict[str, Any], processes: int | None) -> int:
     if "WORLD_SIZE" in os.environ:
         from ultrascale.measure.machine.network_rank import measure
 
-        measure(asked)
+        measure(request)
         return 0
     if processes is None or processes < 2:
         rule = "is missing" if processes is None else f"must be at least 2, is {processes}"
         raise mistake("--processes", rule, "A network has two ends: --processes 2, or start it under torchrun.")
-    words = ("--asked", jsonlib.dumps(asked))
+    words = ("--asked", jsonlib.dumps(request))
     return launched_once("", processes, words, worker="ultrascale.measure.machine.network_rank")
 
 
-def _show(told: dict[str, Any]) -> None:
+def _show(result: dict[str, Any]) -> None:
 
     from ultrascale.measure.machine.network import network_bytes_per_second
     from ultrascale.measure.machine.timed import Timed
 
     console = console_for_people()
-    timed = [Timed(**one) for one in told["timed"]]
-    planned = f"; planned for {told['planned_for']}" if told["planned_for"] else ""
-    missing = "; not planned: say which machine with --machine" if told["backend"] == "nccl" and not planned else ""
-    facts = f"{told['ranks']} ranks, {told['per_node']} a node, {told['device']}, {told['backend']}{planned}{missing}"
+    timed = [Timed(**fields) for fields in result["timed"]]
+    planned = f"; planned for {result['planned_for']}" if result["planned_for"] else ""
+    missing = "; not planned: say which machine with --machine" if result["backend"] == "nccl" and not planned else ""
+    facts = f"{result['ranks']} ranks, {result['per_node']} a node, {result['device']}, {result['backend']}{planned}{missing}"
     console.print(facts, soft_wrap=True)
-    for size, stride in dict.fromkeys((one.size, one.stride) for one in timed):
-        here = [one for one in timed if (one.size, one.stride) == (size, stride)]
+    for size, stride in dict.fromkeys((timing.size, timing.stride) for timing in timed):
+        in_group = [timing for timing in timed if (timing.size, timing.stride) == (size, stride)]
         name = f"groups of {size} ranks" + (f", {stride} apart" if stride > 1 else "")
         for what, cell in ((f"time{' (planned)' if planned else ''}", _time), ("GB/s of bus", _rate)):
             console.print(f"\n[bold]{name}: {what}[/bold]", soft_wrap=True)
-            console.print(_table(here, cell))
+            console.print(_table(in_group, cell))
     console.print("\nGB/s of bus: what a rank must send, whatever the algorithm, over the time", soft_wrap=True)
-    found = network_bytes_per_second(timed, told["per_node"])
-    if found is not None:
+    bandwidth = network_bytes_per_second(timed, result["per_node"])
+    if bandwidth is not None:
         console.print(
-            f"for a machine's file, below \\[network]:  achieved_gbytes_per_second = {found / 1e9:.3g}", soft_wrap=True
+            f"for a machine's file, below \\[network]:  achieved_gbytes_per_second = {bandwidth / 1e9:.3g}", soft_wrap=True
         )
 
 
@@ -153,20 +153,20 @@ def _table(timed: list[Timed], cell: Callable[[Timed], str]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0))
-    kinds = [*dict.fromkeys(one.kind for one in timed)]
+    kinds = [*dict.fromkeys(timing.kind for timing in timed)]
     table.add_column("", justify="right", no_wrap=True)
     for kind in kinds:
         table.add_column(kind.replace("_", "-"), justify="right")
-    for num_bytes in dict.fromkeys(one.num_bytes for one in timed):
-        row = {one.kind: one for one in timed if one.num_bytes == num_bytes}
+    for num_bytes in dict.fromkeys(timing.num_bytes for timing in timed):
+        row = {timing.kind: timing for timing in timed if timing.num_bytes == num_bytes}
         table.add_row(format_bytes(num_bytes), *(cell(row[kind]) for kind in kinds))
     return table
 
 
-def _time(one: Timed) -> str:
-    planned = "" if one.planned_seconds is None else f" ({format_seconds(one.planned_seconds)})"
-    return f"{format_seconds(one.seconds)}{planned}"
+def _time(timing: Timed) -> str:
+    planned = "" if timing.planned_seconds is None else f" ({format_seconds(timing.planned_seconds)})"
+    return f"{format_seconds(timing.seconds)}{planned}"
 
 
-def _rate(one: Timed) -> str:
-    return f"{one.bus_bytes_per_second / 1e9:.3g}"
+def _rate(timing: Timed) -> str:
+    return f"{timing.bus_bytes_per_second / 1e9:.3g}"

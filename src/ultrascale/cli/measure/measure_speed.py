@@ -11,10 +11,10 @@ import tyro
 
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import print_json
-from ultrascale.config.failures import explained, say
+from ultrascale.config.failures import explained, print_error
 from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.description.problems import mistake
-from ultrascale.description.rank_environment import told_rank
+from ultrascale.description.rank_environment import env_rank
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes, format_share
 from ultrascale.sweep.cells import TIMED, WARM
@@ -55,18 +55,18 @@ def speed(
 
 def command(arguments: list[str]) -> int:
     """Run the verb; 0 when it is measured, 1 when it failed, 2 when it is described wrongly."""
-    (path, steps, warm, out, processes, as_json), rest = parse_with_overrides(speed, "measure speed", arguments)
+    (path, steps, warm, out, processes, as_json), overrides = parse_with_overrides(speed, "measure speed", arguments)
     for flag, value, usual in (("--steps", steps, TIMED), ("--warm", warm, WARM)):
         if value < 1:
             raise mistake(flag, f"must be at least 1, is {value}", f"Such as {usual}.")
-    run = resolve(path, rest, require_data=True, processes=processes).run
+    run = resolve(path, overrides, require_data=True, processes=processes).run
     expect_startable(run)
     file = out or RunFolder.of(run).path / "speed" / "speed.json"
     if file.is_dir():
         raise mistake("--out", f"{file} is a folder", f"Name a file, such as {file / 'speed.json'}.")
     file.parent.mkdir(parents=True, exist_ok=True)
     code = _measured(run, steps, warm, file)
-    if code == 0 and told_rank(os.environ) == 0:
+    if code == 0 and env_rank(os.environ) == 0:
         text = file.read_text()
         if as_json:
             print_json(jsonlib.loads(text), "measure-speed", indent=1)
@@ -92,37 +92,39 @@ def launched_once(
 
     ending = launch_local(run_toml, num_processes, worker_arguments=worker_arguments, max_restarts=0, worker=worker)
     if ending.reason and not ending.explained:
-        say(explained(ending.reason, "measure")[1])
+        print_error(explained(ending.reason, "measure")[1])
     return ending.exit_code if ending.reason else 0
 
 
-def _show(told: dict, file: Path) -> None:
+def _show(document: dict, file: Path) -> None:
     from ultrascale.train.speed import Speed
 
-    for name, text in (*lines(Speed.from_json(told)), ("file", str(file))):
+    for name, text in (*lines(Speed.from_json(document)), ("file", str(file))):
         print(f"{name:<10}{text}")
 
 
-def lines(found: Speed) -> list[tuple[str, str]]:
+def lines(measured: Speed) -> list[tuple[str, str]]:
     """Names and values for people."""
-    slowest, fastest = max(found.step_seconds), min(found.step_seconds)
-    spread = f"{fastest * 1e3:,.2f} to {slowest * 1e3:,.2f} of {len(found.step_seconds)}"
-    planned = "" if found.planned_step_seconds is None else f", {found.planned_step_seconds * 1e3:,.2f} ms planned"
-    rate = found.tokens_per_second_per_rank
-    told = [
-        ("step", f"{found.median_seconds * 1e3:,.2f} ms, the median ({spread}){planned}"),
+    slowest, fastest = max(measured.step_seconds), min(measured.step_seconds)
+    spread = f"{fastest * 1e3:,.2f} to {slowest * 1e3:,.2f} of {len(measured.step_seconds)}"
+    planned = "" if measured.planned_step_seconds is None else f", {measured.planned_step_seconds * 1e3:,.2f} ms planned"
+    rate = measured.tokens_per_second_per_rank
+    rows = [
+        ("step", f"{measured.median_seconds * 1e3:,.2f} ms, the median ({spread}){planned}"),
         (
             "speed",
-            f"{rate * found.ranks:,.0f} tokens/s, {rate:,.0f} a rank",
+            f"{rate * measured.ranks:,.0f} tokens/s, {rate:,.0f} a rank",
         ),
-        ("MFU", f"{format_share(found.mfu)} of {found.peak_flops / 1e12:.3g} TFLOP/s, {found.peak_origin}"),
+        ("MFU", f"{format_share(measured.mfu)} of {measured.peak_flops / 1e12:.3g} TFLOP/s, {measured.peak_origin}"),
     ]
-    if found.measured_peak_bytes is None:
-        return [*told, ("memory", f"{format_bytes(found.planned_peak_bytes)} planned; not counted: blocks are compiled")]
-    off = 100 * (found.planned_peak_bytes / found.measured_peak_bytes - 1)
-    both = f"{format_bytes(found.planned_peak_bytes)} planned, {format_bytes(found.measured_peak_bytes)} measured"
-    told.append(("memory", f"{both} at the peak of rank {found.fullest_rank}: {round(off, 1) + 0.0:.1f} % off"))
-    if found.measured_reserved_bytes is not None:
-        own = "" if found.planned_reserved_bytes is None else f"{format_bytes(found.planned_reserved_bytes)} planned, "
-        told.append(("reserved", f"{own}{format_bytes(found.measured_reserved_bytes)} measured"))
-    return told
+    if measured.measured_peak_bytes is None:
+        return [*rows, ("memory", f"{format_bytes(measured.planned_peak_bytes)} planned; not counted: blocks are compiled")]
+    off = 100 * (measured.planned_peak_bytes / measured.measured_peak_bytes - 1)
+    both = f"{format_bytes(measured.planned_peak_bytes)} planned, {format_bytes(measured.measured_peak_bytes)} measured"
+    rows.append(("memory", f"{both} at the peak of rank {measured.fullest_rank}: {round(off, 1) + 0.0:.1f} % off"))
+    if measured.measured_reserved_bytes is not None:
+        planned_reserved = (
+            "" if measured.planned_reserved_bytes is None else f"{format_bytes(measured.planned_reserved_bytes)} planned, "
+        )
+        rows.append(("reserved", f"{planned_reserved}{format_bytes(measured.measured_reserved_bytes)} measured"))
+    return rows

@@ -14,15 +14,15 @@ from typing import Annotated, Any
 import tyro
 
 from ultrascale.api.planning.plan import answer as answer_of
-from ultrascale.api.planning.plan_page import drawn
-from ultrascale.cli.main import told
+from ultrascale.api.planning.plan_page import page_plan
+from ultrascale.cli.main import exit_code_and_text
 from ultrascale.cli.plan.plan_command import request_of
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.description.problems import mistake
 from ultrascale.page.controls import words_of
-from ultrascale.page.shown import PARTS, Planned, answer
+from ultrascale.page.shown import PARTS, PagePlan, answer
 
-KEPT = 8
+CACHED_PLANS = 8
 """Searches that are kept: asking one's reasons does not search again."""
 
 
@@ -55,54 +55,54 @@ def page(
 
 def command(arguments: list[str]) -> int:
     """Serve until Ctrl-C, or write the folder."""
-    asked = parse(page, "page", arguments)
-    if asked["build"] is not None:
+    parsed = parse(page, "page", arguments)
+    if parsed["build"] is not None:
         from ultrascale.page.folder import build
 
-        print(build(Path(asked["build"]), None if asked["parts"] is None else Path(asked["parts"])))
+        print(build(Path(parsed["build"]), None if parsed["parts"] is None else Path(parsed["parts"])))
         return 0
-    if asked["parts"] is not None:
+    if parsed["parts"] is not None:
         raise mistake("--parts", "is for --build, and nothing is built", "Add --build DIR, or leave it out.")
-    if not 0 <= asked["port"] <= 65535:
-        raise mistake("--port", f"must be from 0 to 65535, is {asked['port']}", "Leave it out for a free one.")
+    if not 0 <= parsed["port"] <= 65535:
+        raise mistake("--port", f"must be from 0 to 65535, is {parsed['port']}", "Leave it out for a free one.")
     from ultrascale.page.server import serve
 
-    serve(question, port=asked["port"], opens_browser=not asked["no_browser"])
+    serve(question, port=parsed["port"], opens_browser=not parsed["no_browser"])
     return 0
 
 
-def question(asked: dict[str, Any]) -> dict[str, Any]:
+def question(form: dict[str, Any]) -> dict[str, Any]:
     """The answer to a page's question (`page.controls`): what is drawn (`page.shown`; of it one `part`, if one is asked for),
     or {"error": ...}, what the command line says to the same."""
     with TemporaryDirectory() as folder:
         try:
-            words = words_of(asked, Path(folder))
-            parts = [asked["part"]] if asked.get("part") in PARTS else PARTS
+            words = words_of(form, Path(folder))
+            parts = [form["part"]] if form.get("part") in PARTS else PARTS
             return answer(planned(words), [word.replace(f"{folder}/dropped/", "") for word in words], parts=parts)
         except Exception as error:
-            _, sentence = told(error, "plan")  # raises again what is not meant for people
+            _, sentence = exit_code_and_text(error, "plan")  # raises again what is not meant for people
         return {"error": sentence.replace(f"{folder}/dropped/", "")}
 
 
-def planned(words: list[str]) -> Planned:
+def planned(words: list[str]) -> PagePlan:
     """The plan that `ultrascale plan` makes of these words. Raises SpecError."""
-    own = [word for word in words if word != "--explain"]
-    has_file = any(Path(word.removeprefix("--model=")).is_file() for word in own)  # dropped: the next has the same name
-    found = _planned(own) if has_file else _kept(tuple(own))
-    return found if len(own) == len(words) else explained(found)
+    base_words = [word for word in words if word != "--explain"]
+    has_file = any(Path(word.removeprefix("--model=")).is_file() for word in base_words)  # dropped: the next has the same name
+    result = _planned(base_words) if has_file else _cached_plan(tuple(base_words))
+    return result if len(base_words) == len(words) else explained(result)
 
 
-def explained(found: Planned) -> Planned:
-    """`found` with what --explain adds, of a search."""
-    if found.explanation is None:
-        return found
-    return replace(found, json=found.json | {"search": found.json["search"] | {"explanation": found.explanation()}})
+def explained(result: PagePlan) -> PagePlan:
+    """`result` with what --explain adds, of a search."""
+    if result.explanation is None:
+        return result
+    return replace(result, json=result.json | {"search": result.json["search"] | {"explanation": result.explanation()}})
 
 
-@lru_cache(maxsize=KEPT)
-def _kept(words: tuple[str, ...]) -> Planned:
+@lru_cache(maxsize=CACHED_PLANS)
+def _cached_plan(words: tuple[str, ...]) -> PagePlan:
     return _planned([*words])
 
 
-def _planned(words: list[str]) -> Planned:
-    return drawn(answer_of(request_of(words)))
+def _planned(words: list[str]) -> PagePlan:
+    return page_plan(answer_of(request_of(words)))

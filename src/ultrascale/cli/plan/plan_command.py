@@ -8,7 +8,7 @@ import sys
 from ultrascale.api.planning.plan import answer
 from ultrascale.api.planning.plan_request import PlanOptions, PlanRequest
 from ultrascale.api.planning.plan_result import Plan
-from ultrascale.api.planning.run_of import says
+from ultrascale.api.planning.run_of import has_flag
 from ultrascale.catalogue.stacks.stack_files import changed_settings
 from ultrascale.cli.terminal.parse import parse_with_overrides, take_settings
 from ultrascale.cli.terminal.screen import console_for_people, print_json, waiting
@@ -28,49 +28,49 @@ def command(arguments: list[str]) -> int:
         from ultrascale.cli.plan.plan_compare import show_comparison
 
         return show_comparison(request)
-    with waiting("planning") as told:
-        found = answer(request, told=lambda phase: told(f"planning, {phase}"))
-    if found.unwritten:
-        print(f"ultrascale: no layout fits; not written: {', '.join(found.unwritten)}.", file=sys.stderr)
+    with waiting("planning") as report:
+        plan = answer(request, report=lambda phase: report(f"planning, {phase}"))
+    if plan.unwritten:
+        print(f"ultrascale: no layout fits; not written: {', '.join(plan.unwritten)}.", file=sys.stderr)
     if options.print_flags:
-        print_flags(found)
+        print_flags(plan)
     elif options.json:
-        print_json(found.to_dict(), indent=2)
-    elif found.searched is not None:
+        print_json(plan.to_dict(), indent=2)
+    elif plan.searched is not None:
         from ultrascale.cli.plan.plan_search import show_search
 
-        show_search(found, found.searched)
+        show_search(plan, plan.searched)
     else:
-        _show(found)
-    return 0 if found.fits else 1
+        _show(plan)
+    return 0 if plan.fits else 1
 
 
 def request_of(arguments: list[str]) -> PlanRequest:
     """The question that these words ask. Raises SpecError."""
     stack, words = take_settings(arguments, "stack")
-    options, rest = parse_with_overrides(PlanOptions, "plan", words, positional={"run": "[RUN.TOML]"})
-    return PlanRequest(options, tuple(rest), tuple(stack.items()), tuple(arguments))
+    options, settings = parse_with_overrides(PlanOptions, "plan", words, positional={"run": "[RUN.TOML]"})
+    return PlanRequest(options, tuple(settings), tuple(stack.items()), tuple(arguments))
 
 
-def _show(found: Plan) -> None:
+def _show(plan: Plan) -> None:
     from ultrascale.plan.view.plan_view import show_alternatives, show_briefly, show_plan
 
     console = console_for_people()
-    if len(found.compared) > 1:
-        show_alternatives(list(found.compared), console)
-    show = show_briefly if found.request.options.brief else show_plan
-    show(found.chosen, console, tokens=num_tokens(found.request), budget=found.request.options.budget)
-    console.print(f"\n[bold]next[/bold]  {_next_command(found.chosen, found.request)}", soft_wrap=True)
+    if len(plan.compared) > 1:
+        show_alternatives(list(plan.compared), console)
+    show = show_briefly if plan.request.options.brief else show_plan
+    show(plan.chosen, console, tokens=num_tokens(plan.request), budget=plan.request.options.budget)
+    console.print(f"\n[bold]next[/bold]  {_next_command(plan.chosen, plan.request)}", soft_wrap=True)
 
 
-def print_flags(found: Plan) -> None:
+def print_flags(plan: Plan) -> None:
     """Print the plan as settings of its trainer; that it does not fit is said on stderr, which a script leaves out."""
-    print(found.flags())
-    if not found.fits:
+    print(plan.flags())
+    if not plan.fits:
         print("ultrascale: this layout does not fit; the same command without --print-flags says why.", file=sys.stderr)
 
 
-def words_again(request: PlanRequest) -> list[str]:
+def next_command_words(request: PlanRequest) -> list[str]:
     """The words of the command for the next one, which need not be brief."""
     return [word for word in request.words if word != "--brief"]
 
@@ -82,7 +82,7 @@ def num_tokens(request: PlanRequest) -> int | None:
 
 def _next_command(chosen: RunPlan, request: PlanRequest) -> str:
     layout, options = chosen.run.layout, request.options
-    words = ["ultrascale plan", shlex.join(words_again(request))]
+    words = ["ultrascale plan", shlex.join(next_command_words(request))]
     if not chosen.fits:
         if layout.zero_stage == 3 and layout.recompute == "full":
             return " ".join(words) + "   with more --gpus, or a shorter --seq-len"
@@ -90,20 +90,20 @@ def _next_command(chosen: RunPlan, request: PlanRequest) -> str:
     run = options.file or options.save
     if run is not None:
         return next_of_run(chosen, [run, *(request.settings if options.file else [])])
-    open_words = [] if says(request.words, "zero-stage") else ["--zero-stage", str(layout.zero_stage)]
-    open_words += [] if says(request.words, "recompute") else ["--recompute", layout.recompute]
+    open_words = [] if has_flag(request.words, "zero-stage") else ["--zero-stage", str(layout.zero_stage)]
+    open_words += [] if has_flag(request.words, "recompute") else ["--recompute", layout.recompute]
     return " ".join([*words, *open_words, "--save run.toml"])
 
 
 def next_of_run(chosen: RunPlan, words: list[str]) -> str:
     """Next commands for a run's file (and settings over it): train it, hand it to its trainer, or look at its step."""
     optimizer = chosen.stack.optimizer
-    said = [] if optimizer == DEFAULT_OPTIMIZER or "--optimizer.name" in words else ["--optimizer.name", optimizer]
-    told = shlex.join([*words, *said])
+    optimizer_words = [] if optimizer == DEFAULT_OPTIMIZER or "--optimizer.name" in words else ["--optimizer.name", optimizer]
+    arguments = shlex.join([*words, *optimizer_words])
     if chosen.stack.name != "ultrascale":
         changed = changed_settings(chosen.stack).items()
         stack = shlex.join([chosen.stack.name, *(word for key, value in changed for word in (f"--stack.{key}", str(value)))])
-        return f"ultrascale plan {told} --stack {stack} --print-flags"
+        return f"ultrascale plan {arguments} --stack {stack} --print-flags"
     if not_trainable(chosen.run):
-        return f"ultrascale plan {told} --perfetto step.json   (our trainer does not run it yet)"
-    return f"ultrascale check {told}   then  ultrascale train {told}"
+        return f"ultrascale plan {arguments} --perfetto step.json   (our trainer does not run it yet)"
+    return f"ultrascale check {arguments}   then  ultrascale train {arguments}"

@@ -28,29 +28,29 @@ def show_comparison(request: PlanRequest) -> int:
     words = request.words
     if first in words and "--compare" in words[: words.index(first)]:
         first, second = second, first  # --compare A.toml B.toml
-    found = Comparison(*(answer(_of_one(request, file)) for file in (first, second)))
+    comparison = Comparison(*(answer(_request_of_file(request, file)) for file in (first, second)))
     if request.options.json:
-        print_json(found.to_dict(), indent=2)
+        print_json(comparison.to_dict(), indent=2)
     else:
-        _show(found, first, second)
-    return 0 if found.a.fits and found.b.fits else 1
+        _show(comparison, first, second)
+    return 0 if comparison.a.fits and comparison.b.fits else 1
 
 
-def _of_one(request: PlanRequest, file: str) -> PlanRequest:
+def _request_of_file(request: PlanRequest, file: str) -> PlanRequest:
     """The question about one of the two files."""
     return replace(request, options=replace(request.options, run=(file,), compare=None))
 
 
-def _show(found: Comparison, first: str, second: str) -> None:
+def _show(comparison: Comparison, first: str, second: str) -> None:
     console = console_for_people()
     quantities, settings = _table("", "a", "b", "b / a"), _table("", "a", "b")
-    for one in found.rows():
-        ratio = one["b_over_a"]
+    for quantity in comparison.rows():
+        ratio = quantity["b_over_a"]
         if ratio is not None and abs(ratio - 1) < SAME:
             continue
-        values = (value_words(one[side], one["unit"]) for side in ("a", "b"))
-        quantities.add_row(one["name"], *values, "" if ratio is None else f"{ratio:.2f}")
-    for row in found.told_settings():
+        values = (value_words(quantity[side], quantity["unit"]) for side in ("a", "b"))
+        quantities.add_row(quantity["name"], *values, "" if ratio is None else f"{ratio:.2f}")
+    for row in comparison.setting_words():
         settings.add_row(*row)
     console.print(Text(f"a  {first}\nb  {second}"), soft_wrap=True)
     for table in (quantities, settings):
@@ -58,9 +58,9 @@ def _show(found: Comparison, first: str, second: str) -> None:
             console.print(table)
     if not quantities.row_count + settings.row_count:
         console.print("The two plans are the same.")
-    for name, one in (("a", found.a), ("b", found.b)):
-        if not one.fits:
-            console.print(f"{name} does not fit: {format_bytes(-one.headroom_bytes)} too much.")
+    for name, plan in (("a", comparison.a), ("b", comparison.b)):
+        if not plan.fits:
+            console.print(f"{name} does not fit: {format_bytes(-plan.headroom_bytes)} too much.")
 
 
 def _table(*columns: str) -> Table:

@@ -8,8 +8,8 @@ from rich.text import Text
 
 from ultrascale.api.planning.plan_request import BRIEF_ROWS, PlanRequest
 from ultrascale.api.planning.plan_result import Plan
-from ultrascale.api.planning.plan_search import Searched
-from ultrascale.cli.plan.plan_command import next_of_run, num_tokens, words_again
+from ultrascale.api.planning.plan_search import SearchOutcome
+from ultrascale.cli.plan.plan_command import next_command_words, next_of_run, num_tokens
 from ultrascale.cli.terminal.screen import console_for_people
 from ultrascale.description.units import count_of, format_bytes, parse_tokens
 from ultrascale.plan.report import RunPlan, not_trainable
@@ -20,9 +20,9 @@ from ultrascale.plan.view.search_view import layout_words, no_layout_fits, show_
 from ultrascale.plan.workload import Workload
 
 
-def show_search(found: Plan, searched: Searched) -> None:
+def show_search(plan: Plan, searched: SearchOutcome) -> None:
     """Print the ranking, the plan of its first, why if that was asked, the ranking's first again, and what to do next."""
-    console, options, result = console_for_people(), found.request.options, searched.result
+    console, options, result = console_for_people(), plan.request.options, searched.result
     console.print(Text(_batch_note(searched.tokens_asked, result.workload), style="dim"))
     if result.best is None:
         console.print(f"[bold red]{no_layout_fits(result)}[/]")
@@ -31,34 +31,34 @@ def show_search(found: Plan, searched: Searched) -> None:
         show_ranking(result, console, top=options.rows, legend=not options.brief)
         if not options.brief:
             console.print()
-    tokens = num_tokens(found.request)
+    tokens = num_tokens(plan.request)
     if options.brief:
-        show_briefly(found.chosen, console, tokens=tokens, budget=options.budget)
+        show_briefly(plan.chosen, console, tokens=tokens, budget=options.budget)
     else:
-        show_plan(found.chosen, console, tokens=tokens, budget=options.budget)
+        show_plan(plan.chosen, console, tokens=tokens, budget=options.budget)
     if options.explain:
         console.print()
-        show_explanation(result, searched.scan, searched.others, console)
+        show_explanation(result, searched.scaling_points, searched.better_clusters, console)
     if result.best is not None and not options.brief:
         console.print("\n[bold]the ranking again[/bold]")
         show_ranking(result, console, top=min(options.top, BRIEF_ROWS), legend=False)
-    if spare := roomier(result, found.chosen):
+    if spare := first_with_headroom(result, plan.chosen):
         console.print(Text(spare, style="yellow"))
     if not options.brief:
         console.print()
-    console.print(f"[bold]next[/bold]  {_next_command(found.chosen, found.request)}", soft_wrap=True)
+    console.print(f"[bold]next[/bold]  {_next_command(plan.chosen, plan.request)}", soft_wrap=True)
 
 
-def roomier(result: SearchResult, chosen: RunPlan) -> str:
+def first_with_headroom(result: SearchResult, chosen: RunPlan) -> str:
     """The first layout of the ranking with more headroom than the best; empty where the best has enough."""
     best = result.best
     if best is None or not 0 <= chosen.headroom_bytes < TIGHT_BYTES:
         return ""
-    ranked = distinct(result.further)
-    for number, one in enumerate(ranked, start=1):
-        headroom = float(one.memory.headroom)
+    ranked = distinct(result.fully_replayed)
+    for number, prediction in enumerate(ranked, start=1):
+        headroom = float(prediction.memory.headroom)
         if headroom >= TIGHT_BYTES:
-            slower = one.step_seconds / best.step_seconds - 1
+            slower = prediction.step_seconds / best.step_seconds - 1
             return f"number {number} has {format_bytes(headroom)} of headroom and a step {slower:+.1%} as long"
     return "no layout of the ranking has more"
 
@@ -71,17 +71,17 @@ def _batch_note(text: str | None, workload: Workload) -> str:
     return f"global batch: {sequences}; {text} rounded so that data-parallel ranks share it"
 
 
-def _what_would_fit(searched: Searched) -> str:
+def _what_would_fit(searched: SearchOutcome) -> str:
     """The smallest larger cluster on which something fits, in a sentence."""
-    one = searched.smallest_that_fits
-    if one is None:
+    smallest = searched.smallest_that_fits
+    if smallest is None:
         return "No number of these GPUs would do with this batch; a larger batch, a shorter sequence or larger GPUs might."
-    words = layout_words(one.layout, one.num_micro_batches)
-    return f"{count_of(one.layout.world_size, 'GPU')} would do: {words}."
+    words = layout_words(smallest.layout, smallest.num_micro_batches)
+    return f"{count_of(smallest.layout.world_size, 'GPU')} would do: {words}."
 
 
 def _next_command(chosen: RunPlan, request: PlanRequest) -> str:
-    words = ["ultrascale plan", shlex.join(words_again(request))]
+    words = ["ultrascale plan", shlex.join(next_command_words(request))]
     if not chosen.fits:
         return " ".join(words) + "   with more --gpus, or a shorter --seq-len"
     if request.options.save is not None:

@@ -16,7 +16,7 @@ from ultrascale.description.problems import mistake
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ultrascale.validation.scores import Errors, Picks, Report, Verdicts
+    from ultrascale.validation.scores import Errors, Picks, ValidationReport, Verdicts
 
 NAMES = 24
 """Columns for the names of groups: on a narrow terminal they and the headers wrap, and numbers are never cut."""
@@ -58,7 +58,7 @@ def validate(
     for file in files:
         for name, meant in misspelt_columns(file):
             print(f"note: {file}: nobody reads the column {name}. Did you mean {meant}?", file=sys.stderr)
-    predictions = predict_rows([row.asked for row in rows])
+    predictions = predict_rows([row.config for row in rows])
     if out is not None:
         write_predictions(out, rows, predictions)
     report = score(rows, predictions)
@@ -84,7 +84,7 @@ def _check_writable(out: Path, *, overwrite: bool) -> None:
         raise mistake("out", f"there is no folder {out.parent}", "Make it, or name another file.")
 
 
-def _show(report: Report, out: Path | None) -> None:
+def _show(report: ValidationReport, out: Path | None) -> None:
 
     console = console_for_people()
     console.print(f"[bold]{report.rows:,} runs[/bold], {report.rows - len(report.unrepresentable):,} predicted blind")
@@ -134,23 +134,30 @@ def _table(title: str, names: list[str], *columns: str) -> Table:
 def _errors(title: str, groups: list[Errors]) -> Table | None:
     if not groups:
         return None
-    table = _table(title, [one.group for one in groups], "rows", "median |e|", "mean |e|", "bias", "p90 |e|", "in interval")
-    for one in groups:
-        covered = "" if one.covered is None else f"{one.covered:.0%}"
-        numbers = (f"{one.median_absolute:.1%}", f"{one.mean_absolute:.1%}", f"{one.bias:+.1%}", f"{one.p90_absolute:.1%}")
-        table.add_row(one.group, f"{one.count:,}", *numbers, covered)
+    table = _table(
+        title, [errors.group for errors in groups], "rows", "median |e|", "mean |e|", "bias", "p90 |e|", "in interval"
+    )
+    for errors in groups:
+        covered = "" if errors.covered is None else f"{errors.covered:.0%}"
+        numbers = (
+            f"{errors.median_absolute:.1%}",
+            f"{errors.mean_absolute:.1%}",
+            f"{errors.bias:+.1%}",
+            f"{errors.p90_absolute:.1%}",
+        )
+        table.add_row(errors.group, f"{errors.count:,}", *numbers, covered)
     return table
 
 
 def _picks(groups: list[Picks]) -> Table | None:
     if not groups:
         return None
-    names = [one.group for one in groups]
+    names = [picks.group for picks in groups]
     columns = ("cells", "rows", "Kendall tau", "regret", "mean", "p90")
     table = _table("picks within cells of equal model, GPUs and batch", names, *columns)
-    for one in groups:
-        regrets = (f"{one.median_regret:.1%}", f"{one.mean_regret:.1%}", f"{one.p90_regret:.1%}")
-        table.add_row(one.group, str(one.cells), f"{one.rows:,}", f"{one.median_tau:.2f}", *regrets)
+    for picks in groups:
+        regrets = (f"{picks.median_regret:.1%}", f"{picks.mean_regret:.1%}", f"{picks.p90_regret:.1%}")
+        table.add_row(picks.group, str(picks.cells), f"{picks.rows:,}", f"{picks.median_tau:.2f}", *regrets)
     return table
 
 
@@ -158,9 +165,14 @@ def _verdicts(groups: list[Verdicts]) -> Table | None:
     if not groups:
         return None
     columns = ("ran: fits", "ran: too large", "failed: too large", "failed: fits", "caught", "false alarms")
-    table = _table("does it fit", [one.group for one in groups], *columns)
-    for one in groups:
-        shares = ("" if share is None else f"{share:.1%}" for share in (one.recall, one.false_alarms))
-        counts = (one.ran_and_fits, one.ran_but_called_too_large, one.failed_and_called_too_large, one.failed_but_fits)
-        table.add_row(one.group, *(f"{count:,}" for count in counts), *shares)
+    table = _table("does it fit", [verdicts.group for verdicts in groups], *columns)
+    for verdicts in groups:
+        shares = ("" if share is None else f"{share:.1%}" for share in (verdicts.recall, verdicts.false_alarms))
+        counts = (
+            verdicts.ran_and_fits,
+            verdicts.ran_but_called_too_large,
+            verdicts.failed_and_called_too_large,
+            verdicts.failed_but_fits,
+        )
+        table.add_row(verdicts.group, *(f"{count:,}" for count in counts), *shares)
     return table

@@ -16,13 +16,13 @@ from ultrascale.cli.terminal.screen import console_for_people, print_json
 from ultrascale.config.resolve import Resolved, resolve
 from ultrascale.config.rules.run_rules import run_notes
 from ultrascale.config.schema import leaves, setting_at
-from ultrascale.config.usual import usual
+from ultrascale.config.train_defaults import train_defaults
 from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes, format_bytes_per_second, format_count, format_flops_per_second
 
 SHOWN = ("models", "clusters", "stacks", "keys", "rules", "schema", "schedule", "schedules")
-OTHER_WORDS = {
+SYNONYMS = {
     "presets": "models", "preset": "models", "gpus": "clusters", "machines": "clusters", "accelerators": "clusters",
     "trainers": "stacks", "frameworks": "stacks", "settings": "keys", "config": "keys",
 }  # fmt: skip
@@ -90,18 +90,18 @@ def command(arguments: list[str]) -> int:
         from ultrascale.cli.show import show_stacks
 
         return show_stacks.command(arguments[1:])
-    parsed, rest = parse_with_overrides(show, "show", arguments)
+    parsed, overrides = parse_with_overrides(show, "show", arguments)
     what, every, as_json = parsed
     if what in ("models", "clusters"):
-        if rest:
-            rule = f"takes no settings, but {' '.join(rest)} is given"
+        if overrides:
+            rule = f"takes no settings, but {' '.join(overrides)} is given"
             raise mistake(f"show {what}", rule, "Leave it out.")
         models_catalogue(as_json=as_json) if what == "models" else clusters_catalogue(as_json=as_json, sources=every)
     else:
         _expect_known(what)
-        found, _ = usual(resolve(what, rest))
-        _expect_schedule(found.run)
-        show_run(found, every=every, as_json=as_json)
+        resolved, _ = train_defaults(resolve(what, overrides))
+        _expect_schedule(resolved.run)
+        show_run(resolved, every=every, as_json=as_json)
     return 0
 
 
@@ -109,8 +109,10 @@ def _expect_known(what: str) -> None:
     """Raise SpecError for a word that is neither a file nor anything that can be shown, with what was probably meant."""
     if Path(what).exists() or what.endswith(".toml") or "/" in what:
         return
-    near = [OTHER_WORDS[what]] if what in OTHER_WORDS else get_close_matches(what, SHOWN, n=1)
-    remedy = f"Did you mean `ultrascale show {near[0]}`?" if near else f"Give a run's TOML file, or one of {', '.join(SHOWN)}."
+    closest = [SYNONYMS[what]] if what in SYNONYMS else get_close_matches(what, SHOWN, n=1)
+    remedy = (
+        f"Did you mean `ultrascale show {closest[0]}`?" if closest else f"Give a run's TOML file, or one of {', '.join(SHOWN)}."
+    )
     raise mistake("show", f"`{what}` is neither a file nor something that can be shown", remedy)
 
 
@@ -127,8 +129,8 @@ def _expect_schedule(run: Run) -> None:
 def show_run(resolved: Resolved, *, every: bool, as_json: bool) -> None:
     """Print the values of a run with their origins; without `every`, only those that are not defaults."""
     if as_json:
-        told = {"run": asdict(resolved.run), "launch": asdict(resolved.launch), "provenance": resolved.provenance}
-        print_json(told | {"notes": run_notes(resolved.run)}, "run", indent=2)
+        document = {"run": asdict(resolved.run), "launch": asdict(resolved.launch), "provenance": resolved.provenance}
+        print_json(document | {"notes": run_notes(resolved.run)}, "run", indent=2)
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("key", "value", "from"):

@@ -41,15 +41,15 @@ def show_keys(
     """
     if len(word) > 1:
         raise mistake("keys", f"are looked up by one word, got {' '.join(word)}", "Give one.")
-    found = keys(*word)
-    if word and not found:
+    matches = keys(*word)
+    if word and not matches:
         raise mistake("keys", f"has none with {word[0]!r} in its name or text", "`ultrascale show keys` lists all.")
     if json:
-        print_json({"keys": [asdict(one) for one in found]}, "keys", indent=1)
+        print_json({"keys": [asdict(key) for key in matches]}, "keys", indent=1)
     elif markdown:
-        print(as_markdown(found))
+        print(as_markdown(matches))
     else:
-        _show(found)
+        _show(matches)
     return 0
 
 
@@ -58,36 +58,36 @@ def command(arguments: list[str]) -> int:
     return parse(show_keys, "show keys", arguments)
 
 
-def _show(found: list[Key]) -> None:
+def _show(rows: list[Key]) -> None:
     from rich.text import Text
 
     console = console_for_people()
-    for one in found:
-        console.print(Text(one.key, style="bold").append(f"  {_facts(one)}", style="not bold"), soft_wrap=True)
-        console.print(Text(f"    {one.about}"), soft_wrap=True)
+    for key in rows:
+        console.print(Text(key.key, style="bold").append(f"  {_facts(key)}", style="not bold"), soft_wrap=True)
+        console.print(Text(f"    {key.about}"), soft_wrap=True)
 
 
-def _facts(one: Key) -> str:
+def _facts(key: Key) -> str:
     """`whole number of tokens, default 1024, at least 1`"""
-    if one.kind == "choice":
-        kind, allowed = f"one of {one.allowed}", []
+    if key.kind == "choice":
+        kind, allowed = f"one of {key.allowed}", []
     else:
-        kind = f"{one.kind} of {one.unit}" if one.unit else one.kind
-        allowed = [one.allowed] if one.allowed else []
-    return "; ".join([kind, *([f"default {one.default}"] if one.default else []), *allowed])
+        kind = f"{key.kind} of {key.unit}" if key.unit else key.kind
+        allowed = [key.allowed] if key.allowed else []
+    return "; ".join([kind, *([f"default {key.default}"] if key.default else []), *allowed])
 
 
-def as_markdown(found: list[Key]) -> str:
+def as_markdown(rows: list[Key]) -> str:
     """The page: a table for each table of the TOML file."""
     sections: dict[str, list[Key]] = {}
-    for one in found:
-        sections.setdefault(one.key.rpartition(".")[0], []).append(one)
+    for key in rows:
+        sections.setdefault(key.key.rpartition(".")[0], []).append(key)
     lines = [HEAD.rstrip()]
-    for section, some in sections.items():
+    for section, section_keys in sections.items():
         lines += ["", f"## {f'[{section}]' if section else 'Above all tables'}", ""]
         lines += ["| key | type | unit | default | allowed | what it is |", "|---|---|---|---|---|---|"]
-        for one in some:
-            cells = (one.key.rpartition(".")[2], one.kind, one.unit, one.default, one.allowed, one.about)
+        for key in section_keys:
+            cells = (key.key.rpartition(".")[2], key.kind, key.unit, key.default, key.allowed, key.about)
             lines.append("| " + " | ".join(_cell(number, text) for number, text in enumerate(cells)) + " |")
     return "\n".join(lines)
 

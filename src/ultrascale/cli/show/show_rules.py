@@ -29,20 +29,20 @@ def show_rules(
     if len(word) > 1:
         raise mistake("rules", f"are looked up by one word, got {' '.join(word)}", "Give one.")
     tables = {"any run": RULES, "a run that trains": (*TRAINING_RULES, *LAYOUT_RULES)}
-    found = [
+    rows = [
         {"of": of, "says": rule.says, "reads": list(rule.reads)} for of, rules in tables.items() for rule in rules
         if not word or any(word[0].lower() in text.lower() for text in (rule.says, *rule.reads))
     ]  # fmt: skip
-    if word and not found:
+    if word and not rows:
         rule = f"has none with {word[0]!r} in its keys or text"
         raise mistake("rules", rule, "`ultrascale show rules` lists all.")
     if json:
-        print_json({"rules": found}, "rules", indent=1)
+        print_json({"rules": rows}, "rules", indent=1)
         return 0
     console = console_for_people()
-    for one in found:
-        console.print(one["says"], style="bold", soft_wrap=True)
-        console.print(f"    of {one['of']}: {', '.join(one['reads'])}", soft_wrap=True)
+    for row in rows:
+        console.print(row["says"], style="bold", soft_wrap=True)
+        console.print(f"    of {row['of']}: {', '.join(row['reads'])}", soft_wrap=True)
     return 0
 
 

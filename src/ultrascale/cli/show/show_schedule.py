@@ -26,27 +26,27 @@ def command(arguments: list[str]) -> int:
     """Run the verb. Raises SpecError if the schedule is unknown or the numbers do not suit it."""
     word = arguments[0]
     positional, name = {"name": None}, f"show {word}"
-    options, rest = parse_with_overrides(ScheduleOptions, name, arguments[1:], positional=positional, short=SHORT)
-    found = play_all(options, rest) if word == "schedules" else answer(options, rest)
+    options, settings = parse_with_overrides(ScheduleOptions, name, arguments[1:], positional=positional, short=SHORT)
+    result = play_all(options, settings) if word == "schedules" else answer(options, settings)
     if options.json:
-        print_json(found.to_dict())
-    elif isinstance(found, Schedules):
-        _show_all(found)
-    elif isinstance(found, ExecutedSchedule):
-        show_executed(found)
+        print_json(result.to_dict())
+    elif isinstance(result, Schedules):
+        _show_schedules(result)
+    elif isinstance(result, ExecutedSchedule):
+        show_executed(result)
     else:
-        _show_one(found)
+        _show_schedule(result)
     for path in (options.svg, options.perfetto, options.csv):
         if path is not None and not options.json:
             print(f"wrote {path}")
     return 0
 
 
-def _show_one(found: Schedule) -> None:
+def _show_schedule(schedule: Schedule) -> None:
     from ultrascale.plan.view.draw_schedule import draw_text
 
-    console, timeline = console_for_people(), found.timeline
-    console.print(f"[bold]{found.title}[/bold]\n")
+    console, timeline = console_for_people(), schedule.timeline
+    console.print(f"[bold]{schedule.title}[/bold]\n")
     names = [f"rank {rank} " for rank in range(len(timeline.schedule))]
     margin = max(map(len, names))
     blocks = draw_text(timeline, width=drawing_width(console) - margin, colour=console.color_system is not None)
@@ -62,7 +62,7 @@ def _show_one(found: Schedule) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("rank", "stages", "computes", "waits", "", "activations", "for W only"):
         table.add_column(column, justify="left" if column == "stages" else "right")
-    for row in found.rows():
+    for row in schedule.rows():
         table.add_row(
             str(row["rank"]), ", ".join(map(str, row["stages"])), _number(row["busy_seconds"]), _number(row["bubble_seconds"]),
             f"{row['bubble_fraction']:.1%}", str(row["in_flight"]), str(row["in_flight_for_weights"] or ""),
@@ -72,17 +72,17 @@ def _show_one(found: Schedule) -> None:
     console.print("Activations: the most at once, in micro-batches of one stage.")
 
 
-def _show_all(found: Schedules) -> None:
+def _show_schedules(schedules: Schedules) -> None:
     console = console_for_people()
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("schedule", "stages a rank", "weights", "step", "waits", "activations kept", "messages"):
         table.add_column(column, justify="left" if column == "schedule" else "right")
-    for row in found.rows():
+    for row in schedules.rows():
         table.add_row(
             row["schedule"], str(row["stages_a_rank"]), f"{row['weights']}x", _number(row["step_seconds"]),
             f"{row['bubble_fraction']:.1%}", f"{row['activations_kept']:.4g}", f"{row['messages']:.3g}",
         )  # fmt: skip
-    sizes = f"{count_of(found.num_ranks, 'rank')}, {count_of(found.num_micro_batches, 'micro-batch')}"
+    sizes = f"{count_of(schedules.num_ranks, 'rank')}, {count_of(schedules.num_micro_batches, 'micro-batch')}"
     console.print(f"[bold]{sizes}[/bold]\n")
     console.print(table)
     console.print("\nActivations: the most at once on the rank that keeps most, in micro-batches of all its stages.")
@@ -95,29 +95,29 @@ def _number(value: float) -> str:
 
 
 if TYPE_CHECKING:
-    from ultrascale.measure.executed import Both
+    from ultrascale.measure.executed import PlannedAndExecuted
 
 
-def show_executed(found: ExecutedSchedule) -> None:
+def show_executed(result: ExecutedSchedule) -> None:
     """Print both, and what each rank waits."""
     from ultrascale.plan.view.draw_schedule import draw_beside
 
-    console, both = console_for_people(), found.both
-    ranks, cores = len(both.executed.schedule), os.cpu_count() or 1
+    console, pair = console_for_people(), result.pair
+    ranks, cores = len(pair.executed.schedule), os.cpu_count() or 1
     names = [f"rank {rank} " for rank in range(ranks)]
     margin = max(map(len, names))
-    told = {"planned, with the mean seconds of each stage's passes": both.planned, "executed": both.executed}
-    drawn = draw_beside(told, width=drawing_width(console) - margin, colour=console.color_system is not None)
+    timelines = {"planned, with the mean seconds of each stage's passes": pair.planned, "executed": pair.executed}
+    drawn = draw_beside(timelines, width=drawing_width(console) - margin, colour=console.color_system is not None)
     console.print(
-        f"[bold]{found.name}, {count_of(ranks, 'rank')} on {count_of(cores, 'CPU core')}, one small block a stage[/bold]\n"
+        f"[bold]{result.name}, {count_of(ranks, 'rank')} on {count_of(cores, 'CPU core')}, one small block a stage[/bold]\n"
     )
     for title, lines in drawn.items():
         console.print(title)
         for rank, line in zip(names, lines, strict=True):
             console.print(rank.ljust(margin), line, sep="", soft_wrap=True)
         console.print()
-    console.print(_waits(both))
-    planned, executed = both
+    console.print(_waits(pair))
+    planned, executed = pair
     console.print(f"\nA step is planned as {planned.step_seconds * 1e3:.1f} ms and took {executed.step_seconds * 1e3:.1f} ms;")
     console.print(f"ranks wait {planned.bubble_fraction:.1%} of it as planned, {executed.bubble_fraction:.1%} as executed.")
     if ranks > cores:
@@ -126,11 +126,11 @@ def show_executed(found: ExecutedSchedule) -> None:
         )
 
 
-def _waits(both: Both) -> Table:
+def _waits(pair: PlannedAndExecuted) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("rank", "waits: planned", "executed"):
         table.add_column(column, justify="right")
-    for rank in range(len(both.executed.schedule)):
-        shares = (f"{timeline.bubble_seconds[rank] / timeline.step_seconds:.1%}" for timeline in both)
+    for rank in range(len(pair.executed.schedule)):
+        shares = (f"{timeline.bubble_seconds[rank] / timeline.step_seconds:.1%}" for timeline in pair)
         table.add_row(str(rank), *shares)
     return table

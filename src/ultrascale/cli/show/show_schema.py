@@ -28,12 +28,12 @@ def show_schema(name: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf
         raise mistake("schema", f"names {len(name)}: {', '.join(name)}", "Name one at a time.")
     if not name:
         width = max(map(len, names()))
-        for one in names():
-            print(f"{one:{width}}  {file_of(one)}")
+        for schema_name in names():
+            print(f"{schema_name:{width}}  {file_of(schema_name)}")
         return 0
     if name[0] not in names():
-        near = get_close_matches(name[0], names(), n=1)
-        remedy = f"Did you mean {near[0]}?" if near else f"There are {', '.join(names())}."
+        closest = get_close_matches(name[0], names(), n=1)
+        remedy = f"Did you mean {closest[0]}?" if closest else f"There are {', '.join(names())}."
         raise mistake("schema", f"there is none of {name[0]!r}", remedy)
     print(file_of(name[0]).read_text(), end="")
     return 0

@@ -34,18 +34,18 @@ def stacks(
     if len(name) > 1:
         raise mistake("stacks", f"names {len(name)}: {', '.join(name)}", "Name one at a time.")
     if json:
-        found = {one: stamped("stack", _as_json(stack_file(one))) for one in name or stack_names()}
-        print_json(found[name[0]] if name else found, indent=2)
+        documents = {stack: stamped("stack", _as_json(stack_file(stack))) for stack in name or stack_names()}
+        print_json(documents[name[0]] if name else documents, indent=2)
         return 0
     console = console_for_people()
     if name:
-        _one(stack_file(name[0]), console)
+        _show_stack(stack_file(name[0]), console)
         return 0
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("stack", "what it is", "as read from"):
         table.add_column(column, overflow="fold")
-    for one in stack_names():
-        table.add_row(one, stack_file(one).title, stack_file(one).release)
+    for stack in stack_names():
+        table.add_row(stack, stack_file(stack).title, stack_file(stack).release)
     console.print(table)
     return 0
 
@@ -55,7 +55,7 @@ def command(arguments: list[str]) -> int:
     return parse(stacks, "show stacks", arguments)
 
 
-def _one(file: StackFile, console: Console) -> None:
+def _show_stack(file: StackFile, console: Console) -> None:
     console.print(f"[bold]{file.title}[/bold]\n{file.release}\n", soft_wrap=True, markup=True)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("setting", "value", "from"):

@@ -36,14 +36,14 @@ def demo(
     import torch  # noqa: F401 (says at once what is missing, before anything is made)
 
     from ultrascale.demo.screen import Screen
-    from ultrascale.demo.story import tell
+    from ultrascale.demo.story import run_demo
 
     with _leaving_like_ctrl_c():
-        told = tell(folder, Screen.on(stderr=json))
+        outcome = run_demo(folder, Screen.on(stderr=json))
     if json:
-        document = {"folder": str(folder), "claims": [claim.to_json() for claim in told.claims]}
+        document = {"folder": str(folder), "claims": [claim.to_json() for claim in outcome.claims]}
         print_json(document, "demo")
-    return 1 if any(claim.verdict == "fails" for claim in told.claims) else 0
+    return 1 if any(claim.verdict == "fails" for claim in outcome.claims) else 0
 
 
 def command(arguments: list[str]) -> int:

@@ -38,9 +38,9 @@ def command(arguments: list[str]) -> int:
     from ultrascale.measure.machine.doctor import examine
 
     findings = examine(options.folder, gpus=options.gpus)
-    stops = [found for found in findings if found.state == "stop"]
+    stops = [finding for finding in findings if finding.state == "stop"]
     if options.json:
-        document = {"can_train": not stops, "findings": [asdict(found) for found in findings]}
+        document = {"can_train": not stops, "findings": [asdict(finding) for finding in findings]}
         print_json(document, "doctor", indent=2)
     else:
         print_report(findings)
@@ -54,15 +54,15 @@ def print_report(findings: list[Finding]) -> None:
 
     marks = {"good": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "stop": "[bold red]stop[/bold red]"}
     console = console_for_people()
-    for part in dict.fromkeys(found.part for found in findings):
+    for part in dict.fromkeys(finding.part for finding in findings):
         table = Table.grid(padding=(0, 2))
         table.add_column(min_width=4)
         table.add_column(style="cyan", min_width=15)
         table.add_column()
-        for found in (found for found in findings if found.part == part):
-            remedy = f"\n[yellow]{escape(found.remedy)}[/yellow]" if found.remedy else ""
-            table.add_row(marks[found.state], found.name, escape(found.value) + remedy)
+        for finding in (finding for finding in findings if finding.part == part):
+            remedy = f"\n[yellow]{escape(finding.remedy)}[/yellow]" if finding.remedy else ""
+            table.add_row(marks[finding.state], finding.name, escape(finding.value) + remedy)
         console.print(f"[bold]{part.capitalize()}[/bold]", table, "")
-    stops = sum(found.state == "stop" for found in findings)
+    stops = sum(finding.state == "stop" for finding in findings)
     verdict = f"[bold red]{stops} of these would stop a training run.[/bold red]" if stops else "A run can start here."
     console.print(verdict)

@@ -26,9 +26,9 @@ def primer(lessons: tyro.conf.Positional[tuple[Lesson, ...]] = (), json: bool = 
         lessons: Which; all if left out.
         json: Print one JSON object.
     """
-    from ultrascale.primer.tell import tell
+    from ultrascale.primer.run_lessons import run_lessons
 
-    return tell(lessons, as_json=json, stamp=partial(stamped, "primer"))
+    return run_lessons(lessons, as_json=json, stamp=partial(stamped, "primer"))
 
 
 def command(arguments: list[str]) -> int:

@@ -21,14 +21,14 @@ from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ultrascale.api.asked import ALIKE, as_kind, unknown_flag
+from ultrascale.api.asked import MIN_SIMILARITY, as_kind, unknown_flag
 from ultrascale.config.schema import STAND_INS, leaves, unknown_key
 from ultrascale.description.problems import Problem, SpecError, mistake
 
 T = TypeVar("T")
-SWITCHED = ("true", "false", "yes", "no", "on", "off", "1", "0")
+BOOLEAN_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 """Words accepted for a setting that is on or off; which of them it takes is checked where it is read."""
-MEANT = (*SWITCHED, "enabled", "disabled", "maybe")
+NEARLY_BOOLEAN = (*BOOLEAN_WORDS, "enabled", "disabled", "maybe")
 """Words that say so, or were meant to, and those that are like them."""
 
 
@@ -57,7 +57,7 @@ def parse_with_overrides(
     """
     if _asks_for_help(arguments):
         _print_help(verb, name, arguments, about=None, positional=positional or {})
-    settings, words = set_aside(arguments, own=signature(verb).parameters.keys(), short=short or {})
+    settings, words = split_settings(arguments, verb_flags=signature(verb).parameters.keys(), short=short or {})
     try:
         result, unknown = read_words(verb, name, words, positional=positional or {}, settings=True)
     except SpecError as error:  # told with what is wrong with the names of settings
@@ -70,21 +70,21 @@ def parse_with_overrides(
 def take_settings(arguments: list[str], prefix: str) -> tuple[dict[str, str], list[str]]:
     """Flags `--PREFIX.KEY VALUE` or `--PREFIX.KEY=VALUE` as settings by key, `true` without a value; and all other words."""
     settings: dict[str, str] = {}
-    others: list[str] = []
+    other_words: list[str] = []
     words = deque(arguments)
     while words:
         word = words.popleft()
         if not word.startswith(f"--{prefix}."):
-            others.append(word)
+            other_words.append(word)
             continue
         key, equals, value = word.removeprefix(f"--{prefix}.").partition("=")
         if not equals:
             value = words.popleft() if words and not words[0].startswith("--") else "true"
         settings[key.replace("-", "_")] = value
-    return settings, others
+    return settings, other_words
 
 
-def what_it_does(verb: Any) -> str | None:
+def description_of(verb: Any) -> str | None:
     """The docstring above its arguments, examples right below what they are of: tyro begins a line of its own for each, and
     would put two empty ones above that. None for a choice of verbs, each of which has its own."""
     if get_origin(verb) in (Union, UnionType):
@@ -92,42 +92,42 @@ def what_it_does(verb: Any) -> str | None:
     return (getdoc(verb) or "").partition("\n\nArgs:")[0].replace("\n\n    ", "\n    ")
 
 
-def set_aside(
-    arguments: list[str], *, own: Collection[str], short: Mapping[str, str] = MappingProxyType({})
+def split_settings(
+    arguments: list[str], *, verb_flags: Collection[str], short: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[list[str], list[str]]:
-    """Flags of a run's settings, with their values, and all other words. `own`: flags that the verb has itself; `short`: other
+    """Flags of a run's settings, with their values, and all other words. `verb_flags`: the verb's own; `short`: other
     names of settings, which are returned by their own.
 
     A setting that is on or off takes the next word only if that says so.
     """
     sections = {key.partition(".")[0] for key in leaves() if "." in key}
     settings: list[str] = []
-    others: list[str] = []
+    other_words: list[str] = []
     words = deque(arguments)
     while words:
         word = words.popleft()
         flag, equals, value = word.partition("=")
         key = flag.removeprefix("--").replace("-", "_")
-        if flag.startswith("--") and key in short and key not in own:
+        if flag.startswith("--") and key in short and key not in verb_flags:
             key = short[key]
             word = f"--{key}{equals}{value}"
         is_setting = key in leaves() or key in STAND_INS or ("." in key and key.partition(".")[0] in sections)
-        if not flag.startswith("--") or key in own or not is_setting:
-            others.append(word)
+        if not flag.startswith("--") or key in verb_flags or not is_setting:
+            other_words.append(word)
             continue
         settings.append(word)
         is_switch = key in leaves() and leaves()[key].kind is bool
         if words and not equals and not words[0].startswith("--") and (not is_switch or _switches(*list(words)[:2])):
             settings.append(words.popleft())
-    return settings, others
+    return settings, other_words
 
 
 def _switches(word: str, following: str = "--") -> bool:
-    """True if `word` says whether a setting is on, or was meant to: nearly one of `MEANT`, before a flag or the end, that is no
-    file."""
+    """True if `word` says whether a setting is on, or was meant to: nearly one of `NEARLY_BOOLEAN`, before a flag or the
+    end, that is no file."""
     is_last = following.startswith("--") and not Path(word).exists()
-    meant = is_last and word.isalpha() and get_close_matches(word.lower(), MEANT, n=1, cutoff=ALIKE) != []
-    return word.lower() in SWITCHED or meant
+    meant = is_last and word.isalpha() and get_close_matches(word.lower(), NEARLY_BOOLEAN, n=1, cutoff=MIN_SIMILARITY) != []
+    return word.lower() in BOOLEAN_WORDS or meant
 
 
 def _asks_for_help(arguments: list[str]) -> bool:
@@ -141,25 +141,25 @@ def _print_help(
     import tyro
 
     _prepare(verb, positional)
-    of = [*arguments[:1], "--help"] if what_it_does(verb) is None and arguments[:1] != ["-h"] else ["--help"]
+    help_words = [*arguments[:1], "--help"] if description_of(verb) is None and arguments[:1] != ["-h"] else ["--help"]
     tyro.cli(
-        verb, prog=f"ultrascale {name}", description=about or what_it_does(verb), args=of,
+        verb, prog=f"ultrascale {name}", description=about or description_of(verb), args=help_words,
         config=(tyro.conf.FlagCreatePairsOff,),
     )  # fmt: skip
     raise AssertionError("the help ends the process")
 
 
 def _prepare(verb: Any, positional: Mapping[str, str | None]) -> None:
-    """Mark what has no flag, in a verb that knows nothing of command lines; and see `_say_what_to_give`."""
+    """Mark what has no flag, in a verb that knows nothing of command lines; and see `_set_metavars`."""
     import tyro
 
     hints = get_type_hints(verb) if positional else {}
     for name, metavar in positional.items():
         verb.__annotations__[name] = Annotated[hints[name], tyro.conf.Positional, tyro.conf.arg(metavar=metavar)]
-    _say_what_to_give(verb)
+    _set_metavars(verb)
 
 
-def _say_what_to_give(verb: Any) -> None:
+def _set_metavars(verb: Any) -> None:
     """Let the help of a setting that may be left out say what to give, `INT`, and not `{None}|INT ... (default: None)`.
 
     Changes the annotations of `verb`, which are there for its command line.
@@ -167,16 +167,16 @@ def _say_what_to_give(verb: Any) -> None:
     import tyro
 
     if get_origin(verb) in (Union, UnionType):
-        for one in get_args(verb):
-            _say_what_to_give(one)
+        for choice in get_args(verb):
+            _set_metavars(choice)
         return
     for name, hint in get_type_hints(verb, include_extras=True).items():
         if name in (settings := signature(verb).parameters) and settings[name].default in (None, "", ()):
-            given = [kind for kind in get_args(hint) if kind is not NoneType]
-            is_plain = get_origin(hint) in (Union, UnionType) and len(given) == 1 and isinstance(given[0], type)
-            metavar = given[0].__name__.upper() if is_plain else None
-            if len(given) == 1 and get_origin(given[0]) is Literal:
-                metavar = f"{{{','.join(map(str, get_args(given[0])))}}}"
+            kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+            is_plain = get_origin(hint) in (Union, UnionType) and len(kinds) == 1 and isinstance(kinds[0], type)
+            metavar = kinds[0].__name__.upper() if is_plain else None
+            if len(kinds) == 1 and get_origin(kinds[0]) is Literal:
+                metavar = f"{{{','.join(map(str, get_args(kinds[0])))}}}"
             verb.__annotations__[name] = Annotated[hint, tyro.conf.arg(help_behavior_hint="", metavar=metavar)]
 
 
@@ -196,7 +196,7 @@ class Option:
     is_positional: bool
     takes_one: bool
     """True if each flag takes one of several values."""
-    given: list[str] = field(default_factory=list)
+    values: list[str] = field(default_factory=list)
 
     @property
     def flag(self) -> str:
@@ -221,44 +221,44 @@ def read_words(
     options = {option.name: option for option in _options(verb, positional)}
     problems: list[Problem] = []
     loose = _sort(options, deque(words), name, problems, settings)
-    rest = _place(options, deque(loose), name, problems, settings)
+    unknown_words = _place(options, deque(loose), name, problems, settings)
     values = {option.name: _value(option, name, problems) for option in options.values()}
     if problems:
         raise SpecError(problems)
-    return _call(verb, values), rest
+    return _call(verb, values), unknown_words
 
 
 def _chosen(verbs: tuple[Any, ...], name: str, words: list[str]) -> tuple[Any, list[str]]:
     """The dataclass of the first word: `List` of `checkpoint list`."""
-    by_word = {one.__name__.lower(): one for one in verbs}
+    by_word = {choice.__name__.lower(): choice for choice in verbs}
     word = words[0] if words else ""
     if word not in by_word:
         rule = f"there is no verb `{name} {word}`" if word else f"is missing: {name} does several things"
-        near = get_close_matches(word, by_word, n=1)
-        remedy = f"Did you mean {near[0]}?" if near else f"Say one of {', '.join(by_word)}."
+        closest = get_close_matches(word, by_word, n=1)
+        remedy = f"Did you mean {closest[0]}?" if closest else f"Say one of {', '.join(by_word)}."
         raise mistake("VERB", rule, remedy)
     return read_words(by_word[word], f"{name} {word}", words[1:], positional={})
 
 
 def _options(verb: Any, positional: Mapping[str, str | None]) -> list[Option]:
     """Parameters of a verb; of an option that is a dataclass, such as `cost`, its fields: `cost.forward`."""
-    hints, found = get_type_hints(verb, include_extras=True), []
+    hints, options = get_type_hints(verb, include_extras=True), []
     for name, parameter in signature(verb).parameters.items():
         hint = hints[name]
         marks = getattr(hint, "__metadata__", ())
         kind = get_args(hint)[0] if marks else hint
-        inner = [one for one in get_args(kind) if one is not NoneType]
+        inner = [member for member in get_args(kind) if member is not NoneType]
         if get_origin(kind) in (Union, UnionType) and len(inner) == 1:
             kind = inner[0]
         if is_dataclass(kind):
-            found += [_inner(name, one) for one in _options(kind, {})]
+            options += [_inner(name, option) for option in _options(kind, {})]
             continue
         marked = any(str(mark) == "Positional" for mark in marks) or parameter.kind is Parameter.POSITIONAL_ONLY
         metavar = positional.get(name) or next((mark.metavar for mark in marks if getattr(mark, "metavar", None)), None)
         default = MISSING if parameter.default is Parameter.empty else parameter.default
         takes_one = any(str(mark) == "UseAppendAction" for mark in marks)
-        found.append(Option(name, kind, default, metavar or name.upper(), marked or name in positional, takes_one))
-    return found
+        options.append(Option(name, kind, default, metavar or name.upper(), marked or name in positional, takes_one))
+    return options
 
 
 def _inner(of: str, option: Option) -> Option:
@@ -283,9 +283,9 @@ def _sort(options: Mapping[str, Option], words: deque[str], name: str, problems:
             if not equals and words and not _is_flag(words[0]):
                 words.popleft()
         elif equals:
-            option.given.append(value)
+            option.values.append(value)
         elif option.kind is bool:
-            option.given.append(words.popleft() if words and words[0].lower() in BOOLEANS else "true")
+            option.values.append(words.popleft() if words and words[0].lower() in BOOLEANS else "true")
         else:
             _take(option, words, problems)
     return loose
@@ -296,16 +296,16 @@ def _take(option: Option, words: deque[str], problems: list[Problem]) -> None:
     if not words or _is_flag(words[0]):
         problems.append(Problem(option.flag, "is given without a value", f"Write {option.flag} {option.metavar}."))
         return
-    option.given.append(words.popleft())
+    option.values.append(words.popleft())
     while option.holds_several and not option.takes_one and words and not _is_flag(words[0]):
-        option.given.append(words.popleft())
+        option.values.append(words.popleft())
 
 
 def _place(options: Mapping[str, Option], loose: deque[str], name: str, problems: list[Problem], settings: bool) -> list[str]:
     """Give words without a flag to the options that have none; what is left over is wrong, or a run's."""
-    for option in (one for one in options.values() if one.is_positional):
-        while loose and (option.holds_several or not option.given):
-            option.given.append(loose.popleft())
+    for option in (option for option in options.values() if option.is_positional):
+        while loose and (option.holds_several or not option.values):
+            option.values.append(loose.popleft())
     if settings:
         return list(loose)
     problems += [Problem(word, f"is one word more than {name} takes", f"See `ultrascale {name} --help`.") for word in loose]
@@ -315,18 +315,18 @@ def _place(options: Mapping[str, Option], loose: deque[str], name: str, problems
 def _value(option: Option, name: str, problems: list[Problem]) -> Any:
     """Value given, as the option's type; the default if none is."""
     key = option.metavar if option.is_positional else option.flag
-    if not option.given:
+    if not option.values:
         if option.default is MISSING:
             problems.append(Problem(key, "is missing", f"Give it; `ultrascale {name} --help` has an example."))
         return option.default
-    if option.kind is bool and option.given[-1].lower() in BOOLEANS:
-        return BOOLEANS[option.given[-1].lower()]
+    if option.kind is bool and option.values[-1].lower() in BOOLEANS:
+        return BOOLEANS[option.values[-1].lower()]
     if option.kind is str:  # the verb says which it takes
-        return option.given[-1]
+        return option.values[-1]
     with suppress(ValueError):
         if option.kind is float:  # here too: nan or not
-            return float(option.given[-1])
-    return as_kind(tuple(option.given) if option.holds_several else option.given[-1], option.kind, key, problems)
+            return float(option.values[-1])
+    return as_kind(tuple(option.values) if option.holds_several else option.values[-1], option.kind, key, problems)
 
 
 def _call(verb: Any, values: dict[str, Any]) -> Any:
@@ -339,8 +339,8 @@ def _call(verb: Any, values: dict[str, Any]) -> Any:
             continue
         outer, _, inner = name.partition(".")
         together.setdefault(outer, {})[inner] = value
-    together = {name: hints[name](**one) if is_dataclass(hints[name]) else one for name, one in together.items()}
-    first = [together.pop(name) for name, one in parameters.items() if one.kind is Parameter.POSITIONAL_ONLY]
+    together = {name: hints[name](**value) if is_dataclass(hints[name]) else value for name, value in together.items()}
+    first = [together.pop(name) for name, parameter in parameters.items() if parameter.kind is Parameter.POSITIONAL_ONLY]
     return verb(*first, **together)
 
 

@@ -66,12 +66,12 @@ def waiting(what: str) -> Iterator[Callable[[Words], None]]:
 
     def draw(*_: object) -> None:
         nonlocal shown
-        if (taken := time.monotonic() - started) >= AFTER_SECONDS:
+        if (elapsed := time.monotonic() - started) >= AFTER_SECONDS:
             shown = True
             text = words if isinstance(words, str) else words()
-            print(f"\rultrascale: {text}, {taken:.0f} s\033[K", end="", file=sys.stderr, flush=True)
+            print(f"\rultrascale: {text}, {elapsed:.0f} s\033[K", end="", file=sys.stderr, flush=True)
 
-    def tell(now: Words) -> None:
+    def set_words(now: Words) -> None:
         nonlocal words
         words = now
         draw()
@@ -79,7 +79,7 @@ def waiting(what: str) -> Iterator[Callable[[Words], None]]:
     before = signal.signal(signal.SIGALRM, draw)
     signal.setitimer(signal.ITIMER_REAL, AFTER_SECONDS, AFTER_SECONDS)
     try:
-        yield tell
+        yield set_words
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

@@ -25,7 +25,7 @@ def store_of(place: Path, *, to_write: bool = False) -> Store | None:
 
 
 @contextmanager
-def brought(place: Path) -> Iterator[Path]:
+def fetched(place: Path) -> Iterator[Path]:
     """`place`, or while inside a folder with what it holds: a Hugging Face folder, or a run's newest whole checkpoint.
 
     Raises SpecError if the store holds neither, StorageError, CheckpointError."""
@@ -34,30 +34,30 @@ def brought(place: Path) -> Iterator[Path]:
         yield place
         return
     with tempfile.TemporaryDirectory(prefix="ultrascale-") as scratch:
-        here = Path(scratch) / store.url.rsplit("/", 1)[-1]
-        here.mkdir()
-        files = [one for one in store.names("")[0] if one.key]  # a console's marker of the folder has none
-        if CONFIG in [one.key for one in files]:
-            for one in files:
-                store.fetch(one, here / one.key)
+        local_folder = Path(scratch) / store.url.rsplit("/", 1)[-1]
+        local_folder.mkdir()
+        files = [stored for stored in store.names("")[0] if stored.key]  # a console's marker of the folder has none
+        if CONFIG in [stored.key for stored in files]:
+            for stored in files:
+                store.fetch(stored, local_folder / stored.key)
         else:
-            bring_newest(store, here)
-        yield here
+            fetch_newest_checkpoint(store, local_folder)
+        yield local_folder
 
 
-def bring_newest(store: Store, run: Path) -> None:
+def fetch_newest_checkpoint(store: Store, run: Path) -> None:
     """Bring the newest whole checkpoint of the run in `store` into the run's folder `run`, and its tokenizer."""
     from ultrascale.checkpoint import CheckpointError
     from ultrascale.checkpoint.listing import only_damaged
-    from ultrascale.checkpoint.stored import fetch, found_in
+    from ultrascale.checkpoint.stored import fetch, stored_checkpoints
     from ultrascale.storage import DamagedError
 
     damage = []
-    for one in found_in(store):
+    for checkpoint in stored_checkpoints(store):
         try:
-            if one.index is None:
-                raise CheckpointError(one.problem)
-            fetch(store, one.index, run / "checkpoints")
+            if checkpoint.index is None:
+                raise CheckpointError(checkpoint.problem)
+            fetch(store, checkpoint.index, run / "checkpoints")
         except (CheckpointError, DamagedError) as error:
             damage.append(str(error))
             continue
@@ -71,7 +71,7 @@ def bring_newest(store: Store, run: Path) -> None:
 
 
 @contextmanager
-def sent(place: Path, *, overwrite: bool) -> Iterator[Path]:
+def uploaded(place: Path, *, overwrite: bool) -> Iterator[Path]:
     """`place`, or while inside a folder whose files go to the store after that, `config.json` last. For hf:// the folder is the
     caller's to push, and stays if that fails.
 
@@ -81,21 +81,21 @@ def sent(place: Path, *, overwrite: bool) -> Iterator[Path]:
         yield place
         return
     if isinstance(store, HubStore):
-        kept = Path(tempfile.mkdtemp(prefix="ultrascale-"))
-        yield kept / "export"
-        shutil.rmtree(kept)
+        push_folder = Path(tempfile.mkdtemp(prefix="ultrascale-"))
+        yield push_folder / "export"
+        shutil.rmtree(push_folder)
         return
-    there = {one.key for one in store.files()}
-    if there and not (overwrite and CONFIG in there):
+    existing = {stored.key for stored in store.files()}
+    if existing and not (overwrite and CONFIG in existing):
         rule = "holds something already" if not overwrite else "holds something that is no export"
         raise mistake(store.url, rule, "Give another place, or --overwrite for an earlier export.")
     store.expect_usable(".probe")
     with tempfile.TemporaryDirectory(prefix="ultrascale-") as scratch:
-        here = Path(scratch) / "export"
-        yield here
-        files = sorted(path for path in here.rglob("*") if path.is_file())
-        names = {path.relative_to(here).as_posix(): path for path in files}
-        store.remove([CONFIG] if CONFIG in there else [])
+        export_folder = Path(scratch) / "export"
+        yield export_folder
+        files = sorted(path for path in export_folder.rglob("*") if path.is_file())
+        names = {path.relative_to(export_folder).as_posix(): path for path in files}
+        store.remove([CONFIG] if CONFIG in existing else [])
         for name in sorted(names, key=lambda name: (name == CONFIG, name)):
             store.write_file(name, names[name])
-        store.remove(sorted(there - set(names) - {CONFIG}))
+        store.remove(sorted(existing - set(names) - {CONFIG}))

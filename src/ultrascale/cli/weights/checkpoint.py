@@ -57,35 +57,37 @@ def command(arguments: list[str]) -> int:
     options = parse(List | Verify, "checkpoint", arguments, about=ABOUT)
     if store_of(options.folder) is None:
         expect_checkpoints(options.folder)
-    found = collect(options.folder, read_all=isinstance(options, Verify))
-    damaged = [one for one in found if one.problem is not None]
+    summaries = collect(options.folder, read_all=isinstance(options, Verify))
+    damaged = [summary for summary in summaries if summary.problem is not None]
     if options.json:
         store = store_of(options.folder)
-        places = [str(one.folder) if store is None else store.where(f"checkpoints/{one.folder}") for one in found]
-        checkpoints = [asdict(one) | {"folder": place} for one, place in zip(found, places, strict=True)]
+        places = [
+            str(summary.folder) if store is None else store.where(f"checkpoints/{summary.folder}") for summary in summaries
+        ]
+        checkpoints = [asdict(summary) | {"folder": place} for summary, place in zip(summaries, places, strict=True)]
         document = {"whole": not damaged, "read_all": isinstance(options, Verify), "checkpoints": checkpoints}
         print_json(document, "checkpoints", indent=2)
     else:
-        print_table(found, verified=isinstance(options, Verify))
+        print_table(summaries, verified=isinstance(options, Verify))
     return 1 if damaged else 0
 
 
 def collect(folder: Path, *, read_all: bool) -> list[Summary]:
     """All summaries; on a terminal, with the folder being read on stderr meanwhile."""
-    found: list[Summary] = []
-    with waiting("reading checkpoints") as doing:
+    summaries: list[Summary] = []
+    with waiting("reading checkpoints") as report_progress:
         from ultrascale.checkpoint.listing import find_checkpoints, summarize
-        from ultrascale.checkpoint.stored import found_in, summarize_stored
+        from ultrascale.checkpoint.stored import stored_checkpoints, summarize_stored
 
         store = store_of(folder)
-        total = len(find_checkpoints(folder) if store is None else found_in(store))
-        for one in summarize(folder, read_all=read_all) if store is None else summarize_stored(store, read_all=read_all):
-            found.append(one)
-            doing(f"reading {count_of(total, 'checkpoint')}, {len(found)} done")
-    return found
+        total = len(find_checkpoints(folder) if store is None else stored_checkpoints(store))
+        for summary in summarize(folder, read_all=read_all) if store is None else summarize_stored(store, read_all=read_all):
+            summaries.append(summary)
+            report_progress(f"reading {count_of(total, 'checkpoint')}, {len(summaries)} done")
+    return summaries
 
 
-def print_table(found: list[Summary], *, verified: bool) -> None:
+def print_table(summaries: list[Summary], *, verified: bool) -> None:
     """A line for each checkpoint; then what is wrong, in full."""
     from rich.markup import escape
     from rich.table import Table
@@ -99,17 +101,17 @@ def print_table(found: list[Summary], *, verified: bool) -> None:
         table.add_column(title, justify="right")
     table.add_column("saved")
     table.add_column("state", no_wrap=True)
-    for one in found:
-        state = good if one.problem is None else "[bold red]damaged[/bold red]"
-        if one.bytes is None or one.saved_at is None:
+    for summary in summaries:
+        state = good if summary.problem is None else "[bold red]damaged[/bold red]"
+        if summary.bytes is None or summary.saved_at is None:
             cells = ["?", "?", "?", "?"]
         else:
-            saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.saved_at))
-            cells = [format_bytes(one.bytes), str(one.shards), str(one.tensors), saved]
-        table.add_row(escape(one.folder.name), *cells, state)
+            saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.saved_at))
+            cells = [format_bytes(summary.bytes), str(summary.shards), str(summary.tensors), saved]
+        table.add_row(escape(summary.folder.name), *cells, state)
     console = console_for_people()
     console.print(table)
-    for one in found:
-        if one.problem is not None:
-            for problem in problems_in(one.problem, str(one.folder)):
+    for summary in summaries:
+        if summary.problem is not None:
+            for problem in problems_in(summary.problem, str(summary.folder)):
                 console.print(f"\n[red]{escape(problem_lines(problem))}[/red]", soft_wrap=True)

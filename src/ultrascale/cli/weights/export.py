@@ -10,8 +10,8 @@ import tyro
 
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import print_json, waiting
-from ultrascale.cli.terminal.stores import brought, sent, store_of
-from ultrascale.cli.weights.opening import expect_contents, folder_problems, open_and_tell
+from ultrascale.cli.terminal.stores import fetched, store_of, uploaded
+from ultrascale.cli.weights.opening import expect_contents, folder_problems, open_trained_and_print
 from ultrascale.config.resolve import resolve
 from ultrascale.description.problems import SpecError, mistake
 from ultrascale.description.progress import tokens_after
@@ -48,8 +48,8 @@ def export(
         public: A model that is new on the Hub is for everybody.
         json: Print one JSON object.
     """
-    here = store_of(checkpoint) is None
-    if here and (wrong := folder_problems(checkpoint)):
+    is_local = store_of(checkpoint) is None
+    if is_local and (wrong := folder_problems(checkpoint)):
         raise SpecError(wrong)
     if (url := url_of(out) or "").startswith("hf://"):
         if push_to_hub is not None:
@@ -59,7 +59,7 @@ def export(
         from ultrascale.models.files.folders import expect_replaceable
         from ultrascale.models.files.weight_files import is_exported
 
-        expect_replaceable(out, is_ours=is_exported, overwrite=overwrite, source=checkpoint if here else None)
+        expect_replaceable(out, is_ours=is_exported, overwrite=overwrite, source=checkpoint if is_local else None)
     if not 0 < max_shard_gb < float("inf"):
         raise mistake("max_shard_gb", f"must be a number above 0, is {max_shard_gb}", "5 is usual.")
     if push_to_hub is not None:
@@ -70,7 +70,7 @@ def export(
         raise mistake("--public", "is about --push-to-hub, which is not given", "Give both, or neither.")
     if tokenizer is not None:
         find_tokenizer(tokenizer)
-    if here:
+    if is_local:
         expect_contents(checkpoint)
     with waiting("exporting"):
         return _exported(checkpoint, out, precision, max_shard_gb, tokenizer, overwrite, push_to_hub, public, json)
@@ -92,8 +92,8 @@ def _exported(
     from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE
 
     address = None
-    with brought(checkpoint) as here, sent(out, overwrite=overwrite) as target:
-        trained = open_and_tell(here)
+    with fetched(checkpoint) as source_folder, uploaded(out, overwrite=overwrite) as target:
+        trained = open_trained_and_print(source_folder)
         dtype = trained.dtype if precision == "as-is" else TORCH_DTYPE[precision]
         folder = export_folder(
             trained.weights,
@@ -103,12 +103,12 @@ def _exported(
             dtype=dtype,
             max_shard_bytes=int(max_shard_gb * 10**9),
             overwrite=overwrite,
-            source=here,
+            source=source_folder,
         )
         if push_to_hub is not None:
             from ultrascale.models.hub import model_card, push
 
-            facts = training_facts(here, trained.steps_done)
+            facts = training_facts(source_folder, trained.steps_done)
             address = push(folder, push_to_hub, card=model_card(trained.model, push_to_hub, facts), public=public)
     to = store_of(out)
     folder = folder if to is None else to.url
@@ -137,7 +137,9 @@ def command(arguments: list[str]) -> int:
 
 def training_facts(place: Path, steps_done: int | None) -> dict[str, str]:
     """Facts of the run whose folder is `place` or above it, after so many steps: text by name. Empty without such a run."""
-    folder = next((one for one in (place, place.parent, place.parent.parent) if (one / "run.toml").is_file()), None)
+    folder = next(
+        (candidate for candidate in (place, place.parent, place.parent.parent) if (candidate / "run.toml").is_file()), None
+    )
     if folder is None or steps_done is None:
         return {}
     with suppress(SpecError):

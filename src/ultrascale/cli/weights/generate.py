@@ -12,7 +12,7 @@ import tyro
 
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import print_json
-from ultrascale.cli.weights.opening import expect_contents, folder_problems, open_and_tell
+from ultrascale.cli.weights.opening import expect_contents, folder_problems, open_trained_and_print
 from ultrascale.config.rules.early import device_problems
 from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.models.sampling import Sampling
@@ -56,7 +56,9 @@ def generate(
     """
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
     options = [*sampling.problems(), *_text_problems(prompt), *device_problems(device), *_file_problems(tokenizer)]
-    _expect_none([*folder_problems(folder), *(replace(one, key=f"--{one.key.replace('_', '-')}") for one in options)])
+    _expect_none(
+        [*folder_problems(folder), *(replace(problem, key=f"--{problem.key.replace('_', '-')}") for problem in options)]
+    )
     expect_contents(folder)
     import torch
     from tokenizers.decoders import DecodeStream
@@ -66,7 +68,7 @@ def generate(
     from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE
 
     _expect_none(_device_problems(device))
-    trained = open_and_tell(folder)
+    trained = open_trained_and_print(folder)
     file = _tokenizer_file(trained, tokenizer)
     vocabulary, stop = _read_tokenizer(file)
     ids = vocabulary.encode(prompt).ids if prompt else _document_start(stop)
@@ -121,13 +123,13 @@ def _device_problems(device: str) -> list[Problem]:
     return [Problem("device", "is cuda, but torch finds no CUDA device", "--device cpu; `ultrascale doctor` says more.")]
 
 
-def _tokenizer_file(trained: Trained, given: Path | None) -> Path:
+def _tokenizer_file(trained: Trained, file: Path | None) -> Path:
     from ultrascale.models.files.tokenizer_files import find_tokenizer
 
-    if given is None and trained.tokenizer is None:
+    if file is None and trained.tokenizer is None:
         rule = f"is not given, and none goes with {trained.source}"
         raise mistake("tokenizer", rule, "Name a tokenizer.json with --tokenizer.")
-    return find_tokenizer(given or trained.tokenizer or "")
+    return find_tokenizer(file or trained.tokenizer or "")
 
 
 def _read_tokenizer(file: Path) -> tuple[Tokenizer, int | None]:

@@ -35,7 +35,7 @@ def expect_contents(path: Path) -> None:
         expect_readable(path)
 
 
-def open_and_tell(path: Path) -> Trained:
+def open_trained_and_print(path: Path) -> Trained:
     """`open_trained`; a line on stderr for every newer checkpoint of the run that is damaged, naming the step used instead."""
     from ultrascale.checkpoint import damaged_after
     from ultrascale.train.start.trained import open_trained

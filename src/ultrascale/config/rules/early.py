@@ -59,7 +59,7 @@ def _is_corpus(path: Path) -> bool:
 def has_checkpoints(folder: Path) -> bool:
     """True if `folder` is a checkpoint by its name or manifest, or holds one so named; the contents are read later."""
     places = (folder, folder / "checkpoints")
-    named = (one.name for place in places if place.is_dir() for one in place.iterdir())
+    named = (path.name for place in places if place.is_dir() for path in place.iterdir())
     is_one = (folder / "manifest.json").exists() or _CHECKPOINT.fullmatch(folder.absolute().name) is not None
     return (folder.is_dir() and is_one) or any(map(_CHECKPOINT.fullmatch, named))
 

@@ -18,17 +18,17 @@ from ultrascale.config.rules.trainable import untrainable_layout, untrainable_mo
 from ultrascale.description.architecture.families import export_problems
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import score_biases
-from ultrascale.description.attention_cores import attention_wanted, why_not
+from ultrascale.description.attention_cores import core_requirements, unsupported_reason
 from ultrascale.description.layout import NARROW, Layout
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.progress import tokens_after
-from ultrascale.description.recomputed import CHOSEN, is_modules, modes_of, modules_name, parse_mode
+from ultrascale.description.recomputed import SELECTIVE_MODULES, is_modules, modes_of, modules_name, parse_mode
 from ultrascale.description.run import LossScale, Optimizer, Run
 from ultrascale.description.schedules import USUAL, schedule_for
 from ultrascale.description.sections.trackers import tracker_notes, tracker_problems
 from ultrascale.description.units import divisors, format_count
 from ultrascale.work.fp8_slots import gathers_fp8, is_delayed
-from ultrascale.work.kept import available_modules
+from ultrascale.work.recompute import available_modules
 
 MOST_MICRO_BATCHES = 2**16
 """Most micro-batches of a rank in a step, far above any run's: memory for schedule and data grows with it."""
@@ -39,17 +39,17 @@ _READ_WITH = {
 }  # fmt: skip
 
 
-def run_problems(run: Run, *, require_data: bool = False, without: frozenset[str] = frozenset()) -> list[Problem]:
+def run_problems(run: Run, *, require_data: bool = False, unreadable_keys: frozenset[str] = frozenset()) -> list[Problem]:
     """Every rule that `run` breaks across its sections.
 
-    `without` names keys whose values could not be read: rules that depend on them say nothing. `require_data` demands a corpus,
+    Of `unreadable_keys` no value could be read: rules that depend on them say nothing. `require_data` demands a corpus,
     and a model and layout that the trainer runs, as training does and planning does not.
     """
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for rule in (*RULES, *TRAINING_RULES) if require_data else RULES:
-        if not any(bad == key or bad.startswith(f"{key}.") for bad in without for key in rule.reads):
-            found += rule.check(run)
-    return found
+        if not any(bad == key or bad.startswith(f"{key}.") for bad in unreadable_keys for key in rule.reads):
+            problems += rule.check(run)
+    return problems
 
 
 def _model(run: Run) -> list[Problem]:
@@ -72,38 +72,38 @@ def _sources(run: Run) -> Iterator[Problem]:
 def run_notes(run: Run) -> list[str]:
     """Settings that are right but do nothing in this layout, or work against one another, a line each: a run made for many
     ranks may be tried on one."""
-    own = run.layout
+    layout = run.layout
     # One process computes in bf16 with copies of its own: no precision makes it gather, cut or reduce anything.
-    alone = own.dp * own.cp == 1
+    alone = layout.dp * layout.cp == 1
     set_for_nothing = {
-        "zero_stage": own.zero_stage > 0,
-        "layers_per_bucket": own.layers_per_bucket > 1,
-        "reduce_dtype": own.reduce_dtype not in (None, own.master_dtype),
+        "zero_stage": layout.zero_stage > 0,
+        "layers_per_bucket": layout.layers_per_bucket > 1,
+        "reduce_dtype": layout.reduce_dtype not in (None, layout.master_dtype),
     }
     notes = [*time_limit_notes(run), *_auxiliary_loss_notes(run.model), *tracker_notes(run.log)]
     for key, is_set in set_for_nothing.items():
         if alone and is_set:
-            notes.append(f"layout.{key} = {getattr(own, key)} has no effect: one process shares nothing (layout.dp = 1).")
+            notes.append(f"layout.{key} = {getattr(layout, key)} has no effect: one process shares nothing (layout.dp = 1).")
     for key, axis in _READ_WITH.items():
-        if getattr(own, axis) == 1 and getattr(own, key) != getattr(Layout, key):
-            notes.append(f"layout.{key} = {getattr(own, key)} has no effect (layout.{axis} = 1).")
-    if own.precision != "fp16" and run.loss_scale != LossScale():
-        notes.append(f"loss_scale has no effect: only fp16 scales the loss (layout.precision = {own.precision}).")
+        if getattr(layout, axis) == 1 and getattr(layout, key) != getattr(Layout, key):
+            notes.append(f"layout.{key} = {getattr(layout, key)} has no effect (layout.{axis} = 1).")
+    if layout.precision != "fp16" and run.loss_scale != LossScale():
+        notes.append(f"loss_scale has no effect: only fp16 scales the loss (layout.precision = {layout.precision}).")
     for key in ("fp8_scaling", "fp8_keep_blocks", "fp8_all_gather"):
         read_by = ("fp8",) if key == "fp8_scaling" else NARROW
-        if own.precision not in read_by and getattr(own, key) != getattr(Layout, key):
-            notes.append(f"layout.{key} = {getattr(own, key)} has no effect (layout.precision = {own.precision}).")
-    if own.precision in NARROW and own.fp8_all_gather and not gathers_fp8(own):
+        if layout.precision not in read_by and getattr(layout, key) != getattr(Layout, key):
+            notes.append(f"layout.{key} = {getattr(layout, key)} has no effect (layout.precision = {layout.precision}).")
+    if layout.precision in NARROW and layout.fp8_all_gather and not gathers_fp8(layout):
         why = "one process shares nothing" if alone else "every rank keeps whole weights"
-        notes.append(f"layout.fp8_all_gather = True has no effect: {why} (layout.zero_stage = {own.zero_stage}).")
+        notes.append(f"layout.fp8_all_gather = True has no effect: {why} (layout.zero_stage = {layout.zero_stage}).")
     for key in ("fp8_amax_history_len", "fp8_amax_compute_algo"):
-        if not is_delayed(own) and getattr(own, key) != getattr(Layout, key):
-            notes.append(f'layout.{key} = {getattr(own, key)} has no effect: only fp8_scaling = "delayed" keeps a history.')
+        if not is_delayed(layout) and getattr(layout, key) != getattr(Layout, key):
+            notes.append(f'layout.{key} = {getattr(layout, key)} has no effect: only fp8_scaling = "delayed" keeps a history.')
     if run.optimizer.name != "muon" and run.optimizer.momentum != Optimizer.momentum:
         notes.append(f"optimizer.momentum has no effect: only muon reads it (optimizer.name = {run.optimizer.name}).")
-    if own.dp > 1 and own.zero_stage and own.shard_size == 1:
+    if layout.dp > 1 and layout.zero_stage and layout.shard_size == 1:
         notes.append(
-            f"layout.zero_stage = {own.zero_stage} saves no memory: every rank keeps a whole copy (layout.dp_shard = 1)."
+            f"layout.zero_stage = {layout.zero_stage} saves no memory: every rank keeps a whole copy (layout.dp_shard = 1)."
         )
     return notes
 
@@ -122,8 +122,8 @@ def _auxiliary_loss_notes(model: Model) -> Iterator[str]:
     if losses:
         yield f"auxiliary losses join the gradient and not the loss that is told: model.{', model.'.join(losses)}."
     if model.router_aux_loss_coef and not model.balance_loss_coef:
-        kept = f"model.router_aux_loss_coef = {model.router_aux_loss_coef:g} is kept for export and not applied"
-        yield f'{kept}; model.router_aux_loss_scope = "sequence" would add it to the loss of every token and layer.'
+        note = f"model.router_aux_loss_coef = {model.router_aux_loss_coef:g} is kept for export and not applied"
+        yield f'{note}; model.router_aux_loss_scope = "sequence" would add it to the loss of every token and layer.'
 
 
 def _batch_sizes(run: Run) -> Iterator[tuple[str, int]]:
@@ -138,7 +138,7 @@ def _global_batch(run: Run) -> Iterator[Problem]:
     share, together = sum(run.degrees) * run.layout.micro_batch_size, run.islands.count > 1 and not run.islands.dp
     degree = "the sum of islands.dp" if run.islands.dp else "layout.dp"
     among = f"{degree} x layout.micro_batch_size" + " x islands.count" * together
-    others = "dp, micro_batch_size or islands.count" if together else "dp or micro_batch_size"
+    alternatives = "dp, micro_batch_size or islands.count" if together else "dp or micro_batch_size"
     for key, size in _batch_sizes(run):
         if size < 1:
             if "ramp" in key:  # the other has a range of its own
@@ -146,7 +146,7 @@ def _global_batch(run: Run) -> Iterator[Problem]:
         elif share > 0 and size % share:
             legal = [n for n in (size - size % share, size - size % share + share) if n]
             rule = f"must be a multiple of {among} = {share}, is {size}"
-            yield Problem(key, rule, f"Nearest: {' or '.join(map(str, legal))}; or change {others}.")
+            yield Problem(key, rule, f"Nearest: {' or '.join(map(str, legal))}; or change {alternatives}.")
 
 
 def _most_micro_batches(run: Run) -> Iterator[Problem]:
@@ -222,9 +222,9 @@ def _offloaded_optimizer(run: Run) -> Iterator[Problem]:
 
 def _fp8_blocks(run: Run) -> Iterator[Problem]:
     """First and last blocks that stay in bf16 leave some for narrow products."""
-    kept, blocks = run.layout.fp8_keep_blocks, run.model.num_hidden_layers
-    if run.layout.precision in NARROW and 2 * kept >= blocks:
-        rule = f"{kept} first and {kept} last of {blocks} blocks in bf16 leave none for {run.layout.precision}"
+    bf16_blocks, blocks = run.layout.fp8_keep_blocks, run.model.num_hidden_layers
+    if run.layout.precision in NARROW and 2 * bf16_blocks >= blocks:
+        rule = f"{bf16_blocks} first and {bf16_blocks} last of {blocks} blocks in bf16 leave none for {run.layout.precision}"
         yield Problem("layout.fp8_keep_blocks", rule, f"Use at most {(blocks - 1) // 2}.")
 
 
@@ -248,7 +248,7 @@ def _recompute_every(run: Run) -> Iterator[Problem]:
 def _attention(run: Run) -> Iterator[Problem]:
     """The kernel of attention that is named can do what the run wants of it."""
     core = run.layout.attention
-    if core not in ("auto", "fastest") and (reason := why_not(core, attention_wanted(run, run.device))):
+    if core not in ("auto", "fastest") and (reason := unsupported_reason(core, core_requirements(run, run.device))):
         yield Problem("layout.attention", f'"{core}" {reason}', "Leave it out.")
 
 
@@ -297,7 +297,8 @@ def _islands(run: Run) -> Iterator[Problem]:
         yield Problem("layout.dp", rule, "Give that of the island to be planned; each trains with its own.")
     for dp in {*islands.dp} - {layout.dp}:
         yield from (
-            Problem("islands.dp", f"{dp}: {one.key} {one.rule}", one.remedy) for one in replace(layout, dp=dp).problems()
+            Problem("islands.dp", f"{dp}: {problem.key} {problem.rule}", problem.remedy)
+            for problem in replace(layout, dp=dp).problems()
         )
     if islands.fragments > layers:
         rule = f"must be at most the model's {layers} layers, is {islands.fragments}"
@@ -317,10 +318,10 @@ def _noise_scale(run: Run) -> Iterator[Problem]:
     """The noise scale compares whole gradients of two micro-batches or more."""
     if not run.log.gradient_noise_scale:
         return
-    cut = [axis for axis in ("tp", "cp", "pp", "ep", "expert_tp") if getattr(run.layout, axis) > 1]
-    if cut:
+    split_axes = [axis for axis in ("tp", "cp", "pp", "ep", "expert_tp") if getattr(run.layout, axis) > 1]
+    if split_axes:
         rule = "needs a rank to have the whole gradient of one micro-batch"
-        split = f"{' and '.join(f'layout.{axis}' for axis in cut)} leave{'s' * (len(cut) == 1)} it parts"
+        split = f"{' and '.join(f'layout.{axis}' for axis in split_axes)} leave{'s' * (len(split_axes) == 1)} it parts"
         yield Problem("log.gradient_noise_scale", f"{rule}; {split}", "Leave it out, or measure it once with dp alone.")
     sizes = [run.batch.sequences_per_batch, *(stage.sequences_per_batch for stage in run.batch.ramp)]
     if min(sizes) // run.layout.micro_batch_size < 2:
@@ -378,9 +379,9 @@ def _sinks(run: Run) -> Iterator[Problem]:
     yield from tracker_problems(run.log)
 
 
-def _cut(run: Run) -> Iterator[Problem]:
+def _parallelism(run: Run) -> Iterator[Problem]:
     """Heads, widths, experts, layers and sequences can be cut as the layout says."""
-    yield from cut_problems(run.model, run.layout, sequence_length=run.batch.sequence_length)
+    yield from parallelism_problems(run.model, run.layout, sequence_length=run.batch.sequence_length)
 
 
 def _cluster(run: Run) -> Iterator[Problem]:
@@ -434,7 +435,7 @@ RULES: tuple[Rule[Run], ...] = (
     Rule(("compile", "layout.mlp_chunks"), _compiled_pieces),
     Rule(("kernels", "compile", "device", "layout.precision"), _kernels),
     Rule(("log",), _sinks),
-    Rule(("model", "layout", "batch.sequence_length"), _cut),
+    Rule(("model", "layout", "batch.sequence_length"), _parallelism),
     Rule(("cluster", "layout"), _cluster),
     Rule(("checkpoint.export", "model"), _export),
 )
@@ -451,12 +452,12 @@ TRAINING_RULES: tuple[Rule[Run], ...] = (
 _MOST_NAMED = 8
 
 
-def cut_problems(model: Model, layout: Layout, *, sequence_length: int | None = None) -> list[Problem]:
+def parallelism_problems(model: Model, layout: Layout, *, sequence_length: int | None = None) -> list[Problem]:
     """Every rule that `layout` breaks for `model`, with keys in `layout`. None as sequence length: not judged."""
-    found = [*_tensor(model, layout), *_experts(model, layout), *_stages(model, layout), *_recomputed(model, layout)]
+    problems = [*_tensor(model, layout), *_experts(model, layout), *_stages(model, layout), *_recomputed(model, layout)]
     if layout.cp > 1 and layout.cp_grid[1] > 1:
-        found += _heads_over_context(model, layout)
-    return found + (list(_sequence(layout, sequence_length)) if sequence_length is not None else [])
+        problems += _heads_over_context(model, layout)
+    return problems + (list(_sequence(layout, sequence_length)) if sequence_length is not None else [])
 
 
 def _tensor(model: Model, layout: Layout) -> Iterator[Problem]:
@@ -501,7 +502,7 @@ def _experts(model: Model, layout: Layout) -> Iterator[Problem]:
 
 
 def _stages(model: Model, layout: Layout) -> Iterator[Problem]:
-    layers, stages, given = model.num_hidden_layers, layout.num_stages, layout.layers_per_stage
+    layers, stages, layers_per_stage = model.num_hidden_layers, layout.num_stages, layout.layers_per_stage
     if layout.pp == 1:
         return
     most = layers + 2 if layout.pp > 1 else layers
@@ -511,8 +512,8 @@ def _stages(model: Model, layout: Layout) -> Iterator[Problem]:
         fewer = most // layout.virtual_stages
         remedy = f"Use pp = {fewer} or less." if fewer > 1 else f"Use at most {most // layout.pp or 1} virtual_stages."
         yield Problem("layout.pp", rule, remedy)
-    elif given is not None and sum(given) != layers:
-        rule = f"must sum to model.num_hidden_layers = {layers}, sums to {sum(given)}"
+    elif layers_per_stage is not None and sum(layers_per_stage) != layers:
+        rule = f"must sum to model.num_hidden_layers = {layers}, sums to {sum(layers_per_stage)}"
         yield Problem("layout.layers_per_stage", rule, "Change it, or leave it out for an even cut.")
 
 
@@ -532,24 +533,26 @@ def _recomputed(model: Model, layout: Layout) -> Iterator[Problem]:
 
 def _unknown_modules(model: Model, layout: Layout) -> Iterator[Problem]:
     """Modules that are named for recomputation, and are not in the model."""
-    there = available_modules(model)
-    told = {"recompute_blocks": modes_of(layout.recompute_blocks)}
+    available = available_modules(model)
+    modes_by_key = {"recompute_blocks": modes_of(layout.recompute_blocks)}
     if is_modules(layout.recompute):
-        told["recompute"] = (layout.recompute,)
-    for key, modes in told.items():
-        named = {name for mode in modes if (again := parse_mode(mode)) is not None for name in again.modules - {CHOSEN}}
-        if missing := modules_name(named - {*there}).split("+") if named - {*there} else []:
-            rule = f"names {' and '.join(missing)}, and this model has {', '.join(there)}"
+        modes_by_key["recompute"] = (layout.recompute,)
+    for key, modes in modes_by_key.items():
+        named = {
+            name for mode in modes if (parsed := parse_mode(mode)) is not None for name in parsed.modules - {SELECTIVE_MODULES}
+        }
+        if missing := modules_name(named - {*available}).split("+") if named - {*available} else []:
+            rule = f"names {' and '.join(missing)}, and this model has {', '.join(available)}"
             yield Problem(f"layout.{key}", rule, "Name modules that it has.")
 
 
 def _heads_over_context(model: Model, layout: Layout) -> Iterator[Problem]:
     """All-to-all gives each rank of cp whole sequences of some heads (Jacobs et al. 2023, DeepSpeed-Ulysses)."""
-    heads, rest, swap = model.num_attention_heads, model.num_attention_heads // layout.tp, layout.cp_grid[1]
+    heads, local_heads, swap = model.num_attention_heads, model.num_attention_heads // layout.tp, layout.cp_grid[1]
     if heads % (layout.tp * swap) and heads % layout.tp == 0:
         key = "layout.cp" if swap == layout.cp else "layout.cp_heads"
-        rule = f"must divide the {rest} heads of a rank (num_attention_heads / tp) for all-to-all, is {swap}"
-        yield Problem(key, rule, f'{_choose(divisors(rest), swap)} Or cp_method = "ring", which cuts no heads.')
+        rule = f"must divide the {local_heads} heads of a rank (num_attention_heads / tp) for all-to-all, is {swap}"
+        yield Problem(key, rule, f'{_choose(divisors(local_heads), swap)} Or cp_method = "ring", which cuts no heads.')
 
 
 def _sequence(layout: Layout, length: int) -> Iterator[Problem]:
@@ -574,5 +577,5 @@ def _sequence_pieces(layout: Layout) -> tuple[int, str]:
 
 def _choose(options: Sequence[int], wrong: int) -> str:
     """The options nearest to what was given, in order."""
-    near = sorted(sorted(options, key=lambda n: abs(n - wrong))[:_MOST_NAMED])
-    return f"Choose one of {near}."
+    nearest = sorted(sorted(options, key=lambda n: abs(n - wrong))[:_MOST_NAMED])
+    return f"Choose one of {nearest}."

@@ -44,12 +44,12 @@ def time_limit_notes(run: Run) -> Iterator[str]:
 def grace_notes(run: Run, environment: Mapping[str, str]) -> list[str]:
     """A note if the grace period of this rank's torchrun, by its `environment`, is not above the timeout of collectives."""
     timeout = run.collective_timeout_seconds
-    given = environment.get(TORCHRUN_GRACE, f"{TORCHRUN_GRACE_SECONDS:g}")
+    grace = environment.get(TORCHRUN_GRACE, f"{TORCHRUN_GRACE_SECONDS:g}")
     if "TORCHELASTIC_RUN_ID" not in environment or run.layout.world_size == 1:
         return []
-    if given.isdigit() and int(given) > timeout:
+    if grace.isdigit() and int(grace) > timeout:
         return []
     return [
-        f"{TORCHRUN_GRACE} = {given} is not above collective_timeout_seconds = {timeout:g}: a stop signal while a collective "
+        f"{TORCHRUN_GRACE} = {grace} is not above collective_timeout_seconds = {timeout:g}: a stop signal while a collective "
         f"hangs ends in SIGKILL, and nobody says why. Start torchrun with {TORCHRUN_GRACE}={ceil(grace_seconds(run))}."
     ]

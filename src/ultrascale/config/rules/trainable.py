@@ -79,8 +79,8 @@ LAYOUT_RULES: tuple[Rule[Layout], ...] = (
 
 def _keeps_results(layout: Layout) -> bool:
     """True if some block keeps results for selective recomputation, or may (`auto`)."""
-    ways = (layout.recompute, *layout.recompute_blocks)
-    return layout.recompute == "auto" or any(text.startswith("selective") or is_modules(text) for text in ways)
+    modes = (layout.recompute, *layout.recompute_blocks)
+    return layout.recompute == "auto" or any(text.startswith("selective") or is_modules(text) for text in modes)
 
 
 def untrainable_model(model: Model) -> list[Problem]:

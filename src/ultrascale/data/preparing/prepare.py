@@ -32,7 +32,7 @@ from ultrascale.data.files import (
 )
 from ultrascale.data.indexed import best_dtype
 from ultrascale.data.manifest import NAME, Manifest, ShardRecord, TokenizerFacts, load_manifest, save_manifest
-from ultrascale.data.preparing.bring import brought, locked
+from ultrascale.data.preparing.fetch import fetched_inputs, locked
 from ultrascale.data.preparing.shards import OnBad, ShardTask, is_held_out, make_shard, record_path
 from ultrascale.data.preparing.workers import available_cores, run_tasks
 from ultrascale.data.reading.documents import Document, PartReader
@@ -121,8 +121,8 @@ def prepare(
     def bringing(done_bytes: int, total_bytes: int) -> None:
         notify(Progress(done_bytes, total_bytes, 0, "bringing"))
 
-    with brought(inputs, Path(output), glob=recipe.glob, exclude=recipe.exclude, report=bringing) as (here, urls):
-        return _prepare(here, urls, Path(output), recipe, validation, workers, notify)
+    with fetched_inputs(inputs, Path(output), glob=recipe.glob, exclude=recipe.exclude, report=bringing) as (paths, urls):
+        return _prepare(paths, urls, Path(output), recipe, validation, workers, notify)
 
 
 def _prepare(
@@ -185,10 +185,10 @@ def _expect_sense(recipe: Recipe, folder: Path, workers: int | None, validation:
         raise SeveralDataErrors(wrong)
     if recipe.tokenizer:
         tokenizer_facts(recipe.tokenizer, recipe.eod)
-    if kept := obstacle(folder):
-        if kept.is_dir():
-            raise DataError(str(kept), "is no folder that can be written", "Choose another --output.")
-        raise DataCommandError(str(kept), "is a file, and text is prepared into a folder", "Choose another --output.")
+    if blocker := obstacle(folder):
+        if blocker.is_dir():
+            raise DataError(str(blocker), "is no folder that can be written", "Choose another --output.")
+        raise DataCommandError(str(blocker), "is a file, and text is prepared into a folder", "Choose another --output.")
 
 
 def _expect_ready(inputs: list[str | Path], folder: Path, recipe: Recipe) -> None:
@@ -295,12 +295,12 @@ def _no_longer(name: str, folder: Path) -> DataError:
 def _expect_same_inputs(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
     """Checks that the files are the same as before; in a folder that is not complete, they may have been repaired since."""
     complete = (folder / NAME).exists()
-    then = {file["file"]: file for file in before.get("inputs", [])}
+    earlier_files = {file["file"]: file for file in before.get("inputs", [])}
     for file in now["inputs"]:
-        earlier = then.pop(file["file"], None)
+        earlier = earlier_files.pop(file["file"], None)
         if earlier is None or (complete and earlier != file):
             raise DataError(file["file"], f"is new or has changed since {folder} was begun", _remedy(folder))
-    for name in then:
+    for name in earlier_files:
         raise _no_longer(name, folder)
 
 

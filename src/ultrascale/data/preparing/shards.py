@@ -61,10 +61,10 @@ def make_shard(task: ShardTask, report: Report) -> tuple[ShardRecord, ...]:
 
     Raises DataError for bad input (when `on_bad` is fail), changed input, or a disk that cannot be written.
     """
-    kept = [_kept_record(task, place) for place in range(len(task.folders))]
-    if all(kept):
-        report(sum(part.weight_bytes for part in task.parts), sum(record.tokens for record in kept if record))
-        return tuple(record for record in kept if record)
+    kept_records = [_kept_record(task, place) for place in range(len(task.folders))]
+    if all(kept_records):
+        report(sum(part.weight_bytes for part in task.parts), sum(record.tokens for record in kept_records if record))
+        return tuple(record for record in kept_records if record)
     tokenizer = _tokenizer(str(task.tokenizer_path), task.tokenizer.fingerprint)
     dtype = best_dtype(task.tokenizer.vocab_size)
     with ExitStack() as stack:

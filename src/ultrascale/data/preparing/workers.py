@@ -49,7 +49,7 @@ def run_tasks(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([work.__module__])
     with _workers(context, num_processes, work, threads) as running:
-        return _share_out(tasks, running, report)
+        return _split_tasks(tasks, running, report)
 
 
 @contextmanager
@@ -57,11 +57,11 @@ def _workers(context: Any, count: int, work: Work[Any, Any], threads: int) -> It
     running: dict[Connection, ForkServerProcess] = {}
     try:
         for _ in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, work, threads), daemon=True)
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=_serve, args=(child_end, work, threads), daemon=True)
             process.start()
-            theirs.close()
-            running[ours] = process
+            child_end.close()
+            running[parent_end] = process
         yield running
     finally:
         for process in running.values():
@@ -71,13 +71,13 @@ def _workers(context: Any, count: int, work: Work[Any, Any], threads: int) -> It
             connection.close()
 
 
-def _share_out(
+def _split_tasks(
     tasks: Sequence[Any], running: dict[Connection, ForkServerProcess], report: Callable[[int, int, int], None]
 ) -> list[Any]:
     results: dict[int, Any] = {}
     places = iter(range(len(tasks)))
     for connection in running:
-        _hand_out(connection, tasks, places)
+        _assign_tasks(connection, tasks, places)
     while len(results) < len(tasks):
         for connection in wait(list(running)):
             assert isinstance(connection, Connection)
@@ -91,11 +91,11 @@ def _share_out(
                 report(place, *value)
             else:
                 results[place] = value
-                _hand_out(connection, tasks, places)
+                _assign_tasks(connection, tasks, places)
     return [results[place] for place in range(len(tasks))]
 
 
-def _hand_out(connection: Connection, tasks: Sequence[Any], places: Iterator[int]) -> None:
+def _assign_tasks(connection: Connection, tasks: Sequence[Any], places: Iterator[int]) -> None:
     place = next(places, None)
     if place is not None:
         connection.send((place, tasks[place]))

@@ -176,7 +176,7 @@ class PartReader:
                     yield judged(files["txt"], where, key, 0)
                 else:
                     wanted = "txt" if self.field == "text" else self.field
-                    has = f"has no .{wanted} and no .json, only {', '.join(f'.{one}' for one in files)}"
+                    has = f"has no .{wanted} and no .json, only {', '.join(f'.{extension}' for extension in files)}"
                     yield DataError(where, has, "Name the text's extension with --field.", "missing_field")
 
     def _mds(self) -> Iterator[Document | DataError]:

@@ -82,11 +82,11 @@ def find_files(
     files: list[InputFile] = []
     seen: set[tuple[int, int]] = set()
     for item in map(Path, inputs):
-        found = list(_walk(item, glob, exclude)) if item.is_dir() else [(item, item.name)]
-        if not found:
+        paths = list(_walk(item, glob, exclude)) if item.is_dir() else [(item, item.name)]
+        if not paths:
             raise DataCommandError(str(item), f"holds no file that matches {glob!r}", "Give another folder or --glob.")
         url = (urls or {}).get(item)
-        for path, name in found:
+        for path, name in paths:
             file, identity = _describe(path, name)
             if url is not None:
                 file = replace(file, url=f"{url}/{name}" if item.is_dir() else url)
@@ -139,11 +139,11 @@ def _cut_row_groups(file: InputFile, size: int) -> Iterator[Part]:
     sizes = [facts.row_group(index).total_byte_size for index in range(facts.num_row_groups)]
     weights = [file.size * part // max(1, sum(sizes)) for part in sizes]
     start, weight = 0, 0
-    for index, here in enumerate(weights):
-        if index > start and weight + here > size:
+    for index, group_weight in enumerate(weights):
+        if index > start and weight + group_weight > size:
             yield Part(file, start, index, weight)
             start, weight = index, 0
-        weight += here
+        weight += group_weight
     yield Part(file, start, len(weights), weight)
 
 
@@ -162,7 +162,7 @@ def _expect_shards(index: Path) -> None:
     """Every shard that MosaicML's index names must be there, in one of its forms."""
     try:
         shards = json.loads(index.read_bytes())["shards"]
-        forms = [[one[form]["basename"] for form in ("raw_data", "zip_data") if one.get(form)] for one in shards]
+        forms = [[shard[form]["basename"] for form in ("raw_data", "zip_data") if shard.get(form)] for shard in shards]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(str(index), f"is no index of MDS shards ({error!r})", "Copy it again.") from error
     for names in forms:
@@ -174,11 +174,11 @@ def _walk(folder: Path, glob: str, exclude: tuple[str, ...]) -> Iterator[tuple[P
     def refuse(error: OSError) -> None:
         raise DataError(str(error.filename), f"cannot be listed: {error.strerror}", "Check its permissions.") from error
 
-    found = []
-    for here, folders, names in os.walk(folder, onerror=refuse):
+    paths = []
+    for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not matches(name, exclude)]
-        found += [Path(here, name) for name in names if fnmatch(name, glob) and not matches(name, exclude)]
-    yield from sorted(((path, path.relative_to(folder).as_posix()) for path in found), key=lambda item: os.fsencode(item[1]))
+        paths += [Path(parent, name) for name in names if fnmatch(name, glob) and not matches(name, exclude)]
+    yield from sorted(((path, path.relative_to(folder).as_posix()) for path in paths), key=lambda item: os.fsencode(item[1]))
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
@@ -200,8 +200,8 @@ def _describe(path: Path, name: str) -> tuple[InputFile, tuple[int, int]]:
     if ".mds" in suffixes and kind != "mds":
         raise DataError(str(path), "is a MDS shard in a compression that is not read here", "Use zstd, gz or none.")
     if kind in ("parquet", "arrow") and compression:
-        what = "a compressed Parquet file" if kind == "parquet" else "a compressed Arrow file"
-        raise DataError(str(path), f"is {what}, which cannot be read in parts", "Decompress it first.")
+        format_name = "a compressed Parquet file" if kind == "parquet" else "a compressed Arrow file"
+        raise DataError(str(path), f"is {format_name}, which cannot be read in parts", "Decompress it first.")
     if compression == "zst":
         import_extra("zstandard")
     described = InputFile(Path(os.path.abspath(path)), name, kind, compression, facts.st_size, facts.st_mtime_ns)

@@ -80,8 +80,8 @@ def judged_text(value: Any, where: str, key: str) -> Document | DataError:
 
 def judge_piece(text: str, where: str) -> str:
     """`text`. Raises DataError if a tokenizer should not see it: a NUL, half a surrogate pair."""
-    if (at := text.find("\0")) >= 0:
-        raise DataError(where, f"has a NUL (U+0000) at character {at}, as binary data do", REPAIR, "nul")
+    if (position := text.find("\0")) >= 0:
+        raise DataError(where, f"has a NUL (U+0000) at character {position}, as binary data do", REPAIR, "nul")
     if not text.isascii():
         try:
             text.encode()

@@ -28,42 +28,42 @@ def shorten(file: BinaryIO, limit: int) -> tuple[bytes, list[tuple[int, int]]] |
 
     None if more than `limit` bytes remain, or the line ends inside a string.
     """
-    kept, ranges = bytearray(), []
+    shortened, ranges = bytearray(), []
     string: bytearray | None = None
     first = position = 0
     rest = b""
     file.seek(0)
     while block := file.read(PIECE_BYTES):
-        block, at = rest + block, 0
+        block, offset = rest + block, 0
         position -= len(rest)
         rest = b""
-        while at < len(block):
+        while offset < len(block):
             if string is None:
-                quote = block.find(b'"', at)
+                quote = block.find(b'"', offset)
                 stop = len(block) if quote < 0 else quote + 1
-                kept += block[at:stop]
-                at = stop
+                shortened += block[offset:stop]
+                offset = stop
                 if quote >= 0:
-                    string, first = bytearray(), position + at
-                if len(kept) > limit:
+                    string, first = bytearray(), position + offset
+                if len(shortened) > limit:
                     return None
                 continue
-            stop = _INSIDE.match(block, at).end()  # type: ignore[union-attr]
+            stop = _INSIDE.match(block, offset).end()  # type: ignore[union-attr]
             if len(string) <= LONG_STRING:
-                string += block[at:stop]
+                string += block[offset:stop]
             if stop == len(block) or block[stop : stop + 1] == b"\\":  # the escape at the block's end is not whole
                 rest = block[stop:]
-                at = len(block)
+                offset = len(block)
                 continue
             if len(string) > LONG_STRING:
-                kept += f"{_MARK}{len(ranges)}".encode()
+                shortened += f"{_MARK}{len(ranges)}".encode()
                 ranges.append((first, position + stop))
             else:
-                kept += string
-            kept += b'"'
-            string, at = None, stop + 1
+                shortened += string
+            shortened += b'"'
+            string, offset = None, stop + 1
         position += len(block)
-    return None if string is not None else (bytes(kept), ranges)
+    return None if string is not None else (bytes(shortened), ranges)
 
 
 def marked(value: object) -> int | None:

@@ -79,8 +79,8 @@ def mds_texts(stream: BinaryIO, field: str, where: str) -> Iterator[bytes]:
             raise _damaged(where, f"its sample {number} ends before it begins")
         sample = _read(stream, end - begin, where)
         lengths = 4 * sum(size is None for size in sizes)
-        told = iter(struct.unpack_from(f"<{lengths // 4}I", sample) if len(sample) >= lengths else ())
-        real = [next(told, 0) if size is None else size for size in sizes]
+        head_sizes = iter(struct.unpack_from(f"<{lengths // 4}I", sample) if len(sample) >= lengths else ())
+        real = [next(head_sizes, 0) if size is None else size for size in sizes]
         if lengths + sum(real) != len(sample):
             raise _damaged(where, f"its sample {number} has {len(sample):,} bytes, and its values {lengths + sum(real):,}")
         start = lengths + sum(real[:wanted])
@@ -110,12 +110,12 @@ def _columns(text: bytes, field: str, where: str) -> tuple[list[str], list[int |
 
 def _read(stream: BinaryIO, size: int, where: str) -> bytes:
     """So many bytes, which may come in pieces."""
-    found = bytearray()
-    while len(found) < size and (piece := stream.read(size - len(found))):
-        found += piece
-    if len(found) < size:
+    content = bytearray()
+    while len(content) < size and (piece := stream.read(size - len(content))):
+        content += piece
+    if len(content) < size:
         raise _damaged(where, "it was cut off")
-    return bytes(found)
+    return bytes(content)
 
 
 def _damaged(where: str, what: str) -> DataError:

@@ -24,8 +24,8 @@ def export_newest(run_folder: Path, target: Path) -> Claim:
     """Write the newest checkpoint as a Hugging Face folder and read it back."""
     trained = open_trained(run_folder)
     export_folder(trained.weights, trained.model, target, tokenizer=trained.tokenizer, overwrite=True)
-    back = open_trained(target).weights
-    equal = sum(torch.equal(weight, back[name]) for name, weight in trained.weights.items())
+    reread = open_trained(target).weights
+    equal = sum(torch.equal(weight, reread[name]) for name, weight in trained.weights.items())
     return judged(
         "an export keeps the weights", f"{equal} of {len(trained.weights)} tensors equal to the last bit",
         equal == len(trained.weights), tensors_equal=equal, tensors=len(trained.weights),

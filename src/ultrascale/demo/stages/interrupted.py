@@ -80,10 +80,10 @@ def worker_pids(launcher: int) -> list[int]:
     listed = _processes_of_proc() if Path("/proc/self/stat").exists() else _processes_of_ps()
     servers = {pid for pid, parent, command in listed if parent == launcher and FORK_SERVER in command}
     cold = {pid for pid, parent, command in listed if parent == launcher and WORKER in command}
-    found = sorted({pid for pid, parent, _ in listed if parent in servers} | cold - servers)
-    if not found:
+    pids = sorted({pid for pid, parent, _ in listed if parent in servers} | cold - servers)
+    if not pids:
         raise DemoError(f"process {launcher} has no worker to kill")
-    return found
+    return pids
 
 
 def _account(
@@ -145,15 +145,15 @@ def _starts(folder: Path) -> list[dict[str, Any]]:
 
 def _processes_of_proc() -> list[tuple[int, int, str]]:
     """(pid, parent, command) of all processes, on Linux."""
-    found = []
+    processes = []
     for folder in Path("/proc").iterdir():
         try:
             if folder.name.isdigit():
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                found.append((int(folder.name), parent, (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()))
+                processes.append((int(folder.name), parent, (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()))
         except (OSError, UnicodeDecodeError):  # it ended meanwhile, or is none of ours
             continue
-    return found
+    return processes
 
 
 def _processes_of_ps() -> list[tuple[int, int, str]]:

@@ -31,11 +31,11 @@ def plant_faults(run: Run) -> Claim:
     """The classic faults between processes, planted one by one: the proof must see each and name a parameter."""
     todo = [replace(case, fault=fault, name=fault) for fault in CLASSIC for case in cases(run, own_layout=True)]
     verdicts = prove_all(todo, steps=STEPS)
-    seen = {fault: _where_seen([v for v in verdicts if v.case == fault]) for fault in CLASSIC}
-    count = sum(name is not None for name in seen.values())
+    first_differing = {fault: _where_seen([v for v in verdicts if v.case == fault]) for fault in CLASSIC}
+    count = sum(name is not None for name in first_differing.values())
     return judged(
         "the proof sees planted faults", f"{count} of {len(CLASSIC)}, each with the parameter it breaks",
-        count == len(CLASSIC), seen=seen,
+        count == len(CLASSIC), seen=first_differing,
     )  # fmt: skip
 
 

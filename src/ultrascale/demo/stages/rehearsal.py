@@ -53,8 +53,8 @@ def step_seconds(run: Run, flops_per_second: float) -> float:
 
 def threads_of_a_rank(num_processes: int) -> int:
     """Threads that the launcher gives each process."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdigit() else max(1, (os.cpu_count() or 1) // num_processes)
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    return int(setting) if setting.isdigit() else max(1, (os.cpu_count() or 1) // num_processes)
 
 
 def _seconds_on_rank(rendezvous: str, run: Run) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ultrascale.description.problems import MOST_TOLD, Problem
+from ultrascale.description.problems import MOST_PROBLEMS, Problem
 
 HARMLESS = {
     "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "_attn_implementation",
@@ -63,7 +63,7 @@ class Reader:
     def refuse_unread(self) -> None:
         """Keys nobody read are refused, unless they are switched off."""
         unread = [key for key in sorted(set(self.config) - self.read) if self.config[key] not in (None, False, [], {}, "")]
-        most = max(1, MOST_TOLD - 1 - len(self.problems))
+        most = max(1, MOST_PROBLEMS - 1 - len(self.problems))
         for key in unread[:most]:
             rule = f"is not known for model_type {self.config['model_type']!r}, so its effect would be lost"
             self.problem(key, rule, "Remove it from the file if it changes nothing.")

@@ -21,21 +21,21 @@ def read_experts(reader: Reader, kind: str, fields: dict[str, Any]) -> dict[str,
     """The fields of `Model` on experts, and those on latent attention, beside `fields` that have been read already."""
     take = reader.take
     reader.read.add("output_router_logits")
-    found: dict[str, Any] = {"num_experts_per_tok": take("num_experts_per_tok", int)}
+    values: dict[str, Any] = {"num_experts_per_tok": take("num_experts_per_tok", int)}
     if kind in IN_DEEPSEEKS_WORDS:
         latent = _read_latent(reader, fields) if kind in WITH_LATENT_ATTENTION else {}
-        return found | latent | _read_deepseek(reader, kind)
-    found |= {"num_experts": _read_count(reader), "router_aux_loss_coef": take("router_aux_loss_coef", float)}
-    found["moe_intermediate_size"] = fields["intermediate_size"]
+        return values | latent | _read_deepseek(reader, kind)
+    values |= {"num_experts": _read_count(reader), "router_aux_loss_coef": take("router_aux_loss_coef", float)}
+    values["moe_intermediate_size"] = fields["intermediate_size"]
     if kind in ("qwen3_moe", "olmoe"):
-        found["norm_topk_prob"] = take("norm_topk_prob", bool)
+        values["norm_topk_prob"] = take("norm_topk_prob", bool)
     if kind == "qwen3_moe":
-        found |= {"moe_intermediate_size": take("moe_intermediate_size", int), "first_k_dense_replace": _read_dense(reader)}
+        values |= {"moe_intermediate_size": take("moe_intermediate_size", int), "first_k_dense_replace": _read_dense(reader)}
     elif kind == "gpt_oss":
         reader.read |= _GPT_OSS_HARMLESS
         reader.must_be("swiglu_alpha", (1.702,), "the activation is silu with this factor")
         reader.must_be("swiglu_limit", (7.0,), "gate and up are clamped there")
-    return found
+    return values
 
 
 def write_experts(model: Model) -> dict[str, Any]:
@@ -71,10 +71,10 @@ def _read_dense(reader: Reader) -> int:
 
 
 def _read_latent(reader: Reader, fields: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {key: reader.take(key, int, optional=key == "q_lora_rank") for key in _LATENT}
-    found["head_dim"] = found["qk_nope_head_dim"] + found["qk_rope_head_dim"]
-    found["num_key_value_heads"] = fields["num_attention_heads"]
-    return found
+    values: dict[str, Any] = {key: reader.take(key, int, optional=key == "q_lora_rank") for key in _LATENT}
+    values["head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
+    values["num_key_value_heads"] = fields["num_attention_heads"]
+    return values
 
 
 def _read_deepseek(reader: Reader, kind: str) -> dict[str, Any]:
@@ -82,26 +82,26 @@ def _read_deepseek(reader: Reader, kind: str) -> dict[str, Any]:
     reader.read |= _DEEPSEEK_HARMLESS
     reader.must_be("moe_layer_freq", (1,), "every layer has experts, but for the first ones")
     width, shared = take("moe_intermediate_size", int), take("n_shared_experts", int, optional=True) or 0
-    found: dict[str, Any] = {"num_experts": _read_count(reader), "moe_intermediate_size": width}
-    found |= {"shared_expert_intermediate_size": shared * width, "first_k_dense_replace": take("first_k_dense_replace", int)}
-    found |= {key: take(key, int, optional=True) or 1 for key in ("n_group", "topk_group")}
-    found["routed_scaling_factor"] = take("routed_scaling_factor", float)
-    found["router_aux_loss_coef"] = take("aux_loss_alpha", float, optional=True) or 0.0
+    values: dict[str, Any] = {"num_experts": _read_count(reader), "moe_intermediate_size": width}
+    values |= {"shared_expert_intermediate_size": shared * width, "first_k_dense_replace": take("first_k_dense_replace", int)}
+    values |= {key: take(key, int, optional=True) or 1 for key in ("n_group", "topk_group")}
+    values["routed_scaling_factor"] = take("routed_scaling_factor", float)
+    values["router_aux_loss_coef"] = take("aux_loss_alpha", float, optional=True) or 0.0
     if kind == "deepseek_v2":
         reader.must_be("scoring_func", ("softmax",), "this family scores by softmax")
         reader.must_be("norm_topk_prob", (False, None), "transformers never normalises scores of this family")
-        found["topk_method"] = take("topk_method", str)
-        if found["topk_method"] not in ("greedy", "group_limited_greedy"):
+        values["topk_method"] = take("topk_method", str)
+        if values["topk_method"] not in ("greedy", "group_limited_greedy"):
             reader.problem(
-                "topk_method", f"{found['topk_method']!r} is not supported", "Only greedy and group_limited_greedy are."
+                "topk_method", f"{values['topk_method']!r} is not supported", "Only greedy and group_limited_greedy are."
             )
     else:
         reader.must_be("scoring_func", ("sigmoid",), "this family scores by sigmoid")
-        found["norm_topk_prob"] = take("norm_topk_prob", bool)
+        values["norm_topk_prob"] = take("norm_topk_prob", bool)
         reader.must_be("topk_method", ("noaux_tc",), "this family balances by a bias")
         names = ("num_mtp_layers", "num_nextn_predict_layers")
-        found["num_nextn_predict_layers"] = reader.take_first(names, int, optional=True) or 0
-    return found
+        values["num_nextn_predict_layers"] = reader.take_first(names, int, optional=True) or 0
+    return values
 
 
 def _write_deepseek(model: Model) -> dict[str, Any]:

@@ -238,12 +238,12 @@ def export_problems(model: Model) -> list[Problem]:
     if not FAMILIES[kind].architecture:
         rule = f"is {kind}, which transformers does not know"
         return [Problem("model.model_type", rule, "Choose another family, or set checkpoint.export = false.")]
-    found: list[Problem] = []
+    export_issues: list[Problem] = []
 
     def expect(key: str, value: Any) -> None:
         if getattr(model, key) != value:
             rule = f"is {getattr(model, key)!r}, but a Hugging Face {kind} model always has {value!r}"
-            found.append(Problem(f"model.{key}", rule, _export_remedy(model, key, value)))
+            export_issues.append(Problem(f"model.{key}", rule, _export_remedy(model, key, value)))
 
     fixed = FAMILIES[kind].fixed
     for key, value in fixed.items():
@@ -254,18 +254,20 @@ def export_problems(model: Model) -> list[Problem]:
         expect("attention_output_bias", model.qkv_bias)
     if kind in ("mixtral", "olmoe", "gpt_oss"):
         expect("intermediate_size", model.moe_intermediate_size)
-    found += _parts_problems(model)
+    export_issues += _parts_problems(model)
     if kind in ("gpt2", "llama") and model.num_attention_heads and model.hidden_size % model.num_attention_heads:
         rule = f"must divide hidden_size = {model.hidden_size} to be exported as {kind}, is {model.num_attention_heads}"
-        found.append(Problem("model.num_attention_heads", rule, "Change one of the two, or set checkpoint.export = false."))
+        export_issues.append(
+            Problem("model.num_attention_heads", rule, "Change one of the two, or set checkpoint.export = false.")
+        )
     elif kind == "gpt2":
         expect("head_dim", model.hidden_size // max(1, model.num_attention_heads))
-    return found
+    return export_issues
 
 
 def _parts_problems(model: Model) -> list[Problem]:
     """Parts that a family cannot be without, or has in whole numbers only."""
-    kind, found = model.model_type, []
+    kind, problems = model.model_type, []
     remedy = "Choose another model_type, or set checkpoint.export = false."
     needed = (
         ("num_experts", WITH_EXPERTS), ("kv_lora_rank", WITH_LATENT_ATTENTION), ("rope_local_base_freq", WITH_LOCAL_ROPE),
@@ -273,15 +275,15 @@ def _parts_problems(model: Model) -> list[Problem]:
     )  # fmt: skip
     for key, kinds in needed:
         if kind in kinds and not getattr(model, key):
-            found.append(Problem(f"model.{key}", f"is missing, but a Hugging Face {kind} model always has it", remedy))
+            problems.append(Problem(f"model.{key}", f"is missing, but a Hugging Face {kind} model always has it", remedy))
     if model.moe_intermediate_size and model.shared_expert_intermediate_size % model.moe_intermediate_size:
         rule = f"must be a multiple of moe_intermediate_size = {model.moe_intermediate_size}"
-        found.append(Problem("model.shared_expert_intermediate_size", rule, remedy))
-    return found
+        problems.append(Problem("model.shared_expert_intermediate_size", rule, remedy))
+    return problems
 
 
 def _export_remedy(model: Model, key: str, value: Any) -> str:
-    wanted = getattr(model, key)
-    others = [name for name, other in FAMILIES.items() if key in other.fixed and other.fixed[key] == wanted]
-    also = f", model_type = {' or '.join(others)}" if others else ""
+    current = getattr(model, key)
+    other_families = [name for name, other in FAMILIES.items() if key in other.fixed and other.fixed[key] == current]
+    also = f", model_type = {' or '.join(other_families)}" if other_families else ""
     return f"Set it to {value!r}{also}, or set checkpoint.export = false."

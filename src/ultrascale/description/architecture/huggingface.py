@@ -162,8 +162,8 @@ def _read_local_base(reader: Reader) -> float:
         if {*local} - {"rope_theta", "rope_type"} or local.get("rope_type", "default") != "default":
             rule, remedy = "must be of type 'default'", "Choose a model whose windowed layers are not stretched."
             reader.problem("rope_parameters.sliding_attention", rule, remedy)
-        given = {"rope_local_base_freq": local.get("rope_theta"), "rope_parameters": tables.get("full_attention")}
-        reader.config = reader.config | {key: value for key, value in given.items() if value is not None}
+        moved = {"rope_local_base_freq": local.get("rope_theta"), "rope_parameters": tables.get("full_attention")}
+        reader.config = reader.config | {key: value for key, value in moved.items() if value is not None}
     return reader.take("rope_local_base_freq", float)
 
 

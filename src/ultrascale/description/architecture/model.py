@@ -264,17 +264,17 @@ class Model:
 
     def problems(self) -> list[Problem]:
         """Every rule the fields break, with keys relative to `model`."""
-        found: list[Problem] = []
+        rule_problems: list[Problem] = []
 
         def expect(holds: bool, key: str, rule: str, remedy: str) -> None:
             if not holds:
-                found.append(Problem(f"model.{key}", f"{rule}, is {getattr(self, key)}", remedy))
+                rule_problems.append(Problem(f"model.{key}", f"{rule}, is {getattr(self, key)}", remedy))
 
         for key, (low, high) in RANGES.items():
             value = getattr(self, key)
             holds = value is None or low <= value <= high
             expect(holds, key, f"must be from {low} to {high}", "Give a number in this range.")
-        if not found:
+        if not rule_problems:
             _expect_heads(self, expect)
             _expect_experts(self, expect)
             _expect_latent_attention(self, expect)
@@ -296,7 +296,7 @@ class Model:
         expect(interval is None or interval >= 1, "no_rope_layer_interval", "must be at least 1", 'Leave it out, or "none".')
         _expect_positions(self, expect)
         if self.position_embedding == "rotary" and self.rope_scaling is not None:
-            found += self.rope_scaling.problems()
+            rule_problems += self.rope_scaling.problems()
         norm_holds = self.qk_norm or not self.qk_norm_whole
         expect(norm_holds, "qk_norm_whole", "has no effect without qk_norm", "Leave it out, or set both.")
         gate_holds = self.gated_mlp or self.hidden_act not in ("silu", "swigluoai")
@@ -307,7 +307,7 @@ class Model:
         expect(self.mtp_loss_coef >= 0, "mtp_loss_coef", "must be at least 0", "0.3 is usual.")
         for key, usual in (("norm_eps", "1e-5"), ("rope_theta", "10000"), ("initializer_range", "0.02")):
             expect(getattr(self, key) > 0, key, "must be above 0", f"{usual} is usual.")
-        return found
+        return rule_problems
 
 
 _Expect = Callable[[bool, str, str, str], None]
@@ -359,8 +359,8 @@ def _expect_experts(model: Model, expect: _Expect) -> None:
             expect(holds, key, "has no effect without experts (num_experts = 0)", "Leave it out, or set num_experts.")
         return
     count, groups, chosen = model.num_experts, model.n_group, model.topk_group
-    each = model.num_experts_per_tok
-    expect(1 <= each <= count, "num_experts_per_tok", f"must be from 1 to num_experts = {count}", "2 to 8 are usual.")
+    top_k = model.num_experts_per_tok
+    expect(1 <= top_k <= count, "num_experts_per_tok", f"must be from 1 to num_experts = {count}", "2 to 8 are usual.")
     expect(
         model.moe_intermediate_size >= 1, "moe_intermediate_size", "must be at least 1 with experts", "Give an expert's width."
     )
@@ -371,10 +371,10 @@ def _expect_experts(model: Model, expect: _Expect) -> None:
     expect(chosen <= groups, "topk_group", f"must be at most n_group = {groups}", f"Use {groups}.")
     grouped = groups == 1 or model.topk_method != "greedy"
     expect(grouped, "n_group", 'has no effect with topk_method = "greedy"', "Leave it out, or choose another topk_method.")
-    room = chosen * count // groups
-    if chosen <= groups and count % groups == 0 and each <= count:
-        rule = f"must be at most the {room} experts of topk_group = {chosen} groups"
-        expect(each <= room, "num_experts_per_tok", rule, "Raise topk_group, or choose fewer.")
+    eligible = chosen * count // groups
+    if chosen <= groups and count % groups == 0 and top_k <= count:
+        rule = f"must be at most the {eligible} experts of topk_group = {chosen} groups"
+        expect(top_k <= eligible, "num_experts_per_tok", rule, "Raise topk_group, or choose fewer.")
     expect(model.routed_scaling_factor > 0, "routed_scaling_factor", "must be above 0", "1 is usual.")
     for key in ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_rate"):
         expect(getattr(model, key) >= 0, key, "must be at least 0", "0.001 is usual.")

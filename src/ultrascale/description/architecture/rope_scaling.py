@@ -37,11 +37,11 @@ class RopeScaling:
 
     def problems(self) -> list[Problem]:
         """Every rule the fields break, with keys relative to `model.rope_scaling`."""
-        found: list[Problem] = []
+        rule_problems: list[Problem] = []
 
         def expect(holds: bool, key: str, rule: str, remedy: str) -> None:
             if not holds:
-                found.append(Problem(f"model.rope_scaling.{key}", rule, remedy))
+                rule_problems.append(Problem(f"model.rope_scaling.{key}", rule, remedy))
 
         expect(self.factor >= 1, "factor", f"must be at least 1, is {self.factor}", "A factor of 1 changes nothing.")
         original = self.original_max_position_embeddings
@@ -55,7 +55,7 @@ class RopeScaling:
             expect(value is None or value > 0, key, f"must be above 0, is {value}", 'Leave it out, or "none".')
         for key, default in _UNREAD_ROPE_FIELDS[self.rope_type].items():
             expect(getattr(self, key) == default, key, f"has no effect for rope_type = {self.rope_type}", "Leave it out.")
-        return found
+        return rule_problems
 
 
 # Fields that a type of scaling does not read, and their defaults.

@@ -41,7 +41,7 @@ class Weight:
     """True if weight decay applies: matrices, not norms and biases."""
     tp_dim: int | None = None
     """The dimension that tensor parallelism (of experts: `expert_tp`) cuts; None: every rank holds all of it."""
-    tp_most: int | None = None
+    max_tp_shards: int | None = None
     """At most so many ranks cut it, further ones hold copies: heads of keys and values."""
     is_expert: bool = False
     """True if dim 0 counts experts: `ep` shards it, and gradients are reduced over expert data parallelism only."""
@@ -55,7 +55,7 @@ class Weight:
     def local_numel(self, *, tp: int = 1, ep: int = 1, expert_tp: int = 1) -> int:
         """Elements on the rank that holds most; a dimension that does not divide is rounded up."""
         shape = list(self.shape)
-        cuts = [(0, ep), (self.tp_dim, expert_tp)] if self.is_expert else [(self.tp_dim, min(tp, self.tp_most or tp))]
+        cuts = [(0, ep), (self.tp_dim, expert_tp)] if self.is_expert else [(self.tp_dim, min(tp, self.max_tp_shards or tp))]
         for dim, ranks in cuts:
             if dim is not None:
                 shape[dim] = -(-shape[dim] // ranks)
@@ -154,12 +154,14 @@ def _attention(model: Model, layer: int) -> Iterator[Weight]:
     block = f"layers.{layer}.self_attn"
     for name, rows, heads in (("q", q, model.num_attention_heads), ("k", kv, model.num_key_value_heads),
                               ("v", kv, model.num_key_value_heads)):  # fmt: skip
-        yield from _linear(f"{block}.{name}_proj", "attention", layer, rows, d, std, model.qkv_bias, tp_dim=0, tp_most=heads)
+        yield from _linear(
+            f"{block}.{name}_proj", "attention", layer, rows, d, std, model.qkv_bias, tp_dim=0, max_tp_shards=heads
+        )
     if model.qk_norm:
         for name, heads in (("q_norm", model.num_attention_heads), ("k_norm", model.num_key_value_heads)):
             size = heads * model.head_dim if model.qk_norm_whole else model.head_dim
             for norm in _norm(replace(model, norm="rmsnorm"), f"{block}.{name}", layer, size):
-                yield replace(norm, tp_dim=0, tp_most=heads) if model.qk_norm_whole else norm
+                yield replace(norm, tp_dim=0, max_tp_shards=heads) if model.qk_norm_whole else norm
     if model.attention_sinks:
         yield Weight(f"{block}.sinks", (model.num_attention_heads,), "attention", layer, std, decay=False, tp_dim=0)
     yield from _linear(f"{block}.o_proj", "attention", layer, d, q, _residual_std(model), model.attention_output_bias, tp_dim=1)
@@ -195,8 +197,8 @@ def _experts(model: Model, layer: int) -> Iterator[Weight]:
     block, count, width, d = f"layers.{layer}.mlp", model.num_experts, model.moe_intermediate_size, model.hidden_size
     yield from _linear(f"{block}.router", "router", layer, count, d, model.initializer_range, model.mlp_bias)
     for weight in _mlp(model, layer, "mlp.experts", width):
-        cut = None if weight.tp_dim is None else weight.tp_dim + 1
-        yield replace(weight, shape=(count, *weight.shape), tp_dim=cut, is_expert=True)
+        tp_dim = None if weight.tp_dim is None else weight.tp_dim + 1
+        yield replace(weight, shape=(count, *weight.shape), tp_dim=tp_dim, is_expert=True)
     if model.shared_expert_intermediate_size:
         yield from _mlp(model, layer, "mlp.shared_experts", model.shared_expert_intermediate_size)
 
@@ -215,13 +217,13 @@ def _linear(
     bias: bool,
     *,
     tp_dim: int | None = None,
-    tp_most: int | None = None,
+    max_tp_shards: int | None = None,
 ) -> Iterator[Weight]:
     """A projection [rows, columns]; the bias of one cut along its columns is on every rank."""
-    yield Weight(f"{name}.weight", (rows, columns), part, layer, std, tp_dim=tp_dim, tp_most=tp_most)
+    yield Weight(f"{name}.weight", (rows, columns), part, layer, std, tp_dim=tp_dim, max_tp_shards=max_tp_shards)
     if bias:
-        cut = 0 if tp_dim == 0 else None
-        yield Weight(f"{name}.bias", (rows,), part, layer, decay=False, tp_dim=cut, tp_most=tp_most)
+        bias_tp_dim = 0 if tp_dim == 0 else None
+        yield Weight(f"{name}.bias", (rows,), part, layer, decay=False, tp_dim=bias_tp_dim, max_tp_shards=max_tp_shards)
 
 
 def _norm(model: Model, name: str, layer: int | None, size: int) -> Iterator[Weight]:

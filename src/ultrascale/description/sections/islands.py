@@ -99,7 +99,7 @@ class Islands:
             yield Problem("islands.outer.lr", rule, "0.7 is DiLoCo's, 1 averages weights.")
 
     @property
-    def differ(self) -> bool:
+    def uneven_dp(self) -> bool:
         """True if islands differ in dp, and so in which rank holds what."""
         return len(set(self.dp)) > 1
 
@@ -107,7 +107,7 @@ class Islands:
         """Degree of data parallelism of each island. `dp`: of the layout."""
         return self.dp or (dp,) * self.count
 
-    def senders(self, layout: Layout, *, experts: bool = False) -> int:
+    def num_senders(self, layout: Layout, *, experts: bool = False) -> int:
         """Ranks that talk to other islands where islands differ, of those that hold the same part of a weight, data parallelism
         left aside: as many as the smallest island has."""
         ranks = min(self.dp) * layout.cp
@@ -115,7 +115,7 @@ class Islands:
 
     def divisor(self, islands: Iterable[int]) -> int:
         """Divisor of the sum of these islands' moves in their mean: moves of islands that differ count by their dp."""
-        return sum(self.dp[island] if self.differ else 1 for island in islands)
+        return sum(self.dp[island] if self.uneven_dp else 1 for island in islands)
 
     @property
     def kept_tensors(self) -> int:
@@ -127,7 +127,7 @@ class Islands:
         every, parts = self.every_steps, range(self.fragments)
         return [part for part in parts if steps_done == steps or (steps_done + part * every // self.fragments) % every == 0]
 
-    def next_due(self, steps_done: int, steps: int) -> int:
+    def next_outer_step(self, steps_done: int, steps: int) -> int:
         """The first step after `steps_done` with an outer step; `steps` is one."""
         waits = (self.every_steps - (steps_done + p * self.every_steps // self.fragments) % self.every_steps
                  for p in range(self.fragments))  # fmt: skip

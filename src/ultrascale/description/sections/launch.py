@@ -145,8 +145,8 @@ class Launch:
         for text in self.environment:
             if not _NAME_AND_VALUE.fullmatch(text):
                 yield Problem("launch.environment", f"has {text!r}, which sets no variable", 'Write "NAME=VALUE".')
-        for section, given in (("launch", vars(self)), ("launch.slurm", vars(self.slurm))):
-            for key, value in given.items():
+        for section, fields in (("launch", vars(self)), ("launch.slurm", vars(self.slurm))):
+            for key, value in fields.items():
                 if any(len(f"{text}.".splitlines()) > 1 for text in (value if isinstance(value, tuple) else (value,))):
                     yield Problem(f"{section}.{key}", "has a line break in a value", "Give each line an item of its own.")
         for host in self.hosts:

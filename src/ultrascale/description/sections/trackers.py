@@ -143,4 +143,4 @@ def tracker_notes(log: Log) -> list[str]:
 
 
 def _default(sink: str) -> Any:
-    return next(one.default_factory() for one in fields(Log) if one.name == sink)  # type: ignore[misc]
+    return next(log_field.default_factory() for log_field in fields(Log) if log_field.name == sink)  # type: ignore[misc]

@@ -16,12 +16,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ultrascale.description.attention_cores import CONTESTANTS, Wanted, why_not
+from ultrascale.description.attention_cores import CANDIDATE_CORES, CoreRequirements, unsupported_reason
 from ultrascale.description.layout import AttentionCore
 from ultrascale.kernels.attention.attention_core import attention, attention_mask, causal_piece
 from ultrascale.kernels.attention.attention_spans import packed_ids
 from ultrascale.kernels.attention.flash_packages import MODULES, not_importable
-from ultrascale.kernels.choice.contest import MOST_BYTES, Form, Outcomes, added, measure
+from ultrascale.kernels.choice.contest import MOST_BYTES, Form, Outcomes, measure, weighted_sum
 
 DOCUMENTS = 8
 
@@ -50,18 +50,20 @@ class AttentionShape:
         ]
 
 
-def contest(shape: AttentionShape, wanted: Wanted, device: torch.device, *, compiled: bool, bitwise: bool = False) -> Outcomes:
+def contest(
+    shape: AttentionShape, wanted: CoreRequirements, device: torch.device, *, compiled: bool, bitwise: bool = False
+) -> Outcomes:
     """Seconds of each core for a layer, forward and backward, the mean of all; or why it is out."""
     inputs = shape.inputs(device)
     layers = [(count / len(wanted.windows), window) for window, count in Counter(wanted.windows).items()]
-    refused = {core: reason for core in CONTESTANTS if (reason := left_out(core, wanted, compiled=compiled))}
+    refused = {core: reason for core in CANDIDATE_CORES if (reason := excluded(core, wanted, compiled=compiled))}
     parts = [(share, measure(forms(inputs, wanted, window, refused), inputs, bitwise=bitwise)) for share, window in layers]
-    return added(parts)
+    return weighted_sum(parts)
 
 
-def left_out(core: AttentionCore, wanted: Wanted, *, compiled: bool) -> str:
+def excluded(core: AttentionCore, wanted: CoreRequirements, *, compiled: bool) -> str:
     """Why `core` takes no part; empty if it does."""
-    if reason := why_not(core, wanted):
+    if reason := unsupported_reason(core, wanted):
         return reason
     if core == "sdpa" and wanted.is_masked and wanted.device == "cuda" and wanted.is_narrow and wanted.cp == 1:
         return "needs masks of S x S numbers"
@@ -72,7 +74,9 @@ def left_out(core: AttentionCore, wanted: Wanted, *, compiled: bool) -> str:
     return not_importable(core)
 
 
-def forms(inputs: list[Tensor], wanted: Wanted, window: int | None, refused: Mapping[str, str]) -> dict[str, Form | str]:
+def forms(
+    inputs: list[Tensor], wanted: CoreRequirements, window: int | None, refused: Mapping[str, str]
+) -> dict[str, Form | str]:
     """The forms that `contest.measure` compares, for layers with this window."""
     batch, length = inputs[0].shape[:2]
     ids = (torch.arange(length) * DOCUMENTS // length).expand(batch, length)
@@ -81,9 +85,9 @@ def forms(inputs: list[Tensor], wanted: Wanted, window: int | None, refused: Map
         document_ids=packed_ids(ids, inputs[0].device) if wanted.documents else None,
     )  # fmt: skip
     if wanted.cp > 1:
-        pieces = {core: partial(causal_piece, core=core if core in MODULES else "") for core in CONTESTANTS}
+        pieces = {core: partial(causal_piece, core=core if core in MODULES else "") for core in CANDIDATE_CORES}
         return {core: refused.get(core) or piece for core, piece in pieces.items()}
-    return {core: refused.get(core) or _form(partial(made, core=core)) for core in CONTESTANTS}
+    return {core: refused.get(core) or _form(partial(made, core=core)) for core in CANDIDATE_CORES}
 
 
 def _form(make_mask: partial) -> Form:

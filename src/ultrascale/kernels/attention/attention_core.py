@@ -105,7 +105,7 @@ def _by_one_kernel(query: Tensor, key: Tensor, value: Tensor, kernel: SDPBackend
 
 def causal_piece(query: Tensor, key: Tensor, value: Tensor, core: str) -> Tensor:
     """Plain causal attention by the kernel that context parallelism joins pieces with (`attention_with_lse`): [B, S, H, E']."""
-    heads_first = (one.transpose(1, 2) for one in (query, key, value))
+    heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
     return _Attention.apply(*heads_first, None, None, None, core)  # pyright: ignore[reportReturnType]
 
 

@@ -33,17 +33,17 @@ def flex_mask(length: int, *, document_ids: Tensor | None, window: int | None, d
     """Causal, inside documents (`document_ids` [B, S], growing) and a window of so many tokens."""
     ids = torch.zeros(1, length, dtype=torch.int32, device=device) if document_ids is None else document_ids
 
-    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         row = batch if document_ids is not None else batch * 0
-        found = (key <= query) & (ids[row, query] == ids[row, key])
-        return found if window is None else found & (query - key < window)
+        visible = (key <= query) & (ids[row, query] == ids[row, key])
+        return visible if window is None else visible & (query - key < window)
 
-    some, whole = seen_blocks(ids, window)
-    partly = _listed(some & ~whole), _listed(whole)
+    seen, whole = seen_blocks(ids, window)
+    partly = _listed(seen & ~whole), _listed(whole)
     (counts, indices), (full_counts, full_indices) = partly
     return FlexMask(
         BlockMask.from_kv_blocks(
-            counts, indices, full_counts, full_indices, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(length, length)
+            counts, indices, full_counts, full_indices, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(length, length)
         )
     )
 
@@ -58,11 +58,11 @@ def seen_blocks(ids: Tensor, window: int | None, block: int = BLOCK) -> tuple[Te
     first, last = ids[:, starts], ids[:, ends]  # [B, blocks]
     farthest = ends[:, None] - starts  # tokens from a query back to a key, at most, [blocks, blocks]
     nearest = starts[:, None] - ends
-    some = (places[:, None] >= places) & (last[:, None, :] >= first[:, :, None])
+    seen = (places[:, None] >= places) & (last[:, None, :] >= first[:, :, None])
     whole = (places[:, None] > places) & (first[:, None, :] == last[:, :, None])
     if window is not None:
-        some, whole = some & (nearest < window), whole & (farthest < window)
-    return some, whole & some
+        seen, whole = seen & (nearest < window), whole & (farthest < window)
+    return seen, whole & seen
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

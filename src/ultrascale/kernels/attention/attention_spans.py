@@ -69,8 +69,8 @@ def ends_of(documents: Tensor | PackedIds) -> Tensor:
 def _ends(ids: Tensor) -> Tensor:
     begins = torch.ones_like(ids, dtype=torch.bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    found = begins.flatten().nonzero().squeeze(1).int()
-    return F.pad(found, (0, 1 + -len(found) % ENDS_MULTIPLE), value=ids.numel())
+    starts = begins.flatten().nonzero().squeeze(1).int()
+    return F.pad(starts, (0, 1 + -len(starts) % ENDS_MULTIPLE), value=ids.numel())
 
 
 def attend_spans(query: Tensor, key: Tensor, value: Tensor, spans: Spans, *, scale: float) -> tuple[Tensor, Tensor]:
@@ -82,7 +82,7 @@ def attend_spans(query: Tensor, key: Tensor, value: Tensor, spans: Spans, *, sca
         return _attend_by_package(query, key, value, spans, scale)
     ends, width = _all_ends(query, spans), value.shape[-1]
     if not _runs_flash(query):
-        return _attend_one_by_one(query, key, value, ends, spans.window, scale)
+        return _attend_by_document(query, key, value, ends, spans.window, scale)
     length = query.shape[1]
     query, key, value = _one_width(query, key, value)
     out, lse, *_ = _aten._flash_attention_forward(
@@ -101,7 +101,7 @@ def attend_spans_backward(
         return _gradients_by_package(grad_out, query, key, value, out, lse, spans, scale)
     ends = _all_ends(query, spans)
     if not _runs_flash(query):
-        return _gradients_one_by_one(grad_out, query, key, value, out, lse, ends, spans.window, scale)
+        return _gradients_by_document(grad_out, query, key, value, out, lse, ends, spans.window, scale)
     widths, length = (query.shape[-1], key.shape[-1], value.shape[-1]), query.shape[1]
     padded = [tensor.flatten(0, 1) for tensor in _one_width(grad_out, query, key, value, out)]
     no_seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # read with dropout only
@@ -117,8 +117,8 @@ def attend_spans_backward(
 
 def _attend_by_package(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
     length, width = query.shape[1], value.shape[-1]
-    given = _given(spans, query, key, value)
-    out, lse = flash_forward(*given, spans.ends, length, True, spans.window or 0, scale, spans.core)
+    packed = _packed_inputs(spans, query, key, value)
+    out, lse = flash_forward(*packed, spans.ends, length, True, spans.window or 0, scale, spans.core)
     if spans.ends is None:
         return out[..., :width].contiguous(), lse.transpose(0, 1).flatten(1)  # of [B, H, S]
     return out.unflatten(0, (-1, length))[..., :width].contiguous(), lse
@@ -127,10 +127,10 @@ def _attend_by_package(query: Tensor, key: Tensor, value: Tensor, spans: Spans, 
 def _gradients_by_package(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, spans: Spans, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    length, given = query.shape[1], _given(spans, grad_out, query, key, value, out)
+    length, packed = query.shape[1], _packed_inputs(spans, grad_out, query, key, value, out)
     if spans.ends is None:
         lse = lse.unflatten(1, (-1, length)).transpose(0, 1).contiguous()  # [B, H, S]
-    grads = flash_backward(*given, lse, spans.ends, length, True, spans.window or 0, scale, spans.core)
+    grads = flash_backward(*packed, lse, spans.ends, length, True, spans.window or 0, scale, spans.core)
     of_query, of_key, of_value = (
         grad.reshape(*tensor.shape[:3], -1)[..., : tensor.shape[3]]
         for grad, tensor in zip(grads, (query, key, value), strict=True)
@@ -138,9 +138,9 @@ def _gradients_by_package(
     return of_query, of_key, of_value
 
 
-def _given(spans: Spans, *tensors: Tensor) -> list[Tensor]:
+def _packed_inputs(spans: Spans, *tensors: Tensor) -> list[Tensor]:
     """Tensors in the form that the packages take: packed where documents are given."""
-    return [(one if spans.ends is None else one.flatten(0, 1)).contiguous() for one in _one_width(*tensors)]
+    return [(tensor if spans.ends is None else tensor.flatten(0, 1)).contiguous() for tensor in _one_width(*tensors)]
 
 
 def _all_ends(query: Tensor, spans: Spans) -> Tensor:
@@ -186,7 +186,7 @@ def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.transpose(0, 1).unsqueeze(0) for tensor in tensors)  # [L, H, E] to [1, H, L, E]
 
 
-def _attend_one_by_one(
+def _attend_by_document(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, window: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     batch, length, heads = query.shape[:3]
@@ -196,12 +196,12 @@ def _attend_one_by_one(
     for row, part in _documents(ends, length):
         q, k, v = _heads_first(query[row, part], key[row, part], value[row, part])
         mask = _window_mask(part.stop - part.start, window, query)
-        found, found_lse = attend(q, k, v, mask=mask, is_causal=mask is None, scale=scale)
-        out[row, part], lse[:, row, part] = found[0].transpose(0, 1), found_lse[0]
+        part_out, part_lse = attend(q, k, v, mask=mask, is_causal=mask is None, scale=scale)
+        out[row, part], lse[:, row, part] = part_out[0].transpose(0, 1), part_lse[0]
     return out, lse.flatten(1)
 
 
-def _gradients_one_by_one(
+def _gradients_by_document(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, ends: Tensor, window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -210,8 +210,8 @@ def _gradients_one_by_one(
     rows = lse.unflatten(1, (-1, length))
     for row, part in _documents(ends, length):
         of_out, q, k, v, o = _heads_first(*(tensor[row, part] for tensor in (grad_out, query, key, value, out)))
-        mask, own_lse = _window_mask(part.stop - part.start, window, query), rows[:, row, part][None]
-        found = attend_backward(of_out, q, k, v, o, own_lse, mask=mask, is_causal=mask is None, scale=scale)
-        for total, grad in zip(totals, found, strict=True):
+        mask, part_lse = _window_mask(part.stop - part.start, window, query), rows[:, row, part][None]
+        grads = attend_backward(of_out, q, k, v, o, part_lse, mask=mask, is_causal=mask is None, scale=scale)
+        for total, grad in zip(totals, grads, strict=True):
             total[row, part] = grad[0].transpose(0, 1)
     return totals[0], totals[1], totals[2]

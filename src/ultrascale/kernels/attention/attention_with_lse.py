@@ -40,8 +40,8 @@ def hidden_score(dtype: torch.dtype) -> float:
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """The mask that `attend` takes, [1 or B, 1, S, T] in `dtype`, of booleans [1 or B, S, T]."""
     *rows, num_keys = visible.shape
-    room = -num_keys % BIAS_MULTIPLE if is_cuda(visible) else 0
-    mask = torch.zeros(*rows, num_keys + room, dtype=dtype, device=visible.device)[..., :num_keys]
+    padding = -num_keys % BIAS_MULTIPLE if is_cuda(visible) else 0
+    mask = torch.zeros(*rows, num_keys + padding, dtype=dtype, device=visible.device)[..., :num_keys]
     return mask.masked_fill_(visible.logical_not(), hidden_score(dtype)).unsqueeze(1)
 
 
@@ -99,9 +99,11 @@ def attend_backward(
     scale = _scale(query, scale)
     widths = (query.shape[-1], key.shape[-1], value.shape[-1])
     if core and mask is None:
-        given = _places_first(grad_out, query, key, value, out)
-        found = flash_backward(*given, lse.contiguous(), None, key.shape[2], is_causal, 0, scale, core)
-        of_query, of_key, of_value = (one.transpose(1, 2)[..., :width] for one, width in zip(found, widths, strict=True))
+        tensors = _places_first(grad_out, query, key, value, out)
+        packed_grads = flash_backward(*tensors, lse.contiguous(), None, key.shape[2], is_causal, 0, scale, core)
+        of_query, of_key, of_value = (
+            grad.transpose(1, 2)[..., :width] for grad, width in zip(packed_grads, widths, strict=True)
+        )
         return of_query, of_key, of_value
     if _needs_plain(query):
         return _plain_backward(grad_out, query, key, value, out, lse, mask, is_causal, scale)
@@ -148,9 +150,9 @@ def _one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _places_first(*tensors: Tensor) -> list[Tensor]:
     """[B, S, H, E] of one width, as packages take them."""
-    width = max(one.shape[-1] for one in tensors)
+    width = max(tensor.shape[-1] for tensor in tensors)
     width += -width % HEAD_DIM_MULTIPLE
-    return [F.pad(one, (0, width - one.shape[-1])).transpose(1, 2).contiguous() for one in tensors]
+    return [F.pad(tensor, (0, width - tensor.shape[-1])).transpose(1, 2).contiguous() for tensor in tensors]
 
 
 def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

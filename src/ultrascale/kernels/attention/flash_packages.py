@@ -103,10 +103,12 @@ def _forward_2(
         "window_size_left": left, "window_size_right": right, "softcap": 0.0, "alibi_slopes": None, "return_softmax": False,
     }  # fmt: skip
     if ends is None:
-        found = module._flash_attn_forward(query, key, value, 0.0, scale, causal, **options)
+        outputs = module._flash_attn_forward(query, key, value, 0.0, scale, causal, **options)
     else:
-        found = module._flash_attn_varlen_forward(query, key, value, ends, ends, length, length, 0.0, scale, causal, **options)
-    return found[0], found[1]
+        outputs = module._flash_attn_varlen_forward(
+            query, key, value, ends, ends, length, length, 0.0, scale, causal, **options
+        )
+    return outputs[0], outputs[1]
 
 
 def _backward_2(
@@ -115,12 +117,12 @@ def _backward_2(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     module, (left, right) = import_module(MODULES["flash-2"]), _sides(window)
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    given = (grad, query, key, value, out, lse, *grads)
-    rest = (0.0, scale, causal, left, right, 0.0, None, steady)  # no dropout; no soft cap; no slopes
+    tensors = (grad, query, key, value, out, lse, *grads)
+    options = (0.0, scale, causal, left, right, 0.0, None, steady)  # no dropout; no soft cap; no slopes
     if ends is None:
-        module._flash_attn_backward(*given, *rest)
+        module._flash_attn_backward(*tensors, *options)
     else:
-        module._flash_attn_varlen_backward(*given, ends, ends, length, length, *rest)
+        module._flash_attn_varlen_backward(*tensors, ends, ends, length, length, *options)
     return grads
 
 
@@ -159,10 +161,10 @@ def _forward_4(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor | None, length: int, causal: bool, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     forward = import_module(MODULES["flash-4"])._flash_attn_fwd
-    found = forward(
+    outputs = forward(
         query, key, value, **_setting_4(forward, ends, length, window), softmax_scale=scale, causal=causal, return_lse=True
     )
-    return found[0], found[1]
+    return outputs[0], outputs[1]
 
 
 def _backward_4(
@@ -170,21 +172,21 @@ def _backward_4(
     causal: bool, window: int, scale: float, steady: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     backward = import_module(MODULES["flash-4"])._flash_attn_bwd
-    found = backward(
+    grads = backward(
         query, key, value, out, grad, lse, **_setting_4(backward, ends, length, window), softmax_scale=scale, causal=causal,
         deterministic=steady,
     )  # fmt: skip
-    return found[0], found[1], found[2]
+    return grads[0], grads[1], grads[2]
 
 
 def _setting_4(function: Callable[..., Any], ends: Tensor | None, length: int, window: int) -> dict[str, Any]:
     """Windows are None where there is none; the longest document is told to the versions that ask for it."""
-    found: dict[str, Any] = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+    setting: dict[str, Any] = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
     if ends is not None:
-        asked = signature(function).parameters
-        found |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
-        found |= {name: length for name in ("max_seqlen_q", "max_seqlen_k") if name in asked}
-    return found
+        parameters = signature(function).parameters
+        setting |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+        setting |= {name: length for name in ("max_seqlen_q", "max_seqlen_k") if name in parameters}
+    return setting
 
 
 _FORWARD = {"flash-2": _forward_2, "flash-3": _forward_3, "flash-4": _forward_4}

@@ -52,15 +52,15 @@ class Verdict:
         if not self.seconds:
             return f"{self.what}: {self.chosen}, {self.reason}"
         best, *rest = [f"{name} {value * 1e3:.3g} ms" for name, value in self._in_order()]
-        told = [f"{self.what}: {best}" + (f", {self.reason}" if self.reason else ""), *rest]
+        clauses = [f"{self.what}: {best}" + (f", {self.reason}" if self.reason else ""), *rest]
         out: dict[str, list[str]] = {}
         for name, why in self.refused.items():
             out.setdefault(why, []).append(name)
-        return "; ".join([*told, *(f"not {', '.join(names)}: {why}" for why, names in out.items())])
+        return "; ".join([*clauses, *(f"not {', '.join(names)}: {why}" for why, names in out.items())])
 
     def _in_order(self) -> list[tuple[str, float]]:
         """The chosen one, then the others by time."""
-        return sorted(self.seconds.items(), key=lambda one: (one[0] != self.chosen, one[1]))
+        return sorted(self.seconds.items(), key=lambda timing: (timing[0] != self.chosen, timing[1]))
 
 
 def measure(
@@ -76,30 +76,30 @@ def measure(
     for name, form in forms.items():
         if isinstance(form, str):
             continue
-        found = _tried(form, inputs)
-        if bitwise and not isinstance(found, str):
-            again = _tried(form, inputs)
-            same = not isinstance(again, str) and all(map(torch.equal, found, again))
-            found = found if same else "its gradients differ from one pass to the next"
-        if isinstance(found, str):
-            outcomes[name] = found
-        elif (far := distance(found, expected)) is not None:
+        results = _try_form(form, inputs)
+        if bitwise and not isinstance(results, str):
+            repeated = _try_form(form, inputs)
+            same = not isinstance(repeated, str) and all(map(torch.equal, results, repeated))
+            results = results if same else "its gradients differ from one pass to the next"
+        if isinstance(results, str):
+            outcomes[name] = results
+        elif (far := distance(results, expected)) is not None:
             outcomes[name] = far
         else:
             running[name] = form
-            expected = found if expected is None else expected
+            expected = results if expected is None else expected
     for name, seconds in _timed(running, inputs, passes).items():
         outcomes[name] = seconds
     return outcomes
 
 
-def added(parts: Sequence[tuple[float, Outcomes]]) -> Outcomes:
+def weighted_sum(parts: Sequence[tuple[float, Outcomes]]) -> Outcomes:
     """Outcomes of several shapes, each so many times: a form that is out of one is out."""
     total: Outcomes = {}
     for times, outcomes in parts:
-        for name, one in outcomes.items():
+        for name, result in outcomes.items():
             before = total.get(name, 0.0)
-            total[name] = before if isinstance(before, str) else one if isinstance(one, str) else before + times * one
+            total[name] = before if isinstance(before, str) else result if isinstance(result, str) else before + times * result
     return total
 
 
@@ -109,11 +109,11 @@ def decide(what: str, of_ranks: Sequence[Outcomes]) -> Verdict:
     refused: dict[str, str] = {}
     for name in of_ranks[0]:
         outcomes = [outcomes[name] for outcomes in of_ranks]
-        reason = next((one for one in outcomes if isinstance(one, str)), None)
+        reason = next((outcome for outcome in outcomes if isinstance(outcome, str)), None)
         if reason is not None:
             refused[name] = reason
         else:
-            seconds[name] = max(one for one in outcomes if not isinstance(one, str))
+            seconds[name] = max(outcome for outcome in outcomes if not isinstance(outcome, str))
     if not seconds:
         raise RuntimeError(f"{what}: no kernel runs here: " + "; ".join(f"{name}: {why}" for name, why in refused.items()))
     limit = min(seconds.values()) * (1 + CLOSE)
@@ -121,38 +121,38 @@ def decide(what: str, of_ranks: Sequence[Outcomes]) -> Verdict:
     return Verdict(what, chosen, "the only one that can" if len(seconds) == 1 else "", seconds, refused)
 
 
-def distance(found: Sequence[Tensor], expected: Sequence[Tensor] | None) -> str | None:
+def distance(results: Sequence[Tensor], expected: Sequence[Tensor] | None) -> str | None:
     """Distance of results from the expected ones, in words; None if they are close enough."""
-    if not all(bool(one.isfinite().all()) for one in found):
+    if not all(bool(result.isfinite().all()) for result in results):
         return "its results are not finite"
-    for one, other in zip(found, expected or (), strict=bool(expected)):
-        limit = LIMITS.get(one.dtype, LIMIT_OF_16_BITS)
+    for result, other in zip(results, expected or (), strict=bool(expected)):
+        limit = LIMITS.get(result.dtype, LIMIT_OF_16_BITS)
         size = float(other.double().norm())
-        far = float((one.double() - other.double()).norm()) / (size or 1.0)
+        far = float((result.double() - other.double()).norm()) / (size or 1.0)
         if far > limit:
             return f"its results are {far:.0e} off"
     return None
 
 
-def _tried(form: Form, inputs: Sequence[Tensor]) -> list[Tensor] | str:
+def _try_form(form: Form, inputs: Sequence[Tensor]) -> list[Tensor] | str:
     """The result of `form` and its gradients, or why there are none."""
     try:
-        return _passed(form, inputs)
+        return _forward_backward(form, inputs)
     except torch.OutOfMemoryError:
         return "out of memory"
     except Exception as error:  # whatever a kernel of others raises: it is out, and says why
         return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def _passed(form: Form, inputs: Sequence[Tensor]) -> list[Tensor]:
-    given = [one.detach().requires_grad_(one.is_floating_point()) for one in inputs]
-    made = form(*given)
-    outs = [made] if isinstance(made, Tensor) else [*made]
+def _forward_backward(form: Form, inputs: Sequence[Tensor]) -> list[Tensor]:
+    leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
+    output = form(*leaves)
+    outs = [output] if isinstance(output, Tensor) else [*output]
     if not torch.is_grad_enabled():
         return outs
     grads = [torch.ones_like(out) if out.dim() == 0 else _gradient(out) for out in outs]
-    found = torch.autograd.grad(outs, [one for one in given if one.requires_grad], grads)
-    return [*(out.detach() for out in outs), *found]
+    gradients = torch.autograd.grad(outs, [tensor for tensor in leaves if tensor.requires_grad], grads)
+    return [*(out.detach() for out in outs), *gradients]
 
 
 def _gradient(like: Tensor) -> Tensor:
@@ -172,10 +172,10 @@ def _timed(forms: Mapping[str, Form], inputs: Sequence[Tensor], passes: int) -> 
 def seconds_of(form: Form, inputs: Sequence[Tensor], passes: int) -> float:
     """Seconds of one pass, of `passes` in a row: of the device alone on CUDA, by the clock elsewhere."""
     if inputs[0].is_cuda:
-        return sum(device_seconds(lambda: _passed(form, inputs), passes)) / passes
+        return sum(device_seconds(lambda: _forward_backward(form, inputs), passes)) / passes
     begun = time.perf_counter()
     for _ in range(passes):
-        _passed(form, inputs)
+        _forward_backward(form, inputs)
     return (time.perf_counter() - begun) / passes
 
 

@@ -55,13 +55,13 @@ class FusedShape(NamedTuple):
 def fused_shape(model: Model, layout: Layout, sequence_length: int, dtype: torch.dtype) -> FusedShape:
     """The shapes of a rank of `layout`."""
     tokens = layout.micro_batch_size * sequence_length // layout.cp
-    own = tokens // (layout.tp if layout.sequence_parallel else 1)
+    local_tokens = tokens // (layout.tp if layout.sequence_parallel else 1)
     inner = model.moe_intermediate_size if model.num_experts else model.intermediate_size
     return FusedShape(
-        tokens, own, model.hidden_size,
+        tokens, local_tokens, model.hidden_size,
         model.num_attention_heads // layout.tp, model.head_dim, model.rotary_dim,
         inner // (layout.expert_tp if model.num_experts else layout.tp), model.vocab_size,
-        max(1, model.num_experts // layout.ep), own * model.num_experts_per_tok * layout.expert_tp, dtype,
+        max(1, model.num_experts // layout.ep), local_tokens * model.num_experts_per_tok * layout.expert_tp, dtype,
     )  # fmt: skip
 
 

@@ -17,13 +17,21 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from ultrascale.kernels.fp8.fp8_linear import ALONE, NOTHING_KEPT, Kept, Wires, noted, paired, scale_of
+from ultrascale.kernels.fp8.fp8_linear import (
+    ALONE,
+    NO_DELAYED_SCALES,
+    DelayedScales,
+    Wires,
+    narrow_pairs,
+    record_amaxes,
+    scale_of,
+)
 from ultrascale.kernels.fp8.fp8_matrices import (
     FORWARD,
     GRADIENT,
     SMALLEST,
     Narrow,
-    Over,
+    ReduceAmax,
     Scaling,
     largest_of,
     multiplied,
@@ -39,17 +47,17 @@ def fp8_grouped_linear(
     biases: list[Tensor],
     scaling: Scaling,
     wires: Wires = ALONE,
-    kept: Kept = NOTHING_KEPT,
-    came: Sequence[Narrow] = (),
+    delayed: DelayedScales = NO_DELAYED_SCALES,
+    gathered: Sequence[Narrow] = (),
 ) -> tuple[Tensor, ...]:
     """[M, F] for each of weights [X, F, D], from rows [M, D] in the order of experts; biases [X, F] of all or of none.
 
-    counts [X] int64: rows of each expert. `wires`: of its scales alone. `kept`: of delayed scaling. `came`: the weights,
+    counts [X] int64: rows of each expert. `wires`: of its scales alone. `delayed`: of delayed scaling. `gathered`: the weights,
     rounded already, as in `fp8_linear`.
     """
-    values = [one.values for one in came] + [one.scale for one in came]
+    values = [matrix.values for matrix in gathered] + [matrix.scale for matrix in gathered]
     return _Grouped.apply(  # pyright: ignore[reportReturnType]
-        rows, counts, scaling, wires, len(weights), len(biases), kept, *weights, *biases, *values
+        rows, counts, scaling, wires, len(weights), len(biases), delayed, *weights, *biases, *values
     )
 
 
@@ -58,8 +66,8 @@ def scaled_groups(rows: Tensor, scale: Tensor, matrices: Tensor, scales: Tensor,
     """[M, Q] of rows [M, P] and each expert's matrix [X, Q, P]; scales [M, 1] and [X, Q, 1], or both [X, 1, 1]."""
     out, of_experts = rows.new_zeros(len(rows), matrices.shape[1], dtype=dtype), scale.dim() > 2
     for expert, part in row_groups(counts):
-        own = scale[expert] if of_experts else scale[part]
-        out[part] = multiplied(rows[part], own, matrices[expert], scales[expert], dtype)
+        part_scale = scale[expert] if of_experts else scale[part]
+        out[part] = multiplied(rows[part], part_scale, matrices[expert], scales[expert], dtype)
     return out
 
 
@@ -90,48 +98,52 @@ PRODUCT = torch.ops.ultrascale.scaled_groups.default
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, counts: Tensor, scaling: Scaling, wires: Wires, count: int, num_biases: int, kept: Kept,
-        *parameters: Tensor,
+        ctx: Any, rows: Tensor, counts: Tensor, scaling: Scaling, wires: Wires, count: int, num_biases: int,
+        delayed: DelayedScales, *parameters: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        weights, biases, came = parameters[:count], parameters[count : count + num_biases], parameters[count + num_biases :]
+        weights, biases, gathered = parameters[:count], parameters[count : count + num_biases], parameters[count + num_biases :]
         expert = _expert_of_row(counts, len(rows))
-        largest, slots = [_largest(rows, expert, len(counts), scaling)], [kept.places.input]
-        if not came:
-            largest, slots = [*largest, *(_largest_of_matrix(one, scaling) for one in weights)], [*slots, *kept.places.weights]
-        scale, *scales = _kept_or_found(kept, largest, slots, wires.over_inputs(scaling), FORWARD)
+        largest, slots = [_largest(rows, expert, len(counts), scaling)], [delayed.places.input]
+        if not gathered:
+            largest, slots = [*largest, *(_largest_of_matrix(w, scaling) for w in weights)], [*slots, *delayed.places.weights]
+        scale, *scales = _scales_of(delayed, largest, slots, wires.reduce_input_amax(scaling), FORWARD)
         values = _rounded_rows(rows, scale, expert, FORWARD)
         # Weights are held, not saved, as in `fp8_linear`.
         ctx.weights, ctx.scaling, ctx.wires, ctx.has_bias, ctx.dtype = weights, scaling, wires, bool(biases), rows.dtype
-        ctx.kept, ctx.came = kept, came
+        ctx.delayed, ctx.gathered = delayed, gathered
         ctx.save_for_backward(values, scale, counts, *scales)
-        matrices = paired(came) or [rounded(weight, one) for weight, one in zip(weights, scales, strict=True)]
-        found = [scaled_groups(values, scale, *matrix, counts, rows.dtype) for matrix in matrices]
-        return tuple([out + bias[expert] for out, bias in zip(found, biases, strict=True)] if biases else found)
+        matrices = narrow_pairs(gathered) or [
+            rounded(weight, weight_scale) for weight, weight_scale in zip(weights, scales, strict=True)
+        ]
+        outputs = [scaled_groups(values, scale, *matrix, counts, rows.dtype) for matrix in matrices]
+        return tuple([out + bias[expert] for out, bias in zip(outputs, biases, strict=True)] if biases else outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (values, scale, counts, *scales), by_row = ctx.saved_tensors, ctx.scaling == "row"
-        expert, over, dtype = _expert_of_row(counts, len(values)), ctx.wires.over_grads(), ctx.dtype
-        matrices = paired(ctx.came) or [rounded(weight, one) for weight, one in zip(ctx.weights, scales, strict=True)]
+        expert, reduce_amax, dtype = _expert_of_row(counts, len(values)), ctx.wires.reduce_grad_amax(), ctx.dtype
+        matrices = narrow_pairs(ctx.gathered) or [
+            rounded(weight, weight_scale) for weight, weight_scale in zip(ctx.weights, scales, strict=True)
+        ]
         scales = [matrix.scale for matrix in matrices]
         format = FORWARD if by_row else GRADIENT
         pairs = zip(grads, scales, strict=True)
-        wide = (grad * one.squeeze(2)[expert] for grad, one in pairs) if by_row else iter(grads)
-        if ctx.kept.largest is None and ctx.kept.scales is None:
-            along = _narrow_along(wide, expert, len(counts), ctx.scaling, format, over)
+        wide = (grad * weight_scale.squeeze(2)[expert] for grad, weight_scale in pairs) if by_row else iter(grads)
+        if ctx.delayed.largest is None and ctx.delayed.scales is None:
+            along = _narrow_along(wide, expert, len(counts), ctx.scaling, format, reduce_amax)
         else:
-            along = _narrow_kept(grads, expert, len(counts), ctx.kept, over)
+            along = _narrow_delayed(grads, expert, len(counts), ctx.delayed, reduce_amax)
         ones = values.new_ones((), dtype=scale.dtype)
         total, of_weights = None, []
         for grad, rounded_grad, matrix in zip(grads, along, matrices, strict=True):
             turned = ones.expand(len(counts), matrix.values.shape[2], 1) if by_row else matrix.scale
-            one = scaled_groups(*rounded_grad, matrix.values.transpose(1, 2), turned, counts, dtype)
-            total = one if total is None else total + one
+            of_input = scaled_groups(*rounded_grad, matrix.values.transpose(1, 2), turned, counts, dtype)
+            total = of_input if total is None else total + of_input
             across = _by_feature(grad * scale, expert, len(counts)) if by_row else rounded_grad
-            given = Narrow(values, ones.expand(len(counts), values.shape[1], 1) if by_row else scale)
-            of_weights.append(scaled_outer_groups(*across, *given, counts, dtype))
+            narrow_input = Narrow(values, ones.expand(len(counts), values.shape[1], 1) if by_row else scale)
+            of_weights.append(scaled_outer_groups(*across, *narrow_input, counts, dtype))
         of_biases = [sums_of_groups(grad.contiguous(), counts) for grad in grads] if ctx.has_bias else []
-        nothing = [None] * len(ctx.came)
+        nothing = [None] * len(ctx.gathered)
         return total, None, None, None, None, None, None, *of_weights, *of_biases, *nothing
 
 
@@ -149,34 +161,41 @@ def _largest(rows: Tensor, expert: Tensor, num_experts: int, scaling: Scaling) -
 
 
 def _narrow_along(
-    wide: Iterable[Tensor], expert: Tensor, num_experts: int, scaling: Scaling, dtype: torch.dtype, over: Over | None
+    wide: Iterable[Tensor],
+    expert: Tensor,
+    num_experts: int,
+    scaling: Scaling,
+    dtype: torch.dtype,
+    reduce_amax: ReduceAmax | None,
 ) -> list[Narrow]:
     """Gradients of rows, rounded; one after the other, unless ranks agree on all scales at once."""
-    if over is None:
-        return [_narrow_along([one], expert, num_experts, scaling, dtype, lambda found: found)[0] for one in wide]
+    if reduce_amax is None:
+        return [_narrow_along([grad], expert, num_experts, scaling, dtype, lambda largest: largest)[0] for grad in wide]
     wide = list(wide)
-    scales = _scales([_largest(one, expert, num_experts, scaling) for one in wide], over, dtype)
-    return [Narrow(_rounded_rows(one, own, expert, dtype), own) for one, own in zip(wide, scales, strict=True)]
+    scales = _scales([_largest(grad, expert, num_experts, scaling) for grad in wide], reduce_amax, dtype)
+    return [Narrow(_rounded_rows(grad, scale, expert, dtype), scale) for grad, scale in zip(wide, scales, strict=True)]
 
 
-def _kept_or_found(
-    kept: Kept, largest: Sequence[Tensor], slots: Sequence[int], over: Over | None, dtype: torch.dtype
+def _scales_of(
+    delayed: DelayedScales, largest: Sequence[Tensor], slots: Sequence[int], reduce_amax: ReduceAmax | None, dtype: torch.dtype
 ) -> list[Tensor]:
     """The scales of a history, if there is one, else those of `largest`; which are noted if somebody asks for them."""
-    if kept.scales is None:
-        scales = _scales(largest, over, dtype)
+    if delayed.scales is None:
+        scales = _scales(largest, reduce_amax, dtype)
     else:
-        scales = [scale_of(kept.scales, slot, kept.places.count).view(-1, 1, 1) for slot in slots]
-    if kept.largest is None:
+        scales = [scale_of(delayed.scales, slot, delayed.places.count).view(-1, 1, 1) for slot in slots]
+    if delayed.largest is None:
         return scales
-    return noted(scales, kept.largest, [one.flatten().float() for one in largest], list(slots))
+    return record_amaxes(scales, delayed.largest, [amax.flatten().float() for amax in largest], list(slots))
 
 
-def _narrow_kept(grads: Sequence[Tensor], expert: Tensor, num_experts: int, kept: Kept, over: Over | None) -> list[Narrow]:
+def _narrow_delayed(
+    grads: Sequence[Tensor], expert: Tensor, num_experts: int, delayed: DelayedScales, reduce_amax: ReduceAmax | None
+) -> list[Narrow]:
     """Gradients of rows, rounded as delayed scaling has it."""
-    largest = [_largest(one, expert, num_experts, "tensor") for one in grads]
-    scales = _kept_or_found(kept, largest, kept.places.gradients, over, GRADIENT)
-    return [Narrow(_rounded_rows(one, own, expert, GRADIENT), own) for one, own in zip(grads, scales, strict=True)]
+    largest = [_largest(grad, expert, num_experts, "tensor") for grad in grads]
+    scales = _scales_of(delayed, largest, delayed.places.gradients, reduce_amax, GRADIENT)
+    return [Narrow(_rounded_rows(grad, scale, expert, GRADIENT), scale) for grad, scale in zip(grads, scales, strict=True)]
 
 
 def _largest_of_matrix(weight: Tensor, scaling: Scaling) -> Tensor:
@@ -185,11 +204,11 @@ def _largest_of_matrix(weight: Tensor, scaling: Scaling) -> Tensor:
     return largest_of(rows, "row").view(len(weight), -1, 1)
 
 
-def _scales(largest: Sequence[Tensor], over: Over | None, dtype: torch.dtype) -> list[Tensor]:
-    if over is not None:
-        parts = over(torch.cat([one.flatten() for one in largest])).split([one.numel() for one in largest])
-        largest = [part.view_as(one) for part, one in zip(parts, largest, strict=True)]
-    return [one.clamp_min(SMALLEST) / torch.finfo(dtype).max for one in largest]
+def _scales(largest: Sequence[Tensor], reduce_amax: ReduceAmax | None, dtype: torch.dtype) -> list[Tensor]:
+    if reduce_amax is not None:
+        parts = reduce_amax(torch.cat([amax.flatten() for amax in largest])).split([amax.numel() for amax in largest])
+        largest = [part.view_as(amax) for part, amax in zip(parts, largest, strict=True)]
+    return [amax.clamp_min(SMALLEST) / torch.finfo(dtype).max for amax in largest]
 
 
 def _rounded_rows(rows: Tensor, scale: Tensor, expert: Tensor, dtype: torch.dtype) -> Tensor:

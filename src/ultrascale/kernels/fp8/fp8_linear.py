@@ -35,18 +35,18 @@ from ultrascale.kernels.fp8.fp8_matrices import (
     FORWARD,
     GRADIENT,
     Narrow,
-    Over,
+    ReduceAmax,
     Scaling,
     largest_of,
     narrow_all,
     product,
     rounded,
-    turned,
-    turned_scale,
+    transposed,
+    transposed_scale,
 )
 
 
-class Places(NamedTuple):
+class AmaxSlots(NamedTuple):
     """Slots of one call: of what it reads, of its weights, and of the gradients of their results."""
 
     input: int
@@ -56,10 +56,10 @@ class Places(NamedTuple):
     """Slots of each: experts."""
 
 
-class Kept(NamedTuple):
+class DelayedScales(NamedTuple):
     """Scales of a block, and where its largest magnitudes of this step are noted."""
 
-    places: Places
+    places: AmaxSlots
     scales: Tensor | None
     """[slots] fp32; None: there is no history yet, and scales are those of the numbers at hand."""
     largest: Tensor | None
@@ -76,35 +76,37 @@ def round_by(scales: Tensor, wides: Sequence[Tensor], places: Sequence[int], dty
     return [rounded(wide, scale_of(scales, place), dtype) for wide, place in zip(wides, places, strict=True)]
 
 
-def with_notes(found: list[Narrow], largest: Tensor | None, wides: Sequence[Tensor], places: Sequence[int]) -> list[Narrow]:
-    """`found`, once the largest magnitude of each of `wides` is noted, if somebody asks for it."""
+def with_recorded_amaxes(
+    narrowed: list[Narrow], largest: Tensor | None, wides: Sequence[Tensor], places: Sequence[int]
+) -> list[Narrow]:
+    """`narrowed`, once the amax of each of `wides` is recorded, if somebody asks for it."""
     if largest is None:
-        return found
+        return narrowed
     magnitudes = [largest_of(wide, "tensor").view(1).float() for wide in wides]
-    scales = noted([one.scale for one in found], largest, magnitudes, list(places))
-    return [Narrow(one.values, scale) for one, scale in zip(found, scales, strict=True)]
+    scales = record_amaxes([narrow.scale for narrow in narrowed], largest, magnitudes, list(places))
+    return [Narrow(narrow.values, scale) for narrow, scale in zip(narrowed, scales, strict=True)]
 
 
-@custom_op("ultrascale::noted", mutates_args=())
-def noted(scales: list[Tensor], largest: Tensor, found: list[Tensor], places: list[int]) -> list[Tensor]:
-    """Copies of `scales`; on the way `largest` keeps what is larger of itself and of each of `found`, [n] at its place.
+@custom_op("ultrascale::record_amaxes", mutates_args=())
+def record_amaxes(scales: list[Tensor], largest: Tensor, magnitudes: list[Tensor], places: list[int]) -> list[Tensor]:
+    """Copies of `scales`; on the way `largest` keeps what is larger of itself and of each of `magnitudes`, [n] at its place.
 
     The compiler is not told that `largest` is written: it would hold its version to what it was in the forward pass, and other
     micro-batches write it before the backward pass. To note twice, or in another order, changes nothing, nothing in a graph
     reads it, and who uses the copies cannot be left out.
     """
-    for one, place in zip(found, places, strict=True):
-        kept = largest.data[place : place + len(one)]  # of data: without counting versions
-        torch.maximum(kept, one, out=kept)
+    for amax, place in zip(magnitudes, places, strict=True):
+        slot = largest.data[place : place + len(amax)]  # of data: without counting versions
+        torch.maximum(slot, amax, out=slot)
     return [scale.clone() for scale in scales]
 
 
-@noted.register_fake
-def _(scales: list[Tensor], largest: Tensor, found: list[Tensor], places: list[int]) -> list[Tensor]:
+@record_amaxes.register_fake
+def _(scales: list[Tensor], largest: Tensor, magnitudes: list[Tensor], places: list[int]) -> list[Tensor]:
     return [torch.empty_like(scale) for scale in scales]
 
 
-Later = Callable[[Sequence[Tensor], Sequence[Narrow], Narrow, torch.dtype], Sequence[Tensor | None]]
+DeferGradients = Callable[[Sequence[Tensor], Sequence[Narrow], Narrow, torch.dtype], Sequence[Tensor | None]]
 """Function that takes weights, g^T [F, N] of each, x with its values as they wait, [..., D], and the scale of their transpose,
 and a dtype; it returns dW of each, or None to compute it later."""
 
@@ -113,28 +115,28 @@ class Wires:
     """Communication of ranks that shard GEMMs between them. This base has one process that does all of it, and sends
     nothing."""
 
-    def later(self) -> Later | None:
+    def deferred(self) -> DeferGradients | None:
         """Asked in a backward pass: what puts off its weights' gradients, if anything does."""
         return None
 
-    def over_inputs(self, scaling: Scaling) -> Over | None:
+    def reduce_input_amax(self, scaling: Scaling) -> ReduceAmax | None:
         """Reduction over ranks for the scales of x and W, if other ranks hold parts of what has one scale."""
         return None
 
-    def over_grads(self) -> Over | None:
+    def reduce_grad_amax(self) -> ReduceAmax | None:
         """Reduction over ranks for the scales of the gradient."""
         return None
 
-    def scales(self, own: Tensor) -> Tensor:
+    def scales(self, local_scale: Tensor) -> Tensor:
         """The scales of all rows of x: of [..., 1] of this rank's, [N, 1]."""
-        return own.view(-1, 1)
+        return local_scale.view(-1, 1)
 
     def forward(self, values: Tensor, scale: Tensor, matrices: list[Narrow], dtype: torch.dtype) -> list[Tensor]:
         """The products of x, values [..., D] of this rank and the scale of all, with each matrix: [..., F]."""
-        given = Narrow(values.flatten(0, -2), scale)
-        return [product(given, matrix, dtype).view(*values.shape[:-1], -1) for matrix in matrices]
+        narrow_input = Narrow(values.flatten(0, -2), scale)
+        return [product(narrow_input, matrix, dtype).view(*values.shape[:-1], -1) for matrix in matrices]
 
-    def whole(self, grad: Tensor) -> Tensor:
+    def gather_grad(self, grad: Tensor) -> Tensor:
         """The gradient of all rows."""
         return grad
 
@@ -143,15 +145,15 @@ class Wires:
     ) -> list[Tensor]:
         """dx [..., D], and dW of each of `across` (none of them, if they are made later). `waited`: the values of x, [..., D],
         and the scale of their transpose."""
-        given = Narrow(waited.values.flatten(0, -2).t(), waited.scale)
-        of_weights = [product(grad, given, dtype) for grad in across]
-        return [home_product(along, matrices, dtype).view(waited.values.shape), *of_weights]
+        narrow_input = Narrow(waited.values.flatten(0, -2).t(), waited.scale)
+        of_weights = [product(grad, narrow_input, dtype) for grad in across]
+        return [sum_of_products(along, matrices, dtype).view(waited.values.shape), *of_weights]
 
 
 ALONE = Wires()
 
 
-NOTHING_KEPT = Kept(Places(0, (), ()), None, None)
+NO_DELAYED_SCALES = DelayedScales(AmaxSlots(0, (), ()), None, None)
 
 
 def fp8_linear(
@@ -160,24 +162,24 @@ def fp8_linear(
     biases: list[Tensor],
     scaling: Scaling,
     wires: Wires = ALONE,
-    kept: Kept = NOTHING_KEPT,
-    came: Sequence[Narrow] = (),
+    delayed: DelayedScales = NO_DELAYED_SCALES,
+    gathered: Sequence[Narrow] = (),
 ) -> tuple[Tensor, ...]:
-    """[..., D] and weights [F, D] to [..., F] each; biases [F] of all or of none. `kept`: of delayed scaling. `came`: the
+    """[..., D] and weights [F, D] to [..., F] each; biases [F] of all or of none. `delayed`: of a history. `gathered`: the
     weights, rounded already; then of `weights` nothing but shapes is read."""
-    places, scales, largest = kept
-    values = [one.values for one in came] + [one.scale for one in came]
+    places, scales, largest = delayed
+    values = [matrix.values for matrix in gathered] + [matrix.scale for matrix in gathered]
     return _Linear.apply(  # pyright: ignore[reportReturnType]
         hidden, scaling, wires, len(weights), len(biases), places, scales, largest, *weights, *biases, *values
     )
 
 
-def home_product(along: Sequence[Narrow], matrices: Sequence[Narrow], dtype: torch.dtype) -> Tensor:
+def sum_of_products(along: Sequence[Narrow], matrices: Sequence[Narrow], dtype: torch.dtype) -> Tensor:
     """Sum of g W, [N, D], of g [N, F] and W^T [D, F] each."""
     total = None
     for grad, matrix in zip(along, matrices, strict=True):
-        one = product(grad, matrix, dtype)
-        total = one if total is None else total + one
+        term = product(grad, matrix, dtype)
+        total = term if total is None else total + term
     assert total is not None
     return total
 
@@ -186,57 +188,61 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, scaling: Scaling, wires: Wires, count: int, num_biases: int,
-        places: Places, kept_scales: Tensor | None, largest: Tensor | None, *parameters: Tensor,
+        places: AmaxSlots, delayed_scales: Tensor | None, largest: Tensor | None, *parameters: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        weights, biases, came = parameters[:count], parameters[count : count + num_biases], parameters[count + num_biases :]
-        over, factors = wires.over_inputs(scaling), [hidden.flatten(0, -2), *(() if came else weights)]
-        slots = (places.input, *(() if came else places.weights))
-        if kept_scales is None:
-            narrowed = narrow_all(factors, scaling, over=over)
+        weights, biases, gathered = parameters[:count], parameters[count : count + num_biases], parameters[count + num_biases :]
+        reduce_amax, factors = wires.reduce_input_amax(scaling), [hidden.flatten(0, -2), *(() if gathered else weights)]
+        slots = (places.input, *(() if gathered else places.weights))
+        if delayed_scales is None:
+            narrowed = narrow_all(factors, scaling, reduce_amax=reduce_amax)
         else:
-            narrowed = round_by(kept_scales, factors, slots, FORWARD)
-        given, *matrices = with_notes(narrowed, largest, factors, slots)
-        matrices = paired(came) or matrices
-        values, scale = given.values.view(hidden.shape), given.scale
+            narrowed = round_by(delayed_scales, factors, slots, FORWARD)
+        narrow_input, *matrices = with_recorded_amaxes(narrowed, largest, factors, slots)
+        matrices = narrow_pairs(gathered) or matrices
+        values, scale = narrow_input.values.view(hidden.shape), narrow_input.scale
         if scaling == "row":
             scale = wires.scales(scale.view(*hidden.shape[:-1], 1))
         # Weights are held, not saved: recomputation would give a copy, and FSDP2 gathers them in place.
         ctx.weights, ctx.scaling, ctx.wires, ctx.has_bias, ctx.dtype = weights, scaling, wires, bool(biases), hidden.dtype
-        ctx.places, ctx.kept_scales, ctx.largest, ctx.came = places, kept_scales, largest, came
-        known_again = bool(came) or (over is None and kept_scales is None)
+        ctx.places, ctx.delayed_scales, ctx.largest, ctx.gathered = places, delayed_scales, largest, gathered
+        known_again = bool(gathered) or (reduce_amax is None and delayed_scales is None)
         ctx.save_for_backward(values, scale, *([] if known_again else [matrix.scale for matrix in matrices]))
-        found = wires.forward(values, scale, matrices, hidden.dtype)
-        return tuple([one + bias for one, bias in zip(found, biases, strict=True)] if biases else found)
+        outputs = wires.forward(values, scale, matrices, hidden.dtype)
+        return tuple([output + bias for output, bias in zip(outputs, biases, strict=True)] if biases else outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (values, scale, *scales), scaling, wires = ctx.saved_tensors, ctx.scaling, ctx.wires
-        matrices = paired(ctx.came) or _narrow_again(ctx.weights, scaling, scales)
-        whole = [wires.whole(grad).flatten(0, -2) for grad in grads]
+        matrices = narrow_pairs(ctx.gathered) or _narrow_again(ctx.weights, scaling, scales)
+        whole_grads = [wires.gather_grad(grad).flatten(0, -2) for grad in grads]
         slots = ctx.places.gradients
-        if ctx.kept_scales is None:
-            along, across = _narrow_grads(whole, matrices, scale, scaling, wires)
+        if ctx.delayed_scales is None:
+            along, across = _narrow_grads(whole_grads, matrices, scale, scaling, wires)
         else:
-            along, across = round_by(ctx.kept_scales, whole, slots, GRADIENT), []
+            along, across = round_by(ctx.delayed_scales, whole_grads, slots, GRADIENT), []
         if slots:  # one scale a tensor
-            along = with_notes(along, ctx.largest, whole, slots)
-            across = [turned(grad, "tensor") for grad in along]
-        waited = Narrow(values, turned_scale(Narrow(values, scale), scaling))
-        later = None if torch.compiler.is_compiling() else wires.later()
+            along = with_recorded_amaxes(along, ctx.largest, whole_grads, slots)
+            across = [transposed(grad, "tensor") for grad in along]
+        waited = Narrow(values, transposed_scale(Narrow(values, scale), scaling))
+        deferred = None if torch.compiler.is_compiling() else wires.deferred()
         of_input, *of_weights = wires.backward(
-            along, [turned(matrix, scaling) for matrix in matrices], [] if later is not None else across, waited, ctx.dtype
+            along,
+            [transposed(matrix, scaling) for matrix in matrices],
+            [] if deferred is not None else across,
+            waited,
+            ctx.dtype,
         )
-        if later is not None:
-            of_weights = [*later(ctx.weights, across, waited, ctx.dtype)]
+        if deferred is not None:
+            of_weights = [*deferred(ctx.weights, across, waited, ctx.dtype)]
         of_biases = [grad.flatten(0, -2).sum(0) for grad in grads] if ctx.has_bias else []
-        nothing = [None] * len(ctx.came)
+        nothing = [None] * len(ctx.gathered)
         return of_input, None, None, None, None, None, None, None, *of_weights, *of_biases, *nothing
 
 
-def paired(came: Sequence[Tensor]) -> list[Narrow]:
+def narrow_pairs(gathered: Sequence[Tensor]) -> list[Narrow]:
     """Matrices, from the values of all followed by the scales of all."""
-    count = len(came) // 2
-    return [Narrow(values, scale) for values, scale in zip(came[:count], came[count:], strict=True)]
+    count = len(gathered) // 2
+    return [Narrow(values, scale) for values, scale in zip(gathered[:count], gathered[count:], strict=True)]
 
 
 def _narrow_again(weights: Sequence[Tensor], scaling: Scaling, scales: Sequence[Tensor]) -> list[Narrow]:
@@ -252,7 +258,7 @@ def _narrow_grads(
     """g [N, F] as dx wants it, and g^T [F, N] as dW does. `scale`: of x."""
     if scaling == "row":
         weighed = (grad * matrix.scale.t() for grad, matrix in zip(grads, matrices, strict=True))
-        along = narrow_all(weighed, "row", over=wires.over_grads())
+        along = narrow_all(weighed, "row", reduce_amax=wires.reduce_grad_amax())
         return along, narrow_all(((grad * scale).t() for grad in grads), "row")
-    along = narrow_all(grads, "tensor", GRADIENT, wires.over_grads())
-    return along, [turned(grad, "tensor") for grad in along]
+    along = narrow_all(grads, "tensor", GRADIENT, wires.reduce_grad_amax())
+    return along, [transposed(grad, "tensor") for grad in along]

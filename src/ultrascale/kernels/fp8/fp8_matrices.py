@@ -35,7 +35,7 @@ NATIVE_RESULT = torch.bfloat16
 for wider ones."""
 SMALLEST = 1e-12
 """Lower bound of a largest magnitude: zeros stay zeros."""
-Over = Callable[[Tensor], Tensor]
+ReduceAmax = Callable[[Tensor], Tensor]
 """Maximum over ranks: from largest magnitudes on this rank, [n], those over all ranks that hold parts of the same rows."""
 
 
@@ -53,21 +53,21 @@ def narrow(wide: Tensor, scaling: Scaling, dtype: torch.dtype = FORWARD) -> Narr
 
 
 def narrow_all(
-    wides: Iterable[Tensor], scaling: Scaling, dtype: torch.dtype = FORWARD, over: Over | None = None
+    wides: Iterable[Tensor], scaling: Scaling, dtype: torch.dtype = FORWARD, reduce_amax: ReduceAmax | None = None
 ) -> list[Narrow]:
-    """Several matrices [rows, columns] rounded to `dtype`, one after the other. `over`: asked once, for the largest magnitudes
+    """Several matrices [rows, columns] rounded to `dtype`, one after the other. `reduce_amax`: asked once, for the amaxes
     of all of them, which then exist together."""
-    if over is None:
+    if reduce_amax is None:
         return [_narrow(wide, largest_of(wide, scaling), dtype) for wide in wides]
     wides = list(wides)
     largest = [largest_of(wide, scaling) for wide in wides]
-    parts = over(torch.cat([one.flatten() for one in largest])).split([one.numel() for one in largest])
-    return [_narrow(wide, part.view_as(one), dtype) for wide, part, one in zip(wides, parts, largest, strict=True)]
+    parts = reduce_amax(torch.cat([amax.flatten() for amax in largest])).split([amax.numel() for amax in largest])
+    return [_narrow(wide, part.view_as(amax), dtype) for wide, part, amax in zip(wides, parts, largest, strict=True)]
 
 
 def largest_of(wide: Tensor, scaling: Scaling) -> Tensor:
     """Magnitude in each row, [rows, 1], or in all, [1, 1]; at least fp32. No copy of the matrix is made."""
-    least, most = wide.aminmax(dim=1, keepdim=True) if scaling == "row" else (one.view(1, 1) for one in wide.aminmax())
+    least, most = wide.aminmax(dim=1, keepdim=True) if scaling == "row" else (extreme.view(1, 1) for extreme in wide.aminmax())
     return _at_least_fp32(torch.maximum(-least, most))
 
 
@@ -120,11 +120,11 @@ def _native(left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor
     """
     is_fast = left_scale.numel() > 1 or GRADIENT not in (left.dtype, right.dtype)
     rows, columns = multiple(len(right)), multiple(left.shape[1])
-    found = scaled_mm(
-        _filled(left, len(left), columns), _filled(right, rows, columns).t(), *_native_scales(left_scale, right_scale, rows),
+    padded = scaled_mm(
+        _padded(left, len(left), columns), _padded(right, rows, columns).t(), *_native_scales(left_scale, right_scale, rows),
         out_dtype=dtype, use_fast_accum=is_fast,
     )  # fmt: skip
-    return found.narrow(1, 0, len(right)).contiguous()
+    return padded.narrow(1, 0, len(right)).contiguous()
 
 
 def _native_scales(left: Tensor, right: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -145,19 +145,19 @@ def multiple(size: int) -> int:
     return -(-size // MULTIPLE) * MULTIPLE
 
 
-def _filled(matrix: Tensor, rows: int, columns: int) -> Tensor:
+def _padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
     """Row by row in memory, with zeros up to a size."""
-    room = columns - matrix.shape[1], rows - len(matrix)
-    return F.pad(matrix, (0, room[0], 0, room[1])).contiguous() if any(room) else matrix.contiguous()
+    missing = columns - matrix.shape[1], rows - len(matrix)
+    return F.pad(matrix, (0, missing[0], 0, missing[1])).contiguous() if any(missing) else matrix.contiguous()
 
 
-def turned(matrix: Narrow, scaling: Scaling) -> Narrow:
+def transposed(matrix: Narrow, scaling: Scaling) -> Narrow:
     """The transpose, for a product over what were rows. Scales of rows are in its other factor already."""
-    return Narrow(matrix.values.t(), turned_scale(matrix, scaling))
+    return Narrow(matrix.values.t(), transposed_scale(matrix, scaling))
 
 
-def turned_scale(matrix: Narrow, scaling: Scaling) -> Tensor:
-    """Scale of `turned`."""
+def transposed_scale(matrix: Narrow, scaling: Scaling) -> Tensor:
+    """Scale of `transposed`."""
     return torch.ones_like(matrix.scale[:1]).expand(matrix.values.shape[-1], 1) if scaling == "row" else matrix.scale
 
 

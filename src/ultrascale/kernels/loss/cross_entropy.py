@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from ultrascale.kernels.choice.device_kind import is_cuda, kind_of
 from ultrascale.kernels.choice.implementation import form_of
-from ultrascale.kernels.loss.cross_entropy_columns import IGNORED, sweep_columns
+from ultrascale.kernels.loss.cross_entropy_columns import IGNORED, loss_by_columns
 from ultrascale.torch_private import assert_on_device
 from ultrascale.work.work import chunk_rows, slab_columns
 
@@ -62,9 +62,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             is_inside = (targets == IGNORED) | ((targets >= 0) & (targets < len(weight)))
             assert_on_device(is_inside.all())
             compiled = fused and form_of("loss", hidden) != "triton"
-            found = sweep_columns(hidden, weight, targets, columns, with_gradients=with_gradients, compiled=compiled)
-            ctx.save_for_backward(found.grad_hidden, found.grad_weight)
-            return found.loss
+            swept = loss_by_columns(hidden, weight, targets, columns, with_gradients=with_gradients, compiled=compiled)
+            ctx.save_for_backward(swept.grad_hidden, swept.grad_weight)
+            return swept.loss
         if not with_gradients:
             return _sweep(hidden, weight, targets, None, None)
         grad_hidden = torch.empty_like(hidden)
@@ -80,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden.mul_(grads[0]), grad_weight.mul_(grads[0]), None, None, None
 
 
-class _Room:
+class _Buffers:
     """Memory for one chunk, taken once: new pages for every chunk cost a tenth of the loss in fp32, a fifth in bf16 (CPU)."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, *, with_gradients: bool):
@@ -98,18 +98,18 @@ class _Room:
 def _sweep(hidden: Tensor, weight: Tensor, targets: Tensor, grad_hidden: Tensor | None, grad_weight: Tensor | None) -> Tensor:
     """The loss, chunk by chunk; fills `grad_hidden` and adds to `grad_weight` if they are given."""
     loss = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
-    room = _Room(hidden, weight, with_gradients=grad_weight is not None)
-    for start in range(0, hidden.shape[0], room.rows):
-        part = slice(start, start + room.rows)
+    buffers = _Buffers(hidden, weight, with_gradients=grad_weight is not None)
+    for start in range(0, hidden.shape[0], buffers.rows):
+        part = slice(start, start + buffers.rows)
         is_valid = (targets[part] != IGNORED).unsqueeze(1)  # [rows, 1]
         index = targets[part].unsqueeze(1).masked_fill(~is_valid, 0)
-        log_probabilities = _log_softmax(hidden[part], weight, room)
+        log_probabilities = _log_softmax(hidden[part], weight, buffers)
         loss -= (log_probabilities.gather(1, index) * is_valid).sum()
         if grad_hidden is not None and grad_weight is not None:
-            grad = _grad_logits(log_probabilities, index, room)
+            grad = _grad_logits(log_probabilities, index, buffers)
             # Rows that do not count are silenced here, D wide, not in `grad`, V wide.
             torch.mm(grad, weight, out=grad_hidden[part]).masked_fill_(~is_valid, 0)
-            _accumulate(grad_weight, grad.t(), hidden[part].masked_fill(~is_valid, 0), room)
+            _accumulate(grad_weight, grad.t(), hidden[part].masked_fill(~is_valid, 0), buffers)
     return loss
 
 
@@ -118,7 +118,7 @@ def _compiled_sweep(hidden: Tensor, weight: Tensor, targets: Tensor, grad_hidden
     allocated once."""
     loss = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
     rows = min(len(hidden), chunk_rows(hidden.shape[0], weight.shape[0], kind_of(hidden)) * 4 // hidden.itemsize)
-    room = hidden.new_empty(rows, weight.shape[0])
+    buffer = hidden.new_empty(rows, weight.shape[0])
     product = torch.empty_like(weight) if weight.dtype != grad_weight.dtype else None
     if form_of("loss", hidden) == "triton":
         to_gradient, add = _to_gradient_by_triton, _add
@@ -126,7 +126,7 @@ def _compiled_sweep(hidden: Tensor, weight: Tensor, targets: Tensor, grad_hidden
         to_gradient, add = _compiled(_to_gradient), _compiled(_add)
     for start in range(0, hidden.shape[0], rows):
         part = hidden[start : start + rows]
-        logits = torch.mm(part, weight.t(), out=room[: len(part)])
+        logits = torch.mm(part, weight.t(), out=buffer[: len(part)])
         wanted = targets[start : start + rows].unsqueeze(1)
         # Taken before the pass: inside, what torch 2.11 compiles (CPU; not 2.12, 2.13) reads them after they are overwritten.
         target_logits = logits.gather(1, wanted.masked_fill(wanted == IGNORED, 0))
@@ -166,30 +166,30 @@ def _add(total: Tensor, narrow: Tensor) -> None:
     total += narrow
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, room: _Room) -> Tensor:
+def _log_softmax(hidden: Tensor, weight: Tensor, buffers: _Buffers) -> Tensor:
     """log softmax of the logits of a chunk, [rows, V] in at least fp32."""
     rows = hidden.shape[0]
-    logits, wide_logits = room.logits[:rows], room.wide_logits[:rows]
+    logits, wide_logits = buffers.logits[:rows], buffers.wide_logits[:rows]
     torch.mm(hidden, weight.t(), out=logits)
     if wide_logits.dtype != logits.dtype:
         wide_logits.copy_(logits)
-    return torch.log_softmax(wide_logits, dim=-1, out=room.log_probabilities[:rows])
+    return torch.log_softmax(wide_logits, dim=-1, out=buffers.log_probabilities[:rows])
 
 
-def _grad_logits(log_probabilities: Tensor, index: Tensor, room: _Room) -> Tensor:
+def _grad_logits(log_probabilities: Tensor, index: Tensor, buffers: _Buffers) -> Tensor:
     """softmax - onehot, [rows, V] in the dtype of the logits."""
     grad = log_probabilities.exp_()
     grad.scatter_add_(1, index, torch.full_like(index, -1, dtype=grad.dtype))
-    return grad if grad.dtype == room.logits.dtype else room.logits[: len(grad)].copy_(grad)
+    return grad if grad.dtype == buffers.logits.dtype else buffers.logits[: len(grad)].copy_(grad)
 
 
-def _accumulate(total: Tensor, left: Tensor, right: Tensor, room: _Room) -> None:
+def _accumulate(total: Tensor, left: Tensor, right: Tensor, buffers: _Buffers) -> None:
     """total += left @ right, in the dtype of `total`."""
-    if room.product is None:
+    if buffers.product is None:
         total.addmm_(left, right)
         return
-    product = torch.mm(left, right, out=room.product)
-    total.add_(product if room.wide_product is None else room.wide_product.copy_(product))
+    product = torch.mm(left, right, out=buffers.product)
+    total.add_(product if buffers.wide_product is None else buffers.wide_product.copy_(product))
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -24,11 +24,11 @@ from torch import Tensor
 IGNORED = -100
 """The target of a position that predicts nothing."""
 
-Join = Callable[[Tensor], Tensor]
+GatherTerms = Callable[[Tensor], Tensor]
 """[N, 2] of a rank (log of the sum of exponentials, the target's logit or 0) to those of all ranks, [ranks, N, 2]."""
 
 
-class Swept(NamedTuple):
+class LossAndGradients(NamedTuple):
     """The summed loss, and its gradients if they were asked for: those of hidden [N, D] and of weight [V, D]."""
 
     loss: Tensor
@@ -36,7 +36,7 @@ class Swept(NamedTuple):
     grad_weight: Tensor | None
 
 
-def sweep_columns(
+def loss_by_columns(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -44,9 +44,9 @@ def sweep_columns(
     *,
     with_gradients: bool,
     first: int = 0,
-    join: Join | None = None,
+    join: GatherTerms | None = None,
     compiled: bool = False,
-) -> Swept:
+) -> LossAndGradients:
     """Sum over targets != -100 of -log softmax(hidden W^T)[target], and both gradients.
 
     hidden [N, D] and weight [V, D] of one dtype, targets [N] int64 inside the vocabulary; `columns` of logits exist at a time.
@@ -55,34 +55,34 @@ def sweep_columns(
     """
     wanted = targets.unsqueeze(1)
     of_slabs, target_logit = _first(hidden, weight, wanted - first, columns, compiled)
-    own = torch.cat((torch.logsumexp(of_slabs, 0), target_logit), dim=1)  # [N, 2]
-    normalizers, target_logits = (own.unsqueeze(0) if join is None else join(own)).unsqueeze(-2).unbind(-1)  # [ranks, N, 1]
+    terms = torch.cat((torch.logsumexp(of_slabs, 0), target_logit), dim=1)  # [N, 2]
+    normalizers, target_logits = (terms.unsqueeze(0) if join is None else join(terms)).unsqueeze(-2).unbind(-1)  # [ranks, N, 1]
     normalizer, is_valid = torch.logsumexp(normalizers, 0), wanted != IGNORED
     loss = ((normalizer - target_logits.sum(0)) * is_valid).sum()
     if not with_gradients:
-        return Swept(loss, None, None)
+        return LossAndGradients(loss, None, None)
     # Of a row that does not count all exponentials become 0, and so does its gradient.
     silent = normalizer.masked_fill(~is_valid, torch.inf)
     wide, grad_weight = _second(hidden, weight, wanted - first, silent, of_slabs, columns, compiled)
-    return Swept(loss, wide.to(hidden.dtype), grad_weight)
+    return LossAndGradients(loss, wide.to(hidden.dtype), grad_weight)
 
 
-def _logits(hidden: Tensor, slab: Tensor, room: Tensor) -> Tensor:
+def _logits(hidden: Tensor, slab: Tensor, buffer: Tensor) -> Tensor:
     """[N, C] of hidden [N, D] and a slab of the weight [C, D], in memory that was taken once."""
-    return torch.mm(hidden, slab.t(), out=room[: len(hidden) * len(slab)].view(len(hidden), len(slab)))
+    return torch.mm(hidden, slab.t(), out=buffer[: len(hidden) * len(slab)].view(len(hidden), len(slab)))
 
 
 def _first(hidden: Tensor, weight: Tensor, local: Tensor, columns: int, compiled: bool) -> tuple[Tensor, Tensor]:
     """First sweep, in at least fp32: of each slab the log of the sum of exponentials [slabs, N, 1], and the target's logit
     where it is in this part of the vocabulary, else 0, [N, 1]. `local` [N, 1]: targets counted from its first row."""
-    room, found = hidden.new_empty(len(hidden) * columns), []
+    buffer, normalizers = hidden.new_empty(len(hidden) * columns), []
     target_logit = hidden.new_zeros(len(hidden), 1, dtype=_wide(hidden))
     normalizer = _compiled(_normalizer) if compiled else _normalizer_by_softmax
     for start in range(0, len(weight), columns):
-        logits = _logits(hidden, weight[start : start + columns], room)
+        logits = _logits(hidden, weight[start : start + columns], buffer)
         target_logit += _target_logits(logits, local - start)
-        found.append(normalizer(logits))
-    return torch.stack(found), target_logit
+        normalizers.append(normalizer(logits))
+    return torch.stack(normalizers), target_logit
 
 
 def _target_logits(logits: Tensor, local: Tensor) -> Tensor:
@@ -95,14 +95,14 @@ def _second(
     hidden: Tensor, weight: Tensor, local: Tensor, normalizer: Tensor, of_slabs: Tensor, columns: int, compiled: bool
 ) -> tuple[Tensor, Tensor]:
     """dh [N, D] in at least fp32, and dW [V, D]."""
-    room = hidden.new_empty(len(hidden) * columns)
+    buffer = hidden.new_empty(len(hidden) * columns)
     grad_hidden = torch.zeros_like(hidden, dtype=_wide(hidden))
     grad_weight = torch.empty_like(weight)
     product = torch.empty_like(hidden) if hidden.dtype != grad_hidden.dtype else None
     to_gradient = _compiled(_to_gradient) if compiled else _to_gradient_by_softmax
     for number, start in enumerate(range(0, len(weight), columns)):
         slab = weight[start : start + columns]
-        logits = _logits(hidden, slab, room)
+        logits = _logits(hidden, slab, buffer)
         to_gradient(logits, local - start, normalizer, of_slabs[number])
         torch.mm(logits.t(), hidden, out=grad_weight[start : start + columns])
         if product is None:

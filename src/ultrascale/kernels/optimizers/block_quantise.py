@@ -35,10 +35,10 @@ BLOCK = SCALED_TOGETHER
 DECADES = 7
 SMALLEST = 2.0**-60
 """Magnitudes below are zero: their squares, which checkpoints hold, would leave the range of fp32."""
-Widest = Callable[[Tensor], Tensor]
+ReduceScales = Callable[[Tensor], Tensor]
 
 
-def itself(scales: Tensor) -> Tensor:
+def identity(scales: Tensor) -> Tensor:
     """Identity, for where no rank shares a block."""
     return scales
 
@@ -61,7 +61,7 @@ def num_blocks(columns: int, first: int = 0) -> int:
 
 
 def quantise(
-    values: Tensor, *, signed: bool, first: int = 0, random: Tensor | None = None, widest: Widest = itself
+    values: Tensor, *, signed: bool, first: int = 0, random: Tensor | None = None, widest: ReduceScales = identity
 ) -> tuple[Tensor, Tensor]:
     """Codes [R, C] uint8 and scales [R, blocks] fp32 of `values` [R, C] fp32, columns `first` and on of the whole rows.
 

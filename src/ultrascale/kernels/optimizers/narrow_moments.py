@@ -27,9 +27,9 @@ from ultrascale.catalogue.stacks.stack import UPDATED_TOGETHER
 from ultrascale.kernels.choice.device_kind import kind_of
 from ultrascale.kernels.choice.implementation import Kernel, form_of
 from ultrascale.kernels.optimizers.block_quantise import (
-    Widest,
+    ReduceScales,
     dequantise,
-    itself,
+    identity,
     noise,
     num_blocks,
     positions,
@@ -93,7 +93,7 @@ def _update_rows(weights: Tensor, gradients: Tensor, store: Moments, part: slice
 class Moments:
     """Both moments of one parameter's part on this rank, as rows: all dimensions but the last together."""
 
-    def __init__(self, state: dict[str, Tensor], *boxes: Box, widest: Widest = itself):
+    def __init__(self, state: dict[str, Tensor], *boxes: Box, widest: ReduceScales = identity):
         """`boxes`: one below the other they are the part; all of one width."""
         self.state, self.box, self.widest = state, boxes[0], widest
         self.columns = self.box.shape[-1]
@@ -103,9 +103,9 @@ class Moments:
     def is_fusable(self, weights: Tensor, gradients: Tensor) -> bool:
         """True if the fused form runs: where it was chosen, and nothing is asked of other ranks between its parts."""
         dtype = self.state[FIRST].dtype
-        if dtype not in FUSED or self.widest is not itself or form_of(FUSED[dtype], weights) != "triton":
+        if dtype not in FUSED or self.widest is not identity or form_of(FUSED[dtype], weights) != "triton":
             return False
-        return all(one.is_contiguous() and one.numel() > 0 for one in (weights, gradients))
+        return all(tensor.is_contiguous() and tensor.numel() > 0 for tensor in (weights, gradients))
 
     def chunks(self) -> Iterator[slice]:
         """Rows of so many elements at most (of one row at least); none of an empty part."""
@@ -147,7 +147,7 @@ class Moments:
             rows_of(wide)[part] = self.read(moment, part).to(wide.dtype).cpu()
         return wide
 
-    def take_back(self, moment: str, values: Tensor) -> None:
+    def load_values(self, moment: str, values: Tensor) -> None:
         """Stores the values that `whole` returned, exactly."""
         for part in self.chunks():
             self.write(moment, part, rows_of(values)[part].to(self.state[moment].device), None)
@@ -159,14 +159,14 @@ def empty_moments(box: Box, kind: Kind, like: Tensor) -> dict[str, Tensor]:
         return {moment: torch.zeros(box.shape, dtype=like.dtype, device=like.device) for moment in (FIRST, SECOND)}
     if kind == "bf16":
         return {moment: torch.zeros(box.shape, dtype=torch.bfloat16, device=like.device) for moment in (FIRST, SECOND)}
-    found: dict[str, Tensor] = {}
+    moments: dict[str, Tensor] = {}
     for moment in (FIRST, SECOND):
         zero = 0 if moment == SECOND else ZERO_CODE
-        found[moment] = torch.full(box.shape, zero, dtype=torch.uint8, device=like.device)
-        found[f"{moment}_scale"] = torch.zeros(
+        moments[moment] = torch.full(box.shape, zero, dtype=torch.uint8, device=like.device)
+        moments[f"{moment}_scale"] = torch.zeros(
             prod(box.shape[:-1]), num_blocks(box.shape[-1], box.offsets[-1]), device=like.device
         )
-    return found
+    return moments
 
 
 def rows_of(tensor: Tensor) -> Tensor:
@@ -176,10 +176,10 @@ def rows_of(tensor: Tensor) -> Tensor:
     )
 
 
-def as_kept(values: Tensor, kind: Kind, moment: str, key: int) -> Tensor:
+def round_trip(values: Tensor, kind: Kind, moment: str, key: int) -> Tensor:
     """The values that are read back after a whole moment was stored."""
-    whole = tuple(values.shape)
-    box = Box((0,) * len(whole), whole, whole)
+    shape = tuple(values.shape)
+    box = Box((0,) * len(shape), shape, shape)
     store = Moments(empty_moments(box, kind, values), box)
     for part in store.chunks():
         store.write(moment, part, rows_of(values)[part], key)

@@ -101,17 +101,17 @@ def _bf16(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
-    at = row * columns + column
+    addr = row * columns + column
     weight, first, second = _adamw(
-        tl.load(weights + at, mask=inside, other=0.0), tl.load(gradients + at, mask=inside, other=0.0),
-        tl.load(firsts + at, mask=inside, other=0.0).to(tl.float32),
-        tl.load(seconds + at, mask=inside, other=0.0).to(tl.float32),
+        tl.load(weights + addr, mask=inside, other=0.0), tl.load(gradients + addr, mask=inside, other=0.0),
+        tl.load(firsts + addr, mask=inside, other=0.0).to(tl.float32),
+        tl.load(seconds + addr, mask=inside, other=0.0).to(tl.float32),
         take_first, keep_second, take_second, unbias, eps, shrink, step,
     )  # fmt: skip
-    tl.store(weights + at, weight, mask=inside)
+    tl.store(weights + addr, weight, mask=inside)
     place = tl.load(places + row) + column
-    tl.store(firsts + at, _round_to_bf16(first, _noise(place, key_of_first)), mask=inside)
-    tl.store(seconds + at, _round_to_bf16(second, _noise(place, key_of_second)), mask=inside)
+    tl.store(firsts + addr, _round_to_bf16(first, _noise(place, key_of_first)), mask=inside)
+    tl.store(seconds + addr, _round_to_bf16(second, _noise(place, key_of_second)), mask=inside)
 
 
 @triton.jit
@@ -139,22 +139,22 @@ def _eight(
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside, at, is_block, at_scale = column < columns, row * columns + column, block < blocks, row * blocks + block
+    inside, addr, is_block, at_scale = column < columns, row * columns + column, block < blocks, row * blocks + block
     scale = tl.load(scales_of_first + at_scale, mask=is_block, other=0.0)[:, None]
-    first = tl.load(signed + tl.load(firsts + at, mask=inside, other=0).to(tl.int32)) * scale
+    first = tl.load(signed + tl.load(firsts + addr, mask=inside, other=0).to(tl.int32)) * scale
     scale = tl.load(scales_of_second + at_scale, mask=is_block, other=0.0)[:, None]
-    root = tl.load(unsigned + tl.load(seconds + at, mask=inside, other=0).to(tl.int32)) * scale
+    root = tl.load(unsigned + tl.load(seconds + addr, mask=inside, other=0).to(tl.int32)) * scale
     weight, first, second = _adamw(
-        tl.load(weights + at, mask=inside, other=0.0), tl.load(gradients + at, mask=inside, other=0.0), first, root * root,
+        tl.load(weights + addr, mask=inside, other=0.0), tl.load(gradients + addr, mask=inside, other=0.0), first, root * root,
         take_first, keep_second, take_second, unbias, eps, shrink, step,
     )  # fmt: skip
-    tl.store(weights + at, weight, mask=inside)
+    tl.store(weights + addr, weight, mask=inside)
     place = tl.load(places + row) + column
     codes, _, scale = _quantised(tl.where(inside, first, 0.0), _noise(place, key_of_first), signed, num_signed, LEAST, STEPS)
-    tl.store(firsts + at, codes.to(tl.uint8), mask=inside)
+    tl.store(firsts + addr, codes.to(tl.uint8), mask=inside)
     tl.store(scales_of_first + at_scale, scale, mask=is_block)
     root = tl.sqrt(tl.where(inside, second, 0.0))
     codes, parts, scale = _quantised(root, _noise(place, key_of_second), unsigned, num_unsigned, LEAST, STEPS)
     codes = tl.where(parts > 0, tl.maximum(codes, 1), codes)  # it is divided by
-    tl.store(seconds + at, codes.to(tl.uint8), mask=inside)
+    tl.store(seconds + addr, codes.to(tl.uint8), mask=inside)
     tl.store(scales_of_second + at_scale, scale, mask=is_block)

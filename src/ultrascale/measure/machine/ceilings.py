@@ -47,16 +47,16 @@ def measure_matmul_ceiling(
     The fastest repetition counts: on a shared machine everything else is somebody else's work. For fewer than `MIN_PRODUCTS`
     of them up to four times the budget is spent.
     """
-    here = torch.device(device)
-    budget = budget_seconds or (0.5 if here.type == "cuda" else 0.1)
-    size = 8192 if here.type == "cuda" else 512 if torch.get_num_threads() <= FEW_THREADS else 1024
-    left, right = (torch.randn(size, size, device=here).to(TORCH_DTYPE[precision]) for _ in range(2))
+    on_device = torch.device(device)
+    budget = budget_seconds or (0.5 if on_device.type == "cuda" else 0.1)
+    size = 8192 if on_device.type == "cuda" else 512 if torch.get_num_threads() <= FEW_THREADS else 1024
+    left, right = (torch.randn(size, size, device=on_device).to(TORCH_DTYPE[precision]) for _ in range(2))
     _time_product(left, right)  # warms caches, clocks and the library's choice of kernel
     seconds = [_time_product(left, right)]
     while sum(seconds) < budget * (1 if len(seconds) >= MIN_PRODUCTS else 4):
         seconds.append(_time_product(left, right))
     spread = (max(seconds) - min(seconds)) / median(seconds)
-    return MatmulCeiling(2 * size**3 / min(seconds), spread, device_name(here), precision, size, torch.get_num_threads())
+    return MatmulCeiling(2 * size**3 / min(seconds), spread, device_name(on_device), precision, size, torch.get_num_threads())
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,13 @@ def peak_flops(cluster: str, precision: Precision, device: torch.device) -> Peak
     its cores, clocks and libraries keep: its ceiling is a large matrix product, timed now. Raises SpecError if `cluster` is
     not in the catalogue.
     """
-    here, asked = this_gpu(device), None if cluster == "auto" else parse_cluster(cluster).accelerator
+    gpu, planned = this_gpu(device), None if cluster == "auto" else parse_cluster(cluster).accelerator
     elsewhere = not is_here(cluster, device)
-    meant = here if asked is None or elsewhere else asked
+    accelerator = gpu if planned is None or elsewhere else planned
     note = f" (cluster = {cluster} is another machine)" if elsewhere else ""
-    if meant is not None and not meant.measured_at_run_time:
-        known = precision if precision in meant.peak_flops else {"fp16": "bf16", "fp8": "bf16"}.get(precision, precision)
-        return Peak(meant.peak_flops_per_second(known), f"the {known} peak of {meant.title}{note}")
+    if accelerator is not None and not accelerator.measured_at_run_time:
+        known = precision if precision in accelerator.peak_flops else {"fp16": "bf16", "fp8": "bf16"}.get(precision, precision)
+        return Peak(accelerator.peak_flops_per_second(known), f"the {known} peak of {accelerator.title}{note}")
     measured = "bf16" if precision == "fp8" else precision  # where fp8 has no peak of its own its products are in wider formats
     ceiling = measure_matmul_ceiling(measured, device)
     origin = f"a large {measured} matrix product here, {_counted(ceiling.threads, 'thread')}{note}"
@@ -120,9 +120,9 @@ def catalogued(name: str, memory_bytes: int) -> Accelerator | None:
 
 def device_name(device: torch.device | str) -> str:
     """The device as people call it: the GPU's name, or the CPU's model."""
-    here = torch.device(device)
-    if here.type == "cuda":
-        return torch.cuda.get_device_name(here)
+    on_device = torch.device(device)
+    if on_device.type == "cuda":
+        return torch.cuda.get_device_name(on_device)
     return _cpu_model() or platform.processor() or platform.machine()
 
 
@@ -138,11 +138,11 @@ def is_here(cluster: str, device: torch.device) -> bool:
     return cluster == "auto" or _may_be(parse_cluster(cluster).accelerator, this_gpu(device), device)
 
 
-def _may_be(asked: Accelerator, here: Accelerator | None, device: torch.device) -> bool:
+def _may_be(planned: Accelerator, gpu: Accelerator | None, device: torch.device) -> bool:
     """True if `device`, `here` in the catalogue, can be what was asked for; of variants of a chip people know better."""
-    if (asked.name == "cpu") != (device.type == "cpu"):
+    if (planned.name == "cpu") != (device.type == "cpu"):
         return False
-    return here is None or here.name.partition("-")[0] == asked.kind.partition("-")[0]
+    return gpu is None or gpu.name.partition("-")[0] == planned.kind.partition("-")[0]
 
 
 def _measured_on(ceiling: MatmulCeiling) -> tuple[str, str, int]:

@@ -46,22 +46,22 @@ def examine(folder: Path = Path("."), *, gpus: int | None = None) -> list[Findin
     """Every fact, in the order of a report. `folder` is where runs would be written, `gpus` how many there must be. Takes
     seconds if torch is there."""
     findings = [*software(), *processor(), *memory(), *disk(folder)]
-    if any(found.name == "torch" and found.state == "good" for found in findings):
+    if any(finding.name == "torch" and finding.state == "good" for finding in findings):
         findings += [gloo_loopback(), *accelerators()]
-    there = sum(found.name.startswith("device ") for found in findings)
-    if gpus is not None and there < gpus:
+    num_gpus = sum(finding.name.startswith("device ") for finding in findings)
+    if gpus is not None and num_gpus < gpus:
         remedy = "Leave this machine out until somebody has looked at it; nvidia-smi and dmesg may say more."
-        findings.append(Finding("accelerators", "GPUs", f"{there} answer, {gpus} are expected", "stop", remedy))
+        findings.append(Finding("accelerators", "GPUs", f"{num_gpus} answer, {gpus} are expected", "stop", remedy))
     return findings
 
 
 def versions() -> dict[str, str]:
     """Versions of Python, of this package and of what it stands on, for reports; packages that are missing are left out."""
-    found = {"python": platform.python_version(), "ultrascale": __version__}
+    installed = {"python": platform.python_version(), "ultrascale": __version__}
     for package in ("torch", *(name for names in PACKAGES.values() for name in names), "transformers"):
         if (version := installed_version(package)) is not None:
-            found[package] = version
-    return found
+            installed[package] = version
+    return installed
 
 
 def installed_version(package: str) -> str | None:
@@ -167,18 +167,18 @@ def disk(folder: Path) -> Iterator[Finding]:
     """Room in the folder of runs, or in the one it would be made in, and whether that can be written."""
     elsewhere = "Run from a folder you may write, or set `folder`."
     folder = folder.absolute()
-    there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
-    if not there.is_dir():
-        yield Finding("disk", "folder", f"{there} is no folder", "stop", "Remove the file, or name another folder.")
+    existing = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    if not existing.is_dir():
+        yield Finding("disk", "folder", f"{existing} is no folder", "stop", "Remove the file, or name another folder.")
         return
-    if there != folder:
-        yield Finding("disk", "folder", f"{folder} is not there yet; looked at {there}", "note", "A run makes it.")
+    if existing != folder:
+        yield Finding("disk", "folder", f"{folder} is not there yet; looked at {existing}", "note", "A run makes it.")
     try:
-        free = shutil.disk_usage(there).free
+        free = shutil.disk_usage(existing).free
         tight = free < 2 * GIB
         remedy = "A checkpoint takes 12 bytes a parameter." if tight else ""
-        yield Finding("disk", "free", f"{free / GIB:.1f} GiB in {there.resolve()}", "note" if tight else "good", remedy)
-        with tempfile.TemporaryFile(dir=there):
+        yield Finding("disk", "free", f"{free / GIB:.1f} GiB in {existing.resolve()}", "note" if tight else "good", remedy)
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         yield Finding("disk", "writable", f"no: {error.strerror}", "stop", elsewhere)

@@ -72,22 +72,22 @@ def expect_groups(groups: Sequence[tuple[int, int]], world: int) -> None:
 
 def measure_network(
     ranks: Ranks, groups: Sequence[tuple[int, int]], sizes: Sequence[int], kinds: Sequence[str] = KINDS, *,
-    machine: str | None = None, tell: Callable[[str], object] = lambda line: None,
+    machine: str | None = None, report: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Time every kind in every group at every size. Collective; every rank returns the same. JSON-able.
 
-    `machine`: what the plan is for; None: as many of this device as there are ranks, if it is in the catalogue. `tell` is told
+    `machine`: what the plan is for; None: as many of this device as there are ranks, if the catalogue has it. `report` is told
     of each group on rank 0. Raises SpecError; WrongResultError and MessageTooLargeError on the ranks that see one.
     """
     expect_groups(groups, ranks.world)
     per_node = ranks_per_node(ranks)
-    here = this_gpu(ranks.device)
-    cluster = planned_cluster(ranks.world, per_node, None if here is None else here.name, machine)
-    found = []
+    gpu = this_gpu(ranks.device)
+    cluster = planned_cluster(ranks.world, per_node, None if gpu is None else gpu.name, machine)
+    timings = []
     for size, stride in groups:
         if ranks.is_first:
-            tell(f"measuring groups of {size} ranks, {stride} apart, {ranks.world // size} at a time")
-        group = _own_group(ranks, size, stride)
+            report(f"measuring groups of {size} ranks, {stride} apart, {ranks.world // size} at a time")
+        group = _group_of_this_rank(ranks, size, stride)
         for kind in kinds:
             for num_bytes in sizes:
                 seconds, spread = _timed(_call(kind, num_bytes, group, size, ranks), ranks)
@@ -95,18 +95,18 @@ def measure_network(
                 if cluster is not None:
                     planned = float(collective_seconds(cluster, kind, num_bytes, size=size, stride=stride))
                 rate = float(bus_bytes(kind, num_bytes, size)) / seconds
-                found.append(Timed(kind, size, stride, num_bytes, seconds, spread, rate, planned))
+                timings.append(Timed(kind, size, stride, num_bytes, seconds, spread, rate, planned))
     return {
         "device": device_name(ranks.device), "ranks": ranks.world, "per_node": per_node, "torch": torch.__version__,
         "backend": dist.get_backend(), "planned_for": None if cluster is None else cluster.name,
-        "timed": [one.__dict__ for one in found],
+        "timed": [timing.__dict__ for timing in timings],
     }  # fmt: skip
 
 
-def network_bytes_per_second(found: Sequence[Timed], per_node: int) -> float | None:
+def network_bytes_per_second(timings: Sequence[Timed], per_node: int) -> float | None:
     """Combined rate of all cards of a node in the largest all-gathers over one rank of each node; None if none was timed."""
-    across = [one for one in found if one.kind == "all_gather" and one.stride == per_node]
-    best = max(across, key=lambda one: one.num_bytes, default=None)
+    across = [timing for timing in timings if timing.kind == "all_gather" and timing.stride == per_node]
+    best = max(across, key=lambda timing: timing.num_bytes, default=None)
     return None if best is None else best.bus_bytes_per_second * per_node
 
 
@@ -138,14 +138,14 @@ def planned_cluster(world: int, per_node: int, gpu: str | None, machine: str | N
         return None
 
 
-def _own_group(ranks: Ranks, size: int, stride: int) -> dist.ProcessGroup:
+def _group_of_this_rank(ranks: Ranks, size: int, stride: int) -> dist.ProcessGroup:
     """This rank's process group. Each rank makes its own only: all of them, one after another, would take minutes of a thousand
     ranks."""
     first = ranks.rank // (size * stride) * size * stride + ranks.rank % stride
     members = [first + place * stride for place in range(size)]
-    own = dist.new_group(members, timeout=ranks.timeout, use_local_synchronization=True, group_desc=f"{size}:{stride}")
-    assert isinstance(own, dist.ProcessGroup)
-    return own
+    group = dist.new_group(members, timeout=ranks.timeout, use_local_synchronization=True, group_desc=f"{size}:{stride}")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _call(kind: str, num_bytes: int, group: dist.ProcessGroup, size: int, ranks: Ranks) -> Callable[[], None]:
@@ -156,14 +156,14 @@ def _call(kind: str, num_bytes: int, group: dist.ProcessGroup, size: int, ranks:
     try:
         whole, piece, other = (torch.zeros(count, device=ranks.device) for count in counts)
     except torch.OutOfMemoryError:
-        told = f"rank {ranks.rank} has no memory for {kind} of {format_bytes(num_bytes)}"
-        raise MessageTooLargeError(f"{told}. Give a smaller --largest.") from None
+        problem = f"rank {ranks.rank} has no memory for {kind} of {format_bytes(num_bytes)}"
+        raise MessageTooLargeError(f"{problem}. Give a smaller --largest.") from None
     total = size * (size + 1) / 2
-    own = place + 1.0
-    after, before = (dist.get_global_rank(group, (place + step) % size) for step in (1, -1))
+    contribution = place + 1.0
+    after_rank, before_rank = (dist.get_global_rank(group, (place + step) % size) for step in (1, -1))
 
     def send() -> None:
-        messages = [dist.P2POp(dist.isend, whole, after, group), dist.P2POp(dist.irecv, other, before, group)]
+        messages = [dist.P2POp(dist.isend, whole, after_rank, group), dist.P2POp(dist.irecv, other, before_rank, group)]
         for work in dist.batch_isend_irecv(messages):
             work.wait()
 
@@ -177,13 +177,13 @@ def _call(kind: str, num_bytes: int, group: dist.ProcessGroup, size: int, ranks:
         "send": (send, whole, other, [(place - 1) % size + 1.0] * size),
     }
     call, sent, received, expected = calls[kind]
-    sent.fill_(own)
+    sent.fill_(contribution)
     call()
     _settle(ranks)
     parts = received.view(len(expected), -1)
     if not torch.equal(parts, torch.tensor(expected, device=ranks.device)[:, None].expand_as(parts)):
-        told = f"rank {ranks.rank}: {kind} of {num_bytes:,} bytes over {size} ranks gave {float(parts.flatten()[0])}"
-        raise WrongResultError(f"{told} where {expected[0]} must be. Do not train on this network.")
+        problem = f"rank {ranks.rank}: {kind} of {num_bytes:,} bytes over {size} ranks gave {float(parts.flatten()[0])}"
+        raise WrongResultError(f"{problem} where {expected[0]} must be. Do not train on this network.")
     whole.zero_()  # a sum that is summed again and again must stay finite
     return call
 
@@ -212,8 +212,8 @@ def _round(call: Callable[[], None], calls: int, ranks: Ranks) -> float:
     for _ in range(calls):
         call()
     _settle(ranks)
-    own = (time.perf_counter() - started) / calls
-    return max(map(float, ranks.gather_text(repr(own))))
+    seconds = (time.perf_counter() - started) / calls
+    return max(map(float, ranks.gather_text(repr(seconds))))
 
 
 def _settle(ranks: Ranks) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ultrascale.measure.step.spans import MARK, Kernel, Range
+from ultrascale.measure.step.spans import MARK, Kernel, Span
 from ultrascale.parallel.lost import AWAITED
 from ultrascale.parallel.pipeline.pipeline_messages import BETWEEN_STAGES
 from ultrascale.parallel.tags import Tag
@@ -68,22 +68,22 @@ def axis_of_group(group: str) -> str:
     return next((axis for pattern, axis in _GROUPS if pattern.match(group)), EVERYBODY)
 
 
-def awaited_axis(stack: Sequence[Range]) -> str | None:
+def awaited_axis(stack: Sequence[Span]) -> str | None:
     """The axis that the host starts messages of or waits for, told by the ranges around it; None if it does not."""
-    for one in reversed(stack):
-        if one.name.startswith(AWAITED):
-            return axis_of(one.name.removeprefix(AWAITED))
+    for span in reversed(stack):
+        if span.name.startswith(AWAITED):
+            return axis_of(span.name.removeprefix(AWAITED))
     if _in_fsdp(stack) and stack[-1].name.startswith(("FSDP::", "c10d::")):
         return "dp"  # torch's own collectives, which our ranges do not surround
     return None
 
 
-def computing(stack: Sequence[Range], phase: str, attention_links: frozenset[int]) -> str:
+def computing(stack: Sequence[Span], phase: str, attention_links: frozenset[int]) -> str:
     """Category of a thread of the host that runs the operations in `stack` itself (a CPU), outermost first.
 
     `attention_links`: of forward operations inside attention; their backward passes have the same.
     """
-    names = [one.name for one in stack]
+    names = [span.name for span in stack]
     if (axis := awaited_axis(stack)) is not None:
         return axis
     if READING in names:
@@ -94,27 +94,27 @@ def computing(stack: Sequence[Range], phase: str, attention_links: frozenset[int
         return HOST
     if RECOMPUTED in names and phase == BACKWARD:
         return AGAIN
-    if CORE in names or any(map(_ATTENTION_OPS.match, names)) or any(one.link in attention_links for one in stack):
+    if CORE in names or any(map(_ATTENTION_OPS.match, names)) or any(span.link in attention_links for span in stack):
         return ATTENTION
     return PRODUCTS if any(map(_PRODUCT_OPS.match, names)) else ELEMENTWISE
 
 
-def kind_of_kernel(kernel: Kernel, stack: Sequence[Range], phase: str, attention_links: frozenset[int]) -> str:
+def kind_of_kernel(kernel: Kernel, stack: Sequence[Span], phase: str, attention_links: frozenset[int]) -> str:
     """Category of a kernel: an axis for NCCL's, else a kind of computing. `stack`, `phase`: where the host launched it."""
     if "nccl" in kernel.name.lower():
         return awaited_axis(stack) or (axis_of_group(kernel.group) if kernel.group else "dp" if _in_fsdp(stack) else EVERYBODY)
     if phase == UPDATE:
         return OPTIMIZER
-    names = [one.name for one in stack]
+    names = [span.name for span in stack]
     if RECOMPUTED in names and phase == BACKWARD:
         return AGAIN
-    if _ATTENTION_KERNELS.search(kernel.name) or CORE in names or any(one.link in attention_links for one in stack):
+    if _ATTENTION_KERNELS.search(kernel.name) or CORE in names or any(span.link in attention_links for span in stack):
         return ATTENTION
     return PRODUCTS if _PRODUCT_KERNELS.search(kernel.name) else ELEMENTWISE
 
 
-def _in_fsdp(stack: Sequence[Range]) -> bool:
-    return any(one.name.startswith("FSDP::") for one in stack)
+def _in_fsdp(stack: Sequence[Span]) -> bool:
+    return any(span.name.startswith("FSDP::") for span in stack)
 
 
 def _computes(name: str) -> bool:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
-class Range(NamedTuple):
+class Span(NamedTuple):
     """Something that ran from `start` to `end`."""
 
     start: float
@@ -46,7 +46,7 @@ class Segment(NamedTuple):
 
     start: float
     end: float
-    stack: tuple[Range, ...]
+    stack: tuple[Span, ...]
     """Ranges under way, outermost first."""
 
 
@@ -62,34 +62,34 @@ class Piece(NamedTuple):
         return self.end - self.start
 
 
-def innermost(ranges: Iterable[Range]) -> list[Segment]:
+def innermost(ranges: Iterable[Span]) -> list[Segment]:
     """The nested `ranges` of one thread as stretches that do not overlap, ascending. Times without any range are left out.
 
     Clocks that are read one after the other, and rounding, make ranges stick out of those around them: one that lies mostly
     behind another is taken to begin where that one ends, any other is cut at its end.
     """
-    found: list[Segment] = []
-    stack: list[Range] = []
+    leaf_segments: list[Segment] = []
+    stack: list[Span] = []
     now = 0.0
 
     def advance(until: float) -> None:
         nonlocal now
         while stack and stack[-1].end <= until:
             top = stack.pop()
-            _add(found, now, top.end, (*stack, top))
+            _add(leaf_segments, now, top.end, (*stack, top))
             now = max(now, top.end)
         if stack:
-            _add(found, now, until, tuple(stack))
+            _add(leaf_segments, now, until, tuple(stack))
         now = max(now, until)
 
-    for one in sorted(ranges, key=lambda one: (one.start, -one.end)):
-        advance(one.start)
-        while stack and one.end - stack[-1].end > stack[-1].end - one.start:
-            stack[-1] = stack[-1]._replace(end=one.start)
-            advance(one.start)
-        stack.append(one._replace(end=min(one.end, stack[-1].end)) if stack else one)
-    advance(max((one.end for one in stack), default=0.0))
-    return found
+    for span in sorted(ranges, key=lambda span: (span.start, -span.end)):
+        advance(span.start)
+        while stack and span.end - stack[-1].end > stack[-1].end - span.start:
+            stack[-1] = stack[-1]._replace(end=span.start)
+            advance(span.start)
+        stack.append(span._replace(end=min(span.end, stack[-1].end)) if stack else span)
+    advance(max((span.end for span in stack), default=0.0))
+    return leaf_segments
 
 
 def partition(window: tuple[float, float], layers: Sequence[Iterable[Piece]], *, rest: str) -> list[Piece]:
@@ -106,17 +106,17 @@ def partition(window: tuple[float, float], layers: Sequence[Iterable[Piece]], *,
                 events += [(start, 1, (depth, number), piece.category), (end, 0, (depth, number), piece.category)]
     events.sort(key=lambda event: event[:3])
     active: dict[tuple[int, int], str] = {}
-    made: list[Piece] = []
+    pieces: list[Piece] = []
     now = first
     for when, begins, key, category in events:
-        _join(made, now, when, active[min(active)] if active else rest)
+        _join(pieces, now, when, active[min(active)] if active else rest)
         now = when
         if begins:
             active[key] = category
         else:
             del active[key]
-    _join(made, now, last, rest)
-    return made
+    _join(pieces, now, last, rest)
+    return pieces
 
 
 def sums(pieces: Iterable[Piece]) -> dict[str, float]:
@@ -143,7 +143,7 @@ class Timeline:
         self.segments = segments
         self._starts = [segment.start for segment in segments]
 
-    def at(self, when: float) -> tuple[Range, ...]:
+    def at(self, when: float) -> tuple[Span, ...]:
         """Ranges under way at `when`, outermost first; empty if there are none."""
         index = bisect_right(self._starts, when) - 1
         if index < 0 or self.segments[index].end < when:
@@ -151,18 +151,18 @@ class Timeline:
         return self.segments[index].stack
 
 
-def _add(found: list[Segment], start: float, end: float, stack: tuple[Range, ...]) -> None:
+def _add(segments: list[Segment], start: float, end: float, stack: tuple[Span, ...]) -> None:
     if end > start:
-        found.append(Segment(start, end, stack))
+        segments.append(Segment(start, end, stack))
 
 
-def _join(made: list[Piece], start: float, end: float, category: str) -> None:
+def _join(pieces: list[Piece], start: float, end: float, category: str) -> None:
     if end <= start:
         return
-    if made and made[-1].category == category and made[-1].end == start:
-        made[-1] = Piece(made[-1].start, end, category)
+    if pieces and pieces[-1].category == category and pieces[-1].end == start:
+        pieces[-1] = Piece(pieces[-1].start, end, category)
     else:
-        made.append(Piece(start, end, category))
+        pieces.append(Piece(start, end, category))
 
 
 MARK = "ultrascale: "
@@ -194,11 +194,11 @@ class RankEvents:
     """Events of one rank's trace."""
 
     main_thread: int
-    ranges: dict[int, list[Range]]
+    ranges: dict[int, list[Span]]
     """Ranges by thread."""
     kernels: list[Kernel]
     """Kernels in order of their starts; none without a CUDA device."""
-    steps: list[Range]
+    steps: list[Span]
     """Steps as the main thread marked them."""
     origin: float = 0.0
     """Seconds since the epoch of the time 0 of all others."""
@@ -213,12 +213,12 @@ def read_trace(path: Path) -> RankEvents:
 def events_of(trace: Mapping[str, Any]) -> RankEvents:
     """Events of a trace that has been read."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    links = {(one["tid"], one["ts"]): one["id"] for one in trace["traceEvents"] if one.get("cat") == "fwdbwd"}
+    links = {(event["tid"], event["ts"]): event["id"] for event in trace["traceEvents"] if event.get("cat") == "fwdbwd"}
     marks = [event for event in events if event.get("cat") == "user_annotation" and event["name"].startswith(STEP)]
     if not marks:
         raise ValueError("the trace holds no step of ours: it was not made by `ultrascale measure step`")
     first = min(event["ts"] for event in marks)
-    ranges: defaultdict[int, list[Range]] = defaultdict(list)
+    ranges: defaultdict[int, list[Span]] = defaultdict(list)
     launches: dict[int, tuple[float, int]] = {}
     on_device = []
     for event in events:
@@ -229,16 +229,16 @@ def events_of(trace: Mapping[str, Any]) -> RankEvents:
         elif category in _LAUNCHES:
             if "correlation" in arguments:
                 launches[arguments["correlation"]] = (end, event["tid"])
-            ranges[event["tid"]].append(Range(start, end, name))
+            ranges[event["tid"]].append(Span(start, end, name))
         elif category in ("cpu_op", "user_annotation") and not name.startswith(_WITHOUT_A_THREAD):
             link = links.get((event["tid"], event["ts"])) if category == "cpu_op" else None
-            ranges[event["tid"]].append(Range(start, end, name, link))
+            ranges[event["tid"]].append(Span(start, end, name, link))
     main_thread = marks[0]["tid"]
     return RankEvents(
         main_thread,
         dict(ranges),
         kernels=sorted(_kernel(start, end, event, launches) for start, end, event in on_device),
-        steps=sorted(one for one in ranges[main_thread] if one.name.startswith(STEP)),
+        steps=sorted(span for span in ranges[main_thread] if span.name.startswith(STEP)),
         origin=trace.get("baseTimeNanoseconds", 0) * 1e-9 + first * 1e-6,
     )
 

@@ -45,10 +45,10 @@ class RankSteps:
     """Seconds and counts of all profiled steps together."""
 
     @classmethod
-    def of(cls, rank: int, found: Waterfall, top: list[TopRow]) -> RankSteps:
+    def of(cls, rank: int, waterfall: Waterfall, top: list[TopRow]) -> RankSteps:
         """The report of `rank`."""
-        sent = {axis: seconds / len(found.steps) for axis, seconds in found.communication.items()}
-        return cls(rank, [sum(step.values()) for step in found.steps], found.mean, sent, top)
+        sent = {axis: seconds / len(waterfall.steps) for axis, seconds in waterfall.communication.items()}
+        return cls(rank, [sum(step.values()) for step in waterfall.steps], waterfall.mean, sent, top)
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ class StepReport:
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> StepReport:
         """The report that `to_json` gave."""
-        ranks = [RankSteps(**one | {"top": [TopRow(*row) for row in one["top"]]}) for one in facts["ranks"]]
-        own: dict[str, Any] = {field.name: facts[field.name] for field in fields(cls)}
-        own["ranks"] = ranks
-        return cls(**own)
+        ranks = [RankSteps(**rank | {"top": [TopRow(*row) for row in rank["top"]]}) for rank in facts["ranks"]]
+        values: dict[str, Any] = {field.name: facts[field.name] for field in fields(cls)}
+        values["ranks"] = ranks
+        return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-able dictionary; seconds."""
@@ -103,14 +103,14 @@ def waterfall_table(report: StepReport) -> Table:
     longest = max(map(report.measured, CATEGORIES))
     for name in CATEGORIES:
         planned, measured = report.planned.get(name), report.measured(name)
-        own = [rank.mean[name] for rank in several]
-        if not planned and not any((measured, *own)):
+        by_rank = [rank.mean[name] for rank in several]
+        if not planned and not any((measured, *by_rank)):
             continue
         bar = "█" * round(BARS * measured / longest)
-        table.add_row(WORDS.get(name, name), *_numbers(planned, measured), *(map(_milliseconds, own) if several else [bar]))
+        table.add_row(WORDS.get(name, name), *_numbers(planned, measured), *(map(_milliseconds, by_rank) if several else [bar]))
     total = sum(report.planned.values()) if set(report.planned) >= set(CATEGORIES) - {"idle"} else None
-    own = [sum(rank.mean.values()) for rank in several]
-    table.add_row("step", *_numbers(total, report.step_seconds), *map(_milliseconds, own), style="bold")
+    by_rank = [sum(rank.mean.values()) for rank in several]
+    table.add_row("step", *_numbers(total, report.step_seconds), *map(_milliseconds, by_rank), style="bold")
     return table
 
 
@@ -157,11 +157,11 @@ def plot_steps(report: StepReport, path: Path) -> Path:
     bars = [("planned", report.planned)] if report.planned else []
     bars += [(f"rank {rank.rank}", rank.mean) for rank in report.ranks]
     shown = [name for name in CATEGORIES if any(bar.get(name) for _, bar in bars)]
-    for at, (_, bar) in enumerate(bars):
+    for row, (_, bar) in enumerate(bars):
         left = 0.0
         for name in shown:
             width = bar.get(name, 0.0) * 1e3
-            axes.barh(at, width, left=left, color=COLOURS[name], height=0.72, label=WORDS.get(name, name) if not at else None)
+            axes.barh(row, width, left=left, color=COLOURS[name], height=0.72, label=WORDS.get(name, name) if not row else None)
             left += width
     axes.set_yticks(range(len(bars)), [name for name, _ in bars])
     axes.invert_yaxis()

@@ -37,9 +37,9 @@ from ultrascale.measure.step.categories import (
 from ultrascale.measure.step.spans import (
     Kernel,
     Piece,
-    Range,
     RankEvents,
     Segment,
+    Span,
     Timeline,
     clipped,
     innermost,
@@ -85,20 +85,20 @@ def waterfall(events: RankEvents) -> Waterfall:
     host, windows = _Host(events), _windows(events.steps)
     busy, window = _busy(events.kernels, host), _window(events)
     pieces = _on_device(busy, host, window) if busy else partition(window, [host.doing()], rest=HOST)
-    steps = tuple(sums(clipped(pieces, one)) for one in windows)
+    steps = tuple(sums(clipped(pieces, step)) for step in windows)
     return Waterfall(steps, tuple(pieces), _communication(busy, window))
 
 
 def top(events: RankEvents, *, count: int = 15) -> list[TopRow]:
     """The operations with most time of their own: kernels on CUDA, operations of the main thread on a CPU."""
-    found: dict[tuple[str, str], list[float]] = {}
+    durations: dict[tuple[str, str], list[float]] = {}
     for name, category, seconds in _named(events):
-        found.setdefault((name, category), []).append(seconds)
-    rows = [TopRow(name, category, sum(taken), len(taken)) for (name, category), taken in found.items()]
+        durations.setdefault((name, category), []).append(seconds)
+    rows = [TopRow(name, category, sum(samples), len(samples)) for (name, category), samples in durations.items()]
     return sorted(rows, key=lambda row: -row.seconds)[:count]
 
 
-def _windows(steps: Sequence[Range]) -> list[tuple[float, float]]:
+def _windows(steps: Sequence[Span]) -> list[tuple[float, float]]:
     """A step ends where the next begins: what lies between them is the trainer's too."""
     ends = [*(step.start for step in steps[1:]), steps[-1].end]
     return [(step.start, end) for step, end in zip(steps, ends, strict=True)]
@@ -114,7 +114,7 @@ class _Host:
     def __init__(self, events: RankEvents):
         self.events = events
         self.timelines = {thread: Timeline(innermost(_nested(ranges))) for thread, ranges in events.ranges.items()}
-        phases = [one for one in events.ranges[events.main_thread] if one.name.startswith(PHASE)]
+        phases = [span for span in events.ranges[events.main_thread] if span.name.startswith(PHASE)]
         self._phases = Timeline(innermost(phases))
         self.attention_links = frozenset(self._links_inside(CORE))
 
@@ -123,7 +123,7 @@ class _Host:
         stack = self._phases.at(when)
         return stack[-1].name if stack else ""
 
-    def stack(self, thread: int | None, when: float) -> tuple[Range, ...]:
+    def stack(self, thread: int | None, when: float) -> tuple[Span, ...]:
         """Ranges that a thread had under way, outermost first."""
         return self.timelines[thread].at(when) if thread in self.timelines else ()
 
@@ -134,7 +134,7 @@ class _Host:
 
     def main_segments(self) -> Iterator[Segment]:
         """Segments of the main thread, none across the border of a phase."""
-        borders = sorted({at for one in self._phases.segments for at in (one.start, one.end)})
+        borders = sorted({border for segment in self._phases.segments for border in (segment.start, segment.end)})
         for start, end, stack in self.timelines[self.events.main_thread].segments:
             inside = borders[bisect_right(borders, start) : bisect_left(borders, end)]
             yield from (Segment(*pair, stack) for pair in pairwise([start, *inside, end]))
@@ -147,13 +147,13 @@ class _Host:
     def _links_inside(self, name: str) -> Iterator[int]:
         for timeline in self.timelines.values():
             for _, _, stack in timeline.segments:
-                inside = dropwhile(lambda one: one.name != name, stack)
-                yield from (one.link for one in inside if one.link is not None)
+                inside = dropwhile(lambda span: span.name != name, stack)
+                yield from (span.link for span in inside if span.link is not None)
 
 
-def _nested(ranges: Iterable[Range]) -> list[Range]:
+def _nested(ranges: Iterable[Span]) -> list[Span]:
     """Phases cross other ranges: they are looked up by time."""
-    return [one for one in ranges if not one.name.startswith(PHASE)]
+    return [span for span in ranges if not span.name.startswith(PHASE)]
 
 
 def _on_device(busy: Sequence[Piece], host: _Host, window: tuple[float, float]) -> list[Piece]:
@@ -193,7 +193,7 @@ def _explained(gaps: Sequence[Piece], kernels: Sequence[Kernel], waits: Sequence
 def _communication(busy: Sequence[Piece], window: tuple[float, float]) -> dict[str, float]:
     """Seconds in which at least one of an axis's NCCL kernels ran."""
     by_axis = {axis: [piece for piece in busy if piece.category == axis] for axis in (*AXES, EVERYBODY)}
-    return {axis: sums(partition(window, [own], rest=""))[axis] for axis, own in by_axis.items() if own}
+    return {axis: sums(partition(window, [kernels], rest=""))[axis] for axis, kernels in by_axis.items() if kernels}
 
 
 def _named(events: RankEvents) -> Iterator[tuple[str, str, float]]:

@@ -54,10 +54,10 @@ def convert(source: Path, folder: Path, *, overwrite: bool = False, unconfined: 
     files = _pickles(source)
     beside = source if source.is_dir() else source.parent
     with fill_folder(folder, is_ours=is_exported, overwrite=overwrite, source=beside) as out:
-        names, told = {}, []
+        names, reports = {}, []
         for number, file in enumerate(files, 1):
             name = WEIGHTS_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            told.append(_unpickled(file, out / name, unconfined=unconfined))
+            reports.append(_unpickled(file, out / name, unconfined=unconfined))
             names |= _names(out / name, file, names)
         if len(files) > 1:
             (out / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": names}, indent=1), encoding="utf-8")
@@ -65,8 +65,8 @@ def convert(source: Path, folder: Path, *, overwrite: bool = False, unconfined: 
             if (beside / name).is_file():
                 shutil.copyfile(beside / name, out / name)
         has_config = (out / "config.json").is_file()
-    left_out = tuple(name for one in told for name in one["left_out"])
-    return Converted(folder, len(files), len(names), left_out, tuple(told[0]["confined_by"]), has_config)
+    left_out = tuple(name for report in reports for name in report["left_out"])
+    return Converted(folder, len(files), len(names), left_out, tuple(reports[0]["confined_by"]), has_config)
 
 
 def _pickles(source: Path) -> list[Path]:
@@ -74,12 +74,12 @@ def _pickles(source: Path) -> list[Path]:
         return [source]
     if (source / PICKLE_INDEX).is_file():
         return indexed_shards(source / PICKLE_INDEX)
-    found = sorted(path for path in source.glob("*") if path.suffix in PICKLES and path.is_file()) if source.is_dir() else []
-    whole = [path for path in found if path.name == "pytorch_model.bin"] or found
-    if len(whole) != 1:
-        rule = f"holds {len(found)} files ending in {', '.join(PICKLES)}" if source.is_dir() else "is not there"
+    pickles = sorted(path for path in source.glob("*") if path.suffix in PICKLES and path.is_file()) if source.is_dir() else []
+    chosen = [path for path in pickles if path.name == "pytorch_model.bin"] or pickles
+    if len(chosen) != 1:
+        rule = f"holds {len(pickles)} files ending in {', '.join(PICKLES)}" if source.is_dir() else "is not there"
         raise mistake(str(source), rule, "Give one such file, or a folder with one or with an index.")
-    return whole
+    return chosen
 
 
 def _unpickled(file: Path, target: Path, *, unconfined: bool) -> dict[str, list[str]]:
@@ -91,33 +91,33 @@ def _unpickled(file: Path, target: Path, *, unconfined: bool) -> dict[str, list[
     written = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     words = [sys.executable, "-I", unpickle.__file__, str(source), str(written), *(["unconfined"] if unconfined else [])]
     try:
-        with tempfile.TemporaryFile() as said:
+        with tempfile.TemporaryFile() as output:
             done = subprocess.run(
-                words, pass_fds=(source, written), stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.DEVNULL,
+                words, pass_fds=(source, written), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.DEVNULL,
                 env={"OMP_NUM_THREADS": "1"}, cwd="/", timeout=SECONDS,
             )  # fmt: skip
-            said.seek(0)
-            text = said.read(1 << 16)
+            output.seek(0)
+            text = output.read(1 << 16)
     except subprocess.TimeoutExpired:
         raise mistake(str(file), f"was not read within {SECONDS} s", _TRUST) from None
     finally:
         os.close(source)
         os.close(written)
-    return _told(file, done.returncode, text)
+    return _parsed_answer(file, done.returncode, text)
 
 
-def _told(file: Path, code: int, text: bytes) -> dict[str, list[str]]:
+def _parsed_answer(file: Path, code: int, text: bytes) -> dict[str, list[str]]:
     try:
-        told = parse_json(text.splitlines()[-1])
-        if code == 0 and all(isinstance(told[key], list) for key in ("left_out", "confined_by")):
-            return {key: [_shown(str(one)) for one in told[key]] for key in ("left_out", "confined_by")}
-        reason = _shown(str(told["error"]))
+        answer = parse_json(text.splitlines()[-1])
+        if code == 0 and all(isinstance(answer[key], list) for key in ("left_out", "confined_by")):
+            return {key: [_printable(str(entry)) for entry in answer[key]] for key in ("left_out", "confined_by")}
+        reason = _printable(str(answer["error"]))
     except (ValueError, KeyError, TypeError, IndexError):
         reason = f"the process that read it ended with {code}"
     raise mistake(str(file), f"is refused: {reason}", _TRUST)
 
 
-def _shown(text: str) -> str:
+def _printable(text: str) -> str:
     """A stranger's words, in one line that no terminal obeys."""
     return "".join(c if c.isprintable() else " " for c in text)[:500]
 
@@ -126,9 +126,9 @@ def _names(path: Path, file: Path, others: dict[str, str]) -> dict[str, str]:
     """The tensors in a written file, by name; none may be in two."""
     try:
         with safe_open(path, framework="pt") as opened:
-            found = dict.fromkeys(opened.keys(), path.name)
+            tensors = dict.fromkeys(opened.keys(), path.name)
     except SafetensorError as error:
         raise mistake(str(file), f"is refused: no safetensors came of it ({error})", _TRUST) from None
-    if twice := sorted(found.keys() & others.keys()):
-        raise mistake(str(file), f"repeats {_shown(', '.join(twice[:5]))}", "Copy the whole folder again.")
-    return found
+    if twice := sorted(tensors.keys() & others.keys()):
+        raise mistake(str(file), f"repeats {_printable(', '.join(twice[:5]))}", "Copy the whole folder again.")
+    return tensors

@@ -74,16 +74,16 @@ def import_folder(path: str | Path) -> tuple[Model, dict[str, Tensor]]:
     shapes = weight_shapes(model)
     state: dict[str, Tensor] = {}
     with ExitStack() as files:
-        found = _open_tensors(folder, files)
-        names = _match_names(found.keys(), table, model)
-        problems = _compare(table, shapes, {names[name]: _shape(found[name], name) for name in names}, folder)
-        problems += _unreadable(found, names, folder)
+        file_of = _open_tensors(folder, files)
+        names = _match_names(file_of.keys(), table, model)
+        problems = _compare(table, shapes, {names[name]: _shape(file_of[name], name) for name in names}, folder)
+        problems += _unreadable(file_of, names, folder)
         if problems:
             raise SpecError(problems)
         for name, ours in names.items():
             if not table[ours].is_copy:
-                _fill(state, table[ours], _read(found[name], name), shapes)
-        _check_copies(found, {name: table[ours] for name, ours in names.items()}, state, folder)
+                _fill(state, table[ours], _read(file_of[name], name), shapes)
+        _check_copies(file_of, {name: table[ours] for name, ours in names.items()}, state, folder)
     return model, {name: state[name] for name in shapes}
 
 
@@ -148,7 +148,7 @@ def _pack(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
 
 def _open_tensors(folder: Path, files: ExitStack) -> dict[str, Any]:
     """Every tensor's name and the open file that holds it."""
-    found: dict[str, Any] = {}
+    file_of: dict[str, Any] = {}
     for file in weight_files(folder):
         try:
             opened = files.enter_context(safe_open(file, framework="pt"))
@@ -156,15 +156,15 @@ def _open_tensors(folder: Path, files: ExitStack) -> dict[str, Any]:
             raise mistake(str(file), f"is named by {INDEX_FILE} but not there", "Copy the whole folder.") from None
         except (SafetensorError, OSError) as error:
             raise mistake(str(file), f"is no safetensors file: {error}", "Copy it again.") from None
-        found |= dict.fromkeys(opened.keys(), opened)
-    return found
+        file_of |= dict.fromkeys(opened.keys(), opened)
+    return file_of
 
 
-def _match_names(found: Any, table: Mapping[str, Stored], model: Model) -> dict[str, str]:
+def _match_names(stored_names: Any, table: Mapping[str, Stored], model: Model) -> dict[str, str]:
     """Names of `table` by the names in the file: files of the bare model lack its prefix."""
     prefix = "transformer." if model.model_type == "gpt2" else "model."
     names = {}
-    for name in found:
+    for name in stored_names:
         is_spare_head = name == "lm_head.weight" and model.tie_word_embeddings
         if not name.endswith(_DERIVED) and not is_spare_head:
             names[name] = name if name in table or prefix + name not in table else prefix + name
@@ -172,21 +172,21 @@ def _match_names(found: Any, table: Mapping[str, Stored], model: Model) -> dict[
 
 
 def _compare(
-    table: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], folder: Path
+    table: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]], folder: Path
 ) -> list[Problem]:
     where, remedy = str(folder), "Check that weights and config.json belong together."
     expected = {name: stored.shape(shapes) for name, stored in table.items()}
     needed = [name for name, stored in table.items() if not stored.is_copy]
-    problems = [Problem(name, "is missing", remedy, where) for name in needed if name not in found]
-    problems += [Problem(name, "is no weight of this model", remedy, where) for name in found if name not in expected]
-    for name in expected.keys() & found.keys():
-        if expected[name] != found[name]:
-            rule = f"must have shape {expected[name]}, has {found[name]}"
+    problems = [Problem(name, "is missing", remedy, where) for name in needed if name not in actual]
+    problems += [Problem(name, "is no weight of this model", remedy, where) for name in actual if name not in expected]
+    for name in expected.keys() & actual.keys():
+        if expected[name] != actual[name]:
+            rule = f"must have shape {expected[name]}, has {actual[name]}"
             problems.append(Problem(name, rule, remedy, where))
     return problems
 
 
-def _unreadable(found: Mapping[str, Any], names: Mapping[str, str], folder: Path) -> list[Problem]:
+def _unreadable(file_of: Mapping[str, Any], names: Mapping[str, str], folder: Path) -> list[Problem]:
     """Tensors that are there twice, with and without the prefix, and those that are not plain floating point."""
     ours = list(names.values())
     problems = [
@@ -195,7 +195,7 @@ def _unreadable(found: Mapping[str, Any], names: Mapping[str, str], folder: Path
         if name != names[name] and ours.count(names[name]) > 1
     ]
     for name in names:
-        kind = found[name].get_slice(name).get_dtype()
+        kind = file_of[name].get_slice(name).get_dtype()
         if kind not in _FLOATS:
             remedy = "Quantized weights cannot be trained; take the original ones."
             problems.append(Problem(name, f"must be one of {', '.join(_FLOATS)}, is {kind}", remedy, str(folder)))
@@ -210,13 +210,13 @@ def _read(file: Any, name: str) -> Tensor:
     return file.get_tensor(name)
 
 
-def _check_copies(found: Mapping[str, Any], table: Mapping[str, Stored], state: Mapping[str, Tensor], folder: Path) -> None:
+def _check_copies(file_of: Mapping[str, Any], table: Mapping[str, Stored], state: Mapping[str, Tensor], folder: Path) -> None:
     """Files may repeat the embedding as a tied head, and both in prediction blocks; something else there would be lost."""
     copies = {name: stored.names[0] for name, stored in table.items() if stored.is_copy}
-    if "lm_head.weight" in found and "lm_head.weight" not in state:
+    if "lm_head.weight" in file_of and "lm_head.weight" not in state:
         copies["lm_head.weight"] = "embed_tokens.weight"
     for name, ours in copies.items():
-        if not torch.equal(_read(found[name], name), state[ours]):
+        if not torch.equal(_read(file_of[name], name), state[ours]):
             rule, remedy = f"differs from {ours}, which it copies", "Set num_nextn_predict_layers to 0 there."
             if name == "lm_head.weight":
                 rule, remedy = (

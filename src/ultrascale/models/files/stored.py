@@ -37,7 +37,7 @@ class Stored:
     """The only expert taken of each weight, if one is."""
     transposed: bool = False
     """The last two dimensions are swapped."""
-    by_turns: bool = False
+    interleaved: bool = False
     """Weights [X, F, ...] lie by turns along F, not one after the other."""
     keeps_dtype: bool = False
     """Stored as it is, whatever the rest is cast to."""
@@ -47,13 +47,15 @@ class Stored:
     def join(self, state: Mapping[str, Tensor]) -> Tensor:
         """The tensor, from weights by name."""
         parts = [state[name] if self.expert is None else state[name][self.expert] for name in self.names]
-        whole = torch.stack(parts, dim=2).flatten(1, 2) if self.by_turns else torch.cat(parts) if len(parts) > 1 else parts[0]
+        whole = (
+            torch.stack(parts, dim=2).flatten(1, 2) if self.interleaved else torch.cat(parts) if len(parts) > 1 else parts[0]
+        )
         return whole.transpose(-2, -1) if self.transposed else whole
 
     def split(self, whole: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
         """(name, weight or one expert of it) for each part of the tensor."""
         whole = whole.transpose(-2, -1) if self.transposed else whole
-        if self.by_turns:
+        if self.interleaved:
             parts = whole.unflatten(1, (-1, len(self.names))).unbind(2)
         else:
             parts = whole.split([shapes[name][0] for name in self.names]) if len(self.names) > 1 else (whole,)
@@ -98,7 +100,7 @@ def _stored_experts(weight: Weight, model_type: str) -> dict[str, Stored]:
         if projection == "down_proj":
             return {f"model.{block}.down_proj{suffix}": Stored((weight.name,), transposed=transposed)}
         names = (f"{block}.gate_proj.{kind}", f"{block}.up_proj.{kind}")
-        return {f"model.{block}.gate_up_proj{suffix}": Stored(names, transposed=transposed, by_turns=True)}
+        return {f"model.{block}.gate_up_proj{suffix}": Stored(names, transposed=transposed, interleaved=True)}
     if model_type == "mixtral":
         block, projection = block.replace(".mlp.", ".block_sparse_moe."), _MIXTRAL_NAMES[projection]
     return {

@@ -53,17 +53,17 @@ def special_tokens(file: Path) -> dict[str, tuple[str, int]]:
     """
     ids = _special_ids(file)
     named = file.with_name("tokenizer_config.json")
-    said = _read(named) if named.is_file() else {}
-    found: dict[str, tuple[str, int]] = {}
+    config = _read(named) if named.is_file() else {}
+    tokens: dict[str, tuple[str, int]] = {}
     for role, usual in (("eos", ENDS), ("bos", BEGINS)):
-        token = said.get(f"{role}_token")
+        token = config.get(f"{role}_token")
         token = token.get("content") if isinstance(token, dict) else token
-        if token is None and not said:
+        if token is None and not config:
             lone = list(ids) if role == "eos" and len(ids) == 1 else []
             token = next((name for name in (*usual, *lone) if name in ids), None)
         if isinstance(token, str) and token in ids:
-            found[role] = (token, ids[token])
-    return found
+            tokens[role] = (token, ids[token])
+    return tokens
 
 
 def _special_ids(file: Path) -> dict[str, int]:

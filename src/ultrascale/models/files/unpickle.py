@@ -44,7 +44,7 @@ WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 
 def main(source: int, target: int, *, unconfined: bool = False) -> None:
     """Read the pickle in the open file `source`, write safetensors into `target`, and print what was done."""
-    confined_by = leave_network()
+    confined_by = isolate_network()
     import torch
     from safetensors.torch import save
 
@@ -54,7 +54,7 @@ def main(source: int, target: int, *, unconfined: bool = False) -> None:
     torch.load(io.BytesIO(tiny.getvalue()), weights_only=True)  # what it imports must be imported while files can be opened
     save({"warm": torch.zeros(2, 2).t().clone().contiguous()})
     with os.fdopen(source, "rb") as file:
-        confined_by += give_up(os.fstat(source).st_size) + restrict_files()
+        confined_by += drop_privileges(os.fstat(source).st_size) + restrict_files()
         try:
             confined_by += restrict_calls()
         except OSError as error:
@@ -65,14 +65,14 @@ def main(source: int, target: int, *, unconfined: bool = False) -> None:
     if odd := [name for name, tensor in tensors.items() if tensor.layout != torch.strided or tensor.is_quantized]:
         raise ValueError(f"{', '.join(odd[:5])}: sparse or quantized")
     data = save({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"})
-    at = 0
-    while at < len(data):
-        at += os.write(target, data[at : at + (1 << 24)])
+    written = 0
+    while written < len(data):
+        written += os.write(target, data[written : written + (1 << 24)])
     os.fsync(target)
     print(json.dumps({"tensors": len(tensors), "left_out": left_out[:20], "confined_by": confined_by}))
 
 
-def leave_network() -> list[str]:
+def isolate_network() -> list[str]:
     """Move into a network namespace without a device, where the kernel allows it; what was done, in words."""
     flags = CLONE_NEWNET if os.getuid() == 0 else CLONE_NEWNET | CLONE_NEWUSER
     try:
@@ -81,7 +81,7 @@ def leave_network() -> list[str]:
         return []
 
 
-def give_up(size: int) -> list[str]:
+def drop_privileges(size: int) -> list[str]:
     """Drop privileges and set limits for a file of so many bytes; what was done, in words."""
     done = []
     if os.getuid() == 0:
@@ -128,7 +128,7 @@ def restrict_calls() -> list[str]:
     numbers = [both[list(MACHINES).index(machine)] for both in ALLOWED.values()]
     load, equal, give, allow, kill = 0x20, 0x15, 0x06, 0x7FFF0000, 0x80000000
     program = [(load, 0, 0, 4), (equal, 1, 0, architecture), (give, 0, 0, kill), (load, 0, 0, 0)]
-    program += [(equal, len(numbers) - at, 0, number) for at, number in enumerate(numbers)]
+    program += [(equal, len(numbers) - index, 0, number) for index, number in enumerate(numbers)]
     program += [(give, 0, 0, 0x00050000 | errno.EPERM), (give, 0, 0, allow)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     filter_ = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(code)))
@@ -166,8 +166,8 @@ if __name__ == "__main__":
     try:
         main(int(sys.argv[1]), int(sys.argv[2]), unconfined="unconfined" in sys.argv[3:])
     except BaseException as error:
-        told = f"{type(error).__name__}: {reason(error)}"
+        message = f"{type(error).__name__}: {reason(error)}"
         if isinstance(error, LookupError | EOFError | AttributeError | TypeError | UnicodeError):
-            told = f"it is no pickle, or a damaged one ({told})"
-        print(json.dumps({"error": told}))
+            message = f"it is no pickle, or a damaged one ({message})"
+        print(json.dumps({"error": message}))
         raise SystemExit(1) from None

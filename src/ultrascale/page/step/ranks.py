@@ -10,7 +10,7 @@ import numpy as np
 from ultrascale.description.problems import SpecError
 from ultrascale.description.schedules import SCHEDULES
 from ultrascale.plan.memory.replay import plan_memory
-from ultrascale.plan.memory.stage_player import BookedPasses
+from ultrascale.plan.memory.stage_player import RecordedPasses
 from ultrascale.plan.search.replayed import categories_of
 from ultrascale.plan.time.price import Prediction
 
@@ -18,20 +18,20 @@ MOST_REPLAYED = 16
 """Ranks of a pipeline that are replayed; of a longer one so many, evenly spread."""
 
 
-def rank_memories(one: Prediction) -> list[tuple[str, dict[str, float]]]:
+def rank_memories(prediction: Prediction) -> list[tuple[str, dict[str, float]]]:
     """Name and bytes by category of each rank of the pipeline that is looked at; none without a pipeline."""
-    if one.layout.pp == 1 or one.layout.schedule not in SCHEDULES:
+    if prediction.layout.pp == 1 or prediction.layout.schedule not in SCHEDULES:
         return []
     try:
-        return _replayed(one)
+        return _replayed(prediction)
     except SpecError:  # a batch that this schedule cannot cut
         return []
 
 
-def _replayed(one: Prediction) -> list[tuple[str, dict[str, float]]]:
-    workload, layout = one.workload, one.layout
+def _replayed(prediction: Prediction) -> list[tuple[str, dict[str, float]]]:
+    workload, layout = prediction.workload, prediction.layout
     in_stage = layout.world_size // layout.pp
-    passes = BookedPasses({}, {})
+    passes = RecordedPasses({}, {})
     shown = np.unique(np.linspace(0, layout.pp - 1, min(layout.pp, MOST_REPLAYED)).round().astype(int)).tolist()
     plans = {
         rank: plan_memory(

@@ -21,7 +21,7 @@ from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.time.blocks import compute_seconds, price_blocks, product_derate
 from ultrascale.plan.time.passes import pass_seconds
 from ultrascale.plan.time.price import Prediction
-from ultrascale.plan.time.stages import cut_stages
+from ultrascale.plan.time.stages import partition_stages
 from ultrascale.plan.time.step_parts import KINDS, works
 from ultrascale.plan.workload import Workload
 from ultrascale.work.ops import Op, Shape
@@ -30,7 +30,7 @@ PASSES = 3
 """A product and its two gradients, each as large."""
 
 
-class Work(NamedTuple):
+class OperationCost(NamedTuple):
     """One operation of a rank's step, all its blocks and micro-batches together."""
 
     name: str
@@ -48,44 +48,46 @@ class Work(NamedTuple):
         return self.flops / self.num_bytes if self.num_bytes else 0.0
 
 
-def step_work(one: Prediction) -> list[Work]:
+def operation_costs(prediction: Prediction) -> list[OperationCost]:
     """Operations of the rank whose step it is, without what is computed again, the longest first."""
-    workload, layout = one.workload, one.layout
+    workload, layout = prediction.workload, prediction.layout
     table = LayoutTable.of([layout])
-    stages, blocks = cut_stages(workload, table, layout.layers_per_stage), price_blocks(workload, table)
+    stages, blocks = partition_stages(workload, table, layout.layers_per_stage), price_blocks(workload, table)
     passes = pass_seconds(
         workload, table, blocks, CONSTANTS, layers=stages.layers, embedding=stages.has_embedding, head=stages.has_head,
         kept=stages.kept_layers,
     )  # fmt: skip
     row = int(np.where(stages.exists > 0, passes.total, 0.0)[:, 0].argmax())  # the slowest rank, whose step it is
-    found: dict[tuple[str, str], Work] = {}
+    totals: dict[tuple[str, str], OperationCost] = {}
     for count, ops, is_head in works(workload, blocks, stages, row):
         for op in ops if count else ():
             for work in _works_of(workload, blocks.shapes[0], op, is_head):
-                times = count * one.num_micro_batches
-                before = found.get((work.name, work.kind), Work(work.name, work.kind, 0, 0, 0, 0))
+                times = count * prediction.num_micro_batches
+                before = totals.get((work.name, work.kind), OperationCost(work.name, work.kind, 0, 0, 0, 0))
                 more = (work.count * times, work.seconds * times, work.flops * times, work.num_bytes * times)
-                found[work.name, work.kind] = Work(work.name, work.kind, *map(sum, zip(before[2:], more, strict=True)))
-    return sorted(found.values(), key=lambda work: -work.seconds)
+                totals[work.name, work.kind] = OperationCost(
+                    work.name, work.kind, *map(sum, zip(before[2:], more, strict=True))
+                )
+    return sorted(totals.values(), key=lambda work: -work.seconds)
 
 
-def peak_flops(one: Prediction) -> float:
+def peak_flops(prediction: Prediction) -> float:
     """Per second, dense, of the dtype that products are made in."""
-    precision = one.layout.precision
-    dtype = "fp8" if precision in NARROW and "fp8" in one.workload.cluster.accelerator.peak_flops else precision
-    return one.workload.cluster.accelerator.peak_flops_per_second(dtype)
+    precision = prediction.layout.precision
+    dtype = "fp8" if precision in NARROW and "fp8" in prediction.workload.cluster.accelerator.peak_flops else precision
+    return prediction.workload.cluster.accelerator.peak_flops_per_second(dtype)
 
 
-def _works_of(workload: Workload, shape: Shape, op: Op, is_head: bool) -> Iterator[Work]:
+def _works_of(workload: Workload, shape: Shape, op: Op, is_head: bool) -> Iterator[OperationCost]:
     """Product, attention and element-wise part of an operation, those that take time."""
-    for one in op.inside:
-        for work in _works_of(workload, shape, one, is_head):
-            yield Work(work.name, work.kind, *(op.pieces * value for value in work[2:]))
-    for (kind, only), measure in zip(KINDS.items(), (_of_product, _of_attention, _of_moves), strict=True):
-        stripped = replace(only(op), inside=())
+    for inner in op.inside:
+        for work in _works_of(workload, shape, inner, is_head):
+            yield OperationCost(work.name, work.kind, *(op.pieces * value for value in work[2:]))
+    for (kind, keep_kind), measure in zip(KINDS.items(), (_of_product, _of_attention, _of_elementwise), strict=True):
+        stripped = replace(keep_kind(op), inside=())
         seconds = compute_seconds(workload, shape, [stripped], is_head).total(product_derate(workload, CONSTANTS))
         if seconds > 0:
-            yield Work(op.name, kind, 1.0, seconds, *measure(op, shape, is_head))
+            yield OperationCost(op.name, kind, 1.0, seconds, *measure(op, shape, is_head))
 
 
 def _of_product(op: Op, shape: Shape, is_head: bool) -> tuple[float, float]:
@@ -97,12 +99,12 @@ def _of_product(op: Op, shape: Shape, is_head: bool) -> tuple[float, float]:
 
 
 def _of_attention(op: Op, shape: Shape, is_head: bool) -> tuple[float, float]:
-    one = op.scores
-    assert one is not None
-    dims, pairs = one.head_dim + one.value_head_dim, one.queries * one.keys * one.share
-    num_bytes = shape.itemsize * one.batch * dims * (one.queries * one.heads + one.keys * one.key_value_heads)
-    return 2.0 * one.batch * one.heads * dims * pairs * (1 + BACKWARD_WORK), float(num_bytes * (1 + BACKWARD_WORK))
+    scores = op.scores
+    assert scores is not None
+    dims, pairs = scores.head_dim + scores.value_head_dim, scores.queries * scores.keys * scores.share
+    num_bytes = shape.itemsize * scores.batch * dims * (scores.queries * scores.heads + scores.keys * scores.key_value_heads)
+    return 2.0 * scores.batch * scores.heads * dims * pairs * (1 + BACKWARD_WORK), float(num_bytes * (1 + BACKWARD_WORK))
 
 
-def _of_moves(op: Op, shape: Shape, is_head: bool) -> tuple[float, float]:
+def _of_elementwise(op: Op, shape: Shape, is_head: bool) -> tuple[float, float]:
     return 0.0, float(op.moved_bytes + op.backward_moved_bytes)

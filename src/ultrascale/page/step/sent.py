@@ -20,7 +20,7 @@ LEAST_BYTES = 1024
 """A step's norm and the like are not told."""
 
 
-class Sent(NamedTuple):
+class CommunicationVolume(NamedTuple):
     """Messages of one kind over one axis, of one rank in one step."""
 
     axis: str
@@ -34,9 +34,9 @@ class Sent(NamedTuple):
     """Bytes that leave the rank: of an all-gather all but its own part, of an all-reduce in a ring twice that."""
 
 
-def sent_per_step(run: Run, one: Prediction) -> tuple[int, list[Sent]]:
+def communication_per_step(run: Run, prediction: Prediction) -> tuple[int, list[CommunicationVolume]]:
     """The rank that is told of, one of the middle of the pipeline, and what it sends, the most first."""
-    workload, layout = one.workload, one.layout
+    workload, layout = prediction.workload, prediction.layout
     rank = (layout.pp // 2) * (layout.world_size // layout.pp)
     refused = untrainable(workload.model, layout)
     if layout.world_size == 1 or workload.stack.name != "ultrascale" or refused:
@@ -47,12 +47,12 @@ def sent_per_step(run: Run, one: Prediction) -> tuple[int, list[Sent]]:
         planned = None
     per_node = workload.cluster.node.num_accelerators
     rows = [
-        Sent(
-            NAMES.get(axis := axis_of(layout, way.size, way.stride), axis), way.kind.replace("_", "-"), way.size,
-            "network" if crosses_nodes(rank, way.size, way.stride, per_node) else "node",
-            traffic.count, round(traffic.num_bytes * (1.0 if axis == "cp" else leaving_share(way.kind, way.size))),
+        CommunicationVolume(
+            NAMES.get(axis := axis_of(layout, group.size, group.stride), axis), group.kind.replace("_", "-"), group.size,
+            "network" if crosses_nodes(rank, group.size, group.stride, per_node) else "node",
+            traffic.count, round(traffic.num_bytes * (1.0 if axis == "cp" else leaving_share(group.kind, group.size))),
         )
-        for way, traffic in ({} if planned is None else planned.traffic).items()
+        for group, traffic in ({} if planned is None else planned.traffic).items()
     ]  # fmt: skip
     return rank, sorted((row for row in rows if row.num_bytes >= LEAST_BYTES), key=lambda row: -row.num_bytes)
 

@@ -2,6 +2,6 @@
 
 recompute, remade  activation recomputation (checkpointing): blocks, modules, single results
 offload, host_memory   activations that wait in the host's memory
-cut_checkpoints    a block's input cut over tp
+partitioned_checkpoints   a block's input cut over tp
 mlp_chunks         the feed-forward layer a piece of the sequence at a time
 """

@@ -42,7 +42,7 @@ def _forward(mlp: GatedMLP | MLP, chunks: int, hidden: Tensor) -> Tensor:
     """[B, S, D] to [B, S, D]."""
     projections = [mlp.gate_proj, mlp.up_proj] if isinstance(mlp, GatedMLP) else [mlp.up_proj]
     linears: list[nn.Linear] = [*projections, mlp.down_proj]
-    weights, biases = [one.weight for one in linears], [one.bias for one in linears]
+    weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
     return _Chunked.apply(hidden, chunks, mlp.activation, len(linears), *weights, *biases)  # pyright: ignore[reportReturnType]
 
 
@@ -55,7 +55,7 @@ class _Chunked(torch.autograd.Function):
         ctx.save_for_backward(hidden, *parameters)
         out = torch.empty_like(rows)
         for piece, into in zip(rows.split(ctx.size), out.split(ctx.size), strict=True):
-            _linear_into(into, activate(activation, *_fan_out(piece, weights[:-1], biases[:-1])), weights[-1], biases[-1])
+            _linear_into(into, activate(activation, *_column_linear(piece, weights[:-1], biases[:-1])), weights[-1], biases[-1])
         return out.view_as(hidden)
 
     @staticmethod
@@ -63,14 +63,16 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         hidden, *parameters = ctx.saved_tensors
         weights, biases = parameters[: ctx.count], parameters[ctx.count :]
-        sums = [None if one is None else one.new_zeros(one.shape, dtype=_wide(one.dtype)) for one in parameters]
+        sums = [None if tensor is None else tensor.new_zeros(tensor.shape, dtype=_wide(tensor.dtype)) for tensor in parameters]
         rows, grad = hidden.flatten(0, -2), grads[0].flatten(0, -2)
         of_rows = torch.empty_like(rows)
         layer = _Layer(ctx.activation, weights, biases, sums[: ctx.count], sums[ctx.count :])
-        for piece, of_out, into in zip(*(one.split(ctx.size) for one in (rows, grad, of_rows)), strict=True):
+        for piece, of_out, into in zip(*(tensor.split(ctx.size) for tensor in (rows, grad, of_rows)), strict=True):
             layer.backward(piece, of_out, into)
-        found = [None if total is None else total.to(one.dtype) for total, one in zip(sums, parameters, strict=True)]
-        return of_rows.view_as(hidden), None, None, None, *found
+        parameter_grads = [
+            None if total is None else total.to(tensor.dtype) for total, tensor in zip(sums, parameters, strict=True)
+        ]
+        return of_rows.view_as(hidden), None, None, None, *parameter_grads
 
 
 class _Layer(NamedTuple):
@@ -86,7 +88,7 @@ class _Layer(NamedTuple):
         """Backward pass of a piece [n, D], from the gradient of its result: its gradient is written to `into`; the weights' are
         accumulated."""
         weights = self.weights
-        inner = [one.requires_grad_() for one in _fan_out(piece, weights[:-1], self.biases[:-1])]
+        inner = [output.requires_grad_() for output in _column_linear(piece, weights[:-1], self.biases[:-1])]
         with torch.enable_grad():
             product = activate(self.activation, *inner)
         _add_product(self.of_weights[-1], self.of_biases[-1], of_out, product.detach())
@@ -94,13 +96,13 @@ class _Layer(NamedTuple):
         del product
         of_inner = torch.autograd.grad([edge], inner, [of_out @ weights[-1]])  # pyright: ignore[reportArgumentType]
         torch.mm(of_inner[0], weights[0], out=into)
-        for one, weight in zip(of_inner[1:], weights[1:-1], strict=True):
-            into.addmm_(one, weight)
-        for one, of_weight, of_bias in zip(of_inner, self.of_weights[:-1], self.of_biases[:-1], strict=True):
-            _add_product(of_weight, of_bias, one, piece)
+        for grad, weight in zip(of_inner[1:], weights[1:-1], strict=True):
+            into.addmm_(grad, weight)
+        for grad, of_weight, of_bias in zip(of_inner, self.of_weights[:-1], self.of_biases[:-1], strict=True):
+            _add_product(of_weight, of_bias, grad, piece)
 
 
-def _fan_out(piece: Tensor, weights: Any, biases: Any) -> list[Tensor]:
+def _column_linear(piece: Tensor, weights: Any, biases: Any) -> list[Tensor]:
     return [F.linear(piece, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
@@ -111,12 +113,12 @@ def _linear_into(into: Tensor, product: Tensor, weight: Any, bias: Tensor | None
         torch.addmm(bias, product, weight.t(), out=into)
 
 
-def _add_product(of_weight: Any, of_bias: Tensor | None, of_result: Tensor, given: Tensor) -> None:
+def _add_product(of_weight: Any, of_bias: Tensor | None, of_result: Tensor, inputs: Tensor) -> None:
     """Add what a piece brings to the gradients of a linear layer."""
-    if of_weight.dtype == given.dtype:
-        of_weight.addmm_(of_result.t(), given)
+    if of_weight.dtype == inputs.dtype:
+        of_weight.addmm_(of_result.t(), inputs)
     else:
-        of_weight.add_(torch.mm(of_result.t(), given))
+        of_weight.add_(torch.mm(of_result.t(), inputs))
     if of_bias is not None:
         of_bias.add_(of_result.sum(0))
 

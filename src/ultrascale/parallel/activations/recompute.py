@@ -2,14 +2,14 @@
 
     none        keep what autograd saves
     MODULES     keep what autograd saves but what named parts make, such as `norm+moe_act` (`parallel.activations.remade`)
-    selective   those that save most a second in the model at hand (`work.kept.selective_modules`)
+    selective   those that save most a second in the model at hand (`work.recompute.selective_modules`)
     sel...+KIND keep results of products and attention but those of a kind, such as `selective+mlp`; compute all else again
     full        keep each block's input; run the block again
     every-k     full, for one block of every k
     blocks      each block its own of these; what "auto" comes down to (`plan.search.recompute_choice`)
 
 Full costs one forward pass more (a third of the step's FLOPs) and leaves 2 S B D bytes a block in bf16; selective costs up to
-5 percent. `description.recomputed` has the names, `work.kept` what each keeps. Inside a compiled block autograd sees one
+5 percent. `description.recomputed` has the names, `work.recompute` what each keeps. Inside a compiled block autograd sees one
 operation, of which no part can be named: selective keeps the results of products and attention there.
 Source: Chen et al. 2016; Korthikanti et al. 2022; playbook, "Activation recomputation".
 The block's `forward` is wrapped, not the module, so that parameter names stay as they are. Kinds are told apart by where in the
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ultrascale.description.layout import Layout
-from ultrascale.description.recomputed import ELEMENTWISE, SELECTIVE, Again
+from ultrascale.description.recomputed import ELEMENTWISE, SELECTIVE, BlockRecompute
 from ultrascale.kernels.attention import flash_packages
 from ultrascale.kernels.fp8 import fp8_grouped
 from ultrascale.kernels.fp8 import fp8_matrices as fp8
@@ -37,15 +37,15 @@ from ultrascale.models.decoder import Block, Decoder
 from ultrascale.models.experts import Experts, LocalDispatch, MoE
 from ultrascale.models.feed_forward import MLP, GatedMLP
 from ultrascale.parallel import all_to_all
-from ultrascale.parallel.activations.cut_checkpoints import keep_own_part
-from ultrascale.parallel.activations.remade import Remade
+from ultrascale.parallel.activations.partitioned_checkpoints import keep_local_part
+from ultrascale.parallel.activations.remade import RecomputedRegions
 from ultrascale.parallel.context import context_operation
 from ultrascale.parallel.expert.expert_sequences import WholeSequences
 from ultrascale.parallel.precision import fp8_wires
 from ultrascale.parallel.tensor import tensor_ops
-from ultrascale.parallel.tensor.tensor_parallel import cut_of
+from ultrascale.parallel.tensor.tensor_parallel import tensor_parallel_of
 from ultrascale.torch_private import CachedTorchDispatchMode
-from ultrascale.work.kept import resolved
+from ultrascale.work.recompute import resolved
 
 _aten = torch.ops.aten
 KEPT_OPS = {
@@ -74,63 +74,63 @@ KEPT_OPS = {
 def apply_recompute(decoder: Decoder, layout: Layout, *, compiled: bool = False) -> None:
     """Wrap the forward passes of the blocks as `layout` says, in place; after whatever replaces seams of theirs. `compiled`:
     blocks will be."""
-    cut = cut_of(decoder) if layout.partition_checkpoints else None
+    tp = tensor_parallel_of(decoder) if layout.partition_checkpoints else None
     for place, (index, block) in enumerate(decoder.blocks()):
-        again = layout.again(index)
-        again = ELEMENTWISE if compiled and again == SELECTIVE else resolved(again, decoder.spec, index, layout)
-        if again is None:
+        recompute = layout.block_recompute(index)
+        recompute = ELEMENTWISE if compiled and recompute == SELECTIVE else resolved(recompute, decoder.spec, index, layout)
+        if recompute is None:
             continue
-        if again.modules:
-            remake(block, again.modules)
+        if recompute.modules:
+            recompute_regions(block, recompute.modules)
             continue
-        if again.whole:
+        if recompute.whole:
             block.forward = _recomputed(block.forward)
-            if cut is not None and (place or decoder.is_first):  # a pipeline holds a stage's input anyway
-                setattr(block, "forward", partial(keep_own_part, cut.group, block.forward))  # noqa: B010
+            if tp is not None and (place or decoder.is_first):  # a pipeline holds a stage's input anyway
+                setattr(block, "forward", partial(keep_local_part, tp.group, block.forward))  # noqa: B010
         else:
-            block.forward = _recomputed(block.forward, context_fn=partial(_selective, _policy(block, again)))
+            block.forward = _recomputed(block.forward, context_fn=partial(_selective, _policy(block, recompute)))
 
 
-def remake(block: Block, modules: frozenset[str]) -> None:
+def recompute_regions(block: Block, modules: frozenset[str]) -> None:
     """Let `block` let go of what these of `description.recomputed.MODULES` make, in place."""
-    remade, mlp = Remade(), block.mlp
+    regions, mlp = RecomputedRegions(), block.mlp
     dense = mlp.shared_experts if isinstance(mlp, MoE) else mlp
     if "norm" in modules:
         for name in filter(None, (block.norm_names.before_attention, block.norm_names.before_mlp)):
-            _wrap(remade, block.get_submodule(name), "forward")
+            _wrap(regions, block.get_submodule(name), "forward")
     if "core_attn" in modules:
-        _wrap(remade, block.self_attn, "core")
+        _wrap(regions, block.self_attn, "core")
     if "mla_up_proj" in modules and isinstance(block.self_attn, LatentAttention):
-        _wrap(remade, block.self_attn, "widen_queries")
-        _wrap(remade, block.self_attn, "widen_keys")
+        _wrap(regions, block.self_attn, "widen_queries")
+        _wrap(regions, block.self_attn, "widen_keys")
     if isinstance(mlp, MoE) and "moe" in modules:
         keep = getattr(mlp.router.keep, "__self__", None)
         compute = partial(_placed, keep, mlp.compute) if isinstance(keep, WholeSequences) else mlp.compute
-        setattr(mlp, "compute", partial(_with_places, keep, remade.region(compute)))  # noqa: B010
+        setattr(mlp, "compute", partial(_with_places, keep, regions.region(compute)))  # noqa: B010
     elif isinstance(mlp, MoE):
         if "moe_act" in modules:
-            _wrap(remade, mlp.experts, "activate")
+            _wrap(regions, mlp.experts, "activate")
         if "moe_permute" in modules and isinstance(mlp.dispatch, LocalDispatch):
-            mlp.dispatch = replace(mlp.dispatch, spread=remade.region(mlp.dispatch.spread))
+            mlp.dispatch = replace(mlp.dispatch, spread=regions.region(mlp.dispatch.spread))
     if isinstance(dense, GatedMLP | MLP) and "forward" not in vars(dense):  # pieces of tokens keep nothing
         if ("shared_experts" if isinstance(mlp, MoE) else "mlp") in modules:
-            setattr(dense, "forward", partial(_fed_forward, dense, remade.region(partial(_widened, dense))))  # noqa: B010
+            setattr(dense, "forward", partial(_fed_forward, dense, regions.region(partial(_widened, dense))))  # noqa: B010
         elif "mlp_act" in modules:
-            _wrap(remade, dense, "activate")
-    block.forward = remade.block(block.forward)
+            _wrap(regions, dense, "activate")
+    block.forward = regions.block(block.forward)
 
 
-def _wrap(remade: Remade, module: nn.Module, seam: str) -> None:
-    setattr(module, seam, remade.region(getattr(module, seam)))
+def _wrap(regions: RecomputedRegions, module: nn.Module, seam: str) -> None:
+    setattr(module, seam, regions.region(getattr(module, seam)))
 
 
 def _widened(mlp: GatedMLP | MLP, hidden: Tensor) -> Tensor:
     """[B, S, D] to what `down` reads, [B, S, F]."""
-    return mlp.activate(mlp.activation, *mlp.fan_out(hidden, *mlp.projections))
+    return mlp.activate(mlp.activation, *mlp.column_linear(hidden, *mlp.projections))
 
 
 def _fed_forward(mlp: GatedMLP | MLP, widened: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    return mlp.fan_in(widened(hidden), mlp.down_proj)
+    return mlp.row_linear(widened(hidden), mlp.down_proj)
 
 
 def _with_places(sequences: Any, compute: Callable[..., Any], hidden: Tensor) -> Any:
@@ -148,13 +148,13 @@ def _recomputed(forward: Callable[..., Any], **options: Any) -> Callable[..., An
     return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, **options)
 
 
-def _policy(block: Block, again: Again) -> Callable[..., CheckpointPolicy]:
+def _policy(block: Block, recompute: BlockRecompute) -> Callable[..., CheckpointPolicy]:
     """Policy of selective recomputation: which results are saved, and which recomputed."""
-    if not again.kinds:
+    if not recompute.kinds:
         return _keep_products
-    where = Where()
-    where.watch(block)
-    return partial(_keep_some_products, where, again.kinds)
+    tracker = KindTracker()
+    tracker.watch(block)
+    return partial(_keep_some_products, tracker, recompute.kinds)
 
 
 def _keep_products(context: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
@@ -162,12 +162,12 @@ def _keep_products(context: Any, op: Any, *arguments: Any, **options: Any) -> Ch
 
 
 def _keep_some_products(
-    where: Where, kinds: frozenset[str], context: Any, op: Any, *arguments: Any, **options: Any
+    tracker: KindTracker, kinds: frozenset[str], context: Any, op: Any, *arguments: Any, **options: Any
 ) -> CheckpointPolicy:
-    return CheckpointPolicy.PREFER_RECOMPUTE if where.kind in kinds else _keep_products(context, op)
+    return CheckpointPolicy.PREFER_RECOMPUTE if tracker.kind in kinds else _keep_products(context, op)
 
 
-class Where:
+class KindTracker:
     """The kind of `description.recomputed.KINDS` that is being computed; empty: none of them."""
 
     def __init__(self) -> None:
@@ -177,15 +177,15 @@ class Where:
         """Be told by the seams of `block` from now on, in place."""
         for module in block.modules():
             if isinstance(module, Attention | LatentAttention):
-                self._wrap(module, fan_out="qkv", core="attention", fan_in="output")
+                self._wrap(module, column_linear="qkv", core="attention", row_linear="output")
             elif isinstance(module, GatedMLP | MLP):
-                self._wrap(module, fan_out="mlp", fan_in="down")
+                self._wrap(module, column_linear="mlp", row_linear="down")
         for module in block.modules():
             if isinstance(module, LatentAttention):  # narrow projections go through no seam
                 for child in (module.kv_a_proj_with_mqa, *((module.q_a_proj,) if module.is_q_narrow else ())):
                     self._hook(child, "qkv")
             elif isinstance(module, Experts):
-                self._wrap(module, grouped_out="experts")
+                self._wrap(module, grouped_column_linear="experts")
 
     def _wrap(self, module: nn.Module, **seams: str) -> None:
         for seam, kind in seams.items():
@@ -211,11 +211,11 @@ class Where:
 
 def _selective(policy: Callable[..., CheckpointPolicy]) -> tuple[Any, Any]:
     """Torch's own pair of contexts, the second with eyes for kept results only."""
-    keeping, kept = create_selective_checkpoint_contexts(policy)
-    return keeping, _Again(policy, kept.storage, False)  # pyright: ignore[reportAttributeAccessIssue]
+    keeping, cached = create_selective_checkpoint_contexts(policy)
+    return keeping, _Rerun(policy, cached.storage, False)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class _Again(CachedTorchDispatchMode):
+class _Rerun(CachedTorchDispatchMode):
     """Torch's wants the second pass to make the very calls of the first. FSDP2 of experts, inside a block, makes others: in the
     backward pass it gathers parameters that were there in the forward pass, or finds there what it had to gather."""
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 
-class Remade:
+class RecomputedRegions:
     """The regions of one block."""
 
     def __init__(self) -> None:
@@ -36,9 +36,9 @@ class Remade:
         def watched(*inputs: Any, **options: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*inputs, **options)
-            now = self._pass = _Pass()
+            this_pass = self._pass = _Pass()
             try:
-                with saved_tensors_hooks(now.pack, _unpack):
+                with saved_tensors_hooks(this_pass.pack, _unpack):
                     return forward(*inputs, **options)
             finally:
                 self._pass = None
@@ -51,10 +51,10 @@ class Remade:
         return partial(self._enter, forward)
 
     def _enter(self, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-        now = self._pass
-        if now is None or now.region is not None:
+        this_pass = self._pass
+        if this_pass is None or this_pass.region is not None:
             return forward(*inputs, **options)
-        return now.run(partial(forward, **options), inputs)
+        return this_pass.run(partial(forward, **options), inputs)
 
 
 class _Pass:
@@ -66,22 +66,24 @@ class _Pass:
 
     def run(self, forward: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
         """A region, for the first time."""
-        own = {_key(one) for one in inputs if isinstance(one, Tensor)}
-        given = [(self._handle(one), one.requires_grad) if isinstance(one, Tensor) else (one, False) for one in inputs]
-        self.region = region = Region(forward, given, own)
+        input_keys = {_key(value) for value in inputs if isinstance(value, Tensor)}
+        handles = [
+            (self._handle(value), value.requires_grad) if isinstance(value, Tensor) else (value, False) for value in inputs
+        ]
+        self.region = region = Region(forward, handles, input_keys)
         try:
-            made = forward(*inputs)
+            output = forward(*inputs)
         finally:
             self.region = None
-        for place, one in enumerate(made if isinstance(made, tuple) else (made,)):
-            if isinstance(one, Tensor) and _key(one) not in own:
-                self._claim(one, Cell(region, place))
-        return made
+        for place, value in enumerate(output if isinstance(output, tuple) else (output,)):
+            if isinstance(value, Tensor) and _key(value) not in input_keys:
+                self._claim(value, Cell(region, place))
+        return output
 
     def pack(self, tensor: Tensor) -> Any:
         """The object that autograd keeps in place of a tensor that an operation saves."""
         region = self.region
-        if region is None or _key(tensor) in region.given or isinstance(tensor, torch.nn.Parameter):
+        if region is None or _key(tensor) in region.input_keys or isinstance(tensor, torch.nn.Parameter):
             return self._handle(tensor)
         return region.inside()
 
@@ -91,10 +93,10 @@ class _Pass:
 
     def _handle(self, tensor: Tensor) -> Any:
         """The tensor, or where it will be found again."""
-        found = self._cells.get(_key(tensor))
-        if found is None or found[0]() is None:
+        entry = self._cells.get(_key(tensor))
+        if entry is None or entry[0]() is None:
             return tensor
-        return _View(found[1], tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _View(entry[1], tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
 class Cell:
@@ -128,9 +130,9 @@ class _View:
 class Region:
     """The inputs and the function needed to run a region again."""
 
-    def __init__(self, forward: Callable[..., Any], inputs: list[tuple[Any, bool]], given: set[int]):
-        """`inputs`, each with whether it has a gradient; `given`: their storages."""
-        self.forward, self.inputs, self.given = forward, inputs, given
+    def __init__(self, forward: Callable[..., Any], inputs: list[tuple[Any, bool]], input_keys: set[int]):
+        """`inputs`, each with whether it has a gradient; `input_keys`: their storages."""
+        self.forward, self.inputs, self.input_keys = forward, inputs, input_keys
         self.saves: list[weakref.ref[Cell]] = []
         """Cells in the order in which operations inside save."""
         self.results: list[tuple[int, weakref.ref[Cell]]] = []
@@ -143,44 +145,44 @@ class Region:
 
     def run_again(self) -> None:
         """Fill the cells that are still there."""
-        kept, self.inputs = self.inputs, []
-        inputs = [_again(*one) for one in kept]
-        del kept
-        given = {_key(one) for one in inputs if isinstance(one, Tensor)}
+        handles, self.inputs = self.inputs, []
+        inputs = [_again(*saved) for saved in handles]
+        del handles
+        input_keys = {_key(value) for value in inputs if isinstance(value, Tensor)}
         count, wants_result = 0, any(cell() is not None for _, cell in self.results)
 
         def fill(tensor: Tensor) -> int:
             nonlocal count
-            if _key(tensor) not in given and not isinstance(tensor, torch.nn.Parameter):
+            if _key(tensor) not in input_keys and not isinstance(tensor, torch.nn.Parameter):
                 if (cell := self.saves[count]()) is not None:
                     cell.value = tensor.detach()
                 count += 1
                 if count == len(self.saves) and not wants_result:
-                    raise _Enough
+                    raise _AllRecomputed
             return 0
 
         try:
             with torch.enable_grad(), saved_tensors_hooks(fill, _never):
-                made = self.forward(*inputs)
-        except _Enough:
+                output = self.forward(*inputs)
+        except _AllRecomputed:
             return
-        results = made if isinstance(made, tuple) else (made,)
+        results = output if isinstance(output, tuple) else (output,)
         for place, reference in self.results:
             if (cell := reference()) is not None:
                 cell.value = results[place].detach()
 
 
-class _Enough(Exception):
+class _AllRecomputed(Exception):
     """Everything that is wanted has been made."""
 
 
-def _again(kept: Any, needs_grad: bool) -> Any:
+def _again(handle: Any, needs_grad: bool) -> Any:
     """An input for the second run."""
-    return _unpack(kept).detach().requires_grad_(needs_grad) if isinstance(kept, Tensor | _View) else kept
+    return _unpack(handle).detach().requires_grad_(needs_grad) if isinstance(handle, Tensor | _View) else handle
 
 
-def _unpack(kept: Any) -> Tensor:
-    return kept if isinstance(kept, Tensor) else kept.get()
+def _unpack(handle: Any) -> Tensor:
+    return handle if isinstance(handle, Tensor) else handle.get()
 
 
 def _never(unused: Any) -> Tensor:

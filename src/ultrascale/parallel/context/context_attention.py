@@ -19,7 +19,7 @@ from torch import Tensor
 from ultrascale.kernels.attention.attention_with_lse import attend, attend_backward, join
 from ultrascale.parallel.context.context_gather import GatheredKeys, ScatteredGradients
 from ultrascale.parallel.context.context_masks import Block, ContextMask, Slots
-from ultrascale.parallel.context.context_ring import Held, Ring, RingGradients, RingKeys, pack, unpack
+from ultrascale.parallel.context.context_ring import KeyValueBlock, Ring, RingGradients, RingKeys, pack, unpack
 
 
 class Setting(NamedTuple):
@@ -47,7 +47,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, setting: Setting) -> Tensor:
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, H, S/n, E], [B, K, S/n, E] twice
-        out, lse = passed_forward(query, key, value, sinks, setting)
+        out, lse = attention_forward(query, key, value, sinks, setting)
         ctx.save_for_backward(query, key, value, out, lse, sinks)
         ctx.setting = setting
         return out.transpose(1, 2)
@@ -55,11 +55,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, sinks = ctx.saved_tensors
-        *found, grad_sinks = passed_back(grads[0].transpose(1, 2), query, key, value, sinks, out, lse, ctx.setting)
-        return *(grad.transpose(1, 2) for grad in found if grad is not None), grad_sinks, None
+        *input_grads, grad_sinks = attention_backward(grads[0].transpose(1, 2), query, key, value, sinks, out, lse, ctx.setting)
+        return *(grad.transpose(1, 2) for grad in input_grads if grad is not None), grad_sinks, None
 
 
-def passed_forward(
+def attention_forward(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, setting: Setting
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out [B, H, S/n, E'] in the dtype of the queries, and log-sum-exp [B, H, S/n] in at least fp32, sinks joined."""
@@ -69,13 +69,13 @@ def passed_forward(
     return out.to(query.dtype), lse
 
 
-def passed_back(
+def attention_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor,
     setting: Setting,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Gradients of queries, keys, values and sinks, from what `passed_forward` gave; heads before positions."""
-    found = _backward(grad_out, query, key, value, out, lse, setting)
-    return *found, None if sinks is None else _sinks_gradient(grad_out, out, lse, sinks)
+    """Gradients of queries, keys, values and sinks, from what `attention_forward` gave; heads before positions."""
+    grads = _backward(grad_out, query, key, value, out, lse, setting)
+    return *grads, None if sinks is None else _sinks_gradient(grad_out, out, lse, sinks)
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
@@ -123,19 +123,19 @@ def _backward(
         parts = []
         for block in blocks:
             place = (block.sequences, slice(None), block.queries)
-            found = attend_backward(
+            block_grads = attend_backward(
                 grad_out[place], *_block(query, held, block), out[place], lse[place],
                 mask=block.mask, is_causal=block.is_causal, scale=setting.scale, core=setting.core,
             )  # fmt: skip
-            total_query.add(block.queries, found[0], block.sequences)
+            total_query.add(block.queries, block_grads[0], block.sequences)
             if distance == 0:
-                total_key.add(block.keys, found[1], block.sequences)
-                total_value.add(block.keys, found[2], block.sequences)
+                total_key.add(block.keys, block_grads[1], block.sequences)
+                total_value.add(block.keys, block_grads[2], block.sequences)
             else:
-                parts.append((block, pack(*found[1:], dtype=wide)))
+                parts.append((block, pack(*block_grads[1:], dtype=wide)))
         if distance > 0:
-            going_home.add(distance, _over(mask.needs[ring.source(distance)][distance], parts, len(key)))
-    for slots, packed in going_home.arrived():
+            going_home.add(distance, _packed_over(mask.needs[ring.source(distance)][distance], parts, len(key)))
+    for slots, packed in going_home.received():
         grad_key, grad_value = unpack(packed, key.shape[-1])
         total_key.add(slice(*slots), grad_key)
         total_value.add(slice(*slots), grad_value)
@@ -166,15 +166,15 @@ def _keys(key: Tensor, value: Tensor, setting: Setting) -> GatheredKeys | RingKe
     return (GatheredKeys if setting.gathers else RingKeys)(key, value, setting.mask, setting.ring)
 
 
-def _block(query: Tensor, held: Held | None, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+def _block(query: Tensor, held: KeyValueBlock | None, block: Block) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of a block."""
     assert held is not None, "a block without keys"
     keys = slice(block.keys.start - held.first, block.keys.stop - held.first)
-    own = block.sequences
-    return query[own, :, block.queries], held.key[own, :, keys], held.value[own, :, keys]
+    sequences = block.sequences
+    return query[sequences, :, block.queries], held.key[sequences, :, keys], held.value[sequences, :, keys]
 
 
-def _over(slots: Slots, parts: list[tuple[Block, Tensor]], batch: int) -> Tensor | None:
+def _packed_over(slots: Slots, parts: list[tuple[Block, Tensor]], batch: int) -> Tensor | None:
     """Packed gradients of all `slots` of all sequences from those of the blocks."""
     if not parts:
         return None

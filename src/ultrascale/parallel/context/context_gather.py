@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ultrascale.kernels.choice.device_kind import is_cuda
 from ultrascale.parallel.context.context_masks import NOTHING, ContextMask, Slots
-from ultrascale.parallel.context.context_ring import Held, Messages, Ring, pack, room_for, unpack
+from ultrascale.parallel.context.context_ring import KeyValueBlock, Messages, Ring, buffer_for, pack, unpack
 from ultrascale.parallel.tags import Tag
 
 
@@ -34,24 +34,24 @@ class GatheredKeys:
     def __init__(self, key: Tensor, value: Tensor, mask: ContextMask, ring: Ring):
         self.key, self.value, self.mask, self.ring = key, value, mask, ring
 
-    def hops(self) -> Iterator[Held | None]:
+    def hops(self) -> Iterator[KeyValueBlock | None]:
         """This rank's own keys and values, then those of every other rank, in the order of a ring."""
         packed = self._gathered()
-        yield Held(self.key, self.value, 0)
+        yield KeyValueBlock(self.key, self.value, 0)
         for distance in range(1, self.ring.size):
-            yield Held(*unpack(packed[self.ring.source(distance)], self.key.shape[-1]), 0)
+            yield KeyValueBlock(*unpack(packed[self.ring.source(distance)], self.key.shape[-1]), 0)
 
     def _gathered(self) -> list[Tensor]:
         """Packed keys and values of every place."""
-        own, ring = pack(self.key, self.value), self.ring
-        whole = room_for((0, sum(self.mask.lengths)), self.key, self.value, own.dtype)
+        packed, ring = pack(self.key, self.value), self.ring
+        whole = buffer_for((0, sum(self.mask.lengths)), self.key, self.value, packed.dtype)
         parts = list(whole.split(self.mask.lengths))
         if runs_collectives(self.key, self.mask):
-            dist.all_gather_into_tensor(whole, own, group=ring.group)
+            dist.all_gather_into_tensor(whole, packed, group=ring.group)
             return parts
         others = [ring.source(distance) for distance in range(1, ring.size)]
         receives = [(ring.rank(place), parts[place]) for place in others]
-        Messages(ring.group, Tag.KEYS, [(ring.rank(place), own) for place in others], receives).wait()
+        Messages(ring.group, Tag.KEYS, [(ring.rank(place), packed) for place in others], receives).wait()
         return parts
 
 
@@ -67,26 +67,28 @@ class ScatteredGradients:
         if gradient is not None:
             self.gradients[distance] = gradient
 
-    def arrived(self) -> Iterator[tuple[Slots, Tensor]]:
+    def received(self) -> Iterator[tuple[Slots, Tensor]]:
         """Gradients that other ranks computed for this rank's own keys: which slots, and packed gradients."""
         if runs_collectives(self.key, self.mask):
             yield self._reduced()
             return
         mask, ring = self.mask, self.ring
         needs = {d: mask.needs[ring.place][d] for d in range(1, ring.size) if mask.needs[ring.place][d] != NOTHING}
-        rooms = {d: room_for(slots, self.key, self.value, self.dtype) for d, slots in needs.items()}
+        buffers = {d: buffer_for(slots, self.key, self.value, self.dtype) for d, slots in needs.items()}
         sends = [(ring.rank(ring.source(d)), gradient) for d, gradient in self.gradients.items()]
-        Messages(ring.group, Tag.KEY_GRADIENTS, sends, [(ring.rank(ring.place - d), room) for d, room in rooms.items()]).wait()
-        for distance, room in rooms.items():
-            yield needs[distance], room
+        Messages(
+            ring.group, Tag.KEY_GRADIENTS, sends, [(ring.rank(ring.place - d), buffer) for d, buffer in buffers.items()]
+        ).wait()
+        for distance, buffer in buffers.items():
+            yield needs[distance], buffer
 
     def _reduced(self) -> tuple[Slots, Tensor]:
         length = self.mask.lengths[0]
-        whole = room_for((0, length * self.ring.size), self.key, self.value, self.dtype).zero_()
+        whole = buffer_for((0, length * self.ring.size), self.key, self.value, self.dtype).zero_()
         for distance, gradient in self.gradients.items():
             source = self.ring.source(distance)
             first, stop = self.mask.needs[source][distance]
             whole[source * length + first : source * length + stop] = gradient
-        own = room_for((0, length), self.key, self.value, self.dtype)
-        dist.reduce_scatter_tensor(own, whole, group=self.ring.group)
-        return (0, length), own
+        reduced = buffer_for((0, length), self.key, self.value, self.dtype)
+        dist.reduce_scatter_tensor(reduced, whole, group=self.ring.group)
+        return (0, length), reduced

@@ -111,9 +111,9 @@ class Documents:
         self.whole = WholeDocuments(ids, document_rows(ids.numpy(), ring))
 
 
-def whole_documents(given: Tensor | Documents, ring: int) -> WholeDocuments:
+def whole_documents(documents: Tensor | Documents, ring: int) -> WholeDocuments:
     """The documents in either form; ids on a device are waited for."""
-    return (given if isinstance(given, Documents) else Documents(given.cpu(), ring)).whole
+    return (documents if isinstance(documents, Documents) else Documents(documents.cpu(), ring)).whole
 
 
 def context_mask(
@@ -147,11 +147,11 @@ def _blocks(rows: Rows, place: int, source: int, window: int | None) -> tuple[_P
     alone = [[*_of_documents(order, place, source, window, _sequence(rows, row))] for row, order in enumerate(rows)]
     if len(rows) == 1 and len({piece.document for pieces in rows[0] for piece in pieces}) == 1:
         return tuple(alone[0])
-    some = [hull([part.view for part in parts]) for parts in alone if parts]
-    if not some:
+    hulls = [hull([part.view for part in parts]) for parts in alone if parts]
+    if not hulls:
         return ()
-    queries, keys = span([view.queries for view in some]), span([view.keys for view in some])
-    all_alike = len(some) == len(rows) and all(view == View(queries, keys, True) for view in some)
+    queries, keys = span([view.queries for view in hulls]), span([view.keys for view in hulls])
+    all_alike = len(hulls) == len(rows) and all(view == View(queries, keys, True) for view in hulls)
     together = _Part(slice(None), View(queries, keys, all_alike), False)
     parts = tuple(part for parts in alone for part in parts)
     pairs = len(rows) * (queries[1] - queries[0]) * (keys[1] - keys[0])
@@ -170,9 +170,9 @@ def _of_documents(order: tuple[Pieces, ...], place: int, source: int, window: in
         return
     slot = 0
     for _, pieces in groupby(order[place], key=lambda piece: piece.document):  # its slots are in the order of its positions
-        own = (slot, slot + num_slots(tuple(pieces)))
-        slot = own[1]
-        yield _Part(sequences, View(own, own, False), True)
+        slots = (slot, slot + num_slots(tuple(pieces)))
+        slot = slots[1]
+        yield _Part(sequences, View(slots, slots, False), True)
 
 
 @lru_cache(maxsize=64)
@@ -192,23 +192,23 @@ def _needs(rows: Rows, window: int | None) -> tuple[tuple[Slots, ...], ...]:
         first_key = np.maximum(start[key], first_query - reach + 1)
         sees = (first_query < end[query]) & (first_key <= last_key)
         query, key, first_key, last_key = (array[sees] for array in (query, key, first_key, last_key))
-        at, move = (place[key], place[query]), slot[key] - start[key]
-        np.minimum.at(first, at, first_key + move)
-        np.maximum.at(stop, at, last_key + move + 1)
+        pair, move = (place[key], place[query]), slot[key] - start[key]
+        np.minimum.at(first, pair, first_key + move)
+        np.maximum.at(stop, pair, last_key + move + 1)
     spans = np.where((stop > 0)[..., None], np.stack((first, stop), axis=-1), 0).tolist()
     return tuple(tuple((lo, hi) for lo, hi in (spans[k][(k - d) % ring] for d in range(ring))) for k in range(ring))
 
 
 def _pieces(order: tuple[Pieces, ...]) -> tuple[NDArray[np.int64], ...]:
     """All pieces, those of a document together: place, start, stop, document, first slot."""
-    found: list[tuple[int, int, int, int, int]] = []
+    table: list[tuple[int, int, int, int, int]] = []
     for place, pieces in enumerate(order):
         slot = 0
         for piece in pieces:
-            found.append((place, piece.start, piece.stop, piece.document, slot))
+            table.append((place, piece.start, piece.stop, piece.document, slot))
             slot += piece.stop - piece.start
-    found.sort(key=lambda one: one[3])
-    return tuple(np.array(found, dtype=np.int64).reshape(-1, 5).T)
+    table.sort(key=lambda row: row[3])
+    return tuple(np.array(table, dtype=np.int64).reshape(-1, 5).T)
 
 
 def _visible(

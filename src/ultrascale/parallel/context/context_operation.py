@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from ultrascale.parallel.context.context_attention import Setting, dtype_of_sums, passed_back, passed_forward
+from ultrascale.parallel.context.context_attention import Setting, attention_backward, attention_forward, dtype_of_sums
 
 _NUMBERS = count()
 _SETTINGS: dict[int, Setting] = {}
@@ -49,8 +49,8 @@ def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, noted: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """out [B, S/n, H, E'], and log-sum-exp [B, H, S/n] in at least fp32."""
-    query, key, value = (one.transpose(1, 2) for one in (query, key, value))
-    out, lse = passed_forward(query, key, value, sinks, _setting(noted, scale))
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    out, lse = attention_forward(query, key, value, sinks, _setting(noted, scale))
     return out.transpose(1, 2).contiguous(), lse.contiguous()
 
 
@@ -60,10 +60,10 @@ def ring_attention_backward(
     scale: float,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of queries, keys and values, and of sinks if there are any."""
-    grad, query, key, value, out = (one.transpose(1, 2) for one in (grad, query, key, value, out))
-    *found, of_sinks = passed_back(grad, query, key, value, sinks, out, lse, _setting(noted, scale))
-    own = [one.transpose(1, 2).contiguous() for one in found if one is not None]
-    return own if of_sinks is None else [*own, of_sinks]
+    grad, query, key, value, out = (tensor.transpose(1, 2) for tensor in (grad, query, key, value, out))
+    *heads_first, of_sinks = attention_backward(grad, query, key, value, sinks, out, lse, _setting(noted, scale))
+    grads = [gradient.transpose(1, 2).contiguous() for gradient in heads_first if gradient is not None]
+    return grads if of_sinks is None else [*grads, of_sinks]
 
 
 @ring_attention.register_fake
@@ -75,7 +75,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
 
 @ring_attention_backward.register_fake
 def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *rest: Any) -> list[Tensor]:
-    return [one.new_empty(one.shape) for one in (query, key, value, *(() if sinks is None else (sinks,)))]
+    return [tensor.new_empty(tensor.shape) for tensor in (query, key, value, *(() if sinks is None else (sinks,)))]
 
 
 KEPT_OPS = (torch.ops.ultrascale.ring_attention.default,)

@@ -2,7 +2,7 @@
 
     everything else     works on S/cp tokens of each sequence, at the positions they have in it
     attention           every query still meets every key: `self_attn.core` and `decoder.make_mask` are replaced
-    next targets        of multi-token prediction may be on another rank: `decoder.following` is replaced
+    next targets        of multi-token prediction may be on another rank: `decoder.shift_targets` is replaced
 
     method              places of the ring    ranks that swap heads    keys and values
     ring                cp                    1                        travel while attention works
@@ -12,7 +12,7 @@
                                                                        (Fang and Zhao 2024, "USP")
 
 Rank i of cp has place i // heads in the ring. Which tokens are whose is `work.sharding.context_order`'s to say, by the
-documents of each sequence: the trainer cuts its batches with `cut_batch`, and masks are made for the same cut. Gradients of
+documents of each sequence: the trainer cuts its batches with `shard_batch`, and masks are made for the same cut. Gradients of
 weights are sums over the ranks of cp as over those of dp: data parallelism must add them up over dp x cp (picotron does not
 where dp is 1).
 
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ultrascale.description.layout import Layout
 from ultrascale.kernels.attention.flash_packages import MODULES
-from ultrascale.models.decoder import Decoder, following
+from ultrascale.models.decoder import Decoder, shift_targets
 from ultrascale.parallel.context.context_attention import Setting, ring_attention
 from ultrascale.parallel.context.context_masks import (
     ContextMask,
@@ -44,10 +44,10 @@ from ultrascale.parallel.context.context_masks import (
 )
 from ultrascale.parallel.context.context_operation import note, operation
 from ultrascale.parallel.context.context_ring import Messages, Ring
-from ultrascale.parallel.context.context_swap import Swap, own_heads, to_heads, to_sequence
+from ultrascale.parallel.context.context_swap import Swap, local_heads, to_heads, to_sequence
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.tags import Tag
-from ultrascale.work.sharding.context_order import own_pieces, ring_order
+from ultrascale.work.sharding.context_order import local_pieces, ring_order
 from ultrascale.work.sharding.places import even_part
 
 Integers = NDArray[np.int64]
@@ -85,10 +85,10 @@ def apply_context_parallel(decoder: Decoder, layout: Layout, mesh: Mesh, *, comp
     core = context.core if compiled else torch.compiler.disable(context.core)  # without operations messages are in no graph
     for _, block in decoder.blocks():
         block.self_attn.core = cast(Any, core)
-    decoder.make_mask, decoder.following = cast(Any, context.make_mask), context.following
+    decoder.make_mask, decoder.shift_targets = cast(Any, context.make_mask), context.shift_targets
 
 
-def cut_batch(
+def shard_batch(
     tokens: Integers,
     targets: Integers,
     positions: Integers | None,
@@ -103,7 +103,7 @@ def cut_batch(
     Give what comes back to the decoder: its positions, and the document ids of the whole sequences.
     """
     length = tokens.shape[1]
-    slots = own_positions(_rows(document_ids, length, layout.cp_grid[0]), layout, cp_rank)  # [1 or B, S/cp]
+    slots = local_positions(_rows(document_ids, length, layout.cp_grid[0]), layout, cp_rank)  # [1 or B, S/cp]
     slots = np.broadcast_to(slots, (len(tokens), slots.shape[1]))
     if positions is None or document_ids is None:
         positions = np.broadcast_to(np.arange(length), tokens.shape)
@@ -111,10 +111,10 @@ def cut_batch(
     return LocalBatch(tokens, targets, positions, document_ids, slots)
 
 
-def own_positions(rows: Rows, layout: Layout, cp_rank: int) -> Integers:
+def local_positions(rows: Rows, layout: Layout, cp_rank: int) -> Integers:
     """Position in its sequence of each slot's token, [1 or B, S/cp]."""
     heads = layout.cp_grid[1]
-    return np.stack([positions_of(own_pieces(order, heads, cp_rank)) for order in rows])
+    return np.stack([positions_of(local_pieces(order, heads, cp_rank)) for order in rows])
 
 
 class ContextParallel:
@@ -124,9 +124,9 @@ class ContextParallel:
         self.layout, self.gathers, self.compiled = layout, layout.cp_method == "all-gather", compiled
         self.package = layout.attention if layout.attention in MODULES else ""
         ring, heads = layout.cp_grid
-        place, own = divmod(group.rank(), heads)
-        self.ring = Ring(group, ring, place, stride=heads, first=own)
-        self.swap = Swap(group, heads, own, first=place * heads)
+        place, head_index = divmod(group.rank(), heads)
+        self.ring = Ring(group, ring, place, stride=heads, first=head_index)
+        self.swap = Swap(group, heads, head_index, first=place * heads)
         self.group = group
         self.slots: list[Integers] = []
         """Slots of the newest masks: the position in its sequence of each token of each rank, [1 or B, S/cp]."""
@@ -149,7 +149,7 @@ class ContextParallel:
         if self.swap.size == 1:
             return self._attend(query, key, value, mask, sinks, factor)
         query, key, value = to_heads(query, key, value, self.swap, mask.swapped_lengths)
-        sinks = None if sinks is None else own_heads(sinks, self.swap)
+        sinks = None if sinks is None else local_heads(sinks, self.swap)
         return to_sequence(self._attend(query, key, value, mask, sinks, factor), self.swap, mask.swapped_lengths)
 
     def _attend(
@@ -172,7 +172,7 @@ class ContextParallel:
         dtype: torch.dtype,
         device: torch.device,
     ) -> AllMasks:
-        """Masks among the tokens that `cut_batch` gives to the ranks of cp. `num_queries`: this rank's slots.
+        """Masks among the tokens that `shard_batch` gives to the ranks of cp. `num_queries`: this rank's slots.
 
         `document_ids` [B, S], of whole sequences, best as `Documents`, which know the order. None: one stream of cp times as
         many tokens as this rank has, and cp must divide it.
@@ -193,21 +193,21 @@ class ContextParallel:
         if num_queries != num_keys or num_queries != swapped[self.swap.place]:
             rule = f"cp = {self.layout.cp} gives this rank {swapped[self.swap.place]} of {length} tokens, not {num_queries}"
             raise ValueError(f"{rule}; pass the document ids of whole sequences, and no cache")
-        self.slots = [own_positions(rows, self.layout, rank) for rank in range(self.layout.cp)]
+        self.slots = [local_positions(rows, self.layout, rank) for rank in range(self.layout.cp)]
         return AllMasks(mask, swapped, note(self._setting(mask, 1.0)) if self.compiled else None)
 
-    def following(self, targets: Tensor) -> Tensor:
+    def shift_targets(self, targets: Tensor) -> Tensor:
         """The target of the next position in the sequence, [B, S/cp], of the tokens that the newest masks were made for."""
         parts = [targets.new_empty(len(targets), slots.shape[1]) for slots in self.slots]
-        own = self.group.rank()
-        others = [rank for rank in range(len(parts)) if rank != own]
+        this_rank = self.group.rank()
+        others = [rank for rank in range(len(parts)) if rank != this_rank]
         sent = targets.contiguous()
         Messages(self.group, Tag.TARGETS, [(rank, sent) for rank in others], [(rank, parts[rank]) for rank in others]).wait()
-        parts[own] = targets
-        at = [torch.from_numpy(slots).to(targets.device).expand(len(targets), -1) for slots in self.slots]
+        parts[this_rank] = targets
+        positions = [torch.from_numpy(slots).to(targets.device).expand(len(targets), -1) for slots in self.slots]
         whole = torch.cat(parts, dim=1)
-        whole = torch.empty_like(whole).scatter_(1, torch.cat(at, dim=1), whole)
-        return following(whole).gather(1, at[own])
+        whole = torch.empty_like(whole).scatter_(1, torch.cat(positions, dim=1), whole)
+        return shift_targets(whole).gather(1, positions[this_rank])
 
 
 def _rows(document_ids: Integers | None, length: int, ring: int) -> Rows:

@@ -49,7 +49,7 @@ class Ring(NamedTuple):
         return (self.place + distance) % self.size
 
 
-class Held(NamedTuple):
+class KeyValueBlock(NamedTuple):
     """Keys and values at a hop, [B, K, T, E] and [B, K, T, E'], from slot `first` of their rank on."""
 
     key: Tensor
@@ -63,7 +63,7 @@ class Messages:
     def __init__(
         self, group: dist.ProcessGroup | None, tag: Tag, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]
     ):
-        self.kept, self.group, self.tag = sends, group, tag
+        self.sent, self.group, self.tag = sends, group, tag
         self.peers = sorted({rank for rank, _ in (*sends, *receives)})
         receiving = [dist.P2POp(dist.irecv, tensor, group=group, tag=tag, group_peer=rank) for rank, tensor in receives]
         sending = [dist.P2POp(dist.isend, tensor, group=group, tag=tag, group_peer=rank) for rank, tensor in sends]
@@ -75,7 +75,7 @@ class Messages:
         with self._waiting():
             while self.works:
                 wait_for(self.works.pop(), self.group)
-        self.kept = []
+        self.sent = []
 
     def _waiting(self) -> AbstractContextManager[None]:
         return waiting(self.tag.what, self.group, self.peers)
@@ -83,7 +83,7 @@ class Messages:
 
 def pack(key: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """[T, B, K, E + E'] of keys [B, K, T, E] and values [B, K, T, E'], in another `dtype` if asked for."""
-    packed = room_for((0, key.shape[2]), key, value, key.dtype if dtype is None else dtype)
+    packed = buffer_for((0, key.shape[2]), key, value, key.dtype if dtype is None else dtype)
     for part, into in zip((key, value), unpack(packed, key.shape[-1]), strict=True):
         into.copy_(part)
     return packed
@@ -95,7 +95,7 @@ def unpack(packed: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return heads_first[..., :width], heads_first[..., width:]
 
 
-def room_for(slots: Slots, key: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+def buffer_for(slots: Slots, key: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
     """Memory for so many packed keys and values."""
     batch, heads, _, width = key.shape
     return key.new_empty(slots[1] - slots[0], batch, heads, width + value.shape[-1], dtype=dtype)
@@ -107,26 +107,28 @@ class RingKeys:
     def __init__(self, key: Tensor, value: Tensor, mask: ContextMask, ring: Ring):
         self.key, self.value, self.mask, self.ring = key, value, mask, ring
 
-    def hops(self) -> Iterator[Held | None]:
+    def hops(self) -> Iterator[KeyValueBlock | None]:
         """This rank's own keys and values, then at each hop those of the next rank, or None where no rank from here on needs
         any."""
-        held, width = Held(self.key, self.value, 0), self.key.shape[-1]
+        held, width = KeyValueBlock(self.key, self.value, 0), self.key.shape[-1]
         packed: Tensor | None = None
         for distance in range(self.ring.size):
-            gone, coming = self._leaving(distance), self._leaving(distance, of_next=True)
-            if gone != NOTHING and packed is None:
+            going, coming = self._to_send(distance), self._to_send(distance, of_next=True)
+            if going != NOTHING and packed is None:
                 packed = pack(self.key, self.value)
             sends = (
-                [] if packed is None or gone == NOTHING else [(self.ring.rank(self.ring.place - 1), _part(packed, held, gone))]
+                []
+                if packed is None or going == NOTHING
+                else [(self.ring.rank(self.ring.place - 1), _part(packed, held, going))]
             )
-            packed = None if coming == NOTHING else room_for(coming, self.key, self.value, self.key.dtype)
+            packed = None if coming == NOTHING else buffer_for(coming, self.key, self.value, self.key.dtype)
             receives = [] if packed is None else [(self.ring.rank(self.ring.place + 1), packed)]
             messages = Messages(self.ring.group, Tag.KEYS, sends, receives)
             yield held
             messages.wait()
-            held = None if packed is None else Held(*unpack(packed, width), coming[0])
+            held = None if packed is None else KeyValueBlock(*unpack(packed, width), coming[0])
 
-    def _leaving(self, distance: int, *, of_next: bool = False) -> Slots:
+    def _to_send(self, distance: int, *, of_next: bool = False) -> Slots:
         """The slots that leave this rank, or reach it from the next, as hop `distance` begins."""
         if distance + 1 == self.ring.size:
             return NOTHING
@@ -145,21 +147,21 @@ class RingGradients:
     def add(self, distance: int, gradient: Tensor | None) -> None:
         """Packed gradients of the keys this rank worked on at hop `distance` (`mask.needs` says which), or None if of none.
         To be called for every hop from 1 on."""
-        mask, source, own = self.mask, self.ring.source(distance), self.ring.place
+        mask, source, place = self.mask, self.ring.source(distance), self.ring.place
         self.messages.wait()
         before, after = mask.gathered(source, distance - 1), mask.gathered(source, distance)
         total = _sum([(before, self.passing), (mask.needs[source][distance], gradient)], after)
         sends: list[tuple[int, Tensor]] = []
         if total is not None:
             is_last = distance == mask.last_hop(source)
-            sends.append((self.ring.rank(source if is_last else own - 1), total))
+            sends.append((self.ring.rank(source if is_last else place - 1), total))
         receives: list[tuple[int, Tensor]] = []
-        self.passing = self._expected(self.ring.source(distance + 1), distance, own + 1, receives, is_home=False)
-        home = self._expected(own, distance, own - distance, receives, is_home=True)
+        self.passing = self._expected(self.ring.source(distance + 1), distance, place + 1, receives, is_home=False)
+        home = self._expected(place, distance, place - distance, receives, is_home=True)
         self.home = self.home if home is None else home
         self.messages = Messages(self.ring.group, Tag.KEY_GRADIENTS, sends, receives)
 
-    def arrived(self) -> Iterator[tuple[Slots, Tensor]]:
+    def received(self) -> Iterator[tuple[Slots, Tensor]]:
         """Gradients that the other ranks have summed for this rank's own keys: which slots, and packed gradients."""
         self.messages.wait()
         if self.home is not None:
@@ -172,24 +174,24 @@ class RingGradients:
         slots, last = self.mask.gathered(source, distance), self.mask.last_hop(source)
         if slots == NOTHING or (distance != last if is_home else distance >= last):
             return None
-        room = room_for(slots, self.key, self.value, self.dtype)
-        receives.append((self.ring.rank(sender), room))
-        return room
+        buffer = buffer_for(slots, self.key, self.value, self.dtype)
+        receives.append((self.ring.rank(sender), buffer))
+        return buffer
 
 
-def _part(packed: Tensor, held: Held | None, slots: Slots) -> Tensor:
+def _part(packed: Tensor, held: KeyValueBlock | None, slots: Slots) -> Tensor:
     assert held is not None, "keys that never came cannot go on"
     return packed[slots[0] - held.first : slots[1] - held.first]
 
 
 def _sum(parts: list[tuple[Slots, Tensor | None]], slots: Slots) -> Tensor | None:
     """The parts, each at its own slots, added up over `slots`. May be one of them, changed."""
-    present = [(at, part) for at, part in parts if part is not None]
+    present = [(span, part) for span, part in parts if part is not None]
     if not present:
         return None
-    whole = next((part for at, part in present if at == slots), None)
+    whole = next((part for span, part in present if span == slots), None)
     total = present[0][1].new_zeros(slots[1] - slots[0], *present[0][1].shape[1:]) if whole is None else whole
-    for at, part in present:
+    for span, part in present:
         if part is not whole:
-            total[at[0] - slots[0] : at[1] - slots[0]] += part
+            total[span[0] - slots[0] : span[1] - slots[0]] += part
     return total

@@ -48,8 +48,8 @@ def to_heads(query: Tensor, key: Tensor, value: Tensor, swap: Swap, lengths: Seq
         key, value = key.index_select(2, chosen), value.index_select(2, chosen)
     sizes = [heads * query.shape[3], key.shape[2] // swap.size * key.shape[3], value.shape[2] // swap.size * value.shape[3]]
     packed = torch.cat([_by_rank(x, swap.size) for x in (query, key, value)], dim=-1).flatten(0, 1)  # [n S/n, B, features]
-    own = [query.shape[1]] * swap.size
-    swapped = _Swapped.apply(packed, own, list(lengths), swap)
+    local_lengths = [query.shape[1]] * swap.size
+    swapped = _Swapped.apply(packed, local_lengths, list(lengths), swap)
     assert isinstance(swapped, Tensor)
     widths = (query.shape[3], key.shape[3], value.shape[3])
     query, key, value = (
@@ -66,14 +66,14 @@ def to_sequence(out: Tensor, swap: Swap, lengths: Sequence[int]) -> Tensor:
     of it, ranks run the same messages again.
     """
     batch, _, heads, width = out.shape
-    own = lengths[swap.place]
-    swapped = _Swapped.apply(out.transpose(0, 1).flatten(2), list(lengths), [own] * swap.size, swap)
+    local_length = lengths[swap.place]
+    swapped = _Swapped.apply(out.transpose(0, 1).flatten(2), list(lengths), [local_length] * swap.size, swap)
     assert isinstance(swapped, Tensor)
-    by_rank = swapped.view(swap.size, own, batch, heads, width)
+    by_rank = swapped.view(swap.size, local_length, batch, heads, width)
     return by_rank.permute(2, 1, 0, 3, 4).contiguous().flatten(2, 3)
 
 
-def own_heads(values: Tensor, swap: Swap) -> Tensor:
+def local_heads(values: Tensor, swap: Swap) -> Tensor:
     """This rank's shard of numbers that each head has one of, [H] to [H/n]."""
     return values.unflatten(0, (swap.size, -1))[swap.place]
 
@@ -85,9 +85,9 @@ def _heads_read(heads: int, groups: int, ranks: int) -> list[int] | None:
     """
     if groups % ranks == 0:
         return None
-    each = heads // ranks if ranks % groups else 1
-    step = heads // ranks // each
-    return [(rank * (heads // ranks) + i * step) * groups // heads for rank in range(ranks) for i in range(each)]
+    per_rank = heads // ranks if ranks % groups else 1
+    step = heads // ranks // per_rank
+    return [(rank * (heads // ranks) + i * step) * groups // heads for rank in range(ranks) for i in range(per_rank)]
 
 
 def _by_rank(x: Tensor, ranks: int) -> Tensor:
@@ -96,40 +96,42 @@ def _by_rank(x: Tensor, ranks: int) -> Tensor:
 
 
 class _Swapped(torch.autograd.Function):
-    """Parts of `given` sizes along dim 0 go to ranks in order; parts of `taken` sizes come from them. Backward reversed."""
+    """Parts of `send_sizes` along dim 0 go to ranks in order; parts of `receive_sizes` come from them. Backward reversed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, given: list[int], taken: list[int], swap: Swap) -> Tensor:
-        ctx.given, ctx.taken, ctx.swap = given, taken, swap
-        return _exchanged(x, given, taken, swap)
+    def forward(ctx: Any, x: Tensor, send_sizes: list[int], receive_sizes: list[int], swap: Swap) -> Tensor:
+        ctx.send_sizes, ctx.receive_sizes, ctx.swap = send_sizes, receive_sizes, swap
+        return _exchanged(x, send_sizes, receive_sizes, swap)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _exchanged(grads[0], ctx.taken, ctx.given, ctx.swap), None, None, None
+        return _exchanged(grads[0], ctx.receive_sizes, ctx.send_sizes, ctx.swap), None, None, None
 
 
 @custom_op("ultrascale::swap_sequence", mutates_args=())
-def swap_sequence(x: Tensor, given: list[int], taken: list[int], group: str, size: int, place: int, first: int) -> Tensor:
+def swap_sequence(
+    x: Tensor, send_sizes: list[int], receive_sizes: list[int], group: str, size: int, place: int, first: int
+) -> Tensor:
     """`_exchange` as one node of a compiled graph."""
-    return _exchange(x, given, taken, Swap(group_named(group), size, place, first))
+    return _exchange(x, send_sizes, receive_sizes, Swap(group_named(group), size, place, first))
 
 
 @swap_sequence.register_fake
-def _(x: Tensor, given: list[int], taken: list[int], *rest: Any) -> Tensor:
-    return x.new_empty(sum(taken), *x.shape[1:])
+def _(x: Tensor, send_sizes: list[int], receive_sizes: list[int], *rest: Any) -> Tensor:
+    return x.new_empty(sum(receive_sizes), *x.shape[1:])
 
 
-def _exchanged(x: Tensor, given: list[int], taken: list[int], swap: Swap) -> Tensor:
+def _exchanged(x: Tensor, send_sizes: list[int], receive_sizes: list[int], swap: Swap) -> Tensor:
     if not torch.compiler.is_compiling():
-        return _exchange(x, given, taken, swap)
+        return _exchange(x, send_sizes, receive_sizes, swap)
     assert swap.group is not None
-    return swap_sequence(x, given, taken, swap.group.group_name, swap.size, swap.place, swap.first)
+    return swap_sequence(x, send_sizes, receive_sizes, swap.group.group_name, swap.size, swap.place, swap.first)
 
 
-def _exchange(x: Tensor, given: list[int], taken: list[int], swap: Swap) -> Tensor:
+def _exchange(x: Tensor, send_sizes: list[int], receive_sizes: list[int], swap: Swap) -> Tensor:
     x = x.contiguous()
-    out = x.new_empty(sum(taken), *x.shape[1:])
-    sent, received = x.split(given), out.split(taken)
+    out = x.new_empty(sum(receive_sizes), *x.shape[1:])
+    sent, received = x.split(send_sizes), out.split(receive_sizes)
     others = [place for place in range(swap.size) if place != swap.place]
     messages = Messages(
         swap.group, Tag.SWAP,

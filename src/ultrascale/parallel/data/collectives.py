@@ -62,9 +62,9 @@ class DirectReduceScatter(ReduceScatter):
     ) -> dist.Work | None:
         """Set `output_tensor` to the sum of all ranks' parts for this one; `input_tensor` is n parts in order of ranks."""
         assert op == ReduceOp.SUM, op
-        sent, own = list(input_tensor.chunk(group.size())), group.rank()
-        room = input_tensor.new_empty(group.size() - 1, len(output_tensor))
-        received = [*room[:own], sent[own], *room[own:]]
+        sent, this_rank = list(input_tensor.chunk(group.size())), group.rank()
+        buffer = input_tensor.new_empty(group.size() - 1, len(output_tensor))
+        received = [*buffer[:this_rank], sent[this_rank], *buffer[this_rank:]]
         Exchange(sent, received, group, Tag.GRADIENTS).wait()
         torch.add(received[0], received[1], out=output_tensor)
         for part in received[2:]:
@@ -77,15 +77,15 @@ class NothingToScatter(ReduceScatter):
     other; given the same tensor twice it copies nothing."""
 
     def __init__(self) -> None:
-        self.given: torch.Tensor | None = None
+        self.spare: torch.Tensor | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for the input, and then the same again for the output."""
-        given, self.given = self.given, None
-        if given is not None:
-            return given
-        self.given = torch.empty(*size, dtype=dtype, device=device)
-        return self.given
+        output, self.spare = self.spare, None
+        if output is not None:
+            return output
+        self.spare = torch.empty(*size, dtype=dtype, device=device)
+        return self.spare
 
     def __call__(self, *arguments: object, **options: object) -> None:
         raise AssertionError("one rank has nobody to scatter to")

@@ -57,12 +57,12 @@ def apply_data_parallel(decoder: Decoder, layout: Layout, mesh: DeviceMesh, expe
     for module in sharded_modules(decoder):
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
-        own_mesh = expert_mesh if isinstance(module, Experts) and expert_mesh is not None else mesh
-        if own_mesh["dp_shard"].size() == 1:
+        module_mesh = expert_mesh if isinstance(module, Experts) and expert_mesh is not None else mesh
+        if module_mesh["dp_shard"].size() == 1:
             module.set_custom_reduce_scatter(NothingToScatter())
         elif kind_of(torch.device(mesh.device_type)) == "cpu":
             gather_beside_computation(module)  # the CPU has no streams: else FSDP2 waits where it starts
-            if own_mesh["dp_shard"].size() <= MOST_RANKS:
+            if module_mesh["dp_shard"].size() <= MOST_RANKS:
                 module.set_custom_all_gather(DirectAllGather())
                 module.set_custom_reduce_scatter(DirectReduceScatter())
     release_reduced_buckets(sharded_modules(decoder))

@@ -23,81 +23,81 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ultrascale.parallel.lost import waiting
-from ultrascale.parallel.share import Held, Share
+from ultrascale.parallel.share import LocalParameter, Share
 from ultrascale.work.sharding.owners import Exchange, Span, exchanges, slice_spans
 
 
-class WholeMatrices:
+class GatheredMatrices:
     """The exchanges for some weights of a rank; made once. All ranks of the groups make theirs of the same weights."""
 
-    def __init__(self, share: Share, held: Sequence[Held]):
-        found = exchanges([one.weight for one in held], share.layout, share.mesh.rank)
-        self._stages = [_Stage(one, _group(share, held, one)) for one in found]
+    def __init__(self, share: Share, held: Sequence[LocalParameter]):
+        planned = exchanges([shard.weight for shard in held], share.layout, share.mesh.rank)
+        self._stages = [_Stage(exchange, _group(share, held, exchange)) for exchange in planned]
 
     def apply(self, parts: Sequence[Tensor], work: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """`work` on each whole matrix (of experts: on [X, m, n] of those here) of which `parts` are this rank's, in the order
         of the weights; this rank's parts of the results, of the same shapes. Collective."""
-        here: dict[int, Tensor] = dict(enumerate(parts))
+        tensors: dict[int, Tensor] = dict(enumerate(parts))
         for stage in self._stages:
-            here = stage.to_owners(here)
-        here = {number: work(matrix) if matrix.numel() else matrix for number, matrix in here.items()}
+            tensors = stage.gather_to_owners(tensors)
+        tensors = {number: work(matrix) if matrix.numel() else matrix for number, matrix in tensors.items()}
         for stage in reversed(self._stages):
-            here = stage.to_parts(here)
-        return [here[number] for number in range(len(parts))]
+            tensors = stage.scatter_to_shards(tensors)
+        return [tensors[number] for number in range(len(parts))]
 
 
 class _Stage:
     """One exchange there and back. Tensors it does not know pass by."""
 
     def __init__(self, exchange: Exchange, group: dist.ProcessGroup):
-        self.exchange, self.cuts = exchange, exchange.cuts
+        self.exchange, self.shardings = exchange, exchange.shardings
         self.group, self.rank, self.size = group, group.rank(), group.size()
-        assert (self.rank, self.size) == (exchange.rank, len(next(iter(self.cuts.values())).spans))
+        assert (self.rank, self.size) == (exchange.rank, len(next(iter(self.shardings.values())).spans))
         self._rest: dict[int, tuple[int, ...]] = {}
         """Shapes of parts."""
 
-    def is_mine(self, number: int) -> bool:
-        return self.exchange.is_mine(number)
+    def is_owner(self, number: int) -> bool:
+        return self.exchange.is_owner(number)
 
-    def to_owners(self, parts: dict[int, Tensor]) -> dict[int, Tensor]:
-        self._rest = {number: tuple(parts[number].shape) for number in self.cuts}
-        sent = [[parts[n] for n, cut in self.cuts.items() if cut.owner == rank] for rank in range(self.size)]
-        owned = [n for n in self.cuts if self.is_mine(n)]
+    def gather_to_owners(self, parts: dict[int, Tensor]) -> dict[int, Tensor]:
+        self._rest = {number: tuple(parts[number].shape) for number in self.shardings}
+        sent = [[parts[n] for n, sharding in self.shardings.items() if sharding.owner == rank] for rank in range(self.size)]
+        owned = [n for n in self.shardings if self.is_owner(n)]
         shapes = [[self._part_shape(n, rank) for n in owned] for rank in range(self.size)]
         received = self._exchange(sent, shapes, next(iter(parts.values())))
-        wholes = {n: part for n, part in parts.items() if n not in self.cuts}
+        wholes = {n: part for n, part in parts.items() if n not in self.shardings}
         for index, n in enumerate(owned):
-            wholes[n] = self._assembled(n, [row[index] for row in received]).view(self.cuts[n].whole)
+            wholes[n] = self._assembled(n, [row[index] for row in received]).view(self.shardings[n].full_shape)
         return dict(sorted(wholes.items()))
 
-    def to_parts(self, wholes: dict[int, Tensor]) -> dict[int, Tensor]:
-        owned = [n for n in self.cuts if self.is_mine(n)]
-        as_cut = {n: wholes[n].reshape(self.cuts[n].shape) for n in owned}
+    def scatter_to_shards(self, wholes: dict[int, Tensor]) -> dict[int, Tensor]:
+        owned = [n for n in self.shardings if self.is_owner(n)]
+        as_cut = {n: wholes[n].reshape(self.shardings[n].shape) for n in owned}
         sent = [[self._part(as_cut[n], n, rank) for n in owned] for rank in range(self.size)]
         del as_cut
-        coming = [[n for n, cut in self.cuts.items() if cut.owner == rank] for rank in range(self.size)]
+        coming = [[n for n, sharding in self.shardings.items() if sharding.owner == rank] for rank in range(self.size)]
         shapes = [[self._rest[n] for n in some] for some in coming]
         like = next(iter(wholes.values()), None)
         received = self._exchange(sent, shapes, like if like is not None else self._like)
-        parts = {n: whole for n, whole in wholes.items() if n not in self.cuts}
+        parts = {n: whole for n, whole in wholes.items() if n not in self.shardings}
         for some, row in zip(coming, received, strict=True):
             parts |= dict(zip(some, row, strict=True))
         return dict(sorted(parts.items()))
 
     def _part(self, whole: Tensor, number: int, rank: int) -> Tensor:
-        span = self.cuts[number].spans[rank]
-        return whole.narrow(self.cuts[number].dim, span.first, span.length)
+        span = self.shardings[number].spans[rank]
+        return whole.narrow(self.shardings[number].dim, span.first, span.length)
 
     def _part_shape(self, number: int, rank: int) -> tuple[int, ...]:
-        shape, cut = list(self._rest[number]), self.cuts[number]
-        shape[cut.dim] = cut.spans[rank].length
+        shape, sharding = list(self._rest[number]), self.shardings[number]
+        shape[sharding.dim] = sharding.spans[rank].length
         return tuple(shape)
 
     def _assembled(self, number: int, parts: list[Tensor]) -> Tensor:
-        cut = self.cuts[number]
-        whole = parts[0].new_empty(cut.shape)
-        for span, part in zip(cut.spans, parts, strict=True):
-            whole.narrow(cut.dim, span.first, span.length).copy_(part)
+        sharding = self.shardings[number]
+        whole = parts[0].new_empty(sharding.shape)
+        for span, part in zip(sharding.spans, parts, strict=True):
+            whole.narrow(sharding.dim, span.first, span.length).copy_(part)
         return whole
 
     def _exchange(self, sent: list[list[Tensor]], shapes: list[list[tuple[int, ...]]], like: Tensor) -> list[list[Tensor]]:
@@ -110,21 +110,21 @@ class _Stage:
         received = like.new_empty(sum(counts))
         with waiting("matrices gathered for the optimizer", self.group):
             dist.all_to_all_single(received, flat, counts, sizes, group=self.group)
-        found = []
+        by_rank = []
         for part, some in zip(received.split(counts), shapes, strict=True):
             pieces = part.split([prod(shape) for shape in some])
-            found.append([piece.view(shape) for piece, shape in zip(pieces, some, strict=True)])
-        return found
+            by_rank.append([piece.view(shape) for piece, shape in zip(pieces, some, strict=True)])
+        return by_rank
 
 
-def spans_over(share: Share, one: Held, group: dist.ProcessGroup) -> tuple[Span, ...]:
+def spans_over(share: Share, held: LocalParameter, group: dist.ProcessGroup) -> tuple[Span, ...]:
     """The part that each rank of `group`, along tp or expert_tp, holds of the dimension of a weight that is sharded over it."""
-    return slice_spans(one.weight, share.layout, dist.get_process_group_ranks(group))
+    return slice_spans(held.weight, share.layout, dist.get_process_group_ranks(group))
 
 
-def _group(share: Share, held: Sequence[Held], exchange: Exchange) -> dist.ProcessGroup:
+def _group(share: Share, held: Sequence[LocalParameter], exchange: Exchange) -> dist.ProcessGroup:
     if exchange.axis in ("shard", "expert_shard"):
-        parameter = held[next(iter(exchange.cuts))].parameter
+        parameter = held[next(iter(exchange.shardings))].parameter
         assert isinstance(parameter, DTensor)
         return parameter.device_mesh["dp_shard"].get_group()
     group = share.mesh.group("tp" if exchange.axis == "tp" else "expert_tp")

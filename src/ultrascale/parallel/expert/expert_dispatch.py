@@ -3,10 +3,10 @@
     tokens [N, D]        every rank's own; without sequence parallelism ranks of tp hold the same, and each takes its part
       | spread           a row for each (token, expert) pair, in the order of experts: R of N k, less those dropped
       | ep: exchange     rows go to the ranks of their experts; how many was agreed before, in a message of X integers
-      | expert_tp: gather    ranks that cut the same experts' F hold each other's rows too
+      | expert_tp: all_gather  ranks that cut the same experts' F hold each other's rows too
       | by expert        rows of all sources, next to each other for one grouped product per weight
     experts              X/ep experts, F/expert_tp of each
-      | expert_tp: sum_scatter, ep: exchange back, weighted sum, whole over tp      and so home
+      | expert_tp: reduce_scatter, ep: exchange back, weighted sum, unshard_rows over tp      and so home
 
 Bytes a layer and rank, in elements of D each way, with balanced experts: N k (ep-1)/ep over ep and N k (expert_tp-1) over
 expert_tp; dispatch and combine, forward and backward: four times that. Sending first and gathering then sends each row once
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultrascale.kernels.expert_rows import spread, weighted_sum
-from ultrascale.parallel.all_to_all import TokenExchange, cut, gather, sum_scatter, whole
+from ultrascale.parallel.all_to_all import TokenExchange, all_gather, reduce_scatter, shard_rows, unshard_rows
 from ultrascale.parallel.expert.expert_rows import order_by_expert, put_back, reorder
 from ultrascale.work.sharding.places import even_part
 
@@ -68,7 +68,7 @@ class Dispatch:
         lengths: list[int] = []
         if (group := self.same_tokens) is not None:
             lengths = [even_part(len(tokens), group.size(), rank)[1] for rank in range(group.size())]
-            tokens, weights = cut(tokens, lengths, group), cut(weights, lengths, group)
+            tokens, weights = shard_rows(tokens, lengths, group), shard_rows(weights, lengths, group)
             chosen = chosen.split(lengths)[group.rank()]
         flat = chosen.flatten()
         sent = torch.bincount(flat, minlength=self.num_experts)[: self.num_experts]
@@ -78,9 +78,9 @@ class Dispatch:
         rows = spread(tokens, pairs, chosen.shape[1])
         under_way = UnderWay(rows, pairs, weights, arriving, from_rank, lengths)
         if self.ep is not None:
-            own = 0 if self.expert_tp is None else self.expert_tp.rank()
+            tp_rank = 0 if self.expert_tp is None else self.expert_tp.rank()
             sizes = [sum(to_expert[first:end]) for first, end in pairwise(self.bounds)]
-            under_way.exchange = TokenExchange(sizes, from_rank[own], self.ep)
+            under_way.exchange = TokenExchange(sizes, from_rank[tp_rank], self.ep)
             under_way.rows = under_way.exchange.depart(rows)
         return under_way
 
@@ -92,7 +92,7 @@ class Dispatch:
             home = TokenExchange(exchange.received, exchange.sent, exchange.group)
             rows = home.arrive(home.depart(rows))
         tokens = weighted_sum(rows, under_way.pairs, under_way.weights)
-        return tokens if self.same_tokens is None else whole(tokens, under_way.lengths, self.same_tokens)
+        return tokens if self.same_tokens is None else unshard_rows(tokens, under_way.lengths, self.same_tokens)
 
     def _arrived(self, under_way: UnderWay) -> Tensor:
         """The rows, for whom it is told alone."""
@@ -104,7 +104,7 @@ class Dispatch:
         """Results of rows by source and expert, in the same order. `rows` holds the only reference to any of them."""
         arriving, lengths = under_way.arriving, [sum(sizes) for sizes in under_way.from_rank]
         if self.expert_tp is not None:
-            rows = gather(rows, lengths, self.expert_tp)
+            rows = all_gather(rows, lengths, self.expert_tp)
         counts = arriving.sum((0, 1))
         if arriving.shape[:2].numel() == 1:
             rows = experts(rows, counts)
@@ -113,7 +113,7 @@ class Dispatch:
             rows = reorder(rows, order)
             rows = experts(rows, counts)
             rows = put_back(rows, order)
-        return rows if self.expert_tp is None else sum_scatter(rows, lengths, self.expert_tp)
+        return rows if self.expert_tp is None else reduce_scatter(rows, lengths, self.expert_tp)
 
     def _agree(self, sent: Tensor) -> Tensor:
         """Exchanges counts: from the rows that this rank sends to each expert, [X], to those that arrive: [expert_tp, ep,
@@ -121,14 +121,14 @@ class Dispatch:
         arriving = sent
         if self.ep is not None:
             sizes = [end - first for first, end in pairwise(self.bounds)]
-            own = sizes[self.ep.rank()]
-            numbers = TokenExchange(sizes, [own] * len(sizes), self.ep)
+            num_local = sizes[self.ep.rank()]
+            numbers = TokenExchange(sizes, [num_local] * len(sizes), self.ep)
             numbers.begin(sent)
-            arriving = numbers.wait().view(len(sizes), own)
+            arriving = numbers.wait().view(len(sizes), num_local)
         if self.expert_tp is None:
             return arriving.view(1, -1, arriving.shape[-1])
         ranks = self.expert_tp.size()
-        return gather(arriving.view(1, -1), [1] * ranks, self.expert_tp).view(ranks, -1, arriving.shape[-1])
+        return all_gather(arriving.view(1, -1), [1] * ranks, self.expert_tp).view(ranks, -1, arriving.shape[-1])
 
 
 @dataclass

@@ -29,7 +29,7 @@ from ultrascale.parallel.expert.expert_dispatch import Dispatch
 from ultrascale.parallel.expert.expert_sequences import WholeSequences, apply_whole_sequences
 from ultrascale.parallel.groups import Groups
 from ultrascale.parallel.lost import waiting
-from ultrascale.work.sharding.places import Coordinates, place
+from ultrascale.work.sharding.places import Coordinates, shard_of
 
 
 def apply_expert_parallel(decoder: Decoder, layout: Layout, mesh: Groups) -> None:
@@ -40,7 +40,7 @@ def apply_expert_parallel(decoder: Decoder, layout: Layout, mesh: Groups) -> Non
     spec, tp = decoder.spec, mesh.group("tp")
     if not spec.num_experts:
         return
-    _cut_parameters(decoder, layout, mesh.at)
+    _shard_parameters(decoder, layout, mesh.coordinates)
     same_tokens, cut_tokens = (None, tp) if layout.sequence_parallel else (tp, None)
     groups = {"ep": mesh.group("ep"), "expert_tp": mesh.group("expert_tp"), "same_tokens": same_tokens}
     sums = partial(sum_counts, groups=count_groups(layout, mesh, spec.router_aux_loss_scope))
@@ -62,9 +62,9 @@ def count_groups(layout: Layout, mesh: Groups, scope: str) -> list[dist.ProcessG
 
     "sequence", "micro-batch": the ranks that hold the rest of the same sequences; "global": all with tokens of their own.
     """
-    found = [mesh.group("tp") if layout.sequence_parallel else None, mesh.group("cp")]
-    found += [mesh.group("dp")] if scope == "global" else []
-    return [group for group in found if group is not None]
+    groups = [mesh.group("tp") if layout.sequence_parallel else None, mesh.group("cp")]
+    groups += [mesh.group("dp")] if scope == "global" else []
+    return [group for group in groups if group is not None]
 
 
 def sum_counts(counts: Tensor, *, groups: Sequence[dist.ProcessGroup]) -> Tensor:
@@ -76,14 +76,14 @@ def sum_counts(counts: Tensor, *, groups: Sequence[dist.ProcessGroup]) -> Tensor
     return total
 
 
-def _cut_parameters(decoder: Decoder, layout: Layout, at: Coordinates) -> None:
+def _shard_parameters(decoder: Decoder, layout: Layout, coordinates: Coordinates) -> None:
     table = {weight.name: weight for weight in weights(decoder.spec)}
     for name, parameter in list(decoder.named_parameters()):
         if not table[name].is_expert:
             continue
         owner, _, leaf = name.rpartition(".")
-        module, part = decoder.get_submodule(owner), place(table[name], layout, at)
+        module, part = decoder.get_submodule(owner), shard_of(table[name], layout, coordinates)
         setattr(module, leaf, nn.Parameter(parameter.new_empty(part.shape)))
-        if leaf == "bias" and part.copy > 0:
+        if leaf == "bias" and part.replica > 0:
             assert isinstance(module, GroupedLinear)
             module.adds_bias = False  # partial products are added up over expert_tp, and the bias must be among them once

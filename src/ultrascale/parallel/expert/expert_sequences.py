@@ -28,9 +28,9 @@ from ultrascale.description.layout import Layout
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.experts import moe_layers
 from ultrascale.models.router import drop_over_capacity
-from ultrascale.parallel.all_to_all import gather
+from ultrascale.parallel.all_to_all import all_gather
 from ultrascale.parallel.context.context_masks import whole_documents
-from ultrascale.parallel.context.context_parallel import own_positions
+from ultrascale.parallel.context.context_parallel import local_positions
 from ultrascale.work.sharding.context_order import ring_order
 from ultrascale.work.sharding.places import even_part
 
@@ -67,8 +67,8 @@ class WholeSequences:
         ids, ring = options["document_ids"], self.layout.cp_grid[0]
         whole = num_queries * self.cp.size()
         rows = (ring_order(whole, ring),) if ids is None else whole_documents(ids, ring).rows
-        positions = [own_positions(rows, self.layout, rank) for rank in range(self.cp.size())]
-        return Placed(mask, [torch.from_numpy(one).to(options["device"]) for one in positions])
+        positions = [local_positions(rows, self.layout, rank) for rank in range(self.cp.size())]
+        return Placed(mask, [torch.from_numpy(of_rank).to(options["device"]) for of_rank in positions])
 
     def enter(self, forward: Callable[..., Tensor], hidden: Tensor, angles: Any, placed: Placed, *rest: Any) -> Tensor:
         """A block's `forward`, with the tokens' places known."""
@@ -79,23 +79,23 @@ class WholeSequences:
     def keep(self, chosen: Tensor, weights: Tensor, num_experts: int, factor: float) -> Tensor:
         """The choices of this rank's tokens, [B, own S, k], that are kept."""
         choices = chosen.shape[2]
-        mine = torch.cat((chosen.to(weights.dtype), weights), 2).transpose(0, 1)  # [own S, B, 2 k]
-        every = self._gather(mine).transpose(0, 1)  # [B, S, 2 k]
-        where = torch.cat([one.expand(len(chosen), -1) for one in self.positions], 1)  # [B, S]
-        placed = torch.empty_like(every).scatter_(1, where[..., None].expand_as(every), every)
+        local = torch.cat((chosen.to(weights.dtype), weights), 2).transpose(0, 1)  # [own S, B, 2 k]
+        gathered = self._gather(local).transpose(0, 1)  # [B, S, 2 k]
+        where = torch.cat([of_rank.expand(len(chosen), -1) for of_rank in self.positions], 1)  # [B, S]
+        placed = torch.empty_like(gathered).scatter_(1, where[..., None].expand_as(gathered), gathered)
         kept = drop_over_capacity(placed[..., :choices].long(), placed[..., choices:], num_experts, factor)
-        own = self._own_positions().expand(len(chosen), -1)
-        return kept.gather(1, own[..., None].expand_as(chosen))
+        positions = self._local_positions().expand(len(chosen), -1)
+        return kept.gather(1, positions[..., None].expand_as(chosen))
 
-    def _gather(self, mine: Tensor) -> Tensor:
+    def _gather(self, local: Tensor) -> Tensor:
         """The shards of all ranks, by place in cp and then in tp: [S, ...] of [own S, ...]."""
-        own = 0 if self.cp is None else self.cp.rank()
+        place = 0 if self.cp is None else self.cp.rank()
         if self.tp is not None:
-            length, ranks = self.positions[own].shape[1], self.tp.size()
-            mine = gather(mine, [even_part(length, ranks, rank)[1] for rank in range(ranks)], self.tp)
-        return mine if self.cp is None else gather(mine, [one.shape[1] for one in self.positions], self.cp)
+            length, ranks = self.positions[place].shape[1], self.tp.size()
+            local = all_gather(local, [even_part(length, ranks, rank)[1] for rank in range(ranks)], self.tp)
+        return local if self.cp is None else all_gather(local, [of_rank.shape[1] for of_rank in self.positions], self.cp)
 
-    def _own_positions(self) -> Tensor:
+    def _local_positions(self) -> Tensor:
         """[1 or B, own S]."""
         positions = self.positions[0 if self.cp is None else self.cp.rank()]
         if self.tp is None:

@@ -29,7 +29,7 @@ def order_gathers(stage: Decoder) -> None:
     if not isinstance(stage, FSDPModule):
         return
     blocks = reversed([block for _, block in stage.blocks()])
-    modules = [stage, *(module for block in blocks for module in _way_back(block) if isinstance(module, FSDPModule))]
+    modules = [stage, *(module for block in blocks for module in _backward_order(block) if isinstance(module, FSDPModule))]
     buckets = {fsdp_state(module): module for module in modules}
     for module, following in pairwise(buckets.values()):
         module.set_modules_to_backward_prefetch([following])
@@ -37,7 +37,7 @@ def order_gathers(stage: Decoder) -> None:
         module.set_modules_to_backward_prefetch([module])
 
 
-def _way_back(block: nn.Module) -> Iterator[nn.Module]:
+def _backward_order(block: nn.Module) -> Iterator[nn.Module]:
     """The modules of a block in the order of its backward pass, as far as FSDP2 manages them: the norm that is read behind a
     block of multi-token prediction, the block, its experts."""
     if isinstance(block, PredictionBlock):

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultrascale import heartbeat
-from ultrascale.contact import why
+from ultrascale.contact import meaning_of
 from ultrascale.kernels.choice.device_kind import is_cuda
-from ultrascale.parallel.lost import LostRankError, marked
+from ultrascale.parallel.lost import LostRankError, profiler_range
 from ultrascale.parallel.time_limits import wait_for
 from ultrascale.schedules.actions import Action
-from ultrascale.schedules.messages import Message, made_by, read_by, receipts
+from ultrascale.schedules.messages import Message, input_of, output_of, receive_order
 
 BETWEEN_STAGES = "a message between stages"
 """Name of these messages for profilers."""
@@ -54,38 +54,38 @@ class Mailbox:
         self.shape, self.dtype, self.device = tuple(shape), dtype, device
         self.outgoing = {message.key: message for message in messages if message.sender == self.rank}
         self.incoming = {message.key: message for message in messages if message.receiver == self.rank}
-        self._expected = deque(receipts(messages, self.rank))
-        self._handed: dict[tuple[bool, int, int], Tensor] = {}
+        self._expected = deque(receive_order(messages, self.rank))
+        self._delivered: dict[tuple[bool, int, int], Tensor] = {}
         self._arriving: dict[tuple[bool, int, int], tuple[Tensor, dist.Work | None]] = {}
         self._leaving: defaultdict[int, deque[tuple[Message, Tensor, dist.Work | None]]] = defaultdict(deque)
 
     def expect(self, position: int) -> None:
-        """Start to receive what `receipts` says should be on its way when the action at `position` begins."""
+        """Start to receive what `receive_order` says should be on its way when the action at `position` begins."""
         while self._expected and self._expected[0][0] <= position:
             self._start(self._expected.popleft()[1])
 
     def collect(self, part: Action) -> Tensor | None:
         """Input that a pass reads from another pass, once it is here; None if it reads none. Raises PipelineError."""
-        key = read_by(part, self.last_stage)
+        key = input_of(part, self.last_stage)
         if key is None:
             return None
         message = self.incoming.get(key)
-        return self._handed.pop(key) if message is None else self.take(message)
+        return self._delivered.pop(key) if message is None else self.take(message)
 
-    def hand_on(self, part: Action, result: Tensor | None) -> None:
+    def deliver(self, part: Action, result: Tensor | None) -> None:
         """Send what a pass has made, or keep it for another stage of this rank. Raises PipelineError."""
-        key = made_by(part, self.last_stage)
+        key = output_of(part, self.last_stage)
         if key is None:
             return
         assert result is not None
         message = self.outgoing.get(key)
         if message is None:
-            self._handed[key] = result
+            self._delivered[key] = result
         else:
             self.send(message, result)
 
     def start(self, key: tuple[bool, int, int]) -> None:
-        """Start to receive the next that is expected, which is this one: for who goes by `lowered`, instead of `expect`."""
+        """Start to receive the next that is expected, which is this one: with `torch_actions`, instead of `expect`."""
         _, message = self._expected.popleft()
         assert message.key == key, (message, key)
         self._start(message)
@@ -94,7 +94,7 @@ class Mailbox:
         """The tensor of an expected message, once it is here. Raises PipelineError."""
         tensor, work = self._arriving.pop(message.key)
         self._wait(work, f"waited for {message}")
-        self._let_go(message.sender, message.sent_by)
+        self._release(message.sender, message.sent_by)
         return tensor
 
     def send(self, message: Message, tensor: Tensor) -> None:
@@ -103,14 +103,14 @@ class Mailbox:
         assert tensor.shape == self.shape and tensor.dtype == self.dtype, (tensor.shape, tensor.dtype, self.shape, self.dtype)
         group = self.groups[message.receiver < self.rank]
         try:
-            with marked(BETWEEN_STAGES):
+            with profiler_range(BETWEEN_STAGES):
                 work = dist.isend(tensor, group=group, group_dst=message.receiver, tag=message.number)
         except RuntimeError as error:
             raise self._lost(f"could not send {message} to pipeline rank {message.receiver}", error) from error
         self._leaving[message.receiver].append((message, tensor, work))
-        self._let_go(message.receiver)
+        self._release(message.receiver)
 
-    def _let_go(self, receiver: int, position: int = -1) -> None:
+    def _release(self, receiver: int, position: int = -1) -> None:
         """Forget what has left for `receiver`, which has come to `position` of its list. NCCL says itself what has left, and to
         wait for it would be to let the stream that computes wait."""
         leaving = self._leaving[receiver]
@@ -133,7 +133,7 @@ class Mailbox:
         tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         group = self.groups[message.sender > self.rank]
         try:
-            with marked(BETWEEN_STAGES):
+            with profiler_range(BETWEEN_STAGES):
                 work = dist.irecv(tensor, group=group, group_src=message.sender, tag=message.number)
         except RuntimeError as error:
             raise self._lost(f"waited for {message}", error) from error
@@ -142,10 +142,10 @@ class Mailbox:
     def _wait(self, work: dist.Work | None, what: str) -> None:
         try:
             if work is not None:
-                with heartbeat.waits(f"pipeline rank {self.rank} {what}"), marked(BETWEEN_STAGES):
+                with heartbeat.waits(f"pipeline rank {self.rank} {what}"), profiler_range(BETWEEN_STAGES):
                     wait_for(work, self.groups[0])
         except RuntimeError as error:
             raise self._lost(what, error) from error
 
     def _lost(self, what: str, error: RuntimeError) -> PipelineError:
-        return PipelineError(f"pipeline rank {self.rank} (rank {dist.get_rank()} of the run) {what}: {why(error)}")
+        return PipelineError(f"pipeline rank {self.rank} (rank {dist.get_rank()} of the run) {what}: {meaning_of(error)}")

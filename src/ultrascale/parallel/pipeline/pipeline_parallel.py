@@ -75,9 +75,9 @@ def build_evaluation(layout: Layout, num_micro_batches: int) -> Orders:
     ranks that the file's pass, one after the other.
     """
     if is_file(layout.schedule):
-        own = read_schedule(Path(layout.schedule))
-        ranks = {part[:3]: rank for rank, row in enumerate(own) for action in row for part in action.parts}
-        schedule, count = [[] for _ in own], shape_of(own)[1]
+        from_file = read_schedule(Path(layout.schedule))
+        ranks = {part[:3]: rank for rank, row in enumerate(from_file) for action in row for part in action.parts}
+        schedule, count = [[] for _ in from_file], shape_of(from_file)[1]
         for k, stage in product(range(num_micro_batches), range(layout.num_stages)):
             schedule[ranks[Kind.FORWARD, k % count, stage]].append(forward(stage, k))
     else:
@@ -141,12 +141,12 @@ class Pipeline:
         self.executed = []
         for position, action in enumerate(actions):
             mailbox.expect(position)
-            for part in (part._replace(beside=None) for part in action.parts):
-                given = mailbox.collect(part)
+            for part in (part._replace(overlapped_with=None) for part in action.parts):
+                received = mailbox.collect(part)
                 start = time.perf_counter()
                 self.on_action(part)
-                mailbox.hand_on(part, passing.do(part, given))
-                del given
+                mailbox.deliver(part, passing.do(part, received))
+                del received
                 self.executed.append(Executed(part, start, time.perf_counter()))
         mailbox.close()
 

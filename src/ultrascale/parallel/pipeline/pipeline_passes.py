@@ -26,11 +26,11 @@ Passes = Callable[[int, int, Tensor | None], Tensor]
 """(stage, micro-batch, its input or None for the first stage) to what the next stage takes, of the last one the loss (0-d)."""
 
 
-class _Held(NamedTuple):
+class _InFlight(NamedTuple):
     """The tensors that a micro-batch leaves in a stage until its backward pass."""
 
     result: GradientEdge
-    given: Tensor | None
+    received: Tensor | None
     """The stage's input, a leaf of its graph; None: tokens."""
 
 
@@ -41,45 +41,45 @@ class Passing:
     stages: Mapping[int, Decoder]
     passes: Passes
     weights: WeightGradients
-    held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    held: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
     """[stage, micro-batch]: between F and B or I."""
     waiting: dict[tuple[int, int], Waiting] = field(default_factory=dict)
     """[stage, micro-batch]: between I and W."""
-    _postponed: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
+    _deferred: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
     """[stage, micro-batch]: gradients of results of the first stage, between I and W."""
 
-    def do(self, part: Action, given: Tensor | None) -> Tensor | None:
-        """One pass. `given`: what it reads of another (`schedules.messages.read_by`). Returns what the next stage, or the one
-        before, reads of it; of others what is of no use to them."""
-        stage, at = self.stages[part.stage], (part.stage, part.micro_batch)
+    def do(self, part: Action, received: Tensor | None) -> Tensor | None:
+        """One pass. `received`: its input of another pass (`schedules.messages.input_of`). Returns what the next stage, or the
+        one before, reads of it; of others what is of no use to them."""
+        stage, key = self.stages[part.stage], (part.stage, part.micro_batch)
         if part.kind is Kind.INPUT_GRADIENT and part.stage == 0:
-            self._postponed[at] = given
+            self._deferred[key] = received
             return None
-        if part.kind is Kind.WEIGHT_GRADIENT and at not in self._postponed:
-            make_gradients(self.waiting.pop(at))
+        if part.kind is Kind.WEIGHT_GRADIENT and key not in self._deferred:
+            make_gradients(self.waiting.pop(key))
             reduce_weight_gradients(stage, part)
             return None
         prepare = prepare_action if part.kind is Kind.FORWARD else prepare_backward
         prepare(stage, part)
-        given = self._postponed.pop(at) if part.kind is Kind.WEIGHT_GRADIENT else given
-        return self._forward(part, given) if part.kind is Kind.FORWARD else self._backward(part, given)
+        received = self._deferred.pop(key) if part.kind is Kind.WEIGHT_GRADIENT else received
+        return self._forward(part, received) if part.kind is Kind.FORWARD else self._backward(part, received)
 
-    def _forward(self, part: Action, given: Tensor | None) -> Tensor:
+    def _forward(self, part: Action, received: Tensor | None) -> Tensor:
         with_gradients = torch.is_grad_enabled()
-        if given is not None and with_gradients:
-            given.requires_grad_()
-        result = self.passes(part.stage, part.micro_batch, given)
+        if received is not None and with_gradients:
+            received.requires_grad_()
+        result = self.passes(part.stage, part.micro_batch, received)
         if with_gradients:
-            self.held[part.stage, part.micro_batch] = _Held(get_gradient_edge(result), given)
+            self.held[part.stage, part.micro_batch] = _InFlight(get_gradient_edge(result), received)
         return result.detach()
 
     def _backward(self, part: Action, gradient: Tensor | None) -> Tensor | None:
-        at = (part.stage, part.micro_batch)
-        result, given = self.held.pop(at)
+        key = (part.stage, part.micro_batch)
+        result, received = self.held.pop(key)
         splits = part.kind is Kind.INPUT_GRADIENT
-        with self.weights.put_off() if splits else nullcontext() as waiting:
+        with self.weights.defer() if splits else nullcontext() as waiting:
             torch.autograd.backward(result, gradient)
         if splits:
             assert waiting is not None
-            self.waiting[at] = waiting
-        return None if given is None else given.grad
+            self.waiting[key] = waiting
+        return None if received is None else received.grad

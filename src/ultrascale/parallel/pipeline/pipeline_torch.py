@@ -1,6 +1,6 @@
 """A step of a pipeline by the runtime of torch.distributed.pipelining: the same list, passes and messages in torch's loop.
 
-    2RECV_F0  2F0  2SEND_F0  ...     the list of `schedules` with its messages, where a mailbox would start them (`lowered`)
+    2RECV_F0  2F0  2SEND_F0  ...     the list of `schedules` with its messages, where a mailbox starts them (`torch_actions`)
     F, B, I, W                       `pipeline_passes`: W cut in the modules, not in autograd's graph (`pipeline_weights` says
                                      why), gradients reduced where `schedules.sharded` says
     SEND, RECV                       `pipeline_messages`: torch's own have no limit of time at the end of a step, hold what was
@@ -26,7 +26,7 @@ from ultrascale.parallel.pipeline.pipeline_messages import Mailbox
 from ultrascale.parallel.pipeline.pipeline_parallel import Executed, Orders, Pipeline
 from ultrascale.parallel.pipeline.pipeline_passes import Passes, Passing
 from ultrascale.schedules.actions import Action, Kind
-from ultrascale.schedules.messages import lowered, made_by
+from ultrascale.schedules.messages import output_of, torch_actions
 from ultrascale.torch_private import pipeline_runtime
 
 _PipelineScheduleRuntime, _read_action = pipeline_runtime()
@@ -41,7 +41,9 @@ class TorchPipeline(Pipeline):
         self.executed = []
         mailbox = Mailbox(orders.messages, self.groups, orders.num_stages - 1, shape=shape, dtype=dtype, device=self.device)
         step = _Step(self, mailbox, actions, Passing(self.stages, passes, self._weights))
-        runtime = _Runtime(step, lowered(actions, orders.messages, self.rank, orders.num_stages), orders.num_micro_batches)
+        runtime = _Runtime(
+            step, torch_actions(actions, orders.messages, self.rank, orders.num_stages), orders.num_micro_batches
+        )
         with _one_error():
             runtime.step(return_outputs=False)
         mailbox.close()
@@ -68,7 +70,7 @@ class _Step:
     def __init__(self, pipeline: TorchPipeline, mailbox: Mailbox, actions: Sequence[Action], passing: Passing):
         self.pipeline, self.mailbox, self.passing = pipeline, mailbox, passing
         self.num_stages = mailbox.last_stage + 1
-        parts = (part._replace(beside=None) for action in actions for part in action.parts)
+        parts = (part._replace(overlapped_with=None) for action in actions for part in action.parts)
         self._parts = {(part.kind, part.stage, part.micro_batch): part for part in parts}
         self._made: dict[Key, Tensor] = {}
         """Results that are to be sent."""
@@ -76,16 +78,16 @@ class _Step:
     def do(self, kind: Kind, stage: int, micro_batch: int) -> None:
         """One pass with what it reads, once that is here."""
         part = self._parts[kind, stage, micro_batch]
-        given = self.mailbox.collect(part)
+        received = self.mailbox.collect(part)
         start = time.perf_counter()
         self.pipeline.on_action(part)
-        result = self.passing.do(part, given)
-        key = made_by(part, self.mailbox.last_stage)
+        result = self.passing.do(part, received)
+        key = output_of(part, self.mailbox.last_stage)
         if key is not None and key in self.mailbox.outgoing:
             assert result is not None
             self._made[key] = result
         else:
-            self.mailbox.hand_on(part, result)
+            self.mailbox.deliver(part, result)
         self.pipeline.executed.append(Executed(part, start, time.perf_counter()))
 
     def receive(self, key: Key) -> list[Any]:

@@ -31,9 +31,9 @@ from torch.nn import functional as F
 
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.precision.fp8_products import Fp8Seams, fp8_seams_of
-from ultrascale.parallel.tensor.tensor_ops import Cut, Factor, PutOff
-from ultrascale.parallel.tensor.tensor_parallel import cut_of
-from ultrascale.torch_private import is_watched
+from ultrascale.parallel.tensor.tensor_ops import Defer, Factor, TensorParallel
+from ultrascale.parallel.tensor.tensor_parallel import tensor_parallel_of
+from ultrascale.torch_private import has_hooks
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 """Product for a weight's gradient [F, D], from the gradient of an output [N, F] and an input [N, D], both as they waited."""
@@ -47,32 +47,32 @@ class WeightGradients:
 
     def __init__(self) -> None:
         self.waiting: Waiting | None = None
-        self._cuts: list[Cut | Fp8Seams] = []
+        self._seams: list[TensorParallel | Fp8Seams] = []
 
     @contextmanager
-    def put_off(self) -> Iterator[Waiting]:
+    def defer(self) -> Iterator[Waiting]:
         """Collect what waits of the backward passes inside."""
         self.waiting = collected = []
-        self._tell_cuts(self.add)
+        self._set_deferral(self.add)
         try:
             yield collected
         finally:
             self.waiting = None
-            self._tell_cuts(None)
+            self._set_deferral(None)
 
-    def _tell_cuts(self, put_off: PutOff | None) -> None:
-        """Sets the shards' `put_off` for this pass only: an undivided backward pass communicates beside the GEMMs of its
+    def _set_deferral(self, defer: Defer | None) -> None:
+        """Sets the shards' `defer` for this pass only: an undivided backward pass communicates beside the GEMMs of its
         weights' gradients."""
-        for cut in self._cuts:
-            cut.put_off = put_off
+        for seam in self._seams:
+            seam.defer = defer
 
-    def add(self, weight: Tensor, grad_output: Factor, given: Factor, multiply: Multiply | None = None) -> Tensor | None:
+    def add(self, weight: Tensor, grad_output: Factor, input_factor: Factor, multiply: Multiply | None = None) -> Tensor | None:
         """The gradient of `weight`, for the backward pass of a product that has one; None if it waits."""
         if self.waiting is None:
-            return (multiply or _multiply)(grad_output.rows(), given.rows())
-        for factor in (grad_output, given):
-            factor.keep_own()
-        self.waiting.append((weight, grad_output, given, multiply))
+            return (multiply or _multiply)(grad_output.rows(), input_factor.rows())
+        for factor in (grad_output, input_factor):
+            factor.keep_local()
+        self.waiting.append((weight, grad_output, input_factor, multiply))
         return None
 
     def apply_to(self, stage: Decoder) -> None:
@@ -80,10 +80,10 @@ class WeightGradients:
         for module in stage.modules():
             if isinstance(module, nn.Linear) and "forward" not in vars(module):
                 setattr(module, "forward", partial(_linear, module, self))  # noqa: B010
-        if (cut := cut_of(stage)) is not None:
-            self._cuts.append(cut)
+        if (tp := tensor_parallel_of(stage)) is not None:
+            self._seams.append(tp)
         if (seams := fp8_seams_of(stage)) is not None:
-            self._cuts.append(seams)
+            self._seams.append(seams)
 
 
 @torch.no_grad()
@@ -93,19 +93,19 @@ def make_gradients(waiting: Waiting) -> None:
         _make_gradient(*waiting.pop(0))  # a factor of no other product goes, and with it what was gathered
 
 
-def _make_gradient(weight: Tensor, grad_output: Factor, given: Factor, multiply: Multiply | None) -> None:
-    if not weight.is_leaf or is_watched(weight):  # a copy whose gradient travels on, or somebody who watches
-        torch.autograd.backward(weight, (multiply or _multiply)(grad_output.rows(), given.rows()))
+def _make_gradient(weight: Tensor, grad_output: Factor, input_factor: Factor, multiply: Multiply | None) -> None:
+    if not weight.is_leaf or has_hooks(weight):  # a copy whose gradient travels on, or somebody who watches
+        torch.autograd.backward(weight, (multiply or _multiply)(grad_output.rows(), input_factor.rows()))
     elif weight.grad is None:
-        weight.grad = (multiply or _multiply)(grad_output.rows(), given.rows())
+        weight.grad = (multiply or _multiply)(grad_output.rows(), input_factor.rows())
     elif multiply is None:
-        weight.grad.addmm_(grad_output.rows().t(), given.rows())
+        weight.grad.addmm_(grad_output.rows().t(), input_factor.rows())
     else:
-        weight.grad += multiply(grad_output.rows(), given.rows())
+        weight.grad += multiply(grad_output.rows(), input_factor.rows())
 
 
-def _multiply(grad_output: Tensor, given: Tensor) -> Tensor:
-    return grad_output.t() @ given
+def _multiply(grad_output: Tensor, inputs: Tensor) -> Tensor:
+    return grad_output.t() @ inputs
 
 
 def _linear(module: nn.Linear, gradients: WeightGradients, hidden: Tensor) -> Tensor:

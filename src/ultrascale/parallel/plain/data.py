@@ -28,17 +28,17 @@ class ShardedAdam:
         self.parameters = list(parameters)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.size = -(-sum(p.numel() for p in self.parameters) // self.world)
-        self.own = nn.Parameter(self._flat([p.detach() for p in self.parameters])[self.rank].clone())
-        self.adam = torch.optim.Adam([self.own], lr=learning_rate)
+        self.shard = nn.Parameter(self._flat([p.detach() for p in self.parameters])[self.rank].clone())
+        self.adam = torch.optim.Adam([self.shard], lr=learning_rate)
 
     def step(self) -> None:
         """Sum the gradients, each rank its part; update that part; gather all parts."""
-        self.own.grad = torch.empty_like(self.own)
+        self.shard.grad = torch.empty_like(self.shard)
         rows = self._flat([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
-        dist.reduce_scatter_tensor(self.own.grad, rows.flatten())
+        dist.reduce_scatter_tensor(self.shard.grad, rows.flatten())
         self.adam.step()
         whole = torch.empty_like(rows).flatten()
-        dist.all_gather_into_tensor(whole, self.own.detach())
+        dist.all_gather_into_tensor(whole, self.shard.detach())
         first = 0
         with torch.no_grad():
             for parameter in self.parameters:
@@ -48,5 +48,5 @@ class ShardedAdam:
 
     def _flat(self, tensors: list[Tensor]) -> Tensor:
         """All of them end to end, padded: [ranks, size]."""
-        joined = torch.cat([one.flatten() for one in tensors])
+        joined = torch.cat([tensor.flatten() for tensor in tensors])
         return torch.cat([joined, joined.new_zeros(self.world * self.size - len(joined))]).view(self.world, self.size)

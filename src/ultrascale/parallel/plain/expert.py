@@ -22,9 +22,9 @@ class AllToAll(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """[sum(sent), D] -> [sum(received), D]."""
         ctx.counts = received, sent
-        found = rows.new_empty(sum(received), rows.shape[1])
-        dist.all_to_all_single(found, rows.contiguous(), received, sent)
-        return found
+        output = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(output, rows.contiguous(), received, sent)
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -38,18 +38,18 @@ def expert_layer(x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[n
     x [T, D]; chosen [T, k], numbers of experts over all ranks; weights [T, k]. `experts`: this rank's, in order of their
     numbers; every rank has as many.
     """
-    world, here = dist.get_world_size(), len(experts)
+    world, num_local = dist.get_world_size(), len(experts)
     order = chosen.flatten().argsort(stable=True)
     tokens = order // chosen.shape[1]
-    sent = torch.bincount(chosen.flatten(), minlength=world * here)
+    sent = torch.bincount(chosen.flatten(), minlength=world * num_local)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent)  # [rank, expert here]: how many rows each rank has for each expert of this one
-    to_ranks, from_ranks = sent.view(world, here).sum(1).tolist(), received.view(world, here).sum(1).tolist()
+    to_ranks, from_ranks = sent.view(world, num_local).sum(1).tolist(), received.view(world, num_local).sum(1).tolist()
     arrived: Tensor = AllToAll.apply(x[tokens], to_ranks, from_ranks)  # pyright: ignore[reportAssignmentType]
-    owner = torch.arange(here).repeat(world).repeat_interleave(received)
-    made = torch.zeros_like(arrived)
+    owner = torch.arange(num_local).repeat(world).repeat_interleave(received)
+    outputs = torch.zeros_like(arrived)
     for number, expert in enumerate(experts):
         rows = (owner == number).nonzero().flatten()
-        made = made.index_add(0, rows, expert(arrived[rows]))
-    back: Tensor = AllToAll.apply(made, from_ranks, to_ranks)  # pyright: ignore[reportAssignmentType]
+        outputs = outputs.index_add(0, rows, expert(arrived[rows]))
+    back: Tensor = AllToAll.apply(outputs, from_ranks, to_ranks)  # pyright: ignore[reportAssignmentType]
     return torch.zeros_like(x).index_add(0, tokens, back * weights.flatten()[order, None])

@@ -36,19 +36,19 @@ def run_schedule(
     for action in actions:
         number = action.micro_batch
         if action.kind is Kind.FORWARD:
-            given = micro_batches[number] if rank == 0 else _receive(shape, dtype, rank - 1)
-            made = stage(given.requires_grad_(given.is_floating_point()))
+            inputs = micro_batches[number] if rank == 0 else _receive(shape, dtype, rank - 1)
+            output = stage(inputs.requires_grad_(inputs.is_floating_point()))
             if rank == last:
-                made = loss(made, number)
-                losses.append(made.item())
+                output = loss(output, number)
+                losses.append(output.item())
             else:
-                sent.append((dist.isend(made.detach(), rank + 1), made))
-            under_way[number] = given, made
+                sent.append((dist.isend(output.detach(), rank + 1), output))
+            under_way[number] = inputs, output
         else:
-            given, made = under_way.pop(number)  # what the stage kept of this micro-batch goes with it
-            made.backward(None if rank == last else _receive(shape, dtype, rank + 1))
-            if rank > 0 and given.grad is not None:
-                sent.append((dist.isend(given.grad, rank - 1), given.grad))
+            inputs, output = under_way.pop(number)  # what the stage kept of this micro-batch goes with it
+            output.backward(None if rank == last else _receive(shape, dtype, rank + 1))
+            if rank > 0 and inputs.grad is not None:
+                sent.append((dist.isend(inputs.grad, rank - 1), inputs.grad))
     for work, _ in sent:
         if work is not None:
             work.wait()
@@ -56,6 +56,6 @@ def run_schedule(
 
 
 def _receive(shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
-    found = torch.empty(*shape, dtype=dtype)
-    dist.recv(found, source)
-    return found
+    received = torch.empty(*shape, dtype=dtype)
+    dist.recv(received, source)
+    return received

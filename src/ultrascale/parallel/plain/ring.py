@@ -29,12 +29,12 @@ class Shift(torch.autograd.Function):
 
 
 def _exchange(x: Tensor, *, to: int) -> Tensor:
-    rank, world, found = dist.get_rank(), dist.get_world_size(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    rank, world, arrived = dist.get_rank(), dist.get_world_size(), torch.empty_like(x, memory_format=torch.contiguous_format)
     sent = dist.P2POp(dist.isend, x.contiguous(), (rank + to) % world)
-    received = dist.P2POp(dist.irecv, found, (rank - to) % world)
+    received = dist.P2POp(dist.irecv, arrived, (rank - to) % world)
     for work in dist.batch_isend_irecv([sent, received] if world > 1 else []):
         work.wait()
-    return found if world > 1 else x
+    return arrived if world > 1 else x
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -48,9 +48,9 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         scores = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(columns > rows, -torch.inf)
         highest = torch.maximum(largest, scores.amax(-1).detach())
         safe = highest.masked_fill(highest == -torch.inf, 0)  # a row that has seen no key yet
-        weights, kept = (scores - safe[..., None]).exp(), (largest - safe).exp()
-        total = total * kept + weights.sum(-1)
-        out = out * kept[..., None] + weights @ value
+        weights, rescale = (scores - safe[..., None]).exp(), (largest - safe).exp()
+        total = total * rescale + weights.sum(-1)
+        out = out * rescale[..., None] + weights @ value
         largest = highest
         if hop < world - 1:
             key, value = Shift.apply(key), Shift.apply(value)  # pyright: ignore[reportAssignmentType]

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import Weight, layer_weights
 from ultrascale.description.layout import Layout
-from ultrascale.kernels.fp8.fp8_linear import Kept, scale_of
+from ultrascale.kernels.fp8.fp8_linear import DelayedScales, scale_of
 from ultrascale.kernels.fp8.fp8_matrices import FORWARD, SMALLEST, Narrow, Scaling, largest_of, rounded
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.experts import GroupedLinear
@@ -37,9 +37,9 @@ from ultrascale.parallel.data.data_parallel import sharded_modules
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.precision.fp8_history import Product, product_of
-from ultrascale.torch_private import Hook, gather_through, pad_shards, shard_of, without_numbers
+from ultrascale.torch_private import Hook, gather_through, pad_shards, shape_only, shard_of
 from ultrascale.work.fp8_slots import gathers_fp8, weights_gathered_in_fp8
-from ultrascale.work.sharding.places import boxes
+from ultrascale.work.sharding.places import row_boxes
 
 _GATHERED = "fp8_gathered"
 """A projection's attribute: its `GatheredWeight`."""
@@ -63,7 +63,7 @@ class GatheredWeight:
         self.has_one_scale = scaling == "tensor" and len(self.shape) == 2
         scales = (1,) * len(self.shape) if self.has_one_scale else self.shape[:1]
         self.scale_shape = (*self.shape[:-1], 1) if scaling == "row" else (*scales, *(1,) * (len(self.shape) - len(scales)))
-        self.parts = list(boxes(shape, tuple(weight.shape), first, len(self.shard)))
+        self.parts = list(row_boxes(shape, tuple(weight.shape), first, len(self.shard)))
         self.has_scales_of_experts = scaling == "tensor" and len(self.shape) == 3
         self.scale = self.shard.new_empty(0)
         """Current scaling's scale, as products take it: a part of the table of all."""
@@ -71,13 +71,13 @@ class GatheredWeight:
         """Values of the whole weight in fp8; without memory while it is not all-gathered."""
 
     @property
-    def own(self) -> slice:
+    def local_scales(self) -> slice:
         """Range of the scales of this rank's rows among all of the weight's, flattened."""
         if self.has_scales_of_experts:
             (_, first), (_, last) = self.parts[0], self.parts[-1]
             return slice(first.offsets[0], last.offsets[0] + last.shape[0])
-        each = 1 if self.shard.dim() == 2 else prod(self.scale_shape[1:])
-        return slice(0, 1) if self.has_one_scale else slice(self.rows.start * each, self.rows.stop * each)
+        per_row = 1 if self.shard.dim() == 2 else prod(self.scale_shape[1:])
+        return slice(0, 1) if self.has_one_scale else slice(self.rows.start * per_row, self.rows.stop * per_row)
 
     @property
     def history_scale(self) -> Tensor | None:
@@ -88,16 +88,16 @@ class GatheredWeight:
         return self.product.amaxes.scales[self.product.weights].view(self.scale_shape)
 
     def largest(self) -> Tensor:
-        """The largest magnitudes of this rank's rows as passes see them, of the scales `own`."""
+        """The largest magnitudes of this rank's rows as passes see them, of the scales `local_scales`."""
         if not self.shard.numel():
-            return self.shard.new_zeros(self.own.stop - self.own.start)
+            return self.shard.new_zeros(self.local_scales.stop - self.local_scales.start)
         if self.has_scales_of_experts:
-            found = torch.cat([largest_of(self.shard[rows].view(box.shape).flatten(1), "row") for rows, box in self.parts])
+            amax = torch.cat([largest_of(self.shard[rows].view(box.shape).flatten(1), "row") for rows, box in self.parts])
         else:
-            found = largest_of(self.shard.flatten(0, -2), "tensor" if self.has_one_scale else "row")
-        return found.to(self.dtype).to(found.dtype).flatten()
+            amax = largest_of(self.shard.flatten(0, -2), "tensor" if self.has_one_scale else "row")
+        return amax.to(self.dtype).to(amax.dtype).flatten()
 
-    def _of_own_rows(self, scale: Tensor) -> Tensor:
+    def _of_local_rows(self, scale: Tensor) -> Tensor:
         """Scale in the shape that multiplies the shard's rows."""
         if self.has_one_scale or self.shard.dim() == len(self.shape):
             return scale if self.has_one_scale else scale[self.rows]
@@ -109,9 +109,9 @@ class GatheredWeight:
         """FSDP2's `fsdp_pre_all_gather`: the bytes that this rank sends, as many as every other."""
         known = self.history_scale
         scale = self.scale if known is None else known
-        own = rounded(self.shard.to(self.dtype), self._of_own_rows(scale)).values.view(torch.uint8)
-        missing = self.padded_rows - len(own)
-        return (F.pad(own, [0, 0] * (own.dim() - 1) + [0, missing]) if missing else own,), None
+        sent = rounded(self.shard.to(self.dtype), self._of_local_rows(scale)).values.view(torch.uint8)
+        missing = self.padded_rows - len(sent)
+        return (F.pad(sent, [0, 0] * (sent.dim() - 1) + [0, missing]) if missing else sent,), None
 
     def after_gather(
         self, gathered: Sequence[Tensor], nothing: None, dtype: torch.dtype, *, out: Tensor | None = None
@@ -120,7 +120,7 @@ class GatheredWeight:
         if out is not None:
             return None
         self.values = gathered[0].view(FORWARD)[: self.cut_rows].view(self.shape)
-        return without_numbers(dtype, self.values.device), ()
+        return shape_only(dtype, self.values.device), ()
 
 
 class ScaleTable:
@@ -131,33 +131,33 @@ class ScaleTable:
     ):
         """`sharing`: ranks of tp that hold other parts of the first `shared` weights' scales."""
         self.weights, self.shards, self.sharing = weights, shards, sharing
-        sizes = [prod(one.scale_shape) for one in weights]
+        sizes = [prod(weight.scale_shape) for weight in weights]
         self.num_shared = sum(sizes[:shared])
         like = largest_of(weights[0].shard.new_zeros(1, 1), "tensor")
         self.scales = like.new_ones(sum(sizes))
         self.largest = like.new_empty(0)
         self.places = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
-        for one, place in zip(weights, self.places, strict=True):
-            one.scale = self.scales[place].view(one.scale_shape)
+        for weight, place in zip(weights, self.places, strict=True):
+            weight.scale = self.scales[place].view(weight.scale_shape)
 
-    def find(self) -> None:
+    def compute_scales(self) -> None:
         """Set the scales by the weights as they are now. Collective, unless a history has them already."""
         largest = torch.zeros_like(self.scales)
-        for one, place in zip(self.weights, self.places, strict=True):
-            largest[place][one.own] = one.largest()
-        if any(one.history_scale is None for one in self.weights):
+        for weight, place in zip(self.weights, self.places, strict=True):
+            largest[place][weight.local_scales] = weight.largest()
+        if any(weight.history_scale is None for weight in self.weights):
             self._agree(largest, self.shards)
             if self.num_shared and self.sharing is not None:
                 self._agree(largest[: self.num_shared], self.sharing)
             torch.div(largest.clamp_min(SMALLEST), torch.finfo(FORWARD).max, out=self.scales)
-        if any(one.product is not None for one in self.weights):
+        if any(weight.product is not None for weight in self.weights):
             self.largest = largest
 
-    def note(self) -> None:
+    def record_amaxes(self) -> None:
         """Let the history know the magnitudes of the weights that a step reads."""
-        for one, place in zip(self.weights, self.places, strict=True):
-            if one.product is not None and one.product.amaxes.largest is not None:
-                seen = one.product.amaxes.largest[one.product.weights]
+        for weight, place in zip(self.weights, self.places, strict=True):
+            if weight.product is not None and weight.product.amaxes.largest is not None:
+                seen = weight.product.amaxes.largest[weight.product.weights]
                 torch.maximum(seen, self.largest[place].to(seen.dtype), out=seen)
 
     def _agree(self, largest: Tensor, ranks: dist.ProcessGroup) -> None:
@@ -175,37 +175,37 @@ class GatheredWeights:
 
     def forget(self) -> None:
         """Weights may have changed. To be said on all ranks alike: what follows is collective."""
-        self.are_known = self.are_noted = False
+        self.are_known = self.are_recorded = False
 
     @torch.no_grad()
-    def _find(self) -> None:
+    def _compute_scales(self) -> None:
         for table in self.tables:
-            table.find()
+            table.compute_scales()
         self.are_known = True
 
     @torch.no_grad()
-    def _note(self) -> None:
+    def _record_amaxes(self) -> None:
         for table in self.tables:
-            table.note()
-        self.are_noted = True
+            table.record_amaxes()
+        self.are_recorded = True
 
     def begin_pass(self, *unused: object) -> None:
         """Prepares the forward pass of a stage: reads the scales, and records them in the first pass of a step."""
         if not self.are_known:
-            self._find()
-        if torch.is_grad_enabled() and not self.are_noted:
-            self._note()
+            self._compute_scales()
+        if torch.is_grad_enabled() and not self.are_recorded:
+            self._record_amaxes()
 
 
-def came(projections: Iterable[nn.Module], kept: Kept) -> list[Narrow]:
-    """The weights of `projections` as they were gathered, if that was in fp8. `kept`: what their call reads of a history."""
-    found: list[Narrow] = []
-    for number, one in enumerate(vars(p)[_GATHERED] for p in projections if _GATHERED in vars(p)):
-        scale = one.scale
-        if kept.scales is not None:
-            scale = scale_of(kept.scales, kept.places.weights[number], kept.places.count).view(one.scale_shape)
-        found.append(Narrow(one.values, scale))
-    return found
+def gathered_weights(projections: Iterable[nn.Module], delayed: DelayedScales) -> list[Narrow]:
+    """The weights of `projections` as they were gathered, if that was in fp8. `delayed`: what their call reads of a history."""
+    gathered: list[Narrow] = []
+    for number, weight in enumerate(vars(p)[_GATHERED] for p in projections if _GATHERED in vars(p)):
+        scale = weight.scale
+        if delayed.scales is not None:
+            scale = scale_of(delayed.scales, delayed.places.weights[number], delayed.places.count).view(weight.scale_shape)
+        gathered.append(Narrow(weight.values, scale))
+    return gathered
 
 
 def gather_in_fp8(
@@ -221,23 +221,23 @@ def gather_in_fp8(
     for module in modules:  # now, not in the first forward pass: hooks belong to what is kept
         pad_shards(module)
     is_shared = weights_gathered_in_fp8(model, layout)
-    every = [pair for stage in stages.values() for pair in _products(model, stage, is_shared)]
+    pairs = [pair for stage in stages.values() for pair in _products(model, stage, is_shared)]
     hooks: dict[Tensor, tuple[Hook, Hook]] = {}
     tables: list[ScaleTable] = []
     for of_experts, shards, sharing in (
         (False, mesh.data, mesh.group("tp")),
         (True, mesh.expert_data or mesh.data, mesh.group("expert_tp")),
     ):
-        some = [pair for pair in every if pair[0].is_expert is of_experts]
+        some = [pair for pair in pairs if pair[0].is_expert is of_experts]
         some.sort(key=lambda pair: not is_shared[pair[0].name])
         gathered: list[GatheredWeight] = []
         for _, projection in some:
             parameter = projection.get_parameter("weight")
             shape = projection.shape if isinstance(projection, GroupedLinear) else tuple(parameter.shape)
-            one = GatheredWeight(parameter, shape, shards["dp_shard"], scaling, dtype, product_of(projection))
-            vars(projection)[_GATHERED] = one
-            hooks[parameter] = one.before_gather, one.after_gather
-            gathered.append(one)
+            gathered_weight = GatheredWeight(parameter, shape, shards["dp_shard"], scaling, dtype, product_of(projection))
+            vars(projection)[_GATHERED] = gathered_weight
+            hooks[parameter] = gathered_weight.before_gather, gathered_weight.after_gather
+            gathered.append(gathered_weight)
         if some:
             shared = sum(is_shared[weight.name] for weight, _ in some)
             tables.append(ScaleTable(gathered, shards["dp_shard"].get_group(), shared, sharing))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
-from ultrascale.kernels.fp8.fp8_linear import Kept, Places
+from ultrascale.kernels.fp8.fp8_linear import AmaxSlots, DelayedScales
 from ultrascale.kernels.fp8.fp8_matrices import FORWARD, GRADIENT
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.lost import waiting
@@ -63,8 +63,8 @@ def attach(block: nn.Module, model: Model, layer: int, layout: Layout, *, first_
     vars(block)[_BLOCK] = amaxes
     for name, slots in block_slots(model, layer).items():
         projection = block.get_submodule(name)
-        here = len(projection.get_parameter("weight")) if slots.count > 1 else 1
-        vars(projection)[_SLOTS] = Product(amaxes, slots, first_expert if slots.count > 1 else 0, here)
+        num_local = len(projection.get_parameter("weight")) if slots.count > 1 else 1
+        vars(projection)[_SLOTS] = Product(amaxes, slots, first_expert if slots.count > 1 else 0, num_local)
 
 
 def product_of(projection: nn.Module) -> Product | None:
@@ -72,15 +72,17 @@ def product_of(projection: nn.Module) -> Product | None:
     return vars(projection).get(_SLOTS)
 
 
-def kept_for(projections: tuple[nn.Module, ...]) -> Kept | None:
+def delayed_scales_of(projections: tuple[nn.Module, ...]) -> DelayedScales | None:
     """Slots that a call with `projections` reads and records; None where scales are not delayed."""
-    products: list[Product] = [vars(one)[_SLOTS] for one in projections if _SLOTS in vars(one)]
+    products: list[Product] = [vars(projection)[_SLOTS] for projection in projections if _SLOTS in vars(projection)]
     if not products:
         return None
     first = products[0]
     amaxes = first.amaxes
-    places = Places(first.input, tuple([p.weight for p in products]), tuple([p.gradient for p in products]), first.count)
-    return Kept(places, amaxes.scales if amaxes.is_known else None, amaxes.largest if torch.is_grad_enabled() else None)
+    places = AmaxSlots(first.input, tuple([p.weight for p in products]), tuple([p.gradient for p in products]), first.count)
+    return DelayedScales(
+        places, amaxes.scales if amaxes.is_known else None, amaxes.largest if torch.is_grad_enabled() else None
+    )
 
 
 class AmaxHistory:
@@ -89,22 +91,22 @@ class AmaxHistory:
     def __init__(self, model: Model, blocks: dict[int, BlockAmaxes], layout: Layout, device: torch.device):
         self.blocks, self.updates = blocks, 0
         """Blocks by number; and the steps that went into the history."""
-        some, layers = next(iter(blocks.values()), BlockAmaxes(layout)), fp8_layers(model, layout)
-        self.length, self.algorithm = some.length, some.algorithm
+        first_block, layers = next(iter(blocks.values()), BlockAmaxes(layout)), fp8_layers(model, layout)
+        self.length, self.algorithm = first_block.length, first_block.algorithm
         sizes = {layer: num_block_slots(model, layer) for layer in layers}
         self.rows: dict[int, slice] = {}
         self.message_rows: dict[int, slice] = {}
         """Rows of a block in the tables of this rank, and in the message of all."""
-        at = sent = 0
+        offset = sent = 0
         for layer, size in sizes.items():
             if layer in blocks:
-                self.rows[layer], at = slice(at, at + size), at + size
+                self.rows[layer], offset = slice(offset, offset + size), offset + size
             self.message_rows[layer], sent = slice(sent, sent + size), sent + size
         self.num_sent = sent
         limits = [_limits(model, layer) for layer in self.rows]
         self.limits = torch.cat([torch.zeros(0, device="cpu"), *limits]).to(device)
-        self.history = torch.zeros(at, self.length, device=device)
-        self.scales, self.largest = torch.ones(at, device=device), torch.zeros(at, device=device)
+        self.history = torch.zeros(offset, self.length, device=device)
+        self.scales, self.largest = torch.ones(offset, device=device), torch.zeros(offset, device=device)
         for layer, rows in self.rows.items():
             blocks[layer].scales, blocks[layer].largest = self.scales[rows], self.largest[rows]
 
@@ -168,8 +170,8 @@ class AmaxHistory:
 
     def updates_in(self, state: dict[str, int | list[int]] | None) -> int:
         """The updates in a checkpoint's history; 0 if it has none of this length of these blocks: then this run begins one."""
-        mine = self.state()
-        if state is None or any(state[key] != mine[key] for key in ("length", "layers")):
+        current = self.state()
+        if state is None or any(state[key] != current[key] for key in ("length", "layers")):
             return 0
         assert isinstance(state["updates"], int)
         return state["updates"]

@@ -21,17 +21,17 @@ from torch import Tensor
 from torch.library import custom_op
 
 from ultrascale.kernels.fp8.fp8_linear import Wires
-from ultrascale.kernels.fp8.fp8_matrices import Narrow, Over, Scaling, multiplied
+from ultrascale.kernels.fp8.fp8_matrices import Narrow, ReduceAmax, Scaling, multiplied
 from ultrascale.parallel.lost import waiting
-from ultrascale.parallel.tensor.tensor_ops import Cut, gathered_sequence, own_length
-from ultrascale.parallel.tensor.tensor_traffic import Finish, gather_parts, sum_parts, sum_whole
+from ultrascale.parallel.tensor.tensor_ops import TensorParallel, gathered_sequence, local_length
+from ultrascale.parallel.tensor.tensor_traffic import Finish, all_gather_sequence, all_reduce, reduce_scatter_sequence
 from ultrascale.torch_private import group_named
 
 
 @custom_op("ultrascale::largest", mutates_args=())
-def largest(found: Tensor, group: str) -> Tensor:
+def largest(magnitudes: Tensor, group: str) -> Tensor:
     """The largest of each number over ranks."""
-    ranks, most = group_named(group), found.clone()
+    ranks, most = group_named(group), magnitudes.clone()
     with waiting("the largest magnitudes for scales of fp8", ranks):
         dist.all_reduce(most, dist.ReduceOp.MAX, group=ranks)
     return most
@@ -62,12 +62,14 @@ def scaled_columns_backward(
     for factors in each:
         grad += multiplied(*factors, dtype)
     grad = grad.view(len(values), -1, values.shape[-1])
-    summed = sum_parts(grad, ranks) if length else sum_whole(grad, ranks)
-    found = []
+    summed = reduce_scatter_sequence(grad, ranks) if length else all_reduce(grad, ranks)
+    weight_grads = []
     if gathered is not None:
         turned = gathered().flatten(0, 1).t()
-        found = [multiplied(one, its, turned, scale, dtype) for one, its in zip(across, across_scales, strict=True)]
-    return [summed(), *found]
+        weight_grads = [
+            multiplied(values_t, scale_t, turned, scale, dtype) for values_t, scale_t in zip(across, across_scales, strict=True)
+        ]
+    return [summed(), *weight_grads]
 
 
 @custom_op("ultrascale::scaled_row", mutates_args=())
@@ -77,19 +79,19 @@ def scaled_row(
     """[B, S, F] in fp8 and a matrix [D, F] to the sum over ranks, [B, S/tp, D], or [B, S, D] where `length` is 0."""
     ranks = group_named(group)
     partial_sum = multiplied(values.flatten(0, 1), scale, matrix, matrix_scale, dtype).view(*values.shape[:2], -1)
-    return (sum_parts(partial_sum, ranks) if length else sum_whole(partial_sum, ranks))()
+    return (reduce_scatter_sequence(partial_sum, ranks) if length else all_reduce(partial_sum, ranks))()
 
 
 @largest.register_fake
-def _(found: Tensor, group: str) -> Tensor:
-    return torch.empty_like(found)
+def _(magnitudes: Tensor, group: str) -> Tensor:
+    return torch.empty_like(magnitudes)
 
 
 @scaled_columns.register_fake
 def _(
     values: Tensor, scale: Tensor, matrices: list[Tensor], scales: list[Tensor], group: str, length: int, dtype: torch.dtype
 ) -> list[Tensor]:
-    return [values.new_empty(values.shape[0], length or values.shape[1], len(one), dtype=dtype) for one in matrices]
+    return [values.new_empty(values.shape[0], length or values.shape[1], len(matrix), dtype=dtype) for matrix in matrices]
 
 
 @scaled_columns_backward.register_fake
@@ -98,14 +100,14 @@ def _(
     across: list[Tensor], across_scales: list[Tensor], values: Tensor, scale: Tensor,
     group: str, length: int, dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
-    return [values.new_empty(size, dtype=dtype) for size in (values.shape, *((len(one), values.shape[-1]) for one in across))]
+    return [values.new_empty(size, dtype=dtype) for size in (values.shape, *((len(grad), values.shape[-1]) for grad in across))]
 
 
 @scaled_row.register_fake
 def _(
     values: Tensor, scale: Tensor, matrix: Tensor, matrix_scale: Tensor, group: str, length: int, dtype: torch.dtype
 ) -> Tensor:
-    return values.new_empty(values.shape[0], own_length(values.shape[1], group, length), len(matrix), dtype=dtype)
+    return values.new_empty(values.shape[0], local_length(values.shape[1], group, length), len(matrix), dtype=dtype)
 
 
 _ops = torch.ops.ultrascale
@@ -119,22 +121,22 @@ class Agreed(Wires):
     def __init__(self, group: str, *, columns: bool):
         self.group, self.columns = group, columns
 
-    def over_inputs(self, scaling: Scaling) -> Over | None:
+    def reduce_input_amax(self, scaling: Scaling) -> ReduceAmax | None:
         return None if self.columns and scaling == "row" else partial(largest, group=self.group)
 
-    def over_grads(self) -> Over | None:
+    def reduce_grad_amax(self) -> ReduceAmax | None:
         return partial(largest, group=self.group) if self.columns else None
 
 
-class Columns(Agreed):
-    """Agreement on the scales of column-parallel products over the ranks of `cut`."""
+class ColumnWires(Agreed):
+    """Agreement on the scales of column-parallel products over the ranks of `tp`."""
 
-    def __init__(self, cut: Cut):
-        super().__init__(cut.group.group_name, columns=True)
-        self.length = cut.length
+    def __init__(self, tp: TensorParallel):
+        super().__init__(tp.group.group_name, columns=True)
+        self.length = tp.length
 
-    def scales(self, own: Tensor) -> Tensor:
-        whole = gathered_sequence(own, self.group, self.length) if self.length else own
+    def scales(self, local_scale: Tensor) -> Tensor:
+        whole = gathered_sequence(local_scale, self.group, self.length) if self.length else local_scale
         return whole.view(-1, 1)
 
     def forward(self, values: Tensor, scale: Tensor, matrices: list[Narrow], dtype: torch.dtype) -> list[Tensor]:
@@ -143,37 +145,37 @@ class Columns(Agreed):
     def backward(
         self, along: list[Narrow], matrices: list[Narrow], across: list[Narrow], waited: Narrow, dtype: torch.dtype
     ) -> list[Tensor]:
-        every = (*_apart(along), *_apart(matrices), *_apart(across))
-        return scaled_columns_backward(*every, *waited, self.group, self.length, dtype)
+        factors = (*_apart(along), *_apart(matrices), *_apart(across))
+        return scaled_columns_backward(*factors, *waited, self.group, self.length, dtype)
 
 
-class Row(Agreed):
-    """Agreement on the scales of a row-parallel product over the ranks of `cut`."""
+class RowWires(Agreed):
+    """Agreement on the scales of a row-parallel product over the ranks of `tp`."""
 
-    def __init__(self, cut: Cut):
-        super().__init__(cut.group.group_name, columns=False)
-        self.length = cut.length
+    def __init__(self, tp: TensorParallel):
+        super().__init__(tp.group.group_name, columns=False)
+        self.length = tp.length
 
     def forward(self, values: Tensor, scale: Tensor, matrices: list[Narrow], dtype: torch.dtype) -> list[Tensor]:
         (matrix,) = matrices
         return [scaled_row(values, scale, *matrix, self.group, self.length, dtype)]
 
-    def whole(self, grad: Tensor) -> Tensor:
+    def gather_grad(self, grad: Tensor) -> Tensor:
         return gathered_sequence(grad, self.group, self.length) if self.length else grad
 
 
 def gather_later(group: str, length: int) -> Callable[[Tensor], Tensor] | None:
     """Function by which W all-gathers the other ranks' positions of tensors in fp8."""
-    return (lambda own: _gather(own, group, length)()) if length else None
+    return (lambda local_values: _gather(local_values, group, length)()) if length else None
 
 
 def _gather(values: Tensor, group: str, length: int) -> Finish:
     """[B, S/tp, ...] in fp8 of every rank to [B, S, ...]. They travel as bytes: gloo and NCCL need not know what these mean."""
     if not length:
         return lambda: values
-    finish = gather_parts(values.view(torch.uint8), length, group_named(group))
+    finish = all_gather_sequence(values.view(torch.uint8), length, group_named(group))
     return lambda: finish().view(values.dtype)
 
 
 def _apart(matrices: list[Narrow]) -> tuple[list[Tensor], list[Tensor]]:
-    return [one.values for one in matrices], [one.scale for one in matrices]
+    return [matrix.values for matrix in matrices], [matrix.scale for matrix in matrices]

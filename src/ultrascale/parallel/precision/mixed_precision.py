@@ -35,7 +35,9 @@ TORCH_DTYPE: dict[Precision, torch.dtype] = {
 
 def apply_mixed_precision(decoder: Decoder, dtype: torch.dtype) -> None:
     """Let the modules of `decoder` compute with copies of their parameters in `dtype`. Its parameters are where they stay."""
-    copies = Copies([Replaced(m, name, p, torch.empty_like(p, dtype=dtype)) for m in decoder.modules() for name, p in _own(m)])
+    copies = Copies(
+        [Replaced(m, name, p, torch.empty_like(p, dtype=dtype)) for m in decoder.modules() for name, p in _local_parameters(m)]
+    )
     decoder.register_forward_pre_hook(lambda module, inputs: copies.refresh())
     # Autograd does first what it recorded last, so casts recorded as a block begins follow all else of it on the way back.
     blocks = {block: set(block.modules()) for _, block in decoder.blocks()}
@@ -46,17 +48,22 @@ def apply_mixed_precision(decoder: Decoder, dtype: torch.dtype) -> None:
 
 def computing_copies(decoder: nn.Module) -> list[Tensor]:
     """The copies that compute; none if the parameters do it themselves."""
-    return [module.__dict__[name] for module in decoder.modules() for name, _ in _own(module) if name in module.__dict__]
+    return [
+        module.__dict__[name]
+        for module in decoder.modules()
+        for name, _ in _local_parameters(module)
+        if name in module.__dict__
+    ]
 
 
-def _own(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+def _local_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
     return module.named_parameters(recurse=False)
 
 
 def _record(places: list[Replaced], *unused: object) -> None:
     """Let modules read copies whose gradients reach the parameters."""
     for place in places:
-        place.show(_Cast.apply(place.parameter, place.copy))  # pyright: ignore[reportArgumentType]
+        place.use(_Cast.apply(place.parameter, place.copy))  # pyright: ignore[reportArgumentType]
 
 
 class Replaced:
@@ -64,9 +71,9 @@ class Replaced:
 
     def __init__(self, module: nn.Module, name: str, parameter: nn.Parameter, copy: Tensor):
         self.module, self.name, self.parameter, self.copy = module, name, parameter, copy
-        self.show(copy)
+        self.use(copy)
 
-    def show(self, tensor: Tensor) -> None:
+    def use(self, tensor: Tensor) -> None:
         """An attribute of the instance hides the parameter of that name from the module's own code, and from nothing else."""
         self.module.__dict__[self.name] = tensor
 

@@ -25,28 +25,33 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ultrascale.kernels.choice.device_kind import is_cuda, kind_of
-from ultrascale.kernels.loss.cross_entropy_columns import IGNORED, sweep_columns
-from ultrascale.parallel.tensor.tensor_ops import Cut
-from ultrascale.parallel.tensor.tensor_traffic import gather_parts, gather_rows, sum_parts, sum_whole
+from ultrascale.kernels.loss.cross_entropy_columns import IGNORED, loss_by_columns
+from ultrascale.parallel.tensor.tensor_ops import TensorParallel
+from ultrascale.parallel.tensor.tensor_traffic import (
+    all_gather_sequence,
+    all_gather_stacked,
+    all_reduce,
+    reduce_scatter_sequence,
+)
 from ultrascale.torch_private import assert_on_device
 from ultrascale.work.sharding.places import even_part
 from ultrascale.work.work import chunk_rows, slab_columns
 
 
-def look_up(tokens: Tensor, weight: Tensor, *, vocab_size: int, cut: Cut) -> Tensor:
+def look_up(tokens: Tensor, weight: Tensor, *, vocab_size: int, tp: TensorParallel) -> Tensor:
     """Rows of an embedding whose part [V/tp, D] this rank has: of tokens [B, S], [B, S/tp, D].
 
     Raises IndexError on CPU if a token is outside the vocabulary, and trips a device assertion on CUDA.
     """
     _expect_inside(tokens, vocab_size, "a token")
-    local = tokens - even_part(vocab_size, cut.group.size(), cut.group.rank())[0]
+    local = tokens - even_part(vocab_size, tp.group.size(), tp.group.rank())[0]
     is_elsewhere = (local < 0) | (local >= len(weight))
     rows = F.embedding(local.masked_fill(is_elsewhere, 0), weight)  # [B, S, D]
-    return cut.sum(rows.masked_fill_(is_elsewhere.unsqueeze(-1), 0))
+    return tp.reduce_scatter(rows.masked_fill_(is_elsewhere.unsqueeze(-1), 0))
 
 
 def vocabulary_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int, cut: Cut, compiled: bool = False
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int, tp: TensorParallel, compiled: bool = False
 ) -> Tensor:
     """Sum over targets != -100 of -log softmax(hidden W^T)[target], the same on every rank: 0-d, fp32, or fp64.
 
@@ -55,13 +60,13 @@ def vocabulary_cross_entropy(
     that is faster (see `kernels.loss.cross_entropy`).
     """
     _expect_inside(targets.masked_fill(targets == IGNORED, 0), vocab_size, "a target")
-    first = even_part(vocab_size, cut.group.size(), cut.group.rank())[0]
+    first = even_part(vocab_size, tp.group.size(), tp.group.rank())[0]
     # Chunks are of one size on all ranks, whose parts of the vocabulary need not be.
-    largest = even_part(vocab_size, cut.group.size(), 0)[1]
+    largest = even_part(vocab_size, tp.group.size(), 0)[1]
     rows = chunk_rows(targets.numel(), largest, kind_of(hidden))
     columns = slab_columns(targets.numel(), largest, hidden.itemsize, kind_of(hidden))
     fused = compiled and torch.is_grad_enabled() and (is_cuda(hidden) or hidden.dtype != _wide(hidden))
-    return _Loss.apply(hidden, weight, targets, first, Chunk(rows, columns), cut, fused)  # pyright: ignore[reportReturnType]
+    return _Loss.apply(hidden, weight, targets, first, Chunk(rows, columns), tp, fused)  # pyright: ignore[reportReturnType]
 
 
 class Chunk(NamedTuple):
@@ -83,24 +88,24 @@ def _expect_inside(ids: Tensor, vocab_size: int, what: str) -> None:
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, first: int, chunk: Chunk, cut: Cut, fused: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, first: int, chunk: Chunk, tp: TensorParallel, fused: bool
     ) -> Tensor:
-        whole = gather_parts(hidden, cut.length, cut.group)() if cut.length else hidden.contiguous()
+        whole = all_gather_sequence(hidden, tp.length, tp.group)() if tp.length else hidden.contiguous()
         rows, targets, with_gradients = whole.flatten(0, 1), targets.flatten(), any(ctx.needs_input_grad)
         if chunk.columns is not None:
-            loss, grad_hidden, grad_weight = sweep_columns(
+            loss, grad_hidden, grad_weight = loss_by_columns(
                 rows, weight, targets, chunk.columns, with_gradients=with_gradients, first=first,
-                join=partial(gather_rows, group=cut.group), compiled=fused,
+                join=partial(all_gather_stacked, group=tp.group), compiled=fused,
             )  # fmt: skip
         elif with_gradients:
             grad_hidden, grad_weight = torch.empty_like(rows), torch.zeros_like(weight, dtype=_wide(weight))
-            loss = _sweep(rows, weight, targets, first, chunk.rows, cut.group, fused, grad_hidden, grad_weight)
+            loss = _sweep(rows, weight, targets, first, chunk.rows, tp.group, fused, grad_hidden, grad_weight)
         else:
-            return _sweep(rows, weight, targets, first, chunk.rows, cut.group, fused, None, None)
+            return _sweep(rows, weight, targets, first, chunk.rows, tp.group, fused, None, None)
         if grad_hidden is None or grad_weight is None:
             return loss
         grad_hidden = grad_hidden.view_as(whole)
-        summed = sum_parts(grad_hidden, cut.group) if cut.length else sum_whole(grad_hidden, cut.group)
+        summed = reduce_scatter_sequence(grad_hidden, tp.group) if tp.length else all_reduce(grad_hidden, tp.group)
         narrow = grad_weight.to(weight.dtype)
         ctx.save_for_backward(summed(), narrow)
         return loss
@@ -124,31 +129,31 @@ def _sweep(
 ) -> Tensor:
     """The loss of hidden [N, D], `rows` at a time, in memory taken once; fills `grad_hidden` and adds to `grad_weight`."""
     loss = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
-    room = hidden.new_empty(rows, len(weight))
-    wide_room = torch.empty_like(room, dtype=loss.dtype) if room.dtype != loss.dtype else room
-    product = torch.empty_like(weight) if room is not wide_room and grad_weight is not None else None
+    buffer = hidden.new_empty(rows, len(weight))
+    wide_buffer = torch.empty_like(buffer, dtype=loss.dtype) if buffer.dtype != loss.dtype else buffer
+    product = torch.empty_like(weight) if buffer is not wide_buffer and grad_weight is not None else None
     to_exponentials, to_gradient = _passes(fused)
     for start in range(0, len(hidden), rows):
         part = slice(start, start + rows)
-        target, here = hidden[part], targets[part].unsqueeze(1)
-        is_valid = here != IGNORED  # [rows, 1]
-        is_own = (here >= first) & (here < first + len(weight))
-        index = torch.where(is_own, here - first, 0)
-        logits = torch.mm(target, weight.t(), out=room[: len(target)])
-        wide = wide_room[: len(target)]
+        chunk_hidden, chunk_targets = hidden[part], targets[part].unsqueeze(1)
+        is_valid = chunk_targets != IGNORED  # [rows, 1]
+        is_local = (chunk_targets >= first) & (chunk_targets < first + len(weight))
+        index = torch.where(is_local, chunk_targets - first, 0)
+        logits = torch.mm(chunk_hidden, weight.t(), out=buffer[: len(chunk_hidden)])
+        wide = wide_buffer[: len(chunk_hidden)]
         if wide.dtype != logits.dtype:
             wide.copy_(logits)
-        own_target = wide.gather(1, index) * is_own
-        own = torch.cat((*to_exponentials(wide), own_target), dim=1)  # [rows, 3]
-        normalizer, row_losses = _join(gather_rows(own, group))
+        local_target_logits = wide.gather(1, index) * is_local
+        local_stats = torch.cat((*to_exponentials(wide), local_target_logits), dim=1)  # [rows, 3]
+        normalizer, row_losses = _join(all_gather_stacked(local_stats, group))
         loss += (row_losses * is_valid).sum()
         if grad_hidden is None or grad_weight is None:
             continue
-        to_gradient(wide, torch.exp(own[:, :1] - normalizer))
-        wide.scatter_add_(1, index, -is_own.to(wide.dtype))
+        to_gradient(wide, torch.exp(local_stats[:, :1] - normalizer))
+        wide.scatter_add_(1, index, -is_local.to(wide.dtype))
         grad = logits.copy_(wide) if wide.dtype != logits.dtype else wide
         torch.mm(grad, weight, out=grad_hidden[part]).masked_fill_(~is_valid, 0)
-        counting = target.masked_fill(~is_valid, 0)
+        counting = chunk_hidden.masked_fill(~is_valid, 0)
         if product is None:
             grad_weight.addmm_(grad.t(), counting)
         else:

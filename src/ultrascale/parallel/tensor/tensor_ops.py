@@ -32,7 +32,7 @@ from torch.library import custom_op
 from torch.nn import functional as F
 
 from ultrascale.parallel.tensor.tensor_overlap import gathered_products, overlaps, scattered_product
-from ultrascale.parallel.tensor.tensor_traffic import gather_parts, sum_parts, sum_whole
+from ultrascale.parallel.tensor.tensor_traffic import all_gather_sequence, all_reduce, reduce_scatter_sequence
 from ultrascale.torch_private import group_named
 from ultrascale.work.sharding.places import even_part
 
@@ -43,7 +43,7 @@ def column_products(hidden: Tensor, weights: list[Tensor], biases: list[Tensor],
     if overlaps(hidden, group, length, group_named(group).size()):
         _, products = gathered_products(hidden, weights, group)
         return [product + bias for product, bias in zip(products, biases, strict=True)] if biases else products
-    whole = _whole(hidden, group, length)
+    whole = _gathered(hidden, group, length)
     return [F.linear(whole, weight, bias) for weight, bias in zip(weights, biases or [None] * len(weights), strict=True)]
 
 
@@ -53,14 +53,14 @@ def column_products_backward(
 ) -> list[Tensor]:
     """dx and, if wanted, dW of each weight."""
     ranks = group_named(group)
-    gathered = gather_parts(hidden, length, ranks) if length and want_weights else None
+    gathered = all_gather_sequence(hidden, length, ranks) if length and want_weights else None
     grad = _sum_of_products(grads, weights)
-    summed = sum_parts(grad, ranks) if length else sum_whole(grad, ranks)
-    found = []
+    summed = reduce_scatter_sequence(grad, ranks) if length else all_reduce(grad, ranks)
+    weight_grads = []
     if want_weights:
         rows = (hidden if gathered is None else gathered()).flatten(0, 1)
-        found = [torch.mm(grad.flatten(0, 1).t(), rows) for grad in grads]
-    return [summed(), *found]
+        weight_grads = [torch.mm(grad.flatten(0, 1).t(), rows) for grad in grads]
+    return [summed(), *weight_grads]
 
 
 @custom_op("ultrascale::row_product", mutates_args=())
@@ -70,20 +70,20 @@ def row_product(inner: Tensor, weight: Tensor, group: str, length: int) -> Tenso
     if overlaps(inner, group, length, ranks.size()):
         return scattered_product(inner, weight, group)
     product = F.linear(inner, weight)
-    return (sum_parts(product, ranks) if length else sum_whole(product, ranks))()
+    return (reduce_scatter_sequence(product, ranks) if length else all_reduce(product, ranks))()
 
 
 @custom_op("ultrascale::gathered_sequence", mutates_args=())
 def gathered_sequence(part: Tensor, group: str, length: int) -> Tensor:
     """[B, S/tp, ...] of every rank to [B, S, ...]."""
-    return gather_parts(part, length, group_named(group))()
+    return all_gather_sequence(part, length, group_named(group))()
 
 
 @custom_op("ultrascale::summed", mutates_args=())
 def summed(whole: Tensor, group: str, length: int) -> Tensor:
     """The sum over ranks of [B, S, ...]: this rank's part [B, S/tp, ...], or all of it where `length` is 0."""
     ranks = group_named(group)
-    return (sum_parts(whole, ranks) if length else sum_whole(whole.clone(), ranks))()
+    return (reduce_scatter_sequence(whole, ranks) if length else all_reduce(whole.clone(), ranks))()
 
 
 @column_products.register_fake
@@ -93,13 +93,13 @@ def _(hidden: Tensor, weights: list[Tensor], biases: list[Tensor], group: str, l
 
 @column_products_backward.register_fake
 def _(grads: list[Tensor], hidden: Tensor, weights: list[Tensor], group: str, length: int, want_weights: bool) -> list[Tensor]:
-    found = [torch.empty_like(weight) for weight in weights] if want_weights else []
-    return [torch.empty_like(hidden, memory_format=torch.contiguous_format), *found]
+    weight_grads = [torch.empty_like(weight) for weight in weights] if want_weights else []
+    return [torch.empty_like(hidden, memory_format=torch.contiguous_format), *weight_grads]
 
 
 @row_product.register_fake
 def _(inner: Tensor, weight: Tensor, group: str, length: int) -> Tensor:
-    return inner.new_empty(inner.shape[0], own_length(inner.shape[1], group, length), len(weight))
+    return inner.new_empty(inner.shape[0], local_length(inner.shape[1], group, length), len(weight))
 
 
 @gathered_sequence.register_fake
@@ -109,7 +109,7 @@ def _(part: Tensor, group: str, length: int) -> Tensor:
 
 @summed.register_fake
 def _(whole: Tensor, group: str, length: int) -> Tensor:
-    return whole.new_empty(whole.shape[0], own_length(whole.shape[1], group, length), *whole.shape[2:])
+    return whole.new_empty(whole.shape[0], local_length(whole.shape[1], group, length), *whole.shape[2:])
 
 
 _ops = torch.ops.ultrascale
@@ -117,14 +117,14 @@ PRODUCTS = (_ops.column_products.default, _ops.row_product.default, _ops.gathere
 """Operations whose results selective recomputation keeps: computing these again would send messages again."""
 
 
-def own_length(length: int, group: str, is_cut: int) -> int:
+def local_length(length: int, group: str, is_cut: int) -> int:
     """Positions of a sequence of `length` that this rank has outside the products."""
     ranks = group_named(group)
     return even_part(length, ranks.size(), ranks.rank())[1] if is_cut else length
 
 
-def _whole(part: Tensor, group: str, length: int) -> Tensor:
-    return gather_parts(part, length, group_named(group))() if length else part
+def _gathered(part: Tensor, group: str, length: int) -> Tensor:
+    return all_gather_sequence(part, length, group_named(group))() if length else part
 
 
 def _sum_of_products(grads: list[Tensor], weights: list[Tensor]) -> Tensor:
@@ -139,70 +139,70 @@ def _sum_of_products(grads: list[Tensor], weights: list[Tensor]) -> Tensor:
 class Factor:
     """A side of the product that makes a weight's gradient: [B, S, F], or this rank's positions and how to get the others'."""
 
-    def __init__(self, own: Tensor, gather: Callable[[Tensor], Tensor] | None = None, whole: Tensor | None = None):
-        self.own, self.gather = own.detach(), gather  # without the graph that made it
-        self._whole = self.own if gather is None else whole
+    def __init__(self, local: Tensor, gather: Callable[[Tensor], Tensor] | None = None, gathered: Tensor | None = None):
+        self.local, self.gather = local.detach(), gather  # without the graph that made it
+        self._gathered = self.local if gather is None else gathered
 
     def rows(self) -> Tensor:
         """[B S, F]. What was gathered stays for the next product of the same factor."""
-        if self._whole is None:
+        if self._gathered is None:
             assert self.gather is not None
-            self._whole = self.gather(self.own)
-        return self._whole.flatten(0, -2)
+            self._gathered = self.gather(self.local)
+        return self._gathered.flatten(0, -2)
 
-    def keep_own(self) -> None:
+    def keep_local(self) -> None:
         """Let go of the other ranks' positions until they are wanted."""
         if self.gather is not None:
-            self._whole = None
+            self._gathered = None
 
 
-PutOff = Callable[[Tensor, Factor, Factor], Tensor | None]
+Defer = Callable[[Tensor, Factor, Factor], Tensor | None]
 
 
 @dataclass
-class Cut:
+class TensorParallel:
     """The ranks of tp, and how long the sequences are that they cut. Its methods are what the model's seams call."""
 
     group: dist.ProcessGroup
     sequence_parallel: bool
     length: int = 0
     """Positions of the sequences now passing through; 0 without sequence parallelism, where none is cut."""
-    put_off: PutOff | None = None
+    defer: Defer | None = None
     """Function for a backward pass that is split: takes a weight, the gradient of its product and the product's input, [B, S,
     F] and [B, S, D]; returns the weight's gradient, or None to compute it later (`pipeline_weights`)."""
 
-    def fan_out(self, hidden: Tensor, *projections: torch.nn.Linear) -> tuple[Tensor, ...]:
+    def column_linear(self, hidden: Tensor, *projections: torch.nn.Linear) -> tuple[Tensor, ...]:
         """Several projections, cut by columns, of one input: of [B, S/tp, D], [B, S, F/tp] each."""
         weights = [projection.weight for projection in projections]
         biases = [projection.bias for projection in projections if projection.bias is not None]
         assert len(biases) in (0, len(weights)), "projections of one input all have a bias, or none"
-        return _Columns.apply(self, len(weights), hidden, *weights, *biases)  # pyright: ignore
+        return _ColumnLinear.apply(self, len(weights), hidden, *weights, *biases)  # pyright: ignore
 
-    def fan_in(self, inner: Tensor, projection: torch.nn.Linear) -> Tensor:
+    def row_linear(self, inner: Tensor, projection: torch.nn.Linear) -> Tensor:
         """A projection cut by rows: [B, S, F/tp] to [B, S/tp, D]. The bias, whole on every rank, is added once, to the sum."""
-        out: Tensor = _Row.apply(self, inner, projection.weight)  # pyright: ignore
+        out: Tensor = _RowLinear.apply(self, inner, projection.weight)  # pyright: ignore
         return out if projection.bias is None else out + projection.bias
 
-    def whole(self, part: Tensor) -> Tensor:
+    def gather_sequence(self, part: Tensor) -> Tensor:
         """[B, S/tp, ...] to [B, S, ...], of which every rank then uses its own heads: gradients are summed over ranks."""
-        return _Whole.apply(self.group.group_name, self.length, part)  # pyright: ignore
+        return _GatherSequence.apply(self.group.group_name, self.length, part)  # pyright: ignore
 
-    def sum(self, whole: Tensor) -> Tensor:
+    def reduce_scatter(self, whole: Tensor) -> Tensor:
         """The sum over ranks of [B, S, D]: [B, S/tp, D]."""
-        return _Summed.apply(self.group.group_name, self.length, whole)  # pyright: ignore
+        return _ReduceScatterSequence.apply(self.group.group_name, self.length, whole)  # pyright: ignore
 
-    def columns_home(self, projection: torch.nn.Linear, hidden: Tensor) -> Tensor:
+    def column_linear_to_sequence_shard(self, projection: torch.nn.Linear, hidden: Tensor) -> Tensor:
         """A projection cut by columns between two shares: [B, S/tp, D] to [B, S/tp, F]."""
-        (columns,) = self.fan_out(hidden, projection)  # [B, S, F/tp]
+        (columns,) = self.column_linear(hidden, projection)  # [B, S, F/tp]
         width = projection.out_features
         first, count = even_part(width, self.group.size(), self.group.rank())
-        return self.sum(F.pad(columns, (first, width - first - count)))
+        return self.reduce_scatter(F.pad(columns, (first, width - first - count)))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight, of whose last dimension each rank has an equal part; the same one, where there are copies."""
         return _RMSNorm.apply(self.group.group_name, self.group.size(), x, weight, eps)  # pyright: ignore
 
-    def own_share(self, hidden: Tensor) -> Tensor:
+    def sequence_shard(self, hidden: Tensor) -> Tensor:
         """This rank's positions of [B, S, ...]."""
         if not self.length:
             return hidden
@@ -210,46 +210,46 @@ class Cut:
         return hidden[:, first : first + count]
 
 
-class _Columns(torch.autograd.Function):
+class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, cut: Cut, count: int, hidden: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, tp: TensorParallel, count: int, hidden: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.weights, biases = list(parameters[:count]), list(parameters[count:])
         ctx.save_for_backward(hidden)
-        ctx.cut, ctx.length, ctx.has_bias = cut, cut.length, bool(biases)
-        return tuple(column_products(hidden, ctx.weights, biases, cut.group.group_name, cut.length))
+        ctx.tp, ctx.length, ctx.has_bias = tp, tp.length, bool(biases)
+        return tuple(column_products(hidden, ctx.weights, biases, tp.group.group_name, tp.length))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden,), group, put_off = ctx.saved_tensors, ctx.cut.group.group_name, ctx.cut.put_off
-        put_off = None if torch.compiler.is_compiling() else put_off
-        here = put_off is None
-        of_input, *of_weights = column_products_backward(list(grads), hidden, ctx.weights, group, ctx.length, here)
-        if put_off is not None:
-            given = Factor(hidden, _gather_later(group, ctx.length))
-            of_weights = [put_off(weight, Factor(grad), given) for weight, grad in zip(ctx.weights, grads, strict=True)]
+        (hidden,), group, defer = ctx.saved_tensors, ctx.tp.group.group_name, ctx.tp.defer
+        defer = None if torch.compiler.is_compiling() else defer
+        immediately = defer is None
+        of_input, *of_weights = column_products_backward(list(grads), hidden, ctx.weights, group, ctx.length, immediately)
+        if defer is not None:
+            input_factor = Factor(hidden, _gather_later(group, ctx.length))
+            of_weights = [defer(weight, Factor(grad), input_factor) for weight, grad in zip(ctx.weights, grads, strict=True)]
         of_biases = [grad.flatten(0, 1).sum(0) for grad in grads] if ctx.has_bias else []
         return None, None, of_input, *of_weights, *of_biases
 
 
-class _Row(torch.autograd.Function):
+class _RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, cut: Cut, inner: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, tp: TensorParallel, inner: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(inner)
-        ctx.cut, ctx.length, ctx.weight = cut, cut.length, weight
-        return row_product(inner, weight, cut.group.group_name, cut.length)
+        ctx.tp, ctx.length, ctx.weight = tp, tp.length, weight
+        return row_product(inner, weight, tp.group.group_name, tp.length)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (inner,), group, put_off = ctx.saved_tensors, ctx.cut.group.group_name, ctx.cut.put_off
+        (inner,), group, defer = ctx.saved_tensors, ctx.tp.group.group_name, ctx.tp.defer
         of_inner = None
-        if overlaps(grads[0], group, ctx.length, ctx.cut.group.size()):
+        if overlaps(grads[0], group, ctx.length, ctx.tp.group.size()):
             whole, (of_inner,) = gathered_products(grads[0], [ctx.weight.t()], group)
         else:
             whole = gathered_sequence(grads[0], group, ctx.length) if ctx.length else grads[0]
-        if put_off is None or torch.compiler.is_compiling():
+        if defer is None or torch.compiler.is_compiling():
             of_weight = torch.mm(whole.flatten(0, 1).t(), inner.flatten(0, 1))
         else:
-            of_weight = put_off(ctx.weight, Factor(grads[0], _gather_later(group, ctx.length), whole), Factor(inner))
+            of_weight = defer(ctx.weight, Factor(grads[0], _gather_later(group, ctx.length), whole), Factor(inner))
         return None, torch.matmul(whole, ctx.weight) if of_inner is None else of_inner, of_weight
 
 
@@ -273,7 +273,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse_rms = ctx.saved_tensors
-        grad, wide = (one if one.dtype in (torch.float32, torch.float64) else one.float() for one in (grads[0], x))
+        grad, wide = (tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float() for tensor in (grads[0], x))
         normed = wide * inverse_rms
         grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
         grad_normed = grad * weight
@@ -281,7 +281,7 @@ class _RMSNorm(torch.autograd.Function):
         return None, None, grad_normed.addcmul_(normed, along).mul_(inverse_rms).to(x.dtype), grad_weight, None
 
 
-class _Whole(torch.autograd.Function):
+class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: str, length: int, part: Tensor) -> Tensor:
         ctx.group, ctx.length = group, length
@@ -292,7 +292,7 @@ class _Whole(torch.autograd.Function):
         return None, None, summed(grads[0], ctx.group, ctx.length)
 
 
-class _Summed(torch.autograd.Function):
+class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: str, length: int, whole: Tensor) -> Tensor:
         ctx.group, ctx.length = group, length

@@ -43,15 +43,15 @@ def overlap_in(group: dist.ProcessGroup) -> None:
     _overlapping.add(group.group_name)
 
 
-def overlaps(given: Tensor, group: str, length: int, ranks: int) -> bool:
-    """True if a product of `given` over `group` overlaps with its communication; `length`: of the whole sequence, 0: not
+def overlaps(tensor: Tensor, group: str, length: int, ranks: int) -> bool:
+    """True if a product of `tensor` over `group` overlaps with its communication; `length`: of the whole sequence, 0: not
     sharded."""
-    return group in _overlapping and runs_on(given) and length > 0 and length % ranks == 0
+    return group in _overlapping and runs_on(tensor) and length > 0 and length % ranks == 0
 
 
-def runs_on(given: Tensor) -> bool:
-    """True if torch has these operations where `given` is."""
-    return given.is_cuda
+def runs_on(tensor: Tensor) -> bool:
+    """True if torch has these operations where `tensor` is."""
+    return tensor.is_cuda
 
 
 def gathered_products(part: Tensor, weights: list[Tensor], group: str) -> tuple[Tensor, list[Tensor]]:

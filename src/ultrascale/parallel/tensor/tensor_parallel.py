@@ -1,15 +1,15 @@
 """Tensor parallelism put on a decoder: every rank holds its slice of the cut weights, and `tensor_ops` fill the model's seams.
 
     weight                            cut                        seam
-    q k v, gate and up, MLA's b       rows: heads, features      fan_out
-    o, down                           columns                    fan_in
+    q k v, gate and up, MLA's b       rows: heads, features      column_linear
+    o, down                           columns                    row_linear
     embedding, head                   rows: the vocabulary       look_up, loss
     norms, positions, narrow ones     not                        with sequence parallelism each rank its own positions
 
 Slices are plain tensors of the sizes in `work.sharding.places`; FSDP2 cuts them further. DTensor would do the same sums, but
 dispatches every operation of a block anew, which on CPU costs a fifth of a small model's speed (docs/speed.md).
 
-Gradients of weights that are not cut are shares of a sum, one on each rank, wherever `work.sharding.places.place` says
+Gradients of weights that are not cut are shares of a sum, one on each rank, wherever `work.sharding.places.shard_of` says
 `is_partial`: whoever applies this sums them over tp, once a step.
 """
 
@@ -25,12 +25,12 @@ from ultrascale.description.layout import Layout
 from ultrascale.models.decoder import Decoder, PredictionBlock
 from ultrascale.parallel.groups import Groups
 from ultrascale.parallel.tensor.tensor_loss import look_up, vocabulary_cross_entropy
-from ultrascale.parallel.tensor.tensor_ops import Cut
+from ultrascale.parallel.tensor.tensor_ops import TensorParallel
 from ultrascale.parallel.tensor.tensor_overlap import overlap_in
-from ultrascale.work.sharding.places import Coordinates, place
+from ultrascale.work.sharding.places import Coordinates, shard_of
 
 
-def apply_tensor_parallel(decoder: Decoder, layout: Layout, mesh: Groups) -> Cut | None:
+def apply_tensor_parallel(decoder: Decoder, layout: Layout, mesh: Groups) -> TensorParallel | None:
     """Cut `decoder`, whose weights are still on the meta device, over tp, in place. Does nothing if that is one rank.
 
     Returns what the seams share. Weights of experts are left to `expert_tp`. The forward pass then raises ValueError if it is
@@ -42,32 +42,32 @@ def apply_tensor_parallel(decoder: Decoder, layout: Layout, mesh: Groups) -> Cut
         return None
     if layout.tp_overlap:
         overlap_in(group)
-    cut = Cut(group, layout.sequence_parallel)
-    cut_parameters(decoder, layout, mesh.at)
+    tp = TensorParallel(group, layout.sequence_parallel)
+    shard_parameters(decoder, layout, mesh.coordinates)
     for module in decoder.modules():
-        for seam in ("fan_out", "fan_in", "whole"):
+        for seam in ("column_linear", "row_linear", "gather_sequence"):
             if hasattr(module, seam):
-                setattr(module, seam, getattr(cut, seam))
+                setattr(module, seam, getattr(tp, seam))
         if getattr(module, "norms_whole", False):  # norms over all heads together see those of all ranks
             for norm in (module.q_norm, module.k_norm):
-                setattr(norm, "forward", partial(_rms_norm, norm, cut))  # noqa: B010
+                setattr(norm, "forward", partial(_rms_norm, norm, tp))  # noqa: B010
         if isinstance(module, PredictionBlock):
-            setattr(module.eh_proj, "forward", partial(cut.columns_home, module.eh_proj))  # noqa: B010
+            setattr(module.eh_proj, "forward", partial(tp.column_linear_to_sequence_shard, module.eh_proj))  # noqa: B010
     vocab_size = decoder.spec.vocab_size
-    decoder.look_up = partial(look_up, vocab_size=vocab_size, cut=cut)  # pyright: ignore[reportAttributeAccessIssue]
-    decoder.loss = partial(vocabulary_cross_entropy, vocab_size=vocab_size, cut=cut)
-    decoder.own_share = cut.own_share
-    decoder.register_forward_pre_hook(partial(_measure, cut), with_kwargs=True)
-    return cut
+    decoder.look_up = partial(look_up, vocab_size=vocab_size, tp=tp)  # pyright: ignore[reportAttributeAccessIssue]
+    decoder.loss = partial(vocabulary_cross_entropy, vocab_size=vocab_size, tp=tp)
+    decoder.sequence_shard = tp.sequence_shard
+    decoder.register_forward_pre_hook(partial(_measure, tp), with_kwargs=True)
+    return tp
 
 
-def cut_of(decoder: Decoder) -> Cut | None:
-    """The state that the seams of `decoder` share, if tp has sharded it: a schedule with W sets its `put_off`."""
-    owner = getattr(decoder.own_share, "__self__", None)
-    return owner if isinstance(owner, Cut) else None
+def tensor_parallel_of(decoder: Decoder) -> TensorParallel | None:
+    """The state that the seams of `decoder` share, if tp has sharded it: a schedule with W sets its `defer`."""
+    owner = getattr(decoder.sequence_shard, "__self__", None)
+    return owner if isinstance(owner, TensorParallel) else None
 
 
-def cut_parameters(decoder: nn.Module, layout: Layout, at: Coordinates) -> None:
+def shard_parameters(decoder: nn.Module, layout: Layout, coordinates: Coordinates) -> None:
     """Replace every weight that tp cuts by an empty one of this rank's shape."""
     table = {weight.name: weight for weight in weights(decoder.spec)}  # pyright: ignore
     for name, parameter in list(decoder.named_parameters()):
@@ -75,24 +75,24 @@ def cut_parameters(decoder: nn.Module, layout: Layout, at: Coordinates) -> None:
         if weight.tp_dim is None or weight.is_expert:
             continue
         owner, _, leaf = name.rpartition(".")
-        shape = place(weight, layout, at).shape
+        shape = shard_of(weight, layout, coordinates).shape
         setattr(decoder.get_submodule(owner), leaf, nn.Parameter(parameter.new_empty(shape)))
 
 
-def _rms_norm(norm: Any, cut: Cut, x: Tensor) -> Tensor:
-    return cut.rms_norm(x, norm.scale, norm.eps)
+def _rms_norm(norm: Any, tp: TensorParallel, x: Tensor) -> Tensor:
+    return tp.rms_norm(x, norm.scale, norm.eps)
 
 
-def _measure(cut: Cut, decoder: Decoder, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
+def _measure(tp: TensorParallel, decoder: Decoder, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
     """Note how long the sequences are that come now."""
     if decoder.is_last and options.get("targets") is None:
         raise ValueError("over several ranks of tp a decoder computes losses; give it targets, or generate in one process")
-    if not cut.sequence_parallel:
+    if not tp.sequence_parallel:
         return
     if decoder.is_first:
-        cut.length = inputs[0].shape[1]
+        tp.length = inputs[0].shape[1]
         return
     positions = options.get("positions")
     if positions is None:
         raise ValueError("with sequence parallelism a stage that is not the first must be given positions")
-    cut.length = positions.shape[-1]
+    tp.length = positions.shape[-1]

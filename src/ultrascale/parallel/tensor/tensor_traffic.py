@@ -1,8 +1,8 @@
 """Communication of tensor parallelism: parts of sequences, and sums.
 
-    gather_parts    [B, S/tp, D] of every rank -> [B, S, D] on every rank             a rank sends (tp-1)/tp of B S D
-    sum_parts       [B, S, D] of every rank -> of their sum [B, S/tp, D] for each     the same
-    sum_whole       [B, S, D] of every rank -> their sum on every rank                twice that
+    all_gather_sequence       [B, S/tp, D] of every rank -> [B, S, D] on every rank             a rank sends (tp-1)/tp of B S D
+    reduce_scatter_sequence   [B, S, D] of every rank -> of their sum [B, S/tp, D] for each     the same
+    all_reduce                [B, S, D] of every rank -> their sum on every rank                twice that
 
 Parts are those of `torch.tensor_split`: as even as can be, longer ones first, so a sequence need not divide. Each function only
 starts its messages and returns a function that waits for them, so that matrix products go on meanwhile. On CPU every rank
@@ -32,51 +32,53 @@ Finish = Callable[[], Tensor]
 """Waits for the messages, and returns what they made."""
 
 
-def part_lengths(length: int, group: dist.ProcessGroup) -> list[int]:
+def shard_lengths(length: int, group: dist.ProcessGroup) -> list[int]:
     """Positions of a sequence of `length` on each rank."""
     return [even_part(length, group.size(), rank)[1] for rank in range(group.size())]
 
 
-def gather_parts(part: Tensor, length: int, group: dist.ProcessGroup) -> Finish:
+def all_gather_sequence(part: Tensor, length: int, group: dist.ProcessGroup) -> Finish:
     """Start to gather [B, S/tp, ...] of every rank to [B, S, ...], S = `length`.
 
     Raises ValueError if this rank's part is not the one of a sequence of that length.
     """
-    lengths, own = part_lengths(length, group), group.rank()
-    if part.shape[1] != lengths[own]:
-        rule = f"rank {own} of {len(lengths)} has {part.shape[1]} positions of a sequence"
-        raise ValueError(f"{rule} of {length}, which gives it {lengths[own]}")
+    lengths, this_rank = shard_lengths(length, group), group.rank()
+    if part.shape[1] != lengths[this_rank]:
+        rule = f"rank {this_rank} of {len(lengths)} has {part.shape[1]} positions of a sequence"
+        raise ValueError(f"{rule} of {length}, which gives it {lengths[this_rank]}")
     part = part.contiguous()
     if has_collectives(part) and len(set(lengths)) == 1:
         together = part.new_empty(len(lengths), *part.shape)  # [tp, B, S/tp, ...]; of one sequence [1, S, ...] is a view of it
         work = dist.all_gather_into_tensor(together.flatten(0, 1), part, group=group, async_op=True)
         return _then(lambda: together.transpose(0, 1).flatten(1, 2), work, group)
-    pieces = [part if rank == own else part.new_empty(part.shape[0], n, *part.shape[2:]) for rank, n in enumerate(lengths)]
+    pieces = [
+        part if rank == this_rank else part.new_empty(part.shape[0], n, *part.shape[2:]) for rank, n in enumerate(lengths)
+    ]
     if has_collectives(part):
-        pieces[own] = torch.empty_like(part)
+        pieces[this_rank] = torch.empty_like(part)
         return _then(lambda: torch.cat(pieces, dim=1), dist.all_gather(pieces, part, group=group, async_op=True), group)
     work = Exchange([part] * len(pieces), pieces, group, Tag.SEQUENCE_PARTS)
     return _then(lambda: torch.cat(pieces, dim=1), work, group)
 
 
-def sum_parts(whole: Tensor, group: dist.ProcessGroup) -> Finish:
+def reduce_scatter_sequence(whole: Tensor, group: dist.ProcessGroup) -> Finish:
     """Start to sum [B, S, ...] over the ranks, each keeping its part of the sequence."""
-    lengths, own = part_lengths(whole.shape[1], group), group.rank()
+    lengths, this_rank = shard_lengths(whole.shape[1], group), group.rank()
     pieces = list(whole.split(lengths, dim=1))
     if has_collectives(whole):
-        total = _like(pieces[own])
+        total = _like(pieces[this_rank])
         if len(set(lengths)) == 1:
             by_rank = whole.unflatten(1, (len(lengths), -1)).transpose(0, 1)  # [tp, B, S/tp, ...]; of one sequence: as it lies
             together = by_rank.flatten(0, 1).contiguous()
             return _then(lambda: total, dist.reduce_scatter_tensor(total, together, group=group, async_op=True), group)
         sent = [piece.contiguous() for piece in pieces]
         return _then(lambda: total, dist.reduce_scatter(total, sent, group=group, async_op=True), group)
-    sent = [piece if rank == own else piece.contiguous() for rank, piece in enumerate(pieces)]
-    received = [pieces[own] if rank == own else _like(pieces[own]) for rank in range(len(pieces))]
+    sent = [piece if rank == this_rank else piece.contiguous() for rank, piece in enumerate(pieces)]
+    received = [pieces[this_rank] if rank == this_rank else _like(pieces[this_rank]) for rank in range(len(pieces))]
     return _then(lambda: _add(received), Exchange(sent, received, group, Tag.SEQUENCE_SUMS), group)
 
 
-def sum_whole(whole: Tensor, group: dist.ProcessGroup) -> Finish:
+def all_reduce(whole: Tensor, group: dist.ProcessGroup) -> Finish:
     """Start to sum a tensor over the ranks. It may be overwritten."""
     whole = whole.contiguous()
     if has_collectives(whole) or group.size() > _PAIR:
@@ -85,14 +87,14 @@ def sum_whole(whole: Tensor, group: dist.ProcessGroup) -> Finish:
     return _then(lambda: _add(received), Exchange([whole] * _PAIR, received, group, Tag.SEQUENCE_SUMS), group)
 
 
-def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_gather_stacked(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     """A small tensor of every rank, one after the other: [...] to [tp, ...]. Waits for it."""
-    if has_collectives(own):
-        together = own.new_empty(group.size(), *own.shape)
-        work = dist.all_gather_into_tensor(together.flatten(0, 1), own.contiguous(), group=group, async_op=True)
+    if has_collectives(local):
+        together = local.new_empty(group.size(), *local.shape)
+        work = dist.all_gather_into_tensor(together.flatten(0, 1), local.contiguous(), group=group, async_op=True)
         return _then(lambda: together, work, group)()
-    pieces = [own if rank == group.rank() else torch.empty_like(own) for rank in range(group.size())]
-    return _then(lambda: torch.stack(pieces), Exchange([own] * len(pieces), pieces, group, Tag.SEQUENCE_PARTS), group)()
+    pieces = [local if rank == group.rank() else torch.empty_like(local) for rank in range(group.size())]
+    return _then(lambda: torch.stack(pieces), Exchange([local] * len(pieces), pieces, group, Tag.SEQUENCE_PARTS), group)()
 
 
 def has_collectives(tensor: Tensor) -> bool:

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from ultrascale.catalogue.stacks.stack import Selective, Stack
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import layer_weights, weights_outside_layers
-from ultrascale.description.recomputed import Again
-from ultrascale.plan.cut_backward import is_row_sum, may_wait
-from ultrascale.work.kept import Region, block_again, kept_results, regions
+from ultrascale.description.recomputed import BlockRecompute
+from ultrascale.plan.split_backward import is_deferrable, is_row_sum
+from ultrascale.work.recompute import Region, recompute_of_mode, regions, saved_results
 from ultrascale.work.work import Op, Shape, block_work, embedding_work, head_work
 
 Recompute = str
@@ -52,38 +52,38 @@ class BlockMemory:
 
 @lru_cache(maxsize=1 << 12)
 def block_memory(
-    model: Model, layer: int, shape: Shape, *, recompute: Recompute = "none", stack: Stack, cuts: bool = False
+    model: Model, layer: int, shape: Shape, *, recompute: Recompute = "none", stack: Stack, splits: bool = False
 ) -> BlockMemory:
-    """Decoder block `layer`. `shape.kernels` are those of `stack`; `recompute` as in `Layout`, without every-k. `cuts`: the
+    """Decoder block `layer`. `shape.kernels` are those of `stack`; `recompute` as in `Layout`, without every-k. `splits`: the
     backward pass is I, which leaves inputs and gradients of linear layers for W."""
     ops = block_work(model, layer, shape)
     sizes = local_weights(model, layer, shape.tp, shape.ep, shape.expert_tp)
     hidden = shape.outer_tokens * model.hidden_size * shape.itemsize
     part = _Part(ops, {"hidden": hidden}, "hidden_out", hidden, sizes, shape.itemsize, weight_gradients(stack))
-    part.cuts = shape if cuts else None
-    found = part.measure(block_again(recompute, model, layer, shape, stack), stack.selective)
+    part.split_shape = shape if splits else None
+    memory = part.measure(recompute_of_mode(recompute, model, layer, shape, stack), stack.selective)
     if not (shape.partition_checkpoints and recompute == "full"):
-        return found
+        return memory
     less = hidden - -(-hidden // shape.tp)
-    kinds = found.saved_by_kind | {"residual": found.saved_by_kind["residual"] - less}
-    return replace(found, saved_bytes=found.saved_bytes - less, saved_by_kind=kinds)
+    kinds = memory.saved_by_kind | {"residual": memory.saved_by_kind["residual"] - less}
+    return replace(memory, saved_bytes=memory.saved_bytes - less, saved_by_kind=kinds)
 
 
 def block_columns(
-    model: Model, layer: int, shapes: Sequence[Shape], *, recompute: Recompute, stack: Stack, cuts: bool
+    model: Model, layer: int, shapes: Sequence[Shape], *, recompute: Recompute, stack: Stack, splits: bool
 ) -> NDArray[np.float64]:
     """`block_memory` of many shapes, [shapes, 4]: what is saved, both peaks, and what waits for W."""
-    found = np.empty((len(shapes), 4))
+    table = np.empty((len(shapes), 4))
     alike: dict[object, list[int]] = {}
     works = [block_work(model, layer, shape) for shape in shapes]
     for number, shape in enumerate(shapes):
-        again = block_again(recompute, model, layer, shape, stack)
-        key = again, shape.precision, shape.partition_checkpoints and shape.tp, _moves_of(model, layer, shape)
+        recomputation = recompute_of_mode(recompute, model, layer, shape, stack)
+        key = recomputation, shape.precision, shape.partition_checkpoints and shape.tp, _moves_of(model, layer, shape)
         alike.setdefault(key, []).append(number)
-    for (again, *_), rows in alike.items():  # type: ignore[misc]
-        found[rows] = _played_together(model, layer, [shapes[row] for row in rows], [works[row] for row in rows], again,
-                                       recompute, stack, cuts).T  # fmt: skip
-    return found
+    for (recomputation, *_), rows in alike.items():  # type: ignore[misc]
+        table[rows] = _played_together(model, layer, [shapes[row] for row in rows], [works[row] for row in rows], recomputation,
+                                       recompute, stack, splits).T  # fmt: skip
+    return table
 
 
 @lru_cache(maxsize=1 << 13)
@@ -99,36 +99,36 @@ def _known_moves(moves: tuple[object, ...]) -> object:
 
 
 def _moves(op: Op) -> tuple[object, ...]:
-    axes = tuple((one.axis, one.kind) for one in op.collectives)
-    made = tuple(one.name for one in op.makes)
-    return op.name, op.kind, op.reads, made, op.saves, op.weights, op.hands_on_saved, op.inside != (), axes, op.in_fp8
+    axes = tuple((collective.axis, collective.kind) for collective in op.collectives)
+    made_names = tuple(activation.name for activation in op.makes)
+    return op.name, op.kind, op.reads, made_names, op.saves, op.weights, op.hands_on_saved, op.inside != (), axes, op.in_fp8
 
 
 def _played_together(
-    model: Model, layer: int, shapes: Sequence[Shape], works: Sequence[tuple[Op, ...]], again: Again | None,
-    recompute: Recompute, stack: Stack, cuts: bool,
+    model: Model, layer: int, shapes: Sequence[Shape], works: Sequence[tuple[Op, ...]], recomputation: BlockRecompute | None,
+    recompute: Recompute, stack: Stack, splits: bool,
 ) -> NDArray[np.int64]:  # fmt: skip
     """[4, shapes] of shapes whose blocks make the same moves."""
     itemsize = shapes[0].itemsize
     weights = [local_weights(model, layer, shape.tp, shape.ep, shape.expert_tp) for shape in shapes]
     hidden = np.array([shape.outer_tokens * model.hidden_size * itemsize for shape in shapes], dtype=np.int64)
-    of_weights = {name: np.array([one[name] for one in weights], dtype=np.int64) for name in weights[0]}
+    of_weights = {name: np.array([sizes[name] for sizes in weights], dtype=np.int64) for name in weights[0]}
     part = _Part(works[0], {"hidden": hidden}, "hidden_out", hidden, of_weights, itemsize, weight_gradients(stack))
-    part.cuts = shapes[0] if cuts else None
+    part.split_shape = shapes[0] if splits else None
     part.results = {
-        (op.name, one.name): np.array([ops[number].makes[place].num_bytes for ops in works], dtype=np.int64)
+        (op.name, activation.name): np.array([ops[number].makes[place].num_bytes for ops in works], dtype=np.int64)
         for number, op in enumerate(works[0])
-        for place, one in enumerate(op.makes)
+        for place, activation in enumerate(op.makes)
     }
-    part.made |= {name: num_bytes for (_, name), num_bytes in part.results.items()}
+    part.activation_bytes |= {name: num_bytes for (_, name), num_bytes in part.results.items()}
     part.scratch = {op.name: (np.array([ops[number].scratch_bytes for ops in works], dtype=np.int64),
                               np.array([ops[number].backward_scratch_bytes for ops in works], dtype=np.int64))
                     for number, op in enumerate(works[0])}  # fmt: skip
-    found = part.measure(again, stack.selective)
-    saved = found.saved_bytes
+    memory = part.measure(recomputation, stack.selective)
+    saved = memory.saved_bytes
     if shapes[0].partition_checkpoints and recompute == "full":
         saved = saved - (hidden - -(-hidden // shapes[0].tp))
-    columns = (saved, found.forward_peak_bytes, found.backward_peak_bytes, found.waiting_bytes)
+    columns = (saved, memory.forward_peak_bytes, memory.backward_peak_bytes, memory.waiting_bytes)
     return np.stack([np.broadcast_to(column, len(shapes)) for column in columns])
 
 
@@ -165,7 +165,7 @@ def dummy_gradient_bytes(model: Model, layers: tuple[int, ...], shape: Shape, *,
     if not stack.keeps_dummy_gradients:
         return 0
     products = [op.product for layer in layers for op in block_work(model, layer, shape) if op.kind == "matmul"]
-    return sum(n * k for n, k in {(one.n, one.k) for one in products if one is not None}) * shape.itemsize
+    return sum(n * k for n, k in {(product.n, product.k) for product in products if product is not None}) * shape.itemsize
 
 
 @lru_cache(maxsize=1024)
@@ -181,17 +181,17 @@ def _outside_weights(model: Model, tp: int) -> dict[str, int]:
     return {w.name: w.local_numel(tp=tp) for w in weights_outside_layers(model)}
 
 
-class _Books:
+class _Ledger:
     """Bytes by name, each with its number of holders, and the highest total."""
 
     __slots__ = ("holders", "peak", "sizes", "total")
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, inputs: Mapping[str, Any]) -> None:
         self.total: Any = 0
         self.peak: Any = 0
         self.sizes: dict[str, Any] = {}
         self.holders: dict[str, int] = {}
-        for name, num_bytes in given.items():
+        for name, num_bytes in inputs.items():
             self.take(name, num_bytes)
 
     def take(self, name: str, num_bytes: int) -> None:
@@ -200,13 +200,13 @@ class _Books:
         if self.total > self.peak:
             self.peak = self.total
 
-    def hold(self, name: str) -> None:
+    def retain(self, name: str) -> None:
         self.holders[name] += 1
 
-    def drop(self, name: str) -> None:
-        left = self.holders[name] - 1
-        self.holders[name] = left
-        if not left:
+    def release(self, name: str) -> None:
+        holders = self.holders[name] - 1
+        self.holders[name] = holders
+        if not holders:
             self.total -= self.sizes.pop(name)
             del self.holders[name]
 
@@ -215,7 +215,7 @@ class _Books:
             self.peak = self.total + num_bytes
 
 
-class _BooksOfMany(_Books):
+class _LedgerColumns(_Ledger):
     """Books of many shapes at once: columns of bytes."""
 
     __slots__ = ()
@@ -225,10 +225,10 @@ class _BooksOfMany(_Books):
         self.total = self.total + num_bytes
         self.peak = np.maximum(self.peak, self.total)
 
-    def drop(self, name: str) -> None:
-        left = self.holders[name] - 1
-        self.holders[name] = left
-        if not left:
+    def release(self, name: str) -> None:
+        holders = self.holders[name] - 1
+        self.holders[name] = holders
+        if not holders:
             self.total = self.total - self.sizes.pop(name)
             del self.holders[name]
 
@@ -242,7 +242,7 @@ class _Part:
     def __init__(
         self,
         ops: tuple[Op, ...],
-        given: dict[str, Any],
+        inputs: dict[str, Any],
         result: str,
         result_bytes: Any,
         weights: dict[str, Any],
@@ -252,48 +252,58 @@ class _Part:
         is_outside: bool = False,
     ):
         """Sizes are bytes, or columns of them."""
-        self.ops, self.given, self.result, self.result_bytes = ops, given, result, result_bytes
+        self.ops, self.inputs, self.result, self.result_bytes = ops, inputs, result, result_bytes
         self.weights, self.itemsize, self.gradients, self.is_outside = weights, itemsize, gradients, is_outside
-        self.cuts: Shape | None = None
+        self.split_shape: Shape | None = None
         self.waiting: dict[str, None] = {}
         """Names held for W."""
-        self.made: dict[str, Any] = given | {one.name: one.num_bytes for op in ops for one in op.makes}
-        self.results: dict[tuple[str, str], Any] = {(op.name, one.name): one.num_bytes for op in ops for one in op.makes}
+        self.activation_bytes: dict[str, Any] = inputs | {
+            activation.name: activation.num_bytes for op in ops for activation in op.makes
+        }
+        self.results: dict[tuple[str, str], Any] = {
+            (op.name, activation.name): activation.num_bytes for op in ops for activation in op.makes
+        }
         """By operation too: eager attention and a router both make what is called scores."""
         self.scratch: dict[str, tuple[Any, Any]] = {op.name: (op.scratch_bytes, op.backward_scratch_bytes) for op in ops}
         """Forward and backward, by name of the operation."""
-        self.books = (_Books if isinstance(result_bytes, int) else _BooksOfMany)(given)
-        self._lent: dict[int, list[str]] = {}
+        self.ledger = (_Ledger if isinstance(result_bytes, int) else _LedgerColumns)(inputs)
+        self._borrowed: dict[int, list[str]] = {}
         """By region, what others have made again that it reads."""
 
-    def measure(self, again: Again | None, selective: Selective) -> BlockMemory:
-        """Play both passes. `selective`: where `again` keeps results and names no kinds, what the stack means by it."""
-        some = () if again is None else regions(self.ops, again.modules, as_megatron=again.as_megatron)
-        checkpoints = again is not None and not again.modules
-        kept = frozenset[str]() if again is None or again.whole or not checkpoints else kept_results(self.ops, again, selective)
+    def measure(self, recomputation: BlockRecompute | None, selective: Selective) -> BlockMemory:
+        """Play both passes. `selective`: where `recomputation` keeps results and names no kinds, what the stack means."""
+        recomputed = (
+            () if recomputation is None else regions(self.ops, recomputation.modules, as_megatron=recomputation.as_megatron)
+        )
+        checkpoints = recomputation is not None and not recomputation.modules
+        kept = (
+            frozenset[str]()
+            if recomputation is None or recomputation.whole or not checkpoints
+            else saved_results(self.ops, recomputation, selective)
+        )
         if checkpoints:
-            self._hold_given()
-        tape = self._forward(self.ops, saves=not checkpoints, keep=kept, some=some)
-        forward_peak = self.books.peak
-        saved = {name: n for name, n in self.books.sizes.items() if name != self.result}
-        if self.result in self.books.sizes:
-            self.books.drop(self.result)
-        self.books.peak = 0
-        self.books.take(f"d {self.result}", self.result_bytes)
+            self._retain_inputs()
+        tape = self._forward(self.ops, saves=not checkpoints, keep=kept, recomputed=recomputed)
+        forward_peak = self.ledger.peak
+        saved = {name: n for name, n in self.ledger.sizes.items() if name != self.result}
+        if self.result in self.ledger.sizes:
+            self.ledger.release(self.result)
+        self.ledger.peak = 0
+        self.ledger.take(f"d {self.result}", self.result_bytes)
         if checkpoints:
-            tape = self._again(kept)
-        self._backward(tape, some)
+            tape = self._recompute(kept)
+        self._backward(tape, recomputed)
         return BlockMemory(
             sum(saved.values()),
             self._by_kind(saved),
             forward_peak,
-            self.books.peak,
-            sum(self.books.sizes[name] for name in self.waiting),
+            self.ledger.peak,
+            sum(self.ledger.sizes[name] for name in self.waiting),
         )
 
-    def _hold_given(self) -> None:
-        for name in self.given:
-            self.books.hold(name)
+    def _retain_inputs(self) -> None:
+        for name in self.inputs:
+            self.ledger.retain(name)
 
     def _forward(
         self,
@@ -301,186 +311,201 @@ class _Part:
         *,
         saves: bool,
         keep: Collection[str] = (),
-        some: Sequence[Region] = (),
+        recomputed: Sequence[Region] = (),
         kept: Collection[str] = (),
         leaves: Collection[str] | None = None,
     ) -> list[tuple[Op, list[str]]]:
-        """Run forward. `keep`: results to hold; `kept`: those of the first run, there already; `some`:
+        """Run forward. `keep`: results to hold; `kept`: those of the first run, there already; `recomputed`:
         what they make is not saved now, but what they read."""
-        books = self.books
+        ledger = self.ledger
         leaves = (self.result,) if leaves is None else leaves
         last_reader = {name: index for index, op in enumerate(ops) for name in (*op.reads, *op.saves)}
-        live = set(self.given)
-        there = {name for op in ops if kept and op.makes[0].name in kept for name in op.reads}
-        again = frozenset(name for region in some for name in region.drops)
+        live = set(self.inputs)
+        read_by_kept = {name for op in ops if kept and op.makes[0].name in kept for name in op.reads}
+        remade = frozenset(name for region in recomputed for name in region.drops)
         tape: list[tuple[Op, list[str]]] = []
-        if some:
+        if recomputed:
             places = {op.name: index for index, op in enumerate(ops)}
-            for region in some:
+            for region in recomputed:
                 end = places[region.end]
                 last_reader |= {name: max(end, last_reader.get(name, 0)) for name in region.reads}
         for index, op in enumerate(ops):
-            for one in op.makes:
-                if one.name not in kept:  # of a sum that is kept nobody makes the parts again
-                    books.take(one.name, 0 if op.makes_partial_sums and one.name in there else self.results[op.name, one.name])
-                live.add(one.name)
-                if one.name in keep:
-                    books.hold(one.name)
-            books.touch(self.scratch[op.name][0])
+            for activation in op.makes:
+                if activation.name not in kept:  # of a sum that is kept nobody makes the parts again
+                    ledger.take(
+                        activation.name,
+                        0
+                        if op.makes_partial_sums and activation.name in read_by_kept
+                        else self.results[op.name, activation.name],
+                    )
+                live.add(activation.name)
+                if activation.name in keep:
+                    ledger.retain(activation.name)
+            ledger.touch(self.scratch[op.name][0])
             if saves:
-                tape.append((op, self._save(op, again)))
-            for region in some:
+                tape.append((op, self._save(op, remade)))
+            for region in recomputed:
                 if op.name == region.end:
-                    self._hold([name for name in region.reads if name not in again])
-            gone = [name for name in live if name not in leaves and last_reader.get(name, -1) <= index]
-            for name in gone:
+                    self._retain([name for name in region.reads if name not in remade])
+            unread = [name for name in live if name not in leaves and last_reader.get(name, -1) <= index]
+            for name in unread:
                 live.remove(name)
-                books.drop(name)
+                ledger.release(name)
         return tape
 
-    def _save(self, op: Op, again: Collection[str]) -> list[str]:
+    def _save(self, op: Op, remade: Collection[str]) -> list[str]:
         """Hold what `op` saves. What blocks share is nobody's here."""
-        return self._hold([name for name in op.saves if name not in again])
+        return self._retain([name for name in op.saves if name not in remade])
 
-    def _hold(self, names: Iterable[str]) -> list[str]:
-        held = [name for name in names if name in self.books.sizes]
+    def _retain(self, names: Iterable[str]) -> list[str]:
+        held = [name for name in names if name in self.ledger.sizes]
         for name in held:
-            self.books.hold(name)
+            self.ledger.retain(name)
         return held
 
-    def _again(self, kept: frozenset[str]) -> list[tuple[Op, list[str]]]:
+    def _recompute(self, kept: frozenset[str]) -> list[tuple[Op, list[str]]]:
         """Run forward again up to the last operation that saves something, as torch does."""
         last = max((index for index, op in enumerate(self.ops) if op.saves), default=0)
-        self._hold_given()
+        self._retain_inputs()
         leaves = set(self.ops[last].saves)
         tape = self._forward(self.ops[:last], saves=True, kept=kept, leaves=leaves)
         final = self.ops[last]
         tape.append((final, self._save(final, ())))
         for name in leaves:
-            if name in self.books.sizes:
-                self.books.drop(name)
+            if name in self.ledger.sizes:
+                self.ledger.release(name)
         return [*tape, *((op, []) for op in self.ops[last + 1 :])]
 
-    def _backward(self, tape: list[tuple[Op, list[str]]], some: Sequence[Region]) -> None:
-        books, gradients = self.books, {self.result: f"d {self.result}"}
-        left = {name: region for region in some for name in region.drops}
-        dropped = frozenset(left)
+    def _backward(self, tape: list[tuple[Op, list[str]]], recomputed: Sequence[Region]) -> None:
+        ledger, gradients = self.ledger, {self.result: f"d {self.result}"}
+        pending = {name: region for region in recomputed for name in region.drops}
+        dropped = frozenset(pending)
         while tape:
             op, saved = tape[-1]
             for name in op.saves:
-                if name in left:
-                    self._make_again(left[name], tape, left, dropped)
+                if name in pending:
+                    self._recompute_region(pending[name], tape, pending, dropped)
             tape.pop()
-            arriving = list(dict.fromkeys(gradients.pop(one.name) for one in op.makes if one.name in gradients))
+            arriving = list(
+                dict.fromkeys(gradients.pop(activation.name) for activation in op.makes if activation.name in gradients)
+            )
             leaving: dict[str, str] = {}
             if arriving or op.hands_on_saved:
-                leaving = self._one_backward(op, saved, arriving)
+                leaving = self._backward_op(op, saved, arriving)
             for name in (*arriving, *saved):
-                books.drop(name)
+                ledger.release(name)
             for name, gradient in leaving.items():
-                gradients[name] = self._added(gradients[name], gradient) if name in gradients else gradient
+                gradients[name] = self._sum_gradients(gradients[name], gradient) if name in gradients else gradient
 
-    def _make_again(
-        self, region: Region, tape: list[tuple[Op, list[str]]], left: dict[str, Region], dropped: frozenset[str]
+    def _recompute_region(
+        self, region: Region, tape: list[tuple[Op, list[str]]], pending: dict[str, Region], dropped: frozenset[str]
     ) -> None:
-        """Run a region again; what it makes belongs to the operations on the tape that save it. `left`: what is still to be
-        made again, of all that was `dropped`."""
-        books = self.books
+        """Run a region again; what it makes belongs to the operations on the tape that save it. `pending`: what is still to
+        be made again, of all that was `dropped`."""
+        ledger = self.ledger
         for name in region.reads:
-            if name in left:
-                self._make_again(left[name], tape, left, dropped)
-        borrowed = self._hold([name for name in region.reads if name in dropped])
+            if name in pending:
+                self._recompute_region(pending[name], tape, pending, dropped)
+        borrowed = self._retain([name for name in region.reads if name in dropped])
         for name in region.drops:
-            left.pop(name, None)
+            pending.pop(name, None)
         last = {name: index for index, op in enumerate(region.ops) for name in (*op.reads, *op.saves)}
         passing: list[str] = []
         for index, op in enumerate(region.ops):
-            for one in op.makes:
-                books.take(one.name if one.name in region.drops else f"{one.name} again", self.results[op.name, one.name])
-            passing += [one.name for one in op.makes if one.name not in region.drops]
-            books.touch(self.scratch[op.name][0])
-            for name in [one for one in passing if last.get(one, -1) <= index]:
+            for activation in op.makes:
+                ledger.take(
+                    activation.name if activation.name in region.drops else f"{activation.name} again",
+                    self.results[op.name, activation.name],
+                )
+            passing += [activation.name for activation in op.makes if activation.name not in region.drops]
+            ledger.touch(self.scratch[op.name][0])
+            for name in [transient for transient in passing if last.get(transient, -1) <= index]:
                 passing.remove(name)
-                books.drop(f"{name} again")
+                ledger.release(f"{name} again")
         for op, saved in tape:
             names = [name for name in op.saves if name in region.drops]
-            saved += self._hold(names)
-        for other in dict.fromkeys(left.values()):  # they will read it
-            other_reads = [name for name in other.reads if name in region.drops]
-            self._lent.setdefault(id(other), []).extend(self._hold(other_reads))
+            saved += self._retain(names)
+        for later_region in dict.fromkeys(pending.values()):  # they will read it
+            other_reads = [name for name in later_region.reads if name in region.drops]
+            self._borrowed.setdefault(id(later_region), []).extend(self._retain(other_reads))
         for name in region.drops:
-            books.drop(name)
-        for name in (*borrowed, *self._lent.pop(id(region), ()), *(one for one in region.reads if one not in dropped)):
-            if name in books.sizes:
-                books.drop(name)
+            ledger.release(name)
+        for name in (*borrowed, *self._borrowed.pop(id(region), ()), *(read for read in region.reads if read not in dropped)):
+            if name in ledger.sizes:
+                ledger.release(name)
 
-    def _added(self, there: str, gradient: str) -> str:
+    def _sum_gradients(self, existing: str, gradient: str) -> str:
         """The sum: autograd adds to the one that is there, unless W waits for it too."""
-        total = there
-        if self.books.holders[there] > 1:
-            total = f"{there} + {gradient}"
-            self.books.take(total, self.books.sizes[there])
-            self.books.drop(there)
-        self.books.drop(gradient)
+        total = existing
+        if self.ledger.holders[existing] > 1:
+            total = f"{existing} + {gradient}"
+            self.ledger.take(total, self.ledger.sizes[existing])
+            self.ledger.release(existing)
+        self.ledger.release(gradient)
         return total
 
-    def _one_backward(self, op: Op, saved: list[str], arriving: list[str]) -> dict[str, str]:
+    def _backward_op(self, op: Op, saved: list[str], arriving: list[str]) -> dict[str, str]:
         """Gradients of what `op` reads."""
-        books = self.books
+        ledger = self.ledger
         leaving: dict[str, str] = {}
         for name in op.reads:
             if op.hands_on_saved:
                 leaving[name] = saved[0]
-                books.hold(saved[0])
+                ledger.retain(saved[0])
             elif op.passes_gradient:
                 leaving[name] = arriving[0]
-                books.hold(arriving[0])
+                ledger.retain(arriving[0])
             else:
                 leaving[name] = f"d {name} of {op.name}"
-                books.take(leaving[name], self.made[name])
-        if self.cuts is not None and may_wait(op):
-            self._leave_for_w(op, saved, arriving[0], self.cuts)
+                ledger.take(leaving[name], self.activation_bytes[name])
+        if self.split_shape is not None and is_deferrable(op):
+            self._defer_weight_gradient(op, saved, arriving[0], self.split_shape)
         else:
             self._make_weight_gradients(op, saved)
-            books.touch(self.scratch[op.name][1])
+            ledger.touch(self.scratch[op.name][1])
         return leaving
 
-    def _leave_for_w(self, op: Op, saved: list[str], arriving: str, shape: Shape) -> None:
+    def _defer_weight_gradient(self, op: Op, saved: list[str], arriving: str, shape: Shape) -> None:
         """The input and the gradient of a linear layer's result: of what tp sums this rank's positions, in fp8 as rounded."""
         held = [arriving, *saved[:1]]
         part = next(
-            (self.made[one.makes[0].name] for one in self.ops if is_row_sum(one) and one.reads[0] == op.makes[0].name), None
+            (
+                self.activation_bytes[consumer.makes[0].name]
+                for consumer in self.ops
+                if is_row_sum(consumer) and consumer.reads[0] == op.makes[0].name
+            ),
+            None,
         )
         if part is not None or op.in_fp8:
             held[0] = f"d {op.makes[0].name} for W"
-            whole = self.books.sizes[arriving] if part is None else part
-            self.books.take(held[0], whole // (shape.itemsize if op.in_fp8 else 1))
-            self.books.holders[held[0]] = 0
+            whole = self.ledger.sizes[arriving] if part is None else part
+            self.ledger.take(held[0], whole // (shape.itemsize if op.in_fp8 else 1))
+            self.ledger.holders[held[0]] = 0
         for name in held:
             if name not in self.waiting:
                 self.waiting[name] = None
-                self.books.hold(name)
+                self.ledger.retain(name)
 
     def _make_weight_gradients(self, op: Op, saved: list[str]) -> None:
         if not op.weights or (self.gradients == "in place" and not self.is_outside):
             return
         if op.hands_on_saved:
             if self.gradients == "held":
-                self.books.hold(saved[1])
+                self.ledger.retain(saved[1])
             return
         num_bytes = self._weight_bytes(op.weights)
         if self.gradients == "held":
-            self.books.take(f"weights of {op.name}", num_bytes)
+            self.ledger.take(f"weights of {op.name}", num_bytes)
         else:
-            self.books.touch(num_bytes)
+            self.ledger.touch(num_bytes)
 
     def _weight_bytes(self, names: Iterable[str]) -> int:
         return sum(self.weights.get(name, 0) for name in names) * self.itemsize
 
     def _by_kind(self, saved: dict[str, int]) -> dict[str, int]:
-        kinds = {one.name: op.kind for op in self.ops for one in op.makes}
-        found: dict[str, int] = {}
+        kinds = {activation.name: op.kind for op in self.ops for activation in op.makes}
+        bytes_by_kind: dict[str, int] = {}
         for name, num_bytes in saved.items():
-            kind = "residual" if name in self.given or name == "hidden_mid" else kinds[name]
-            found[kind] = found.get(kind, 0) + num_bytes
-        return found
+            kind = "residual" if name in self.inputs or name == "hidden_mid" else kinds[name]
+            bytes_by_kind[kind] = bytes_by_kind.get(kind, 0) + num_bytes
+        return bytes_by_kind

@@ -34,7 +34,7 @@ from ultrascale.plan.columns.rank_activations import rank_activations
 from ultrascale.plan.columns.rank_moments import MOMENTS, NOTHING, Moment, aside_bytes, late_bytes, rank_moments
 from ultrascale.plan.columns.rank_state import rank_state
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.time.stages import Stages, cut_stages
+from ultrascale.plan.time.stages import Stages, partition_stages
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.executable import Schedule
 
@@ -47,7 +47,7 @@ FEW = 64
 MARGIN = 0.10
 """Reserve as a share of the device's memory, beside what a layout needs. See docs/memory-model.md for how many published runs
 this judges rightly."""
-HELD = 0.15
+RETAINED_SHARE = 0.15
 """Share of what is reserved beyond live tensors that stays so under pressure. Before it fails, the allocator gives back every
 segment that nothing lives in (c10/cuda/CUDACachingAllocator.cpp, release_cached_blocks); what is free in the others it cannot.
 Of published runs, what tells best those that ran from those that failed; anything from 0 to 0.35 does nearly as well."""
@@ -77,7 +77,7 @@ class Footprint:
     @property
     def needed(self) -> Floats:
         """Bytes that must be there: live tensors, what the allocator cannot give back, and what lies outside."""
-        return self.allocated + HELD * (self.reserved - self.allocated) + self.outside
+        return self.allocated + RETAINED_SHARE * (self.reserved - self.allocated) + self.outside
 
     @property
     def flushes(self) -> NDArray[np.bool_]:
@@ -122,7 +122,7 @@ def stage_memory(
 ) -> Footprint:
     """The footprint of every layout of `table`. `stages`: if the caller has cut them already; `schedule`: one from a file,
     for a table of its one layout."""
-    stages = stages or cut_stages(workload, table)
+    stages = stages or partition_stages(workload, table)
     micro_batches = np.maximum(workload.sequences_per_batch // (table.dp * table.micro_batch_size), 1)
     state = rank_state(workload, table, stages, micro_batches)
     sums = np.where(state.gathers, np.stack([state.gradients, state.late_gradients], axis=1), 0.0)
@@ -140,10 +140,10 @@ def stage_memory(
         """[moments, 3, layouts]"""
         if name in known:
             return known[name]
-        found = np.empty((len(moments), *shape))
-        for row, one in zip(found, moments, strict=True):
-            row[:] = getattr(one, name)
-        return found
+        values = np.empty((len(moments), *shape))
+        for row, source in zip(values, moments, strict=True):
+            row[:] = getattr(source, name)
+        return values
 
     live = columns("activations") + columns("gathered")
     for name in ("gradients", "buffers"):
@@ -178,12 +178,12 @@ def stage_memory(
 
 def _all_columns(moments: Sequence[Moment], shape: tuple[int, int]) -> dict[str, Floats]:
     """Every field of `moments`, [moments, 3, layouts], in one array."""
-    found = np.zeros((len(Moment._fields), len(moments), *shape))
-    for number, one in enumerate(moments):
-        for field, value in enumerate(one):
+    columns = np.zeros((len(Moment._fields), len(moments), *shape))
+    for number, moment in enumerate(moments):
+        for field, value in enumerate(moment):
             if value is not NOTHING:
-                found[field, number] = value
-    return dict(zip(Moment._fields, found, strict=True))
+                columns[field, number] = value
+    return dict(zip(Moment._fields, columns, strict=True))
 
 
 def _batch_bytes(workload: Workload, table: LayoutTable) -> Floats:
@@ -215,9 +215,11 @@ def reserved_bytes(allocated: Floats, *, joins_segments: bool) -> Floats:
 def live_limit(capacity_bytes: int, layout: Layout, *, joins_segments: bool) -> int:
     """Bytes of live tensors up to which `layout` fits a device of `capacity_bytes`: `Footprint.fits` for whoever has a peak and
     no columns, so without `plan.columns.rank_moments.late_bytes`."""
-    none, one = (float(reserved_bytes(np.asarray(live), joins_segments=joins_segments)) for live in (0.0, 1.0))
+    for_zero, for_one = (float(reserved_bytes(np.asarray(live), joins_segments=joins_segments)) for live in (0.0, 1.0))
     outside = float(outside_bytes(LayoutTable.of([layout]))[0])
-    return round((capacity_bytes * (1 - MARGIN) - outside - HELD * none) / (1 + HELD * (one - none - 1)))
+    return round(
+        (capacity_bytes * (1 - MARGIN) - outside - RETAINED_SHARE * for_zero) / (1 + RETAINED_SHARE * (for_one - for_zero - 1))
+    )
 
 
 def outside_bytes(table: LayoutTable) -> Floats:

@@ -43,8 +43,8 @@ class BlockCounts(NamedTuple):
 def block_counts(model: Model, layer: int, tp: int) -> BlockCounts:
     """Counts of block `layer`, and so of every block of its kind."""
     names = {f"layers.{layer}.{name}.weight" for name in block_slots(model, layer)}
-    found = [weight for weight in layer_weights(model, layer) if weight.name in names]
-    dense, experts = ([weight for weight in found if weight.is_expert is is_expert] for is_expert in (False, True))
+    in_fp8 = [weight for weight in layer_weights(model, layer) if weight.name in names]
+    dense, experts = ([weight for weight in in_fp8 if weight.is_expert is is_expert] for is_expert in (False, True))
     columns = {w.name: -(-w.shape[-1] // (tp if w.tp_dim == len(w.shape) - 1 else 1)) for w in dense}
     return BlockCounts(
         sum(w.local_numel(tp=tp) for w in dense),
@@ -60,15 +60,15 @@ def block_counts(model: Model, layer: int, tp: int) -> BlockCounts:
 def counts_of_ranks(workload: Workload, table: LayoutTable, stages: Stages) -> BlockCounts:
     """Counts over all blocks of a rank that are in fp8, each [3, layouts]; experts' are those of the rank."""
     kinds, ways = kinds_of_layers(workload.model)[0], table.tp
-    tps, which = np.unique(ways, return_inverse=True)
-    by_kind = np.array([[block_counts(workload.model, layer, int(tp)) for tp in tps] for layer in kinds])[:, which]
+    tps, tp_index = np.unique(ways, return_inverse=True)
+    by_kind = np.array([[block_counts(workload.model, layer, int(tp)) for tp in tps] for layer in kinds])[:, tp_index]
     sums = np.einsum("rkn,knc->crn", (stages.layers - stages.kept_layers) * copies_held(table), by_kind)
-    found = BlockCounts(*sums)
-    cut = table.ep * table.expert_tp
-    return found._replace(
-        expert=found.expert / cut,
-        expert_scales=found.expert_scales / table.ep,
-        experts_matrices=found.experts_matrices / table.ep,
+    counts = BlockCounts(*sums)
+    expert_ranks = table.ep * table.expert_tp
+    return counts._replace(
+        expert=counts.expert / expert_ranks,
+        expert_scales=counts.expert_scales / table.ep,
+        experts_matrices=counts.experts_matrices / table.ep,
     )
 
 
@@ -97,13 +97,13 @@ def agreed_scales_seconds(workload: Workload, table: LayoutTable, stages: Stages
     if not rows.any():
         return np.zeros(len(table))
     num_bytes = SLOT_BYTES * _scales(table, counts_of_ranks(workload, table, stages)).max(axis=1)
-    cut = table.ep * table.expert_tp
+    expert_ranks = table.ep * table.expert_tp
     shard = table.dp_shard * table.cp
-    expert_shard = np.maximum(1, np.minimum(table.world_size // table.pp // cut, shard))
+    expert_shard = np.maximum(1, np.minimum(table.world_size // table.pp // expert_ranks, shard))
     seconds = np.zeros(len(table))
     for size, stride, sent in (
         (shard, table.tp, num_bytes[0]), (table.tp, np.ones_like(table.tp), num_bytes[0]),
-        (expert_shard, cut, num_bytes[1]), (table.expert_tp, np.ones_like(table.tp), num_bytes[1]),
+        (expert_shard, expert_ranks, num_bytes[1]), (table.expert_tp, np.ones_like(table.tp), num_bytes[1]),
     ):  # fmt: skip
         seconds += np.where(sent > 0, collective_seconds(workload.cluster, "all_reduce", sent, size=size, stride=stride), 0.0)
     return np.where(rows, seconds, 0.0)

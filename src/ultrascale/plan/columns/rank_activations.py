@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ultrascale.catalogue.stacks.stack import Stack
 from ultrascale.description.architecture.model import Model
-from ultrascale.description.layout import OFFLOAD_LEFT, Layout
+from ultrascale.description.layout import OFFLOAD_RESIDENT, Layout
 from ultrascale.description.schedules import SCHEDULES
 from ultrascale.plan.columns.block_memory import (
     BlockMemory,
@@ -29,12 +29,12 @@ from ultrascale.plan.columns.block_memory import (
     head_memory,
 )
 from ultrascale.plan.columns.rank_loads import (
-    APART,
     BY_TYPE,
+    OTHER_COLUMNS,
     PASSES,
     WHEN,
     Loads,
-    Pipeline,
+    PipelineShape,
     enough_micro_batches,
     loads_of,
     loads_of_actions,
@@ -49,9 +49,9 @@ from ultrascale.work.work import Shape, block_work, shared_work
 
 Floats = NDArray[np.float64]
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
-CUTS = by_schedule(lambda one: bool(one.splits_backward))
+SPLITS_BACKWARD = by_schedule(lambda schedule: bool(schedule.splits_backward))
 EVERY = RECOMPUTE.index("every-k")
-ALL_FORWARD = by_schedule(lambda one: one.forward_first)
+ALL_FORWARD = by_schedule(lambda schedule: schedule.forward_first)
 
 
 @dataclass(frozen=True)
@@ -106,20 +106,20 @@ def rank_activations(
     embedding = _parts([embedding_memory(model, shape, stack=stack) for shape in shapes])[:, shape_of]
     hidden = np.array([s.outer_tokens * model.hidden_size * s.itemsize for s in shapes], dtype=float)[shape_of]
     heads = model.num_nextn_predict_layers
-    cuts = (table.pp > 1) & (CUTS[table.schedule] | (schedule is not None))
-    blocks = _blocks(workload, table, shapes, shape_of, any_kept=bool(stages.kept_layers.any()), cuts=cuts)
+    splits = (table.pp > 1) & (SPLITS_BACKWARD[table.schedule] | (schedule is not None))
+    blocks = _blocks(workload, table, shapes, shape_of, any_kept=bool(stages.kept_layers.any()), splits=splits)
     offloads = table.offload_activations > 0
-    kept = np.where(offloads, 0.0, 1.0)
+    on_device = np.where(offloads, 0.0, 1.0)
 
-    made = [[one.num_bytes for op in shared_work(model, shape) for one in op.makes] for shape in shapes]
-    shared = np.array(list(map(sum, made)), dtype=float)[shape_of]
+    sizes = [[activation.num_bytes for op in shared_work(model, shape) for activation in op.makes] for shape in shapes]
+    shared = np.array(list(map(sum, sizes)), dtype=float)[shape_of]
     # Multi-token prediction goes through the same head, and its loss comes first: what it saves is there beside the other's.
     columns = np.concatenate([
-        kept * blocks.saved, blocks.waits, blocks.forward_peak - blocks.saved, blocks.backward_peak - blocks.saved,
-        blocks.input_peak - blocks.saved, [kept * embedding[0], kept * (1 + heads) * head[0], hidden, shared],
+        on_device * blocks.saved, blocks.waits, blocks.forward_peak - blocks.saved, blocks.backward_peak - blocks.saved,
+        blocks.input_peak - blocks.saved, [on_device * embedding[0], on_device * (1 + heads) * head[0], hidden, shared],
         np.zeros((3, len(table))),
     ])  # fmt: skip
-    assert len(columns) == len(BY_TYPE) * len(blocks.saved) + len(APART)
+    assert len(columns) == len(BY_TYPE) * len(blocks.saved) + len(OTHER_COLUMNS)
     num_types = len(blocks.saved)
     pipelines = _pipelines(workload, table, stages, micro_batches)
     most, of_blocks, rank_saved = (
@@ -131,18 +131,20 @@ def rank_activations(
     for pipeline, used, rows in pipelines:
         loads = loads_of(pipeline) if schedule is None else loads_of_actions(schedule, pipeline)
         of_types = [part * num_types + kind for part in range(len(BY_TYPE)) for kind in used]
-        own = columns[np.array([*of_types, *range(len(BY_TYPE) * num_types, len(columns))])[:, None], rows]
+        of_pipeline = columns[np.array([*of_types, *range(len(BY_TYPE) * num_types, len(columns))])[:, None], rows]
         saved = blocks.saved[np.array(used)[:, None], rows]
         if SCHEDULES[pipeline.schedule].forward_first and pipeline.pp > 1:
-            most[..., rows] = _all_forward(loads, own, micro_batches[rows], len(saved), bare_head=not pipeline.chunks[-1])
+            most[..., rows] = _all_forward(
+                loads, of_pipeline, micro_batches[rows], len(saved), bare_head=not pipeline.chunks[-1]
+            )
             most[:, 0, :, rows] -= sums[:, 0, rows].T[:, :, None]
         else:
-            most[..., rows] = loads.most(own, sums[..., rows]) - sums[:, 0][:, None, None, rows]
-        of_rank, there = _blocks_of_ranks(pipeline)
+            most[..., rows] = loads.most(of_pipeline, sums[..., rows]) - sums[:, 0][:, None, None, rows]
+        of_rank, has_type = _blocks_of_ranks(pipeline)
         of_blocks[:, rows] = of_rank @ saved
         pending[:, :, rows] = loads.pending[:, :, None]
         bare_head[rows] = not pipeline.chunks[-1]
-        rank_saved[:, rows] = np.where(there[:, :, None], saved, 0.0).max(axis=1)
+        rank_saved[:, rows] = np.where(has_type[:, :, None], saved, 0.0).max(axis=1)
     has_embedding, has_head = stages.has_embedding > 0, stages.has_head > 0
     more = dict.fromkeys(PASSES, np.zeros(1))
     more["head forward"] = np.where(has_head, head[1] + heads * head[0], 0.0)
@@ -156,8 +158,10 @@ def rank_activations(
             outputs - (1 + heads) * head[0] * stages.has_head * np.where(ALL_FORWARD[table.schedule], later, 0), 0.0
         )
     if offloads.any():
-        left = np.minimum(of_blocks / table.virtual_stages, OFFLOAD_LEFT * rank_saved) + embedding[0] * stages.has_embedding
-        always += np.where(offloads, left, 0.0)
+        resident = (
+            np.minimum(of_blocks / table.virtual_stages, OFFLOAD_RESIDENT * rank_saved) + embedding[0] * stages.has_embedding
+        )
+        always += np.where(offloads, resident, 0.0)
     return RankActivations(
         **{
             f"at_{when}": {name: most[:, row, number] + more[name] + always for number, name in enumerate(PASSES)}
@@ -180,21 +184,23 @@ def least_of_blocks(workload: Workload, table: LayoutTable, stages: Stages) -> t
     [3, layouts]: at the least, where blocks of a kind are computed again in several ways, and whichever kind is at work."""
     shapes, shape_of = distinct_shapes(workload, table)
     blocks = _blocks(
-        workload, table, shapes, shape_of, any_kept=bool(stages.kept_layers.any()), cuts=np.zeros(len(table), bool)
+        workload, table, shapes, shape_of, any_kept=bool(stages.kept_layers.any()), splits=np.zeros(len(table), bool)
     )
-    num_kinds, splits = stages.layers.shape[1], (table.pp > 1) & CUTS[table.schedule]
+    num_kinds, splits = stages.layers.shape[1], (table.pp > 1) & SPLITS_BACKWARD[table.schedule]
     forward, backward = blocks.forward_peak - blocks.saved, blocks.backward_peak - blocks.saved
     beside = np.where(splits, forward, np.maximum(forward, backward))
-    by_way = [one.reshape(-1, 2, num_kinds, len(table)) for one in (blocks.saved, beside)]
+    by_way = [column.reshape(-1, 2, num_kinds, len(table)) for column in (blocks.saved, beside)]
     if not stages.kept_layers.any():
-        by_way = [one[:, :1] for one in by_way]
-    (saved, *again), (at_work, *others) = (one.min(axis=1) for one in by_way)  # [kinds, layouts]
-    held, some = (saved * stages.layers).sum(axis=1), table.recompute == EVERY
-    if again:  # at most one block more a stage than every k-th of them
+        by_way = [column[:, :1] for column in by_way]
+    (saved, *recomputed), (at_work, *others) = (column.min(axis=1) for column in by_way)  # [kinds, layouts]
+    held, every_k = (saved * stages.layers).sum(axis=1), table.recompute == EVERY
+    if recomputed:  # at most one block more a stage than every k-th of them
         count = stages.layers.sum(axis=1)
-        left = np.maximum(count - -(-count // table.recompute_every) - table.virtual_stages, 0)
-        least = (again[0] * stages.layers).sum(axis=1) + left * np.maximum(saved - again[0], 0.0).min(axis=0)
-        held, at_work = np.where(some, least, held), np.where(some, np.minimum(at_work, others[0]), at_work)
+        num_not_recomputed = np.maximum(count - -(-count // table.recompute_every) - table.virtual_stages, 0)
+        least = (recomputed[0] * stages.layers).sum(axis=1) + num_not_recomputed * np.maximum(saved - recomputed[0], 0.0).min(
+            axis=0
+        )
+        held, at_work = np.where(every_k, least, held), np.where(every_k, np.minimum(at_work, others[0]), at_work)
     largest = np.where(stages.layers > 0, at_work, np.inf).min(axis=1)
     held = np.where(table.offload_activations > 0, 0.0, held)
     return held, np.where(np.isfinite(largest), np.maximum(largest, 0.0), 0.0)
@@ -203,25 +209,25 @@ def least_of_blocks(workload: Workload, table: LayoutTable, stages: Stages) -> t
 def _all_forward(loads: Loads, columns: Floats, micro_batches: NDArray[np.int64], num_types: int, *, bare_head: bool) -> Floats:
     """Bytes of schedules that run all forward passes first, [3, WHEN, PASSES, layouts]: one micro-batch in full, and what
     each of the others saves. `bare_head`: the last stage has no blocks, so no moment of loads has the head's."""
-    found = loads.most(columns)
+    most = loads.most(columns)
     whole = np.zeros_like(columns)
     apart = len(BY_TYPE) * num_types
-    held = [*range(num_types), *(apart + APART.index(name) for name in ("embedding", "head", "shared"))]
+    held = [*range(num_types), *(apart + OTHER_COLUMNS.index(name) for name in ("embedding", "head", "shared"))]
     whole[held] = columns[held]
-    rest = Loads(np.maximum(loads.rows, 0.0), loads.begins, loads.never).most(whole)
+    of_others = Loads(np.maximum(loads.rows, 0.0), loads.begins, loads.absent).most(whole)
     forward = [PASSES.index("forward"), PASSES.index("head forward"), PASSES.index("head backward")]
-    every = np.where(np.isfinite(rest), rest, 0.0)
+    every = np.where(np.isfinite(of_others), of_others, 0.0)
     every[:] = every[:, :, forward].max(axis=(1, 2))[:, None, None]
     if bare_head:
-        every[2] += columns[apart + APART.index("head")]
-    found[:, 0] = np.maximum(found[:, 0], found[:, 2]) + (micro_batches - 1) * every[:, 0]
-    found[:, 1] = np.where(micro_batches > 1, found[:, 0] - every[:, 0], -np.inf)
-    return found
+        every[2] += columns[apart + OTHER_COLUMNS.index("head")]
+    most[:, 0] = np.maximum(most[:, 0], most[:, 2]) + (micro_batches - 1) * every[:, 0]
+    most[:, 1] = np.where(micro_batches > 1, most[:, 0] - every[:, 0], -np.inf)
+    return most
 
 
 def _pipelines(
     workload: Workload, table: LayoutTable, stages: Stages, micro_batches: NDArray[np.int64]
-) -> list[tuple[Pipeline, tuple[int, ...], NDArray[np.intp]]]:
+) -> list[tuple[PipelineShape, tuple[int, ...], NDArray[np.intp]]]:
     """The different pipelines of `table`, the types of blocks that each has, and the layouts with each."""
     every = np.where(table.recompute == EVERY, table.recompute_every, 0)
     piped = table.pp > 1
@@ -234,23 +240,23 @@ def _pipelines(
     order = np.lexsort(keys)
     keys = keys[:, order]
     starts = np.flatnonzero(np.concatenate([[True], (keys[:, 1:] != keys[:, :-1]).any(axis=0)]))
-    by_pipeline: dict[tuple[Pipeline, tuple[int, ...]], list[NDArray[np.intp]]] = {}
+    by_pipeline: dict[tuple[PipelineShape, tuple[int, ...]], list[NDArray[np.intp]]] = {}
     for start, end in zip(starts, [*starts[1:], len(order)], strict=True):
-        one = _pipeline(workload, table, stages, keys[:, start])
-        by_pipeline.setdefault(one, []).append(order[start:end])
-    return [(*one, np.concatenate(rows)) for one, rows in by_pipeline.items()]
+        key = _pipeline(workload, table, stages, keys[:, start])
+        by_pipeline.setdefault(key, []).append(order[start:end])
+    return [(*key, np.concatenate(rows)) for key, rows in by_pipeline.items()]
 
 
 def _pipeline(
     workload: Workload, table: LayoutTable, stages: Stages, key: NDArray[np.int64]
-) -> tuple[Pipeline, tuple[int, ...]]:
+) -> tuple[PipelineShape, tuple[int, ...]]:
     """The pipeline of a column of numbers, in the order of `_pipelines`, and the types that its own are the places of."""
     every, kept, count, virtual, pp, number = map(int, key)
     name = SCHEDULE_NAMES[number]
     chunks = tuple(chunk_layers_of(workload, pp * virtual, stages.layers_per_stage))
     used, places = _types(workload.model, table.modes, every, kept)
     few = enough_micro_batches(name, pp, count)
-    return Pipeline(name, pp, virtual, few, chunks, places, len(used), bool(workload.model.num_experts)), used
+    return PipelineShape(name, pp, virtual, few, chunks, places, len(used), bool(workload.model.num_experts)), used
 
 
 @lru_cache(maxsize=1024)
@@ -261,28 +267,30 @@ def _types(model: Model, modes: tuple[str, ...], every: int, kept: int) -> tuple
     last = model.num_hidden_layers - kept
     layout = Layout(recompute="every-k", recompute_every=every) if every else None
     ways = list(dict.fromkeys(modes))
-    found = []
+    types = []
     for layer, kind in enumerate(kind_of_layer):
         in_bf16 = kept > 0 and not kept <= layer < last and layer < model.num_hidden_layers
-        way = int(layout.recomputes(layer)) if layout else ways.index(modes[min(layer, len(modes) - 1)]) if modes else 0
-        found.append((way * 2 + in_bf16) * len(kinds) + kind)
-    used = tuple(sorted(set(found)))
-    return used, tuple(map(used.index, found))
+        mode = (
+            int(layout.is_fully_recomputed(layer)) if layout else ways.index(modes[min(layer, len(modes) - 1)]) if modes else 0
+        )
+        types.append((mode * 2 + in_bf16) * len(kinds) + kind)
+    used = tuple(sorted(set(types)))
+    return used, tuple(map(used.index, types))
 
 
 @lru_cache(maxsize=4096)
-def _blocks_of_ranks(pipeline: Pipeline) -> tuple[Floats, NDArray[np.bool_]]:
+def _blocks_of_ranks(pipeline: PipelineShape) -> tuple[Floats, NDArray[np.bool_]]:
     """Blocks by type of the first, the fullest between and the last rank, of one micro-batch, and which types there are."""
     known, num_stages, num_types = SCHEDULES[pipeline.schedule], len(pipeline.chunks), pipeline.num_types
     cells = np.repeat(np.arange(num_stages), pipeline.chunks) * num_types + np.array(pipeline.types)
     of_stages = np.bincount(cells, minlength=num_stages * num_types).reshape(num_stages, num_types)
     held = known.stages_of_ranks(pipeline.pp, num_stages)
     rows = np.array([of_stages[stages].sum(axis=0) for stages in held], dtype=float)
-    there = rows > 0
+    present = rows > 0
     if pipeline.pp > 1:
         rows /= known.copies
     between = rows[1:-1][rows[1:-1].sum(axis=1).argmax()] if pipeline.pp > 2 else np.zeros(pipeline.num_types)
-    return np.array([rows[0], between, rows[-1]]), np.array([there[0], there[1:-1].any(axis=0), there[-1]])
+    return np.array([rows[0], between, rows[-1]]), np.array([present[0], present[1:-1].any(axis=0), present[-1]])
 
 
 def _blocks(
@@ -292,7 +300,7 @@ def _blocks(
     shape_of: NDArray[np.intp],
     *,
     any_kept: bool,
-    cuts: NDArray[np.bool_],
+    splits: NDArray[np.bool_],
 ) -> _Blocks:
     """Types in the order of `_types`: by way, in fp8 or kept in bf16, by kind."""
     kinds = kinds_of_layers(workload.model)[0]
@@ -306,39 +314,41 @@ def _blocks(
         modes += [np.full(len(table), MODES.index("full"))] if every.any() else []
 
     count = len(shapes)
-    cut = np.zeros(count, dtype=bool)
-    cut[shape_of[cuts]] = True
-    found = []
+    has_split = np.zeros(count, dtype=bool)
+    has_split[shape_of[splits]] = True
+    columns = []
     for mode in modes:
         used = distinct(mode).tolist()
         position = np.searchsorted(used, mode)
-        for some in (shapes, [without_fp8(shape) for shape in shapes] if any_kept else None):
-            if some is None:
-                found += [np.zeros((5, len(table)))] * len(kinds)
+        for block_shapes in (shapes, [without_fp8(shape) for shape in shapes] if any_kept else None):
+            if block_shapes is None:
+                columns += [np.zeros((5, len(table)))] * len(kinds)
                 continue
-            told = np.empty((len(used), count, len(kinds), 5))
+            sizes = np.empty((len(used), count, len(kinds), 5))
             for row, number in enumerate(used):
-                told[row, :, :, :3] = _of_shapes(workload, some, ways[number])
-                told[row, :, :, 3:] = 0.0
-                if cut.any():
-                    those = [shape for shape, is_cut in zip(some, cut, strict=True) if is_cut]
-                    told[row, cut, :, 3:] = _of_shapes(workload, those, ways[number], cuts=True)
-            found += list(told[position, shape_of].transpose(1, 2, 0))
-    return _Blocks(*np.stack(found, axis=1))
+                sizes[row, :, :, :3] = _of_shapes(workload, block_shapes, ways[number])
+                sizes[row, :, :, 3:] = 0.0
+                if has_split.any():
+                    split_shapes = [shape for shape, is_split in zip(block_shapes, has_split, strict=True) if is_split]
+                    sizes[row, has_split, :, 3:] = _of_shapes(workload, split_shapes, ways[number], splits=True)
+            columns += list(sizes[position, shape_of].transpose(1, 2, 0))
+    return _Blocks(*np.stack(columns, axis=1))
 
 
-def _of_shapes(workload: Workload, shapes: Sequence[Shape], mode: str, *, cuts: bool = False) -> list[Floats]:
-    """Bytes of blocks of each shape, [kinds, 3]: saved, forward peak, backward peak; or with `cuts` [kinds, 2]: peak of I,
+def _of_shapes(workload: Workload, shapes: Sequence[Shape], mode: str, *, splits: bool = False) -> list[Floats]:
+    """Bytes of blocks of each shape, [kinds, 3]: saved, forward peak, backward peak; or with `splits` [kinds, 2]: peak of I,
     and what waits for W."""
-    model, stack, known = workload.model, workload.stack, _known_blocks(workload.model, workload.stack)[mode, cuts]
+    model, stack, known = workload.model, workload.stack, _cached_blocks(workload.model, workload.stack)[mode, splits]
     if new := [shape for shape in dict.fromkeys(shapes) if shape not in known]:
         kinds = kinds_of_layers(workload.model)[0]
-        rows = np.stack([block_columns(model, layer, new, recompute=mode, stack=stack, cuts=cuts) for layer in kinds], axis=1)
-        known.update(zip(new, rows[:, :, slice(2, 4) if cuts else slice(3)], strict=True))
+        rows = np.stack(
+            [block_columns(model, layer, new, recompute=mode, stack=stack, splits=splits) for layer in kinds], axis=1
+        )
+        known.update(zip(new, rows[:, :, slice(2, 4) if splits else slice(3)], strict=True))
     return [known[shape] for shape in shapes]
 
 
-def know_blocks(workload: Workload, table: LayoutTable) -> None:
+def cache_blocks(workload: Workload, table: LayoutTable) -> None:
     """Work out at once what `least_of_blocks` will ask of many tables taken from `table`: blocks are played together."""
     shapes = distinct_shapes(workload, table)[0]
     for mode in MODES if not table.modes and len(table) else ():
@@ -346,7 +356,7 @@ def know_blocks(workload: Workload, table: LayoutTable) -> None:
 
 
 @lru_cache(maxsize=8)
-def _known_blocks(model: Model, stack: Stack) -> defaultdict[tuple[str, bool], dict[Shape, Floats]]:
+def _cached_blocks(model: Model, stack: Stack) -> defaultdict[tuple[str, bool], dict[Shape, Floats]]:
     """Cache of `_of_shapes`, by way of recomputing and whether backward passes are split."""
     return defaultdict(dict)
 
@@ -369,11 +379,14 @@ def _largest_tensors(workload: Workload, shapes: list[Shape]) -> Floats:
     if workload.stack.joins_segments:
         return np.zeros((1, len(shapes)))
     kinds, model = kinds_of_layers(workload.model)[0], workload.model
-    made = [[one.num_bytes for kind in kinds for op in block_work(model, kind, shape) for one in op.makes] for shape in shapes]
-    return np.array([[max(sizes) for sizes in made]], dtype=float)
+    sizes_by_shape = [
+        [activation.num_bytes for kind in kinds for op in block_work(model, kind, shape) for activation in op.makes]
+        for shape in shapes
+    ]
+    return np.array([[max(sizes) for sizes in sizes_by_shape]], dtype=float)
 
 
 def _parts(memories: list[BlockMemory]) -> Floats:
     """[saved, forward peak, backward peak] x parts."""
-    rows = [(one.saved_bytes, one.forward_peak_bytes, one.backward_peak_bytes) for one in memories]
+    rows = [(memory.saved_bytes, memory.forward_peak_bytes, memory.backward_peak_bytes) for memory in memories]
     return np.array(rows, dtype=float).T

@@ -28,13 +28,13 @@ from numpy.typing import NDArray
 from ultrascale.description.schedules import SCHEDULES
 from ultrascale.schedules.accumulate import accumulate
 from ultrascale.schedules.actions import Action, Kind
-from ultrascale.schedules.build import lists_of_ranks
+from ultrascale.schedules.build import actions_of_ranks
 from ultrascale.schedules.kinds.interleaved import rounds
 
 Floats = NDArray[np.float64]
 BY_TYPE = ("whole", "waits", "forward", "backward", "input")
 """Columns of each type of block: how often it is held, held for W, at work in F, in B, in I (what it needs beyond `whole`)."""
-APART = ("embedding", "head", "hidden", "shared", "summing", "summed", "pending")
+OTHER_COLUMNS = ("embedding", "head", "hidden", "shared", "summing", "summed", "pending")
 """Columns after those. Shared: what the blocks of a stage read in common, once a stage and micro-batch. Summing, summed: shares
 of the rank's stages with gradients of some micro-batches, and of all. The last is the
 share of those whose gradients of I wait for W to reduce them."""
@@ -53,7 +53,7 @@ FORWARD, BACKWARD, INPUT, WEIGHT = (ord(kind.value) for kind in Kind)
 """Kinds of passes in an array."""
 
 
-class Pipeline(NamedTuple):
+class PipelineShape(NamedTuple):
     """All that decides what ranks hold."""
 
     schedule: str
@@ -76,7 +76,7 @@ class Loads(NamedTuple):
     rows: Floats
     begins: NDArray[np.intp]
     """[3 x WHEN x PASSES]"""
-    never: NDArray[np.bool_]
+    absent: NDArray[np.bool_]
     """[3 x WHEN x PASSES]: the rank has no such moment, and its row is zeros."""
 
     @property
@@ -91,11 +91,11 @@ class Loads(NamedTuple):
         if sums is not None:
             first, second = self.begins[len(self.begins) // 3 :: len(self.begins) // 3]
             parts = slice(0, first), slice(first, second), slice(second, None)
-            for part, some in zip(parts, sums, strict=True):
-                live[part] += self.rows[part, SUMS] @ some
-        found = np.maximum.reduceat(live, self.begins, axis=0)
-        found[self.never] = -np.inf
-        return found.reshape(3, len(WHEN), len(PASSES), -1)
+            for part, rank_sums in zip(parts, sums, strict=True):
+                live[part] += self.rows[part, SUMS] @ rank_sums
+        peaks = np.maximum.reduceat(live, self.begins, axis=0)
+        peaks[self.absent] = -np.inf
+        return peaks.reshape(3, len(WHEN), len(PASSES), -1)
 
 
 def enough_micro_batches(schedule: str, pp: int, num_micro_batches: int) -> int:
@@ -113,34 +113,36 @@ def enough_micro_batches(schedule: str, pp: int, num_micro_batches: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def loads_of(pipeline: Pipeline) -> Loads:
+def loads_of(pipeline: PipelineShape) -> Loads:
     """Loads of the ranks of a known schedule; `num_micro_batches` of `enough_micro_batches`."""
     name, pp = pipeline.schedule, pipeline.pp
     if pp == 1:
         return loads_of_actions([accumulate(pipeline.num_micro_batches, 0)], pipeline)
     known = SCHEDULES[name]
     held = known.stages_of_ranks(pp, len(pipeline.chunks))
-    sorts = _sorts(held, _types_of_stages(pipeline), cuts=bool(known.splits_backward))
-    some = tuple(sorted({rank for ranks in sorts for rank in ranks}))
-    return _loads(sorts, _lists(name, pp, pipeline.num_micro_batches, pipeline.virtual_stages, some), pipeline)
+    sorts = _sorts(held, _types_of_stages(pipeline), splits=bool(known.splits_backward))
+    chosen_ranks = tuple(sorted({rank for ranks in sorts for rank in ranks}))
+    return _loads(sorts, _lists(name, pp, pipeline.num_micro_batches, pipeline.virtual_stages, chosen_ranks), pipeline)
 
 
 @lru_cache(maxsize=2)
 def _lists(
     name: str, pp: int, num_micro_batches: int, virtual_stages: int | None, ranks: tuple[int, ...]
 ) -> dict[int, list[Action]]:
-    return lists_of_ranks(name, pp, num_micro_batches, virtual_stages, ranks)
+    return actions_of_ranks(name, pp, num_micro_batches, virtual_stages, ranks)
 
 
-def loads_of_actions(schedule: Sequence[Sequence[Action]], pipeline: Pipeline) -> Loads:
+def loads_of_actions(schedule: Sequence[Sequence[Action]], pipeline: PipelineShape) -> Loads:
     """Loads of a schedule given as lists of actions."""
     held = [sorted({part.stage for action in row for part in action.parts}) for row in schedule]
-    cuts = any(part.kind is Kind.INPUT_GRADIENT for action in schedule[-1] for part in action.parts)
-    return _loads(_sorts(held, _types_of_stages(pipeline), cuts=cuts), schedule, pipeline)
+    splits = any(part.kind is Kind.INPUT_GRADIENT for action in schedule[-1] for part in action.parts)
+    return _loads(_sorts(held, _types_of_stages(pipeline), splits=splits), schedule, pipeline)
 
 
 def _loads(
-    sorts: Sequence[Sequence[int]], actions: Mapping[int, Sequence[Action]] | Sequence[Sequence[Action]], pipeline: Pipeline
+    sorts: Sequence[Sequence[int]],
+    actions: Mapping[int, Sequence[Action]] | Sequence[Sequence[Action]],
+    pipeline: PipelineShape,
 ) -> Loads:
     """Loads of the first, the middle and the last ranks (`sorts`), from their lists of actions."""
     lists = [[part for action in actions[rank] for part in action.parts] for ranks in sorts for rank in ranks]
@@ -148,40 +150,40 @@ def _loads(
     rows, rank, moment = _moments(_passes(lists, _types_of_stages(pipeline), pipeline.sums_in_input), pipeline.num_types)
     moments = len(WHEN) * len(PASSES)
     groups, every = of_rank[rank] * moments + moment, np.arange(len(sorts) * moments)
-    never = np.bincount(groups, minlength=len(every)) == 0
-    rows, groups = np.concatenate([rows, np.zeros((never.sum(), rows.shape[1]))]), np.concatenate([groups, every[never]])
+    absent = np.bincount(groups, minlength=len(every)) == 0
+    rows, groups = np.concatenate([rows, np.zeros((absent.sum(), rows.shape[1]))]), np.concatenate([groups, every[absent]])
     order = np.lexsort((*-rows.T[::-1], groups))
-    best = order[~_is_below(rows[order], groups[order])]
-    return Loads(rows[best], np.searchsorted(groups[best], every), never)
+    best = order[~_is_dominated(rows[order], groups[order])]
+    return Loads(rows[best], np.searchsorted(groups[best], every), absent)
 
 
-def _types_of_stages(pipeline: Pipeline) -> list[tuple[int, ...]]:
+def _types_of_stages(pipeline: PipelineShape) -> list[tuple[int, ...]]:
     ends = [sum(pipeline.chunks[:stage]) for stage in range(len(pipeline.chunks) + 1)]
     return [pipeline.types[start:end] for start, end in pairwise(ends)]
 
 
-def _sorts(held: Sequence[Sequence[int]], stages: Sequence[tuple[int, ...]], *, cuts: bool) -> list[list[int]]:
+def _sorts(held: Sequence[Sequence[int]], stages: Sequence[tuple[int, ...]], *, splits: bool) -> list[list[int]]:
     """The first rank, some between, and the last, of what each holds. Between: of the ranks with the same blocks the first,
     which has most micro-batches under way, and where backward passes are cut the last, which has most waiting for W, or where
     micro-batches come in at both ends the innermost."""
     alike: dict[object, list[int]] = {}
     for rank in range(1, len(held) - 1):
         alike.setdefault(tuple(stages[stage] for stage in held[rank]), []).append(rank)
-    some = ((ranks[0], ranks[len(ranks) // 2], ranks[-1]) if cuts else ranks[:1] for ranks in alike.values())
-    between = sorted({rank for ranks in some for rank in ranks})
+    chosen_ranks = ((ranks[0], ranks[len(ranks) // 2], ranks[-1]) if splits else ranks[:1] for ranks in alike.values())
+    between = sorted({rank for ranks in chosen_ranks for rank in ranks})
     return [[0], between, [len(held) - 1] if len(held) > 1 else []]
 
 
-def _is_below(rows: Floats, groups: NDArray[np.intp]) -> NDArray[np.bool_]:
+def _is_dominated(rows: Floats, groups: NDArray[np.intp]) -> NDArray[np.bool_]:
     """Rows that an earlier one of their group equals or exceeds in every column; groups are in order. [rows]."""
     starts = np.searchsorted(groups, groups)
     earlier = np.arange(len(rows)) - starts
-    one = np.repeat(np.arange(len(rows)), earlier)
-    other = np.arange(len(one)) + np.repeat(starts - earlier.cumsum() + earlier, earlier)
+    row = np.repeat(np.arange(len(rows)), earlier)
+    earlier_row = np.arange(len(row)) + np.repeat(starts - earlier.cumsum() + earlier, earlier)
     for column in rows.T:
-        as_much = column[one] <= column[other]
-        one, other = one[as_much], other[as_much]
-    return np.bincount(one, minlength=len(rows)) > 0
+        as_much = column[row] <= column[earlier_row]
+        row, earlier_row = row[as_much], earlier_row[as_much]
+    return np.bincount(row, minlength=len(rows)) > 0
 
 
 class _Passes(NamedTuple):
@@ -212,23 +214,26 @@ def _passes(lists: Sequence[Sequence[Action]], stages: Sequence[tuple[int, ...]]
     """Plays the lists of some ranks, one after the other: each ends with nothing held, so that all is a running sum."""
     lengths, last = [len(passes) for passes in lists], len(stages) - 1
     kinds, _, of_stages, *_ = zip(*chain.from_iterable(lists), strict=True)
-    kind = np.frombuffer("".join([one._value_ for one in kinds]).encode(), dtype=np.uint8)
+    kind = np.frombuffer("".join([pass_kind._value_ for pass_kind in kinds]).encode(), dtype=np.uint8)
     stage, rank = np.array(of_stages), np.repeat(np.arange(len(lists)), lengths)
     starts, every = np.searchsorted(rank, rank), np.arange(len(kind))
     held, cell = np.unique(rank * len(stages) + stage, return_inverse=True)
     alike: dict[tuple[tuple[int, ...], bool, bool], int] = {}
-    sorts = [alike.setdefault((stages[one], one == 0, one == last), len(alike)) for one in (held % len(stages)).tolist()]
+    sorts = [
+        alike.setdefault((stages[stage_number], stage_number == 0, stage_number == last), len(alike))
+        for stage_number in (held % len(stages)).tolist()
+    ]
     sort = np.array(sorts)[cell]
 
     # Nobody waits for the first stage's I: W does all, and the gradient that came is held until then.
-    begins, cuts, postponed = kind == FORWARD, (kind == INPUT) & (stage > 0), (kind == WEIGHT) & (stage == 0)
-    whole = 1 * begins - ((kind == BACKWARD) | cuts | postponed)
+    begins, splits, postponed = kind == FORWARD, (kind == INPUT) & (stage > 0), (kind == WEIGHT) & (stage == 0)
+    whole = 1 * begins - ((kind == BACKWARD) | splits | postponed)
     waits = 1 * (kind == INPUT) - (kind == WEIGHT)
-    order, own = np.argsort(cell, kind="stable"), np.empty_like(waits)
-    own[order] = waits[order].cumsum()
-    waiting = 1 * ((waits > 0) & (own == 1)) - ((waits < 0) & (own == 0))
+    order, depth = np.argsort(cell, kind="stable"), np.empty_like(waits)
+    depth[order] = waits[order].cumsum()
+    waiting = 1 * ((waits > 0) & (depth == 1)) - ((waits < 0) & (depth == 0))
     finishes = np.flatnonzero((kind == BACKWARD) | (kind == WEIGHT))
-    in_input = cuts if sums_in_input else cuts & (stage == last) & (not stages[last])  # a bare head's are made in I too
+    in_input = splits if sums_in_input else splits & (stage == last) & (not stages[last])  # a bare head's are made in I too
     adds = np.flatnonzero((kind == BACKWARD) | (kind == WEIGHT) | in_input)
     first, final = np.zeros((2, len(kind)), dtype=np.int64)
     first[adds[np.unique(cell[adds], return_index=True)[1]]] = 1
@@ -246,18 +251,18 @@ def _passes(lists: Sequence[Sequence[Action]], stages: Sequence[tuple[int, ...]]
     counts[:, -2:] = np.stack([begun - done, done], axis=1)
 
     # Of forward passes in a row the last; and no pass before which there was as much of everything.
-    again = np.append((kind[1:] == FORWARD) & (rank[1:] == rank[:-1]), False) & begins & (stage < last)
-    some = np.flatnonzero(~again & (cuts | (kind != INPUT)))
+    repeated = np.append((kind[1:] == FORWARD) & (rank[1:] == rank[:-1]), False) & begins & (stage < last)
+    kept = np.flatnonzero(~repeated & (splits | (kind != INPUT)))
     does, when = np.where(postponed, BACKWARD, kind), np.where(final > 0, 2, begun > 0)
     keys = ((rank * len(alike) + sort) * 128 + does) * len(WHEN) + when
-    some = some[np.argsort(keys[some], kind="stable")]
-    table = np.column_stack([keys, counts])[some]
+    kept = kept[np.argsort(keys[kept], kind="stable")]
+    table = np.column_stack([keys, counts])[kept]
     known = {line: place for place, line in reversed([*enumerate(table.view(f"V{table.strides[0]}").ravel().tolist())])}
-    some = some[sorted(known.values())]
-    some = some[~_is_below(counts[some], keys[some])]
+    kept = kept[sorted(known.values())]
+    kept = kept[~_is_dominated(counts[kept], keys[kept])]
     has_first = np.bincount(rank[stage == 0], minlength=len(lists)) > 0
     return _Passes(
-        does[some], rank[some], sort[some], when[some], own[some] == 1, counts[some], alike, np.bincount(held // len(stages)),
+        does[kept], rank[kept], sort[kept], when[kept], depth[kept] == 1, counts[kept], alike, np.bincount(held // len(stages)),
         has_first,
     )  # fmt: skip
 
@@ -272,10 +277,10 @@ def _moments(passes: _Passes, num_types: int) -> tuple[Floats, NDArray[np.intp],
         more = _changes(chr(key[0]), *alike[key[1]], has_first=key[2], num_types=num_types)
         where[key] = range(len(changes), len(changes) + len(more))
         changes += more
-    at = np.repeat(np.arange(len(keys)), [len(where[key]) for key in keys])
-    which = np.array([number for key in keys for number in where[key]])
-    name, change = (np.array(part)[which] for part in zip(*changes, strict=True))
-    held = np.zeros((2 * len(alike) + 3, apart + len(APART)))
+    pass_of = np.repeat(np.arange(len(keys)), [len(where[key]) for key in keys])
+    change_of = np.array([number for key in keys for number in where[key]])
+    name, change = (np.array(part)[change_of] for part in zip(*changes, strict=True))
+    held = np.zeros((2 * len(alike) + 3, apart + len(OTHER_COLUMNS)))
     for number, (blocks, is_first, is_last) in enumerate(alike):
         for block in blocks:
             held[number, block] += 1
@@ -283,12 +288,12 @@ def _moments(passes: _Passes, num_types: int) -> tuple[Floats, NDArray[np.intp],
         held[number, apart : apart + 4] = is_first, is_last, 0, bool(blocks)
         held[len(alike) + number, apart + 2] = is_first
     held[[-3, -2, -1], [-1, -3, -2]] = 1
-    rows, rank = passes.counts[at] @ held, passes.rank[at]
-    rows[:, -1] += (name == PASSES.index("input first")) & passes.alone[at]
+    rows, rank = passes.counts[pass_of] @ held, passes.rank[pass_of]
+    rows[:, -1] += (name == PASSES.index("input first")) & passes.alone[pass_of]
     rows[:, -1] -= rows[:, apart + 2] > 0
     rows += change
     rows[:, -3:] /= passes.stages[rank, None]
-    return rows, rank, passes.when[at] * len(PASSES) + name
+    return rows, rank, passes.when[pass_of] * len(PASSES) + name
 
 
 @lru_cache(maxsize=4096)
@@ -297,7 +302,7 @@ def _changes(
 ) -> list[tuple[int, tuple[int, ...]]]:
     """Moments of a pass of a stage with these blocks, and what each has beside or without what is held; `has_first`: the rank
     has the first stage too."""
-    found: list[tuple[int, tuple[int, ...]]] = []
+    changes: list[tuple[int, tuple[int, ...]]] = []
     apart, of_head, numbers = len(BY_TYPE) * num_types, -1 if is_last else 0, Counter(blocks).items
 
     def note(
@@ -305,7 +310,7 @@ def _changes(
         emptied: bool = False, **at_work: int,
     ) -> None:  # fmt: skip
         """Without blocks that are `gone` (`emptied`: a stage's every one), with those `left` for W, and one at work."""
-        row = [0] * (apart + len(APART))
+        row = [0] * (apart + len(OTHER_COLUMNS))
         for block, number in gone:
             row[block] -= number
         for block, number in left:
@@ -315,33 +320,33 @@ def _changes(
         row[apart + 1], row[apart + 3] = head, -emptied
         if not (is_first and is_last):
             row[apart + 2] = 1 + (not name.startswith(("forward", "head forward", "weights")) and not head)
-        found.append((PASSES.index(name), tuple(row)))
+        changes.append((PASSES.index(name), tuple(row)))
 
     if does == "F":
         for block, place in {block: place for place, block in enumerate(blocks)}.items():
             note("forward", forward=block, gone=Counter(blocks[place + 1 :]).items())
         if is_last:
             note("head forward", head=-1)
-        return found
+        return changes
     if does == "W":
         note("weights first")
         note("weights last", left=((block, -number) for block, number in numbers()))
-        return found
+        return changes
     if is_last:
         note("head backward", head=of_head)
     if does == "B" and (is_first or not has_first):
         note("outside", head=of_head, gone=numbers(), emptied=bool(blocks))
     if not blocks:
-        return found
-    first, end, others = blocks[0], blocks[-1], Counter(blocks[1:]).items()
+        return changes
+    first, end, after_first = blocks[0], blocks[-1], Counter(blocks[1:]).items()
     if does == "I":
         note("input last", head=of_head, input=end)
         # What the first leaves is in its own excess.
-        note("input first", head=of_head, gone=others, left=others, input=first)
-        return found
+        note("input first", head=of_head, gone=after_first, left=after_first, input=first)
+        return changes
     note("backward last", head=of_head, backward=end)
     if len(blocks) > 1:
         note("backward next", head=of_head, gone=((end, 1),), backward=blocks[-2])
     note("reduction", head=of_head, gone=((end, 1),), emptied=len(blocks) == 1)
-    note("backward first", head=of_head, gone=others, backward=first)
-    return found
+    note("backward first", head=of_head, gone=after_first, backward=first)
+    return changes

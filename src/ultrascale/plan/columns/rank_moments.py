@@ -66,15 +66,15 @@ def rank_moments(
     if state.gathers.all():
         return buckets
     return [
-        Moment(*(np.where(state.gathers, ours, theirs) for ours, theirs in zip(one, other, strict=True)))
-        for one, other in zip(buckets, _whole_moments(workload, state, parts), strict=True)
+        Moment(*(np.where(state.gathers, ours, theirs) for ours, theirs in zip(bucketed, whole, strict=True)))
+        for bucketed, whole in zip(buckets, _whole_moments(workload, state, parts), strict=True)
     ]
 
 
 def _passes(parts: RankActivations) -> list[Floats]:
     """Activations at each of `MOMENTS`."""
     times = (parts.at_first, parts.at_between, parts.at_last)
-    most = {name: np.maximum.reduce([one[name] for one in times]) for name in PASSES}
+    most = {name: np.maximum.reduce([at_time[name] for at_time in times]) for name in PASSES}
     most["outside"] = most["outside"] + parts.embedding_backward
     return [*most.values(), NOTHING]
 
@@ -117,16 +117,16 @@ class _Fsdp(NamedTuple):
     copy_bucket: Floats
     """torch divides through a copy where nothing is scattered."""
     copy_root: Floats
-    cut_bucket: Floats
+    sharded_bucket: Floats
     """Summed gradients that a bucket of this micro-batch adds, and the buffer of its reduction where that stays."""
-    cut_root: Floats
-    cut_others: Floats
-    """`cut_bucket` of all blocks but those of one bucket."""
+    sharded_root: Floats
+    sharded_rest: Floats
+    """`sharded_bucket` of all blocks but those of one bucket."""
     summed: Floats
     """Gradients of earlier micro-batches."""
     summed_at_first: Floats
     """Rest of `summed` at the first block of the last micro-batch."""
-    held: Floats
+    unreduced: Floats
     """Gradients of a bucket's other blocks."""
     narrow_stage: Floats
     """Gradients of all blocks of a stage without experts': W makes them one after the other, and reduces them in the end."""
@@ -158,13 +158,13 @@ def _fsdp(
     dense, experts = ((state.block - state.block_experts) * per_bucket, state.block_experts * per_bucket)
     dense, experts = np.minimum(dense, blocks - state.experts), np.minimum(experts, state.experts)
     # Experts that are cut over other ranks than the rest are a bucket of their own, before the rest of their block.
-    apart = (experts > 0) & (table.tp * table.ep * table.expert_tp > 1)
-    bucket, alone_experts = dense + experts, np.where(apart, experts * (expert_shard > 1), 0.0)
-    larger = np.where(apart, np.maximum(dense, alone_experts), bucket)
-    smaller = np.where(apart, np.minimum(dense, alone_experts), bucket)
+    experts_apart = (experts > 0) & (table.tp * table.ep * table.expert_tp > 1)
+    bucket, alone_experts = dense + experts, np.where(experts_apart, experts * (expert_shard > 1), 0.0)
+    larger = np.where(experts_apart, np.maximum(dense, alone_experts), bucket)
+    smaller = np.where(experts_apart, np.minimum(dense, alone_experts), bucket)
     others_dense, others_experts = blocks - state.experts - dense, state.experts - experts
     copies = np.where(alone & (c >= MASTER_BYTES), 0.0, c)  # one process in one dtype computes with the parameters themselves
-    cuts, scatters = n > 1, ~alone
+    is_sharded, scatters = n > 1, ~alone
     repeated = micro_batches > 1
     reduces_from = workload.stack.reduces_from
     whole_sums = repeated & ((table.zero_stage < reduces_from) | alone)
@@ -178,7 +178,7 @@ def _fsdp(
     summed_in = np.minimum(MASTERS[table.precision], workload.stack.gradient_bytes)
     kept = np.where(scatters & workload.stack.keeps_reduced & (r != summed_in), r, 0.0)
     scattered = np.where(state.lone_experts > 0, 0.0, 1.0)
-    left = state.gradients - np.where(whole_sums & cuts, wide * to_cut / held_stages, 0.0)
+    summed_at_first = state.gradients - np.where(whole_sums & is_sharded, wide * to_cut / held_stages, 0.0)
     return _Fsdp(
         all_parameters=np.where(copies > 0, state.gathered_itemsize, 0.0) * (blocks - state.lone_experts) + copies * root,
         bucket_parameters=np.where(copies > 0, state.bucket_itemsize, 0.0) * np.where(state.lone_experts > 0, dense, bucket),
@@ -186,30 +186,33 @@ def _fsdp(
         flat=np.where(blocks > 0, flat * larger, flat * root),
         flat_beside=flat * smaller,
         narrow_bucket=np.where(
-            whole_sums | (alone & (c >= wide)), 0.0, c * np.where(apart, np.maximum(dense, experts), bucket)
+            whole_sums | (alone & (c >= wide)), 0.0, c * np.where(experts_apart, np.maximum(dense, experts), bucket)
         ),
         narrow_root=np.where(whole_sums, 0.0, c * ends),
         narrow_head=fresh * root * np.where(parts.has_head, half, 0.0),
         narrow_embedding=np.where(parts.has_embedding, c * root * half, 0.0),
         narrow_largest=np.where(
-            (scatters & ~cuts) | (alone & (c >= wide)), 0.0, (c + np.where(alone & whole_sums, wide, 0.0)) * root * half
+            (scatters & ~is_sharded) | (alone & (c >= wide)), 0.0, (c + np.where(alone & whole_sums, wide, 0.0)) * root * half
         ),
-        reduce_bucket=np.where(cuts, r * larger, 0.0),
-        reduce_root=np.where(cuts, r * ends, 0.0),
+        reduce_bucket=np.where(is_sharded, r * larger, 0.0),
+        reduce_root=np.where(is_sharded, r * ends, 0.0),
         copy_bucket=np.where(
-            scatters & ~cuts, r * bucket * (2 - adds), np.where(apart & cuts & (expert_shard == 1), r * experts, 0.0)
+            scatters & ~is_sharded,
+            r * bucket * (2 - adds),
+            np.where(experts_apart & is_sharded & (expert_shard == 1), r * experts, 0.0),
         ),
-        copy_root=np.where(scatters & ~cuts, r * ends * (2 - adds), 0.0),
-        cut_bucket=adds * wide * (dense / n + experts / expert_shard) + kept * (dense / n + scattered * experts / expert_shard),
-        cut_root=adds * wide * ends / n,
-        cut_others=adds
+        copy_root=np.where(scatters & ~is_sharded, r * ends * (2 - adds), 0.0),
+        sharded_bucket=adds * wide * (dense / n + experts / expert_shard)
+        + kept * (dense / n + scattered * experts / expert_shard),
+        sharded_root=adds * wide * ends / n,
+        sharded_rest=adds
         * wide
         * (others_dense / n + others_experts / expert_shard)
         * np.where(repeated & (table.zero_stage >= reduces_from) & scatters, 0.0, 1.0)
         + kept / held_stages * (others_dense / n + scattered * others_experts / expert_shard),
         summed=state.gradients,
-        summed_at_first=left,
-        held=(per_bucket - 1) * fresh * state.block,
+        summed_at_first=summed_at_first,
+        unreduced=(per_bucket - 1) * fresh * state.block,
         narrow_stage=np.where((whole_sums | alone) & (c >= wide), 0.0, c * (blocks - state.experts) / held_stages),
         pending=np.where(waits & ~whole_sums, r * (state.experts + np.where(parts.has_head, root * half, 0.0)), 0.0),
         blocks_between=(per_bucket - 1.0) * (blocks > bucket),
@@ -218,7 +221,7 @@ def _fsdp(
         stays=alone | ((table.zero_stage == 2) & (micro_batches > 2)),
         first_of_two=(table.zero_stage == 2) & (micro_batches == 2) & scatters,
         forward_flat=np.where(
-            cuts,
+            is_sharded,
             np.maximum(flat * np.where(blocks > 0, larger, root) - np.where(state.keeps & repeated, state.gradients, 0.0), 0.0),
             0.0,
         ),
@@ -228,7 +231,7 @@ def _fsdp(
 def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: RankActivations) -> list[Moment]:
     """FSDP: parameters come bucket by bucket, gradients leave so. See `plan.memory.sharding` for each move."""
     f = fsdp
-    at = _as_if_alike(f, parts)
+    live = _highest_activations(f, parts)
     outside = np.where(f.keeps, f.all_parameters, f.root_parameters)
     at_work = np.where(f.keeps, f.all_parameters, f.root_parameters + f.bucket_parameters)
     after_one = np.where(f.stays | ~f.keeps, outside, f.all_parameters - f.bucket_parameters)
@@ -238,73 +241,73 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
     head_flat = np.where(
         parts.bare_head & ~f.keeps & (state.shard > 1), np.maximum(forward_flat, f.root_parameters), forward_flat
     )
-    several, gone = f.blocks_between > 0, f.blocks_between * parts.saved
-    at_last = np.where(several, np.maximum(at["backward last"], at["backward next"] + f.held), at["backward last"])
-    later = np.maximum(at["backward last"] - gone - parts.saved, at["backward next"] - gone + f.held)
-    at_next = np.where(several, later, at["backward next"])
-    at_reduction = at["reduction"] - np.where(several, gone, 0.0)
+    several, freed = f.blocks_between > 0, f.blocks_between * parts.saved
+    at_last = np.where(several, np.maximum(live["backward last"], live["backward next"] + f.unreduced), live["backward last"])
+    later = np.maximum(live["backward last"] - freed - parts.saved, live["backward next"] - freed + f.unreduced)
+    at_next = np.where(several, later, live["backward next"])
+    at_reduction = live["reduction"] - np.where(several, freed, 0.0)
     ahead = np.where(f.keeps, 0.0, f.flat)
     beside = np.where(f.keeps, 0.0, f.flat_beside)
     reduced_before = np.where(state.stage_blocks > f.blocks_between + 1, f.reduce_bucket, 0.0)
     early = f.summed + f.narrow_head
     pending = {name: share * f.pending for name, share in parts.pending.items()}
-    late = f.summed_at_first + f.cut_others
+    late = f.summed_at_first + f.sharded_rest
     sharded = np.where(state.shard > 1, 1.0, 0.0)  # results of reductions and gathers live on streams of their own
     old = sharded * np.where(state.keeps & (state.gradients > state.late_gradients), 0.0, f.summed)
-    reduced = np.maximum(f.narrow_bucket, f.cut_bucket + f.copy_bucket)
-    root_reduced = np.maximum(f.narrow_root, f.cut_root + f.copy_root + f.narrow_largest)
+    reduced = np.maximum(f.narrow_bucket, f.sharded_bucket + f.copy_bucket)
+    root_reduced = np.maximum(f.narrow_root, f.sharded_root + f.copy_root + f.narrow_largest)
     moments = [
-        Moment(at["forward"], at_work, f.summed + pending["forward"], forward_flat, old + forward_flat),
-        Moment(at["head forward"], outside, f.summed + pending["head forward"], head_flat, old + forward_flat),
-        Moment(at["head backward"], outside, f.summed + pending["head backward"], ahead, old + ahead),
+        Moment(live["forward"], at_work, f.summed + pending["forward"], forward_flat, old + forward_flat),
+        Moment(live["head forward"], outside, f.summed + pending["head forward"], head_flat, old + forward_flat),
+        Moment(live["head backward"], outside, f.summed + pending["head backward"], ahead, old + ahead),
         Moment(at_last, at_work, early, ahead, old + ahead),
-        Moment(at_next, next_one, early + f.cut_bucket, f.reduce_bucket + beside, old + ahead),
+        Moment(at_next, next_one, early + f.sharded_bucket, f.reduce_bucket + beside, old + ahead),
         Moment(at_reduction, after_one, early + reduced, f.reduce_bucket + beside, old + ahead),
-        Moment(at["backward first"] + f.held, at_first, late + f.narrow_head, reduced_before, sharded * f.cut_others),
+        Moment(live["backward first"] + f.unreduced, at_first, late + f.narrow_head, reduced_before, sharded * f.sharded_rest),
         Moment(
-            at["outside"],
+            live["outside"],
             np.where(f.stays, f.all_parameters, 0.0),
-            late + f.cut_bucket + root_reduced,
+            late + f.sharded_bucket + root_reduced,
             f.reduce_root,
-            sharded * (f.cut_others + f.cut_bucket),
+            sharded * (f.sharded_rest + f.sharded_bucket),
         ),
-        Moment(at["input last"], at_work, early + pending["input last"], ahead, old + ahead),
-        Moment(at["input first"], at_work, early + pending["input first"], ahead, old + ahead),
-        Moment(at["weights first"], outside, early + pending["weights first"], NOTHING, old),
-        Moment(at["weights last"], outside, early + f.narrow_stage + pending["weights last"], f.reduce_bucket, old),
+        Moment(live["input last"], at_work, early + pending["input last"], ahead, old + ahead),
+        Moment(live["input first"], at_work, early + pending["input first"], ahead, old + ahead),
+        Moment(live["weights first"], outside, early + pending["weights first"], NOTHING, old),
+        Moment(live["weights last"], outside, early + f.narrow_stage + pending["weights last"], f.reduce_bucket, old),
         Moment(NOTHING, np.where(state.alone, f.all_parameters, 0.0), state.late_gradients, _optimizer_room(workload, state),
                sharded * state.late_gradients),
     ]  # fmt: skip
     if not workload.stack.joins_segments:
         of_bucket, at_end = _late(f, state, parts)
         late = {"backward next": of_bucket, "reduction": of_bucket, "backward first": of_bucket, "outside": at_end}
-        moments = [one._replace(late=late.get(name, NOTHING)) for name, one in zip(MOMENTS, moments, strict=True)]
+        moments = [moment._replace(late=late.get(name, NOTHING)) for name, moment in zip(MOMENTS, moments, strict=True)]
     fresh = state.reduce_itemsize * (state.blocks - state.block) / state.shard
     for index in range(MOMENTS.index("backward next"), MOMENTS.index("input last")):
-        one = moments[index]
-        cut = fresh if index >= MOMENTS.index("backward first") else 0.0
-        more = np.where(f.first_of_two, np.maximum(f.all_parameters - one.gathered - f.summed + cut, 0.0), 0.0)
-        moments[index] = one._replace(gathered=one.gathered + more)
+        moment = moments[index]
+        fresh_shard = fresh if index >= MOMENTS.index("backward first") else 0.0
+        more = np.where(f.first_of_two, np.maximum(f.all_parameters - moment.gathered - f.summed + fresh_shard, 0.0), 0.0)
+        moments[index] = moment._replace(gathered=moment.gathered + more)
     return moments
 
 
-def _as_if_alike(f: _Fsdp, parts: RankActivations) -> dict[str, Floats]:
+def _highest_activations(f: _Fsdp, parts: RankActivations) -> dict[str, Floats]:
     """Activations at each moment of passes, the highest of the times of a step, told as if at all of them there were the same
     beside them: without what is not there yet (sums of gradients) or there in the last pass alone (their reductions)."""
-    root_reduced = np.maximum(f.narrow_root, f.cut_root + f.copy_root + f.narrow_largest)
+    root_reduced = np.maximum(f.narrow_root, f.sharded_root + f.copy_root + f.narrow_largest)
     reduced = {
-        "backward next": f.cut_bucket + f.reduce_bucket,
-        "reduction": np.maximum(f.narrow_bucket, f.cut_bucket + f.copy_bucket) + f.reduce_bucket,
-        "backward first": f.cut_others + f.reduce_bucket,
-        "outside": f.cut_others + f.cut_bucket + root_reduced + f.reduce_root,
+        "backward next": f.sharded_bucket + f.reduce_bucket,
+        "reduction": np.maximum(f.narrow_bucket, f.sharded_bucket + f.copy_bucket) + f.reduce_bucket,
+        "backward first": f.sharded_rest + f.reduce_bucket,
+        "outside": f.sharded_rest + f.sharded_bucket + root_reduced + f.reduce_root,
         "weights last": f.reduce_bucket,
     }
-    found = {}
+    activations = {}
     for name in PASSES:
-        once = np.where(f.at_end, reduced.get(name, 0.0), 0.0)
-        highest = np.maximum(parts.at_between[name], parts.at_first[name]) - once
-        found[name] = np.maximum(parts.at_last[name], highest)
-    return found
+        in_last_pass = np.where(f.at_end, reduced.get(name, 0.0), 0.0)
+        highest = np.maximum(parts.at_between[name], parts.at_first[name]) - in_last_pass
+        activations[name] = np.maximum(parts.at_last[name], highest)
+    return activations
 
 
 def _late(fsdp: _Fsdp, state: RankState, parts: RankActivations) -> tuple[Floats, Floats]:

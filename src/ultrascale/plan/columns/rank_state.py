@@ -86,33 +86,35 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
     if workload.model.num_nextn_predict_layers:
         joins, embedding = _prediction_parameters(workload, table, stages)
         dense, root = dense + joins + embedding, root + embedding
-    total, cut = dense + expert, dense / shard + expert / expert_shard
+    total, sharded = dense + expert, dense / shard + expert / expert_shard
     in_buckets = stack.gathers == "buckets"
     gathers = np.full(len(table), in_buckets) | ((table.zero_stage == 3) & (shard > 1))
     alone = table.dp * table.cp == 1
-    moments = stack.moment_bytes / 4 * master * cut
+    moments = stack.moment_bytes / 4 * master * sharded
     if stack.optimizer == "muon":  # embedding and head are AdamW's, with two moments
         moments = moments + master * root / shard
 
     grows = table.zero_stage < stack.reduces_from
-    cut_gradients = np.where(grows & ~gathers, total, cut)
-    whole_gradients = np.where(table.zero_stage >= stack.shards_gradients_from, cut, total)
+    sharded_gradients = np.where(grows & ~gathers, total, sharded)
+    whole_gradients = np.where(table.zero_stage >= stack.shards_gradients_from, sharded, total)
     summed = np.where(wide, compute, stack.gradient_bytes)
-    kept = np.minimum(master, stack.master_bytes)  # a model made in bf16 has no wider copy
-    cut_itemsize = np.minimum(master, stack.gradient_bytes) if in_buckets else summed
+    kept_itemsize = np.minimum(master, stack.master_bytes)  # a model made in bf16 has no wider copy
+    sharded_itemsize = np.minimum(master, stack.gradient_bytes) if in_buckets else summed
     reduced = np.where(wide, compute, np.minimum(table.reduce_itemsize, stack.reduce_bytes)).astype(float)
     lone = np.where((expert_shard > 1) | stack.shards_lone_experts | ~gathers, 0.0, expert)
-    whole_sums = np.where(table.dp * table.cp > 1, reduced, cut_itemsize) * (total - lone)  # as wide as they will be reduced
-    whole_sums = whole_sums + cut_itemsize * lone
-    partial = np.where(table.dp * table.cp > 1, reduced, cut_itemsize) if stack.keeps_reduced else cut_itemsize
-    accumulated = np.where(micro_batches > 1, np.where(grows, whole_sums, partial * cut), 0.0)
+    whole_sums = np.where(table.dp * table.cp > 1, reduced, sharded_itemsize) * (
+        total - lone
+    )  # as wide as they will be reduced
+    whole_sums = whole_sums + sharded_itemsize * lone
+    partial = np.where(table.dp * table.cp > 1, reduced, sharded_itemsize) if stack.keeps_reduced else sharded_itemsize
+    accumulated = np.where(micro_batches > 1, np.where(grows, whole_sums, partial * sharded), 0.0)
     autograd = np.where(wide, 0.0, stack.autograd_gradient_bytes) * total
     weights = np.where(
         gathers,
-        np.where(in_buckets | wide, kept, stack.weight_bytes) * cut,
+        np.where(in_buckets | wide, kept_itemsize, stack.weight_bytes) * sharded,
         np.where(wide, compute, stack.weight_bytes) * total,
     )
-    masters = np.where(wide, 0.0, stack.master_bytes) * cut
+    masters = np.where(wide, 0.0, stack.master_bytes) * sharded
     in_host = table.offload_optimizer > 0
     leaves = in_host & gathers & stack.offloads_parameters
     narrow = sum(gathered_in_fp8(workload, table, stages)) / np.maximum(total - root, 1)
@@ -122,7 +124,7 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
     return RankState(
         weights=np.where(leaves, 0.0, weights),
         gradients=np.where(gathers, accumulated, summed * whole_gradients + autograd),
-        late_gradients=np.where(gathers, cut_itemsize * cut_gradients, summed * whole_gradients + autograd),
+        late_gradients=np.where(gathers, sharded_itemsize * sharded_gradients, summed * whole_gradients + autograd),
         optimizer=optimizer,
         compute_itemsize=compute,
         gathered_itemsize=gathered,
@@ -156,10 +158,10 @@ def _prediction_parameters(workload: Workload, table: LayoutTable, stages: Stage
 
 def shards(table: LayoutTable, stages: Stages) -> tuple[Floats, Floats, Floats, Floats]:
     """Dense and expert parameters of a rank, and over how many ranks each is cut."""
-    cuts = table.zero_stage > 0
-    shard = np.where(cuts, table.dp_shard * table.cp, 1).astype(float)
+    is_sharded = table.zero_stage > 0
+    shard = np.where(is_sharded, table.dp_shard * table.cp, 1).astype(float)
     copies = table.tp * table.cp * table.dp // (table.ep * table.expert_tp)
-    expert_shard = np.where(cuts, np.gcd(np.maximum(1, copies), table.dp_shard * table.cp), 1).astype(float)
+    expert_shard = np.where(is_sharded, np.gcd(np.maximum(1, copies), table.dp_shard * table.cp), 1).astype(float)
     held = copies_held(table)
     return stages.dense_parameters * held, stages.expert_parameters * held, shard, expert_shard
 
@@ -167,7 +169,7 @@ def shards(table: LayoutTable, stages: Stages) -> tuple[Floats, Floats, Floats, 
 def _largest_block(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:
     """Parameters of the largest kind of block on one rank, and of these the experts'."""
     dense, expert = parameters_by_kind(workload, table)
-    own = expert[:, None] / (table.ep * table.expert_tp)
-    largest = (dense + own).argmax(axis=0)
+    local_expert = expert[:, None] / (table.ep * table.expert_tp)
+    largest = (dense + local_expert).argmax(axis=0)
     every = np.arange(len(table))
-    return (dense + own)[largest, every], own[largest, every]
+    return (dense + local_expert)[largest, every], local_expert[largest, every]

@@ -60,27 +60,27 @@ class Bought:
 
 def parse_budget(text: str, *, now: datetime | None = None) -> Budget:
     """The budget that `text` says. Raises UnitError with what was expected."""
-    told, now = text.strip(), now or datetime.now()
-    if money := _MONEY.fullmatch(told):
+    stripped, now = text.strip(), now or datetime.now()
+    if money := _MONEY.fullmatch(stripped):
         try:
             amount = float(parse_tokens((money[1] or money[2]).upper().replace("K", "k")))
         except UnitError:
             raise UnitError(f"expected whole dollars, found {text!r}") from None
-        return Budget(told, dollars=_positive(amount, text))
-    if re.fullmatch(r"\d{4}-\d{2}-\d{2}", told):
+        return Budget(stripped, dollars=_positive(amount, text))
+    if re.fullmatch(r"\d{4}-\d{2}-\d{2}", stripped):
         try:
-            until = datetime.combine(date.fromisoformat(told), datetime.min.time())
+            until = datetime.combine(date.fromisoformat(stripped), datetime.min.time())
         except ValueError:
             raise UnitError(f"expected a date such as 2027-03-01, found {text!r}, which no calendar has") from None
         if until <= now:
             raise UnitError(f"expected a date that is to come, found {text!r}")
-        return Budget(told, seconds=(until - now).total_seconds())
-    if days := _DAYS.fullmatch(told):
-        return Budget(told, seconds=_positive(float(days[1]) * _IN_DAYS[days[2][0].lower()] * 86400, text))
-    if _CURRENCY.search(told):
+        return Budget(stripped, seconds=(until - now).total_seconds())
+    if days := _DAYS.fullmatch(stripped):
+        return Budget(stripped, seconds=_positive(float(days[1]) * _IN_DAYS[days[2][0].lower()] * 86400, text))
+    if _CURRENCY.search(stripped):
         raise UnitError(f"expected dollars, in which the catalogue has its prices, found {text!r}")
     try:
-        return Budget(told, seconds=float(parse_seconds(told)))
+        return Budget(stripped, seconds=float(parse_seconds(stripped)))
     except UnitError:
         raise UnitError(f"expected money, a time or a date, found {text!r}") from None
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ultrascale.plan.flags.written import Plan
+from ultrascale.plan.flags.written import TrainerPlan
 
 
-def write(plan: Plan) -> str:
+def write(plan: TrainerPlan) -> str:
     """A ds_config.json of DeepSpeed 0.18.2; JSON has no comments, so that clipping, the user's own, is not marked."""
     layout = plan.layout
     zero: dict[str, Any] = {"stage": layout.zero_stage, "overlap_comm": True, "contiguous_gradients": True}
@@ -30,6 +30,6 @@ def write(plan: Plan) -> str:
         "tensor-model-parallel-size": layout.tp, "pipeline-model-parallel-size": layout.pp,
         "ds-sequence-parallel-size": layout.cp, "moe-expert-parallel-size": layout.ep,
     }  # fmt: skip
-    said = [f"--{name} {value}" for name, value in words.items() if value > 1]
-    said += ["--checkpoint-activations --deepspeed-activation-checkpointing"] if layout.recompute == "full" else []
-    return "\n".join([json.dumps(config, indent=2), *(["", " ".join(said)] if said else [])])
+    arguments = [f"--{name} {value}" for name, value in words.items() if value > 1]
+    arguments += ["--checkpoint-activations --deepspeed-activation-checkpointing"] if layout.recompute == "full" else []
+    return "\n".join([json.dumps(config, indent=2), *(["", " ".join(arguments)] if arguments else [])])

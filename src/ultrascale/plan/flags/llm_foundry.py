@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from ultrascale.description.architecture.model import Model
-from ultrascale.plan.flags.written import LEARNING_RATE, STEPS, Plan, Yours, yaml
+from ultrascale.plan.flags.written import LEARNING_RATE, STEPS, TrainerPlan, Yours, yaml
 
 RELEASE = "llm-foundry 0.22.0"
 COMPOSER_STRATEGIES = {0: "NO_SHARD", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
 COMPOSER_HYBRIDS = {2: "_HYBRID_SHARD_ZERO2", 3: "HYBRID_SHARD"}
 
 
-def write(plan: Plan) -> str:
+def write(plan: TrainerPlan) -> str:
     """YAML for scripts/train/train.py."""
     layout = plan.layout
     hybrid = 1 < layout.shard_size < layout.dp

@@ -6,7 +6,7 @@ from typing import Any
 
 from ultrascale.description.layout import NARROW, Layout
 from ultrascale.description.recomputed import is_modules, megatron_modules
-from ultrascale.plan.flags.written import LEARNING_RATE, LEAST_RATE, STEPS, YOURS, Plan, shell_array
+from ultrascale.plan.flags.written import LEARNING_RATE, LEAST_RATE, STEPS, YOURS, TrainerPlan, shell_array
 from ultrascale.plan.time.stages import chunk_layers_of
 from ultrascale.work.fp8_slots import is_delayed
 
@@ -14,9 +14,9 @@ RELEASE = "Megatron-LM, core_r0.16.0 (pretrain_gpt.py)"
 MEGATRON_CP = {"ring": "p2p", "all-gather": "all_gather", "all-to-all": "a2a", "ring+all-to-all": "a2a+p2p"}
 
 
-def write(plan: Plan) -> str:
+def write(plan: TrainerPlan) -> str:
     """A bash script. With tensor or context parallelism CUDA takes one queue, so that sends start beside computation."""
-    own = {
+    yours = {
         "train-iters": STEPS, "lr": LEARNING_RATE, "min-lr": LEAST_RATE, "lr-decay-style": "cosine",
         "lr-warmup-iters": STEPS // 10, "weight-decay": 0.1, "adam-beta2": 0.95, "clip-grad": 1.0, "data-path": "DATA_PREFIX",
         "split": "99,1,0", "tokenizer-type": "HuggingFaceTokenizer", "tokenizer-model": "TOKENIZER",
@@ -26,13 +26,13 @@ def write(plan: Plan) -> str:
     lines = ["#!/usr/bin/env bash", *plan.head(RELEASE, "this script on every node, with NODE_RANK and MASTER_ADDR set")]
     if layout.tp > 1 or layout.cp > 1:
         lines.append("export CUDA_DEVICE_MAX_CONNECTIONS=1  # collectives of tp and cp start in the order they are launched")
-    lines += ["", *shell_array("PLAN", _model(plan) | _layout(plan)), "", f"# {YOURS}", *shell_array("YOURS", own), ""]
+    lines += ["", *shell_array("PLAN", _model(plan) | _layout(plan)), "", f"# {YOURS}", *shell_array("YOURS", yours), ""]
     torchrun = f"torchrun --nnodes {plan.nodes} --nproc-per-node {plan.ranks_per_node}"
     where = '--node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-29500}"'
     return "\n".join([*lines, f"{torchrun} {where} \\", '  pretrain_gpt.py "${PLAN[@]}" "${YOURS[@]}"'])
 
 
-def _model(plan: Plan) -> dict[str, Any]:
+def _model(plan: TrainerPlan) -> dict[str, Any]:
     model = plan.workload.model
     words: dict[str, Any] = {
         "num-layers": model.num_hidden_layers,
@@ -82,7 +82,7 @@ def _fp8_recipe(layout: Layout) -> str:
     return "tensorwise" if layout.precision == "fp8" and layout.fp8_scaling != "delayed" else ""
 
 
-def _layout(plan: Plan) -> dict[str, Any]:
+def _layout(plan: TrainerPlan) -> dict[str, Any]:
     layout = plan.layout
     places, swap = layout.cp_grid
     words: dict[str, Any] = {
@@ -123,7 +123,7 @@ def _layout(plan: Plan) -> dict[str, Any]:
     return words
 
 
-def _stages(plan: Plan) -> dict[str, Any]:
+def _stages(plan: TrainerPlan) -> dict[str, Any]:
     """Virtual stages where blocks are cut evenly; else each stage: E embedding, t block, m prediction block, L loss."""
     layout, predicted = plan.layout, plan.workload.model.num_nextn_predict_layers
     words: dict[str, Any] = {"mtp-num-layers": predicted or ""}
@@ -141,5 +141,5 @@ def _stages(plan: Plan) -> dict[str, Any]:
 def _delayed(layout: Layout) -> dict[str, Any]:
     if not is_delayed(layout):
         return {}
-    kept = {"fp8-amax-history-len": layout.fp8_amax_history_len, "fp8-amax-compute-algo": layout.fp8_amax_compute_algo}
-    return {"fp8-recipe": "delayed", **kept}
+    history = {"fp8-amax-history-len": layout.fp8_amax_history_len, "fp8-amax-compute-algo": layout.fp8_amax_compute_algo}
+    return {"fp8-recipe": "delayed", **history}

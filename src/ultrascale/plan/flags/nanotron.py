@@ -6,18 +6,18 @@ from typing import Any
 
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.schedules import USUAL
-from ultrascale.plan.flags.written import LEARNING_RATE, LEAST_RATE, STEPS, TORCH_DTYPE, Plan, Yours, yaml
+from ultrascale.plan.flags.written import LEARNING_RATE, LEAST_RATE, STEPS, TORCH_DTYPE, TrainerPlan, Yours, yaml
 
 RELEASE = "nanotron's main of 2025 (0.5)"
 
 
-def write(plan: Plan) -> str:
+def write(plan: TrainerPlan) -> str:
     """YAML for run_train.py."""
     start = f"torchrun --nnodes {plan.nodes} --nproc_per_node {plan.ranks_per_node} run_train.py --config-file THIS.yaml"
     return "\n".join([*plan.head(RELEASE, start), yaml(_settings(plan))])
 
 
-def _settings(plan: Plan) -> dict[str, Any]:
+def _settings(plan: TrainerPlan) -> dict[str, Any]:
     layout = plan.layout
     return {
         "general": {"project": Yours("planned"), "run": Yours("planned"), "seed": Yours(42)},

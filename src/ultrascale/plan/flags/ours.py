@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import fields
 
 from ultrascale.description.layout import Layout
-from ultrascale.plan.flags.written import Plan, toml
+from ultrascale.plan.flags.written import TrainerPlan, toml
 
 
-def write(plan: Plan) -> str:
+def write(plan: TrainerPlan) -> str:
     """[layout] and [batch], without what is usual."""
     usual = Layout()
     chosen = {f.name: getattr(plan.layout, f.name) for f in fields(Layout)}
-    said = {name: value for name, value in chosen.items() if name == "dp" or value != getattr(usual, name)}
+    settings = {name: value for name, value in chosen.items() if name == "dp" or value != getattr(usual, name)}
     batch = {"sequence_length": plan.workload.sequence_length, "sequences_per_batch": plan.workload.sequences_per_batch}
-    return toml({"layout": said, "batch": batch})
+    return toml({"layout": settings, "batch": batch})

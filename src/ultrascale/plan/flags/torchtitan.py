@@ -6,7 +6,7 @@ from typing import Any
 
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.schedules import SCHEDULES
-from ultrascale.plan.flags.written import LEARNING_RATE, STEPS, TORCH_DTYPE, YOURS, Plan, Yours, plain, toml
+from ultrascale.plan.flags.written import LEARNING_RATE, STEPS, TORCH_DTYPE, YOURS, TrainerPlan, Yours, plain, toml
 
 RELEASE, PYTHON_RELEASE = "torchtitan 0.2.2", "torchtitan 0.3.0, which has no TOML any more"
 TORCHTITAN_CP = {"ring": "alltoall", "all-gather": "allgather"}
@@ -25,7 +25,7 @@ NOT_IN_PYTHON = ("context_parallel_rotate_method", "expert_tensor_parallel_degre
 ASSETS = "./assets/hf/TOKENIZER"
 
 
-def write(plan: Plan) -> str:
+def write(plan: TrainerPlan) -> str:
     """TOML, with sections as in its job_config.py of 0.2.2."""
     family, flavor = _flavor(plan.workload.model)
     start = f"{_torchrun(plan)} --job.config_file THIS.toml"
@@ -33,7 +33,7 @@ def write(plan: Plan) -> str:
     return "\n".join([*head, "", toml(_sections(plan, family, flavor))])
 
 
-def write_python(plan: Plan) -> str:
+def write_python(plan: TrainerPlan) -> str:
     """A function for torchtitan/models/FAMILY/config_registry.py, by the names of 0.3.0."""
     family, flavor = _flavor(plan.workload.model)
     sections = _sections(plan, family, flavor)
@@ -81,14 +81,14 @@ def write_python(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _torchrun(plan: Plan) -> str:
+def _torchrun(plan: TrainerPlan) -> str:
     return f"torchrun --nnodes {plan.nodes} --nproc_per_node {plan.ranks_per_node} -m torchtitan.train"
 
 
 def _call(name: str, kind: str, values: dict[str, Any]) -> list[str]:
     marks = {key: f"  # {YOURS}" if isinstance(value, Yours) else "" for key, value in values.items()}
-    said = [f"            {key}={plain(value)!r},{marks[key]}" for key, value in values.items()]
-    return [f"        {name}={kind}(", *said, "        ),"]
+    arguments = [f"            {key}={plain(value)!r},{marks[key]}" for key, value in values.items()]
+    return [f"        {name}={kind}(", *arguments, "        ),"]
 
 
 def _flavor(model: Model) -> tuple[str, str]:
@@ -109,7 +109,7 @@ def _unregistered(model: Model, family: str, flavor: str) -> list[str]:
     return [f"# No model of torchtitan's is registered with {size}: register one in torchtitan/models/{family}/__init__.py."]
 
 
-def _sections(plan: Plan, family: str, flavor: str) -> dict[str, dict[str, Any]]:
+def _sections(plan: TrainerPlan, family: str, flavor: str) -> dict[str, dict[str, Any]]:
     layout, piped = plan.layout, plan.layout.pp > 1
     parallelism: dict[str, Any] = {
         "data_parallel_replicate_degree": layout.dp_replicate,

@@ -10,10 +10,10 @@ from ultrascale.description.layout import Layout
 from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.recomputed import is_modules, modules_named
 from ultrascale.plan.flags import deepspeed, llm_foundry, megatron, nanotron, ours, torchtitan
-from ultrascale.plan.flags.written import Plan
+from ultrascale.plan.flags.written import TrainerPlan
 from ultrascale.plan.workload import Workload
 
-WRITERS: dict[str, Callable[[Plan], str]] = {
+WRITERS: dict[str, Callable[[TrainerPlan], str]] = {
     "ultrascale": ours.write, "megatron": megatron.write, "torchtitan": torchtitan.write,
     "torchtitan-python": torchtitan.write_python, "nanotron": nanotron.write, "llm-foundry": llm_foundry.write,
     "deepspeed": deepspeed.write,
@@ -25,12 +25,12 @@ def trainer_flags(workload: Workload, layout: Layout) -> str:
     """`layout` as the settings of the workload's stack. Raises SpecError if that trainer has no setting for a part of it."""
     name = workload.stack.name
     if stack_file(name).writes not in WRITERS:
-        known = ", ".join(stack for stack in stack_names() if stack_file(stack).writes in WRITERS)
-        raise mistake("stack", f"{name} has no settings that could be printed", f"There are those of {known}.")
+        available = ", ".join(stack for stack in stack_names() if stack_file(stack).writes in WRITERS)
+        raise mistake("stack", f"{name} has no settings that could be printed", f"There are those of {available}.")
     problems = cannot_express(workload, layout)
     if problems:
         raise SpecError(problems)
-    return WRITERS[stack_file(workload.stack.name).writes](Plan(workload, layout))
+    return WRITERS[stack_file(workload.stack.name).writes](TrainerPlan(workload, layout))
 
 
 def cannot_express(workload: Workload, layout: Layout) -> list[Problem]:
@@ -56,28 +56,30 @@ def cannot_express(workload: Workload, layout: Layout) -> list[Problem]:
         ),
         ("dp_shard", layout.dp_replicate in (1, layout.dp) or can.hybrid, "no hybrid sharding"),
     ]
-    found = [
-        Problem(f"layout.{key}", f"{name} has {has}, the plan wants {getattr(layout, key)}", f"Search for it: --stack {name}.")
-        for key, holds, has in checks
+    problems = [
+        Problem(
+            f"layout.{key}", f"{name} has {offer}, the plan wants {getattr(layout, key)}", f"Search for it: --stack {name}."
+        )
+        for key, holds, offer in checks
         if not holds
     ]
-    return found + not_searched(workload.stack, layout) + _uneven_stages(workload, layout)
+    return problems + not_searched(workload.stack, layout) + _uneven_stages(workload, layout)
 
 
 def not_searched(stack: Stack, layout: Layout) -> list[Problem]:
     """Problems of choices that a search takes as given (dtype, optimizer, offload) and `stack` has no setting for."""
-    can, name, found = abilities(stack), stack.name, []
+    can, name, problems = abilities(stack), stack.name, []
     if layout.precision not in can.precisions:
         rule = f"{name} trains in {', '.join(can.precisions)}, the plan wants {layout.precision}"
-        found.append(Problem("layout.precision", rule, f"Use --precision {can.precisions[-1]}, or another --stack."))
+        problems.append(Problem("layout.precision", rule, f"Use --precision {can.precisions[-1]}, or another --stack."))
     if stack.optimizer not in can.optimizers:
         rule = f"{name} has {', '.join(can.optimizers)}, the plan wants {stack.optimizer}"
-        found.append(Problem("--optimizer", rule, "Leave it out, or use another --stack."))
+        problems.append(Problem("--optimizer", rule, "Leave it out, or use another --stack."))
     for key, able in (("offload_optimizer", can.offloads_optimizer), ("offload_activations", can.offloads_activations)):
         if getattr(layout, key) and not able:
             what = key.removeprefix("offload_")
-            found.append(Problem(f"layout.{key}", f"{name} has no offload of {what} that is planned", "Leave it out."))
-    return found
+            problems.append(Problem(f"layout.{key}", f"{name} has no offload of {what} that is planned", "Leave it out."))
+    return problems
 
 
 def _uneven_stages(workload: Workload, layout: Layout) -> list[Problem]:
@@ -86,6 +88,6 @@ def _uneven_stages(workload: Workload, layout: Layout) -> list[Problem]:
     if layout.pp == 1 or abilities(workload.stack).cuts(layers, stages):
         return []
     per_stage = -(-layers // stages)
-    made = f"{layers} layers, {per_stage} a stage, into {-(-layers // per_stage)} stages"
-    rule = f"{workload.stack.name} cuts {made}, the plan wants {stages}"
+    division = f"{layers} layers, {per_stage} a stage, into {-(-layers // per_stage)} stages"
+    rule = f"{workload.stack.name} cuts {division}, the plan wants {stages}"
     return [Problem("layout.pp", rule, "Choose pp x virtual stages that divide the layers.")]

@@ -14,7 +14,7 @@ from ultrascale.plan.memory.replay import num_micro_batches
 from ultrascale.plan.workload import Workload
 
 TORCH_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-UNSAID = (
+UNWRITTEN = (
     "norm_placement", "zero_centered_norm", "scale_embedding", "query_pre_attn_scalar", "rope_scaling", "rope_local_base_freq",
     "sliding_window", "full_attention_interval", "attention_sinks", "qk_norm_whole",
 )  # fmt: skip
@@ -32,7 +32,7 @@ class Yours(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainerPlan:
     """Plan to write out: a workload and its layout."""
 
     workload: Workload
@@ -59,17 +59,17 @@ class Plan:
         return [
             f"# For {release}. {workload.model.name or 'the model'} on {workload.cluster.name}, {batch}.",
             f"# Start: {start}",
-            *([] if is_registered else _unsaid(workload.model)),
+            *([] if is_registered else _unwritten_fields(workload.model)),
         ]
 
 
-def _unsaid(model: Model) -> list[str]:
+def _unwritten_fields(model: Model) -> list[str]:
     """Comment on the parts of a model that trainers' files have no key for."""
-    defaults = {one.name: one.default for one in fields(Model)}
-    found = [f"{part} = {getattr(model, part)}" for part in UNSAID if getattr(model, part) != defaults[part]]
+    defaults = {field.name: field.default for field in fields(Model)}
+    unsaid = [f"{part} = {getattr(model, part)}" for part in UNWRITTEN if getattr(model, part) != defaults[part]]
     if model.gated_mlp and model.activation != "silu":
-        found.append(f"activation = {model.activation}")
-    return [f"# Not said below, and of this model: {', '.join(found)}. Set it in the trainer's own model."] if found else []
+        unsaid.append(f"activation = {model.activation}")
+    return [f"# Not said below, and of this model: {', '.join(unsaid)}. Set it in the trainer's own model."] if unsaid else []
 
 
 def toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
@@ -89,20 +89,20 @@ def yaml(values: Mapping[str, Any], indent: str = "") -> str:
         elif isinstance(value, list):
             lines += [f"{indent}{name}:"]
             for item in value:
-                first, *others = yaml(item, indent + "    ").splitlines()
-                lines += [f"{indent}  - {first.strip()}", *others]
+                first, *further = yaml(item, indent + "    ").splitlines()
+                lines += [f"{indent}  - {first.strip()}", *further]
         else:
-            own = plain(value)
-            told = json.dumps(own) if own is None or isinstance(own, bool) else own
-            told = re.sub(r"^(-?\d+)e", r"\1.0e", str(told))  # YAML takes 1e-05 for text
-            lines.append(f"{indent}{name}: {told}{_mark(value)}")
+            scalar = plain(value)
+            text = json.dumps(scalar) if scalar is None or isinstance(scalar, bool) else scalar
+            text = re.sub(r"^(-?\d+)e", r"\1.0e", str(text))  # YAML takes 1e-05 for text
+            lines.append(f"{indent}{name}: {text}{_mark(value)}")
     return "\n".join(lines)
 
 
 def shell_array(name: str, words: Mapping[str, Any]) -> list[str]:
     """Lines of a bash array of arguments. True is an argument without a value; what is empty or false is left out."""
-    said = [f"  --{key}" if value is True else f"  --{key} {value}" for key, value in words.items() if value]
-    return [f"{name}=(", *said, ")"]
+    arguments = [f"  --{key}" if value is True else f"  --{key} {value}" for key, value in words.items() if value]
+    return [f"{name}=(", *arguments, ")"]
 
 
 def plain(value: Any) -> Any:

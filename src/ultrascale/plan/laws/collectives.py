@@ -27,7 +27,7 @@ from ultrascale.plan.laws.network import Fabric, fabric_of, place
 Floats = NDArray[np.float64]
 Counts = NDArray[np.intp]
 _FREE = Line("none", "none", 0.0, 0.0, 0.0)
-_NEVER = Line("", "", float("inf"), 0.0, 0.0)
+_INFINITE = Line("", "", float("inf"), 0.0, 0.0)
 
 
 MOST_FABRICS = 256
@@ -52,23 +52,23 @@ def collective_seconds(
     """
     assert kind in KINDS, kind
     if isinstance(size, int) and isinstance(stride, int) and isinstance(num_bytes, int | float):
-        return np.asarray(_one(cluster, kind, num_bytes, size, stride)[0])
+        return np.asarray(_seconds_and_line(cluster, kind, num_bytes, size, stride)[0])
     widths, sizes, strides = np.asarray(num_bytes, dtype=np.float64), np.asarray(size), np.asarray(stride)
     if widths.size <= FEW and sizes.size == strides.size == 1 and widths.ndim >= max(sizes.ndim, strides.ndim):
         ranks, apart = sizes.item(), strides.item()
-        found = [_one(cluster, kind, n, ranks, apart)[0] for n in widths.ravel().tolist()]
-        return np.array(found, dtype=np.float64).reshape(widths.shape)
+        seconds = [_seconds_and_line(cluster, kind, n, ranks, apart)[0] for n in widths.ravel().tolist()]
+        return np.array(seconds, dtype=np.float64).reshape(widths.shape)
     every = np.broadcast(widths, sizes, strides)
     if every.size <= FEW:  # NumPy's fixed costs would be most of it
-        found = [_one(cluster, kind, float(n), int(of), int(apart))[0] for n, of, apart in every]
-        return np.array(found, dtype=np.float64).reshape(every.shape)
+        seconds = [_seconds_and_line(cluster, kind, float(n), int(of), int(apart))[0] for n, of, apart in every]
+        return np.array(seconds, dtype=np.float64).reshape(every.shape)
     sizes, strides = np.broadcast_arrays(sizes, strides)
-    pairs, which = _distinct(sizes.ravel(), strides.ravel())
+    pairs, row_group = _distinct(sizes.ravel(), strides.ravel())
     if all(ranks <= 1 for ranks, _ in pairs):
         return np.zeros(np.broadcast_shapes(widths.shape, sizes.shape))
     fabric = _fabric_of(cluster)
     groups = [_lines(fabric, kind, ranks, apart) for ranks, apart in pairs]
-    return _evaluate(groups, which.reshape(sizes.shape), widths)
+    return _evaluate(groups, row_group.reshape(sizes.shape), widths)
 
 
 def send_seconds(cluster: Cluster, num_bytes: ArrayLike, *, stride: ArrayLike, size: ArrayLike = 2) -> Floats:
@@ -83,7 +83,7 @@ def send_seconds(cluster: Cluster, num_bytes: ArrayLike, *, stride: ArrayLike, s
 def explain_collective(cluster: Cluster, kind: str, num_bytes: float, *, size: int, stride: int) -> dict[str, Any]:
     """Price of a collective in detail, for printing: algorithm, protocol, tier, bandwidths in bytes per second,
     alternatives."""
-    seconds, line = _one(cluster, kind, num_bytes, size, stride)
+    seconds, line = _seconds_and_line(cluster, kind, num_bytes, size, stride)
     if size <= 1:
         return {"seconds": 0.0, "tier": "one rank", "algorithm": "none", "protocol": "none"}
     fabric = fabric_of(cluster)
@@ -116,17 +116,17 @@ _fabrics: dict[int, tuple[Cluster, Fabric]] = {}
 
 def _fabric_of(cluster: Cluster) -> Fabric:
     """`fabric_of`, kept: clusters hold dictionaries and cannot be hashed, so identity is the key, unique while kept."""
-    found = _fabrics.get(id(cluster))
-    if found is None:
+    cached = _fabrics.get(id(cluster))
+    if cached is None:
         if len(_fabrics) >= MOST_FABRICS:
             _fabrics.clear()
-        found = _fabrics[id(cluster)] = (cluster, fabric_of(cluster))
-    return found[1]
+        cached = _fabrics[id(cluster)] = (cluster, fabric_of(cluster))
+    return cached[1]
 
 
-def _one(cluster: Cluster, kind: str, num_bytes: float, size: int, stride: int) -> tuple[float, Line]:
+def _seconds_and_line(cluster: Cluster, kind: str, num_bytes: float, size: int, stride: int) -> tuple[float, Line]:
     if size <= 1 or num_bytes <= 0:
-        return 0.0, _NEVER
+        return 0.0, _INFINITE
     lines, floor = _lines(_fabric_of(cluster), kind, size, stride)
     line = min(lines, key=lambda line: line.seconds(num_bytes))
     return max(line.seconds(num_bytes), floor.seconds(num_bytes)), line
@@ -162,15 +162,15 @@ def _codes(values: Counts) -> tuple[Counts, Counts]:
     return np.flatnonzero(present), (np.cumsum(present) - 1)[values]
 
 
-def _evaluate(groups: list[tuple[tuple[Line, ...], Line]], which: Counts, num_bytes: Floats) -> Floats:
+def _evaluate(groups: list[tuple[tuple[Line, ...], Line]], row_group: Counts, num_bytes: Floats) -> Floats:
     """The cheapest line of each row's group, not below its floor."""
     roots = np.sqrt(num_bytes)
 
     def seconds(of_each: list[Line]) -> Floats:
         fixed, per_byte, per_root = np.array([line[2:] for line in of_each]).T
-        return fixed[which] + per_byte[which] * num_bytes + per_root[which] * roots
+        return fixed[row_group] + per_byte[row_group] * num_bytes + per_root[row_group] * roots
 
     best = seconds([floor for _, floor in groups])
     choices = max(len(lines) for lines, _ in groups)
-    across = [seconds([lines[i] if i < len(lines) else _NEVER for lines, _ in groups]) for i in range(choices)]
+    across = [seconds([lines[i] if i < len(lines) else _INFINITE for lines, _ in groups]) for i in range(choices)]
     return np.where(num_bytes > 0, np.maximum(best, np.minimum.reduce(across)), 0.0)

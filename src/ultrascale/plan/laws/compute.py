@@ -159,26 +159,28 @@ def flash_seconds(
 
 def _matmul_curve(accelerator: Accelerator, dtype: str) -> MatmulCurve:
     # Accelerators hold a dictionary and cannot be hashed: identity is the key, and keeping the device keeps it unique.
-    found = _curves.get((id(accelerator), dtype, "matmul"))
-    return found[1] if found else _keep(accelerator, dtype, "matmul", devices.matmul_curve(accelerator, dtype))
+    cached = _curves.get((id(accelerator), dtype, "matmul"))
+    return cached[1] if cached else _keep(accelerator, dtype, "matmul", devices.matmul_curve(accelerator, dtype))
 
 
 def _castless_curve(accelerator: Accelerator, dtype: str) -> MatmulCurve:
-    found = _curves.get((id(accelerator), dtype, "castless"))
-    if found:
-        return found[1]
+    cached = _curves.get((id(accelerator), dtype, "castless"))
+    if cached:
+        return cached[1]
     return _keep(accelerator, dtype, "castless", replace(_matmul_curve(accelerator, dtype), cast_efficiency=0.0))
 
 
 def _attention_curve(accelerator: Accelerator, dtype: str, kernel: str, direction: str) -> AttentionCurve:
     key = kernel + direction
-    found = _curves.get((id(accelerator), dtype, key))
-    return found[1] if found else _keep(accelerator, dtype, key, devices.attention_curve(accelerator, dtype, kernel, direction))
+    cached = _curves.get((id(accelerator), dtype, key))
+    return (
+        cached[1] if cached else _keep(accelerator, dtype, key, devices.attention_curve(accelerator, dtype, kernel, direction))
+    )
 
 
 def _stream(accelerator: Accelerator) -> devices.Stream:
-    found = _curves.get((id(accelerator), "", "stream"))
-    return found[1] if found else _keep(accelerator, "", "stream", devices.stream(accelerator))
+    cached = _curves.get((id(accelerator), "", "stream"))
+    return cached[1] if cached else _keep(accelerator, "", "stream", devices.stream(accelerator))
 
 
 def _keep(accelerator: Accelerator, dtype: str, key: str, curve: Any) -> Any:

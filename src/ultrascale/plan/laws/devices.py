@@ -22,13 +22,13 @@ from ultrascale.description.problems import mistake
 from ultrascale.plan.laws.curves import AttentionCurve, MatmulCurve
 
 FITS = read_tables("computing.toml", Path(__file__).parent)
-MATMUL = {(name, dtype): MatmulCurve(**one) for name, known in FITS["products"].items() for dtype, one in known.items()}
+MATMUL = {(name, dtype): MatmulCurve(**fit) for name, fits in FITS["products"].items() for dtype, fit in fits.items()}
 """Fitted constants by device and dtype."""
 ATTENTION = {
-    (family, kernel, direction): AttentionCurve(**one)
+    (family, kernel, direction): AttentionCurve(**fit)
     for family, kernels in FITS["attention"].items()
     for kernel, directions in kernels.items()
-    for direction, one in directions.items()
+    for direction, fit in directions.items()
 }
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "mxfp8": 1, "nvfp4": 0.5}
 FAMILIES = {"a100-80": "a100", "h100-sxm": "hopper", "h200": "hopper", "b200": "blackwell", "gb200": "blackwell"}
@@ -122,14 +122,14 @@ def matmul_curve(accelerator: Accelerator, dtype: str) -> MatmulCurve:
     peak = _peak(accelerator, dtype)
     if dtype == "nvfp4":  # what was measured is time over fp8's, whatever the peaks
         law = replace(law, efficiency=law.efficiency * _peak(accelerator, "fp8") / (NVFP4_OVER_FP8 * peak))
-    own = accelerator.name == "cpu"
+    is_cpu = accelerator.name == "cpu"
     return replace(
         law,
-        efficiency=MEASURED_EFFICIENCY if own else min(1.0, law.efficiency * _scale(accelerator, relative)),
-        launch_seconds=CPU_LAUNCH_SECONDS if own else law.launch_seconds,
-        fill=0.0 if own else law.fill,
-        partial_wave=0.0 if own else law.partial_wave,
-        unaligned=1.0 if own else UNALIGNED,
+        efficiency=MEASURED_EFFICIENCY if is_cpu else min(1.0, law.efficiency * _scale(accelerator, relative)),
+        launch_seconds=CPU_LAUNCH_SECONDS if is_cpu else law.launch_seconds,
+        fill=0.0 if is_cpu else law.fill,
+        partial_wave=0.0 if is_cpu else law.partial_wave,
+        unaligned=1.0 if is_cpu else UNALIGNED,
         operand_bytes=DTYPE_BYTES[dtype],
         result_bytes=max(2, DTYPE_BYTES[dtype]),
         multiprocessors=_multiprocessors(accelerator, relative),
@@ -207,10 +207,10 @@ def _multiprocessors(accelerator: Accelerator, relative: str) -> int:
 
 def _scale(accelerator: Accelerator, relative: str) -> float:
     """Efficiency over the relative's."""
-    own, its = accelerator.matmul_fraction, ACCELERATORS[relative].matmul_fraction
-    if accelerator.name == relative or own is None or its is None:
+    fraction, relative_fraction = accelerator.matmul_fraction, ACCELERATORS[relative].matmul_fraction
+    if accelerator.name == relative or fraction is None or relative_fraction is None:
         return 1.0
-    return own.value / its.value
+    return fraction.value / relative_fraction.value
 
 
 MULTIPROCESSORS = {

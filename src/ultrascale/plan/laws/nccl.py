@@ -23,7 +23,7 @@ from ultrascale.plan.laws.curves import steady
 from ultrascale.plan.laws.network import Fabric, Placement
 
 FITS: dict[str, dict[str, dict[int, tuple[float, float, float]]]] = {
-    gpu: {kind: {int(ranks): tuple(one) for ranks, one in fits.items()} for kind, fits in kinds.items()}
+    gpu: {kind: {int(ranks): tuple(fit) for ranks, fit in fits.items()} for kind, fits in kinds.items()}
     for gpu, kinds in read_tables("collectives.toml", Path(__file__).parent).items()
 }
 """Measured constants of a line inside a node, by GPU, kind and ranks."""
@@ -119,10 +119,10 @@ def _ring(fabric: Fabric, kind: str, place: Placement, protocol: str) -> Line:
     passes = 2 if kind == "all_reduce" else 1
     inside, outside = RING_HOP[protocol]
     # The first hops inside a node are in its measured latency already.
-    near = max(0, n - k - (min(n, fabric.gpus_per_node) - 1))
+    inside_hops = max(0, n - k - (min(n, fabric.gpus_per_node) - 1))
     # The last chunk to arrive starts just before a border between nodes if nodes have several ranks: it crosses all k of them.
     crossed = k if g > 1 else k - 1
-    hops = near * inside + (k - 1) * outside + crossed * fabric.hop_seconds / MICRO
+    hops = inside_hops * inside + (k - 1) * outside + crossed * fabric.hop_seconds / MICRO
     fixed = _start(fabric, "all_gather", n) + passes * hops * MICRO
     cards = min(place.bytes_per_second, RING_CARDS * place.card_bytes_per_second) / place.crossing
     bus = min(_ring_rate(fabric, g), cards)

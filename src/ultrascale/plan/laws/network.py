@@ -141,9 +141,9 @@ def _crossing(fabric: Fabric, nodes: int, stride: int) -> tuple[float, float]:
 
 def _domain(link: Link, accelerator: str) -> tuple[str, float, bool]:
     name = link.name.lower()
-    found = next((domain for domain in DOMAINS if domain.word in name), UNKNOWN)
-    fits = "h200_sxm" if accelerator.startswith("h200") and found.fits == "h100_sxm" and found.in_switch else found.fits
-    return fits, link.bytes_per_second.value / found.nominal * found.factor, found.in_switch
+    matched = next((domain for domain in DOMAINS if domain.word in name), UNKNOWN)
+    fits = "h200_sxm" if accelerator.startswith("h200") and matched.fits == "h100_sxm" and matched.in_switch else matched.fits
+    return fits, link.bytes_per_second.value / matched.nominal * matched.factor, matched.in_switch
 
 
 def _achieved(link: Link | None, kind: NetworkKind | None) -> float:

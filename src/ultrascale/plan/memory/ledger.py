@@ -16,25 +16,25 @@ CATEGORIES = (
 
 
 @dataclass(slots=True)
-class Held:
+class Allocation:
     """Bytes that live until the last of their holders lets go."""
 
     category: str
     label: str
     num_bytes: int
     holders: int = 1
-    away_bytes: int = 0
+    offloaded_bytes: int = 0
     """On the host alone, and not in `num_bytes`."""
     host_bytes: int = 0
     """On the host, until the last holder lets go."""
 
-    def hold(self) -> Held:
+    def retain(self) -> Allocation:
         self.holders += 1
         return self
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemorySnapshot:
     """Live bytes at one time."""
 
     step: int
@@ -59,7 +59,7 @@ class Effect:
 
 
 @dataclass
-class Recorder:
+class EffectRecorder:
     """An `Effect` in the making: the books at its beginning, and the highest moment since."""
 
     ledger: Ledger
@@ -86,7 +86,7 @@ class Ledger:
     step: int = 0
     phase: str = "start"
     total: int = 0
-    peaks: dict[int, Moment] = field(default_factory=dict)
+    peaks: dict[int, MemorySnapshot] = field(default_factory=dict)
     highest: dict[int, dict[str, int]] = field(default_factory=dict)
     """The most of each category in every step, whenever that was."""
     keeps_timeline: bool = False
@@ -100,7 +100,7 @@ class Ledger:
     """The most of each category: in the recording under way, else in the current step, where it is an entry of `highest`."""
     _top: float = -1
     """The highest total that was looked at in the same while; infinite off the books."""
-    _recorder: Recorder | None = None
+    _recorder: EffectRecorder | None = None
 
     def __post_init__(self) -> None:
         self._highest = self.highest.setdefault(self.step, dict(self._held))
@@ -115,49 +115,49 @@ class Ledger:
         if is_new or self.keeps_timeline:
             self._note()
 
-    def take(self, category: str, label: str, num_bytes: int) -> Held:
+    def take(self, category: str, label: str, num_bytes: int) -> Allocation:
         """New bytes."""
         self._change(category, label, num_bytes)
-        return Held(category, label, num_bytes)
+        return Allocation(category, label, num_bytes)
 
-    def drop_all(self, held: Iterable[Held]) -> None:
+    def release_all(self, allocations: Iterable[Allocation]) -> None:
         """Drop each of them."""
-        for one in held:
-            one.holders -= 1
-            if one.holders <= 0:
-                self._free(one)
+        for allocation in allocations:
+            allocation.holders -= 1
+            if allocation.holders <= 0:
+                self._free(allocation)
 
-    def drop(self, held: Held) -> None:
+    def release(self, allocation: Allocation) -> None:
         """One holder lets go; the last one frees the bytes."""
-        held.holders -= 1
-        if held.holders <= 0:
-            self._free(held)
+        allocation.holders -= 1
+        if allocation.holders <= 0:
+            self._free(allocation)
 
-    def _free(self, held: Held) -> None:
-        assert held.holders == 0, held
-        self.on_host -= held.host_bytes
-        if held.num_bytes:
+    def _free(self, allocation: Allocation) -> None:
+        assert allocation.holders == 0, allocation
+        self.on_host -= allocation.host_bytes
+        if allocation.num_bytes:
             self._note()
-            self._change(held.category, held.label, -held.num_bytes)
+            self._change(allocation.category, allocation.label, -allocation.num_bytes)
 
-    def copy_to_host(self, held: Held) -> None:
+    def copy_to_host(self, allocation: Allocation) -> None:
         """The bytes are on the host too."""
-        held.host_bytes = held.num_bytes
-        self.on_host += held.host_bytes
+        allocation.host_bytes = allocation.num_bytes
+        self.on_host += allocation.host_bytes
         self.peak_on_host = max(self.peak_on_host, self.on_host)
 
-    def leave_device(self, held: Held) -> None:
+    def leave_device(self, allocation: Allocation) -> None:
         """The bytes are on the host alone, whoever holds them."""
-        if held.holders and held.num_bytes:
+        if allocation.holders and allocation.num_bytes:
             self._note()
-            self._change(held.category, held.label, -held.num_bytes)
-            held.away_bytes, held.num_bytes = held.num_bytes, 0
+            self._change(allocation.category, allocation.label, -allocation.num_bytes)
+            allocation.offloaded_bytes, allocation.num_bytes = allocation.num_bytes, 0
 
-    def bring_back(self, held: Held) -> None:
+    def bring_back(self, allocation: Allocation) -> None:
         """They are on the device as well."""
-        if held.away_bytes:
-            self._change(held.category, held.label, held.away_bytes)
-            held.away_bytes, held.num_bytes = 0, held.away_bytes
+        if allocation.offloaded_bytes:
+            self._change(allocation.category, allocation.label, allocation.offloaded_bytes)
+            allocation.offloaded_bytes, allocation.num_bytes = 0, allocation.offloaded_bytes
 
     def touch(self, category: str, label: str, num_bytes: int) -> None:
         """Bytes that exist for a moment."""
@@ -166,19 +166,19 @@ class Ledger:
             self._note()
             self._change(category, label, -num_bytes)
 
-    def move(self, held: Held, category: str, label: str) -> Held:
+    def move(self, allocation: Allocation, category: str, label: str) -> Allocation:
         """Move bytes to another category and label."""
-        self._change(held.category, held.label, -held.num_bytes)
-        held.category, held.label = category, label
-        self._change(category, label, held.num_bytes)
-        return held
+        self._change(allocation.category, allocation.label, -allocation.num_bytes)
+        allocation.category, allocation.label = category, label
+        self._change(category, label, allocation.num_bytes)
+        return allocation
 
     @contextmanager
-    def recording(self) -> Iterator[Recorder]:
+    def recording(self) -> Iterator[EffectRecorder]:
         """Write down what happens inside, which can be applied again. Not with offloading to the host."""
         outer, top, highest, alive = self._recorder, self._top, self._highest, dict(self._alive)
         inside = dict(self._held)
-        recorder = Recorder(self, self.total, alive, dict(inside), self.total, alive, inside)
+        recorder = EffectRecorder(self, self.total, alive, dict(inside), self.total, alive, inside)
         self._recorder, self._top, self._highest = recorder, self.total, inside
         try:
             yield recorder
@@ -193,8 +193,8 @@ class Ledger:
         """Book a recorded effect once more: the same changes, peaks and bytes."""
         top, alive, held = self.total + effect.peak_total, self._alive, self._held
         if top > self._top:
-            some = effect.peak_alive
-            self._see(top, {key: alive.get(key, 0) + some.get(key, 0) for key in {**alive, **some}})
+            peak_alive = effect.peak_alive
+            self._see(top, {key: alive.get(key, 0) + peak_alive.get(key, 0) for key in {**alive, **peak_alive}})
         for category, more in effect.highest.items():
             if held[category] + more > self._highest[category]:
                 self._highest[category] = held[category] + more
@@ -205,7 +205,7 @@ class Ledger:
         self.total += effect.total
 
     @contextmanager
-    def off_the_books(self) -> Iterator[None]:
+    def unrecorded(self) -> Iterator[None]:
         """Leave totals and peaks as they are, whatever happens inside: the bytes are in them already."""
         alive, held = self._alive.copy(), dict(self._held)
         before = self.total, self._top, self._highest
@@ -216,15 +216,15 @@ class Ledger:
             self.total, self._top, self._highest = before
             self._alive, self._held = alive, held
 
-    def now(self) -> Moment:
+    def now(self) -> MemorySnapshot:
         """The books as they stand."""
         return self._moment(self.total, self._alive)
 
-    def _moment(self, total: int, alive: Mapping[tuple[str, str], int]) -> Moment:
+    def _moment(self, total: int, alive: Mapping[tuple[str, str], int]) -> MemorySnapshot:
         by_category: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         for (category, _), num_bytes in alive.items():
             by_category[category] += num_bytes
-        return Moment(self.step, self.phase, total, by_category, {key: size for key, size in alive.items() if size})
+        return MemorySnapshot(self.step, self.phase, total, by_category, {key: size for key, size in alive.items() if size})
 
     def _change(self, category: str, label: str, num_bytes: int) -> None:
         self._alive[category, label] += num_bytes

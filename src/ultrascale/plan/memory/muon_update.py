@@ -18,24 +18,24 @@ from math import prod
 
 from ultrascale.description.architecture.weights import Weight
 from ultrascale.description.layout import DTYPE_BYTES, Layout
-from ultrascale.plan.memory.ledger import Held, Ledger
-from ultrascale.work.sharding.owners import Cut, Exchange, exchanges, part_shape
+from ultrascale.plan.memory.ledger import Allocation, Ledger
+from ultrascale.work.sharding.owners import Exchange, Sharding, exchanges, part_shape
 
 
 @dataclass
-class _Tensor:
+class _Matrix:
     """A part, a whole matrix or a result: its memory, and whether its rows lie one behind the other."""
 
-    held: Held
+    allocation: Allocation
     shape: tuple[int, ...]
     is_contiguous: bool = True
 
 
-def muon_update_bytes(some: Sequence[Weight], layout: Layout, rank: int) -> int:
-    """The most that an update of `some` matrices needs at once, beside weights, gradients and momenta."""
-    if not some:
+def muon_update_bytes(matrices: Sequence[Weight], layout: Layout, rank: int) -> int:
+    """The most that an update of `matrices` needs at once, beside weights, gradients and momenta."""
+    if not matrices:
         return 0
-    return _Update(layout).play([part_shape(weight, layout, rank) for weight in some], exchanges(some, layout, rank))
+    return _Update(layout).play([part_shape(weight, layout, rank) for weight in matrices], exchanges(matrices, layout, rank))
 
 
 class _Update:
@@ -49,93 +49,99 @@ class _Update:
     def play(self, shapes: Sequence[tuple[int, ...]], stages: Sequence[Exchange]) -> int:
         """Peak bytes of the update, from the gradients of parts of these shapes to the last parameter."""
         parts = self._parts(shapes)
-        here = dict(enumerate(parts))
-        self._hold(here)
+        live = dict(enumerate(parts))
+        self._retain(live)
         for stage in stages:
-            here = self._moved(here, self._to_owners(here, stage))
-        here = self._moved(here, {number: self._worked_on(one) for number, one in here.items()})
+            live = self._moved(live, self._to_owners(live, stage))
+        live = self._moved(live, {number: self._orthogonalised(tensor) for number, tensor in live.items()})
         for stage in reversed(stages):
-            here = self._moved(here, self._to_parts(here, stage))
+            live = self._moved(live, self._to_parts(live, stage))
         self._touch(self.master_bytes * max(map(prod, shapes)))
         self.ledger.mark("end", 0)
         return self.ledger.peaks[0].total
 
-    def _parts(self, shapes: Sequence[tuple[int, ...]]) -> list[_Tensor]:
+    def _parts(self, shapes: Sequence[tuple[int, ...]]) -> list[_Matrix]:
         """Parts of the updates G + momentum B; a variable keeps the last wide one."""
         parts, last = [], None
         for shape in shapes:
             momentum = self._take(prod(shape), self.master_bytes)
             if last is not None:
-                self.ledger.drop(last)
+                self.ledger.release(last)
             last = self._take(prod(shape), self.master_bytes)
-            self.ledger.drop(momentum)
+            self.ledger.release(momentum)
             is_same = self.itemsize == self.master_bytes
-            parts.append(_Tensor(last.hold() if is_same else self._take(prod(shape)), shape))
+            parts.append(_Matrix(last.retain() if is_same else self._take(prod(shape)), shape))
         return parts
 
-    def _to_owners(self, here: dict[int, _Tensor], stage: Exchange) -> dict[int, _Tensor]:
+    def _to_owners(self, live: dict[int, _Matrix], stage: Exchange) -> dict[int, _Matrix]:
         """Whole matrices of this rank's, and what the exchange does not know."""
-        received = self._exchange(stage, there=True)
-        wholes = {n: one for n, one in here.items() if n not in stage.cuts}
-        self._hold(wholes)
-        owned = {n: cut.whole for n, cut in stage.cuts.items() if stage.is_mine(n)}
-        wholes |= {n: _Tensor(self._take(prod(shape)), shape) for n, shape in owned.items()}
-        self.ledger.drop(received)
+        received = self._exchange(stage, to_owners=True)
+        wholes = {n: tensor for n, tensor in live.items() if n not in stage.shardings}
+        self._retain(wholes)
+        owned = {n: sharding.full_shape for n, sharding in stage.shardings.items() if stage.is_owner(n)}
+        wholes |= {n: _Matrix(self._take(prod(shape)), shape) for n, shape in owned.items()}
+        self.ledger.release(received)
         return dict(sorted(wholes.items()))
 
-    def _to_parts(self, here: dict[int, _Tensor], stage: Exchange) -> dict[int, _Tensor]:
+    def _to_parts(self, live: dict[int, _Matrix], stage: Exchange) -> dict[int, _Matrix]:
         """Views of what came back."""
-        copied = sum(_copied(here[n], cut) for n, cut in stage.cuts.items() if stage.is_mine(n))
-        received = self._exchange(stage, there=False, copied=copied)
-        parts = {n: one for n, one in here.items() if n not in stage.cuts}
-        self._hold(parts)
-        for number, cut in stage.cuts.items():
-            shape = tuple(cut.spans[stage.rank].length if dim == cut.dim else size for dim, size in enumerate(cut.shape))
-            parts[number] = _Tensor(received.hold(), shape)
-        self.ledger.drop(received)
+        copied = sum(_copied(live[n], sharding) for n, sharding in stage.shardings.items() if stage.is_owner(n))
+        received = self._exchange(stage, to_owners=False, copied=copied)
+        parts = {n: tensor for n, tensor in live.items() if n not in stage.shardings}
+        self._retain(parts)
+        for number, sharding in stage.shardings.items():
+            shape = tuple(
+                sharding.spans[stage.rank].length if dim == sharding.dim else size for dim, size in enumerate(sharding.shape)
+            )
+            parts[number] = _Matrix(received.retain(), shape)
+        self.ledger.release(received)
         return dict(sorted(parts.items()))
 
-    def _exchange(self, stage: Exchange, *, there: bool, copied: int = 0) -> Held:
+    def _exchange(self, stage: Exchange, *, to_owners: bool, copied: int = 0) -> Allocation:
         """Buffer received, after the sent buffer is freed. `copied`: elements that are not contiguous and are copied before
         the send."""
-        first, second = stage.sent_elements if there else stage.sent_elements[::-1]
+        first, second = stage.sent_elements if to_owners else stage.sent_elements[::-1]
         copies = self._take(copied)
         sent = self._take(first)
-        self.ledger.drop(copies)
+        self.ledger.release(copies)
         received = self._take(second)
-        self.ledger.drop(sent)
+        self.ledger.release(sent)
         return received
 
-    def _worked_on(self, one: _Tensor) -> _Tensor:
+    def _orthogonalised(self, tensor: _Matrix) -> _Matrix:
         """As `train.optimizers.muon.orthogonalise`, whose result is turned like a matrix with more rows than
         columns."""
-        if not prod(one.shape):
-            return _Tensor(one.held.hold(), one.shape)
-        *several, rows, columns = one.shape
+        if not prod(tensor.shape):
+            return _Matrix(tensor.allocation.retain(), tensor.shape)
+        *several, rows, columns = tensor.shape
         square = prod(several) * min(rows, columns) ** 2
-        result = self._take(prod(one.shape))
-        self._touch(self.itemsize * (prod(one.shape) + 2 * square))
-        return _Tensor(result, one.shape, is_contiguous=rows <= columns)
+        result = self._take(prod(tensor.shape))
+        self._touch(self.itemsize * (prod(tensor.shape) + 2 * square))
+        return _Matrix(result, tensor.shape, is_contiguous=rows <= columns)
 
-    def _moved(self, before: dict[int, _Tensor], after: dict[int, _Tensor]) -> dict[int, _Tensor]:
-        for one in before.values():
-            self.ledger.drop(one.held)
+    def _moved(self, before: dict[int, _Matrix], after: dict[int, _Matrix]) -> dict[int, _Matrix]:
+        for tensor in before.values():
+            self.ledger.release(tensor.allocation)
         return after
 
-    def _hold(self, some: dict[int, _Tensor]) -> None:
-        for one in some.values():
-            one.held.hold()
+    def _retain(self, tensors: dict[int, _Matrix]) -> None:
+        for tensor in tensors.values():
+            tensor.allocation.retain()
 
-    def _take(self, elements: int, itemsize: int | None = None) -> Held:
+    def _take(self, elements: int, itemsize: int | None = None) -> Allocation:
         return self.ledger.take("temporary", "matrices of an update", elements * (itemsize or self.itemsize))
 
     def _touch(self, num_bytes: int) -> None:
         self.ledger.touch("temporary", "matrices of an update", num_bytes)
 
 
-def _copied(whole: _Tensor, cut: Cut) -> int:
+def _copied(whole: _Matrix, sharding: Sharding) -> int:
     """Elements of the parts of a result that are no piece of its memory."""
-    if whole.is_contiguous and prod(whole.shape[: cut.dim]) == 1:
+    if whole.is_contiguous and prod(whole.shape[: sharding.dim]) == 1:
         return 0
-    pieces = [rank for rank, span in enumerate(cut.spans) if not whole.is_contiguous or span.length < cut.shape[cut.dim]]
-    return sum(cut.numel(rank) for rank in pieces)
+    pieces = [
+        rank
+        for rank, span in enumerate(sharding.spans)
+        if not whole.is_contiguous or span.length < sharding.shape[sharding.dim]
+    ]
+    return sum(sharding.numel(rank) for rank in pieces)

@@ -34,7 +34,7 @@ from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import Weight, is_hidden_matrix
 from ultrascale.description.layout import DTYPE_BYTES, NARROW, Layout
-from ultrascale.plan.memory.ledger import Held, Ledger
+from ultrascale.plan.memory.ledger import Allocation, Ledger
 from ultrascale.plan.memory.tally import Tally
 from ultrascale.schedules.actions import Action
 from ultrascale.work.fp8_slots import SLOT_BYTES, is_delayed, num_weight_scales, weights_gathered_in_fp8
@@ -53,20 +53,20 @@ class Bucket:
     """Ranks that shard the bucket; None: those that shard a copy of the state."""
     in_fp8: Container[str] = ()
     """Names of weights that are gathered in 8 bits (`parallel.precision.fp8_gather`)."""
-    parameters: Held | None = None
+    parameters: Allocation | None = None
     """Whole copies, while gathered."""
-    flat: Held | None = None
+    flat: Allocation | None = None
     """An all-gather that nobody has unpacked yet."""
-    partial: Held | None = None
+    partial: Allocation | None = None
     """Cut gradients of earlier micro-batches, not yet summed over copies."""
-    replica_buffer: Held | None = None
-    whole_gradients: dict[str, Held] = field(default_factory=dict)
+    replica_buffer: Allocation | None = None
+    whole_gradients: dict[str, Allocation] = field(default_factory=dict)
     """By weight, as autograd made them or as summed over micro-batches."""
     cast: set[str] = field(default_factory=set)
     """Weights whose gradients are in the dtype of sums, where autograd makes them in another, as wide or not."""
-    narrow_gradients: dict[str, Held] = field(default_factory=dict)
+    narrow_gradients: dict[str, Allocation] = field(default_factory=dict)
     """Gradients that wait for their cast, of one process."""
-    cut_gradient: Held | None = None
+    sharded_gradient: Allocation | None = None
 
     @cached_property
     def names(self) -> list[str]:
@@ -74,26 +74,26 @@ class Bucket:
         return [weight.name for weight in self.weights]
 
 
-SINGLE = ("parameters", "flat", "partial", "replica_buffer", "cut_gradient")
+SINGLE = ("parameters", "flat", "partial", "replica_buffer", "sharded_gradient")
 """Fields of a bucket that hold one tensor or None."""
-Told = tuple[str, str, int] | None
+AllocationFields = tuple[str, str, int] | None
 """Category, label and bytes of what somebody holds."""
 
 
-class BucketsLeft(NamedTuple):
+class BucketSnapshot(NamedTuple):
     """State of the buckets after a pass, weights by their places."""
 
     buckets: tuple[tuple[Any, ...] | None, ...]
     """For each bucket: the fields of `SINGLE`, gradients whole and narrow, and which are cast; None: as before."""
-    buffers: tuple[Told, ...]
+    buffers: tuple[AllocationFields, ...]
 
 
-def _told(held: Held | None) -> Told:
-    return None if held is None else (held.category, held.label, held.num_bytes)
+def _fields_of(allocation: Allocation | None) -> AllocationFields:
+    return None if allocation is None else (allocation.category, allocation.label, allocation.num_bytes)
 
 
-def _held(told: Told) -> Held | None:
-    return None if told is None else Held(*told)
+def _allocation_from(fields: AllocationFields) -> Allocation | None:
+    return None if fields is None else Allocation(*fields)
 
 
 class Shards:
@@ -104,7 +104,7 @@ class Shards:
         ledger: Ledger,
         tally: Tally,
         buckets: list[Bucket],
-        at: Coordinates,
+        coordinates: Coordinates,
         *,
         over_gloo: bool = False,
         has_experts: bool = False,
@@ -120,24 +120,24 @@ class Shards:
         self.ledger, self.tally, self.layout, self.buckets = ledger, tally, layout, buckets
         experts_differ = has_experts and layout.tp * layout.ep * layout.expert_tp > 1
         self.sharded = layout.dp * layout.cp > 1 or (experts_differ and layout.expert_dp > 1)
-        self._own_groups = layout.group("shard"), layout.group("replicate")
-        self.ranks, self.at = self._own_groups[0][0], at
+        self._default_groups = layout.group("shard"), layout.group("replicate")
+        self.ranks, self.coordinates = self._default_groups[0][0], coordinates
         compute, master = DTYPE_BYTES[layout.precision], DTYPE_BYTES[layout.master_dtype]
         self.compute_itemsize = compute
         self.is_wide, masters_are_gathered = compute >= master, stack.gathers == "buckets"
         self.master_itemsize = min(master, stack.master_bytes) if masters_are_gathered or self.is_wide else stack.weight_bytes
-        self.apart_itemsize = 0 if masters_are_gathered or self.is_wide else stack.master_bytes
-        own = compute if self.is_wide else stack.gradient_bytes
-        self.sum_itemsize = min(master, stack.gradient_bytes) if masters_are_gathered else own
+        self.separate_master_itemsize = 0 if masters_are_gathered or self.is_wide else stack.master_bytes
+        gradient_itemsize = compute if self.is_wide else stack.gradient_bytes
+        self.sum_itemsize = min(master, stack.gradient_bytes) if masters_are_gathered else gradient_itemsize
         self.casts_alone = not self.sharded and compute != self.master_itemsize
         self.narrow_itemsize = int(NARROW.get(layout.precision, 0))
         reduced = DTYPE_BYTES[layout.gradient_reduce_dtype]
         self.reduce_itemsize = compute if self.is_wide else min(reduced, stack.reduce_bytes)
-        made = "bf16" if layout.precision in NARROW else layout.precision
+        gradient_dtype = "bf16" if layout.precision in NARROW else layout.precision
         narrower = self.reduce_itemsize < reduced
-        self.casts_sums = self.reduce_itemsize != compute if narrower else layout.gradient_reduce_dtype != made
-        self.last_flat: Held | None = None
-        self.reduce_input: Held | None = None
+        self.casts_sums = self.reduce_itemsize != compute if narrower else layout.gradient_reduce_dtype != gradient_dtype
+        self.last_flat: Allocation | None = None
+        self.reduce_input: Allocation | None = None
         self.sizes = {bucket: self._sizes_of(bucket) for bucket in buckets}
         """Padded elements of each bucket, and their bytes as they are gathered."""
         self._take_state()
@@ -151,61 +151,67 @@ class Shards:
             if self.casts_alone:
                 self._finish_gather(bucket)
 
-    def state(self, some: Sequence[Bucket] | None = None) -> Hashable:
+    def state(self, subset: Sequence[Bucket] | None = None) -> Hashable:
         """Parts of every bucket, or of some, that are held: weights by their places, so that stages with the same blocks have
         the same."""
         buckets = tuple(
             (
                 bucket.parameters is None, bucket.flat is None, bucket.partial is None, bucket.replica_buffer is None,
-                bucket.cut_gradient is None,
+                bucket.sharded_gradient is None,
                 *(
-                    tuple(map(some.__contains__, bucket.names)) if some else ()
-                    for some in (bucket.whole_gradients, bucket.cast, bucket.narrow_gradients)
+                    tuple(map(by_name.__contains__, bucket.names)) if by_name else ()
+                    for by_name in (bucket.whole_gradients, bucket.cast, bucket.narrow_gradients)
                 ),
             )
-            for bucket in (self.buckets if some is None else some)
+            for bucket in (self.buckets if subset is None else subset)
         )  # fmt: skip
         sizes = tuple(held and held.num_bytes for held in (self.last_flat, self.reduce_input))
         return buckets, sizes
 
-    def left(self, before: Hashable, some: Sequence[Bucket] | None = None) -> BucketsLeft | None:
+    def snapshot(self, before: Hashable, subset: Sequence[Bucket] | None = None) -> BucketSnapshot | None:
         """Parts of every bucket, or of some, that are held, to be put into others with the same weights; None if somebody
         else holds some of it too. `before`: their state before the pass; those that have it still are left as they are."""
-        buckets, found = self.buckets if some is None else some, []
-        then, now = cast(tuple[Any, Any], before)[0], cast(tuple[Any, Any], self.state(some))[0]
+        buckets, parts = self.buckets if subset is None else subset, []
+        then, now = cast(tuple[Any, Any], before)[0], cast(tuple[Any, Any], self.state(subset))[0]
         for bucket, old, new in zip(buckets, then, now, strict=True):
             single = [getattr(bucket, name) for name in SINGLE]
-            several = [list(map(some.get, bucket.names)) for some in (bucket.whole_gradients, bucket.narrow_gradients)]
-            every = [held for some in (single, *several) for held in some if held is not None]
-            known = sum(held is not None for some in several for held in some)
-            if known < len(bucket.whole_gradients) + len(bucket.narrow_gradients) or any(held.holders != 1 for held in every):
+            several = [list(map(by_name.get, bucket.names)) for by_name in (bucket.whole_gradients, bucket.narrow_gradients)]
+            every = [held for group in (single, *several) for held in group if held is not None]
+            num_held = sum(held is not None for group in several for held in group)
+            if num_held < len(bucket.whole_gradients) + len(bucket.narrow_gradients) or any(
+                held.holders != 1 for held in every
+            ):
                 return None
             is_cast = [name in bucket.cast for name in bucket.names]
-            found.append(None if old == new else (*(tuple(map(_told, some)) for some in (single, *several)), is_cast))
+            parts.append(None if old == new else (*(tuple(map(_fields_of, group)) for group in (single, *several)), is_cast))
         sizes = [self.last_flat, self.reduce_input]
         if any(held is not None and held.holders != 1 for held in sizes):
             return None
-        return BucketsLeft(tuple(found), tuple(map(_told, sizes)))
+        return BucketSnapshot(tuple(parts), tuple(map(_fields_of, sizes)))
 
-    def put_back(self, left: BucketsLeft, some: Sequence[Bucket] | None = None) -> None:
-        """Have what was `left`; the books have it already."""
-        for bucket, told in zip(self.buckets if some is None else some, left.buckets, strict=True):
-            if told is None:
+    def restore(self, snapshot: BucketSnapshot, subset: Sequence[Bucket] | None = None) -> None:
+        """Have what is in `snapshot`; the books have it already."""
+        for bucket, parts in zip(self.buckets if subset is None else subset, snapshot.buckets, strict=True):
+            if parts is None:
                 continue
-            (single, whole, narrow, is_cast), names = told, bucket.names
-            for name, one in zip(SINGLE, single, strict=True):
-                setattr(bucket, name, _held(one))
-            bucket.whole_gradients = {name: Held(*one) for name, one in zip(names, whole, strict=True) if one is not None}
-            bucket.narrow_gradients = {name: Held(*one) for name, one in zip(names, narrow, strict=True) if one is not None}
+            (single, whole, narrow, is_cast), names = parts, bucket.names
+            for name, part in zip(SINGLE, single, strict=True):
+                setattr(bucket, name, _allocation_from(part))
+            bucket.whole_gradients = {
+                name: Allocation(*part) for name, part in zip(names, whole, strict=True) if part is not None
+            }
+            bucket.narrow_gradients = {
+                name: Allocation(*part) for name, part in zip(names, narrow, strict=True) if part is not None
+            }
             bucket.cast = set(compress(names, is_cast))
-        self.last_flat, self.reduce_input = map(_held, left.buffers)
+        self.last_flat, self.reduce_input = map(_allocation_from, snapshot.buffers)
 
     @property
     def root(self) -> Bucket:
         """The bucket outside the blocks."""
         return self.buckets[0]
 
-    def is_cut(self, bucket: Bucket) -> bool:
+    def is_sharded(self, bucket: Bucket) -> bool:
         """True if FSDP shards the bucket. Some trainers leave out experts without a replica, which are plain parameters
         then."""
         return self.sharded and not (bucket.ranks == 1 and not self.stack.shards_lone_experts)
@@ -223,31 +229,37 @@ class Shards:
         return self.sizes[bucket][1]
 
     def _sizes_of(self, bucket: Bucket) -> tuple[int, int]:
-        each = [_padded_elements(weight.shape, self.ranks_of(bucket)) for weight in bucket.weights]
+        elements = [_padded_elements(weight.shape, self.ranks_of(bucket)) for weight in bucket.weights]
         narrow, whole = self.narrow_itemsize, self.compute_itemsize
         sizes = [narrow if weight.name in bucket.in_fp8 else whole for weight in bucket.weights]
-        return sum(each), sum(map(mul, each, sizes))
+        return sum(elements), sum(map(mul, elements, sizes))
 
-    def own_elements(self, bucket: Bucket, weight: Weight) -> int:
+    def local_elements(self, bucket: Bucket, weight: Weight) -> int:
         """Elements of this rank's shard of a weight without padding: the last ranks may have fewer, or none."""
         ranks = self.ranks_of(bucket)
-        own = self.at.dp * self.layout.cp + self.at.cp if bucket.ranks is None else self.at.expert_dp
-        return _chunk_elements(weight.shape, ranks, own % ranks)
+        this_rank = (
+            self.coordinates.dp * self.layout.cp + self.coordinates.cp if bucket.ranks is None else self.coordinates.expert_dp
+        )
+        return _chunk_elements(weight.shape, ranks, this_rank % ranks)
 
     def shard_elements(self, bucket: Bucket) -> int:
         """Elements of this rank's shard without padding."""
-        return sum(self.own_elements(bucket, weight) for weight in bucket.weights)
+        return sum(self.local_elements(bucket, weight) for weight in bucket.weights)
 
     def optimizer_bytes(self, bucket: Bucket, optimizer: str) -> int:
         """Bytes of optimizer state in this rank's shard: moments, and masters where other copies are all-gathered."""
-        own = self.shard_elements(bucket)
-        masters, told, wide = own * self.apart_itemsize, self.stack.moment_bytes, DTYPE_BYTES[self.layout.master_dtype]
+        elements = self.shard_elements(bucket)
+        masters, stack_moment_bytes, wide = (
+            elements * self.separate_master_itemsize,
+            self.stack.moment_bytes,
+            DTYPE_BYTES[self.layout.master_dtype],
+        )
         if self.stack.name != "ultrascale" and optimizer != "muon":
-            return masters + round(own * told * wide / 4)
+            return masters + round(elements * stack_moment_bytes * wide / 4)
         if optimizer == "adamw":  # as `moment_bytes` of each
-            return masters + 2 * own * wide
+            return masters + 2 * elements * wide
         return masters + sum(
-            moment_bytes(weight, self.own_elements(bucket, weight), optimizer, wide) for weight in bucket.weights
+            moment_bytes(weight, self.local_elements(bucket, weight), optimizer, wide) for weight in bucket.weights
         )
 
     def update_bytes(self, optimizer: str, device: str) -> int:
@@ -257,7 +269,7 @@ class Shards:
         if optimizer not in WIDENED_BYTES:
             return 0
         matrices = [(bucket, weight) for bucket in self.buckets for weight in bucket.weights if len(weight.shape) > 1]
-        largest = max((self.own_elements(*one) for one in matrices), default=0)
+        largest = max((self.local_elements(*matrix) for matrix in matrices), default=0)
         return WIDENED_BYTES[optimizer] * min(largest, UPDATED_TOGETHER[device])
 
     def fuses(self, bucket: Bucket) -> bool:
@@ -270,7 +282,7 @@ class Shards:
 
     def before_forward(self, bucket: Bucket) -> None:
         """Gather, unless it is still whole."""
-        if self.is_cut(bucket) and bucket.parameters is None:
+        if self.is_sharded(bucket) and bucket.parameters is None:
             self._start_gather(bucket)
             self._finish_gather(bucket)
             self._drop_last_flat()  # a local name in FSDP2's wait_for_unshard holds it until the copy is done
@@ -280,7 +292,7 @@ class Shards:
 
     def after_forward(self, bucket: Bucket) -> None:
         """Stage 3 lets go, except outside the blocks."""
-        if self.is_cut(bucket) and self.layout.zero_stage == 3 and bucket is not self.buckets[0]:
+        if self.is_sharded(bucket) and self.layout.zero_stage == 3 and bucket is not self.buckets[0]:
             self._reshard(bucket)
 
     def end_forward(self) -> None:
@@ -290,26 +302,26 @@ class Shards:
         """Be whole, and start gathering the bucket that comes next on the way back."""
         if not self.sharded:
             return
-        if bucket.parameters is None and self.is_cut(bucket):
+        if bucket.parameters is None and self.is_sharded(bucket):
             self._start_gather(bucket)
             self._finish_gather(bucket)
             if bucket.flat is not None:
-                self.ledger.drop(bucket.flat)
+                self.ledger.release(bucket.flat)
                 bucket.flat = None
         index = self.buckets.index(bucket)
         ahead = self.buckets[index - 1]  # of the one outside the blocks, whose backward pass is first: the last
-        if index != 1 and ahead.parameters is None and self.is_cut(ahead):
+        if index != 1 and ahead.parameters is None and self.is_sharded(ahead):
             self._start_gather(ahead)
 
-    def add_gradient(self, bucket: Bucket, weight: Weight, gradient: Held) -> None:
+    def add_gradient(self, bucket: Bucket, weight: Weight, gradient: Allocation) -> None:
         """Autograd made a whole gradient of `weight`: keep it, or add it to the one that is there."""
-        there = bucket.whole_gradients.get(weight.name)
+        existing = bucket.whole_gradients.get(weight.name)
         if self.casts_alone:
             bucket.narrow_gradients[weight.name] = gradient
-        elif there is None:
+        elif existing is None:
             bucket.whole_gradients[weight.name] = self.ledger.move(gradient, "gradients", bucket.label)
         elif not self._is_cast(bucket, weight):
-            self.ledger.drop(gradient)
+            self.ledger.release(gradient)
         else:  # summed in the dtype of the reduction, when the bucket is done
             bucket.whole_gradients[f"{weight.name} new"] = self.ledger.move(gradient, "gradients", bucket.label)
 
@@ -317,10 +329,10 @@ class Shards:
         """Reduce and cut the gradients, or keep them whole for the next micro-batch; let go of the parameters."""
         if self.casts_alone:
             self._cast_gradients(bucket)
-        if not self.is_cut(bucket):
+        if not self.is_sharded(bucket):
             return
         for name in [name for name in bucket.whole_gradients if name.endswith(" new")] if bucket.cast else ():
-            self.ledger.drop(bucket.whole_gradients.pop(name))
+            self.ledger.release(bucket.whole_gradients.pop(name))
         if not action.keep_parameters:
             self._reshard(bucket)
         if action.reduce_gradients:
@@ -331,15 +343,15 @@ class Shards:
     def complete_gradients(self, bucket: Bucket) -> None:
         """A gradient of every weight in the dtype of sums, zeros where there was none (`parallel.pipeline.pipeline_data`):
         reductions want all of a bucket in one dtype."""
-        for weight in bucket.weights if self.is_cut(bucket) else ():
+        for weight in bucket.weights if self.is_sharded(bucket) else ():
             if weight.name not in bucket.whole_gradients:
                 size = weight.numel * self.compute_itemsize
                 bucket.whole_gradients[weight.name] = self.ledger.take("gradients", bucket.label, size)
-            self._cast_one(bucket, weight)
+            self._cast_gradient(bucket, weight)
 
-    def complete_some(self) -> None:
+    def complete_pending(self) -> None:
         """Complete the gradients of buckets that have any in the dtype of sums, before a backward pass that reduces."""
-        for bucket in filter(self.is_cut, self.buckets):
+        for bucket in filter(self.is_sharded, self.buckets):
             if any(self._is_cast(bucket, weight) for weight in bucket.weights):
                 self.complete_gradients(bucket)
 
@@ -347,17 +359,17 @@ class Shards:
         self._drop_reduce_input()
         for bucket in self.buckets:
             if bucket.replica_buffer is not None:
-                self.ledger.drop(bucket.replica_buffer)
+                self.ledger.release(bucket.replica_buffer)
                 bucket.replica_buffer = None
 
     def forget_gradients(self) -> None:
         """zero_grad(set_to_none=True)."""
         for bucket in self.buckets:
-            for held in [*bucket.whole_gradients.values(), *([bucket.cut_gradient] if bucket.cut_gradient else [])]:
-                self.ledger.drop(held)
+            for held in [*bucket.whole_gradients.values(), *([bucket.sharded_gradient] if bucket.sharded_gradient else [])]:
+                self.ledger.release(held)
             bucket.whole_gradients.clear()
             bucket.cast.clear()
-            bucket.cut_gradient = None
+            bucket.sharded_gradient = None
 
     def _start_gather(self, bucket: Bucket) -> None:
         ranks = self.ranks_of(bucket)
@@ -367,14 +379,14 @@ class Shards:
         if bucket.parameters is None and bucket.weights:
             self.tally.send("all_gather", self._groups(bucket)[0], whole)
         narrow = self.compute_itemsize != self.master_itemsize
-        own = self.ledger.take("communication", "all-gather input", whole // ranks if narrow else 0)
+        gather_input = self.ledger.take("communication", "all-gather input", whole // ranks if narrow else 0)
         bucket.flat = self.ledger.take("communication", "all-gather output", whole)
-        self.ledger.drop(own)
+        self.ledger.release(gather_input)
 
     def _groups(self, bucket: Bucket) -> tuple[tuple[int, int], tuple[int, int]]:
         """Groups (size, stride) of the ranks that shard a bucket, and of those that replicate it."""
         if bucket.ranks is None:
-            return self._own_groups
+            return self._default_groups
         size, stride = bucket.ranks, self.layout.group("expert_dp")[1]
         return (size, stride), (self.layout.expert_dp // size, stride * size)
 
@@ -384,16 +396,16 @@ class Shards:
 
     def _reshard(self, bucket: Bucket) -> None:
         if bucket.parameters is not None:
-            self.ledger.drop(bucket.parameters)
+            self.ledger.release(bucket.parameters)
             bucket.parameters = None
 
     def _cast_gradients(self, bucket: Bucket) -> None:
         for weight in reversed([w for w in bucket.weights if w.name in bucket.narrow_gradients]):
             narrow = bucket.narrow_gradients.pop(weight.name)
             wide = self.ledger.take("temporary", "gradients of weights", weight.numel * self.sum_itemsize)
-            self.ledger.drop(narrow)
+            self.ledger.release(narrow)
             if weight.name in bucket.whole_gradients:  # autograd adds to the one that is there
-                self.ledger.drop(wide)
+                self.ledger.release(wide)
             else:
                 bucket.whole_gradients[weight.name] = self.ledger.move(wide, "gradients", bucket.label)
 
@@ -401,12 +413,12 @@ class Shards:
         """Cast gradients to the dtype of the reduction, wider or narrower, one at a time."""
         for weight in bucket.weights:
             if weight.name in bucket.whole_gradients:
-                self._cast_one(bucket, weight)
+                self._cast_gradient(bucket, weight)
 
-    def _cast_one(self, bucket: Bucket, weight: Weight) -> None:
+    def _cast_gradient(self, bucket: Bucket, weight: Weight) -> None:
         if self.casts_sums and not self._is_cast(bucket, weight):
             cast = self.ledger.take("gradients", bucket.label, weight.numel * self.reduce_itemsize)
-            self.ledger.drop(bucket.whole_gradients[weight.name])
+            self.ledger.release(bucket.whole_gradients[weight.name])
             bucket.whole_gradients[weight.name] = cast
             bucket.cast.add(weight.name)
 
@@ -429,53 +441,53 @@ class Shards:
         gradients = list(bucket.whole_gradients.values())
         bucket.whole_gradients.clear()
         bucket.cast.clear()
-        for held in gradients:
-            self.ledger.drop(held)
+        for gradient in gradients:
+            self.ledger.release(gradient)
         if ranks == 1:  # the result is the input (`parallel.data.data_parallel.NothingToScatter`)
-            cut, self.reduce_input = self.reduce_input, None
+            shard, self.reduce_input = self.reduce_input, None
         else:
-            cut = self.ledger.take("communication", "reduce-scatter output", elements // ranks * self.reduce_itemsize)
+            shard = self.ledger.take("communication", "reduce-scatter output", elements // ranks * self.reduce_itemsize)
         if ranks == 1:  # FSDP2 divides gradients (by one) on their way into the result, through a copy
             self.ledger.touch("communication", "copy of reduce-scatter input", elements * self.reduce_itemsize)
         elif self.over_gloo:
             received = elements // ranks * (ranks - 1)
             self.ledger.touch("communication", "parts of other ranks", received * self.reduce_itemsize)
-        self._keep_cut(bucket, cut, action)
+        self._keep_shard(bucket, shard, action)
         if lingering is not None:
-            self.ledger.drop(lingering)
+            self.ledger.release(lingering)
 
-    def _keep_cut(self, bucket: Bucket, cut: Held, action: Action) -> None:
+    def _keep_shard(self, bucket: Bucket, shard: Allocation, action: Action) -> None:
         """The cut gradient, once it is summed over copies; until then partial."""
         if not self.stack.keeps_reduced:
-            size = cut.num_bytes // self.reduce_itemsize * self.sum_itemsize
-            wide = self.ledger.take("gradients", bucket.label, 0 if bucket.cut_gradient else size)
-            bucket.cut_gradient = bucket.cut_gradient or wide
-            self.ledger.drop(cut)
+            size = shard.num_bytes // self.reduce_itemsize * self.sum_itemsize
+            wide = self.ledger.take("gradients", bucket.label, 0 if bucket.sharded_gradient else size)
+            bucket.sharded_gradient = bucket.sharded_gradient or wide
+            self.ledger.release(shard)
             return
         if not action.sum_replicas:
             if bucket.partial is None:
-                bucket.partial = cut
+                bucket.partial = shard
             else:
-                self.ledger.drop(cut)
+                self.ledger.release(shard)
             return
         if self.reduce_itemsize == self.sum_itemsize:
-            bucket.cut_gradient = self.ledger.move(cut, "gradients", bucket.label)
+            bucket.sharded_gradient = self.ledger.move(shard, "gradients", bucket.label)
         else:
-            bucket.replica_buffer = cut  # the sum over copies ran in it, and FSDP2 keeps it until the end
-            size = cut.num_bytes // self.reduce_itemsize * self.sum_itemsize
-            bucket.cut_gradient = self.ledger.take("gradients", bucket.label, size)
+            bucket.replica_buffer = shard  # the sum over copies ran in it, and FSDP2 keeps it until the end
+            size = shard.num_bytes // self.reduce_itemsize * self.sum_itemsize
+            bucket.sharded_gradient = self.ledger.take("gradients", bucket.label, size)
         if bucket.partial is not None:
-            self.ledger.drop(bucket.partial)
+            self.ledger.release(bucket.partial)
             bucket.partial = None
 
     def _drop_last_flat(self) -> None:
         if self.last_flat is not None:
-            self.ledger.drop(self.last_flat)
+            self.ledger.release(self.last_flat)
             self.last_flat = None
 
     def _drop_reduce_input(self) -> None:
         if self.reduce_input is not None:
-            self.ledger.drop(self.reduce_input)
+            self.ledger.release(self.reduce_input)
             self.reduce_input = None
 
 
@@ -486,14 +498,14 @@ class WholeState(Shards):
     def _take_state(self) -> None:
         self.sharded = self.casts_alone = False
         stack, compute = self.stack, self.compute_itemsize
-        cuts = self.layout.zero_stage >= stack.shards_gradients_from
+        shards_gradients = self.layout.zero_stage >= stack.shards_gradients_from
         for bucket in self.buckets:
-            whole, own = sum(weight.numel for weight in bucket.weights), self.shard_elements(bucket)
+            whole, local = sum(weight.numel for weight in bucket.weights), self.shard_elements(bucket)
             self.ledger.take("parameters", bucket.label, whole * (compute if self.is_wide else stack.weight_bytes))
             beside = 0 if self.is_wide else stack.autograd_gradient_bytes * whole
-            self.ledger.take("gradients", bucket.label, self.sum_itemsize * (own if cuts else whole) + beside)
+            self.ledger.take("gradients", bucket.label, self.sum_itemsize * (local if shards_gradients else whole) + beside)
 
-    def own_elements(self, bucket: Bucket, weight: Weight) -> int:
+    def local_elements(self, bucket: Bucket, weight: Weight) -> int:
         """Elements of a weight in this rank's shard: the flat buffer of all weights is cut evenly."""
         return -(-weight.numel // self.ranks_of(bucket))
 
@@ -503,9 +515,9 @@ class WholeState(Shards):
     def adds_in_place(self, bucket: Bucket, weight: Weight) -> bool:
         return self.fuses(bucket)
 
-    def add_gradient(self, bucket: Bucket, weight: Weight, gradient: Held) -> None:
+    def add_gradient(self, bucket: Bucket, weight: Weight, gradient: Allocation) -> None:
         """It is added to the sum that is there."""
-        self.ledger.drop(gradient)
+        self.ledger.release(gradient)
 
 
 def stays_whole(stack: Stack, layout: Layout) -> bool:
@@ -548,10 +560,10 @@ class ScaleTable(NamedTuple):
     """Bytes of the scales of which ranks of `sharing` hold parts."""
 
 
-def scale_tables(model: Model, layout: Layout, held: Iterable[Weight]) -> Iterator[ScaleTable]:
-    """`held`: the weights of a rank's stages, of the shapes that it has before data parallelism cuts them."""
+def scale_tables(model: Model, layout: Layout, weights: Iterable[Weight]) -> Iterator[ScaleTable]:
+    """`weights`: those of a rank's stages, of the shapes that it has before data parallelism cuts them."""
     is_shared = weights_gathered_in_fp8(model, layout)
-    gathered = [weight for weight in held if weight.name in is_shared]
+    gathered = [weight for weight in weights if weight.name in is_shared]
     of_experts = layout.group("expert_shard"), layout.group("expert_tp")
     for experts, groups in ((False, (layout.group("shard"), layout.group("tp"))), (True, of_experts)):
         sizes = {w.name: SLOT_BYTES * num_weight_scales(w.shape, layout) for w in gathered if w.is_expert is experts}

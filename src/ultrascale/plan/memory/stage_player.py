@@ -21,28 +21,28 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ultrascale.plan.memory.ledger import Effect, Held, Ledger
-from ultrascale.plan.memory.sharding import BucketsLeft
+from ultrascale.plan.memory.ledger import Allocation, Effect, Ledger
+from ultrascale.plan.memory.sharding import BucketSnapshot
 from ultrascale.plan.memory.stage_replay import BlockEntries, StageReplay
 from ultrascale.plan.memory.tally import Counts, Tally
 from ultrascale.schedules.actions import Action, Kind
-from ultrascale.schedules.messages import Message, made_by, read_by, receipts
+from ultrascale.schedules.messages import Message, input_of, output_of, receive_order
 from ultrascale.schedules.sharded import FINISHES
 
 
 @dataclass(frozen=True)
-class Entry:
+class PassEntry:
     """One pass: its effect on the ledger and the tally, and what it hands to a neighbouring stage."""
 
     effect: Effect
     counts: Counts
     result: tuple[str, str, int] | None
     """Category, label and bytes."""
-    keeps_gradient: int
+    gradient_holders: int
     """Holders that the gradient which came in has gained: I keeps it for W."""
-    keeps_given: int
+    input_holders: int
     """Holders of the stage's input that F and I have added: a product of W reads it where no norm stands before."""
-    leaves: tuple[tuple[Hashable, ...], BucketsLeft] | None
+    buckets_after: tuple[tuple[Hashable, ...], BucketSnapshot] | None
     """The state after it, and what buckets have then; None where they are as before."""
 
 
@@ -50,20 +50,20 @@ class Entry:
 class Played:
     """A micro-batch that is only in the books."""
 
-    given: Held | None
-    gradient: Held | None = None
+    stage_input: Allocation | None
+    gradient: Allocation | None = None
     input_gradient: Action | None = None
     """Its I, once that has been played too."""
-    keeps_given: int = 0
+    input_holders: int = 0
 
 
-Entries = dict[Hashable, Entry | None]
+PassEntries = dict[Hashable, PassEntry | None]
 
 
-class BookedPasses(NamedTuple):
+class RecordedPasses(NamedTuple):
     """Passes that stages of one layout have written down: whole ones by sort of stage (`alike`), and those of single blocks."""
 
-    stages: dict[Hashable, Entries]
+    stages: dict[Hashable, PassEntries]
     blocks: BlockEntries
 
 
@@ -77,7 +77,7 @@ def alike(number: int, stages: Mapping[int, StageReplay]) -> Hashable:
     beside = number - 1 in stages, number + 1 in stages
     if part.is_first or part.is_last:
         return part, beside
-    return tuple((id(work.block(layer)), layout.again(layer)) for layer in part.blocks), beside
+    return tuple((id(work.block(layer)), layout.block_recompute(layer)) for layer in part.blocks), beside
 
 
 @dataclass
@@ -85,35 +85,35 @@ class StagePlayer:
     """The three passes of `StageReplay`."""
 
     stage: StageReplay
-    _entries: Entries = field(default_factory=dict)
+    _entries: PassEntries = field(default_factory=dict)
     """None: a pass that leaves gradients under way, or shares what it leaves, and is replayed every time."""
     _played: dict[int, Played] = field(default_factory=dict)
-    _given: dict[int, tuple[Held, int]] = field(default_factory=dict)
+    _stage_inputs: dict[int, tuple[Allocation, int]] = field(default_factory=dict)
     """Input of each micro-batch, and its holders before the F."""
     _state: tuple[Hashable, ...] | None = None
 
-    def forward(self, micro_batch: int, given: Held | None = None) -> Held | None:
+    def forward(self, micro_batch: int, stage_input: Allocation | None = None) -> Allocation | None:
         """F."""
         key = FORWARD, self._now()
-        if given is not None:
-            self._given[micro_batch] = given, given.holders
+        if stage_input is not None:
+            self._stage_inputs[micro_batch] = stage_input, stage_input.holders
         if (entry := self._entries.get(key)) is None:
-            return self._replay(key, lambda: self.stage.forward(micro_batch, given), None)
-        self._played[micro_batch] = Played(given)
+            return self._replay(key, lambda: self.stage.forward(micro_batch, stage_input), None)
+        self._played[micro_batch] = Played(stage_input)
         return self._play(entry, None)
 
-    def backward(self, action: Action, gradient: Held | None = None) -> Held | None:
+    def backward(self, action: Action, gradient: Allocation | None = None) -> Allocation | None:
         """B, I, or the W of the first stage, which does all."""
-        key, one = self._key(action), self._played.get(action.micro_batch)
-        if one is None or (entry := self._entries.get(key)) is None:
-            self._make(action.micro_batch)
+        key, played = self._key(action), self._played.get(action.micro_batch)
+        if played is None or (entry := self._entries.get(key)) is None:
+            self._materialize(action.micro_batch)
             return self._replay(
-                key, lambda: self.stage.backward(action, gradient), gradient, self._given.get(action.micro_batch)
+                key, lambda: self.stage.backward(action, gradient), gradient, self._stage_inputs.get(action.micro_batch)
             )
         if action.kind is Kind.INPUT_GRADIENT:
-            one.gradient, one.input_gradient, one.keeps_given = gradient, action, entry.keeps_given
-            if one.given is not None:
-                one.given.holders += entry.keeps_given
+            played.gradient, played.input_gradient, played.input_holders = gradient, action, entry.input_holders
+            if played.stage_input is not None:
+                played.stage_input.holders += entry.input_holders
         else:
             del self._played[action.micro_batch]
         return self._play(entry, gradient)
@@ -122,7 +122,7 @@ class StagePlayer:
         """W."""
         key = self._key(action)
         if action.micro_batch not in self._played or (entry := self._entries.get(key)) is None:
-            self._make(action.micro_batch)
+            self._materialize(action.micro_batch)
             self._replay(key, lambda: self.stage.weight_gradients(action), None)
         else:
             del self._played[action.micro_batch]
@@ -136,19 +136,23 @@ class StagePlayer:
             self._state = self.stage.state()
         return self._state
 
-    def _play(self, entry: Entry, gradient: Held | None) -> Held | None:
+    def _play(self, entry: PassEntry, gradient: Allocation | None) -> Allocation | None:
         self.stage.ledger.apply(entry.effect)
         self.stage.tally.add(entry.counts)
         if gradient is not None:
-            gradient.holders += entry.keeps_gradient
-        if entry.leaves is not None:
-            self._state, left = entry.leaves
-            self.stage.shards.put_back(left)
-        return None if entry.result is None else Held(*entry.result)
+            gradient.holders += entry.gradient_holders
+        if entry.buckets_after is not None:
+            self._state, snapshot = entry.buckets_after
+            self.stage.shards.restore(snapshot)
+        return None if entry.result is None else Allocation(*entry.result)
 
     def _replay(
-        self, key: Hashable, run: Callable[[], Held | None], gradient: Held | None, given: tuple[Held, int] | None = None
-    ) -> Held | None:
+        self,
+        key: Hashable,
+        run: Callable[[], Allocation | None],
+        gradient: Allocation | None,
+        stage_input: tuple[Allocation, int] | None = None,
+    ) -> Allocation | None:
         """The pass itself, written down if it has not been."""
         ledger, tally, before = self.stage.ledger, self.stage.tally, self._now()
         self._state = None
@@ -157,46 +161,46 @@ class StagePlayer:
         holders, counted = 0 if gradient is None else gradient.holders, tally.counted()
         with ledger.recording() as recorded:
             result = run()
-        told = None if result is None else (result.category, result.label, result.num_bytes)
-        kept = 0 if gradient is None else gradient.holders - holders
-        kept_given = 0 if given is None else given[0].holders - given[1]
+        result_fields = None if result is None else (result.category, result.label, result.num_bytes)
+        keeps = 0 if gradient is None else gradient.holders - holders
+        kept_input = 0 if stage_input is None else stage_input[0].holders - stage_input[1]
         now, changed = self._now(), None
         repeats = now[1:] == before[1:] and (result is None or result.holders == 1)
         if repeats and now != before:
-            left = self.stage.shards.left(before[0])
-            repeats, changed = left is not None, left and (now, left)
+            snapshot = self.stage.shards.snapshot(before[0])
+            repeats, changed = snapshot is not None, snapshot and (now, snapshot)
         effect, counts = recorded.effect(), tally.since(counted)
-        self._entries[key] = Entry(effect, counts, told, kept, kept_given, changed) if repeats else None
+        self._entries[key] = PassEntry(effect, counts, result_fields, keeps, kept_input, changed) if repeats else None
         return result
 
-    def _make(self, micro_batch: int) -> None:
+    def _materialize(self, micro_batch: int) -> None:
         """Make the tensors that the played passes of a micro-batch would have left. The books count them already."""
-        one = self._played.pop(micro_batch, None)
-        if one is None:
+        played = self._played.pop(micro_batch, None)
+        if played is None:
             return
-        stage, given, gradient = self.stage, one.given, one.gradient
-        with stage.ledger.off_the_books(), stage.tally.off_the_books(), stage.buckets_left_alone():
-            if one.input_gradient is None:
-                self._let_go(stage.forward(micro_batch, given))
+        stage, stage_input, gradient = self.stage, played.stage_input, played.gradient
+        with stage.ledger.unrecorded(), stage.tally.unrecorded(), stage.buckets_left_alone():
+            if played.input_gradient is None:
+                self._release(stage.forward(micro_batch, stage_input))
                 return
-            for held, keeps in ((given, one.keeps_given), (gradient, 0)):  # their owners have let go since
-                if held is not None:
-                    held.holders += 1 - keeps
-            self._let_go(stage.forward(micro_batch, given))
+            for tensor, kept_holders in ((stage_input, played.input_holders), (gradient, 0)):  # their owners have let go since
+                if tensor is not None:
+                    tensor.holders += 1 - kept_holders
+            self._release(stage.forward(micro_batch, stage_input))
             kept = 0 if gradient is None else gradient.holders - 1
             if gradient is not None:
                 gradient.holders = 1
-            self._let_go(stage.backward(one.input_gradient, gradient))
+            self._release(stage.backward(played.input_gradient, gradient))
             if gradient is not None:
                 assert gradient.holders == 1 + kept, gradient
                 gradient.holders = kept
-            if given is not None:
-                given.holders -= 1
-                assert given.holders == one.keeps_given, given
+            if stage_input is not None:
+                stage_input.holders -= 1
+                assert stage_input.holders == played.input_holders, stage_input
 
-    def _let_go(self, result: Held | None) -> None:
+    def _release(self, result: Allocation | None) -> None:
         if result is not None:
-            self.stage.ledger.drop(result)
+            self.stage.ledger.release(result)
 
 
 class MailReplay:
@@ -210,34 +214,34 @@ class MailReplay:
         self.outgoing = {message.key: message for message in messages if message.sender == rank}
         self.incoming = {message.key: message for message in messages if message.receiver == rank}
         self._group = tally.layout.pp, tally.layout.group("pp")[1]
-        self._expected = deque(receipts(messages, rank))
-        self._arriving: dict[tuple[bool, int, int], Held] = {}
-        self._leaving: defaultdict[int, deque[tuple[Message, Held]]] = defaultdict(deque)
+        self._expected = deque(receive_order(messages, rank))
+        self._arriving: dict[tuple[bool, int, int], Allocation] = {}
+        self._leaving: defaultdict[int, deque[tuple[Message, Allocation]]] = defaultdict(deque)
 
     def expect(self, position: int) -> None:
         """Memory for what is on its way when the action at `position` begins."""
         while self._expected and self._expected[0][0] <= position:
             self._arriving[self._expected.popleft()[1].key] = self.ledger.take("activations", "messages", self.num_bytes)
 
-    def take(self, message: Message) -> Held:
+    def take(self, message: Message) -> Allocation:
         """Take a message that has arrived, and free what was sent to its sender and has been read by then."""
         leaving = self._leaving[message.sender]
         while leaving and leaving[0][0].needed_by <= message.sent_by:
-            self.ledger.drop(leaving.popleft()[1])
+            self.ledger.release(leaving.popleft()[1])
         return self._arriving.pop(message.key)
 
-    def send(self, message: Message, held: Held) -> None:
+    def send(self, message: Message, tensor: Allocation) -> None:
         """Keep `held` until it has left. NCCL says when that is; soon, here at once."""
         self.tally.send("send", self._group, self.num_bytes)
         if self.over_gloo:
-            self._leaving[message.receiver].append((message, held))
+            self._leaving[message.receiver].append((message, tensor))
         else:
-            self.ledger.drop(held)
+            self.ledger.release(tensor)
 
     def close(self) -> None:
         for leaving in self._leaving.values():
-            for _, held in leaving:
-                self.ledger.drop(held)
+            for _, tensor in leaving:
+                self.ledger.release(tensor)
             leaving.clear()
 
 
@@ -250,55 +254,55 @@ class RankReplay:
     ):  # fmt: skip
         """`output_bytes`: logits of a micro-batch, which stay to the end of the step."""
         self.ledger, self.stages, self.mail, self.last_stage = ledger, stages, mail, last_stage
-        self.output_bytes, self._outputs = output_bytes, list[Held]()
-        self._inputs: dict[tuple[int, int], Held] = {}
-        self._postponed: dict[tuple[int, int], Held] = {}
-        self._handed: dict[tuple[bool, int, int], Held] = {}
+        self.output_bytes, self._outputs = output_bytes, list[Allocation]()
+        self._inputs: dict[tuple[int, int], Allocation] = {}
+        self._postponed: dict[tuple[int, int], Allocation] = {}
+        self._handed: dict[tuple[bool, int, int], Allocation] = {}
 
     def play(self, actions: Sequence[Action], step: int) -> None:
         """All of a rank's actions."""
         for position, action in enumerate(actions):
             self.mail.expect(position)
             for part in action.parts:
-                given = self._take(part)
+                received = self._take(part)
                 self.ledger.mark("forward" if part.kind is Kind.FORWARD else "backward", step)
-                self._do(part, given)
+                self._do(part, received)
                 if (
                     self.output_bytes and part.stage == self.last_stage and part.kind in FINISHES
                 ):  # until then the loss has them
                     self._outputs.append(self.ledger.take("activations", "outputs", self.output_bytes))
-        self.ledger.drop_all(self._outputs)
+        self.ledger.release_all(self._outputs)
         self._outputs.clear()
         self.mail.close()
 
-    def _take(self, part: Action) -> Held | None:
-        key = read_by(part, self.last_stage)
+    def _take(self, part: Action) -> Allocation | None:
+        key = input_of(part, self.last_stage)
         if key is None:
             return None
         message = self.mail.incoming.get(key)
         return self._handed.pop(key) if message is None else self.mail.take(message)
 
-    def _do(self, part: Action, given: Held | None) -> None:
-        stage, at = self.stages[part.stage], (part.stage, part.micro_batch)
+    def _do(self, part: Action, received: Allocation | None) -> None:
+        stage, key = self.stages[part.stage], (part.stage, part.micro_batch)
         if part.kind is Kind.FORWARD:
-            if given is not None:
-                self._inputs[at] = given
-            self._pass_on(part, stage.forward(part.micro_batch, given))
+            if received is not None:
+                self._inputs[key] = received
+            self._pass_on(part, stage.forward(part.micro_batch, received))
         elif part.kind is Kind.INPUT_GRADIENT and part.stage == 0:  # nobody waits for it
-            if given is not None:
-                self._postponed[at] = given
+            if received is not None:
+                self._postponed[key] = received
         elif part.kind is Kind.WEIGHT_GRADIENT and part.stage > 0:
             stage.weight_gradients(part)
         else:
-            given = self._postponed.pop(at, None) if part.kind is Kind.WEIGHT_GRADIENT else given
-            result = stage.backward(part, given)
-            for held in (given, self._inputs.pop(at, None)):
-                if held is not None:
-                    self.ledger.drop(held)
+            received = self._postponed.pop(key, None) if part.kind is Kind.WEIGHT_GRADIENT else received
+            result = stage.backward(part, received)
+            for tensor in (received, self._inputs.pop(key, None)):
+                if tensor is not None:
+                    self.ledger.release(tensor)
             self._pass_on(part, result)
 
-    def _pass_on(self, part: Action, result: Held | None) -> None:
-        key = made_by(part, self.last_stage)
+    def _pass_on(self, part: Action, result: Allocation | None) -> None:
+        key = output_of(part, self.last_stage)
         if result is None or key is None:
             return
         message = self.mail.outgoing.get(key)

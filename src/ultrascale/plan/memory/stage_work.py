@@ -15,14 +15,14 @@ from ultrascale.description.layout import Layout
 from ultrascale.plan.memory.sharding import Bucket
 from ultrascale.work.fp8_slots import weights_gathered_in_fp8
 from ultrascale.work.op_builders import without_fp8
-from ultrascale.work.sharding.places import Coordinates, Place, place
+from ultrascale.work.sharding.places import Coordinates, WeightShard, shard_of
 from ultrascale.work.work import (
     Op,
     Shape,
     block_work,
-    coming_work,
     embedding_work,
     head_work,
+    next_token_work,
     prediction_block_work,
     prediction_head_work,
 )
@@ -31,7 +31,7 @@ EXPERTS = "mlp.experts."
 PREDICTION_NORM = "shared_head.norm"
 
 
-class Part(NamedTuple):
+class StagePart(NamedTuple):
     """Part of the model that a stage holds."""
 
     layers: range
@@ -49,28 +49,31 @@ class Part(NamedTuple):
 class StageWork:
     """A stage, told; `plan.memory.stage_replay` plays it."""
 
-    def __init__(self, model: Model, layout: Layout, shape: Shape, part: Part, at: Coordinates):
+    def __init__(self, model: Model, layout: Layout, shape: Shape, part: StagePart, coordinates: Coordinates):
         self.model, self.layout, self.shape, self.part = model, layout, shape, part
         self.per_bucket = layout.layers_per_bucket if layout.dp * layout.cp > 1 else 1
         blocks = part.blocks
         self._first_block, self._last_block = (blocks[0], blocks[-1]) if blocks else (None, None)
         self.hidden_bytes = shape.outer_tokens * model.hidden_size * shape.itemsize
         """Bytes of the residual stream of one micro-batch."""
-        self._local = {w.name: w for w in self._weights(at)}
+        self._local = {w.name: w for w in self._weights(coordinates)}
         self.buckets = self._buckets()
         self.by_name = {weight.name: (bucket, weight) for bucket in self.buckets for weight in bucket.weights}
         self._blocks: dict[int, tuple[Op, ...]] = {}
         self._names: dict[tuple[tuple[str, ...], int | None], list[str]] = {}
         self.uses = Counter(name for ops in self.outside() for op in ops for name in op.weights)
 
-    def _weights(self, at: Coordinates) -> list[Weight]:
-        """Weights of this stage, with the shapes that the rank at `at` holds."""
+    def _weights(self, coordinates: Coordinates) -> list[Weight]:
+        """Weights of this stage, with the shapes that the rank at `coordinates` holds."""
         named = {name for ops in self.outside() for op in ops for name in op.weights}
         outside = [w for w in weights_outside_layers(self.model) if w.name in named]
         layout = self.layout
-        cut, here = Layout(tp=layout.tp, ep=layout.ep, expert_tp=layout.expert_tp), at._replace(pp=0, dp=0, expert_dp=0)
-        blocks = (_block_weights(self.model, layer, cut, here) for layer in self.part.blocks)
-        return [*(_part(w, place(w, cut, here)) for w in outside), *chain.from_iterable(blocks)]
+        cut, in_stage = (
+            Layout(tp=layout.tp, ep=layout.ep, expert_tp=layout.expert_tp),
+            coordinates._replace(pp=0, dp=0, expert_dp=0),
+        )
+        blocks = (_block_weights(self.model, layer, cut, in_stage) for layer in self.part.blocks)
+        return [*(_part(w, shard_of(w, cut, in_stage)) for w in outside), *chain.from_iterable(blocks)]
 
     def _buckets(self) -> list[Bucket]:
         """In the order in which FSDP2 sees them end in a forward pass, what is outside the blocks first: experts that are cut
@@ -104,7 +107,7 @@ class StageWork:
 
     def outside(self) -> list[tuple[Op, ...]]:
         """Operations outside the blocks in a forward pass."""
-        predicting = [coming_work(self.model, self.shape), prediction_head_work(self.model, self.shape)]
+        predicting = [next_token_work(self.model, self.shape), prediction_head_work(self.model, self.shape)]
         return [self.before(), self.after(), *predicting * len(self.part.predictions)]
 
     def block(self, layer: int) -> tuple[Op, ...]:
@@ -135,12 +138,12 @@ class StageWork:
         """The bucket that a block's experts have for themselves, and the first and the last operation that read it."""
         if layer is None or not self.model.num_experts:
             return None, 0, 0
-        at = [index for index, op in enumerate(ops) if op.name.startswith(EXPERTS)]
-        named = [name for index in at for name in ops[index].weights]
+        indices = [index for index, op in enumerate(ops) if op.name.startswith(EXPERTS)]
+        named = [name for index in indices for name in ops[index].weights]
         bucket = self.by_name[f"layers.{layer}.{named[0]}"][0] if named else None
         if bucket is None or bucket is self.bucket(layer):
             return None, 0, 0
-        return bucket, at[0], at[-1]
+        return bucket, indices[0], indices[-1]
 
     def is_first(self, layer: int) -> bool:
         return (layer - self.part.layers.start) % self.per_bucket == 0
@@ -149,26 +152,26 @@ class StageWork:
         return (layer + 1 - self.part.layers.start) % self.per_bucket == 0 or layer == self._last_block
 
     def cuts_input(self, layer: int) -> bool:
-        """True if a rank of tp keeps only its positions of a block's input (`parallel.activations.cut_checkpoints`)."""
+        """True if a rank of tp keeps only its positions of a block's input (`parallel.activations.partitioned_checkpoints`)."""
         held_anyway = layer == self._first_block and not self.part.is_first
         return self.layout.partition_checkpoints and not held_anyway
 
     def names(self, weights: tuple[str, ...], layer: int | None) -> list[str]:
         """Names of weights in the whole model; a prediction's head is the model's own."""
-        known = self._names.get((weights, layer))
-        if known is None:
-            own = [name if layer is None or name in self.by_name else f"layers.{layer}.{name}" for name in weights]
-            known = self._names[weights, layer] = own
-        return known
+        cached = self._names.get((weights, layer))
+        if cached is None:
+            full_names = [name if layer is None or name in self.by_name else f"layers.{layer}.{name}" for name in weights]
+            cached = self._names[weights, layer] = full_names
+        return cached
 
 
 @lru_cache(maxsize=4096)
-def _block_weights(model: Model, layer: int, cut: Layout, at: Coordinates) -> tuple[Weight, ...]:
+def _block_weights(model: Model, layer: int, cut: Layout, coordinates: Coordinates) -> tuple[Weight, ...]:
     """Weights of a block as tp, ep and expert_tp cut them: layouts of one search share them."""
-    return tuple(_part(weight, place(weight, cut, at)) for weight in layer_weights(model, layer))
+    return tuple(_part(weight, shard_of(weight, cut, coordinates)) for weight in layer_weights(model, layer))
 
 
-def _part(weight: Weight, held: Place) -> Weight:
+def _part(weight: Weight, held: WeightShard) -> Weight:
     """`weight` with the shape that a rank holds."""
     if (weight.shape, weight.first_column) == (held.shape, held.offsets[-1]):
         return weight

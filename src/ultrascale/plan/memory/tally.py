@@ -18,7 +18,7 @@ from ultrascale.work.ops import Collective, Op, Shape, When
 from ultrascale.work.sharding.context_order import gathered_traffic, pairs_worked_on, ring_traffic, rows_made
 
 
-class Way(NamedTuple):
+class TrafficKey(NamedTuple):
     """Messages that are counted together."""
 
     kind: str
@@ -33,10 +33,10 @@ class Traffic(NamedTuple):
     num_bytes: int
 
 
-class Message(NamedTuple):
+class OpMessages(NamedTuple):
     """Messages of one operation in one way, and their bytes."""
 
-    way: Way
+    key: TrafficKey
     count: int
     num_bytes: int
 
@@ -48,7 +48,7 @@ class Pass(NamedTuple):
     """Kept, so that its identity stays its own."""
     products: int
     attention: int
-    messages: list[Message]
+    messages: list[OpMessages]
 
 
 class Counts(NamedTuple):
@@ -56,8 +56,8 @@ class Counts(NamedTuple):
 
     products: int
     attention: int
-    counts: dict[Way, int]
-    sizes: dict[Way, int]
+    counts: dict[TrafficKey, int]
+    sizes: dict[TrafficKey, int]
 
 
 @dataclass
@@ -71,15 +71,15 @@ class Tally:
     """FLOPs of matrix products, recomputed ones included; attention apart."""
     attention: int = 0
     """FLOPs, of every pair of a query and a key that a kernel is given."""
-    counts: Counter[Way] = field(default_factory=Counter)
-    sizes: Counter[Way] = field(default_factory=Counter)
+    counts: Counter[TrafficKey] = field(default_factory=Counter)
+    sizes: Counter[TrafficKey] = field(default_factory=Counter)
     _known: dict[When, dict[int, Pass]] = field(default_factory=lambda: {"forward": {}, "backward": {}})
     """Passes of operations by identity: they come again with every block and micro-batch."""
 
     @property
-    def traffic(self) -> dict[Way, Traffic]:
+    def traffic(self) -> dict[TrafficKey, Traffic]:
         """Messages by way."""
-        return {way: Traffic(count, self.sizes[way]) for way, count in self.counts.items()}
+        return {key: Traffic(count, self.sizes[key]) for key, count in self.counts.items()}
 
     def clear(self) -> None:
         """Begin anew."""
@@ -94,7 +94,7 @@ class Tally:
     def since(self, before: Counts) -> Counts:
         """Counts since `before`."""
         counts, sizes = (
-            {way: now - then.get(way, 0) for way, now in these.items() if now != then.get(way, 0)}
+            {key: now - then.get(key, 0) for key, now in these.items() if now != then.get(key, 0)}
             for these, then in ((self.counts, before.counts), (self.sizes, before.sizes))
         )
         return Counts(self.products - before.products, self.attention - before.attention, counts, sizes)
@@ -103,13 +103,13 @@ class Tally:
         """Add counts of a pass once more."""
         self.products += more.products
         self.attention += more.attention
-        for way, count in more.counts.items():
-            self.counts[way] += count
-        for way, num_bytes in more.sizes.items():
-            self.sizes[way] += num_bytes
+        for key, count in more.counts.items():
+            self.counts[key] += count
+        for key, num_bytes in more.sizes.items():
+            self.sizes[key] += num_bytes
 
     @contextmanager
-    def off_the_books(self) -> Iterator[None]:
+    def unrecorded(self) -> Iterator[None]:
         """Nothing inside counts."""
         before = self.counted()
         try:
@@ -121,9 +121,9 @@ class Tally:
     def send(self, kind: str, group: tuple[int, int], num_bytes: int, count: int = 1) -> None:
         """`count` messages, together of so many bytes, among `group` (size, stride). One rank sends nothing."""
         if group[0] > 1 and num_bytes:
-            way = Way(kind, *group)
-            self.counts[way] += count
-            self.sizes[way] += num_bytes
+            key = TrafficKey(kind, *group)
+            self.counts[key] += count
+            self.sizes[key] += num_bytes
 
     def forward(self, op: Op) -> None:
         """`op` runs, for the first time or again."""
@@ -133,13 +133,13 @@ class Tally:
         """The backward pass of `op`; of what waits for W its products are counted too, and its messages are not."""
         self._count(self._known["backward"].get(id(op)) or self._learn(op, "backward"))
 
-    def compute_again(self, op: Op) -> None:
+    def recompute(self, op: Op) -> None:
         """The FLOPs of a forward pass of `op`, without its messages."""
         known = self._known["forward"].get(id(op)) or self._learn(op, "forward")
         self.products += known.products
         self.attention += known.attention
 
-    def send_again(self, op: Op) -> None:
+    def resend(self, op: Op) -> None:
         """The messages of a forward pass of `op`, without its FLOPs."""
         self.send_all(self._known["forward"].get(id(op)) or self._learn(op, "forward"))
 
@@ -151,26 +151,26 @@ class Tally:
 
     def send_all(self, known: Pass) -> None:
         """Count the messages of a pass."""
-        for way, count, num_bytes in known.messages:
-            self.counts[way] += count
-            self.sizes[way] += num_bytes
+        for key, count, num_bytes in known.messages:
+            self.counts[key] += count
+            self.sizes[key] += num_bytes
 
     def _learn(self, op: Op, when: When) -> Pass:
         flops = op.flops if when == "forward" else op.backward_flops
         is_attention = op.kind == "attention"
-        found = [self._message(op, item) for item in op.collectives if item.when == when]
+        messages = [self._message(op, item) for item in op.collectives if item.when == when]
         known = self._known[when][id(op)] = Pass(
-            op, 0 if is_attention else flops, self._worked_on(op, flops) if is_attention else 0,
-            [one for one in found if one.way.size > 1 and one.num_bytes],
+            op, 0 if is_attention else flops, self._attention_flops(op, flops) if is_attention else 0,
+            [message for message in messages if message.key.size > 1 and message.num_bytes],
         )  # fmt: skip
         return known
 
-    def _worked_on(self, op: Op, flops: int) -> int:
+    def _attention_flops(self, op: Op, flops: int) -> int:
         """Over cp: of the full square of scores what a place of a ring works on. There, and where kernels are told where
         documents end, heads are of one width."""
         scores, (places, heads) = op.scores, self.layout.cp_grid
-        told_ends = self.shape.documents and self.shape.masks_in_kernel and self.shape.kernels.spans
-        if scores is None or (self.layout.cp == 1 and not told_ends):
+        knows_document_ends = self.shape.documents and self.shape.masks_in_kernel and self.shape.kernels.spans
+        if scores is None or (self.layout.cp == 1 and not knows_document_ends):
             return flops
         e, v = scores.head_dim, scores.value_head_dim
         width = scores.kernel_width(self.shape.device)
@@ -181,50 +181,50 @@ class Tally:
         pairs = pairs_worked_on(length, places, self.cp_rank // heads, window)
         return flops * pairs // (scores.queries * scores.keys)
 
-    def hop_parts(self, op: Op) -> int:
+    def partial_result_bytes(self, op: Op) -> int:
         """Bytes of an attention's results of single hops, as wide as kernels make them, beyond those of the merged one; 0 where
         there is one hop."""
         if not op.collectives or self.layout.cp_grid[0] == 1 or self.shape.documents:
             return 0
         (places, heads), shape = self.layout.cp_grid, self.shape
-        made = rows_made(shape.sequence_length, places, self.cp_rank // heads, op.collectives[0].window)
-        merged, (attended, *others), scores = shape.swapped_length, op.makes, op.scores
+        num_rows = rows_made(shape.sequence_length, places, self.cp_rank // heads, op.collectives[0].window)
+        merged, (attended, *other_results), scores = shape.swapped_length, op.makes, op.scores
         assert scores is not None
         wide = attended.num_bytes * scores.kernel_width(self.shape.device) // scores.value_head_dim
-        rest = sum(result.num_bytes for result in others)
-        return wide * made // merged - attended.num_bytes + rest * (made - merged) // merged
+        other_bytes = sum(result.num_bytes for result in other_results)
+        return wide * num_rows // merged - attended.num_bytes + other_bytes * (num_rows - merged) // merged
 
-    def _message(self, op: Op, item: Collective) -> Message:
+    def _message(self, op: Op, item: Collective) -> OpMessages:
         if item.axis == "cp" and op.kind != "router":
             return self._message_in_context(item)
         # Sums of experts' rows are an exchange and additions.
         kind = "all_to_all" if (item.axis, item.kind) == ("expert_tp", "reduce_scatter") else item.kind
-        return Message(Way(kind, *self.layout.group(item.axis)), 1, item.num_bytes)
+        return OpMessages(TrafficKey(kind, *self.layout.group(item.axis)), 1, item.num_bytes)
 
-    def _message_in_context(self, item: Collective) -> Message:
+    def _message_in_context(self, item: Collective) -> OpMessages:
         """Over cp: what leaves the rank, in messages to single ranks except where NCCL gathers."""
         group, (places, heads) = self.layout.group("cp"), self.layout.cp_grid
         if item.kind == "all_to_all":
             leaving = item.num_bytes * (heads - 1) // heads if item.leaving_bytes is None else item.leaving_bytes
-            return Message(Way("send", *group), item.num_messages * (heads - 1), leaving)
-        uneven = not self.shape.rings and self.shape.at is not None and self.shape.sequence_length % places
+            return OpMessages(TrafficKey("send", *group), item.num_messages * (heads - 1), leaving)
+        uneven = not self.shape.rings and self.shape.coordinates is not None and self.shape.sequence_length % places
         if (
             not self.shape.rings and not uneven
         ) or self.shape.documents:  # who needs keys of which documents is not known to a plan
             kind, count = (item.kind, 1) if self.shape.device == "cuda" and not self.shape.rings else ("send", places - 1)
-            return Message(Way(kind, *group), count, round(item.num_bytes * (places - 1) / places * item.sent_share))
+            return OpMessages(TrafficKey(kind, *group), count, round(item.num_bytes * (places - 1) / places * item.sent_share))
         traffic = ring_traffic if self.shape.rings else gathered_traffic
         sent = traffic(self.shape.sequence_length, places, self.cp_rank // heads, item.window)
         count, slots = sent.keys if item.kind == "all_gather" else sent.gradients
-        return Message(Way("send", *group), count, item.num_bytes * slots // self.shape.sequence_length)
+        return OpMessages(TrafficKey("send", *group), count, item.num_bytes * slots // self.shape.sequence_length)
 
 
 def per_step(few: Tally, fewer: Tally, more: int) -> Tally:
     """The tally of `more` micro-batches than those of `few`, which has one more than `fewer`: each sends and computes alike."""
-    found = Tally(few.layout, few.shape, few.cp_rank)
-    found.products = few.products + more * (few.products - fewer.products)
-    found.attention = few.attention + more * (few.attention - fewer.attention)
-    for way in few.counts:
-        found.counts[way] = few.counts[way] + more * (few.counts[way] - fewer.counts[way])
-        found.sizes[way] = few.sizes[way] + more * (few.sizes[way] - fewer.sizes[way])
-    return found
+    total = Tally(few.layout, few.shape, few.cp_rank)
+    total.products = few.products + more * (few.products - fewer.products)
+    total.attention = few.attention + more * (few.attention - fewer.attention)
+    for key in few.counts:
+        total.counts[key] = few.counts[key] + more * (few.counts[key] - fewer.counts[key])
+        total.sizes[key] = few.sizes[key] + more * (few.sizes[key] - fewer.sizes[key])
+    return total

@@ -69,7 +69,7 @@ class Board:
             add(first, work, out=ends)
 
 
-def take_board(program: Program, cases: int) -> Board:
+def acquire_board(program: Program, cases: int) -> Board:
     """A board for so many cases: one that was given back, or a new one."""
     try:  # another thread may be quicker
         while (board := program.boards.pop()).work.shape[1] != cases:
@@ -81,7 +81,7 @@ def take_board(program: Program, cases: int) -> Board:
     return Board(program, np.empty((actions, cases)), np.empty((sources, actions, cases)), np.zeros((actions + 1, cases)))
 
 
-def give_back(program: Program, board: Board) -> None:
+def release_board(program: Program, board: Board) -> None:
     """Keep it for the next prices."""
     if len(program.boards) < KEPT:
         program.boards.append(board)

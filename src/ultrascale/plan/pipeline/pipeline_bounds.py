@@ -68,16 +68,16 @@ def _played(schedule, p, v, m, f, i, w, s):
     known = SCHEDULES[schedule]
     sizes = np.broadcast_arrays(p, v, m, f, i, w, s)
     p, v, m, *seconds = (column.ravel() for column in sizes)
-    found = np.zeros(p.shape)
+    bubbles = np.zeros(p.shape)
     for key in set(zip(p.tolist(), v.tolist(), m.tolist(), strict=True)):
         rows = np.flatnonzero((p == key[0]) & (v == key[1]) & (m == key[2]))
         stages = key[0] * known.stages_a_rank(key[1])
-        forward, inputs, weights, send = (np.broadcast_to(one[rows], (stages, len(rows))) for one in seconds)
+        forward, inputs, weights, send = (np.broadcast_to(case_seconds[rows], (stages, len(rows))) for case_seconds in seconds)
         step = long_step_seconds(
             schedule, key[0], key[2], StageSeconds(forward, inputs, weights, send[1:]), virtual_stages=key[1]
         )
-        found[rows] = step - key[2] * known.stages_a_rank(key[1]) * (forward + inputs + weights)[0]
-    return found.reshape(sizes[0].shape)
+        bubbles[rows] = step - key[2] * known.stages_a_rank(key[1]) * (forward + inputs + weights)[0]
+    return bubbles.reshape(sizes[0].shape)
 
 
 def _afab(p, v, m, f, i, w, s):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.build import build_schedule, is_file
-from ultrascale.schedules.executable import Schedule, Wiring, shape_of, wire
+from ultrascale.schedules.executable import Dependencies, Schedule, dependencies_of, shape_of
 
 if TYPE_CHECKING:
     from ultrascale.plan.pipeline.pipeline_board import Board
@@ -87,22 +87,23 @@ def _program_of(name: str, pp: int, num_micro_batches: int, virtual_stages: int 
 
 def compile_schedule(schedule: Schedule) -> Program:
     """Make a schedule ready to be played. Raises SpecError if it deadlocks."""
-    wiring = wire(schedule)
+    dependencies = dependencies_of(schedule)
     num_stages, num_micro_batches = shape_of(schedule)
     actions = [action for row in schedule for action in row]
-    by_wave = np.array([number for wave in wiring.waves for number in wave], dtype=np.intp)
+    by_wave = np.array([number for wave in dependencies.waves for number in wave], dtype=np.intp)
     number_of = np.empty(len(actions) + 1, dtype=np.intp)
     number_of[by_wave] = np.arange(len(actions))
     number_of[-1] = len(actions)
     starts = np.cumsum([0, *(len(row) for row in schedule)])
     previous = np.arange(-1, len(actions) - 1)
     previous[starts[:-1][np.diff(starts) > 0]] = -1  # the first of a rank follows nothing
-    sources = np.array([wiring.sources, wiring.other_sources], dtype=np.intp).T
+    sources = np.array([dependencies.sources, dependencies.other_sources], dtype=np.intp).T
     codes, pairs = _codes(actions, num_stages)
-    edges = np.cumsum([0, *map(len, wiring.waves)]).tolist()
+    edges = np.cumsum([0, *map(len, dependencies.waves)]).tolist()
     return Program(
         schedule, num_stages, num_micro_batches, [number_of[a:b] for a, b in pairwise(starts)],
-        number_of[previous[by_wave]], number_of[sources[by_wave]], _borders(actions, wiring, sources, num_stages)[by_wave],
+        number_of[previous[by_wave]], number_of[sources[by_wave]],
+        _borders(actions, dependencies, sources, num_stages)[by_wave],
         codes[by_wave], pairs, list(pairwise(edges)),
     )  # fmt: skip
 
@@ -113,11 +114,11 @@ def _in_a_row(numbers: NDArray[np.intp]) -> NDArray[np.intp] | slice:
     return slice(first, first + len(numbers)) if (np.diff(numbers) == 1).all() else numbers.copy()
 
 
-def _borders(actions: list[Action], wiring: Wiring, sources: NDArray[np.intp], num_stages: int) -> NDArray[np.intp]:
+def _borders(actions: list[Action], dependencies: Dependencies, sources: NDArray[np.intp], num_stages: int) -> NDArray[np.intp]:
     """[actions, 2]: the border between stages that each source's result crosses; stages - 1 if it stays on its rank."""
     behind = [action.stage - (action.kind is Kind.FORWARD) for action in actions]
-    other = [0 if action.beside is None else action.beside.stage for action in actions]
-    ranks = np.array([*wiring.ranks, -1])
+    other = [0 if action.overlapped_with is None else action.overlapped_with.stage for action in actions]
+    ranks = np.array([*dependencies.ranks, -1])
     comes = (sources < len(actions)) & (ranks[sources] != ranks[:-1, None])
     return np.where(comes, np.array([behind, other]).T, num_stages - 1)
 
@@ -128,7 +129,7 @@ def _codes(actions: list[Action], num_stages: int) -> tuple[NDArray[np.intp], li
     rows = [base[action.kind._value_] + action.stage for action in actions]
     pairs: dict[tuple[int, int], int] = {}
     for number, action in enumerate(actions):
-        if action.beside is not None:
-            stages = action.stage, action.beside.stage
+        if action.overlapped_with is not None:
+            stages = action.stage, action.overlapped_with.stage
             rows[number] = len(base) * num_stages + pairs.setdefault(stages, len(pairs))
     return np.array(rows, dtype=np.intp), list(pairs)

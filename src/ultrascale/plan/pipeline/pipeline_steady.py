@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from ultrascale.description.schedules import SCHEDULES
 from ultrascale.plan.layouts import distinct
-from ultrascale.plan.pipeline.pipeline_board import Board, give_back
+from ultrascale.plan.pipeline.pipeline_board import Board, release_board
 from ultrascale.plan.pipeline.pipeline_program import Program, program_of
 from ultrascale.plan.pipeline.play import Floats, StageSeconds, as_columns, priced_board, step_seconds
 from ultrascale.schedules.build import DEFAULT_VIRTUAL_STAGES, is_file
@@ -93,8 +93,8 @@ def rounds_of(name: str, pp: int, num_micro_batches: int, virtual_stages: int | 
     waves = 2 * program.num_stages if known.in_rounds else known.round_actions
     actions, numbers = waves * pp, np.arange(len(program.codes))
     needs = np.column_stack([program.previous, program.sources])
-    told = np.column_stack([np.where(needs < len(needs), needs - numbers[:, None], 1), program.codes, program.borders])
-    repeats = (told[:-actions] == told[actions:]).all(axis=1)
+    signatures = np.column_stack([np.where(needs < len(needs), needs - numbers[:, None], 1), program.codes, program.borders])
+    repeats = (signatures[:-actions] == signatures[actions:]).all(axis=1)
     breaks = np.flatnonzero(np.concatenate([[True], ~repeats, [True]]))
     longest = int(np.diff(breaks).argmax())
     begins, ends = int(breaks[longest]), int(breaks[longest + 1]) - 1 + actions
@@ -102,11 +102,11 @@ def rounds_of(name: str, pp: int, num_micro_batches: int, virtual_stages: int | 
     first = int(np.searchsorted(starts, begins))
     begins = int(starts[first])
     inside = (ends - begins) // actions
-    cuts = begins + actions * np.arange(inside + 1)
+    boundaries = begins + actions * np.arange(inside + 1)
     assert inside > 0, f"no round of {name} is like the next"
-    assert np.array_equal(starts[first : first + waves * inside + 1 : waves], cuts), "a round ends within a wave"
-    assert all(nodes[-1] >= cuts[-1] for nodes in program.node_of), "a rank has nothing to drain"
-    read = [needs[cut:][needs[cut:] < cut] - cut for cut in cuts]
+    assert np.array_equal(starts[first : first + waves * inside + 1 : waves], boundaries), "a round ends within a wave"
+    assert all(nodes[-1] >= boundaries[-1] for nodes in program.node_of), "a rank has nothing to drain"
+    read = [needs[boundary:][needs[boundary:] < boundary] - boundary for boundary in boundaries]
     carried = distinct(np.concatenate(read) + begins) - begins
     assert carried[0] >= -min(actions, begins), "what is read was made longer than a round ago"
     return Rounds(program, first, waves, inside, carried)
@@ -125,7 +125,7 @@ def _with_more_rounds(rounds: Rounds, more: int, seconds: StageSeconds) -> Float
     ends[drains + rounds.carried] = _rounds_later(rounds, board, before, after, rounds.inside + more - 1)
     board.play(begin + rounds.waves * rounds.inside)
     last = ends[drains:-1].max(axis=0)
-    give_back(program, board)
+    release_board(program, board)
     return last
 
 
@@ -137,10 +137,10 @@ def _rounds_later(rounds: Rounds, board: Board, before: Floats, after: Floats, c
     power = _round_matrix(rounds, board)  # [cases, from, to]
     while count:
         if power.size * power.shape[1] + STEP_ELEMENTS > count // 2 * (power.size + STEP_ELEMENTS):
-            for left in range(count, 0, -1):
+            for remaining in range(count, 0, -1):
                 before, now = now, _after(power, now)
                 if _in_rhythm(before, now):
-                    return (now + (left - 1) * (now - before)).T
+                    return (now + (remaining - 1) * (now - before)).T
             break
         if count % 2:
             now = _after(power, now)

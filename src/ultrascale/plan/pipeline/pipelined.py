@@ -21,13 +21,13 @@ from ultrascale.plan.layouts import SCHEDULE_NAMES, LayoutTable, by_schedule, di
 from ultrascale.plan.pipeline.pipeline_bounds import bubble_seconds
 from ultrascale.plan.pipeline.play import StageSeconds
 from ultrascale.plan.time.blocks import Blocks, price_blocks
-from ultrascale.plan.time.passes import Passes, pass_seconds
+from ultrascale.plan.time.passes import PassSeconds, pass_seconds
 from ultrascale.plan.time.stages import Stages, chunk_layers_of, kinds_with_kept
 from ultrascale.plan.workload import Workload
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
-CUTS = by_schedule(lambda one: bool(one.splits_backward))
+SPLITS_BACKWARD = by_schedule(lambda schedule: bool(schedule.splits_backward))
 
 
 def stage_seconds(workload: Workload, layout: Layout, constants: Constants = CONSTANTS) -> StageSeconds:
@@ -42,12 +42,12 @@ def stage_seconds(workload: Workload, layout: Layout, constants: Constants = CON
 
 def rank_and_chunk_passes(
     workload: Workload, layout: Layout, table: LayoutTable, stages: Stages, constants: Constants
-) -> tuple[Passes, Passes]:
+) -> tuple[PassSeconds, PassSeconds]:
     """One layout's passes by sort of rank, and by stage of its pipeline: together, since calls are most of the cost."""
     blocks = price_blocks(workload, table)
     of_ranks = (stages.layers, stages.has_embedding, stages.has_head, stages.kept_layers)
-    both = [np.concatenate(pair) for pair in zip(of_ranks, chunk_parts(workload, layout, blocks), strict=True)]
-    layers, embedding, head, kept = both
+    combined = [np.concatenate(pair) for pair in zip(of_ranks, chunk_parts(workload, layout, blocks), strict=True)]
+    layers, embedding, head, kept = combined
     passes = pass_seconds(workload, table, blocks, constants, layers=layers, embedding=embedding, head=head, kept=kept)
     sorts = len(stages.layers)
     return passes.rows(slice(sorts)), passes.rows(slice(sorts, None))
@@ -66,51 +66,51 @@ def _parts_of(
     chunks: tuple[int, ...], of_layer: tuple[int, ...], num_kinds: int
 ) -> tuple[Floats, Floats, Floats, Floats]:  # fmt: skip
     of_stage = [of_layer[end - count : end] for count, end in zip(chunks, accumulate(chunks), strict=True)]
-    both = np.array([[[kinds.count(kind)] for kind in range(2 * num_kinds)] for kinds in of_stage], dtype=float)
-    in_fp8, in_bf16 = both[:, :num_kinds], both[:, num_kinds:]
+    counts = np.array([[[kinds.count(kind)] for kind in range(2 * num_kinds)] for kinds in of_stage], dtype=float)
+    in_fp8, in_bf16 = counts[:, :num_kinds], counts[:, num_kinds:]
     embedding, head = np.zeros((len(chunks), 1)), np.zeros((len(chunks), 1))
     embedding[0] = head[-1] = 1
     return in_fp8 + in_bf16, embedding, head, in_bf16
 
 
-def seconds_of_chunks(workload: Workload, table: LayoutTable, passes: Passes) -> StageSeconds:
+def seconds_of_chunks(workload: Workload, table: LayoutTable, passes: PassSeconds) -> StageSeconds:
     """The passes of one layout's stages as a pipeline takes them."""
     inputs = passes.input_gradient + passes.recompute + passes.backward_traffic
-    more_input, more_weight = passes.cut_input.copy(), passes.cut_weight.copy()
+    more_input, more_weight = passes.split_input.copy(), passes.split_weight.copy()
     more_input[0], more_weight[0] = -inputs[0], inputs[0]  # nobody waits for the first stage's I: W does all, uncut
     return StageSeconds(
         forward=passes.forward + passes.forward_traffic,
         input_gradient=inputs,
         weight_gradient=passes.weight_gradient,
-        send=_one_send(workload, table),
+        send=_send_seconds(workload, table),
         # Pairs of passes hide the experts' traffic alone: the rest is inside what they compute with.
         forward_communication=passes.forward_expert_parallel,
         backward_communication=passes.expert_parallel - passes.forward_expert_parallel,
         receives_block=not workload.stack.overlaps_sends,
-        cut_input=more_input,
-        cut_weight=more_weight,
+        split_input=more_input,
+        split_weight=more_weight,
     )
 
 
-def busiest_rank_seconds(layout: Layout, seconds: StageSeconds, num_micro_batches: int, share_cut: float) -> float:
-    """The most that one rank computes in a step: the passes of its stages, all micro-batches. `share_cut`: of the backward
+def busiest_rank_seconds(layout: Layout, seconds: StageSeconds, num_micro_batches: int, split_share: float) -> float:
+    """The most that one rank computes in a step: the passes of its stages, all micro-batches. `split_share`: of the backward
     passes, those that are cut in two."""
     costs = (seconds.forward, seconds.input_gradient, seconds.weight_gradient)
-    more = share_cut * (np.asarray(seconds.cut_input) + np.asarray(seconds.cut_weight))
+    more = split_share * (np.asarray(seconds.split_input) + np.asarray(seconds.split_weight))
     of_stage = np.sum([np.asarray(cost)[:, 0] for cost in (*costs, more)], axis=0)
-    known, each = SCHEDULES[layout.schedule], of_stage.tolist()
-    busiest = max(sum(each[stage] for stage in held) for held in known.stages_of_ranks(layout.pp, len(each)))
+    known, stage_costs = SCHEDULES[layout.schedule], of_stage.tolist()
+    busiest = max(sum(stage_costs[stage] for stage in stages) for stages in known.stages_of_ranks(layout.pp, len(stage_costs)))
     return busiest / known.copies * num_micro_batches
 
 
 def with_and_without_sends(seconds: StageSeconds, num_stages: int) -> StageSeconds:
     """Two cases in one: on a network that takes no time, and as it is."""
-    one = float(np.ravel(np.asarray(seconds.send))[0])
-    return replace(seconds, send=np.broadcast_to([0.0, one], (num_stages - 1, 2)))
+    send_seconds = float(np.ravel(np.asarray(seconds.send))[0])
+    return replace(seconds, send=np.broadcast_to([0.0, send_seconds], (num_stages - 1, 2)))
 
 
 def waiting_seconds(
-    workload: Workload, table: LayoutTable, stages: Stages, passes: Passes, micro_batches: Counts
+    workload: Workload, table: LayoutTable, stages: Stages, passes: PassSeconds, micro_batches: Counts
 ) -> tuple[Floats, Floats]:
     """Seconds in which the busiest rank of each layout computes nothing: while the pipeline fills and drains, and for sends.
 
@@ -118,12 +118,12 @@ def waiting_seconds(
     """
     pp, v = table.pp, table.virtual_stages
     share = stages.exists / (pp * v)
-    is_cut = CUTS[table.schedule]
+    is_split = SPLITS_BACKWARD[table.schedule]
     forward = ((passes.forward + passes.forward_traffic) * share).sum(axis=0)
-    inputs = passes.input_gradient + passes.recompute + passes.backward_traffic + is_cut * passes.cut_input
+    inputs = passes.input_gradient + passes.recompute + passes.backward_traffic + is_split * passes.split_input
     inputs = (inputs * share).sum(axis=0)
-    weights = ((passes.weight_gradient + is_cut * passes.cut_weight) * share).sum(axis=0)
-    send = _one_send(workload, table)
+    weights = ((passes.weight_gradient + is_split * passes.split_weight) * share).sum(axis=0)
+    send = _send_seconds(workload, table)
     bubble, sends = np.zeros(len(table)), np.zeros(len(table))
     for number in distinct(table.schedule[pp > 1]):
         rows = np.flatnonzero((table.schedule == number) & (pp > 1))
@@ -135,7 +135,7 @@ def waiting_seconds(
     return bubble, sends
 
 
-def _one_send(workload: Workload, table: LayoutTable) -> Floats:
+def _send_seconds(workload: Workload, table: LayoutTable) -> Floats:
     """One activation from a stage to the next, [layouts]."""
     tokens = table.micro_batch_size * workload.sequence_length / table.cp
     tokens = tokens / np.where(table.sequence_parallel > 0, table.tp, 1)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ultrascale.plan.pipeline.pipeline_activations import InFlight, in_flight, peak_activation_bytes, rank_in_flight
-from ultrascale.plan.pipeline.pipeline_board import Board, give_back, take_board
+from ultrascale.plan.pipeline.pipeline_board import Board, acquire_board, release_board
 from ultrascale.plan.pipeline.pipeline_program import Program, compile_schedule, program_of
 from ultrascale.schedules.executable import Schedule
 
@@ -47,9 +47,9 @@ class StageSeconds:
     backward_communication: ArrayLike = 0.0
     """Part of `input_gradient` that is communication, which a pair's forward can hide."""
     receives_block: bool = False
-    cut_input: ArrayLike = 0.0
+    split_input: ArrayLike = 0.0
     """Seconds that I, and W, take beyond their halves of an unsplit backward pass (below 0: less), where passes are split."""
-    cut_weight: ArrayLike = 0.0
+    split_weight: ArrayLike = 0.0
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def simulate(schedule: Schedule, seconds: StageSeconds) -> Timeline:
 def play(program: Program, seconds: StageSeconds) -> Timeline:
     """Play a compiled schedule with one case of prices, exactly."""
     durations = duration_table(program, seconds)[program.codes, 0]
-    ends = np.array(_ends_of_one(program, durations, seconds))
+    ends = np.array(_ends_of_case(program, durations, seconds))
     return Timeline(
         schedule=program.schedule,
         start=[(ends[nodes] - durations[nodes]).tolist() for nodes in program.node_of],
@@ -122,14 +122,14 @@ def play_many(program: Program, seconds: StageSeconds) -> Floats:
     board = priced_board(program, seconds)
     board.play()
     ends = board.ends.copy()
-    give_back(program, board)
+    release_board(program, board)
     return ends
 
 
 def priced_board(program: Program, seconds: StageSeconds) -> Board:
     """A board with the prices of stages as those of actions."""
     table, send = duration_table(program, seconds), _send_table(program, seconds)
-    board = take_board(program, max(table.shape[1], send.shape[1]))
+    board = acquire_board(program, max(table.shape[1], send.shape[1]))
     if table.shape == (len(table), board.work.shape[1]):
         table.take(program.codes, 0, board.work, "clip")
     else:
@@ -141,7 +141,7 @@ def priced_board(program: Program, seconds: StageSeconds) -> Board:
     return board
 
 
-def _ends_of_one(program: Program, durations: Floats, seconds: StageSeconds) -> list[float]:
+def _ends_of_case(program: Program, durations: Floats, seconds: StageSeconds) -> list[float]:
     """Seconds at which every action ends, of one case, in plain floats: without NumPy's cost for every wave."""
     send = _send_table(program, seconds)[program.borders, 0]
     waits = np.zeros_like(send) if seconds.receives_block else send
@@ -165,7 +165,7 @@ def duration_table(program: Program, seconds: StageSeconds) -> Floats:
     """
     count = program.num_stages
     names = (
-        "forward", "input_gradient", "weight_gradient", "cut_input", "cut_weight", "forward_communication",
+        "forward", "input_gradient", "weight_gradient", "split_input", "split_weight", "forward_communication",
         "backward_communication",
     )  # fmt: skip
     columns = [as_columns(getattr(seconds, name), count) for name in names]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ultrascale.plan.columns.rank_activations import ALL_FORWARD, least_of_blocks
 from ultrascale.plan.columns.rank_state import rank_state
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.time.stages import FIRST, cut_stages
+from ultrascale.plan.time.stages import FIRST, partition_stages
 from ultrascale.plan.workload import Workload
 
 Floats = NDArray[np.float64]
@@ -29,7 +29,7 @@ def memory_floors(workload: Workload, table: LayoutTable) -> tuple[Floats, Float
     backward pass begins; on the first rank as many as there are ranks), what a block at work needs beside it, and the sums of
     gradients where many more micro-batches follow than a pipeline holds.
     """
-    stages = cut_stages(workload, table)
+    stages = partition_stages(workload, table)
     micro_batches = np.maximum(workload.sequences_per_batch // (table.dp * table.micro_batch_size), 1)
     state = rank_state(workload, table, stages, micro_batches)
     exists, always = stages.exists > 0, state.weights + state.optimizer

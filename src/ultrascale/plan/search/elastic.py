@@ -37,25 +37,29 @@ def elastic_layout(run: Run, world: int, *, device: str = "cpu") -> Layout:
     base = Layout(precision="fp32" if precision == "fp64" else precision, reduce_dtype=run.layout.reduce_dtype)
     if workload.cluster.accelerator.peak_flops:
         prediction = fastest(workload, base=base)
-        found = None if prediction is None else prediction.layout
+        layout = None if prediction is None else prediction.layout
     else:
-        found = _most_like(run.layout, workload, base)
-    if found is None:
+        layout = _most_like(run.layout, workload, base)
+    if layout is None:
         sequences = count_of(gcd(*batches), "sequence")
         rule = f"the planner finds no layout of this run for {count_of(world, 'rank')} and a batch of {sequences}"
         raise mistake("--elastic", rule, "Use another number of processes, or say the layout yourself.")
-    return replace(found, precision=precision, pipeline_runtime=run.layout.pipeline_runtime)
+    return replace(layout, precision=precision, pipeline_runtime=run.layout.pipeline_runtime)
 
 
 def _most_like(layout: Layout, workload: Workload, base: Layout) -> Layout | None:
     """The legal layout that changes least, in this order of weight: tp, cp, pp, ep, ZeRO, recomputation, micro-batch."""
     table = legal_layouts(workload, base=base).table
 
-    def changes(one: Layout) -> tuple[float, ...]:
+    def changes(candidate: Layout) -> tuple[float, ...]:
         axes = ("tp", "cp", "pp", "ep", "expert_tp", "zero_stage")
-        kept = (one.recompute != layout.recompute, one.schedule != layout.schedule, one.cp_method != layout.cp_method)
-        shard = one.dp_shard not in (None, one.dp)
-        by = [abs(getattr(one, axis) - getattr(layout, axis)) for axis in axes]
-        return (*by, *kept, shard, abs(one.micro_batch_size - layout.micro_batch_size))
+        choices = (
+            candidate.recompute != layout.recompute,
+            candidate.schedule != layout.schedule,
+            candidate.cp_method != layout.cp_method,
+        )
+        shard = candidate.dp_shard not in (None, candidate.dp)
+        by = [abs(getattr(candidate, axis) - getattr(layout, axis)) for axis in axes]
+        return (*by, *choices, shard, abs(candidate.micro_batch_size - layout.micro_batch_size))
 
     return min((table.layout(row) for row in range(len(table))), key=changes, default=None)

@@ -19,7 +19,7 @@ from ultrascale.catalogue.cluster import Cluster, Link
 from ultrascale.description.layout import Layout
 from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.layouts import COLUMNS, LayoutTable
-from ultrascale.plan.search.search import Priced, SearchResult, fastest_of_each_schedule
+from ultrascale.plan.search.search import PricedLayouts, SearchResult, fastest_of_each_schedule
 from ultrascale.plan.time.price import Prediction, predict, price
 from ultrascale.plan.workload import Workload
 
@@ -82,16 +82,16 @@ def rungs(result: SearchResult) -> list[Rung]:
         ("+ tensor parallelism", table.pp == 1),
         ("+ pipeline", np.ones(len(table), dtype=bool)),
     ]
-    found, before = [], np.zeros(len(table), dtype=bool)
+    steps, before = [], np.zeros(len(table), dtype=bool)
     for name, rows in ladder:
         if (rows & ~before).any():
-            found.append(_rung(name, result, rows))
+            steps.append(_rung(name, result, rows))
         before |= rows
-    return found
+    return steps
 
 
 def _rung(name: str, result: SearchResult, rows: NDArray[np.bool_]) -> Rung:
-    priced = result.with_rest
+    priced = result.fully_priced
     fitting = rows & priced.fits
     fastest = float(priced.step_seconds[fitting].min()) if fitting.any() else None
     return Rung(name, int(rows.sum()), float(priced.peak_bytes[rows].min()), bool(fitting.any()), fastest)
@@ -116,19 +116,19 @@ def changes(result: SearchResult) -> list[Change]:
     best = result.best
     if best is None:
         return []
-    table, found = result.priced.table, []
-    own = LayoutTable.of([best.layout])
+    table, alternatives = result.priced.table, []
+    current = LayoutTable.of([best.layout])
     for name, along in _CHOICES.items():
         free = {name, *along, "dp"} | ({"dp_shard"} if best.layout.shard_size == best.layout.dp else set())
         same = np.ones(len(table), dtype=bool)
         for column in COLUMNS:
             if column not in free:
-                same &= getattr(table, column) == getattr(own, column)[0]
+                same &= getattr(table, column) == getattr(current, column)[0]
         if best.layout.shard_size == best.layout.dp and "dp_shard" not in (name, *along):
             same &= (table.dp_shard == table.dp) | (table.zero_stage == 0)
-        rows = np.flatnonzero(same & (getattr(table, name) != getattr(own, name)[0]))
-        found += _fastest_by_value(result.workload, table.take(rows), name)
-    return found
+        rows = np.flatnonzero(same & (getattr(table, name) != getattr(current, name)[0]))
+        alternatives += _fastest_by_value(result.workload, table.take(rows), name)
+    return alternatives
 
 
 def _fastest_by_value(workload: Workload, table: LayoutTable, name: str) -> list[Change]:
@@ -137,7 +137,7 @@ def _fastest_by_value(workload: Workload, table: LayoutTable, name: str) -> list
         return []
     prices = price(workload, table)
     needed = prices.memory.needed
-    found = []
+    alternatives = []
     for value in np.unique(getattr(table, name)):
         rows = np.flatnonzero(getattr(table, name) == value)
         fitting = rows[prices.fits[rows]]
@@ -145,8 +145,8 @@ def _fastest_by_value(workload: Workload, table: LayoutTable, name: str) -> list
         layout = table.layout(row)
         seconds = predict(workload, layout).step_seconds
         text = str(getattr(layout, name) or int(value))
-        found.append(Change(name, text, seconds, float(needed[row]), bool(prices.fits[row])))
-    return found
+        alternatives.append(Change(name, text, seconds, float(needed[row]), bool(prices.fits[row])))
+    return alternatives
 
 
 def marginals(result: SearchResult) -> list[Marginal]:
@@ -154,45 +154,45 @@ def marginals(result: SearchResult) -> list[Marginal]:
     best = result.best
     if best is None:
         return []
-    pool = _pool(result.with_rest, result.workload.cluster.accelerator.memory_bytes.value)
+    pool = _pool(result.fully_priced, result.workload.cluster.accelerator.memory_bytes.value)
     workload = result.workload
-    base, own = best.step_seconds, best.layout
-    found = []
+    base, current = best.step_seconds, best.layout
+    gains = []
     for name, change, constants in _BETTER:
         changed = replace(workload, cluster=change(workload.cluster))
-        seconds = _fastest(changed, pool, own, constants)
-        found.append(Marginal(name, seconds, base / seconds - 1))
-    unlimited = _fastest(workload, pool, own, CONSTANTS, unlimited=True)
-    found.append(Marginal("unlimited memory", unlimited, base / unlimited - 1))
-    return sorted(found, key=lambda one: -one.gain)
+        seconds = _fastest(changed, pool, current, constants)
+        gains.append(Marginal(name, seconds, base / seconds - 1))
+    unlimited = _fastest(workload, pool, current, CONSTANTS, unlimited=True)
+    gains.append(Marginal("unlimited memory", unlimited, base / unlimited - 1))
+    return sorted(gains, key=lambda marginal: -marginal.gain)
 
 
-def binding(best: Prediction, found: list[Marginal]) -> str:
+def binding(best: Prediction, gains: list[Marginal]) -> str:
     """One sentence: what keeps the step from being shorter."""
     parts = sorted(best.waterfall.items(), key=lambda item: -item[1])
     name, seconds = parts[0]
     share = f"{name.replace('_', ' ')} is {seconds / best.step_seconds:.0%} of the step"
-    memory = next((one for one in found if one.name == "unlimited memory"), None)
+    memory = next((marginal for marginal in gains if marginal.name == "unlimited memory"), None)
     if memory is not None and memory.gain >= 0.01:
         return f"Memory binds: without its limit a step would be {memory.gain:.0%} faster; {share}."
     return f"Memory does not bind; {share}."
 
 
-def _pool(priced: Priced, capacity_bytes: float) -> LayoutTable:
+def _pool(priced: PricedLayouts, capacity_bytes: float) -> LayoutTable:
     """The fastest layouts of all, of those that fit or nearly do, and of those that fit."""
     nearly = priced.peak_bytes <= capacity_bytes + MORE_MEMORY_BYTES
     rows = []
-    for which in (priced.was_priced, priced.was_priced & nearly, priced.fits):
-        numbers = np.flatnonzero(which)
+    for mask in (priced.was_priced, priced.was_priced & nearly, priced.fits):
+        numbers = np.flatnonzero(mask)
         rows.append(numbers[np.argsort(priced.step_seconds[numbers], kind="stable")][:POOL])
     return priced.table.take(np.unique(np.concatenate(rows)))
 
 
-def _fastest(workload: Workload, pool: LayoutTable, own: Layout, constants: Constants, *, unlimited: bool = False) -> float:
+def _fastest(workload: Workload, pool: LayoutTable, current: Layout, constants: Constants, *, unlimited: bool = False) -> float:
     """Seconds of the fastest step that fits, or of any with memory `unlimited`; the best layout of before is among them."""
     prices = price(workload, pool, constants)
     rows = fastest_of_each_schedule(pool, prices.step_seconds, prices.fits | np.full(len(pool), unlimited), PLAYED)
-    layouts = [own, *(pool.layout(int(row)) for row in rows)]
+    layouts = [current, *(pool.layout(int(row)) for row in rows)]
     return min(predict(workload, layout, constants).step_seconds for layout in layouts)
 
 

@@ -39,9 +39,9 @@ from ultrascale.plan.time.recompute_prices import forward_seconds
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.actions import Kind
 from ultrascale.schedules.build import build_schedule
-from ultrascale.work.kept import block_again, computed_again, regions
-from ultrascale.work.kept import stops_behind as stops_behind_of
 from ultrascale.work.ops import Op, Shape
+from ultrascale.work.recompute import recompute_of_mode, recomputed_ops, regions
+from ultrascale.work.recompute import reruns_last as reruns_last_of
 from ultrascale.work.sharding.places import Coordinates
 from ultrascale.work.work import block_work
 
@@ -62,7 +62,7 @@ smallest step."""
 
 
 @dataclass(frozen=True)
-class Way:
+class RecomputeOption:
     """One way to recompute a block."""
 
     mode: str
@@ -73,7 +73,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class RecomputeChoice:
     """A way for each block of a pipeline's rank."""
 
     modes: tuple[str, ...]
@@ -83,28 +83,36 @@ class Chosen:
     """Added to one micro-batch."""
 
 
-def ways_of_block(workload: Workload, layer: int, shape: Shape, *, compiled: bool = False, splits: bool = False) -> list[Way]:
+def recompute_options(
+    workload: Workload, layer: int, shape: Shape, *, compiled: bool = False, splits: bool = False
+) -> list[RecomputeOption]:
     """The ways of block `layer` that no other beats in bytes and seconds, from the fastest to the smallest.
 
     `compiled`: blocks are compiled. `splits`: the pipeline's schedule cuts backward passes in two.
     """
     model, ops = workload.model, block_work(workload.model, layer, shape)
-    behind = stops_behind_of(ops, tp=shape.tp, splits=splits)
+    behind = reruns_last_of(ops, tp=shape.tp, splits=splits)
     prices = {op.name: _seconds(workload, shape, op) for op in ops}
-    found = []
+    candidates = []
     for mode in PLAIN if compiled else (*PLAIN, *_mixed(ops, shape)):
-        again = block_again(mode, model, layer, shape, workload.stack)
-        seconds = sum(prices[op.name] for op in computed_again(again, ops, stops_behind=behind))
-        found.append(Way(mode, block_memory(model, layer, shape, recompute=mode, stack=workload.stack).saved_bytes, seconds))
-    found.sort(key=lambda way: (way.seconds, way.kept_bytes))
-    return [way for index, way in enumerate(found) if all(way.kept_bytes < other.kept_bytes for other in found[:index])]
+        recomputation = recompute_of_mode(mode, model, layer, shape, workload.stack)
+        seconds = sum(prices[op.name] for op in recomputed_ops(recomputation, ops, reruns_last=behind))
+        candidates.append(
+            RecomputeOption(mode, block_memory(model, layer, shape, recompute=mode, stack=workload.stack).saved_bytes, seconds)
+        )
+    candidates.sort(key=lambda option: (option.seconds, option.kept_bytes))
+    return [
+        option
+        for index, option in enumerate(candidates)
+        if all(option.kept_bytes < other.kept_bytes for other in candidates[:index])
+    ]
 
 
 @dataclass(frozen=True)
 class Frontier:
     """Every choice for a rank's blocks that no other beats, from the fastest to the smallest."""
 
-    blocks: Sequence[Sequence[Way]]
+    blocks: Sequence[Sequence[RecomputeOption]]
     weights: Sequence[int]
     kept_bytes: NDArray[np.int64]
     """Falling."""
@@ -113,44 +121,44 @@ class Frontier:
     steps: Sequence[tuple[NDArray[np.intp], NDArray[np.intp]]]
     """By block: which choice for those before it, and which of its ways."""
 
-    def at(self, index: int) -> Chosen:
+    def at(self, index: int) -> RecomputeChoice:
         """One of them."""
         modes: list[str] = []
         where = index
-        for ways, (before, which) in zip(reversed(self.blocks), reversed(self.steps), strict=True):
-            modes.append(ways[which[where]].mode)
+        for options, (before, which) in zip(reversed(self.blocks), reversed(self.steps), strict=True):
+            modes.append(options[which[where]].mode)
             where = int(before[where])
-        return Chosen(self._in_order(modes[::-1]), int(self.kept_bytes[index]), float(self.seconds[index]))
+        return RecomputeChoice(self._in_order(modes[::-1]), int(self.kept_bytes[index]), float(self.seconds[index]))
 
     def _in_order(self, modes: list[str]) -> tuple[str, ...]:
         """`modes` with those of like blocks sorted, which changes no sum: blocks that recompute most come first, far from
         the peak at the end of the forward pass."""
         places: dict[tuple[int, int], list[int]] = {}
-        for place, (ways, weight) in enumerate(zip(self.blocks, self.weights, strict=True)):
-            places.setdefault((id(ways), weight), []).append(place)
-        found = list(modes)
+        for place, (options, weight) in enumerate(zip(self.blocks, self.weights, strict=True)):
+            places.setdefault((id(options), weight), []).append(place)
+        reordered = list(modes)
         for same in places.values():
-            seconds = {way.mode: way.seconds for way in self.blocks[same[0]]}
+            seconds = {option.mode: option.seconds for option in self.blocks[same[0]]}
             ordered = sorted((modes[place] for place in same), key=lambda mode: -seconds[mode])
             for place, mode in zip(same, ordered, strict=True):
-                found[place] = mode
-        return tuple(found)
+                reordered[place] = mode
+        return tuple(reordered)
 
 
-def frontier(blocks: Sequence[Sequence[Way]], weights: Sequence[int]) -> Frontier:
+def frontier(blocks: Sequence[Sequence[RecomputeOption]], weights: Sequence[int]) -> Frontier:
     """The best choices for `blocks`, each of which keeps its bytes for so many micro-batches (`weights`)."""
     kept, seconds = np.zeros(1, dtype=np.int64), np.zeros(1)
     steps: list[tuple[NDArray[np.intp], NDArray[np.intp]]] = []
-    for ways, weight in zip(blocks, weights, strict=True):
-        more = np.array([way.kept_bytes * weight for way in ways], dtype=np.int64)
-        every = (kept[:, None] + more).ravel(), (seconds[:, None] + np.array([way.seconds for way in ways])).ravel()
+    for options, weight in zip(blocks, weights, strict=True):
+        more = np.array([option.kept_bytes * weight for option in options], dtype=np.int64)
+        every = (kept[:, None] + more).ravel(), (seconds[:, None] + np.array([option.seconds for option in options])).ravel()
         order = np.lexsort(every)  # by seconds, then by bytes
         lowest = np.minimum.accumulate(every[0][order])
         best = order[np.append(True, lowest[1:] < lowest[:-1])]
         while len(best) > MOST_STATES:
             best = np.append(best[:-1:2], best[-1])
         kept, seconds = every[0][best], every[1][best]
-        steps.append((best // len(ways), best % len(ways)))
+        steps.append((best // len(options), best % len(options)))
     return Frontier(blocks, weights, kept, seconds, steps)
 
 
@@ -166,21 +174,21 @@ def choose(
     """
     modes = ["full"] * workload.model.num_hidden_layers
     for pp in range(layout.pp):
-        layers, weights, splits = _held(workload, layout, pp)
+        layers, weights, splits = _blocks_of_rank(workload, layout, pp)
         if not layers:
             continue
         shape = replace(rank_shape(layout, workload.sequence_length, documents=workload.documents, device=device),
                         kernels=workload.stack.kernels, expert_imbalance=workload.expert_imbalance)  # fmt: skip
-        ways = {kind: ways_of_block(workload, layer, shape, compiled=compiled, splits=splits)
+        options = {kind: recompute_options(workload, layer, shape, compiled=compiled, splits=splits)
                 for kind, layer in {_kind(workload, layer): layer for layer in layers}.items()}  # fmt: skip
-        found = frontier([ways[_kind(workload, layer)] for layer in layers], weights)
+        choices = frontier([options[_kind(workload, layer)] for layer in layers], weights)
 
-        def holds(index: int, modes=modes, layers=layers, found=found, pp=pp) -> bool:
-            return fits is None or fits(_told(layout, _put(modes, layers, found.at(index).modes)), pp)
+        def holds(index: int, modes=modes, layers=layers, choices=choices, pp=pp) -> bool:
+            return fits is None or fits(_with_modes(layout, _replaced_modes(modes, layers, choices.at(index).modes)), pp)
 
-        index = _first_that_fits(_within(found, layout, pp), len(found.seconds) - 1, holds)
-        modes = _put(modes, layers, found.at(index).modes)
-    return _told(layout, modes)
+        index = _first_that_fits(_first_within_budget(choices, layout, pp), len(choices.seconds) - 1, holds)
+        modes = _replaced_modes(modes, layers, choices.at(index).modes)
+    return _with_modes(layout, modes)
 
 
 def with_recomputation(
@@ -215,7 +223,7 @@ def with_recomputation(
         return replace(run, layout=choose(workload, layout, compiled=run.compile, device=device))
     chosen = choose(workload, layout, fits=fits, compiled=run.compile, device=device)
     # Ranks choose one after the other, the smallest ways first tried by what they keep: one way for all may still be better.
-    plain = (_told(layout, [way] * workload.model.num_hidden_layers) for way in PLAIN)
+    plain = (_with_modes(layout, [option] * workload.model.num_hidden_layers) for option in PLAIN)
     fitting = [plan for plan in map(planned, (chosen, *plain)) if plan.fits]
     best = min(fitting, key=lambda plan: plan.prediction.step_seconds if plan.prediction else 0.0, default=None)
     return replace(run, layout=chosen if best is None else best.run.layout)
@@ -232,37 +240,37 @@ def _first_that_fits(low: int, high: int, holds: Callable[[int], bool]) -> int:
     return high
 
 
-def _put(modes: Sequence[str], layers: Sequence[int], chosen: Sequence[str]) -> list[str]:
+def _replaced_modes(modes: Sequence[str], layers: Sequence[int], chosen: Sequence[str]) -> list[str]:
     """`modes` with those of `layers` exchanged."""
-    own = dict(zip(layers, chosen, strict=True))
-    return [own.get(layer, mode) for layer, mode in enumerate(modes)]
+    new_modes = dict(zip(layers, chosen, strict=True))
+    return [new_modes.get(layer, mode) for layer, mode in enumerate(modes)]
 
 
-def _told(layout: Layout, modes: Sequence[str]) -> Layout:
+def _with_modes(layout: Layout, modes: Sequence[str]) -> Layout:
     return replace(layout, recompute="blocks", recompute_budget=None, recompute_blocks=blocks_text(modes))
 
 
-def _within(found: Frontier, layout: Layout, pp: int) -> int:
+def _first_within_budget(choices: Frontier, layout: Layout, pp: int) -> int:
     """Number of the fastest choice that keeps to the budget."""
     budget = layout.recompute_budget
     if budget is None:
         return 0
-    least = int(found.kept_bytes[-1])
+    least = int(choices.kept_bytes[-1])
     if least > budget:
-        whose = f"rank {pp} of the pipeline" if layout.pp > 1 else "a rank"
-        rule = f"is {format_bytes(budget)}, but {whose} keeps {format_bytes(least)} even if every block is computed again"
+        holder = f"rank {pp} of the pipeline" if layout.pp > 1 else "a rank"
+        rule = f"is {format_bytes(budget)}, but {holder} keeps {format_bytes(least)} even if every block is computed again"
         raise mistake("layout.recompute_budget", rule, f"Give {least} or more, or a smaller micro_batch_size.")
-    return int(np.argmax(found.kept_bytes <= budget))
+    return int(np.argmax(choices.kept_bytes <= budget))
 
 
-def _held(workload: Workload, layout: Layout, pp: int) -> tuple[list[int], list[int], bool]:
+def _blocks_of_rank(workload: Workload, layout: Layout, pp: int) -> tuple[list[int], list[int], bool]:
     """The blocks of a rank of the pipeline, of how many micro-batches each keeps at once, and whether W comes apart."""
     if layout.pp == 1:
         layers = list(range(workload.model.num_hidden_layers))
         return layers, [1] * len(layers), False
     rank = pp * layout.world_size // layout.pp
-    at, way = Coordinates.of(layout, rank), workload.stack.stage_cut
-    parts = stage_parts(workload.model, layout, workload.sequence_length, at, way)
+    coordinates, stage_cut = Coordinates.of(layout, rank), workload.stack.stage_cut
+    parts = stage_parts(workload.model, layout, workload.sequence_length, coordinates, stage_cut)
     count = num_micro_batches(layout, workload.sequences_per_batch)
     actions = build_schedule(layout.schedule, layout.pp, count, layout.virtual_stages)[pp]
     flight = rank_in_flight(actions).by_stage
@@ -278,11 +286,13 @@ def _kind(workload: Workload, layer: int) -> tuple[bool, int | None]:
 def _mixed(ops: tuple[Op, ...], shape: Shape) -> list[str]:
     """Every set of the modules that a block has, and selective recomputation with every set of its kinds. A ring's attention is
     no single operation that could be kept or not."""
-    kinds = [kind for kind in dict.fromkeys(op.again_kind for op in ops) if kind and (kind != "attention" or shape.cp == 1)]
+    kinds = [kind for kind in dict.fromkeys(op.recompute_kind for op in ops) if kind and (kind != "attention" or shape.cp == 1)]
     modules = [name for name in MODULES if regions(ops, {name})]
-    sets = [frozenset(some) for size in range(1, len(modules) + 1) for some in combinations(modules, size)]
-    named = [modules_name(some) for some in sets if not any(outer in some and inner in some for outer, inner in CONTAINED)]
-    return [*named, *(mode_name(some) for size in range(1, len(kinds) + 1) for some in combinations(kinds, size))]
+    sets = [frozenset(subset) for size in range(1, len(modules) + 1) for subset in combinations(modules, size)]
+    named = [
+        modules_name(subset) for subset in sets if not any(outer in subset and inner in subset for outer, inner in CONTAINED)
+    ]
+    return [*named, *(mode_name(subset) for size in range(1, len(kinds) + 1) for subset in combinations(kinds, size))]
 
 
 def _seconds(workload: Workload, shape: Shape, op: Op) -> float:

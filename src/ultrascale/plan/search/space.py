@@ -1,7 +1,7 @@
 """All legal layouts of N devices, as columns, and what was left out with its reason.
 
-Two levels. A *cut* divides the model and its work: (tp, cp, its method, pp, virtual stages, schedule, ep, expert_tp), with
-dp what remains of N. There are hundreds of them, walked in plain Python; each rule that refuses one is counted. Inside a cut,
+Two levels. A *mesh* divides the model and its work: (tp, cp, its method, pp, virtual stages, schedule, ep, expert_tp), with
+dp what remains of N. There are hundreds of them, walked in plain Python; each rule that refuses one is counted. On a mesh,
 (ZeRO stage, shard size, micro-batch, recomputation) is a product of short lists, made once per (dp, kind of pipeline) and
 repeated in NumPy.
 
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultrascale.catalogue.stacks.stack_files import abilities
-from ultrascale.config.rules.run_rules import MOST_MICRO_BATCHES, cut_problems
+from ultrascale.config.rules.run_rules import MOST_MICRO_BATCHES, parallelism_problems
 from ultrascale.description.layout import NARROW, Layout
 from ultrascale.description.recomputed import is_modules, modules_name, modules_named
 from ultrascale.description.schedules import SCHEDULES
@@ -45,11 +45,11 @@ MAX_TOKENS_PER_MICRO_BATCH = 2**17
 """Most tokens of one rank in one forward pass. Products are at their best far below it."""
 NAME_MODULES = ("modules", "attention")
 """Meanings of `selective` in stacks whose recomputation is told by modules: ours and Megatron's."""
-Asked = Mapping[str, Sequence[Any]]
+Constraints = Mapping[str, Sequence[Any]]
 """Fields of `Layout` that are given: to the values that are searched."""
 
 
-class Cut(NamedTuple):
+class MeshShape(NamedTuple):
     """Degrees and choices that divide the model and its work."""
 
     tp: int
@@ -91,16 +91,16 @@ class _Rules:
 
     workload: Workload
     base: Layout
-    asked: Asked
+    constraints: Constraints
     refused: Counter[tuple[str, str]] = field(default_factory=Counter)
     remedies: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def choose(self, name: str, usual: Sequence[Any]) -> list[Any]:
         """The values of a field: those asked for, else the usual ones."""
-        return list(self.asked.get(name, usual))
+        return list(self.constraints.get(name, usual))
 
     def allows(self, name: str, value: Any) -> bool:
-        return name not in self.asked or value in self.asked[name]
+        return name not in self.constraints or value in self.constraints[name]
 
     def refuse(self, family: str, reason: str, remedy: str = "") -> None:
         self.refused[family, reason] += 1
@@ -108,35 +108,35 @@ class _Rules:
 
     def breaks(self, family: str, layout: Layout) -> bool:
         """True if a layout breaks a rule of the description, which is noted as the reason."""
-        found = cut_problems(self.workload.model, layout, sequence_length=self.workload.sequence_length)
-        if found:
-            self.refuse(family, found[0].rule, found[0].remedy)
-        return bool(found)
+        problems = parallelism_problems(self.workload.model, layout, sequence_length=self.workload.sequence_length)
+        if problems:
+            self.refuse(family, problems[0].rule, problems[0].remedy)
+        return bool(problems)
 
 
-def legal_layouts(workload: Workload, *, base: Layout | None = None, asked: Asked | None = None) -> Space:
+def legal_layouts(workload: Workload, *, base: Layout | None = None, constraints: Constraints | None = None) -> Space:
     """Every layout of all the cluster's devices that `workload` and its stack allow.
 
-    `base` gives the fields that are not searched (precision, buckets, offload); `asked` holds searched fields to given values.
+    `base` gives the fields that are not searched (precision, buckets, offload); `constraints` holds searched fields to values.
     """
-    rules = _Rules(workload, base or Layout(precision="bf16"), asked or {})
-    named = modules_asked(workload, rules.asked)
-    cuts = [] if named and rules.breaks(f"recompute {named}", Layout(recompute=named)) else list(_cuts(rules))
-    by_inside: dict[tuple[int, str, int], list[Cut]] = {}
-    for cut in cuts:
-        by_inside.setdefault((cut.dp, cut.schedule if cut.pp > 1 else "", cut.pp), []).append(cut)
+    rules = _Rules(workload, base or Layout(precision="bf16"), constraints or {})
+    named = modules_of_constraints(workload, rules.constraints)
+    meshes = [] if named and rules.breaks(f"recompute {named}", Layout(recompute=named)) else list(_meshes(rules))
+    by_inside: dict[tuple[int, str, int], list[MeshShape]] = {}
+    for mesh in meshes:
+        by_inside.setdefault((mesh.dp, mesh.schedule if mesh.pp > 1 else "", mesh.pp), []).append(mesh)
     tables = []
     for (dp, schedule, pp), members in by_inside.items():
-        for share, cp in sorted({(cut.tp * cut.cp, cut.cp) for cut in members}):
-            rows = _inside(rules, dp, schedule, pp, share, cp)
-            same = [cut for cut in members if (cut.tp * cut.cp, cut.cp) == (share, cp)]
+        for share, cp in sorted({(mesh.tp * mesh.cp, mesh.cp) for mesh in members}):
+            rows = _training_choices(rules, dp, schedule, pp, share, cp)
+            same = [mesh for mesh in members if (mesh.tp * mesh.cp, mesh.cp) == (share, cp)]
             if len(rows) and same:
                 tables.append(_product(same, rows, rules))
     table = LayoutTable.concatenate(tables) if tables else LayoutTable.of([])
     return Space(table, tuple(Refusal(*key, count, rules.remedies[key]) for key, count in rules.refused.most_common()))
 
 
-def _cuts(rules: _Rules) -> Iterator[Cut]:
+def _meshes(rules: _Rules) -> Iterator[MeshShape]:
     gpus = rules.workload.cluster.num_accelerators
     for tp, sequence_parallel in _tensor(rules, gpus):
         for cp, method, heads in _context(rules, gpus // tp, Layout(tp=tp, sequence_parallel=sequence_parallel)):
@@ -148,13 +148,13 @@ def _cuts(rules: _Rules) -> Iterator[Cut]:
                     _refuse_batch(rules, dp)
                     continue
                 for ep, expert_tp in _experts(rules, tp, tp * cp * dp):
-                    yield Cut(tp, sequence_parallel, cp, method, heads, pp, virtual_stages, schedule, dp, ep, expert_tp)
+                    yield MeshShape(tp, sequence_parallel, cp, method, heads, pp, virtual_stages, schedule, dp, ep, expert_tp)
 
 
 def _refuse_batch(rules: _Rules, dp: int) -> None:
     batch = rules.workload.sequences_per_batch
-    near = [n for n in (batch - batch % dp, batch - batch % dp + dp) if n]
-    remedy = f"Nearest batches: {' or '.join(map(str, near))} sequences."
+    nearest_batches = [n for n in (batch - batch % dp, batch - batch % dp + dp) if n]
+    remedy = f"Nearest batches: {' or '.join(map(str, nearest_batches))} sequences."
     rules.refuse(f"dp = {dp}", f"does not divide the batch of {count_of(batch, 'sequence')}", remedy)
 
 
@@ -162,11 +162,11 @@ def _tensor(rules: _Rules, gpus: int) -> Iterator[tuple[int, bool]]:
     model, stack = rules.workload.model, rules.workload.stack
     per_node = rules.workload.cluster.node.num_accelerators
     for tp in divisors(gpus):
-        if not rules.allows("tp", tp) or (tp > model.num_attention_heads and "tp" not in rules.asked):
+        if not rules.allows("tp", tp) or (tp > model.num_attention_heads and "tp" not in rules.constraints):
             continue
         if tp > 1 and not abilities(stack).tensor:
             rules.refuse("tp", f"{stack.name} has no tensor parallelism")
-        elif tp > per_node and "tp" not in rules.asked:
+        elif tp > per_node and "tp" not in rules.constraints:
             rules.refuse(f"tp > {per_node}", f"leaves the node; searched if nothing else fits, and with --tp {2 * per_node}")
         else:
             for sequence_parallel in rules.choose("sequence_parallel", (True,)):
@@ -182,10 +182,10 @@ def _context(rules: _Rules, gpus: int, layout: Layout) -> Iterator[tuple[int, st
         if not rules.allows("cp", cp):
             continue
         if cp == 1:
-            if rules.allows("cp_heads", 1) or "cp" in rules.asked:
+            if rules.allows("cp_heads", 1) or "cp" in rules.constraints:
                 yield 1, "ring", 1
             continue
-        if "cp" not in rules.asked and length // cp < least:
+        if "cp" not in rules.constraints and length // cp < least:
             why = f"leaves a rank fewer than {least} of {length} tokens; --cp {cp} searches it"
             rules.refuse(f"cp > {length // least}", why)
             return
@@ -213,10 +213,10 @@ def _swapping(rules: _Rules, cp: int, method: str, tp: int) -> list[int]:
         return [1] if rules.allows("cp_heads", 1) else []
     heads, per_node = rules.workload.model.num_attention_heads // tp, rules.workload.cluster.node.num_accelerators
     sizes = [n for n in divisors(cp) if 1 < n < cp and rules.allows("cp_heads", n)]
-    if "cp_heads" in rules.asked:
+    if "cp_heads" in rules.constraints:
         return sizes
     inside = [n for n in sizes if heads % n == 0 and tp * n <= per_node]
-    if "cp_method" in rules.asked:
+    if "cp_method" in rules.constraints:
         return inside
     if cp * tp <= per_node:
         rules.refuse("ring+all-to-all in a node", "all-to-all, or a ring, over as many ranks; --layout.cp-heads searches it")
@@ -231,15 +231,15 @@ def _pipeline(rules: _Rules, gpus: int, cp: int) -> Iterator[tuple[int, int, str
         if not rules.allows("pp", pp):
             continue
         if pp == 1:
-            if rules.allows("virtual_stages", 1) and ("schedule" not in rules.asked or "pp" in rules.asked):
+            if rules.allows("virtual_stages", 1) and ("schedule" not in rules.constraints or "pp" in rules.constraints):
                 yield 1, 1, Layout.schedule
         elif not can:
             rules.refuse("pp", f"{stack.name} has no pipeline")
         elif cp > 1 and abilities(stack).cp_alone:
             rules.refuse("cp with pp", f"{stack.name} has context parallelism without a pipeline only")
         elif pp > layers:
-            asked = "pp" in rules.asked
-            family, remedy = (f"pp = {pp}", f"Use pp = {layers} or less.") if asked else (f"pp > {layers}", "")
+            constraints = "pp" in rules.constraints
+            family, remedy = (f"pp = {pp}", f"Use pp = {layers} or less.") if constraints else (f"pp > {layers}", "")
             rules.refuse(family, f"more stages than the {count_of(layers, 'layer')}", remedy)
         else:
             yield from ((pp, chunks, schedule) for chunks, schedule in _schedules(rules, pp, can))
@@ -262,7 +262,7 @@ def _schedules(rules: _Rules, pp: int, can: tuple[str, ...]) -> Iterator[tuple[i
                     rules.refuse(f"pp = {pp}", wrong)
                 else:
                     yield chunks, schedule
-    if "schedule" not in rules.asked:
+    if "schedule" not in rules.constraints:
         for name in can:
             if better := SCHEDULES[name].inferior_to:
                 rules.refuse(f"schedule {name}", f"{better} {SCHEDULES[name].because}")
@@ -297,32 +297,32 @@ def _experts(rules: _Rules, tp: int, ranks: int) -> Iterator[tuple[int, int]]:
                 yield ep, expert_tp
 
 
-def _inside(rules: _Rules, dp: int, schedule: str, pp: int, share: int, cp: int) -> NDArray[np.int64]:
+def _training_choices(rules: _Rules, dp: int, schedule: str, pp: int, share: int, cp: int) -> NDArray[np.int64]:
     """Rows of (zero_stage, dp_shard, micro_batch_size, recompute, recompute_every); `share` is tp x cp."""
     states = [(stage, shard) for stage in _zero_stages(rules, dp, schedule) for shard in _shards(rules, stage, dp, share)]
     sizes = [size for size in _micro_batch_sizes(rules, dp, cp) if _suits(rules, schedule, pp, dp, size)]
-    ways = []
+    modes = []
     can = abilities(rules.workload.stack).recompute
-    named = modules_asked(rules.workload, rules.asked)
-    for way in ("blocks",) if named else rules.choose("recompute", can):
-        if not named and way not in can:
-            rules.refuse(f"recompute {way}", f"{rules.workload.stack.name} has {', '.join(can)}")
+    named = modules_of_constraints(rules.workload, rules.constraints)
+    for mode in ("blocks",) if named else rules.choose("recompute", can):
+        if not named and mode not in can:
+            rules.refuse(f"recompute {mode}", f"{rules.workload.stack.name} has {', '.join(can)}")
             continue
-        every = rules.choose("recompute_every", (2,)) if way == "every-k" else (2,)
-        ways += [(RECOMPUTE.index(way), each) for each in every]
-    rows = [(*state, size, *way) for state in states for size in sizes for way in ways]
+        every = rules.choose("recompute_every", (2,)) if mode == "every-k" else (2,)
+        modes += [(RECOMPUTE.index(mode), interval) for interval in every]
+    rows = [(*state, size, *mode) for state in states for size in sizes for mode in modes]
     return np.array(rows, dtype=np.int64).reshape(len(rows), 5)
 
 
 def _zero_stages(rules: _Rules, dp: int, schedule: str) -> list[int]:
     can = abilities(rules.workload.stack)
     stages = can.zero_stages_with_pipeline if schedule else can.zero_stages
-    if "zero_stage" in rules.asked:
-        for stage in rules.asked["zero_stage"]:
+    if "zero_stage" in rules.constraints:
+        for stage in rules.constraints["zero_stage"]:
             if stage not in stages:
                 piped = " with a pipeline" if schedule else ""
                 rules.refuse(f"zero_stage = {stage}", f"{rules.workload.stack.name} has {', '.join(map(str, stages))}{piped}")
-        return [stage for stage in rules.asked["zero_stage"] if stage in stages]
+        return [stage for stage in rules.constraints["zero_stage"] if stage in stages]
     return [min(stages)] if dp == 1 else list(stages)
 
 
@@ -331,9 +331,9 @@ def _shards(rules: _Rules, stage: int, dp: int, share: int) -> list[int]:
     if stage == 0:
         return [1] if rules.allows("dp_shard", 1) else []
     hybrid = stage in abilities(rules.workload.stack).hybrid_stages
-    if "dp_shard" in rules.asked:
-        given = [dp if shard is None else shard for shard in rules.asked["dp_shard"]]
-        return [shard for shard in given if shard == dp or (hybrid and dp % shard == 0)]
+    if "dp_shard" in rules.constraints:
+        asked_sizes = [dp if shard is None else shard for shard in rules.constraints["dp_shard"]]
+        return [shard for shard in asked_sizes if shard == dp or (hybrid and dp % shard == 0)]
     if not hybrid:
         return [dp]
     size, sizes = max(2, rules.workload.cluster.node.num_accelerators // share), [dp]
@@ -347,10 +347,10 @@ def _shards(rules: _Rules, stage: int, dp: int, share: int) -> list[int]:
 def _micro_batch_sizes(rules: _Rules, dp: int, cp: int) -> list[int]:
     per_rank = rules.workload.sequences_per_batch // dp
     limit = max(1, MAX_TOKENS_PER_MICRO_BATCH // rules.workload.sequence_length)
-    if "micro_batch_size" in rules.asked:  # what no share of the batch allows is told by `plan.search.asked`
-        return [n for n in divisors(per_rank) if n in rules.asked["micro_batch_size"]]
+    if "micro_batch_size" in rules.constraints:  # what no share of the batch allows is told by `plan.search.constraints`
+        return [n for n in divisors(per_rank) if n in rules.constraints["micro_batch_size"]]
     sizes = [n for n in divisors(per_rank) if n <= limit]
-    if "dp" in rules.asked or "cp" in rules.asked:
+    if "dp" in rules.constraints or "cp" in rules.constraints:
         return sizes
     for size in sizes:
         if gcd(size, cp) > 1:
@@ -380,28 +380,28 @@ def _suits(rules: _Rules, schedule: str, pp: int, dp: int, size: int) -> bool:
     return True
 
 
-def _product(cuts: Sequence[Cut], rows: NDArray[np.int64], rules: _Rules) -> LayoutTable:
-    """Each of `cuts` with each of `rows`."""
+def _product(meshes: Sequence[MeshShape], rows: NDArray[np.int64], rules: _Rules) -> LayoutTable:
+    """Each of `meshes` with each of `rows`."""
     whole = replace(rules.base, zero_stage=0, dp_shard=None, layers_per_stage=None)
-    layouts = [replace(whole, **cut._asdict(), tp_overlap=overlaps) for cut in cuts for overlaps in _overlaps(rules, cut)]
+    layouts = [replace(whole, **mesh._asdict(), tp_overlap=overlaps) for mesh in meshes for overlaps in _overlaps(rules, mesh)]
     table = LayoutTable.of(layouts).take(np.repeat(np.arange(len(layouts)), len(rows)))
     names = ("zero_stage", "dp_shard", "micro_batch_size", "recompute", "recompute_every")
     repeated = {name: np.tile(column, len(layouts)) for name, column in zip(names, rows.T, strict=True)}
-    named = modules_asked(rules.workload, rules.asked)
+    named = modules_of_constraints(rules.workload, rules.constraints)
     return LayoutTable(**{**vars(table), **repeated, "modes": (named,) if named else ()})
 
 
-def modules_asked(workload: Workload, asked: Asked) -> str:
+def modules_of_constraints(workload: Workload, constraints: Constraints) -> str:
     """The modules that all layouts of a search compute again, joined; empty where it names none, or other ways beside them."""
-    ways = asked.get("recompute", ())
-    if workload.stack.selective not in NAME_MODULES or len(ways) != 1 or not is_modules(ways[0]):
+    modes = constraints.get("recompute", ())
+    if workload.stack.selective not in NAME_MODULES or len(modes) != 1 or not is_modules(modes[0]):
         return ""
-    return modules_name(modules_named(ways[0]))
+    return modules_name(modules_named(modes[0]))
 
 
-def _overlaps(rules: _Rules, cut: Cut) -> list[bool]:
+def _overlaps(rules: _Rules, mesh: MeshShape) -> list[bool]:
     """Values of `tp_overlap` to search: those asked for, True only with sequence parallelism inside a node and in no narrow
     precision."""
-    in_node = cut.tp > 1 and rules.workload.cluster.node.num_accelerators % cut.tp == 0
-    can = in_node and cut.sequence_parallel and rules.base.precision not in NARROW
-    return sorted({one and can for one in rules.choose("tp_overlap", (rules.base.tp_overlap,))})
+    in_node = mesh.tp > 1 and rules.workload.cluster.node.num_accelerators % mesh.tp == 0
+    can = in_node and mesh.sequence_parallel and rules.base.precision not in NARROW
+    return sorted({value and can for value in rules.choose("tp_overlap", (rules.base.tp_overlap,))})

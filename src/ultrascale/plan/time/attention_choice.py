@@ -9,7 +9,7 @@ a plan takes only where the layout names one.
 
 from __future__ import annotations
 
-from ultrascale.description.attention_cores import Wanted, why_not, windows_of
+from ultrascale.description.attention_cores import CoreRequirements, unsupported_reason, windows_of
 from ultrascale.description.layout import NARROW, AttentionCore
 from ultrascale.plan.laws.compute import Kernel, attention_seconds
 from ultrascale.plan.workload import Workload
@@ -25,14 +25,14 @@ def attention_kernel(workload: Workload, shape: Shape, scores: Scores) -> Kernel
     if named != "contest":
         return named
     wanted = wanted_of(workload, shape)
-    able: list[Kernel] = [kernel for kernel, core in TORCH_CORES if not why_not(core, wanted)]
+    able: list[Kernel] = [kernel for kernel, core in TORCH_CORES if not unsupported_reason(core, wanted)]
     return able[0] if len(able) == 1 else min(able, key=lambda kernel: _both_ways(workload, shape, scores, kernel))
 
 
-def wanted_of(workload: Workload, shape: Shape) -> Wanted:
-    """Requirements of a run of `shape` on its attention, as `description.attention_cores.attention_wanted` gives them."""
+def wanted_of(workload: Workload, shape: Shape) -> CoreRequirements:
+    """Requirements of a run of `shape` on its attention, as `description.attention_cores.core_requirements` gives them."""
     model = workload.model
-    return Wanted(
+    return CoreRequirements(
         "cpu" if shape.device == "cpu" or workload.cluster.accelerator.name == "cpu" else "cuda", shape.precision,
         windows_of(model, workload.sequence_length), workload.documents, model.head_dim, model.attention_sinks, shape.cp,
     )  # fmt: skip

@@ -21,16 +21,16 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import NARROW
 from ultrascale.description.recomputed import SELECTIVE
 from ultrascale.plan.constants import Constants
-from ultrascale.plan.cut_backward import HALVES, Half, may_wait, sent_in_half
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.laws.compute import attention_seconds, columns_seconds, elementwise_seconds, matmul_seconds
 from ultrascale.plan.laws.devices import work_per_joule
 from ultrascale.plan.layouts import CP_METHODS, FP8_SCALINGS, PRECISIONS, LayoutTable
+from ultrascale.plan.split_backward import HALVES, Half, is_deferrable, sent_in_half
 from ultrascale.plan.time.attention_choice import attention_kernel
 from ultrascale.plan.workload import Workload
-from ultrascale.work.kept import computed_again, resolved
 from ultrascale.work.op_builders import without_fp8
 from ultrascale.work.ops import Collective, Op, Scores, Shape
+from ultrascale.work.recompute import recomputed_ops, resolved
 from ultrascale.work.work import block_work, embedding_work, head_work, prediction_work
 
 Floats = NDArray[np.float64]
@@ -77,11 +77,11 @@ class PartSeconds:
     tp_beside: Floats
     """Part of `tp_backward` that a column-parallel layer's backward pass can run beside its two products. The input is gathered
     again beside the gradient of the input, whose sum travels beside the gradient of the weight (Megatron)."""
-    tp_cut_input: Floats
+    tp_split_input: Floats
     """Messages of I where backward passes are split: `tp_backward` without the inputs of column products."""
-    tp_cut_sums: Floats
-    """Part of `tp_cut_input`: sums of gradients of inputs, which no product of I is beside."""
-    tp_cut_weight: Floats
+    tp_split_sums: Floats
+    """Part of `tp_split_input`: sums of gradients of inputs, which no product of I is beside."""
+    tp_split_weight: Floats
     """All-gathers of W then: those inputs, and gradients of row products once more."""
     cp_forward: Floats
     """Part of cp in front of attention: heads that are swapped, keys and values that are all-gathered first."""
@@ -96,7 +96,7 @@ class PartSeconds:
     last_product: Floats
     """Part of `product`: the last of a dense block without tp, before which torch stops when it recomputes the block."""
     chosen_products: Floats
-    """Products and attention that selective recomputation by modules runs again (`work.kept.selective_modules`)."""
+    """Products and attention that selective recomputation by modules runs again (`work.recompute.selective_modules`)."""
     chosen_elementwise: Floats
     num_ops: Floats
     """Operations launched in a forward pass."""
@@ -161,7 +161,7 @@ def distinct_shapes(workload: Workload, table: LayoutTable) -> tuple[list[Shape]
         key = key * (int(column.max(initial=0)) + 1) + column
     _, first, shape_of = np.unique(key, return_index=True, return_inverse=True)
     fields = zip(*(column[first].tolist() for column in columns), strict=True)
-    return [_shape(workload, one) for one in fields], shape_of
+    return [_shape(workload, values) for values in fields], shape_of
 
 
 def price_blocks(workload: Workload, table: LayoutTable) -> Blocks:
@@ -203,11 +203,14 @@ def _price_blocks_of(workload: Workload, shapes: list[Shape], layer: int) -> Par
     works = [block_work(workload.model, layer, shape) for shape in shapes]
     part = _price(workload, shapes, works)
     if workload.stack.selective == "modules":
-        again = [resolved(SELECTIVE, workload.model, layer, shape) for shape in shapes]
-        runs = [computed_again(one, ops, stops_behind=False) for one, ops in zip(again, works, strict=True)]
+        recomputations = [resolved(SELECTIVE, workload.model, layer, shape) for shape in shapes]
+        runs = [
+            recomputed_ops(recomputation, ops, reruns_last=False)
+            for recomputation, ops in zip(recomputations, works, strict=True)
+        ]
         seconds = [compute_seconds(workload, shape, run, False) for shape, run in zip(shapes, runs, strict=True)]
-        part.chosen_products = np.array([one.product + one.attention for one in seconds])
-        part.chosen_elementwise = np.array([one.elementwise for one in seconds])
+        part.chosen_products = np.array([compute.product + compute.attention for compute in seconds])
+        part.chosen_elementwise = np.array([compute.elementwise for compute in seconds])
     return part
 
 
@@ -273,7 +276,7 @@ def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]],
     compute = np.array([compute_seconds(workload, shape, ops, head) for shape, ops in zip(shapes, works, strict=True)])
     columns = Compute(*compute.reshape(len(shapes), len(Compute._fields)).T)
     traffic, counts = _traffic(workload, shapes, _sent(works))
-    over_tp = [[op for op in ops if any(one.axis in OVER_TP for one in op.collectives)] for ops in works]
+    over_tp = [[op for op in ops if any(collective.axis in OVER_TP for collective in op.collectives)] for ops in works]
     of_columns = [[op for op in ops if _is_of_column(op)] for ops in over_tp]
     beside = _over_tp(workload, shapes, _sent(of_columns))
     of_input, of_weight = (_halves(shapes, over_tp, half) for half in HALVES)
@@ -283,9 +286,9 @@ def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]],
         **columns._asdict(),
         **axes,
         tp_beside=np.minimum(beside, columns.input_gradient + columns.weight_gradient),
-        tp_cut_input=_over_tp(workload, shapes, of_input),
-        tp_cut_sums=_over_tp(workload, shapes, sums),
-        tp_cut_weight=_over_tp(workload, shapes, of_weight),
+        tp_split_input=_over_tp(workload, shapes, of_input),
+        tp_split_sums=_over_tp(workload, shapes, sums),
+        tp_split_weight=_over_tp(workload, shapes, of_weight),
         chosen_products=np.zeros(len(shapes)),
         chosen_elementwise=np.zeros(len(shapes)),
         num_collectives=counts[0],
@@ -328,13 +331,13 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
         count += 1
         of_weights = around = 0.0
         if op.inside:
-            each, again = (compute_seconds(workload, shape, some, head) for some in (op.inside, op.inside[:-1]))
-            product, elementwise = product + op.pieces * each.product, elementwise + op.pieces * each.elementwise
-            inputs += op.pieces * (each.input_gradient + again.product)
-            around_inputs += op.pieces * (each.input_elementwise + again.elementwise)
-            of_weights += op.pieces * each.weight_gradient
-            around += op.pieces * each.weight_elementwise
-            count += op.pieces * each.num_ops
+            piece, remade = (compute_seconds(workload, shape, inner_ops, head) for inner_ops in (op.inside, op.inside[:-1]))
+            product, elementwise = product + op.pieces * piece.product, elementwise + op.pieces * piece.elementwise
+            inputs += op.pieces * (piece.input_gradient + remade.product)
+            around_inputs += op.pieces * (piece.input_elementwise + remade.elementwise)
+            of_weights += op.pieces * piece.weight_gradient
+            around += op.pieces * piece.weight_elementwise
+            count += op.pieces * piece.num_ops
         if op.product is not None:
             m, n, k, copies = op.product
             if head and n % HEAD_MULTIPLE:  # logits; some trainers pad the vocabulary
@@ -372,7 +375,7 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
             attention += pieces * over * attention_seconds(accelerator, **scores, dtype=wide, backward=False, kernel=kernel)
             inputs += pieces * over * attention_seconds(accelerator, **scores, dtype=wide, backward=True, kernel=kernel)
         weights, around_weights = weights + of_weights, around_weights + around
-        if of_weights and not may_wait(op):
+        if of_weights and not is_deferrable(op):
             at_once, around_at_once = at_once + of_weights, around_at_once + around
         over = 1.0 if op.kind == "loss" else workload.overheads.elementwise  # every pass of a loss is in the table
         if op.name.endswith(".quantise"):  # the law of fp8 products was measured with the cast
@@ -411,8 +414,8 @@ def _over_tp(workload: Workload, shapes: list[Shape], sent: list[list[Sent]]) ->
 
 def _is_of_column(op: Op) -> bool:
     """True if an operation's backward traffic is that of a column-parallel product."""
-    found = any(item.axis == "tp" and item.when == "backward" and item.kind != "all_gather" for item in op.collectives)
-    return found and op.kind != "elementwise"  # of latent attention's shared key: no product is beside it
+    sends_over_tp = any(item.axis == "tp" and item.when == "backward" and item.kind != "all_gather" for item in op.collectives)
+    return sends_over_tp and op.kind != "elementwise"  # of latent attention's shared key: no product is beside it
 
 
 def _sent_share(workload: Workload, shape: Shape, name: str, when: str) -> float:
@@ -443,7 +446,7 @@ def _traffic(workload: Workload, shapes: list[Shape], sent: list[list[Sent]]) ->
     seconds = {(axis, when): np.zeros(len(shapes)) for axis in ("tp", "cp", "ring", "ep") for when in PASSES}
     counts = np.zeros((2, len(shapes)))
     by_kind: dict[tuple[str, str, str], list[tuple[int, float, int, int]]] = defaultdict(list)
-    for index, (shape, some) in enumerate(zip(shapes, sent, strict=True)):
+    for index, (shape, sent_of_shape) in enumerate(zip(shapes, sent, strict=True)):
         places, swap = shape.cp_grid
         groups = {
             "tp": (shape.tp, 1),
@@ -451,7 +454,7 @@ def _traffic(workload: Workload, shapes: list[Shape], sent: list[list[Sent]]) ->
             "ep": (shape.ep, shape.expert_tp),
             "expert_tp": (shape.expert_tp, 1),
         }
-        for name, collectives in some:
+        for name, collectives in sent_of_shape:
             for item in collectives:
                 axis, num_bytes = item.axis, item.num_bytes
                 size, stride = (swap, shape.tp) if axis == "cp" and item.kind == "all_to_all" else groups[axis]
@@ -461,7 +464,7 @@ def _traffic(workload: Workload, shapes: list[Shape], sent: list[list[Sent]]) ->
                 by_kind[item.kind, row, item.when].append((index, num_bytes, size, stride))
     for (kind, axis, when), items in by_kind.items():
         index, num_bytes, size, stride = (np.array(column) for column in zip(*items, strict=True))
-        taken = collective_seconds(workload.cluster, kind, num_bytes.astype(float), size=size, stride=stride)
-        np.add.at(seconds[axis, when], index, taken)
+        durations = collective_seconds(workload.cluster, kind, num_bytes.astype(float), size=size, stride=stride)
+        np.add.at(seconds[axis, when], index, durations)
         counts[PASSES.index(when)] += np.bincount(index, minlength=len(shapes))
     return seconds, counts

@@ -37,7 +37,7 @@ from ultrascale.plan.constants import Constants
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.laws.compute import elementwise_seconds
 from ultrascale.plan.layouts import LayoutTable, by_schedule
-from ultrascale.plan.time.passes import Passes
+from ultrascale.plan.time.passes import PassSeconds
 from ultrascale.plan.time.stages import Stages, copies_held
 from ultrascale.plan.workload import Workload
 
@@ -45,7 +45,7 @@ Floats = NDArray[np.float64]
 LAUNCH_SECONDS = 5e-6
 """Seconds of launching a copy: about what a kernel's launch from PyTorch costs the host ("Accelerating PyTorch with CUDA
 Graphs", 2021)."""
-IN_ROUNDS = by_schedule(lambda one: one.in_rounds)
+IN_ROUNDS = by_schedule(lambda schedule: schedule.in_rounds)
 COPIES = 2
 """Copies of every parameter: out of NCCL's buffer into the list, and from there into the weight."""
 JOINED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
@@ -61,7 +61,7 @@ def data_parallel_seconds(
     workload: Workload,
     table: LayoutTable,
     stages: Stages,
-    passes: Passes,
+    passes: PassSeconds,
     micro_batches: Counts,
     constants: Constants,
 ) -> tuple[Floats, Floats]:
@@ -87,7 +87,7 @@ class _Traffic(NamedTuple):
 
 def _traffic_of_a_step(workload: Workload, table: LayoutTable, stages: Stages, at_once: NDArray[np.bool_]) -> _Traffic:
     """`at_once`: layouts whose gradients are summed whole, in one message."""
-    cluster, cut = workload.cluster, table.zero_stage > 0
+    cluster, is_sharded = workload.cluster, table.zero_stage > 0
     reduce_bytes = np.minimum(workload.stack.reduce_bytes, table.reduce_itemsize)
     itemsize = COMPUTE_BYTES[table.precision]
     gathers, reductions, copies = np.zeros((3, 3, len(table)))
@@ -103,12 +103,12 @@ def _traffic_of_a_step(workload: Workload, table: LayoutTable, stages: Stages, a
         if at_once.any():
             summed = collective_seconds(cluster, "all_reduce", whole * reduce_bytes, size=size, stride=stride)
             reduce = np.where(at_once, summed, reduce)
-        gathers += np.where(cut, gather, 0.0) * buckets
-        reductions += np.where(cut, reduce, 0.0) * buckets
-        own = np.where(cut, whole / size, whole)
-        copy_size = np.where(cut, copy[0], size * copy[0])
-        copy_stride = np.where(cut, copy[1], stride)
-        copies += collective_seconds(cluster, "all_reduce", own * reduce_bytes, size=copy_size, stride=copy_stride) * buckets
+        gathers += np.where(is_sharded, gather, 0.0) * buckets
+        reductions += np.where(is_sharded, reduce, 0.0) * buckets
+        local = np.where(is_sharded, whole / size, whole)
+        copy_size = np.where(is_sharded, copy[0], size * copy[0])
+        copy_stride = np.where(is_sharded, copy[1], stride)
+        copies += collective_seconds(cluster, "all_reduce", local * reduce_bytes, size=copy_size, stride=copy_stride) * buckets
     if at_once.any():
         gathers += np.where(at_once, copy_seconds(workload, table, stages, itemsize), 0.0)
     return _Traffic(gathers, reductions, copies)
@@ -123,10 +123,10 @@ def _sorts_of_parameters(
     shard = (table.dp_shard * table.cp, table.tp)
     yield stages.dense_parameters, in_fp8[0], shard, (table.dp // table.dp_shard, table.tp * table.cp * table.dp_shard)
     if stages.expert_parameters.any():
-        cut = table.ep * table.expert_tp
-        group = table.tp * table.cp * table.dp // cut
+        expert_ranks = table.ep * table.expert_tp
+        group = table.tp * table.cp * table.dp // expert_ranks
         size = np.gcd(np.maximum(1, group), shard[0])
-        yield stages.expert_parameters, in_fp8[1], (size, cut), (np.maximum(1, group // size), cut * size)
+        yield stages.expert_parameters, in_fp8[1], (size, expert_ranks), (np.maximum(1, group // size), expert_ranks * size)
 
 
 def _exposed_of(
@@ -134,7 +134,7 @@ def _exposed_of(
     workload: Workload,
     table: LayoutTable,
     stages: Stages,
-    passes: Passes,
+    passes: PassSeconds,
     micro_batches: Counts,
     constants: Constants,
     at_once: NDArray[np.bool_],
@@ -168,14 +168,14 @@ def _exposed_of(
     return exposed, often * in_forward + (reduces_often - held) * in_backward + held * (in_backward + copies)
 
 
-def _exposed(taken: Floats, window: Floats, least: Floats, chunks: Floats, more: Floats) -> Floats:
+def _exposed(busy: Floats, window: Floats, least: Floats, chunks: Floats, more: Floats) -> Floats:
     """Exposed seconds of the traffic of all chunks of a rank.
 
     `window`: seconds of one micro-batch's pass, of all chunks; `more`: micro-batches of a chunk that the next one's traffic
     runs beside. The first chunk's own is only beside one micro-batch of itself, the last to come has all the others before it.
     """
-    first = (taken - window) / chunks
-    last = taken - window * ((chunks - 1) * more + 1) / chunks
+    first = (busy - window) / chunks
+    last = busy - window * ((chunks - 1) * more + 1) / chunks
     return np.maximum(np.maximum(first, last), least)
 
 

@@ -24,20 +24,20 @@ HOST_MEMORY_BYTES_PER_SECOND = 25e9
 def host_link(workload: Workload) -> float:
     """Bytes per second from a device to its host, and as many back at the same time."""
     name = workload.cluster.accelerator.kind
-    known = (rate for start, rate in HOST_LINK_BYTES_PER_SECOND.items() if name.startswith(start))
-    return next(known, NEWER_HOST_LINK)
+    rates = (rate for start, rate in HOST_LINK_BYTES_PER_SECOND.items() if name.startswith(start))
+    return next(rates, NEWER_HOST_LINK)
 
 
-def offloaded_update(workload: Workload, own: Floats, blocks: Floats) -> Floats:
-    """Seconds of an update on the host of `own` parameters in `blocks` blocks.
+def offloaded_update(workload: Workload, parameters: Floats, blocks: Floats) -> Floats:
+    """Seconds of an update on the host of `parameters` in `blocks` blocks.
 
     Of three things that run beside each other the slowest shows, and of the others what the first and the last block take.
     """
     stack, link = workload.stack, host_link(workload)
-    state = 2 * own * (stack.master_bytes + stack.moment_bytes) / HOST_MEMORY_BYTES_PER_SECOND
+    state = 2 * parameters * (stack.master_bytes + stack.moment_bytes) / HOST_MEMORY_BYTES_PER_SECOND
     if not stack.overlaps_offloaded_update:
-        return own * (stack.gradient_bytes + 2) / link + state
-    down, up = own * stack.gradient_bytes / link, own * stack.master_bytes / link
+        return parameters * (stack.gradient_bytes + 2) / link + state
+    down, up = parameters * stack.gradient_bytes / link, parameters * stack.master_bytes / link
     slowest = np.maximum(np.maximum(down, up), state)
     return slowest + (down + up + state - slowest) / np.maximum(blocks, 1)
 

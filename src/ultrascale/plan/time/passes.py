@@ -15,7 +15,7 @@ from ultrascale.plan.constants import Constants
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.layouts import RECOMPUTE, LayoutTable
 from ultrascale.plan.time.blocks import Blocks, PartSeconds, price_kept_blocks, product_derate
-from ultrascale.plan.time.recompute_prices import mean_again
+from ultrascale.plan.time.recompute_prices import mean_recompute_seconds
 from ultrascale.plan.workload import Workload
 from ultrascale.work.op_builders import without_fp8
 from ultrascale.work.work import input_gather
@@ -27,7 +27,7 @@ FEW = 64
 
 
 @dataclass(frozen=True)
-class Passes:
+class PassSeconds:
     """Seconds of one micro-batch, [rows, layouts]: a row is a sort of rank, or a chunk of the pipeline."""
 
     forward: Floats
@@ -42,14 +42,14 @@ class Passes:
     forward_traffic: Floats
     """Part of the exposed traffic of tp, cp and ep in the forward pass."""
     forward_expert_parallel: Floats
-    cut_input: Floats
-    """Seconds that I, and W (`cut_weight`), take beyond their halves of an unsplit backward pass (below 0: less;
-    `plan.cut_backward`)."""
-    cut_weight: Floats
+    split_input: Floats
+    """Seconds that I, and W (`split_weight`), take beyond their halves of an unsplit backward pass (below 0: less;
+    `plan.split_backward`)."""
+    split_weight: Floats
 
-    def rows(self, which: slice) -> Passes:
+    def rows(self, which: slice) -> PassSeconds:
         """Passes of some sorts of rank, or chunks."""
-        return Passes(*(column[which] for column in vars(self).values()))
+        return PassSeconds(*(column[which] for column in vars(self).values()))
 
     @property
     def traffic(self) -> Floats:
@@ -82,7 +82,7 @@ def pass_seconds(
     embedding: Floats,
     head: Floats,
     kept: Floats,
-) -> Passes:
+) -> PassSeconds:
     """Seconds of passes on ranks or chunks with so many blocks of each kind, [rows, kinds, layouts], and ends, [rows,
     layouts]. `kept`: those of `layers` that stay in bf16 beside blocks in fp8.
 
@@ -103,47 +103,51 @@ def pass_seconds(
         return _weighed(counts, by_shape[:, blocks.shape_of])
 
     derate = product_derate(workload, constants)
-    again = _recomputed_share(table)
+    recompute_share = _recomputed_share(table)
     forward = derate * (sum_of("product") + sum_of("attention")) + sum_of("elementwise")
     inputs = derate * sum_of("input_gradient") + sum_of("input_elementwise")
     weight_gradient = derate * sum_of("weight_gradient") + sum_of("weight_elementwise")
     full, selective = _second_passes(stack, sum_of, in_blocks, derate)
-    recompute = again * full + (table.recompute == RECOMPUTE.index("selective")) * selective
-    told = None
+    recompute = recompute_share * full + (table.recompute == RECOMPUTE.index("selective")) * selective
+    mean = None
     if table.modes:
-        both = [[shape, without_fp8(shape)] if some_kept else [shape] for shape in blocks.shapes]
-        told = np.stack([np.concatenate([mean_again(workload, table, shape, constants) for shape in some], axis=1)
-                         for some in both], axis=-1)[:, :, blocks.shape_of]  # fmt: skip
+        shape_pairs = [[shape, without_fp8(shape)] if some_kept else [shape] for shape in blocks.shapes]
+        mean = np.stack([np.concatenate([mean_recompute_seconds(workload, table, shape, constants) for shape in pair], axis=1)
+                         for pair in shape_pairs], axis=-1)[:, :, blocks.shape_of]  # fmt: skip
 
     shown, tp_forward, tp_backward = _tensor_parallel(table, stack, sum_of, constants)
-    tp = tp_forward + tp_backward + again * shown * sum_of("tp_forward", in_blocks)
-    sums = sum_of("tp_cut_sums")
+    tp = tp_forward + tp_backward + recompute_share * shown * sum_of("tp_forward", in_blocks)
+    sums = sum_of("tp_split_sums")
     at_once = derate * sum_of("weight_gradient_in_i") + sum_of("weight_elementwise_in_i")
-    cut_input = at_once + sums + shown * (sum_of("tp_cut_input") - sums) - tp_backward
-    cut_weight = sum_of("tp_cut_weight") - at_once
+    split_input = at_once + sums + shown * (sum_of("tp_split_input") - sums) - tp_backward
+    split_weight = sum_of("tp_split_weight") - at_once
     if table.partition_checkpoints.any():
-        tp = tp + _input_gathers(workload, table, blocks, again) * layers.sum(axis=1)
+        tp = tp + _input_gathers(workload, table, blocks, recompute_share) * layers.sum(axis=1)
 
     # A device that is faster than Python waits for it.
     an_op = (constants.compiled_host_fraction if stack.kernels.compiled else 1.0) * workload.overheads.op_seconds
     of_ops, of_collective = an_op * sum_of("num_ops"), _collective_launch(workload, table)
     ahead, back = (of_ops + of_collective * sum_of(name) for name in ("num_collectives", "num_backward_collectives"))
-    launched_again = an_op * sum_of("num_ops", in_blocks)
-    recompute = recompute + again * np.maximum(launched_again - full - shown * sum_of("tp_forward", in_blocks), 0.0)
+    recompute_launches = an_op * sum_of("num_ops", in_blocks)
+    recompute = recompute + recompute_share * np.maximum(
+        recompute_launches - full - shown * sum_of("tp_forward", in_blocks), 0.0
+    )
     forward = forward + np.maximum(ahead - forward - tp_forward, 0.0)
     weight_gradient = weight_gradient + np.maximum(back - inputs - weight_gradient - tp_backward, 0.0)
 
     # What selective recomputation of ours keeps is single operations' results, and a ring or a swap is no such operation.
-    attends_again = again + (stack.selective == "elementwise") * (table.recompute == RECOMPUTE.index("selective"))
-    cp_forward, cp = _exposed_context_parallel(table, sum_of, attends_again, derate, constants)
-    ep = sum_of("ep_forward") + sum_of("ep_backward") + again * sum_of("ep_forward", in_blocks)
-    if told is not None:
-        more = (told[:, None] * in_blocks).sum(axis=2)
+    attention_recompute_share = recompute_share + (stack.selective == "elementwise") * (
+        table.recompute == RECOMPUTE.index("selective")
+    )
+    cp_forward, cp = _exposed_context_parallel(table, sum_of, attention_recompute_share, derate, constants)
+    ep = sum_of("ep_forward") + sum_of("ep_backward") + recompute_share * sum_of("ep_forward", in_blocks)
+    if mean is not None:
+        more = (mean[:, None] * in_blocks).sum(axis=2)
         recompute, tp, cp, ep = recompute + more[0], tp + shown * more[1], cp + more[2], ep + more[3]
     ahead_ep = sum_of("ep_forward")
-    return Passes(
-        forward, inputs, weight_gradient, recompute, tp, cp, ep, tp_forward + cp_forward + ahead_ep, ahead_ep, cut_input,
-        cut_weight,
+    return PassSeconds(
+        forward, inputs, weight_gradient, recompute, tp, cp, ep, tp_forward + cp_forward + ahead_ep, ahead_ep, split_input,
+        split_weight,
     )  # fmt: skip
 
 
@@ -209,13 +213,13 @@ def _collective_launch(workload: Workload, table: LayoutTable) -> Floats:
     return np.where(over_nodes, np.maximum(hops, least), least)
 
 
-def _input_gathers(workload: Workload, table: LayoutTable, blocks: Blocks, again: Floats) -> Floats:
+def _input_gathers(workload: Workload, table: LayoutTable, blocks: Blocks, recompute_share: Floats) -> Floats:
     """Seconds a block in which inputs of blocks that are computed again come together, [layouts]."""
     if table.modes:
-        again = np.array([table.modes.count("full") / len(table.modes)])
+        recompute_share = np.array([table.modes.count("full") / len(table.modes)])
     sizes = np.array([input_gather(workload.model, shape).num_bytes for shape in blocks.shapes], dtype=float)[blocks.shape_of]
     seconds = collective_seconds(workload.cluster, "all_gather", sizes, size=table.tp, stride=np.ones_like(table.tp))
-    return np.where(table.partition_checkpoints > 0, again * seconds, 0.0)
+    return np.where(table.partition_checkpoints > 0, recompute_share * seconds, 0.0)
 
 
 def _recomputed_share(table: LayoutTable) -> Floats:
@@ -225,7 +229,7 @@ def _recomputed_share(table: LayoutTable) -> Floats:
 
 
 def _exposed_context_parallel(
-    table: LayoutTable, sum_of: Callable[[str], Floats], again: Floats, derate: float, constants: Constants
+    table: LayoutTable, sum_of: Callable[[str], Floats], recompute_share: Floats, derate: float, constants: Constants
 ) -> tuple[Floats, Floats]:
     """Exposed seconds of context parallelism: of the forward pass, and of all passes. A ring sends the next keys and values
     while attention works on the last; what is swapped or gathered is waited for."""
@@ -237,4 +241,4 @@ def _exposed_context_parallel(
         return waited + exposed + constants.overlap_slowdown * (ring - exposed)
 
     ahead = shown(forward, sum_of("cp_forward"), beside)
-    return ahead, ahead * (1 + again) + shown(backward, sum_of("cp_backward"), 2.5 * beside)
+    return ahead, ahead * (1 + recompute_share) + shown(backward, sum_of("cp_backward"), 2.5 * beside)

@@ -24,7 +24,6 @@ from ultrascale.plan.columns.rank_activations import rank_activations
 from ultrascale.plan.columns.rank_state import shards
 from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.costs.storage import checkpoint_share, read_seconds
-from ultrascale.plan.cut_backward import cut_share, cut_share_of
 from ultrascale.plan.flops import hardware_flops_per_token, model_flops_per_token
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.laws.compute import optimizer_seconds
@@ -41,11 +40,12 @@ from ultrascale.plan.pipeline.pipelined import (
     with_and_without_sends,
 )
 from ultrascale.plan.pipeline.play import StageSeconds
+from ultrascale.plan.split_backward import split_share_of, split_shares
 from ultrascale.plan.time.blocks import price_blocks
 from ultrascale.plan.time.data_traffic import data_parallel_seconds
 from ultrascale.plan.time.offload import exposed_seconds, offloaded_update
-from ultrascale.plan.time.passes import Passes, pass_seconds
-from ultrascale.plan.time.stages import FIRST, Stages, cut_stages
+from ultrascale.plan.time.passes import PassSeconds, pass_seconds
+from ultrascale.plan.time.stages import FIRST, Stages, partition_stages
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.executable import Schedule
@@ -59,7 +59,7 @@ PARTS = (
     "bubble", "optimizer", "offload", "rest", "data", "checkpoints",
 )  # fmt: skip
 
-PAIRED = by_schedule(lambda one: one.pairs)
+PAIRED = by_schedule(lambda schedule: schedule.pairs)
 NEWTON_SCHULZ_FLOPS = 30
 """Per element of a matrix and unit of its shorter side: five steps of three products, two of them square (Jordan 2024)."""
 NEWTON_SCHULZ_EFFICIENCY = 0.6
@@ -145,32 +145,40 @@ def predict(workload: Workload, layout: Layout, constants: Constants = CONSTANTS
         return _predict_file(workload, layout, constants)
     table = LayoutTable.of([layout])
     if layout.pp == 1:
-        return replace(price(workload, table, constants, layout.layers_per_stage, cuts=False).row(0), layout=layout)
-    stages = cut_stages(workload, table, layout.layers_per_stage)
+        return replace(
+            price(workload, table, constants, layout.layers_per_stage, adds_split_traffic=False).row(0), layout=layout
+        )
+    stages = partition_stages(workload, table, layout.layers_per_stage)
     passes, of_chunks = rank_and_chunk_passes(workload, layout, table, stages, constants)
-    found = replace(_priced(workload, table, stages, constants, cuts=False, passes=passes).row(0), layout=layout)
-    (share,) = _shares_cut(table, np.array([found.num_micro_batches]))
-    return _played(found, layout, seconds_of_chunks(workload, table, of_chunks), share)
+    prediction = replace(
+        _priced(workload, table, stages, constants, adds_split_traffic=False, passes=passes).row(0), layout=layout
+    )
+    (share,) = _split_shares(table, np.array([prediction.num_micro_batches]))
+    return _with_simulated_pipeline(prediction, layout, seconds_of_chunks(workload, table, of_chunks), share)
 
 
 def predict_rows(workload: Workload, table: LayoutTable, constants: Constants = CONSTANTS) -> list[Prediction]:
     """`predict` of every row of `table`, priced together: calls are most of the cost."""
     if not len(table):
         return []
-    prices = price(workload, table, constants, cuts=False)
-    shares = _shares_cut(table, prices.num_micro_batches)
-    found = [prices.row(number) for number in range(len(table))]
+    prices = price(workload, table, constants, adds_split_traffic=False)
+    shares = _split_shares(table, prices.num_micro_batches)
+    predictions = [prices.row(number) for number in range(len(table))]
     return [
-        one if one.layout.pp == 1 else _played(one, one.layout, stage_seconds(workload, one.layout, constants), share)
-        for one, share in zip(found, shares, strict=True)
+        prediction
+        if prediction.layout.pp == 1
+        else _with_simulated_pipeline(
+            prediction, prediction.layout, stage_seconds(workload, prediction.layout, constants), share
+        )
+        for prediction, share in zip(predictions, shares, strict=True)
     ]
 
 
-def _shares_cut(table: LayoutTable, micro_batches: Counts) -> list[float]:
+def _split_shares(table: LayoutTable, micro_batches: Counts) -> list[float]:
     """Part of backward passes that each layout's schedule cuts: of all, of none, or of the first rank's where it cuts those at
     the ends of a step."""
     splits = [SCHEDULES[SCHEDULE_NAMES[number]].splits_backward for number in table.schedule]
-    at_ends = cut_share(table, micro_batches)[FIRST].tolist()
+    at_ends = split_shares(table, micro_batches)[FIRST].tolist()
     return [share if how == "ends" else float(how == "all") for how, share in zip(splits, at_ends, strict=True)]
 
 
@@ -180,34 +188,38 @@ def _predict_file(workload: Workload, layout: Layout, constants: Constants) -> P
     schedule = build_schedule(layout.schedule, layout.pp, count)
     placed = replace(layout, schedule=_placed_as(layout, schedule))
     table = LayoutTable.of([placed])
-    found = replace(price(workload, table, constants, layout.layers_per_stage, cuts=False).row(0), layout=layout)
-    stages = cut_stages(workload, table, layout.layers_per_stage)
+    prediction = replace(
+        price(workload, table, constants, layout.layers_per_stage, adds_split_traffic=False).row(0), layout=layout
+    )
+    stages = partition_stages(workload, table, layout.layers_per_stage)
     memory = stage_memory(workload, table, stages, schedule).row(0)
-    return _played(replace(found, memory=memory), placed, stage_seconds(workload, layout, constants), cut_share_of(schedule))
+    return _with_simulated_pipeline(
+        replace(prediction, memory=memory), placed, stage_seconds(workload, layout, constants), split_share_of(schedule)
+    )
 
 
 def _placed_as(layout: Layout, schedule: Schedule) -> str:
     """A known schedule whose ranks hold the stages that those of a file hold."""
-    held = [sorted({part.stage for action in row for part in action.parts}) for row in schedule]
+    stages_of_ranks = [sorted({part.stage for action in row for part in action.parts}) for row in schedule]
     pp, stages = layout.pp, layout.num_stages
-    if held == [list(range(rank, stages, pp)) for rank in range(pp)]:
+    if stages_of_ranks == [list(range(rank, stages, pp)) for rank in range(pp)]:
         return schedule_for(layout.virtual_stages)
-    if stages == 2 * pp and held == [[rank, stages - 1 - rank] for rank in range(pp)]:
+    if stages == 2 * pp and stages_of_ranks == [[rank, stages - 1 - rank] for rank in range(pp)]:
         return schedule_for(2, "there and back")
-    found, told = sum(map(len, held)), layout.virtual_stages
-    rule = f"{layout.schedule} has {found} stages on {pp} ranks, and layout.virtual_stages is {told}"
+    num_stages, virtual_stages = sum(map(len, stages_of_ranks)), layout.virtual_stages
+    rule = f"{layout.schedule} has {num_stages} stages on {pp} ranks, and layout.virtual_stages is {virtual_stages}"
     remedy = "Set it to the stages a rank has; they must go around the ranks one after another, or there and back."
     raise mistake("layout.schedule", rule, remedy)
 
 
-def _played(found: Prediction, placed: Layout, seconds: StageSeconds, share_cut: float) -> Prediction:
+def _with_simulated_pipeline(prediction: Prediction, placed: Layout, seconds: StageSeconds, split_share: float) -> Prediction:
     """A prediction whose bubble and sends are those of the schedule's own actions; `placed` has a known one's name. Of backward
-    passes `share_cut` are cut in two, none of them in `found`."""
-    layout, count = found.layout, found.num_micro_batches
+    passes `split_share` are split, none of them in `prediction`."""
+    layout, count = prediction.layout, prediction.num_micro_batches
     both = with_and_without_sends(seconds, layout.num_stages)
     silent, whole = long_step_seconds(layout.schedule, layout.pp, count, both, virtual_stages=layout.virtual_stages).tolist()
-    parts = dict(found.waterfall)
-    working = busiest_rank_seconds(placed, seconds, count, share_cut)
+    parts = dict(prediction.waterfall)
+    working = busiest_rank_seconds(placed, seconds, count, split_share)
     more = working - busiest_rank_seconds(placed, seconds, count, 0.0)
     parts["tensor_parallel"] += max(more, 0.0)
     if (known := layout.known_schedule) and known.pairs:  # what they hide is not in the parts
@@ -218,36 +230,46 @@ def _played(found: Prediction, placed: Layout, seconds: StageSeconds, share_cut:
     parts["bubble"] = silent - working
     if parts["bubble"] < 0:  # pairs of passes hide traffic behind each other's computing
         hidden, parts["bubble"] = -parts["bubble"], 0.0
-        gone = min(hidden, parts["expert_parallel"])
-        parts["expert_parallel"] -= gone
-        parts["compute"] -= hidden - gone
-    total, whole = _with_storage(found.workload, {name: np.asarray(part) for name, part in parts.items()})
-    return replace(found, step_seconds=float(total), waterfall={name: float(part) for name, part in whole.items()})
+        from_experts = min(hidden, parts["expert_parallel"])
+        parts["expert_parallel"] -= from_experts
+        parts["compute"] -= hidden - from_experts
+    total, whole = _with_storage(prediction.workload, {name: np.asarray(part) for name, part in parts.items()})
+    return replace(prediction, step_seconds=float(total), waterfall={name: float(part) for name, part in whole.items()})
 
 
 def price(
     workload: Workload, table: LayoutTable, constants: Constants = CONSTANTS, layers_per_stage: tuple[int, ...] | None = None,
-    *, cuts: bool = True,
+    *, adds_split_traffic: bool = True,
 ) -> PriceTable:  # fmt: skip
     """The price of every layout of `table`, which must be legal for the workload (`plan.search.space`,
     `config.rules.run_rules`).
 
-    `layers_per_stage`: for a table of one layout, its own cut. `cuts`: with what tp sends more where backward passes are cut.
+    `layers_per_stage`: for a table of one layout, its own cut. `adds_split_traffic`: with what tp sends more where backward
+    passes are split.
     """
-    return _priced(workload, table, cut_stages(workload, table, layers_per_stage), constants, cuts=cuts)
+    return _priced(
+        workload, table, partition_stages(workload, table, layers_per_stage), constants, adds_split_traffic=adds_split_traffic
+    )
 
 
 def _priced(
-    workload: Workload, table: LayoutTable, stages: Stages, constants: Constants, *, cuts: bool, passes: Passes | None = None
+    workload: Workload,
+    table: LayoutTable,
+    stages: Stages,
+    constants: Constants,
+    *,
+    adds_split_traffic: bool,
+    passes: PassSeconds | None = None,
 ) -> PriceTable:
-    seconds, waterfall = price_time(workload, table, stages, constants, cuts=cuts, passes=passes)
+    seconds, waterfall = price_time(workload, table, stages, constants, adds_split_traffic=adds_split_traffic, passes=passes)
     micro_batches = workload.sequences_per_batch // (table.dp * table.micro_batch_size)
     return PriceTable(workload, table, seconds, waterfall, stage_memory(workload, table, stages), micro_batches)
 
 
 def price_time(
-    workload: Workload, table: LayoutTable, stages: Stages, constants: Constants = CONSTANTS, *, cuts: bool = True,
-    passes: Passes | None = None,
+    workload: Workload, table: LayoutTable, stages: Stages, constants: Constants = CONSTANTS, *,
+    adds_split_traffic: bool=True,
+    passes: PassSeconds | None = None,
 ) -> tuple[Floats, dict[str, Floats]]:  # fmt: skip
     """Seconds of a step of every layout, and where they go. `passes`: of the sorts of ranks, where they are known."""
     micro_batches = workload.sequences_per_batch // (table.dp * table.micro_batch_size)
@@ -257,20 +279,20 @@ def price_time(
     )  # fmt: skip
     data_parallel, slowed = data_parallel_seconds(workload, table, stages, passes, micro_batches, constants)
     waits = waiting_seconds(workload, table, stages, passes, micro_batches)
-    if cuts:
-        more = cut_share(table, micro_batches) * (passes.cut_input + passes.cut_weight)
+    if adds_split_traffic:
+        more = split_shares(table, micro_batches) * (passes.split_input + passes.split_weight)
         passes = replace(passes, tensor_parallel=passes.tensor_parallel + more)
     return _step(workload, table, stages, passes, data_parallel, slowed, micro_batches, constants, waits)
 
 
 def _step(
-    workload: Workload, table: LayoutTable, stages: Stages, passes: Passes, data_parallel: Floats, slowed: Floats,
+    workload: Workload, table: LayoutTable, stages: Stages, passes: PassSeconds, data_parallel: Floats, slowed: Floats,
     micro_batches: Counts, constants: Constants, waits: tuple[Floats, Floats],
 ) -> tuple[Floats, dict[str, Floats]]:  # fmt: skip
     """The slowest rank's own work, then what it waits for: the bubble and sends."""
-    own = micro_batches * passes.total + data_parallel + slowed
-    own = np.where(stages.exists > 0, own, 0.0)
-    slowest = own.argmax(axis=0)
+    rank_seconds = micro_batches * passes.total + data_parallel + slowed
+    rank_seconds = np.where(stages.exists > 0, rank_seconds, 0.0)
+    slowest = rank_seconds.argmax(axis=0)
 
     every = np.arange(len(table))
 
@@ -307,9 +329,9 @@ def _agreed_amaxes(workload: Workload, table: LayoutTable) -> Floats:
     delayed = table.delays_fp8
     if not (delayed.any() and workload.stack.kernels.own_fp8):
         return np.zeros(len(table))
-    kept, which = np.unique(table.kept_blocks, return_inverse=True)
-    layouts = [Layout(precision="fp8", fp8_scaling="delayed", fp8_keep_blocks=int(blocks)) for blocks in kept]
-    num_bytes = np.array([SLOT_BYTES * num_slots(workload.model, layout) for layout in layouts], dtype=float)[which]
+    block_counts, inverse = np.unique(table.kept_blocks, return_inverse=True)
+    layouts = [Layout(precision="fp8", fp8_scaling="delayed", fp8_keep_blocks=int(blocks)) for blocks in block_counts]
+    num_bytes = np.array([SLOT_BYTES * num_slots(workload.model, layout) for layout in layouts], dtype=float)[inverse]
     seconds = collective_seconds(
         workload.cluster, "all_reduce", num_bytes, size=table.world_size, stride=np.ones_like(table.dp)
     )
@@ -324,15 +346,15 @@ def _with_storage(workload: Workload, parts: dict[str, Floats]) -> tuple[Floats,
     return running + parts["data"] + parts["checkpoints"], parts
 
 
-def _exposed_offload(workload: Workload, table: LayoutTable, passes: Passes, micro_batches: Counts) -> Floats:
+def _exposed_offload(workload: Workload, table: LayoutTable, passes: PassSeconds, micro_batches: Counts) -> Floats:
     """Activations go to the host in the forward pass and come back in the backward pass, beside their computing."""
     seconds = np.zeros((3, len(table)))
     rows = np.flatnonzero(table.offload_activations)
     if len(rows):
-        some = cut_stages(workload, table.take(rows))
-        saved = rank_activations(workload, table.take(rows), some, micro_batches[rows]).of_blocks
-        shown = exposed_seconds(workload, saved, passes.forward[:, rows], passes.backward[:, rows])
-        seconds[:, rows] = micro_batches[rows] * shown
+        row_stages = partition_stages(workload, table.take(rows))
+        saved = rank_activations(workload, table.take(rows), row_stages, micro_batches[rows]).of_blocks
+        exposed = exposed_seconds(workload, saved, passes.forward[:, rows], passes.backward[:, rows])
+        seconds[:, rows] = micro_batches[rows] * exposed
     return seconds
 
 
@@ -354,30 +376,30 @@ def _optimizer(workload: Workload, table: LayoutTable, stages: Stages, constants
     """The update: reads the gradient, the master and both moments, writes the last three and the compute copy. In fp16
     gradients are divided by the loss scale before."""
     stack = workload.stack
-    dense, expert, cut, expert_cut = shards(table, stages)
-    own, whole = dense / cut + expert / expert_cut, dense + expert
+    dense, expert, num_shards, num_expert_shards = shards(table, stages)
+    local, whole = dense / num_shards + expert / num_expert_shards, dense + expert
     per_parameter = stack.gradient_bytes + 2 * (stack.master_bytes + stack.moment_bytes) + stack.weight_bytes
-    unscaling = np.where(table.precision == PRECISIONS.index("fp16"), 2.0 * stack.gradient_bytes, 0.0) * own
+    unscaling = np.where(table.precision == PRECISIONS.index("fp16"), 2.0 * stack.gradient_bytes, 0.0) * local
     passes = 4 if stack.sums_whole_gradients else 2  # nanotron zeroes, takes the norm of and clips them whole
-    of_gradients = passes * stack.gradient_bytes * np.where(table.zero_stage >= 2, own, whole)
-    num_bytes = (own * per_parameter + unscaling + of_gradients).max(axis=0)
+    of_gradients = passes * stack.gradient_bytes * np.where(table.zero_stage >= 2, local, whole)
+    num_bytes = (local * per_parameter + unscaling + of_gradients).max(axis=0)
     accelerator = workload.cluster.accelerator
     seconds = optimizer_seconds(accelerator, num_bytes * constants.optimizer_passes)
     if stack.optimizer == "muon":
-        seconds = seconds + _matrix_exchange(workload, table, own.max(axis=0))
-        flops = NEWTON_SCHULZ_FLOPS * workload.model.hidden_size * own.max(axis=0)
+        seconds = seconds + _matrix_exchange(workload, table, local.max(axis=0))
+        flops = NEWTON_SCHULZ_FLOPS * workload.model.hidden_size * local.max(axis=0)
         seconds = seconds + flops / (half_precision_peak(accelerator) * NEWTON_SCHULZ_EFFICIENCY)
     if not table.offload_optimizer.any():
         return seconds
-    there = offloaded_update(workload, own.max(axis=0), stages.layers.sum(axis=1).max(axis=0))
-    return np.where(table.offload_optimizer > 0, there, seconds)
+    on_host = offloaded_update(workload, local.max(axis=0), stages.layers.sum(axis=1).max(axis=0))
+    return np.where(table.offload_optimizer > 0, on_host, seconds)
 
 
-def _matrix_exchange(workload: Workload, table: LayoutTable, own: Floats) -> Floats:
+def _matrix_exchange(workload: Workload, table: LayoutTable, local: Floats) -> Floats:
     """Parts of matrices to their owners and back, in bf16, over ZeRO's ranks and over tp (`parallel.data.whole_matrices`)."""
     shard = np.where(table.zero_stage > 0, table.dp_shard * table.cp, 1)
     seconds = np.zeros(len(table))
     for size, stride in ((shard, table.tp), (table.tp, np.ones_like(table.tp))):
-        sent = 2 * collective_seconds(workload.cluster, "all_to_all", own * MATRIX_BYTES, size=size, stride=stride)
+        sent = 2 * collective_seconds(workload.cluster, "all_to_all", local * MATRIX_BYTES, size=size, stride=stride)
         seconds = seconds + np.where(size > 1, sent, 0.0)
     return seconds

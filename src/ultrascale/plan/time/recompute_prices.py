@@ -9,8 +9,8 @@ from ultrascale.plan.constants import Constants
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.time.blocks import kinds_of_layers, price_ops, product_derate
 from ultrascale.plan.workload import Workload
-from ultrascale.work.kept import block_again, computed_again, stops_behind
 from ultrascale.work.ops import Op, Shape
+from ultrascale.work.recompute import recompute_of_mode, recomputed_ops, reruns_last
 from ultrascale.work.work import block_work
 
 Floats = NDArray[np.float64]
@@ -26,7 +26,7 @@ def forward_seconds(workload: Workload, shape: Shape, ops: tuple[Op, ...], const
     return np.array([compute, part.tp_forward, part.cp_forward + ring, part.ep_forward])[:, 0]
 
 
-def mean_again(workload: Workload, table: LayoutTable, shape: Shape, constants: Constants) -> Floats:
+def mean_recompute_seconds(workload: Workload, table: LayoutTable, shape: Shape, constants: Constants) -> Floats:
     """Mean seconds that recomputation adds to a block of each kind, [4, kinds], in the rows of `forward_seconds`; for a
     table whose layouts name each block's way."""
     kinds, kind_of_layer = kinds_of_layers(workload.model)
@@ -36,13 +36,13 @@ def mean_again(workload: Workload, table: LayoutTable, shape: Shape, constants: 
         for kind, layer in enumerate(kinds)
     }
     modes = table.modes_of_blocks(len(kind_of_layer))
-    found = [[of_mode[mode, kind] for mode, own in zip(modes, kind_of_layer, strict=False) if own == kind]
+    costs = [[of_mode[mode, kind] for mode, layer_kind in zip(modes, kind_of_layer, strict=False) if layer_kind == kind]
              for kind in range(len(kinds))]  # fmt: skip
-    return np.array([np.mean(rows, axis=0) for rows in found]).T
+    return np.array([np.mean(rows, axis=0) for rows in costs]).T
 
 
 def _of_block(workload: Workload, shape: Shape, layer: int, mode: str, constants: Constants) -> Floats:
     ops = block_work(workload.model, layer, shape)
-    again = block_again(mode, workload.model, layer, shape, workload.stack)
-    run = computed_again(again, ops, stops_behind=stops_behind(ops, tp=shape.tp, splits=False))
+    recomputation = recompute_of_mode(mode, workload.model, layer, shape, workload.stack)
+    run = recomputed_ops(recomputation, ops, reruns_last=reruns_last(ops, tp=shape.tp, splits=False))
     return forward_seconds(workload, shape, tuple(run), constants) if run else np.zeros(4)

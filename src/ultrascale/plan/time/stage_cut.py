@@ -37,29 +37,29 @@ HALVINGS = 60
 """Bisections of the interval that holds the best time: its ends are then neighbours in fp64."""
 
 
-def stage_layers(model: Model, layout: Layout, sequence_length: int, way: StageCut = "balanced") -> tuple[range, ...]:
+def stage_layers(model: Model, layout: Layout, sequence_length: int, stage_cut: StageCut = "balanced") -> tuple[range, ...]:
     """The decoder blocks of each of the pp x virtual_stages stages, in the model's order; the ends may have none.
 
-    `way`: as in `Stack.stage_cut`. Blocks of multi-token prediction are not among them: they are with the last stage.
+    `stage_cut`: as in `Stack.stage_cut`. Blocks of multi-token prediction are not among them: they are with the last stage.
     Raises SpecError if there are fewer blocks than stages between the ends, or a given cut does not add up.
     """
-    layers, stages, given = model.num_hidden_layers, layout.num_stages, layout.layers_per_stage
-    if given is not None and (len(given) != stages or sum(given) != layers):
-        rule = f"must share {layers} layers among {stages} stages, is {list(given)}"
+    layers, stages, per_stage = model.num_hidden_layers, layout.num_stages, layout.layers_per_stage
+    if per_stage is not None and (len(per_stage) != stages or sum(per_stage) != layers):
+        rule = f"must share {layers} layers among {stages} stages, is {list(per_stage)}"
         raise mistake("layout.layers_per_stage", rule, "Change it, or leave it out.")
-    if stages - 2 > layers and way == "balanced":
+    if stages - 2 > layers and stage_cut == "balanced":
         rule = f"pp x virtual_stages = {stages} stages, but the model has {layers} layers"
         raise mistake("layout.pp", rule, f"Use at most {layers + 2} stages.")
-    if given is not None:
-        counts: Sequence[int] = given
-    elif way == "balanced":
+    if per_stage is not None:
+        counts: Sequence[int] = per_stage
+    elif stage_cut == "balanced":
         counts = balanced_layers(model, stages, sequence_length)
     else:
-        counts = without_predictions(stage_blocks(model, stages, sequence_length, way), model)
+        counts = without_predictions(stage_blocks(model, stages, sequence_length, stage_cut), model)
     return tuple(range(*pair) for pair in pairwise([0, *accumulate(counts)]))
 
 
-def stage_blocks(model: Model, num_stages: int, sequence_length: int, way: StageCut) -> list[int]:
+def stage_blocks(model: Model, num_stages: int, sequence_length: int, stage_cut: StageCut) -> list[int]:
     """Blocks of each stage, prediction blocks included, by `Stack.stage_cut`.
 
     balanced: as our trainer cuts. even: what is left over to the stages after the first. by-share: as nanotron does.
@@ -68,10 +68,10 @@ def stage_blocks(model: Model, num_stages: int, sequence_length: int, way: Stage
     total = model.num_hidden_layers + more
     if num_stages == 1:
         return [total]
-    if way == "balanced":
-        *others, last = balanced_layers(model, num_stages, sequence_length)
-        return [*others, last + more]
-    if way == "even":
+    if stage_cut == "balanced":
+        *earlier, last = balanced_layers(model, num_stages, sequence_length)
+        return [*earlier, last + more]
+    if stage_cut == "even":
         base, extra = divmod(total, num_stages)
         first = max(0, extra - (num_stages - 2))
         return [base + first, *(base + (i < extra - first) for i in range(num_stages - 2)), base]
@@ -80,12 +80,12 @@ def stage_blocks(model: Model, num_stages: int, sequence_length: int, way: Stage
 
 def without_predictions(counts: Sequence[int], model: Model) -> list[int]:
     """`counts` of blocks by stage without those of multi-token prediction, which come last."""
-    found, left = list(counts), model.num_nextn_predict_layers
-    for stage in reversed(range(len(found))):
-        gone = min(left, found[stage])
-        found[stage] -= gone
-        left -= gone
-    return found
+    blocks, remaining = list(counts), model.num_nextn_predict_layers
+    for stage in reversed(range(len(blocks))):
+        removed = min(remaining, blocks[stage])
+        blocks[stage] -= removed
+        remaining -= removed
+    return blocks
 
 
 @lru_cache(maxsize=4096)
@@ -110,13 +110,13 @@ def _earliest_starts(sums: Sequence[float], head: float, num_stages: int, limit:
     None if the blocks do not all find a place. Every stage but the ends has a block at least.
     """
     starts = [0] * num_stages
-    end, room = len(sums) - 1, limit - head
+    end, budget = len(sums) - 1, limit - head
     for stage in reversed(range(num_stages)):
         before = max(0, stage - 1)  # blocks that the stages between the first and this one need
-        starts[stage] = max(bisect_left(sums, sums[end] - room), before)
-        if room < 0 or (0 < stage < num_stages - 1 and starts[stage] >= end):
+        starts[stage] = max(bisect_left(sums, sums[end] - budget), before)
+        if budget < 0 or (0 < stage < num_stages - 1 and starts[stage] >= end):
             return None
-        end, room = starts[stage], limit
+        end, budget = starts[stage], limit
     return starts if starts[0] == 0 else None
 
 
@@ -169,12 +169,12 @@ def ranks_by_share(model: Model, num_ranks: int) -> list[int]:
     block = attention + 3 * model.intermediate_size * model.hidden_size
     blocks = [block] * (model.num_hidden_layers + model.num_nextn_predict_layers)
     costs = [0, *blocks, 0, model.vocab_size * model.hidden_size, *[0] * WITHOUT_COST]
-    total, done, rank, found = sum(costs), 0, 0, []
+    total, done, rank, ranks = sum(costs), 0, 0, []
     for cost in costs:
         done += cost
-        found.append(rank)
+        ranks.append(rank)
         rank += done * num_ranks > total * (rank + 1)
-    return found
+    return ranks
 
 
 def layers_by_share(model: Model, num_ranks: int) -> list[int]:

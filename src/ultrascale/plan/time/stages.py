@@ -25,9 +25,9 @@ from ultrascale.plan.workload import Workload
 
 Floats = NDArray[np.float64]
 FIRST, MIDDLE, LAST = range(3)
-FOLDED = by_schedule(lambda one: one.placement != "around")
+FOLDED = by_schedule(lambda schedule: schedule.placement != "around")
 """By number: schedules whose ranks do not hold every pp-th stage."""
-COPIES = by_schedule(lambda one: one.copies)
+COPIES = by_schedule(lambda schedule: schedule.copies)
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,18 @@ class Stages:
     """A cut of one's own."""
 
 
-def cut_stages(workload: Workload, table: LayoutTable, layers_per_stage: tuple[int, ...] | None = None) -> Stages:
+def partition_stages(workload: Workload, table: LayoutTable, layers_per_stage: tuple[int, ...] | None = None) -> Stages:
     """The stages of every layout of `table`. `layers_per_stage`: a cut of one's own, for a table of one layout."""
     kept_blocks = table.kept_blocks
-    rows, which = _distinct_cuts(table, kept_blocks)
+    rows, which = _distinct_partitions(table, kept_blocks)
     kinds, kind_of_layer = kinds_of_layers(workload.model)
     sizes = 2 * tuple(sum(block_parameters(workload.model, layer, 1)) for layer in kinds)
     sorts = []
     for row in rows:
         pp, name = int(table.pp[row]), SCHEDULE_NAMES[table.schedule[row]]
         chunks = chunk_layers_of(workload, pp * int(table.virtual_stages[row]), layers_per_stage)
-        own_kinds = kinds_with_kept(workload.model, kind_of_layer, len(kinds), int(kept_blocks[row]))
-        sorts.append(_sorts_of_ranks(tuple(chunks), pp, name, own_kinds, sizes))
+        layout_kinds = kinds_with_kept(workload.model, kind_of_layer, len(kinds), int(kept_blocks[row]))
+        sorts.append(_sorts_of_ranks(tuple(chunks), pp, name, layout_kinds, sizes))
     every = np.array(sorts)[which].transpose(1, 2, 0)  # [3, 2 kinds + 3, layouts]
     in_fp8, kept = every[:, : len(kinds)], every[:, len(kinds) : -3]
     layers = in_fp8 + kept
@@ -99,7 +99,7 @@ def copies_held(table: LayoutTable) -> NDArray[np.int64]:
     return np.where(table.pp > 1, COPIES[table.schedule], 1)
 
 
-def _distinct_cuts(table: LayoutTable, kept_blocks: Column) -> tuple[Sequence[int] | Column, Sequence[int] | Column]:
+def _distinct_partitions(table: LayoutTable, kept_blocks: Column) -> tuple[Sequence[int] | Column, Sequence[int] | Column]:
     """A row of each way to cut the model, and for each layout which it is."""
     if len(table) == 1:
         return [0], [0]
@@ -151,15 +151,15 @@ def _sorts_of_ranks(
 def parameters_by_kind(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:
     """Parameters of one block of each kind: dense ones on one rank of tp, [kinds, layouts]; all routed experts, [kinds]."""
     kinds = kinds_of_layers(workload.model)[0]
-    ways, which = (table.tp, [0]) if len(table) == 1 else np.unique(table.tp, return_inverse=True)
-    both = _parameters(workload.model, kinds, tuple(ways.tolist()))
-    return both[:, which, 0], both[:, 0, 1]
+    tps, tp_index = (table.tp, [0]) if len(table) == 1 else np.unique(table.tp, return_inverse=True)
+    parameters = _parameters(workload.model, kinds, tuple(tps.tolist()))
+    return parameters[:, tp_index, 0], parameters[:, 0, 1]
 
 
 @lru_cache(maxsize=1024)
-def _parameters(model: Model, layers: tuple[int, ...], ways: tuple[int, ...]) -> Floats:
+def _parameters(model: Model, layers: tuple[int, ...], tps: tuple[int, ...]) -> Floats:
     """[layers, ways of tp, 2]"""
-    return np.array([[block_parameters(model, layer, tp) for tp in ways] for layer in layers], dtype=float)
+    return np.array([[block_parameters(model, layer, tp) for tp in tps] for layer in layers], dtype=float)
 
 
 @lru_cache(maxsize=4096)

@@ -22,7 +22,7 @@ from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.time.blocks import Blocks, compute_seconds, price_blocks, product_derate
 from ultrascale.plan.time.passes import pass_seconds
 from ultrascale.plan.time.price import Prediction
-from ultrascale.plan.time.stages import Stages, cut_stages
+from ultrascale.plan.time.stages import Stages, partition_stages
 from ultrascale.plan.workload import Workload
 from ultrascale.work.op_builders import without_fp8
 from ultrascale.work.ops import Op
@@ -50,7 +50,7 @@ def step_parts(prediction: Prediction) -> dict[str, float]:
     """
     workload, layout = prediction.workload, prediction.layout
     table = LayoutTable.of([layout])
-    stages, blocks = cut_stages(workload, table, layout.layers_per_stage), price_blocks(workload, table)
+    stages, blocks = partition_stages(workload, table, layout.layers_per_stage), price_blocks(workload, table)
     passes = pass_seconds(
         workload, table, blocks, CONSTANTS, layers=stages.layers, embedding=stages.has_embedding, head=stages.has_head,
         kept=stages.kept_layers,
@@ -62,28 +62,28 @@ def step_parts(prediction: Prediction) -> dict[str, float]:
     gaps = max(0.0, alone - sum(kinds.values())) * compute / alone
     scale = (compute - gaps) / sum(kinds.values())
     parts = {name: seconds * scale for name, seconds in kinds.items()} | {"launch gaps": gaps}
-    return parts | {name: sum(prediction.waterfall[part] for part in found) for name, found in _PARTS.items()}
+    return parts | {name: sum(prediction.waterfall[part] for part in members) for name, members in _PARTS.items()}
 
 
 def kind_seconds(workload: Workload, blocks: Blocks, stages: Stages, row: int, constants: Constants) -> dict[str, float]:
     """Seconds of a micro-batch by kind of computing, forward and backward, on a rank of sort `row`, of one layout's table."""
     shape = blocks.shapes[0]
     derate = product_derate(workload, constants)
-    found = {}
+    seconds = {}
     for name, only in KINDS.items():
-        found[name] = 0.0
+        seconds[name] = 0.0
         for count, ops, is_head in works(workload, blocks, stages, row):
-            found[name] += count * compute_seconds(workload, shape, map(only, ops), is_head).total(derate)
-    return found
+            seconds[name] += count * compute_seconds(workload, shape, map(only, ops), is_head).total(derate)
+    return seconds
 
 
 def parts_at(
     model: Model, layout: Layout, *, sequence_length: int, tokens_per_rank: float, flops_per_second: float, documents: bool
 ) -> dict[str, float]:
     """Seconds of what is computed, at `flops_per_second`: the bound of a device that nobody has published rates of."""
-    found = hardware_flops(model, layout, sequence_length, documents=documents)
+    by_kind = hardware_flops(model, layout, sequence_length, documents=documents)
     share = 1 / (layout.tp * layout.cp * layout.pp)
-    return {name: flops * tokens_per_rank * share / flops_per_second for name, flops in found.items()}
+    return {name: flops * tokens_per_rank * share / flops_per_second for name, flops in by_kind.items()}
 
 
 def works(workload: Workload, blocks: Blocks, stages: Stages, row: int) -> Iterator[tuple[float, tuple[Op, ...], bool]]:
@@ -93,7 +93,9 @@ def works(workload: Workload, blocks: Blocks, stages: Stages, row: int) -> Itera
     head, kept = stages.has_head[row, 0], stages.kept_layers[row, :, 0]
     counts = [*(stages.layers[row, :, 0] - kept), *kept, stages.has_embedding[row, 0], head * (1 + more), head * more]
     predicts = prediction_work(model, shape) if more else ()
-    parts = [(block_work(model, layer, one), False) for one in (shape, without_fp8(shape)) for layer in blocks.kinds]
+    parts = [
+        (block_work(model, layer, block_shape), False) for block_shape in (shape, without_fp8(shape)) for layer in blocks.kinds
+    ]
     ends = [(embedding_work(model, shape), False), (head_work(model, shape), True), (predicts, False)]
     for count, (ops, is_head) in zip(counts, [*parts, *ends], strict=True):
         yield float(count), ops, is_head

@@ -46,7 +46,7 @@ Part = tuple[str, float, str]
 """Part of a step after the pipeline: its name, seconds and colour."""
 
 
-class Box(NamedTuple):
+class PassBox(NamedTuple):
     """One pass, as it is drawn."""
 
     rank: int
@@ -59,7 +59,7 @@ class Box(NamedTuple):
     """0 the upper half of the rank's row, 1 the lower half, -1 all of it."""
 
 
-def boxes(timeline: Timeline) -> Iterator[Box]:
+def boxes(timeline: Timeline) -> Iterator[PassBox]:
     """Everything to draw, rank by rank in time."""
     for rank, row in enumerate(timeline.schedule):
         stages = sorted({part.stage for action in row for part in action.parts})
@@ -67,7 +67,7 @@ def boxes(timeline: Timeline) -> Iterator[Box]:
         for action, start, end in zip(row, timeline.start[rank], timeline.end[rank], strict=True):
             parts = action.parts
             for index, part in enumerate(parts):
-                yield Box(rank, start, end, part, depth[part.stage], index if len(parts) == 2 else -1)
+                yield PassBox(rank, start, end, part, depth[part.stage], index if len(parts) == 2 else -1)
 
 
 def draw_text(timeline: Timeline, *, width: int, colour: bool) -> list[list[Text]]:
@@ -86,8 +86,8 @@ def draw_text(timeline: Timeline, *, width: int, colour: bool) -> list[list[Text
     scale = max(1, min(int(width * shortest / timeline.step_seconds), WIDEST_UNIT)) / shortest
     lines = [_line(timeline, rank, scale, colour=colour) for rank in range(len(timeline.schedule))]
     longest = max(map(len, lines))
-    cut = [line.divide(range(width, longest, width)) for line in lines]
-    return [list(block) for block in zip(*cut, strict=True)]
+    blocks = [line.divide(range(width, longest, width)) for line in lines]
+    return [list(block) for block in zip(*blocks, strict=True)]
 
 
 def draw_beside(timelines: dict[str, Timeline], *, width: int, colour: bool) -> dict[str, list[Text]]:
@@ -126,13 +126,13 @@ def _line(timeline: Timeline, rank: int, scale: float, *, colour: bool) -> Text:
 
 def _cell(action: Action, width: int, *, colour: bool) -> str:
     """The label that fits, filled up to `width`."""
-    if action.beside is None:
+    if action.overlapped_with is None:
         kind, number = action.kind.value, str(action.micro_batch)
         labels = [kind + number, number if colour else kind, kind, ""]
     else:
         labels = [
-            f"F{action.micro_batch}&B{action.beside.micro_batch}",
-            f"{action.micro_batch}&{action.beside.micro_batch}",
+            f"F{action.micro_batch}&B{action.overlapped_with.micro_batch}",
+            f"{action.micro_batch}&{action.overlapped_with.micro_batch}",
             "&",
             "",
         ]
@@ -142,7 +142,7 @@ def _cell(action: Action, width: int, *, colour: bool) -> str:
 
 def _style(action: Action) -> str:
     """White on the kind's colour, odd micro-batches a little lighter so that neighbours can be told apart."""
-    colour = "#6a5a9e" if action.beside is not None else COLOURS[action.kind]
+    colour = "#6a5a9e" if action.overlapped_with is not None else COLOURS[action.kind]
     return f"white on {_lighter(colour, 0.2 * (action.micro_batch % 2))}"
 
 
@@ -200,16 +200,16 @@ def _row_frame(timeline: Timeline, rank: int, scale: float) -> Iterator[str]:
     stages = f"stage{'s' * (len(held_stages) > 1)} {', '.join(map(str, held_stages))}"
     if len(stages) > STAGES_WIDTH:
         stages = f"{len(held_stages)} stages from {held_stages[0]}"
-    held = timeline.in_flight[rank].total
+    num_held = timeline.in_flight[rank].total
     idle = timeline.bubble_seconds[rank] / timeline.step_seconds
     yield f'<text x="{LEFT - 10}" y="{top + 13}" font-size="12" text-anchor="end" fill="#1f2933">rank {rank}</text>'
     yield f'<text x="{LEFT - 10}" y="{top + 26}" font-size="9.5" text-anchor="end" fill="#8a939c">{stages}</text>'
     yield f'<rect x="{LEFT}" y="{top}" width="{timeline.step_seconds * scale:.2f}" height="{ROW}" fill="url(#idle)"/>'
     yield f'<text x="{WIDTH - RIGHT + 12}" y="{top + 13}" font-size="12" fill="#1f2933">{idle:.1%} waiting</text>'
-    yield f'<text x="{WIDTH - RIGHT + 12}" y="{top + 26}" font-size="9.5" fill="#8a939c">{held} activations at most</text>'
+    yield f'<text x="{WIDTH - RIGHT + 12}" y="{top + 26}" font-size="9.5" fill="#8a939c">{num_held} activations at most</text>'
 
 
-def _svg_box(box: Box, scale: float) -> Iterator[str]:
+def _svg_box(box: PassBox, scale: float) -> Iterator[str]:
     """A pass and, if there is room, the number of its micro-batch."""
     x, width = LEFT + box.start * scale, (box.end - box.start) * scale
     y, height = TOP + box.rank * (ROW + GAP), float(ROW)
@@ -229,7 +229,7 @@ def _svg_box(box: Box, scale: float) -> Iterator[str]:
         )
 
 
-def _has_room(box: Box, scale: float) -> bool:
+def _has_room(box: PassBox, scale: float) -> bool:
     """For the number of its micro-batch."""
     return len(str(box.part.micro_batch)) * DIGIT + 2 <= (box.end - box.start) * scale
 
@@ -283,12 +283,12 @@ def _legend(timeline: Timeline, y: float, *, has_numbers: bool) -> Iterator[str]
     notes = ["numbers: micro-batches"] if has_numbers else []
     if any(len({p.stage for a in row for p in a.parts}) > 1 for row in timeline.schedule):
         notes.append("lighter: a rank's later stages")
-    if any(action.beside is not None for row in timeline.schedule for action in row):
+    if any(action.overlapped_with is not None for row in timeline.schedule for action in row):
         notes.append("one above the other: at the same time")
     yield f'<text x="{x}" y="{y + 1}" font-size="12" fill="#6b7580">{"; ".join(notes)}</text>'
 
 
 def _lighter(colour: str, share: float) -> str:
     """`#rrggbb` moved towards white by `share` of the way."""
-    channels = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    channels = [int(colour[start : start + 2], 16) for start in (1, 3, 5)]
     return "#" + "".join(f"{round(channel + (255 - channel) * share):02x}" for channel in channels)

@@ -170,12 +170,12 @@ def far_apart(
 
     Raises SpecError naming every number that makes no sense.
     """
-    given = {
+    numbers = {
         "num_parameters": num_parameters, "distance_kilometres": distance_kilometres,
         "line_bits_per_second": line_bits_per_second, "step_seconds": step_seconds, "num_sites": num_sites,
         "bits_per_parameter": bits_per_parameter, "outer_every": outer_every, "switching_seconds": switching_seconds,
     }  # fmt: skip
-    problems = [problem for key, value in given.items() for problem in _problems(key, value)]
+    problems = [problem for key, value in numbers.items() for problem in _problems(key, value)]
     if problems:
         raise SpecError(problems)
     return FarPlan(

@@ -18,8 +18,8 @@ WORTH_IT = 0.95
 def show(plan: FarPlan, console: Console) -> None:
     """Print one plan with its alternatives."""
     kilometres = plan.distance_metres / 1e3
-    apart = f"{kilometres:,.0f} km from one to {'another' if plan.uplink else 'the next'}"
-    head = f"{format_count(plan.num_parameters)} parameters on {plan.num_sites:,} sites, {apart}"
+    distance = f"{kilometres:,.0f} km from one to {'another' if plan.uplink else 'the next'}"
+    head = f"{format_count(plan.num_parameters)} parameters on {plan.num_sites:,} sites, {distance}"
     console.print(Text(head, style="bold"))
     console.print(_all_reduce(plan))
     console.print()
@@ -50,15 +50,15 @@ def _intervals(plan: FarPlan) -> Table:
     for column in ("reduce every", "shown", "a step takes", "computing", "line traffic saved"):
         table.add_column(column, justify="right", no_wrap=True)
     for interval in sorted({*INTERVALS, plan.outer_every}):
-        other = plan.every(interval)
+        variant = plan.every(interval)
         style = "bold green" if interval == plan.outer_every else ""
         steps = f"{interval:,} steps" if interval > 1 else "step"
         saved = f"{1 - 1 / interval:.1%}"
         row = (
             steps,
-            format_seconds(other.exposed_seconds),
-            format_seconds(other.seconds_per_step),
-            f"{other.utilisation:.1%}",
+            format_seconds(variant.exposed_seconds),
+            format_seconds(variant.seconds_per_step),
+            f"{variant.utilisation:.1%}",
             saved,
         )
         table.add_row(*row, style=style)

@@ -119,10 +119,10 @@ def show_plan(plan: RunPlan, console: Console, *, tokens: int | None = None, bud
 def _islands(islands: IslandsPlan) -> Text:
     """Text on the traffic between islands, and the host memory that a rank keeps for it."""
     fewer = islands.gradient_bytes / islands.sent_bytes
-    told = f"{islands.count} islands, of which this is one: it sends {format_bytes(islands.sent_bytes)} in every"
-    told += f" {islands.every_steps:,} steps, {format_bytes(islands.sent_at_once_bytes)} at once at most"
-    told += f" ({fewer:,.3g} times less than gradients of every step); a rank keeps {format_bytes(islands.host_bytes)} for it"
-    return Text(f"{told} in the host's memory.")
+    words = f"{islands.count} islands, of which this is one: it sends {format_bytes(islands.sent_bytes)} in every"
+    words += f" {islands.every_steps:,} steps, {format_bytes(islands.sent_at_once_bytes)} at once at most"
+    words += f" ({fewer:,.3g} times less than gradients of every step); a rank keeps {format_bytes(islands.host_bytes)} for it"
+    return Text(f"{words} in the host's memory.")
 
 
 def show_briefly(plan: RunPlan, console: Console, *, tokens: int | None = None, budget: str | None = None) -> None:
@@ -138,17 +138,17 @@ def show_briefly(plan: RunPlan, console: Console, *, tokens: int | None = None, 
 def _memory(plan: RunPlan) -> RenderableType:
     """A bar, the verdict, and what is alive at the peak."""
     parts = _device_parts(plan)
-    told = [_bar(plan, parts), _verdict(plan), Text()]
-    return Group(*told, _parts(plan, plan.memory, parts), _per_block(plan.memory))
+    header = [_bar(plan, parts), _verdict(plan), Text()]
+    return Group(*header, _parts(plan, plan.memory, parts), _per_block(plan.memory))
 
 
 def _device_parts(plan: RunPlan) -> dict[str, int]:
     """Bytes by category, and what the allocator and others hold beside it."""
-    found = dict(plan.memory.by_category)
+    parts = dict(plan.memory.by_category)
     if plan.prediction is None:
-        return found
+        return parts
     outside = round(float(plan.prediction.memory.outside))
-    return found | {"reserve": max(0, plan.needed_bytes - outside - sum(found.values())), "outside": outside}
+    return parts | {"reserve": max(0, plan.needed_bytes - outside - sum(parts.values())), "outside": outside}
 
 
 def _parts_table(phase: str, label_width: int) -> Table:
@@ -173,7 +173,7 @@ def waterfall(prediction: Prediction) -> Table:
     table.add_column("", no_wrap=True, min_width=WATERFALL_WIDTH)
     done = 0.0
     for name, seconds in prediction.waterfall.items():
-        start, end = (round(at / prediction.step_seconds * WATERFALL_WIDTH) for at in (done, done + seconds))
+        start, end = (round(edge / prediction.step_seconds * WATERFALL_WIDTH) for edge in (done, done + seconds))
         done += seconds
         if seconds < SHOWN_SHARE * prediction.step_seconds:
             continue
@@ -186,11 +186,11 @@ def waterfall(prediction: Prediction) -> Table:
 def show_alternatives(plans: list[RunPlan], console: Console) -> None:
     """Print ZeRO stages by ways to recompute, with peak memory and step time; the first that fits is marked."""
     best = first_that_fits(plans)
-    ways = list(dict.fromkeys(plan.run.layout.recompute for plan in plans))
+    modes = list(dict.fromkeys(plan.run.layout.recompute for plan in plans))
     table = Table(box=None, header_style="bold", padding=(0, 3, 0, 0))
     table.add_column("ZeRO", no_wrap=True)
-    for way in ways:
-        table.add_column(f"recompute {way}", no_wrap=True, justify="right")
+    for mode in modes:
+        table.add_column(f"recompute {mode}", no_wrap=True, justify="right")
     for stage in dict.fromkeys(plan.run.layout.zero_stage for plan in plans):
         cells = [_cell(plan, plan is best) for plan in plans if plan.run.layout.zero_stage == stage]
         table.add_row(f"stage {stage}", *cells)
@@ -222,12 +222,12 @@ def _headline(plan: RunPlan) -> Text:
     masked = "masked" if run.data.document_mask else "not masked"
     count = plan.num_micro_batches
     micro_batches = f"{count} micro-batch{'' if count == 1 else 'es'}"
-    who = "rank" if layout.world_size == layout.dp else "replica"
+    noun = "rank" if layout.world_size == layout.dp else "replica"
     trainer = "" if plan.stack.name == "ultrascale" else f", trained by {plan.stack.name}"
     trainer += "" if plan.stack.optimizer == DEFAULT_OPTIMIZER else f", {plan.stack.optimizer}"
     title.append(
-        f"{_cut(layout)}{layout.precision}, {_state(layout)}, {_again(layout)}{trainer}\n"
-        f"a step is {format_count(tokens)} tokens: {layout.dp} {who}{'' if layout.dp == 1 else 's'} "
+        f"{_parallelism_words(layout)}{layout.precision}, {_zero_words(layout)}, {_recompute_words(layout)}{trainer}\n"
+        f"a step is {format_count(tokens)} tokens: {layout.dp} {noun}{'' if layout.dp == 1 else 's'} "
         f"x {micro_batches} x {layout.micro_batch_size} x {run.batch.sequence_length}, documents {masked}"
         f"{_stages(plan)}",
         style="dim",
@@ -250,7 +250,7 @@ def _stages(plan: RunPlan) -> str:
     return f"\nblocks of each stage: {words}"
 
 
-def _cut(layout: Layout) -> str:
+def _parallelism_words(layout: Layout) -> str:
     """Words for the model's cut: `tp 8, pp 4 (interleaved, 2 stages a rank), `; empty for data parallelism alone."""
     words = [f"{name} {getattr(layout, name)}" for name in ("tp", "cp", "ep", "expert_tp") if getattr(layout, name) > 1]
     if layout.cp > 1:
@@ -262,12 +262,12 @@ def _cut(layout: Layout) -> str:
     return "".join(f"{word}, " for word in words)
 
 
-def _state(layout: Layout) -> str:
+def _zero_words(layout: Layout) -> str:
     copies = f", {layout.dp_replicate} copies of the state" if layout.dp_replicate > 1 else ""
     return f"ZeRO stage {layout.zero_stage}{copies}"
 
 
-def _again(layout: Layout) -> str:
+def _recompute_words(layout: Layout) -> str:
     every = f" of {layout.recompute_every}" if layout.recompute == "every-k" else ""
     return f"recompute {', '.join(layout.recompute_blocks) or layout.recompute}{every}"
 
@@ -289,9 +289,9 @@ def _bar(plan: RunPlan, parts: Mapping[str, int]) -> Text:
 def _verdict(plan: RunPlan) -> Text:
     headroom = plan.headroom_bytes
     text = Text("fits" if plan.fits else "does not fit", style="bold green" if plan.fits else "bold red")
-    rest = f"{format_bytes(headroom)} of headroom" if headroom >= 0 else f"{format_bytes(-headroom)} too much"
-    text.append(f"  {format_bytes(plan.needed_bytes)} of {format_bytes(plan.capacity_bytes)}, {rest}\n", style="not bold")
-    text.append(_kept_free(plan), style="not bold dim")
+    margin = f"{format_bytes(headroom)} of headroom" if headroom >= 0 else f"{format_bytes(-headroom)} too much"
+    text.append(f"  {format_bytes(plan.needed_bytes)} of {format_bytes(plan.capacity_bytes)}, {margin}\n", style="not bold")
+    text.append(_reserve_text(plan), style="not bold dim")
     if plan.stack.name != "ultrascale":
         text.append(f"\nas {plan.stack.name} keeps it", style="not bold dim")
     elif not_trainable(plan.run):
@@ -305,11 +305,11 @@ FLUSHES = (
 )
 
 
-def _kept_free(plan: RunPlan) -> str:
+def _reserve_text(plan: RunPlan) -> str:
     reserve = format_bytes(plan.reserve_bytes)
     if plan.prediction is not None:
-        told = f"{reserve} more must stay free: without them the allocator stalls or fails"
-        return told + (f"\n{FLUSHES}" if plan.prediction.memory.flushes else "")
+        text = f"{reserve} more must stay free: without them the allocator stalls or fails"
+        return text + (f"\n{FLUSHES}" if plan.prediction.memory.flushes else "")
     on_cpu, count = plan.cluster.accelerator.name == "cpu", plan.cluster.num_accelerators
     uncounted = "Python and torch" if on_cpu else "allocator, contexts, NCCL"
     shared = f"\n{count} processes share this machine's memory" if on_cpu and count > 1 else ""
@@ -328,13 +328,13 @@ def _parts(plan: RunPlan, memory: MemoryPlan, parts: Mapping[str, int]) -> Table
         name, color, note = (PARTS | BESIDE)[category]
         words = note.format(master=layout.master_dtype, precision=layout.precision, share=share)
         table.add_row(name, format_bytes(num_bytes), _part_bar(num_bytes, largest, color), words)
-        for label, part in _inside(memory, category):
+        for label, part in _parts_of_category(memory, category):
             table.add_row(f"  {KINDS.get(label, label)}", format_bytes(part), style="dim")
     table.add_row("total", format_bytes(sum(parts.values())), style="bold")
     return table
 
 
-def _inside(memory: MemoryPlan, category: str) -> list[tuple[str, int]]:
+def _parts_of_category(memory: MemoryPlan, category: str) -> list[tuple[str, int]]:
     """Parts of a category, largest first, where there are several."""
     if category not in ("activations", "temporary", "communication"):
         return []
@@ -353,68 +353,70 @@ def _speed(plan: RunPlan, prediction: Prediction, tokens: int | None, budget: st
     """Tokens per second, how well the devices are used, and what a training takes and costs; `brief`: in fewer rows."""
     table = _rows()
     per_gpu = prediction.tokens_per_second_per_gpu
-    low, high = (format_seconds(at) for at in step_interval(prediction))
+    low, high = (format_seconds(end) for end in step_interval(prediction))
     step = "step" if plan.fits else "step, if it fitted"
     table.add_row(step, format_seconds(prediction.step_seconds), f"80% prediction interval {low} to {high}")
-    rate, each = f"{prediction.tokens_per_second:,.0f}", f"{per_gpu:,.0f} a GPU"
+    rate, gpu_rate = f"{prediction.tokens_per_second:,.0f}", f"{per_gpu:,.0f} a GPU"
     if brief:
-        table.add_row("tokens/s", rate, f"{each}, MFU {prediction.mfu():.1%} with causal attention")
+        table.add_row("tokens/s", rate, f"{gpu_rate}, MFU {prediction.mfu():.1%} with causal attention")
     else:
         full = prediction.mfu(full_attention=True)
         from ultrascale.plan.time.price import half_precision_peak  # here: a CPU is planned without NumPy
 
         peak = format_flops_per_second(half_precision_peak(plan.cluster.accelerator))
-        table.add_row("tokens/s", rate, each)
+        table.add_row("tokens/s", rate, gpu_rate)
         words = f"of {peak}, causal attention; {full:.1%} if the full square is counted"
         table.add_row("MFU", f"{prediction.mfu():.1%}", words)
         table.add_row("HFU", f"{prediction.hfu():.1%}", "also counts recomputation and masked-out attention")
     if plan.fits:
         goal, why = _goal(plan, tokens)
-        taken = cost(plan.cluster, goal / prediction.tokens_per_second, num_gpus=plan.run.layout.world_size)
-        table.add_row("training", format_seconds(taken.seconds), f"on {format_count(goal)} tokens{why}, without interruptions")
-        table.add_row("", f"{taken.gpu_hours:,.0f}", f"GPU hours{taken.words}")
-        found, measured = stops(prediction.workload), prediction.workload.save_seconds is not None
-        for row in _failures(found, taken.seconds, measured=measured, brief=brief):
+        training = cost(plan.cluster, goal / prediction.tokens_per_second, num_gpus=plan.run.layout.world_size)
+        table.add_row(
+            "training", format_seconds(training.seconds), f"on {format_count(goal)} tokens{why}, without interruptions"
+        )
+        table.add_row("", f"{training.gpu_hours:,.0f}", f"GPU hours{training.words}")
+        failures, measured = stops(prediction.workload), prediction.workload.save_seconds is not None
+        for row in _failures(failures, training.seconds, measured=measured, brief=brief):
             table.add_row(*row)
         if budget is not None:
             table.add_row("budget", budget, _bought_words(budget, prediction))
     return table
 
 
-def _failures(found: Stops, training: float, *, measured: bool, brief: bool) -> list[tuple[str, str, str]]:
+def _failures(stops: Stops, training: float, *, measured: bool, brief: bool) -> list[tuple[str, str, str]]:
     """Rows on the failures of a training of so many seconds, one if `brief`; none where they are rare."""
-    if found.goodput > 1 - LOST_SHOWN:
+    if stops.goodput > 1 - LOST_SHOWN:
         return []
-    if not found.goodput:
-        return [("goodput", "0%", f"{found.num_nodes:,} nodes stop before a step is saved")]
-    whole = training / found.goodput
-    often, took = format_seconds(found.between_seconds), format_seconds(found.save_seconds)
-    every, total = format_seconds(found.save_every_seconds), format_seconds(whole)
-    count = f"{whole / found.between_seconds:,.0f}"
+    if not stops.goodput:
+        return [("goodput", "0%", f"{stops.num_nodes:,} nodes stop before a step is saved")]
+    whole = training / stops.goodput
+    often, took = format_seconds(stops.between_seconds), format_seconds(stops.save_seconds)
+    every, total = format_seconds(stops.save_every_seconds), format_seconds(whole)
+    count = f"{whole / stops.between_seconds:,.0f}"
     if brief:
-        told = f"one in {often}, saves {every} apart, {found.spare_nodes:,} spare nodes: goodput {found.goodput:.1%}, {total}"
-        return [("failures", count, told)]
+        text = f"one in {often}, saves {every} apart, {stops.spare_nodes:,} spare nodes: goodput {stops.goodput:.1%}, {total}"
+        return [("failures", count, text)]
     return [
         ("failures", count, f"one in {often}: as often a node as Llama 3 405B's"),
         ("saves", every, f"apart (Young, Daly); each holds training up {took} ({'measured' if measured else 'planned'})"),
-        ("spares", f"{found.spare_nodes:,}", f"nodes replace those in repair {SPARES_SUFFICE:.0%} of the time"),
+        ("spares", f"{stops.spare_nodes:,}", f"nodes replace those in repair {SPARES_SUFFICE:.0%} of the time"),
         (
             "goodput",
-            f"{found.goodput:.1%}",
-            f"{total} with interruptions, {format_seconds(found.restart_seconds)} each to restart",
+            f"{stops.goodput:.1%}",
+            f"{total} with interruptions, {format_seconds(stops.restart_seconds)} each to restart",
         ),
     ]
 
 
 def _bought_words(text: str, prediction: Prediction) -> str:
     """Words for the training that a budget buys: `14d02h on these GPUs: 1.2T tokens, ...`."""
-    found = bought(parse_budget(text), prediction)
-    if found is None:
+    purchase = bought(parse_budget(text), prediction)
+    if purchase is None:
         return "no list price is known for these accelerators; give a time such as 30d"
-    words = f"{format_seconds(found.seconds)} on these GPUs: {format_count(found.tokens)} tokens, "
-    optimal = f"as many FLOPs are the optimum of a dense {format_count(found.optimal_parameters)} (20 tokens a parameter)"
-    each = "active parameter" if prediction.workload.model.num_experts else "parameter"
-    return words + f"{_ratio_words(found.tokens_per_parameter)} for each {each}; {optimal}"
+    words = f"{format_seconds(purchase.seconds)} on these GPUs: {format_count(purchase.tokens)} tokens, "
+    optimal = f"as many FLOPs are the optimum of a dense {format_count(purchase.optimal_parameters)} (20 tokens a parameter)"
+    noun = "active parameter" if prediction.workload.model.num_experts else "parameter"
+    return words + f"{_ratio_words(purchase.tokens_per_parameter)} for each {noun}; {optimal}"
 
 
 def _ratio_words(ratio: float) -> str:

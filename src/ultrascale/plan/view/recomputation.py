@@ -14,10 +14,10 @@ from ultrascale.description.layout import Layout
 from ultrascale.description.units import format_bytes
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
-from ultrascale.work.kept import selective_words
+from ultrascale.work.recompute import selective_words
 
-Way = Literal["none", "selective", "full"]
-WAYS: tuple[Way, ...] = ("none", "selective", "full")
+RecomputeMode = Literal["none", "selective", "full"]
+MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 WORTH = 0.01
 """Share of the peak below which saved memory counts as none."""
 REDONE = {
@@ -30,10 +30,10 @@ REDONE = {
 
 
 @dataclass(frozen=True)
-class Recomputation:
+class RecomputeTradeoff:
     """One way to recompute, beside none."""
 
-    way: Way
+    mode: RecomputeMode
     saved_bytes: float
     """Allocator peak less than without recomputation."""
     added_seconds: float
@@ -44,27 +44,29 @@ class Recomputation:
     """Without."""
 
 
-def ways_to_recompute(workload: Workload, layout: Layout) -> list[Recomputation]:
+def recompute_tradeoffs(workload: Workload, layout: Layout) -> list[RecomputeTradeoff]:
     """Selective and full recomputation of `layout`, each beside none."""
-    plain, *others = (predict(workload, replace(layout, recompute=way)) for way in WAYS)
+    plain, *variants = (predict(workload, replace(layout, recompute=mode)) for mode in MODES)
     return [
-        Recomputation(
-            way,
-            float(plain.memory.allocated - other.memory.allocated),
-            other.step_seconds - plain.step_seconds,
+        RecomputeTradeoff(
+            mode,
+            float(plain.memory.allocated - variant.memory.allocated),
+            variant.step_seconds - plain.step_seconds,
             plain.step_seconds,
             float(plain.memory.allocated),
         )
-        for way, other in zip(WAYS[1:], others, strict=True)
+        for mode, variant in zip(MODES[1:], variants, strict=True)
     ]
 
 
 def recomputation_statement(workload: Workload, layout: Layout) -> str:
     """One sentence a way: what it does again, saves and costs."""
     redone = {"selective": REDONE[workload.stack.selective] or selective_words(workload.model, layout), "full": "whole blocks"}
-    told = []
-    for item in ways_to_recompute(workload, layout):
+    clauses = []
+    for item in recompute_tradeoffs(workload, layout):
         worth = item.saved_bytes >= WORTH * item.peak_bytes
         memory = f"saves {format_bytes(round(item.saved_bytes))}" if worth else "saves next to nothing"
-        told.append(f"{item.way} ({redone[item.way]} again) {memory} for {item.added_seconds / item.step_seconds:+.1%} time")
-    return "recomputation here: " + "; ".join(told)
+        clauses.append(
+            f"{item.mode} ({redone[item.mode]} again) {memory} for {item.added_seconds / item.step_seconds:+.1%} time"
+        )
+    return "recomputation here: " + "; ".join(clauses)

@@ -19,7 +19,7 @@ from ultrascale.plan.columns.footprint import MARGIN
 from ultrascale.plan.costs.stops import stops
 from ultrascale.plan.report import step_interval
 from ultrascale.plan.search.explain import Change, Marginal, Rung, binding, changes, marginals, rungs
-from ultrascale.plan.search.scaling import PAYS, Scaled, most_that_pay
+from ultrascale.plan.search.scaling import PAYS, ScalingPoint, most_that_pay
 from ultrascale.plan.search.search import TIE, SearchResult, distinct, expected_seconds, risk
 from ultrascale.plan.time.price import Prediction
 from ultrascale.plan.view.plan_view import LOST_SHOWN
@@ -40,13 +40,13 @@ def show_ranking(result: SearchResult, console: Console, *, top: int, legend: bo
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("runs" if ours else "", no_wrap=True)
     table.add_column("layout", overflow="fold")
-    for number, one in enumerate(distinct(result.ranked)[:top], start=1):
-        tied = expected_seconds(one) <= expected_seconds(result.ranked[0]) * (1 + TIE)
+    for number, candidate in enumerate(distinct(result.ranked)[:top], start=1):
+        tied = expected_seconds(candidate) <= expected_seconds(result.ranked[0]) * (1 + TIE)
         mark = Text(f"{'=' if tied and number > 1 else ''}{number}", style="bold green" if number == 1 else "")
-        need, words = float(one.memory.needed), layout_words(one.layout, one.num_micro_batches)
+        need, words = float(candidate.memory.needed), layout_words(candidate.layout, candidate.num_micro_batches)
         table.add_row(
-            mark, format_seconds(one.step_seconds), f"{one.mfu():.1%}", format_bytes(need),
-            format_bytes(float(one.memory.headroom)), f"{risk(one):.0%}", _runs(one) if ours else "", words,
+            mark, format_seconds(candidate.step_seconds), f"{candidate.mfu():.1%}", format_bytes(need),
+            format_bytes(float(candidate.memory.headroom)), f"{risk(candidate):.0%}", _runs(candidate) if ours else "", words,
             style="bold" if number == 1 else "" if tied else "dim",
         )  # fmt: skip
     console.print(table)
@@ -88,11 +88,11 @@ def _interval_words(result: SearchResult) -> str:
 
 def _stops_note(workload: Workload) -> str:
     """Note on the time between stops of so many nodes, and the cost; empty where stops are rare."""
-    found = stops(workload)
-    if found.goodput > 1 - LOST_SHOWN:
+    failures = stops(workload)
+    if failures.goodput > 1 - LOST_SHOWN:
         return ""
-    between, every = format_seconds(found.between_seconds), format_seconds(found.save_every_seconds)
-    return f"  {found.num_nodes:,} machines stop once in {between}: saved every {every}, goodput {found.goodput:.1%}."
+    between, every = format_seconds(failures.between_seconds), format_seconds(failures.save_every_seconds)
+    return f"  {failures.num_nodes:,} machines stop once in {between}: saved every {every}, goodput {failures.goodput:.1%}."
 
 
 def _batch_note(result: SearchResult) -> str:
@@ -101,12 +101,12 @@ def _batch_note(result: SearchResult) -> str:
     shared = gcd(gpus, batch)
     if batch < gpus or shared * 2 > gpus:
         return ""
-    near = round(batch / gpus) * gpus
-    return f"  At most {shared} of {count_of(gpus, 'GPU')} can share {count_of(batch, 'sequence')}; all could share {near}."
+    nearest = round(batch / gpus) * gpus
+    return f"  At most {shared} of {count_of(gpus, 'GPU')} can share {count_of(batch, 'sequence')}; all could share {nearest}."
 
 
-def _runs(one: Prediction) -> str:
-    return "" if untrainable(one.workload.model, one.layout) else "yes"
+def _runs(prediction: Prediction) -> str:
+    return "" if untrainable(prediction.workload.model, prediction.layout) else "yes"
 
 
 def layout_words(layout: Layout, num_micro_batches: int) -> str:
@@ -119,7 +119,7 @@ def layout_words(layout: Layout, num_micro_batches: int) -> str:
 
 
 def show_explanation(
-    result: SearchResult, scan: Sequence[Scaled], others: Sequence[tuple[Cluster, Prediction]], console: Console
+    result: SearchResult, scan: Sequence[ScalingPoint], better_clusters: Sequence[tuple[Cluster, Prediction]], console: Console
 ) -> None:
     """Print the three steps, the marginal prices, better clusters, and what was left out."""
     console.print(Text("1  What makes it fit, and what that costs", style="bold"))
@@ -130,31 +130,37 @@ def show_explanation(
         console.print(Padding(Text(batch_words(best)), INDENT))
         console.print(Text("\n3  What makes it fast: one choice changed, the rest kept", style="bold"))
         console.print(_changes_table(changes(result), best))
-        found = marginals(result)
+        gains = marginals(result)
         console.print(Text("\nWhat binds", style="bold"))
-        console.print(Padding(Text(binding(best, found)), INDENT))
-        console.print(_marginals_table(found))
+        console.print(Padding(Text(binding(best, gains)), INDENT))
+        console.print(_marginals_table(gains))
     console.print(Text("\nMore GPUs, fewer GPUs, the same batch", style="bold"))
     console.print(_scaling_table(scan, result.workload.cluster.num_accelerators))
-    if said := paying_words(scan):
-        console.print(Padding(Text(said), INDENT))
+    if words := paying_words(scan):
+        console.print(Padding(Text(words), INDENT))
     if len(result.front) > 1:
         console.print(Text("\nTime against memory: no layout is better in both", style="bold"))
         console.print(_front_table(result.front))
     console.print(Text("\nThe nearest better cluster: as many other GPUs", style="bold"))
-    console.print(_others_table(others, best) if others else Padding(Text("None of the catalogue is faster."), INDENT))
+    console.print(
+        _better_clusters_table(better_clusters, best)
+        if better_clusters
+        else Padding(Text("None of the catalogue is faster."), INDENT)
+    )
     console.print(Text("\nLeft out", style="bold"))
     console.print(_refused_table(result))
 
 
-def batch_words(one: Prediction) -> str:
+def batch_words(prediction: Prediction) -> str:
     """The global batch as a product: `512 sequences = dp 16 x micro-batch 2 x accumulation 16`."""
-    layout, workload = one.layout, one.workload
-    product = f"dp {layout.dp} x micro-batch {layout.micro_batch_size} x {count_of(one.num_micro_batches, 'micro-batch')}"
+    layout, workload = prediction.layout, prediction.workload
+    product = (
+        f"dp {layout.dp} x micro-batch {layout.micro_batch_size} x {count_of(prediction.num_micro_batches, 'micro-batch')}"
+    )
     why = ""
     if layout.pp > 1:
-        why = f"; {one.num_micro_batches} of them keep {layout.pp} stages busy"
-    elif one.num_micro_batches > 1:
+        why = f"; {prediction.num_micro_batches} of them keep {layout.pp} stages busy"
+    elif prediction.num_micro_batches > 1:
         why = ", gradients summed over them"
     tokens = format_count(workload.tokens_per_step)
     return f"{count_of(workload.sequences_per_batch, 'sequence')} ({tokens} tokens) = {product}{why}"
@@ -167,9 +173,9 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _rungs_table(found: Sequence[Rung], result: SearchResult) -> Table:
+def _rungs_table(ladder: Sequence[Rung], result: SearchResult) -> Table:
     table = _table("", "layouts", "needs at least", "fastest step")
-    for rung in found:
+    for rung in ladder:
         fastest = "does not fit" if rung.fastest_seconds is None else format_seconds(rung.fastest_seconds)
         style = "" if rung.fits else "red dim"
         table.add_row(rung.name, f"{rung.num_layouts:,}", format_bytes(rung.least_bytes), fastest, style=style)
@@ -178,42 +184,42 @@ def _rungs_table(found: Sequence[Rung], result: SearchResult) -> Table:
     return table
 
 
-def _changes_table(found: Sequence[Change], best: Prediction) -> Table:
+def _changes_table(alternatives: Sequence[Change], best: Prediction) -> Table:
     table = _table("change", "to", "step", "", "memory")
-    for change in found:
+    for change in alternatives:
         slower = change.seconds / best.step_seconds - 1
         memory = format_bytes(change.peak_bytes) + ("" if change.fits else ", too much")
-        own = str(getattr(best.layout, change.name) or best.layout.shard_size)
+        current = str(getattr(best.layout, change.name) or best.layout.shard_size)
         table.add_row(
-            f"{change.name} = {own}", change.value, format_seconds(change.seconds), f"{slower:+.1%}", memory,
+            f"{change.name} = {current}", change.value, format_seconds(change.seconds), f"{slower:+.1%}", memory,
             style="" if change.fits else "red dim",
         )  # fmt: skip
     return table
 
 
-def _marginals_table(found: Sequence[Marginal]) -> Table:
+def _marginals_table(gains: Sequence[Marginal]) -> Table:
     table = _table("worth of", "tokens/s")
-    for one in found:
-        table.add_row(one.name, f"{one.gain:+.1%}" if abs(one.gain) >= 0.0005 else "nothing")
+    for marginal in gains:
+        table.add_row(marginal.name, f"{marginal.gain:+.1%}" if abs(marginal.gain) >= 0.0005 else "nothing")
     return table
 
 
-def _scaling_table(scan: Sequence[Scaled], own: int) -> Table:
+def _scaling_table(scan: Sequence[ScalingPoint], num_gpus: int) -> Table:
     table = _table("GPUs", "step", "tokens/s", "MFU", "each added GPU brings")
-    for one in scan:
-        style = "bold" if one.num_gpus == own else ""
-        if one.best is None:
-            table.add_row(f"{one.num_gpus:,}", "nothing fits or divides", "", "", "", style="red dim")
+    for scaled in scan:
+        style = "bold" if scaled.num_gpus == num_gpus else ""
+        if scaled.best is None:
+            table.add_row(f"{scaled.num_gpus:,}", "nothing fits or divides", "", "", "", style="red dim")
             continue
-        brings = "" if one.brings is None else f"{one.brings:.0%} of a GPU"
+        marginal_efficiency = "" if scaled.marginal_efficiency is None else f"{scaled.marginal_efficiency:.0%} of a GPU"
         table.add_row(
-            f"{one.num_gpus:,}", format_seconds(one.best.step_seconds), f"{one.best.tokens_per_second:,.0f}",
-            f"{one.best.mfu():.1%}", brings, style=style,
+            f"{scaled.num_gpus:,}", format_seconds(scaled.best.step_seconds), f"{scaled.best.tokens_per_second:,.0f}",
+            f"{scaled.best.mfu():.1%}", marginal_efficiency, style=style,
         )  # fmt: skip
     return table
 
 
-def paying_words(scan: Sequence[Scaled]) -> str:
+def paying_words(scan: Sequence[ScalingPoint]) -> str:
     """Up to how many GPUs an added one pays, or that the scan ended before; empty if nothing fits."""
     most = most_that_pay(scan)
     if most is None:
@@ -228,23 +234,26 @@ def _front_table(front: Sequence[Prediction]) -> Table:
     """Its ends and as many between them as there is room for."""
     table = _table("step", "against the fastest", "memory", "layout")
     rows = min(len(front), MAX_FRONT)
-    for one in (front[number * (len(front) - 1) // (rows - 1)] for number in range(rows)):
-        slower = one.step_seconds / front[0].step_seconds - 1
-        memory, words = format_bytes(float(one.memory.needed)), layout_words(one.layout, one.num_micro_batches)
-        table.add_row(format_seconds(one.step_seconds), f"{slower:+.0%}" if slower else "", memory, words)
+    for prediction in (front[number * (len(front) - 1) // (rows - 1)] for number in range(rows)):
+        slower = prediction.step_seconds / front[0].step_seconds - 1
+        memory, words = (
+            format_bytes(float(prediction.memory.needed)),
+            layout_words(prediction.layout, prediction.num_micro_batches),
+        )
+        table.add_row(format_seconds(prediction.step_seconds), f"{slower:+.0%}" if slower else "", memory, words)
     if rows < len(front):
         table.add_row("", "", "", f"{len(front) - rows} more between them (--json lists them)")
     table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
     return table
 
 
-def _others_table(others: Sequence[tuple[Cluster, Prediction]], best: Prediction | None) -> Table:
+def _better_clusters_table(better_clusters: Sequence[tuple[Cluster, Prediction]], best: Prediction | None) -> Table:
     table = _table("cluster", "step", "against this", "memory", "layout")
-    for cluster, one in others:
-        against = "" if best is None else f"{best.step_seconds / one.step_seconds:.2f} x"
-        memory = format_bytes(float(one.memory.needed))
-        words = layout_words(one.layout, one.num_micro_batches)
-        table.add_row(cluster.name, format_seconds(one.step_seconds), against, memory, words)
+    for cluster, prediction in better_clusters:
+        against = "" if best is None else f"{best.step_seconds / prediction.step_seconds:.2f} x"
+        memory = format_bytes(float(prediction.memory.needed))
+        words = layout_words(prediction.layout, prediction.num_micro_batches)
+        table.add_row(cluster.name, format_seconds(prediction.step_seconds), against, memory, words)
     table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
     return table
 
@@ -253,11 +262,13 @@ def _refused_table(result: SearchResult) -> Table:
     table = _table("", "", "cuts")
     table.columns[1].justify, table.columns[1].no_wrap = "left", False
     refused = result.refused
-    for one in refused[:MAX_REFUSED]:
-        table.add_row(one.family, one.reason, f"{one.count:,}")
+    for refusal in refused[:MAX_REFUSED]:
+        table.add_row(refusal.family, refusal.reason, f"{refusal.count:,}")
     if len(refused) > MAX_REFUSED:
-        rest = refused[MAX_REFUSED:]
-        table.add_row("others", f"{len(rest)} more families (--json lists them)", f"{sum(one.count for one in rest):,}")
+        unlisted = refused[MAX_REFUSED:]
+        table.add_row(
+            "others", f"{len(unlisted)} more families (--json lists them)", f"{sum(refusal.count for refusal in unlisted):,}"
+        )
     priced = result.priced
     too_large, unfit = int(priced.too_large.sum()), int((~priced.too_large & ~priced.too_slow & ~priced.fits).sum())
     table.add_row("too large", "weights, gradients and optimizer state alone are more than a GPU", f"{too_large:,} layouts")

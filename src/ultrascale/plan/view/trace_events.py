@@ -12,7 +12,7 @@ from typing import Any
 from ultrascale.plan.pipeline.play import Timeline
 from ultrascale.plan.view.draw_schedule import NAMES
 from ultrascale.schedules.actions import Kind
-from ultrascale.schedules.executable import wire
+from ultrascale.schedules.executable import dependencies_of
 
 MICROSECONDS = 1e6
 COLOURS = {Kind.FORWARD: "rail_response", Kind.BACKWARD: "good", Kind.INPUT_GRADIENT: "rail_idle", Kind.WEIGHT_GRADIENT: "bad"}
@@ -28,7 +28,7 @@ def trace_events(
     for rank in range(len(timeline.schedule)):
         events.append({"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}})
         events += _passes(timeline, rank)
-        events += _held(timeline, rank)
+        events += _activation_counters(timeline, rank)
         events += _after(timeline, rank, after)
     events += _messages(timeline)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -53,7 +53,7 @@ def _after(timeline: Timeline, rank: int, after: Mapping[str, float]) -> Iterato
         done += seconds
 
 
-def _held(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
+def _activation_counters(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
     """Activations on the rank, in micro-batches of one stage, whenever they change."""
     changes = {Kind.FORWARD: (1, 0), Kind.BACKWARD: (-1, 0), Kind.INPUT_GRADIENT: (-1, 1), Kind.WEIGHT_GRADIENT: (0, -1)}
     whole = waiting = 0
@@ -69,15 +69,15 @@ def _held(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
 def _messages(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """Flow events between ranks: from the end of the action that makes a result to the start of the action that waits for
     it."""
-    wiring = wire(timeline.schedule)
-    places = [(rank, at) for rank, row in enumerate(timeline.schedule) for at in range(len(row))]
+    dependencies = dependencies_of(timeline.schedule)
+    places = [(rank, index) for rank, row in enumerate(timeline.schedule) for index in range(len(row))]
     message = 0
-    for number, (rank, at) in enumerate(places):
-        for source in {wiring.sources[number], wiring.other_sources[number]} - {len(places)}:
+    for number, (rank, index) in enumerate(places):
+        for source in {dependencies.sources[number], dependencies.other_sources[number]} - {len(places)}:
             sender, sent = places[source]
             if sender == rank:
                 continue
             message += 1
-            both = {"pid": 0, "cat": "message", "name": "message", "id": message}
-            yield both | {"ph": "s", "tid": sender, "ts": timeline.end[sender][sent] * MICROSECONDS}
-            yield both | {"ph": "f", "bp": "e", "tid": rank, "ts": timeline.start[rank][at] * MICROSECONDS}
+            event = {"pid": 0, "cat": "message", "name": "message", "id": message}
+            yield event | {"ph": "s", "tid": sender, "ts": timeline.end[sender][sent] * MICROSECONDS}
+            yield event | {"ph": "f", "bp": "e", "tid": rank, "ts": timeline.start[rank][index] * MICROSECONDS}

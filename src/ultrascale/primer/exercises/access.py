@@ -14,9 +14,9 @@ STRIDES = (1, 2, 4, 8, 32)
 
 @triton.jit
 def _take_every(source, target, count, stride, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    tl.store(target + at, tl.load(source + at * stride, mask=inside), mask=inside)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    tl.store(target + index, tl.load(source + index * stride, mask=inside), mask=inside)
 
 
 def take_every(source: torch.Tensor, stride: int) -> torch.Tensor:

@@ -19,8 +19,8 @@ def _scale_columns(x, weights, out, rows, width, ROWS: tl.constexpr, BLOCK: tl.c
     scale = tl.load(weights + columns, mask=inside)
     for step in range(0, ROWS):
         row = tl.program_id(0).to(tl.int64) * ROWS + step
-        here = inside & (row + tl.zeros_like(columns) < rows)  # as wide as the block: interpreters mask with no single bit
-        tl.store(out + row * width + columns, tl.load(x + row * width + columns, mask=here) * scale, mask=here)
+        mask = inside & (row + tl.zeros_like(columns) < rows)  # as wide as the block: interpreters mask with no single bit
+        tl.store(out + row * width + columns, tl.load(x + row * width + columns, mask=mask) * scale, mask=mask)
 
 
 def scale_columns(x: torch.Tensor, weights: torch.Tensor, *, rows_each: int) -> torch.Tensor:

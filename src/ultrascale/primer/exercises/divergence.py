@@ -24,21 +24,21 @@ def _rounds(values, factor, addend, ROUNDS: tl.constexpr):
 
 @triton.jit
 def _lanes_disagree(x, out, count, up, more, down, less, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(x + at, mask=at < count, other=0.0)
-    both = tl.where(at % 2 == 0, _rounds(values, up, more, ROUNDS), _rounds(values, down, less, ROUNDS))
-    tl.store(out + at, both, mask=at < count)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + index, mask=index < count, other=0.0)
+    both = tl.where(index % 2 == 0, _rounds(values, up, more, ROUNDS), _rounds(values, down, less, ROUNDS))
+    tl.store(out + index, both, mask=index < count)
 
 
 @triton.jit
 def _programs_disagree(x, out, count, up, more, down, less, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(x + at, mask=at < count, other=0.0)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + index, mask=index < count, other=0.0)
     if tl.program_id(0) % 2 == 0:  # noqa: SIM108  a branch, which is what this is about
         values = _rounds(values, up, more, ROUNDS)
     else:
         values = _rounds(values, down, less, ROUNDS)
-    tl.store(out + at, values, mask=at < count)
+    tl.store(out + index, values, mask=index < count)
 
 
 def branch(x: torch.Tensor, rounds: int, *, by_lane: bool) -> torch.Tensor:
@@ -55,8 +55,8 @@ def exercise(device: torch.device) -> Exercise:
     x = random(count, device=device)
 
     def expected(by_lane: bool) -> torch.Tensor:
-        at = torch.arange(count, device=device)
-        goes_up = (at if by_lane else at // BLOCK) % 2 == 0
+        index = torch.arange(count, device=device)
+        goes_up = (index if by_lane else index // BLOCK) % 2 == 0
         values = x.double()
         for _ in range(rounds):
             values = torch.where(goes_up, values * UP[0] + UP[1], values * DOWN[0] + DOWN[1])

@@ -16,16 +16,16 @@ from ultrascale.primer.exercise import Exercise, Variant, launch, narrow, pick, 
 
 @triton.jit
 def _part(x, row, first, width, BLOCK: tl.constexpr):
-    at = first + tl.arange(0, BLOCK)
-    return tl.load(x + row * width + at, mask=at < width, other=-float("inf")).to(tl.float32)
+    columns = first + tl.arange(0, BLOCK)
+    return tl.load(x + row * width + columns, mask=columns < width, other=-float("inf")).to(tl.float32)
 
 
 @triton.jit
 def _write(x, out, row, width, highest, total, BLOCK: tl.constexpr):
     for first in range(0, width, BLOCK):
-        at = first + tl.arange(0, BLOCK)
+        columns = first + tl.arange(0, BLOCK)
         values = tl.exp(_part(x, row, first, width, BLOCK) - highest) / total
-        tl.store(out + row * width + at, values.to(out.dtype.element_ty), mask=at < width)
+        tl.store(out + row * width + columns, values.to(out.dtype.element_ty), mask=columns < width)
 
 
 @triton.jit
@@ -54,16 +54,16 @@ def _online(x, out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _held(x, out, width, BLOCK: tl.constexpr):
-    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     values = _part(x, row, 0, width, BLOCK)
     values = tl.exp(values - tl.max(values))
-    tl.store(out + row * width + at, (values / tl.sum(values)).to(out.dtype.element_ty), mask=at < width)
+    tl.store(out + row * width + columns, (values / tl.sum(values)).to(out.dtype.element_ty), mask=columns < width)
 
 
-def softmax(x: torch.Tensor, way: str, *, block: int) -> torch.Tensor:
-    """Softmax of each row of [R, W]; `way`: naive, online or held, which needs `block` of at least W."""
+def softmax(x: torch.Tensor, variant: str, *, block: int) -> torch.Tensor:
+    """Softmax of each row of [R, W]; `variant`: naive, online or held, which needs `block` of at least W."""
     out = torch.empty_like(x)
-    kernel = {"naive": _naive, "online": _online, "held": _held}[way]
+    kernel = {"naive": _naive, "online": _online, "held": _held}[variant]
     launch(kernel, (x.shape[0],), x, out, x.shape[1], BLOCK=block, num_warps=8)
     return out
 
@@ -81,11 +81,11 @@ def exercise(device: torch.device) -> Exercise:
         "The trick of the running maximum is what lets attention walk over its keys once: flash attention is this, twice.",
         tuple(
             Variant(
-                f"{way}, rows of {x.shape[1]}",
-                lambda x=x, way=way, block=block: softmax(x, way, block=block),
+                f"{variant}, rows of {x.shape[1]}",
+                lambda x=x, variant=variant, block=block: softmax(x, variant, block=block),
                 lambda x=x: torch.softmax(x.double(), dim=1),
                 num_bytes=2 * x.numel() * x.element_size(),
             )
-            for way, x, block in ways
+            for variant, x, block in ways
         ),
     )

@@ -16,9 +16,9 @@ def _row_by_row(a, b, c, n, k, COLUMNS: tl.constexpr):
     row, columns = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < n
     total = tl.zeros((COLUMNS,), dtype=tl.float32)
-    for at in range(0, k):
-        left = tl.load(a + row * k + at).to(tl.float32)
-        total += left * tl.load(b + at * n + columns, mask=inside, other=0.0).to(tl.float32)
+    for depth in range(0, k):
+        left = tl.load(a + row * k + depth).to(tl.float32)
+        total += left * tl.load(b + depth * n + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(c + row * n + columns, total.to(c.dtype.element_ty), mask=inside)
 
 
@@ -29,9 +29,9 @@ def _tiled(a, b, c, m, n, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: t
     depth = tl.arange(0, DEPTH)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for first in range(0, k, DEPTH):
-        here = first + depth
-        left = tl.load(a + rows * k + here[None, :], mask=(rows < m) & (here[None, :] < k), other=0.0)
-        right = tl.load(b + here[:, None] * n + columns, mask=(here[:, None] < k) & (columns < n), other=0.0)
+        inner = first + depth
+        left = tl.load(a + rows * k + inner[None, :], mask=(rows < m) & (inner[None, :] < k), other=0.0)
+        right = tl.load(b + inner[:, None] * n + columns, mask=(inner[:, None] < k) & (columns < n), other=0.0)
         total = tl.dot(left, right, total)
     tl.store(c + rows * n + columns, total.to(c.dtype.element_ty), mask=(rows < m) & (columns < n))
 

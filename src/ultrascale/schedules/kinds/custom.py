@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ultrascale.description.parsing import line_of, parse_json, read_bounded
-from ultrascale.description.problems import MOST_TOLD, Problem, SpecError, mistake
+from ultrascale.description.problems import MOST_PROBLEMS, Problem, SpecError, mistake
 from ultrascale.description.schedules import USUAL
-from ultrascale.schedules.actions import Action, Kind, together
+from ultrascale.schedules.actions import Action, Kind, overlapped
 from ultrascale.schedules.executable import Schedule, check_executable
 
 MOST_TEXT = 4 << 20
@@ -45,7 +45,7 @@ def read_schedule(path: Path) -> list[list[Action]]:
 def parse_schedule(rows: Iterable[Iterable[str]], *, source: str = "schedule") -> list[list[Action]]:
     """The schedule in cells as above, checked. Raises SpecError, its keys beginning with `source`."""
     schedule: list[list[Action]] = []
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for line, row in enumerate(rows, 1):
         schedule.append([])
         for column, cell in enumerate(row, 1):
@@ -53,19 +53,19 @@ def parse_schedule(rows: Iterable[Iterable[str]], *, source: str = "schedule") -
                 continue
             if (action := _action(cell.strip())) is None:
                 remedy = "Write STAGE KIND MICRO-BATCH, as 2F0; kinds F, B, I, W; a pair as (0F4;3B0)OVERLAP_F_B."
-                found.append(Problem(f"{source}:{line}", f"cell {column} is no action: {cell.strip()!r}", remedy))
-                if len(found) == MOST_TOLD:
-                    raise SpecError(found)
+                problems.append(Problem(f"{source}:{line}", f"cell {column} is no action: {cell.strip()!r}", remedy))
+                if len(problems) == MOST_PROBLEMS:
+                    raise SpecError(problems)
             else:
                 schedule[-1].append(action)
-    if not found and not any(schedule):
-        found.append(Problem(source, "holds no action", "Write one line of actions for each rank."))
-    elif not found:
+    if not problems and not any(schedule):
+        problems.append(Problem(source, "holds no action", "Write one line of actions for each rank."))
+    elif not problems:
         remedy = "Take the line away, or give the rank a stage."
         idle = [line for line, actions in enumerate(schedule, 1) if not actions]
-        found = [Problem(f"{source}:{line}", f"rank {line - 1} has no action", remedy) for line in idle]
-    if found:
-        raise SpecError(found)
+        problems = [Problem(f"{source}:{line}", f"rank {line - 1} has no action", remedy) for line in idle]
+    if problems:
+        raise SpecError(problems)
     check_executable(schedule)
     return schedule
 
@@ -78,12 +78,12 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def _action(cell: str) -> Action | None:
-    if found := _PAIR.fullmatch(cell):
-        ahead, back = (_action(part) for part in found.groups())
+    if match := _PAIR.fullmatch(cell):
+        ahead, back = (_action(part) for part in match.groups())
         assert ahead is not None and back is not None
-        return together(ahead, back)
-    found = _PASS.fullmatch(cell)
-    return None if found is None else Action(Kind(found[2]), int(found[3]), int(found[1]))
+        return overlapped(ahead, back)
+    match = _PASS.fullmatch(cell)
+    return None if match is None else Action(Kind(match[2]), int(match[3]), int(match[1]))
 
 
 def _csv_rows(path: Path, text: str) -> list[list[str]]:

@@ -40,5 +40,5 @@ def _rank_actions(rank: int, pp: int, num_micro_batches: int) -> list[Action]:
 def _renumbered(action: Action, half: int) -> Action:
     """The action, and the one beside it, renumbered: even numbers become the first `half` micro-batches, odd ones the rest."""
     turn, odd = divmod(action.micro_batch, 2)
-    beside = None if action.beside is None else _renumbered(action.beside, half)
-    return action._replace(micro_batch=turn + half * odd, beside=beside)
+    overlapped_with = None if action.overlapped_with is None else _renumbered(action.overlapped_with, half)
+    return action._replace(micro_batch=turn + half * odd, overlapped_with=overlapped_with)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ultrascale.schedules.actions import Action, only_micro_batches
-from ultrascale.schedules.kinds.streams import Place, Streams
+from ultrascale.schedules.kinds.streams import StreamOrder, Streams
 
 
 def dualpipe_v(pp: int, num_micro_batches: int, *, ranks: Sequence[int] = ()) -> list[list[Action]]:
@@ -28,7 +28,7 @@ def _rank_actions(rank: int, pp: int, num_micro_batches: int) -> list[Action]:
     return two_streams(rank, pp, max(2 * pp, num_micro_batches), near=lambda k: (rank, k), far=lambda k: (2 * pp - 1 - rank, k))
 
 
-def two_streams(position: int, depth: int, count: int, *, near: Place, far: Place) -> list[Action]:
+def two_streams(position: int, depth: int, count: int, *, near: StreamOrder, far: StreamOrder) -> list[Action]:
     """The actions of the rank `position` of `depth`, where two streams of `count` micro-batches meet.
 
     `near`: the stream that reaches this rank from outside. `far`: the one that comes back from the rank where the streams turn,
@@ -44,9 +44,9 @@ def two_streams(position: int, depth: int, count: int, *, near: Place, far: Plac
     streams.add("F0 B1 F1&B0" if behind == 0 else "F0&B1 F1&B0")
     streams.add("F0&B1 F1&B0", steady - 1)
     streams.add("B1 F1&B0", behind)
-    both = ["B1", "B0"] * (position + 1)
-    whole = position + 1  # half of them: the others let W wait until there is nothing better to do
-    streams.add(" ".join(both[:whole] + [step.replace("B", "I") for step in both[whole:]]))
+    backwards = ["B1", "B0"] * (position + 1)
+    num_whole = position + 1  # half of them: the others let W wait until there is nothing better to do
+    streams.add(" ".join(backwards[:num_whole] + [step.replace("B", "I") for step in backwards[num_whole:]]))
     streams.add("W I0", behind)
     streams.add("W", position + 1)
     return streams.actions

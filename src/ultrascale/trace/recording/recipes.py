@@ -14,8 +14,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from tensors_in(one)
+        for part in value:
+            yield from tensors_in(part)
 
 
 def key_of(value: Any) -> Any:
@@ -29,7 +29,7 @@ def key_of(value: Any) -> Any:
 
 def recipe_of(result: Any, args: Any, options: Any) -> Any:
     """Recipe to make the result again; False if it is no new memory of its own, or more of it than its shape needs."""
-    inputs = {one.untyped_storage()._cdata for one in tensors_in((*args, *options.values()))}
+    inputs = {tensor.untyped_storage()._cdata for tensor in tensors_in((*args, *options.values()))}
     return _recipe(result, inputs)
 
 
@@ -40,7 +40,7 @@ def _recipe(result: Any, inputs: set[int]) -> Any:
             return False
         return (Tensor, tuple(result.shape), result.stride(), result.dtype) if storage.nbytes() == _extent(result) else False
     if isinstance(result, list | tuple):
-        parts = [_recipe(one, inputs) for one in result]
+        parts = [_recipe(part, inputs) for part in result]
         return False if False in parts else (list if isinstance(result, list) else tuple, parts)
     return (None, result)
 
@@ -51,11 +51,11 @@ def _extent(tensor: Tensor) -> int:
     return (1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.itemsize
 
 
-def made(recipe: Any) -> Any:
+def from_recipe(recipe: Any) -> Any:
     """New tensors on the meta device."""
     kind = recipe[0]
     if kind is Tensor:
         return torch.empty_strided(recipe[1], recipe[2], dtype=recipe[3], device="meta")
     if kind is None:
         return recipe[1]
-    return kind(made(one) for one in recipe[1])
+    return kind(from_recipe(part) for part in recipe[1])

@@ -123,7 +123,7 @@ class RankTrace:
     def last_before(self, step: int, phase: str) -> int:
         """Index of the last change before a phase of a step begins."""
         tick = next(mark.tick for mark in self.marks if (mark.step, mark.phase) == (step, phase))
-        return max(index for index, (at, _, _) in enumerate(self.changes) if at <= tick)
+        return max(index for index, (changed_at, _, _) in enumerate(self.changes) if changed_at <= tick)
 
     def alive_at(self, index: int) -> list[tuple[Block, int]]:
         """Storages that live after a change, with the category that they had then, and their bytes; the largest first."""
@@ -131,12 +131,12 @@ class RankTrace:
         for _, number, change in self.changes[: index + 1]:
             sizes[number] += change
         tick = self.changes[index][0] if self.changes else 0
-        then: dict[int, str] = {}
+        categories: dict[int, str] = {}
         for moved_at, number, before in reversed(self.moves):
             if moved_at > tick:
-                then[number] = before
-        found = [(self._as_it_was(number, then), size) for number, size in sizes.items() if size]
-        return sorted(found, key=lambda pair: -pair[1])
+                categories[number] = before
+        blocks = [(self._as_it_was(number, categories), size) for number, size in sizes.items() if size]
+        return sorted(blocks, key=lambda pair: -pair[1])
 
     def _as_it_was(self, number: int, categories: dict[int, str]) -> Block:
         block = self.blocks[number]
@@ -146,10 +146,10 @@ class RankTrace:
 
     def by_category(self, index: int) -> dict[str, int]:
         """Live bytes of each category after a change."""
-        found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+        totals: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         for block, size in self.alive_at(index):
-            found[block.category] += size
-        return found
+            totals[block.category] += size
+        return totals
 
     def timeline(self) -> Iterator[tuple[int, dict[str, int]]]:
         """(tick, bytes by category) after each change."""
@@ -177,15 +177,15 @@ class RankTrace:
     def _categories_after_moves(self) -> list[str]:
         """Category that each move gave its block: the category before the block's next move, or its last."""
         following: dict[int, str] = {}
-        found = []
+        categories = []
         for _, number, before in reversed(self.moves):
-            found.append(following.get(number, self.blocks[number].category))
+            categories.append(following.get(number, self.blocks[number].category))
             following[number] = before
-        return found[::-1]
+        return categories[::-1]
 
     def total_flops(self, step: int) -> int:
         """FLOPs of a step."""
-        return sum(count for (of, _, _), count in self.flops.items() if of == step)
+        return sum(count for (of_step, _, _), count in self.flops.items() if of_step == step)
 
     def actions(self, step: int) -> list[str]:
         """The actions of a step in order."""

@@ -36,11 +36,11 @@ from ultrascale.torch_private import (
     FakeWork,
     TorchDispatchMode,
     in_backward_pass,
-    shapes_are_asked_for,
+    is_tracing_shapes,
 )
 from ultrascale.trace.groups import group_of
 from ultrascale.trace.recording.flops import FLOPS
-from ultrascale.trace.recording.recipes import key_of, made, recipe_of, tensors_in
+from ultrascale.trace.recording.recipes import from_recipe, key_of, recipe_of, tensors_in
 from ultrascale.trace.recording.record import Block, Mark, RankTrace, Sent
 from ultrascale.trace.views.lines import line_of_code, line_of_ours, may_read
 
@@ -262,7 +262,7 @@ class Recorder(Storages):
         for kind in types:
             if issubclass(kind, DTensor):
                 return NotImplemented
-        if shapes_are_asked_for():  # DTensor, asking itself for shapes
+        if is_tracing_shapes():  # DTensor, asking itself for shapes
             return func(*args, **(kwargs or {}))
         handler = self._handlers.get(func)
         if handler is None:
@@ -276,8 +276,8 @@ class Recorder(Storages):
     def _handler(self, func: Any) -> Handler:
         if func.namespace in ("c10d", "_c10d_functional"):
             return self._communicate
-        if (own := OWN_OPERATIONS.get(func)) is not None:
-            return lambda func, args, options: self._inside(own, args, options)
+        if (implementation := OWN_OPERATIONS.get(func)) is not None:
+            return lambda func, args, options: self._inside(implementation, args, options)
         if self.is_real:
             return self._really
         if func in SPECIAL:
@@ -285,7 +285,7 @@ class Recorder(Storages):
         schema, name = func._schema, func._schema.name.rpartition("::")[2]
         if func.namespace != "aten" or torch.Tag.inplace_view in func.tags or name.endswith(("resize_", "set_")):
             return self._run
-        if not schema.is_mutable and not any(one.alias_info for one in schema.returns):
+        if not schema.is_mutable and not any(result.alias_info for result in schema.returns):
             return self._make
         writes = schema.arguments[0].alias_info is not None and name.endswith("_")
         return self._write if writes and len(schema.returns) < 2 else self._run
@@ -339,7 +339,7 @@ class Recorder(Storages):
         elif known is False:
             result = func(*args, **options)
         else:
-            result = made(known)
+            result = from_recipe(known)
         if flops := self._flops_of[key]:
             self._add_flops(func, flops)
         if known:
@@ -410,19 +410,19 @@ class Recorder(Storages):
 
     def _note(self, func: Any, args: Any) -> None:
         name = func._schema.name.rpartition("::")[2]
-        kind, of = KINDS.get(name, (name, 0))
-        group = next((one for one in map(_as_group, args) if one is not None), None)
+        kind, position = KINDS.get(name, (name, 0))
+        group = next((candidate for candidate in map(_as_group, args) if candidate is not None), None)
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) == 1:
             return
-        tensors = list(tensors_in(args[of])) if args else []
-        found = group_of(self.trace.layout, ranks)
+        tensors = list(tensors_in(args[position])) if args else []
+        place = group_of(self.trace.layout, ranks)
         line, is_host = line_of_ours(sys._getframe()), bool(tensors) and tensors[0].device.type == "cpu" and not self.is_real
         size = sum(tensor.nbytes for tensor in tensors)
         if tensors and tensors[0].dtype == torch.int64:
             kind = f"{kind} of counts"
         self.trace.sent.append(
-            Sent(self._tick, self._step, kind, *found, size, line, f"{self._during} {self._block}".strip(), is_host, self.times)
+            Sent(self._tick, self._step, kind, *place, size, line, f"{self._during} {self._block}".strip(), is_host, self.times)
         )
 
     # FLOPs

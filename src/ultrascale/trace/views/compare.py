@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ultrascale.plan.memory.ledger import CATEGORIES
-from ultrascale.plan.memory.tally import Traffic, Way
+from ultrascale.plan.memory.tally import Traffic, TrafficKey
 from ultrascale.trace.groups import axis_of
 from ultrascale.trace.planned import Planned
 from ultrascale.trace.recording.record import RankTrace, Sent
@@ -35,7 +35,7 @@ class TrafficRow(NamedTuple):
     """Messages of one kind along one axis."""
 
     axis: str
-    way: Way
+    key: TrafficKey
     traced: Traffic
     planned: Traffic | None
 
@@ -56,7 +56,7 @@ class Comparison:
         return {
             "memory": [row._asdict() | {"percent": row.percent} for row in self.memory],
             "traffic": [
-                {"axis": row.axis, **row.way._asdict(), "traced": row.traced._asdict(),
+                {"axis": row.axis, **row.key._asdict(), "traced": row.traced._asdict(),
                  "planned": None if row.planned is None else row.planned._asdict()}
                 for row in self.traffic
             ],
@@ -72,17 +72,17 @@ def compare(trace: RankTrace, planned: Planned | None, step: int = 1) -> Compari
     )
 
 
-def traffic_of(trace: RankTrace, step: int) -> dict[Way, Traffic]:
+def traffic_of(trace: RankTrace, step: int) -> dict[TrafficKey, Traffic]:
     """Messages of a rank in a step, without host messages and numbers of rows."""
-    counts: Counter[Way] = Counter()
-    sizes: Counter[Way] = Counter()
+    counts: Counter[TrafficKey] = Counter()
+    sizes: Counter[TrafficKey] = Counter()
     for sent in trace.sent:
         if sent.step != step or sent.is_host or sent.kind in NOT_COUNTED or sent.kind.endswith("of counts"):
             continue
-        way = Way(sent.kind, sent.size, sent.stride)
-        counts[way] += sent.times
-        sizes[way] += leaving(trace, sent) * sent.times
-    return {way: Traffic(counts[way], sizes[way]) for way in counts}
+        key = TrafficKey(sent.kind, sent.size, sent.stride)
+        counts[key] += sent.times
+        sizes[key] += leaving(trace, sent) * sent.times
+    return {key: Traffic(counts[key], sizes[key]) for key in counts}
 
 
 def leaving(trace: RankTrace, sent: Sent) -> int:
@@ -103,12 +103,12 @@ def _memory(trace: RankTrace, planned: Planned | None, step: int) -> list[Row]:
 
 
 def _traffic(trace: RankTrace, planned: Planned | None, step: int) -> list[TrafficRow]:
-    traced, told = traffic_of(trace, step), {} if planned is None else planned.traffic
+    traced, expected = traffic_of(trace, step), {} if planned is None else planned.traffic
     rows = []
-    for way in sorted({*traced, *told}, key=lambda way: (way.stride, way.size, way.kind)):
-        axis = axis_of(trace.layout, way.size, way.stride)
+    for key in sorted({*traced, *expected}, key=lambda key: (key.stride, key.size, key.kind)):
+        axis = axis_of(trace.layout, key.size, key.stride)
         rows.append(
-            TrafficRow(axis, way, traced.get(way, Traffic(0, 0)), told.get(way, None if planned is None else Traffic(0, 0)))
+            TrafficRow(axis, key, traced.get(key, Traffic(0, 0)), expected.get(key, None if planned is None else Traffic(0, 0)))
         )
     return rows
 
@@ -116,12 +116,12 @@ def _traffic(trace: RankTrace, planned: Planned | None, step: int) -> list[Traff
 def _islands(trace: RankTrace, planned: Planned | None) -> list[Row]:
     if trace.outer is None:
         return []
-    told = (None, None) if planned is None or planned.outer is None else planned.outer
-    return [Row(*one) for one in zip(("sent in a round", "kept on the host"), trace.outer, told, strict=True)]
+    expected = (None, None) if planned is None or planned.outer is None else planned.outer
+    return [Row(*values) for values in zip(("sent in a round", "kept on the host"), trace.outer, expected, strict=True)]
 
 
 def _flops(trace: RankTrace, planned: Planned | None, step: int) -> list[Row]:
-    attention = sum(n for (of, op, _), n in trace.flops.items() if of == step and "attention" in op)
+    attention = sum(n for (of_step, op, _), n in trace.flops.items() if of_step == step and "attention" in op)
     products = trace.total_flops(step) - attention
     if planned is None:
         return [Row("products", products, None), Row("attention", attention, None)]

@@ -74,40 +74,40 @@ def edits(run: Run, cluster: Cluster, *, most: int = EDITS) -> list[Edit]:
 
     If none makes it fit, the best pair of changes that does comes first, or else the best three: several at once, in one line.
     """
-    now, found = plan_run(run, cluster), Priced(run, cluster)
-    singles = [edit for change in _changes(run.layout, run) if (edit := found.edit((change,), now)) and edit.saved_bytes > 0]
+    now, priced = plan_run(run, cluster), PlanCache(run, cluster)
+    singles = [edit for change in _changes(run.layout, run) if (edit := priced.edit((change,), now)) and edit.saved_bytes > 0]
     singles = [edit for edit in singles if edit.helps] or singles
     first: list[Edit] = []
     if not any(edit.fits for edit in singles) and not now.fits:
-        first = _together(run, found, now)
+        first = _combinations(run, priced, now)
     return [*first, *_ranked(singles)][:most]
 
 
-def _together(run: Run, found: Priced, now: RunPlan) -> list[Edit]:
+def _combinations(run: Run, priced: PlanCache, now: RunPlan) -> list[Edit]:
     """The fastest of the least changes at once that make it fit, two or three; else what saves most of those tried."""
     tried: list[Edit] = []
     chains: list[tuple[Change, ...]] = [(change,) for change in _changes(run.layout, run)]
     for _ in range(2, MOST_TOGETHER + 1):
         chains = [
             (*chain, change)
-            for chain in _most_saving(chains, found, now)
+            for chain in _most_saving(chains, priced, now)
             for change in _changes(chain[-1].layout, replace(run, layout=chain[-1].layout))
         ]
-        more = [edit for chain in chains if (edit := found.edit(chain, now))]
+        more = [edit for chain in chains if (edit := priced.edit(chain, now))]
         tried += more
         if any(edit.fits for edit in more):
             break
     return _ranked(tried)[:1]
 
 
-def _most_saving(chains: list[tuple[Change, ...]], found: Priced, now: RunPlan) -> list[tuple[Change, ...]]:
+def _most_saving(chains: list[tuple[Change, ...]], priced: PlanCache, now: RunPlan) -> list[tuple[Change, ...]]:
     """The chains to extend."""
-    saved = [(edit.saved_bytes, number) for number, chain in enumerate(chains) if (edit := found.edit(chain, now))]
+    saved = [(edit.saved_bytes, number) for number, chain in enumerate(chains) if (edit := priced.edit(chain, now))]
     return [chains[number] for _, number in sorted(saved, reverse=True)[:GO_ON_FROM]]
 
 
-def _ranked(found: list[Edit]) -> list[Edit]:
-    return sorted(found, key=lambda edit: (not edit.fits, (edit.slower or 0.0) if edit.fits else -edit.saved_bytes))
+def _ranked(candidates: list[Edit]) -> list[Edit]:
+    return sorted(candidates, key=lambda edit: (not edit.fits, (edit.slower or 0.0) if edit.fits else -edit.saved_bytes))
 
 
 class Change(NamedTuple):
@@ -117,7 +117,7 @@ class Change(NamedTuple):
     layout: Layout
 
 
-class Priced:
+class PlanCache:
     """Changes as the planner has them, each asked once."""
 
     def __init__(self, run: Run, cluster: Cluster):
@@ -154,9 +154,9 @@ def _changes(layout: Layout, run: Run) -> Iterator[Change]:
         return Change(settings, replace(layout, **settings))
 
     ways = ["none", "selective", "every-k", "full"]
-    at = ways.index(layout.recompute) if layout.recompute in ways else int(is_modules(layout.recompute))
+    current = ways.index(layout.recompute) if layout.recompute in ways else int(is_modules(layout.recompute))
     for way in ("selective", "full"):
-        if ways.index(way) > at:
+        if ways.index(way) > current:
             yield changed(recompute=way)
     if layout.recompute in ways[:-1]:
         yield changed(recompute="auto")
@@ -174,12 +174,12 @@ def _changes(layout: Layout, run: Run) -> Iterator[Change]:
     if layout.dp_shard not in (None, layout.dp):
         yield changed(dp_shard=layout.dp)
     if layout.dp % 2 == 0 and layout.layers_per_stage is None:
-        others: dict[str, Any] = {"dp": layout.dp // 2}
+        changes: dict[str, Any] = {"dp": layout.dp // 2}
         if layout.dp_shard is not None:
-            others["dp_shard"] = min(layout.dp_shard, layout.dp // 2)
+            changes["dp_shard"] = min(layout.dp_shard, layout.dp // 2)
         for axis in ("tp", "cp", "pp"):
             if layout.world_size % (layout.ep * layout.expert_tp) == 0:
-                yield changed(**{axis: getattr(layout, axis) * 2}, **others)
+                yield changed(**{axis: getattr(layout, axis) * 2}, **changes)
         if run.model.num_experts and run.model.num_experts % (layout.ep * 2) == 0:
             yield changed(ep=layout.ep * 2)
 

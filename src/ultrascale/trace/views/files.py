@@ -45,16 +45,16 @@ def points(trace: RankTrace) -> list[dict[str, Any]]:
     """Moments in order, each the highest of a stretch of equal length: step, phase, bytes by category."""
     moments = list(trace.timeline())
     stride = -(-len(moments) // MOST_POINTS) or 1
-    kept = [
+    peaks = [
         max(moments[start : start + stride], key=lambda moment: sum(moment[1].values()))
         for start in range(0, len(moments), stride)
     ]
-    marks, found, at = trace.marks, [], 0
-    for tick, by_category in kept:
-        while at + 1 < len(marks) and marks[at + 1].tick <= tick:
-            at += 1
-        found.append({"tick": tick, "step": marks[at].step + 1, "phase": marks[at].phase, "bytes": by_category})
-    return found
+    marks, rows, index = trace.marks, [], 0
+    for tick, by_category in peaks:
+        while index + 1 < len(marks) and marks[index + 1].tick <= tick:
+            index += 1
+        rows.append({"tick": tick, "step": marks[index].step + 1, "phase": marks[index].phase, "bytes": by_category})
+    return rows
 
 
 def _picture(trace: RankTrace, path: Path, planned_peak_bytes: int | None) -> Path:
@@ -119,26 +119,26 @@ def _segments(
     trace: RankTrace, segments: list[tuple[int, int, str]], living: dict[int, tuple[int, int]], streams: dict[str, int]
 ) -> list[dict[str, Any]]:
     """Every segment with its blocks at the end."""
-    found = []
+    records = []
     for address, size, stream in segments:
-        inside = sorted((at, *living[at]) for at in living if address <= at < address + size)
+        inside = sorted((start, *living[start]) for start in living if address <= start < address + size)
         blocks, position = [], address
-        for at, number, taken in inside:
-            if at > position:
-                blocks.append(_block(position, at - position, "inactive", []))
-            size_of_block = -(-taken // ROUND) * ROUND
-            blocks.append(_block(at, size_of_block, "active_allocated", _frames(trace, number)) | {"requested_size": taken})
-            position = at + size_of_block
+        for start, number, needed in inside:
+            if start > position:
+                blocks.append(_block(position, start - position, "inactive", []))
+            size_of_block = -(-needed // ROUND) * ROUND
+            blocks.append(_block(start, size_of_block, "active_allocated", _frames(trace, number)) | {"requested_size": needed})
+            position = start + size_of_block
         if position < address + size:
             blocks.append(_block(position, address + size - position, "inactive", []))
         used = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
-        found.append({
+        records.append({
             "device": 0, "address": address, "total_size": size, "allocated_size": used, "active_size": used,
-            "requested_size": sum(taken for _, _, taken in inside), "stream": streams.get(stream, 0),
+            "requested_size": sum(needed for _, _, needed in inside), "stream": streams.get(stream, 0),
             "segment_pool_id": (0, 0), "is_expandable": False,
             "segment_type": "small" if size == SMALL_SEGMENT else "large", "frames": [], "blocks": blocks,
         })  # fmt: skip
-    return found
+    return records
 
 
 def _block(address: int, size: int, state: str, frames: list[dict[str, Any]]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def line_of_ours(frame: FrameType | None) -> str:
 def line_of_code(frame: FrameType | None) -> str:
     """`file:line` of the innermost caller that is not torch's, Python's or the trace's: a user's own model, or ours."""
     frame = _frame_of_code(frame)
-    return NOWHERE if frame is None else _told(frame.f_code.co_filename, frame.f_lineno)
+    return NOWHERE if frame is None else _short_location(frame.f_code.co_filename, frame.f_lineno)
 
 
 def may_read(frame: FrameType | None) -> bool:
@@ -54,7 +54,7 @@ def line_of_error(error: BaseException) -> str:
     """`file:line`, as of `line_of_code`, of where an error came from."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         if is_code(frame.f_code.co_filename):
-            return _told(frame.f_code.co_filename, line)
+            return _short_location(frame.f_code.co_filename, line)
     return NOWHERE
 
 
@@ -65,9 +65,9 @@ def is_code(file: str) -> bool:
     return file.startswith(INSTALLED) or not file.startswith(PYTHON)
 
 
-def _told(file: str, line: int) -> str:
+def _short_location(file: str, line: int) -> str:
     """Files of `ultrascale` from there, others from the current folder if they are below it."""
     if file.startswith(PACKAGE):
         return f"{file[len(PACKAGE) :]}:{line}"
-    near = os.path.relpath(file)
-    return f"{file if near.startswith('..') else near}:{line}"
+    relative = os.path.relpath(file)
+    return f"{file if relative.startswith('..') else relative}:{line}"

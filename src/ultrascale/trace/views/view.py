@@ -22,11 +22,11 @@ def show_trace(
 ) -> None:
     """One rank: memory, what is alive at the peak is `show_parts`, messages, FLOPs."""
     layout = trace.layout
-    seen, count = trace.micro_batches
+    traced, count = trace.micro_batches
     console.print(
         f"[bold]{trace.model.name or trace.model.model_type}[/bold], rank {trace.rank} of {layout.world_size} as on "
         f"{trace.device}: step {step + 1}, {count_of(count, 'micro-batch')}"
-        + ("" if seen == count else f", of which {seen} are traced (those between are alike)")
+        + ("" if traced == count else f", of which {traced} are traced (those between are alike)")
         + ("; experts are chosen equally often" if trace.model.num_experts else "")
         + (f"; {trace.documents} in each sequence" if trace.documents else ""),
         soft_wrap=True,
@@ -52,10 +52,10 @@ def show_trace(
 def show_stages(peaks: list[StagePeak], console: Console) -> None:
     """A line for each pipeline stage."""
     table = _table("stage", "rank", "traced peak", "planned", "difference", "reserved", right=(1, 2, 3, 4, 5))
-    for one in peaks:
+    for peak in peaks:
         table.add_row(
-            str(one.pp), str(one.rank), format_bytes(one.traced_bytes), _bytes(one.planned_bytes), _percent(one.percent),
-            format_bytes(one.reserved_bytes),
+            str(peak.pp), str(peak.rank), format_bytes(peak.traced_bytes), _bytes(peak.planned_bytes), _percent(peak.percent),
+            format_bytes(peak.reserved_bytes),
         )  # fmt: skip
     console.print(table)
 
@@ -103,9 +103,9 @@ def _traffic_table(comparison: Comparison, tier: dict[str, str]) -> Table:
     table = _table("messages of a step", "axis", "ranks", "tier", "traced", "", "planned", "", right=(2, 4, 5, 6, 7))
     for row in comparison.traffic:
         planned = ("", "") if row.planned is None else (str(row.planned.count), format_bytes(row.planned.num_bytes))
-        ranks = f"{row.way.size}" + (f" / {row.way.stride}" if row.way.stride > 1 else "")
-        place = tier.get(f"{row.way.size}/{row.way.stride}", "")
-        table.add_row(row.way.kind, row.axis, ranks, place, str(row.traced.count), format_bytes(row.traced.num_bytes), *planned)
+        ranks = f"{row.key.size}" + (f" / {row.key.stride}" if row.key.stride > 1 else "")
+        place = tier.get(f"{row.key.size}/{row.key.stride}", "")
+        table.add_row(row.key.kind, row.axis, ranks, place, str(row.traced.count), format_bytes(row.traced.num_bytes), *planned)
     return table
 
 
@@ -125,7 +125,7 @@ def _lines_table(trace: RankTrace, step: int) -> Table:
 
 def _flops_table(trace: RankTrace, comparison: Comparison, step: int) -> Table:
     table = _table("FLOPs of a step", "forward", "again", "backward", "sum", "planned", right=(1, 2, 3, 4, 5))
-    names = sorted({op for of, op, _ in trace.flops if of == step}, key=lambda op: (-sum(_of(trace, step, op)), op))
+    names = sorted({op for of_step, op, _ in trace.flops if of_step == step}, key=lambda op: (-sum(_of(trace, step, op)), op))
     for op in names:
         row = _of(trace, step, op)
         table.add_row(op, *map(format_count, row), format_count(sum(row)), "")

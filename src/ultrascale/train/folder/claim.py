@@ -41,10 +41,10 @@ def take_over(store: Store, run: Run, folder: RunFolder, *, allow_changes: bool 
     run_id = claimed["run_id"] if claimed is not None else _known(folder).get("run_id") or uuid.uuid4().hex
     writer = uuid.uuid4().hex
     try:
-        own = store.publish(CLAIM, json.dumps({"run_id": run_id, "writer": writer}).encode(), replacing=version)
+        published = store.publish(CLAIM, json.dumps({"run_id": run_id, "writer": writer}).encode(), replacing=version)
     except ConflictError as error:
         raise CheckpointError(f"{store.url}: another process is starting this run at this moment. Start it once.") from error
-    store.hold(CLAIM, own)
+    store.hold(CLAIM, published)
     if claimed is not None and _known(folder).get("writer") != claimed["writer"]:
         _bring_history(store, folder)
     folder.write_json(LOCAL, {"run_id": run_id, "writer": writer})
@@ -61,8 +61,8 @@ def _expect_same_id(store: Store, folder: RunFolder, run_id: str) -> None:
     """Raises CheckpointError if the folder is of another run than the store's."""
     known = _known(folder).get("run_id")
     if known != run_id and (known is not None or candidates(folder.checkpoints)):
-        told = f"{store.url} holds another run than {folder.path}"
-        raise CheckpointError(f"{told}. Give this one a --name of its own, or another checkpoint.store.")
+        problem = f"{store.url} holds another run than {folder.path}"
+        raise CheckpointError(f"{problem}. Give this one a --name of its own, or another checkpoint.store.")
 
 
 def _bring_history(store: Store, folder: RunFolder) -> None:
@@ -91,7 +91,7 @@ def join_disks(store: Store, folder: RunFolder, ranks: Coordinator, writer: str)
         folder.write_json(LOCAL, {"run_id": claim["run_id"]})
 
     if not disks.are_one:
-        ranks.agree("joining the run's store", lambda: told(join) if disks.leads else None)
+        ranks.agree("joining the run's store", lambda: as_checkpoint_error(join) if disks.leads else None)
     return disks
 
 
@@ -115,17 +115,17 @@ def _expect_same_run(store: Store, run: Run, parts: tuple[str, ...]) -> None:
     """Raises CheckpointError if the store's run differs in one of these parts; `restore` tells each in full."""
     try:
         text = store.read("run.toml").decode()
-        kept = decisive_parts(run_from_toml(text, where=store.where("run.toml")))
+        stored = decisive_parts(run_from_toml(text, where=store.where("run.toml")))
     except (MissingError, SpecError, UnicodeDecodeError):
         return  # its checkpoints say
     now = decisive_parts(run)
-    differing = [key for key in parts if kept[key] != now[key]]
+    differing = [key for key in parts if stored[key] != now[key]]
     if differing:
-        told = f"holds another run: its {' and '.join(differing)} {'is' if len(differing) == 1 else 'are'} not this one's"
-        raise CheckpointError(f"{store.url} {told}. Give this run a --name of its own, or another checkpoint.store.")
+        problem = f"holds another run: its {' and '.join(differing)} {'is' if len(differing) == 1 else 'are'} not this one's"
+        raise CheckpointError(f"{store.url} {problem}. Give this run a --name of its own, or another checkpoint.store.")
 
 
-def told(work: Callable[[], T]) -> T:
+def as_checkpoint_error(work: Callable[[], T]) -> T:
     """Result of `work`. Raises CheckpointError, which ranks report to each other, for a StorageError."""
     try:
         return work()

@@ -14,14 +14,14 @@ Item = TypeVar("Item")
 
 def with_defaults(item: Item) -> Item:
     """The dataclass `item`, and those in it, with the default of every field that has one."""
-    kept = {}
-    for one in fields(item):  # pyright: ignore[reportArgumentType]
-        value = getattr(item, one.name)
+    values = {}
+    for field in fields(item):  # pyright: ignore[reportArgumentType]
+        value = getattr(item, field.name)
         if is_dataclass(value):
-            kept[one.name] = with_defaults(value)
-        elif one.default is MISSING and one.default_factory is MISSING:
-            kept[one.name] = value
-    return type(item)(**kept)
+            values[field.name] = with_defaults(value)
+        elif field.default is MISSING and field.default_factory is MISSING:
+            values[field.name] = value
+    return type(item)(**values)
 
 
 def differences(before: Any, now: Any, defaults: Any, key: str = "") -> list[tuple[str, Any, Any]]:
@@ -31,8 +31,8 @@ def differences(before: Any, now: Any, defaults: Any, key: str = "") -> list[tup
         other = defaults if isinstance(defaults, dict) else {}
         keys = sorted(before.keys() | now.keys())
         return [
-            one
+            difference
             for k in keys
-            for one in differences(before.get(k, other.get(k)), now.get(k), other.get(k), f"{key}.{k}".lstrip("."))
+            for difference in differences(before.get(k, other.get(k)), now.get(k), other.get(k), f"{key}.{k}".lstrip("."))
         ]
     return [] if before == now else [(key, before, now)]

@@ -34,21 +34,21 @@ from ultrascale.train.folder.saves import Saves
 class Loss:
     """The loss of a run's folder."""
 
-    what: str
+    problem: str
     """`out/run was removed while the run trained in it`."""
     refuge: Path
     """Folder in which the run is saved instead."""
 
 
 @dataclass
-class Place:
+class CheckpointPlace:
     """Destination of a run's checkpoints: its folder, or a refuge once that is lost."""
 
     run: Run
     folder: RunFolder
     saves: Saves
     ranks: Ranks
-    tell: Callable[[int, str], None]
+    report: Callable[[int, str], None]
     """Given the step and what became of the folder of the checkpoints."""
     loss: Loss | None = None
     """Loss of the run's whole folder; None while the run has it."""
@@ -61,11 +61,11 @@ class Place:
         except CheckpointError as error:
             if self.loss is None:
                 raise
-            told = f"the run has stopped at step {step}, which could not be saved in {self.loss.refuge} either"
-            raise RunFolderLostError(f"{self.loss.what}: {told}: {error}") from error
+            problem = f"the run has stopped at step {step}, which could not be saved in {self.loss.refuge} either"
+            raise RunFolderLostError(f"{self.loss.problem}: {problem}: {error}") from error
         if self.loss is not None:
-            told = f"{self.loss.what}: the run has stopped, and is saved at step {step} in {self.loss.refuge}"
-            raise RunFolderLostError(f"{told}; `ultrascale train {quote(str(self.loss.refuge))}` goes on from there.")
+            problem = f"{self.loss.problem}: the run has stopped, and is saved at step {step} in {self.loss.refuge}"
+            raise RunFolderLostError(f"{problem}; `ultrascale train {quote(str(self.loss.refuge))}` goes on from there.")
 
     def settle(self, step: int) -> None:
         """Give the saves another place if the folder they go to is no longer what it was. Collective.
@@ -75,25 +75,25 @@ class Place:
         if self.loss is not None:
             return
         with coordinating(self.ranks.host_group) as everybody:
-            what, refuge = everybody.on_rank_0(f"looking after {self.folder.path}", self._look)
+            problem, refuge = everybody.on_rank_0(f"looking after {self.folder.path}", self._fate_and_refuge)
             fates = everybody.failures(self.saves.saver.fate() or None)  # on each disk
-        if not what and not fates:
+        if not problem and not fates:
             return
         self.saves.settle(step)
         self.saves.saver.use(Path(refuge) / "checkpoints" if refuge else self.folder.checkpoints)
         self.saves.restored(-1)
         if refuge:
-            self.loss = Loss(f"{self.folder.path} {what} while the run trained in it", Path(refuge))
+            self.loss = Loss(f"{self.folder.path} {problem} while the run trained in it", Path(refuge))
             return
         rank, fate = next(iter(fates.items()))
         where = f"{self.folder.checkpoints} on rank {rank}'s node" if rank else f"{self.folder.checkpoints}"
         lost = f"{where} {fate} while the run trained"
-        self.tell(step, f"WARNING: {lost}: what was saved is not there; saving in it goes on")
+        self.report(step, f"WARNING: {lost}: what was saved is not there; saving in it goes on")
 
-    def _look(self) -> tuple[str, str]:
+    def _fate_and_refuge(self) -> tuple[str, str]:
         """Pair: fate of the folder, and the refuge if it is lost; each empty if not."""
-        if what := self.folder.lost():
-            return what, str(_prepared(self.folder.refuge(), self.run))
+        if fate := self.folder.lost():
+            return fate, str(_prepared(self.folder.refuge(), self.run))
         return "", ""
 
 

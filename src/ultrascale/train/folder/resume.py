@@ -28,8 +28,8 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.run import Run
 from ultrascale.kernels.optimizers.narrow_moments import rows_of
-from ultrascale.models.initialise import own_boxes
-from ultrascale.parallel.share import Held, local
+from ultrascale.models.initialise import shard_boxes
+from ultrascale.parallel.share import LocalParameter, local
 from ultrascale.train.folder.differences import differences, with_defaults
 from ultrascale.train.folder.export import PREFIX
 from ultrascale.train.folder.facts import expect_facts, read_facts
@@ -48,10 +48,10 @@ def tensors_of(trainer: Trainer) -> dict[str, list[Slice]]:
     A pipeline's first and last stage may both be here, and each has a tied embedding.
     """
     tensors: dict[str, list[Slice]] = defaultdict(list)
-    for one in trainer.share.held:
-        tensors[f"{PREFIX}{one.name}"] += _slices(one, local(one.parameter.detach()))
-        for moment in moments_of(one.weight, trainer.run.optimizer):
-            tensors[f"optimizer.{moment}.{one.name}"] += _slices(one, moment_of(trainer.optimizer, one, moment))
+    for held in trainer.share.local_parameters:
+        tensors[f"{PREFIX}{held.name}"] += _slices(held, local(held.parameter.detach()))
+        for moment in moments_of(held.weight, trainer.run.optimizer):
+            tensors[f"optimizer.{moment}.{held.name}"] += _slices(held, moment_of(trainer.optimizer, held, moment))
     for stage in trainer.share.stages.values():
         for name, bias in stage.named_buffers():
             tensors[f"{PREFIX}{name}"].append(Slice(bias, tuple(bias.shape), (0,) * bias.dim()))
@@ -63,10 +63,14 @@ def tensors_of(trainer: Trainer) -> dict[str, list[Slice]]:
     return dict(tensors)
 
 
-def _unread_tables(model: Model, kept: dict[str, Any] | None) -> dict[str, list[Slice]]:
+def _unread_tables(model: Model, saved_history: dict[str, Any] | None) -> dict[str, list[Slice]]:
     """Places for a history in the checkpoint that this run has no use for: what is there must be loaded."""
-    first, last = kept["layers"] if kept is not None else (0, -1)
-    shapes = {layer: (num_block_slots(model, layer), kept["length"]) for layer in range(first, last + 1) if kept is not None}
+    first, last = saved_history["layers"] if saved_history is not None else (0, -1)
+    shapes = {
+        layer: (num_block_slots(model, layer), saved_history["length"])
+        for layer in range(first, last + 1)
+        if saved_history is not None
+    }
     return {f"{AMAXES}layers.{layer}": [Slice(torch.empty(shape), shape, (0, 0))] for layer, shape in shapes.items()}
 
 
@@ -74,15 +78,15 @@ def _take_back(trainer: Trainer, tensors: dict[str, list[Slice]]) -> None:
     """Keep what was loaded into copies."""
     if isinstance(trainer.optimizer, CompactAdamW):
         waiting = {name: iter(slices) for name, slices in tensors.items()}
-        for one in trainer.share.held:
-            for moment in moments_of(one.weight, trainer.run.optimizer):
-                found = islice(waiting[f"optimizer.{moment}.{one.name}"], len(own_boxes(one.parameter, one.place)))
-                trainer.optimizer.store(one).take_back(moment, torch.cat([rows_of(box.tensor) for box in found]))
+        for held in trainer.share.local_parameters:
+            for moment in moments_of(held.weight, trainer.run.optimizer):
+                boxes = islice(waiting[f"optimizer.{moment}.{held.name}"], len(shard_boxes(held.parameter, held.place)))
+                trainer.optimizer.store(held).load_values(moment, torch.cat([rows_of(box.tensor) for box in boxes]))
 
 
-def _slices(held: Held, own: Tensor) -> list[Slice]:
+def _slices(held: LocalParameter, tensor: Tensor) -> list[Slice]:
     """Slices of a weight or a moment that this rank's part of it consists of."""
-    return [Slice(box, held.weight.shape, offsets) for offsets, box in own_boxes(held.parameter, held.place, own)]
+    return [Slice(box, held.weight.shape, offsets) for offsets, box in shard_boxes(held.parameter, held.place, tensor)]
 
 
 def facts_of(trainer: Trainer) -> dict[str, Any]:
@@ -133,11 +137,11 @@ def shards_for(trainer: Trainer, manifest: Manifest) -> set[str]:
 def _targets(trainer: Trainer, facts: dict[str, Any]) -> tuple[dict[str, list[Slice]], int]:
     """The tensors that a checkpoint of these facts is read into, and the updates that delayed scaling's history has in it."""
     tensors, history = tensors_of(trainer), trainer.share.amax_history
-    kept = facts.get("fp8_amax_history")
-    amax_updates = 0 if history is None else history.updates_in(kept)
+    saved_history = facts.get("fp8_amax_history")
+    amax_updates = 0 if history is None else history.updates_in(saved_history)
     if amax_updates == 0:
         tensors = {name: slices for name, slices in tensors.items() if not name.startswith(AMAXES)}
-        tensors |= _unread_tables(trainer.run.model, kept)
+        tensors |= _unread_tables(trainer.run.model, saved_history)
     return tensors, amax_updates
 
 
@@ -176,10 +180,10 @@ def begin_islands(trainer: Trainer) -> str:
         whole.clear()
         _take_facts(trainer, facts)
 
-    told = outer.begin(trainer.steps_done, tensors, lambda: facts_of(trainer), take)
+    message = outer.begin(trainer.steps_done, tensors, lambda: facts_of(trainer), take)
     if outer.stops or not outer.settle(trainer.steps_done):
         trainer.request_stop()
-    return told
+    return message
 
 
 def restore_newest(
@@ -191,14 +195,14 @@ def restore_newest(
 
     Raises as `restore` does, and CheckpointError if there are checkpoints and none of them is whole.
     """
-    found = search(root, process_group=trainer.ranks.host_group)
-    if found.folder is None and found.rejected:
-        damage = "\n  ".join(f"{rejected.folder.name}: {rejected.reason}" for rejected in found.rejected)
+    newest = search(root, process_group=trainer.ranks.host_group)
+    if newest.folder is None and newest.rejected:
+        damage = "\n  ".join(f"{rejected.folder.name}: {rejected.reason}" for rejected in newest.rejected)
         remedy = "Bring one back from elsewhere, or remove them all to start the run over"
         raise CheckpointError(f"{root}: no checkpoint is whole. {remedy}.\n  {damage}")
-    if found.folder is not None:
-        restore(trainer, found.folder, allow_changes=allow_changes, verified=True)
-    return found
+    if newest.folder is not None:
+        restore(trainer, newest.folder, allow_changes=allow_changes, verified=True)
+    return newest
 
 
 def decisive_parts(run: Run) -> dict[str, Any]:
@@ -216,10 +220,10 @@ def changes_since(checkpoint: Path, run: Run) -> list[str]:
     before, now, defaults = (tomllib.loads(text) for text in texts)
     where = ("name", "folder")
     changes = [change for change in differences(before, now, defaults) if change[0] not in where]
-    return [f"{key}: {_said(new)} (was {_said(old)})" for key, old, new in changes]
+    return [f"{key}: {_toml_text(new)} (was {_toml_text(old)})" for key, old, new in changes]
 
 
-def _said(value: Any) -> str:
+def _toml_text(value: Any) -> str:
     return value if isinstance(value, str) else "none" if value is None else json.dumps(value)
 
 

@@ -31,7 +31,7 @@ from typing import IO, Any
 from ultrascale import __version__
 from ultrascale.description.problems import SpecError, mistake
 from ultrascale.description.run import Run
-from ultrascale.held_folder import HeldFolder
+from ultrascale.held_folder import OpenFolder
 from ultrascale.launch.events import read_rows
 from ultrascale.run_rows import metric_row
 
@@ -55,7 +55,7 @@ class Claim:
     """
 
     def __init__(self, path: Path, lock: str):
-        self.folder = HeldFolder(path)
+        self.folder = OpenFolder(path)
         self._lock, self._one_at_a_time = lock, threading.Lock()
         try:
             self._file = self._locked()
@@ -98,8 +98,8 @@ class Claim:
             os.close(file)
             raise
         except OSError as error:  # as on some network file systems
-            told = f"{self.folder.path} cannot be locked ({error}): start no second run there, nothing would stop it"
-            warnings.warn(told, stacklevel=2)
+            problem = f"{self.folder.path} cannot be locked ({error}): start no second run there, nothing would stop it"
+            warnings.warn(problem, stacklevel=2)
         return file
 
 
@@ -138,7 +138,7 @@ class RunFolder:
         Raises SpecError if another command is, or if ranks of one that was killed have not gone after some seconds.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        with self._claimed(".command.lock") as own:
+        with self._claimed(".command.lock") as claimed:
             deadline = time.monotonic() + ORPHAN_SECONDS
             while True:
                 try:
@@ -148,7 +148,7 @@ class RunFolder:
                     if time.monotonic() > deadline:
                         raise
                     time.sleep(LOOK_SECONDS)
-            yield own
+            yield claimed
 
     @contextmanager
     def owned(self) -> Iterator[RunFolder]:
@@ -157,8 +157,8 @@ class RunFolder:
 
         Raises SpecError if another one does: two runs writing one folder would mix their metrics and checkpoints.
         """
-        with self._claimed(RANK_LOCK) as own:
-            yield own
+        with self._claimed(RANK_LOCK) as claimed:
+            yield claimed
 
     @contextmanager
     def _claimed(self, lock: str) -> Iterator[RunFolder]:
@@ -262,8 +262,8 @@ class RunFolder:
         """
         from ultrascale.checkpoint.listing import newest_listed
 
-        if what := self.lost():
-            raise RunFolderLostError(f"{self.path} {what} while the run trained in it, and its ranks are not started again.")
+        if fate := self.lost():
+            raise RunFolderLostError(f"{self.path} {fate} while the run trained in it, and its ranks are not started again.")
         events = self.path / "events.jsonl"
         rows = read_rows(events) if events.exists() else ()
         damaged = [row["damaged"] for row in rows if isinstance(row, dict) and isinstance(row.get("damaged"), list)]

@@ -36,17 +36,17 @@ from ultrascale.checkpoint.manifest import Manifest, decode, encode
 from ultrascale.checkpoint.stored import (
     collect_leftovers,
     fetch,
-    found_at,
-    found_in,
     prune_stored,
     publish_stored,
     saves_on,
+    stored_checkpoint,
+    stored_checkpoints,
     stored_manifest,
     upload_files,
-    uploads,
+    whole_saves,
 )
 from ultrascale.checkpoint.stored.index import Index, key_of
-from ultrascale.checkpoint.stored.publish import files_of, seen
+from ultrascale.checkpoint.stored.publish import files_of, published_version
 from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.launch.events import stamp
@@ -54,7 +54,7 @@ from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.time_limits import SLOW_SECONDS
 from ultrascale.run_rows import event_line
 from ultrascale.storage import DamagedError, MissingError, Part, StorageError, Store, join_url, open_store
-from ultrascale.train.folder.claim import LOCAL, join_disks, read_claim, take_over, told
+from ultrascale.train.folder.claim import LOCAL, as_checkpoint_error, join_disks, read_claim, take_over
 from ultrascale.train.folder.run_folder import RunFolder
 from ultrascale.train.session.moments import LoopObserver, Outcome, Session, StepDone
 
@@ -75,14 +75,14 @@ def opened_store(run: Run, ranks: Ranks, folder: RunFolder, *, allow_changes: bo
         yield None
         return
     store = open_store(join_url(run.checkpoint.store, run.name), to_write=True)
-    with coordinating(ranks.host_group, own_group=True) as coordinator:
+    with coordinating(ranks.host_group, always_new_group=True) as coordinator:
         taking = partial(take_over, store, run, folder, allow_changes=allow_changes)
-        writer = coordinator.on_rank_0("taking the run over", lambda: told(taking))
-        own = RunStore(store, run, folder, coordinator, writer, join_disks(store, folder, coordinator, writer))
+        writer = coordinator.on_rank_0("taking the run over", lambda: as_checkpoint_error(taking))
+        run_store = RunStore(store, run, folder, coordinator, writer, join_disks(store, folder, coordinator, writer))
         try:
-            yield own
+            yield run_store
         finally:
-            own.close()
+            run_store.close()
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,12 @@ class RunStore(LoopObserver):
         if not self.disks.are_one:
             return self._search_disks(root, reads)
         while True:
-            found = search(root, process_group=process_group)
-            step = -1 if found.folder is None else next(one.step for one in candidates(root) if one.path == found.folder)
-            fetched = self._ranks.on_rank_0(LOOKING, partial(told, partial(self._fetch_newer, root, step)))
+            on_disk = search(root, process_group=process_group)
+            step = -1 if on_disk.folder is None else next(c.step for c in candidates(root) if c.path == on_disk.folder)
+            fetched = self._ranks.on_rank_0(LOOKING, partial(as_checkpoint_error, partial(self._fetch_newer, root, step)))
             if not fetched:
-                rejected = () if found.folder is not None else tuple(self._rejected)
-                return Search(found.folder, (*found.rejected, *rejected))
+                rejected = () if on_disk.folder is not None else tuple(self._rejected)
+                return Search(on_disk.folder, (*on_disk.rejected, *rejected))
 
     def _search_disks(self, root: Path, reads: Reads) -> Search:
         """Bring to each node's disk its share of the newest whole one; that is uploaded first if it is on all of them together,
@@ -133,11 +133,11 @@ class RunStore(LoopObserver):
         self._wait()
         ranks, lead = self._ranks, self.disks.leads
         gathered = ranks.gather(ranks.agree(LOOKING, lambda: saves_on(root) if lead else []))
-        unsent = ranks.on_rank_0(LOOKING, lambda: uploads(gathered or [], self.disks))
+        unsent = ranks.on_rank_0(LOOKING, lambda: whole_saves(gathered or [], self.disks))
         damaged: list[Rejected] = []
         rejected: list[Rejected] = []
         while True:
-            step = ranks.on_rank_0(LOOKING, partial(told, partial(self._next_step, rejected)))
+            step = ranks.on_rank_0(LOOKING, partial(as_checkpoint_error, partial(self._next_step, rejected)))
             while unsent and (step is None or unsent[0][0] > step):
                 number, save_id, shares = unsent.pop(0)
                 folder = step_folder(root, number)
@@ -145,12 +145,12 @@ class RunStore(LoopObserver):
                     self._reject(damaged, folder, number, problem)
                     continue
                 is_new = number not in {known.step for known in rejected}  # else parts there are not to be relied on
-                self._put(folder, is_new, Upload(number, save_id, shares[ranks.rank]))
+                self._upload_and_publish(folder, is_new, Upload(number, save_id, shares[ranks.rank]))
                 step = number
             if step is None:
                 return Search(None, (*damaged, *rejected))
             share = self._share(step, reads)
-            bring = partial(told, partial(self._bring, step, root, share)) if lead else str
+            bring = partial(as_checkpoint_error, partial(self._bring, step, root, share)) if lead else str
             problems = ranks.broadcast(ranks.gather(ranks.agree(LOOKING, bring)))
             problem = next((text for text in problems if text), "")
             if not problem:
@@ -162,7 +162,7 @@ class RunStore(LoopObserver):
         """Shards of the store's checkpoint that belong on the disk that this rank leads; None, for all of them, if it cannot be
         read, which `_bring` then tells. Collective."""
         ranks = self._ranks
-        text = ranks.on_rank_0(LOOKING, partial(told, partial(self._manifest_text, step)))
+        text = ranks.on_rank_0(LOOKING, partial(as_checkpoint_error, partial(self._manifest_text, step)))
         if not text:
             return None
         manifest = decode(text.encode("ascii"), self.store.where(key_of(step)))
@@ -171,9 +171,9 @@ class RunStore(LoopObserver):
 
     def _manifest_text(self, step: int) -> str:
         with suppress(CheckpointError, DamagedError, MissingError):
-            one = found_at(self.store, step)
-            if one is not None and one.index is not None:
-                return encode(stored_manifest(self.store, one.index)).decode("ascii")
+            stored = stored_checkpoint(self.store, step)
+            if stored is not None and stored.index is not None:
+                return encode(stored_manifest(self.store, stored.index)).decode("ascii")
         return ""
 
     def _damage(self, folder: Path, files: list[str]) -> str:
@@ -182,7 +182,7 @@ class RunStore(LoopObserver):
         try:
             if files:
                 manifest = read_manifest(folder)
-                verify_shards(folder, [one for one in manifest.shards.items() if one[0] in files], manifest.save_id)
+                verify_shards(folder, [shard for shard in manifest.shards.items() if shard[0] in files], manifest.save_id)
         except (CheckpointError, OSError) as error:
             problem = str(error)
         return "\n".join(self._ranks.failures(problem).values())
@@ -193,16 +193,19 @@ class RunStore(LoopObserver):
 
     def _next_step(self, rejected: list[Rejected]) -> int | None:
         """On rank 0: the newest step in the store but for these."""
-        return next((one.step for one in found_in(self.store) if one.step not in {known.step for known in rejected}), None)
+        return next(
+            (stored.step for stored in stored_checkpoints(self.store) if stored.step not in {known.step for known in rejected}),
+            None,
+        )
 
     def _fetch_newer(self, root: Path, step: int) -> bool:
         """On rank 0: bring the newest whole checkpoint after `step` here, if there is one."""
         known = {rejected.step for rejected in self._rejected}
-        for one in found_in(self.store):
-            if one.step <= step or one.step in known:
+        for stored in stored_checkpoints(self.store):
+            if stored.step <= step or stored.step in known:
                 continue
-            problem = self._bring(one.step, root)
-            self._rejected.append(Rejected(Path(one.where), one.step, problem or "does not verify on disk either"))
+            problem = self._bring(stored.step, root)
+            self._rejected.append(Rejected(Path(stored.where), stored.step, problem or "does not verify on disk either"))
             if not problem:
                 return True  # once is enough
             self._lines.append(f"damaged checkpoint passed over: {problem}")
@@ -212,18 +215,18 @@ class RunStore(LoopObserver):
         """Bring the store's checkpoint of `step` here, or `only` these shards of it; why it is damaged, else empty.
 
         Raises StorageError, UnknownVersionError."""
-        one = found_at(self.store, step)
-        if one is not None and one.is_of_another_release:
-            raise UnknownVersionError(one.problem)
+        stored = stored_checkpoint(self.store, step)
+        if stored is not None and stored.is_of_another_release:
+            raise UnknownVersionError(stored.problem)
         try:
-            if one is None or one.index is None:
-                raise CheckpointError(f"{self.store.where(key_of(step))} is not there." if one is None else one.problem)
-            fetch(self.store, one.index, root, only=only)
+            if stored is None or stored.index is None:
+                raise CheckpointError(f"{self.store.where(key_of(step))} is not there." if stored is None else stored.problem)
+            fetch(self.store, stored.index, root, only=only)
         except (CheckpointError, StorageError) as error:
             if isinstance(error, StorageError) and not isinstance(error, DamagedError | MissingError):
                 raise
             return str(error)
-        shards = "" if only is None else f": {len(only)} of its {len(one.index.files) - 1} shards for this node"
+        shards = "" if only is None else f": {len(only)} of its {len(stored.index.files) - 1} shards for this node"
         self._lines.append(f"step {step} came from {self.store.url}{shards}")
         return ""
 
@@ -231,8 +234,8 @@ class RunStore(LoopObserver):
         """Have all of the store's newest checkpoint on this node's disk, for one rank that reads it alone, as an export does.
 
         Raises CheckpointError."""
-        if not self.disks.are_one and (step := told(partial(self._next_step, []))) is not None:
-            problem = told(partial(self._bring, step, self.folder.checkpoints))
+        if not self.disks.are_one and (step := as_checkpoint_error(partial(self._next_step, []))) is not None:
+            problem = as_checkpoint_error(partial(self._bring, step, self.folder.checkpoints))
             if problem:
                 raise CheckpointError(problem)
 
@@ -240,22 +243,22 @@ class RunStore(LoopObserver):
         """Upload the checkpoint that the run goes on from, if an earlier start could not. Collective."""
         if newest is None:
             return
-        lacking = self._ranks.on_rank_0(LOOKING, lambda: told(lambda: self._lacks(newest)))
+        lacking = self._ranks.on_rank_0(LOOKING, lambda: as_checkpoint_error(lambda: self._lacks(newest)))
         if lacking:
             self._send(newest, resuming=True)
         else:
             self._uploaded = newest
 
-    def tell_node(self, kind: str, step: int) -> None:
+    def write_node_event(self, kind: str, step: int) -> None:
         """Note on a disk that rank 0 does not see that the run starts or ends there, for what asks there (`jobs.state`)."""
         if self.disks.leads and self._ranks.rank:
             self.folder.append("events.jsonl", event_line({**stamp(), "event": kind, "step": step}))
 
     def _lacks(self, newest: Path) -> bool:
         manifest = read_manifest(newest)
-        return seen(self.store, manifest.step)[1] != manifest.save_id
+        return published_version(self.store, manifest.step)[1] != manifest.save_id
 
-    def offer(self, folder: Path, ranks: Coordinator) -> None:
+    def upload_later(self, folder: Path, ranks: Coordinator) -> None:
         """Begin to upload a checkpoint that was just saved, unless another is on its way on any rank. Collective."""
         busy = self._pending is not None and not self._pending.done()
         if ranks.failures("busy" if busy else None):
@@ -269,8 +272,8 @@ class RunStore(LoopObserver):
 
     def after_step(self, session: Session, done: StepDone) -> None:
         """Say what there is to say since the last step."""
-        found, self._lines = self._lines, []
-        for line in found:
+        lines, self._lines = self._lines, []
+        for line in lines:
             session.metrics.line(line)
 
     def ended(self, session: Session, outcome: Outcome) -> None:
@@ -283,13 +286,13 @@ class RunStore(LoopObserver):
             self._wait()
         if self._uploaded != newest:
             raise CheckpointError(f"{newest} is whole, but is not in {self.store.url}: {self._failure}")
-        self.tell_node("stop" if outcome.stopped else "end", outcome.steps_done)
+        self.write_node_event("stop" if outcome.stopped else "end", outcome.steps_done)
 
     def keep_export(self, export: Path) -> None:
         """Put the exported folder there, and the small files as they are at the end. On rank 0, after `ended`.
 
         Raises CheckpointError."""
-        told(lambda: (put_folder(self.store, "export", export), self._keep_small_files(), self.store.flush()))
+        as_checkpoint_error(lambda: (put_folder(self.store, "export", export), self._keep_small_files(), self.store.flush()))
 
     def close(self) -> None:
         """Leave what is on its way to the next start."""
@@ -309,7 +312,7 @@ class RunStore(LoopObserver):
 
     def _upload(self, folder: Path, resuming: bool) -> None:
         try:
-            self._put(folder, resuming)
+            self._upload_and_publish(folder, resuming)
         except CheckpointError as error:
             self._failure, self._may_have_leftovers = str(error), True
             self.store.take_pending()  # a later save must not be refused for what this one was
@@ -317,12 +320,12 @@ class RunStore(LoopObserver):
         finally:
             self._sending = None
 
-    def _put(self, folder: Path, resuming: bool, upload: Upload | None = None) -> None:
+    def _upload_and_publish(self, folder: Path, resuming: bool, upload: Upload | None = None) -> None:
         """Upload and publish what ranks wrote of a checkpoint, or `upload`. Collective; raises CheckpointError."""
         ranks, doing = self._ranks, f"keeping {folder.name} in {self.store.url}"
-        mine = ranks.agree(doing, lambda: told(lambda: self._upload_mine(folder, resuming, upload)))
+        mine = ranks.agree(doing, lambda: as_checkpoint_error(lambda: self._upload_mine(folder, resuming, upload)))
         gathered = ranks.gather((mine, self.store.take_pending() if ranks.rank else {})) or []
-        ranks.on_rank_0(doing, lambda: told(lambda: self._publish(folder, gathered, upload)))
+        ranks.on_rank_0(doing, lambda: as_checkpoint_error(lambda: self._publish(folder, gathered, upload)))
         self._uploaded, self._failure = folder, None
 
     def _upload_mine(self, folder: Path, resuming: bool, upload: Upload | None) -> dict[str, list[list[int]]]:
@@ -331,11 +334,11 @@ class RunStore(LoopObserver):
             files = [file for file in files_of(read_manifest(folder)) if _rank_of(file) % world == rank]
         else:
             files = upload.files
-        found = upload_files(self.store, folder, files, resuming=resuming) if files else {}
-        return {file: [[part.bytes, part.crc] for part in parts] for file, parts in found.items()}
+        uploaded = upload_files(self.store, folder, files, resuming=resuming) if files else {}
+        return {file: [[part.bytes, part.crc] for part in parts] for file, parts in uploaded.items()}
 
     def _publish(self, folder: Path, gathered: list[Any], upload: Upload | None) -> None:
-        files = {file: tuple(Part(*part) for part in parts) for one, _ in gathered for file, parts in one.items()}
+        files = {file: tuple(Part(*part) for part in parts) for uploaded, _ in gathered for file, parts in uploaded.items()}
         for _, pending in gathered:
             self.store.add_pending(pending)
         self._keep_small_files()
@@ -343,24 +346,26 @@ class RunStore(LoopObserver):
             manifest = read_manifest(folder)
         else:  # this disk may have nothing of it
             manifest = stored_manifest(self.store, Index(upload.step, upload.save_id, None, 0, files))
-        before, _ = seen(self.store, manifest.step)
-        self._expect_own()
+        before, _ = published_version(self.store, manifest.step)
+        self._expect_still_claimed()
         index = publish_stored(self.store, manifest, files, before=before)
-        kept = self.run.checkpoint
-        prune_stored(self.store, index.step, keep=kept.keep, keep_every_steps=kept.keep_every_steps, verified=self._verified)
+        checkpoint = self.run.checkpoint
+        prune_stored(
+            self.store, index.step, keep=checkpoint.keep, keep_every_steps=checkpoint.keep_every_steps, verified=self._verified
+        )
         if self._may_have_leftovers or before is not None:
             collect_leftovers(self.store, busy=(index.save_id,))
         self.store.flush()
         self._may_have_leftovers = False
 
     def _keep_small_files(self) -> None:
-        self._expect_own()
+        self._expect_still_claimed()
         for name in SMALL:
             path = self.folder.path / name
             if path.is_file():
                 self.store.write(name, path.read_bytes())
 
-    def _expect_own(self) -> None:
+    def _expect_still_claimed(self) -> None:
         """Raises CheckpointError if another start of the run has taken it over."""
         claim, _ = read_claim(self.store)
         if claim is None or claim["writer"] != self._writer:

@@ -29,7 +29,7 @@ class Saves:
 
     saver: Saver
     settings: Checkpoint
-    tell: Callable[[int, str], None]
+    report: Callable[[int, str], None]
     """Given the step and what to say of a save that failed."""
     saved_at: int
     """Steps done at the newest checkpoint; -1 if there is none."""
@@ -75,7 +75,7 @@ class Saves:
             self._known = self.saved_at
         except SaveFailedError as error:
             self.saved_at = self._known
-            self.tell(step, f"WARNING: a save in the background failed: {error}")
+            self.report(step, f"WARNING: a save in the background failed: {error}")
 
     def _succeeds(self, step: int, work: Callable[[], object]) -> bool:
         try:
@@ -86,11 +86,11 @@ class Saves:
             if self.failed > self.settings.failures_allowed:
                 raise
             self.retry_at = step + max(1, (self.settings.every_steps or RETRIES_AN_INTERVAL) // RETRIES_AN_INTERVAL)
-            self.tell(step, self._told(step, error))
+            self.report(step, self._failure_text(step, error))
             return False
 
-    def _told(self, step: int, error: SaveFailedError) -> str:
+    def _failure_text(self, step: int, error: SaveFailedError) -> str:
         before = "nothing is saved yet" if self.saved_at < 0 else f"the newest checkpoint is of step {self.saved_at}"
-        left = self.settings.failures_allowed - self.failed + 1
-        again = f"once more at step {self.retry_at}; {left} more in a row end the run"
-        return f"WARNING: saving failed at step {step}, {before}; {again} (checkpoint.failures_allowed): {error}"
+        remaining = self.settings.failures_allowed - self.failed + 1
+        retry = f"once more at step {self.retry_at}; {remaining} more in a row end the run"
+        return f"WARNING: saving failed at step {step}, {before}; {retry} (checkpoint.failures_allowed): {error}"

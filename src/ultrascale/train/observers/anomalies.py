@@ -64,8 +64,8 @@ class Norms:
         """Count a step without one. Raises AnomalousStepError if there are too many."""
         self.in_a_row += 1
         if self.in_a_row > MOST_IN_A_ROW:
-            told = f"step {step}: {reason}; so were the {MOST_IN_A_ROW} steps before, which were passed over"
-            raise AnomalousStepError(f"{told}. Lower optimizer.learning_rate, or go back to an older checkpoint.")
+            problem = f"step {step}: {reason}; so were the {MOST_IN_A_ROW} steps before, which were passed over"
+            raise AnomalousStepError(f"{problem}. Lower optimizer.learning_rate, or go back to an older checkpoint.")
 
     def state(self) -> list[float]:
         """State for a checkpoint: gradient norms of recent steps."""

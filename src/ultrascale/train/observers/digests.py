@@ -24,7 +24,7 @@ from ultrascale.parallel.mesh import Ranks
 
 ROW = 4096
 """Words of 64 bits."""
-MOST_TOLD = 3
+MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Comparison:
             else (f"rank {self.blamed[0]} does not hold the bits of its copies")
         )
         names = sorted(self.differing)
-        more = f" and {len(names) - MOST_TOLD} more" if len(names) > MOST_TOLD else ""
-        return f"after step {step}: {ranks}" + (f" in {', '.join(names[:MOST_TOLD])}{more}" if names else "")
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        return f"after step {step}: {ranks}" + (f" in {', '.join(names[:MOST_NAMED])}{more}" if names else "")
 
 
 def digest(tensor: Tensor) -> Tensor:
@@ -63,30 +63,30 @@ def digest(tensor: Tensor) -> Tensor:
 
 def compare(tensors: dict[str, list[Slice]], ranks: Ranks) -> Comparison:
     """Compare this rank's parts with every other rank's. Collective."""
-    own = [(name, one) for name, parts in sorted(tensors.items()) for one in parts]
-    keys = [_key(name, one) for name, one in own]
-    digests = torch.stack([digest(one.tensor) for _, one in own]).tolist() if own else []
-    names = {key: name for key, (name, _) in zip(keys, own, strict=True)}
+    local_parts = [(name, part) for name, parts in sorted(tensors.items()) for part in parts]
+    keys = [_key(name, part) for name, part in local_parts]
+    digests = torch.stack([digest(part.tensor) for _, part in local_parts]).tolist() if local_parts else []
+    names = {key: name for key, (name, _) in zip(keys, local_parts, strict=True)}
     return judge([list(zip(*pair, strict=True)) for pair in _gathered(keys, digests, ranks)], names)
 
 
-def judge(held: list[list[tuple[int, int]]], names: dict[int, str]) -> Comparison:
-    """`held`: every rank's keys and digests, in order of rank. `names`: what keys stand for, as far as known."""
-    found: dict[int, dict[int, int]] = defaultdict(dict)
-    for rank, pairs in enumerate(held):
+def judge(of_ranks: list[list[tuple[int, int]]], names: dict[int, str]) -> Comparison:
+    """`of_ranks`: every rank's keys and digests, in order of rank. `names`: what keys stand for, as far as known."""
+    digests: dict[int, dict[int, int]] = defaultdict(dict)
+    for rank, pairs in enumerate(of_ranks):
         for key, value in pairs:
-            found[key][rank] = value
+            digests[key][rank] = value
     blamed: set[int] = set()
     differing: dict[str, tuple[int, ...]] = {}
-    for key, by_rank in found.items():
+    for key, by_rank in digests.items():
         value, count = Counter(by_rank.values()).most_common(1)[0]
         if count == len(by_rank):
             continue
-        odd = [rank for rank, one in by_rank.items() if one != value] if count * 2 > len(by_rank) else list(by_rank)
+        odd = [rank for rank, other in by_rank.items() if other != value] if count * 2 > len(by_rank) else list(by_rank)
         blamed |= set(odd)
         if key in names:
             differing[names[key]] = tuple(sorted(odd))
-    return Comparison(sum(len(by_rank) > 1 for by_rank in found.values()), differing, tuple(sorted(blamed)))
+    return Comparison(sum(len(by_rank) > 1 for by_rank in digests.values()), differing, tuple(sorted(blamed)))
 
 
 def _key(name: str, part: Slice) -> int:

@@ -51,9 +51,9 @@ def balance_experts(share: Share, ranks: Ranks, num_targets: int) -> ExpertBalan
     sums = torch.zeros(layers * share.model.num_experts + 1, dtype=torch.float64)  # exact for counts below 2^53
     load = sums[:-1].view(layers, -1)
     # Without sequence parallelism all ranks of tp see the same tokens, and one of them counts.
-    counts = share.layout.sequence_parallel or share.mesh.at.leads_replica
+    counts = share.layout.sequence_parallel or share.mesh.coordinates.leads_replica
     if counts:
-        load[:], sums[-1] = _own_sums(share, load.shape)
+        load[:], sums[-1] = _local_sums(share, load.shape)
     forget_load(share)
     ranks.sum(sums)
     on_device = load.to(share.mesh.device)  # once, not layer by layer
@@ -62,7 +62,7 @@ def balance_experts(share: Share, ranks: Ranks, num_targets: int) -> ExpertBalan
     return ExpertBalance(load.long(), sums[-1].item() / max(1, num_targets))
 
 
-def _own_sums(share: Share, shape: torch.Size) -> tuple[Tensor, Tensor]:
+def _local_sums(share: Share, shape: torch.Size) -> tuple[Tensor, Tensor]:
     """Sums over this rank's backward passes: loads [layers, experts] and the auxiliary losses, 0-d; fp64 on the CPU.
 
     They come from the device in one copy: each would be a wait for all that is under way there.
@@ -70,7 +70,7 @@ def _own_sums(share: Share, shape: torch.Size) -> tuple[Tensor, Tensor]:
     auxiliary = torch.zeros(1, dtype=torch.float64, device=share.mesh.device)
     numbers: list[int] = []
     loads: list[Tensor] = []
-    for counted, losses in _taken(share):
+    for counted, losses in _take_loads(share):
         auxiliary += losses.to(auxiliary)
         numbers += counted
         loads += [chosen.double() for chosen in counted.values()]
@@ -82,11 +82,11 @@ def _own_sums(share: Share, shape: torch.Size) -> tuple[Tensor, Tensor]:
 
 def forget_load(share: Share) -> None:
     """Drop what the last passes have counted."""
-    for _ in _taken(share):
+    for _ in _take_loads(share):
         pass
 
 
-def _taken(share: Share) -> Iterable[tuple[dict[int, Tensor], Tensor]]:
+def _take_loads(share: Share) -> Iterable[tuple[dict[int, Tensor], Tensor]]:
     return (take_load(stage) for stage in share.stages.values())
 
 

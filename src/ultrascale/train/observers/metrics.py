@@ -54,21 +54,21 @@ class Metrics:
         """Record the values of the `step`th step of the run. `tables` are kept beside them, not given to trackers."""
         known = {key: value for key, value in values.items() if value is not None}
         self._append(self.folder.metrics.name, metric_line(step, {"time": time.time(), **known, **(tables or {})}))
-        self._say(self.follower.lines() if self.follower is not None else [])
+        self._print_lines(self.follower.lines() if self.follower is not None else [])
 
     def event(self, kind: str, **facts: Any) -> None:
         """Add a row to events.jsonl."""
         self._append("events.jsonl", event_line({**stamp(), "event": kind, **facts}))
 
-    def save_failed(self, step: int, told: str) -> None:
+    def save_failed(self, step: int, message: str) -> None:
         """Say that a checkpoint could not be written."""
-        self.line(told)
-        self.event("save failed", step=step, cause=told)
+        self.line(message)
+        self.event("save failed", step=step, cause=message)
 
-    def checkpoints_lost(self, step: int, told: str) -> None:
+    def checkpoints_lost(self, step: int, message: str) -> None:
         """Say that the folder of the checkpoints is not what it was."""
-        self.line(told)
-        self.event("checkpoints lost", step=step, cause=told)
+        self.line(message)
+        self.event("checkpoints lost", step=step, cause=message)
 
     def report(self, name: str, value: Any) -> None:
         """Replace a JSON file of the run's folder."""
@@ -90,31 +90,31 @@ class Metrics:
     def close(self) -> None:
         """Take the bar off the terminal and let trackers finish."""
         self._stop_bar()
-        self._say(self.follower.close() if self.follower is not None else [])
+        self._print_lines(self.follower.close() if self.follower is not None else [])
 
-    def _say(self, told: Sequence[str]) -> None:
+    def _print_lines(self, texts: Sequence[str]) -> None:
         """Pass on what trackers have to say."""
-        for text in told:
+        for text in texts:
             self.line(text)
 
     def _show(self, text: str) -> str:
         """Put a line on the console; empty, or why that failed."""
         if self.bar is None:
-            return console.put(text)
+            return console.print_line(text)
         try:
             self.bar.console.print(text, highlight=False, soft_wrap=True, markup=False)
         except OSError as error:
-            return console.why(error)
+            return console.error_text(error)
         return ""
 
     def _lose_console(self, why: str) -> None:
         self.has_console = False
         self._stop_bar()
-        console.let_go("stdout")
-        told = f"warning: the console is gone ({why}): training goes on, and log.txt has every line"
-        self._try("log.txt", partial(self.folder.append, "log.txt", told))
+        console.redirect_to_null("stdout")
+        message = f"warning: the console is gone ({why}): training goes on, and log.txt has every line"
+        self._try("log.txt", partial(self.folder.append, "log.txt", message))
         self.event("console gone", cause=why)
-        console.put(told, "stderr")
+        console.print_line(message, "stderr")
 
     def _stop_bar(self) -> None:
         if self.bar is not None:
@@ -131,7 +131,7 @@ class Metrics:
             write()
         except OSError as error:
             if not self._warned:
-                console.put(f"warning: {name} is not being written: {error}", "stderr")
+                console.print_line(f"warning: {name} is not being written: {error}", "stderr")
             self._warned = True
 
 
@@ -139,7 +139,7 @@ def _follower(folder: RunFolder) -> Follower | None:
     try:
         return Follower(folder.path)
     except OSError as error:
-        console.put(f"warning: no process for trackers could be started, training goes on without: {error}", "stderr")
+        console.print_line(f"warning: no process for trackers could be started, training goes on without: {error}", "stderr")
         return None
 
 
@@ -152,16 +152,16 @@ def console_line(run: Run, values: Row, steps_done: int) -> str:
     parts.append(f"lr {values['train/lr']:.1e}")
     for key, value in values.items():
         if key.startswith("val/loss"):
-            told = "unknown (no valid target)" if value is None else f"{value:.4f}"
-            parts.append(f"val{key.removeprefix('val/loss').replace('/', ' ', 1)} {told}")
+            shown = "unknown (no valid target)" if value is None else f"{value:.4f}"
+            parts.append(f"val{key.removeprefix('val/loss').replace('/', ' ', 1)} {shown}")
     if (noise := values.get("train/noise_scale_tokens")) is not None:
         parts.append(f"noise {format_count(noise)}")
     if (memory := values.get("mem/peak_allocated_gib")) is not None:
         parts.append(f"mem {memory:.1f}GiB ({values['mem/peak_allocated_percent']:.0f}%)")
     if (speed := values.get("perf/tokens_per_s_per_gpu")) is None:
         return "  ".join([*parts, "(speed not yet known)"])
-    total, one = values["perf/tokens_per_s"] or speed, "gpu" if memory is not None else "rank"
-    parts.append(f"tok/s {total:,.0f}" + (f" ({speed:,.0f} a {one})" if round(total) != round(speed) else ""))
+    total, unit = values["perf/tokens_per_s"] or speed, "gpu" if memory is not None else "rank"
+    parts.append(f"tok/s {total:,.0f}" + (f" ({speed:,.0f} a {unit})" if round(total) != round(speed) else ""))
     parts.append(f"mfu {format_share(values['perf/mfu'])}")
     parts.append(f"eta {duration((run.steps - steps_done) * (values['perf/step_s'] or 0.0))}")
     return "  ".join(parts)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ultrascale.description.progress import step_span, tokens_after
-from ultrascale.description.run import Run, one_island
+from ultrascale.description.run import Run, run_of_island
 from ultrascale.description.units import format_bytes
 from ultrascale.measure.compare import Difference, compare_memory, compare_run
 from ultrascale.measure.machine.ceilings import PEAK_FILE, stored_or_measured_peak
@@ -35,7 +35,7 @@ class Performance(LoopObserver):
     """
 
     def __init__(self, run: Run, ranks: Ranks, metrics: Metrics):
-        self.run, self.ranks, self.metrics = one_island(run), ranks, metrics
+        self.run, self.ranks, self.metrics = run_of_island(run), ranks, metrics
         self.shares = sum(run.degrees)
         length = run.batch.sequence_length
         self.model_flops = model_flops_per_token(run.model, length)

@@ -94,16 +94,16 @@ def _watch_memory(trainer: Trainer, steps: int, folder: Path) -> None:
         torch.cuda.memory._record_memory_history(enabled=None)
     plan = planned_memory(trainer, steps)
     if ranks.is_first:
-        told: dict[str, Any] = {"planned_timeline": [{"step": s + 1, "phase": p, "bytes": b} for s, p, b in plan.timeline]}
+        report: dict[str, Any] = {"planned_timeline": [{"step": s + 1, "phase": p, "bytes": b} for s, p, b in plan.timeline]}
         if memory is not None:
-            told |= compare_run(plan, memory) | {"measured_timeline": memory.timeline()}
+            report |= compare_run(plan, memory) | {"measured_timeline": memory.timeline()}
         if on_cuda:
-            told |= {
+            report |= {
                 "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
                 "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
             }
         (folder / "memory.json").write_text(
-            json.dumps(document("memory", told | {"planned_peak_bytes": plan.peak.total})) + "\n"
+            json.dumps(document("memory", report | {"planned_peak_bytes": plan.peak.total})) + "\n"
         )
 
 
@@ -131,7 +131,11 @@ def _ranges_in(trainer: Trainer) -> Iterator[None]:
     trainer.on_phase = phases.begin
     trainer.read_micro_batches = _named(READING, read)
     trainer.to_device = _named(READING, to_device)
-    undo = [] if trainer.run.compile else [one for stage in trainer.share.stages.values() for one in _name_parts(stage)]
+    undo = (
+        []
+        if trainer.run.compile
+        else [undo_part for stage in trainer.share.stages.values() for undo_part in _name_parts(stage)]
+    )
     try:
         yield
     finally:
@@ -188,20 +192,20 @@ class _Phases:
 def _report(run: Run, ranks: Ranks, trace: Path, steps: list[int], unprofiled: float) -> StepReport | None:
     """Each rank reads its own trace; the first one puts together what they found."""
     events = read_trace(trace)
-    found = waterfall(events)
-    own = RankSteps.of(ranks.rank, found, top(events))
-    pieces = found.pieces if ranks.rank < MERGED_RANKS else ()
-    told = ranks.gather_text(json.dumps({"steps": asdict(own), "pieces": pieces, "origin": events.origin}))
+    breakdown = waterfall(events)
+    local_steps = RankSteps.of(ranks.rank, breakdown, top(events))
+    pieces = breakdown.pieces if ranks.rank < MERGED_RANKS else ()
+    texts = ranks.gather_text(json.dumps({"steps": asdict(local_steps), "pieces": pieces, "origin": events.origin}))
     if not ranks.is_first:
         return None
-    every = [json.loads(one) for one in told]
+    reports = [json.loads(text) for text in texts]
     merged = {
-        rank: [Piece(start + shift, end + shift, category) for start, end, category in one["pieces"]]
-        for rank, one in enumerate(every[:MERGED_RANKS])
-        for shift in [one["origin"] - every[0]["origin"]]
+        rank: [Piece(start + shift, end + shift, category) for start, end, category in report["pieces"]]
+        for rank, report in enumerate(reports[:MERGED_RANKS])
+        for shift in [report["origin"] - reports[0]["origin"]]
     }
     write_merged(trace.parent / "merged.json.gz", merged, title=run.name)
-    rows = [RankSteps(**one["steps"] | {"top": [TopRow(*row) for row in one["steps"]["top"]]}) for one in every]
+    rows = [RankSteps(**report["steps"] | {"top": [TopRow(*row) for row in report["steps"]["top"]]}) for report in reports]
     planned, origin = planned_parts(run, ranks.device)
     facts = environment() | {"run": run.name, "model": run.model.name, "layout": asdict(run.layout)}
     return StepReport(steps, rows, planned, origin, unprofiled, facts)

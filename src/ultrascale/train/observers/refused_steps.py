@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NO_TARGET = "no token is a valid target, so there is no loss to train on"
 
 
-class ToldRefusals(LoopObserver):
+class RefusalLines(LoopObserver):
     """Says which steps were passed over, and why."""
 
     def after_step(self, session: Session, done: StepDone) -> None:
@@ -78,10 +78,10 @@ class RefusedSteps(Observer):
         with watched_gradients(trainer.share.stages.values(), see):
             loss = float(forward_backward(trainer, step))
         trainer.optimizer.zero_grad(set_to_none=True)
-        told = [] if isfinite(loss) else [f"loss {loss}"]
-        told += [f"gradient of {name}" for name in list(bad)[:3]] + ([f"and of {len(bad) - 3} more"] if len(bad) > 3 else [])
-        told += [] if history is None or told else history.infinite()[:1]
-        reports = trainer.ranks.gather_text(", ".join(told))
+        signs = [] if isfinite(loss) else [f"loss {loss}"]
+        signs += [f"gradient of {name}" for name in list(bad)[:3]] + ([f"and of {len(bad) - 3} more"] if len(bad) > 3 else [])
+        signs += [] if history is None or signs else history.infinite()[:1]
+        reports = trainer.ranks.gather_text(", ".join(signs))
         culprits = [f"rank {rank}: {report}" for rank, report in enumerate(reports) if report]
         where = "; ".join(culprits) or (
             f"gradient of {', '.join(reduced[:3]) or 'no parameter, only the norm'}; not so when the step was done once more, "

@@ -39,7 +39,7 @@ MOST_NAMED = 3
 class Passes:
     """Gradient digests and losses of one execution of a step's passes on this rank."""
 
-    own: dict[str, Tensor] = field(default_factory=dict)
+    local: dict[str, Tensor] = field(default_factory=dict)
     """By parameter the sum, modulo 2^64, of the digests of its gradients of all micro-batches."""
     summed: dict[str, Tensor] = field(default_factory=dict)
     loss: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -47,7 +47,7 @@ class Passes:
     def see(self, name: str, gradient: Tensor) -> None:
         """Take note of one parameter's gradient of one micro-batch."""
         bits = digest(gradient)
-        self.own[name] = self.own[name] + bits if name in self.own else bits
+        self.local[name] = self.local[name] + bits if name in self.local else bits
 
 
 def expect_repeatable(trainer: Trainer) -> None:
@@ -81,7 +81,7 @@ def _played_twice(trainer: Trainer, step: Step, play: Callable[[], None]) -> Non
     if any(reports):
         trainer.optimizer.zero_grad(set_to_none=True)
         forget_load(trainer.share)
-        raise CorruptStateError(_told(trainer.steps_done + 1, reports))
+        raise CorruptStateError(_problem_text(trainer.steps_done + 1, reports))
 
 
 def _observed(trainer: Trainer, step: Step, play: Callable[[], None]) -> Passes:
@@ -97,8 +97,7 @@ def _observed(trainer: Trainer, step: Step, play: Callable[[], None]) -> Passes:
 
 def _difference(first: Passes, second: Passes) -> str:
     """Difference on this rank: `own ...` if it arose here, `summed ...` if only a sum over ranks differs; else empty."""
-    for kind in ("own", "summed"):
-        before, after = getattr(first, kind), getattr(second, kind)
+    for kind, before, after in (("own", first.local, second.local), ("summed", first.summed, second.summed)):
         names = [name for name in after if name not in before or not torch.equal(before[name], after[name])]
         if names:
             more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
@@ -106,7 +105,7 @@ def _difference(first: Passes, second: Passes) -> str:
     return "own loss" if not torch.equal(first.loss, second.loss) else ""
 
 
-def _told(step: int, reports: list[str]) -> str:
+def _problem_text(step: int, reports: list[str]) -> str:
     """Ranks where it began; if none, those to which a sum came out differently."""
     began = [f"rank {rank}: {text.removeprefix('own ')}" for rank, text in enumerate(reports) if text.startswith("own ")]
     summed = [f"rank {rank}: {text}" for rank, text in enumerate(reports) if text]

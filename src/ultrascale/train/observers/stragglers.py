@@ -65,19 +65,19 @@ class Judge:
 
     def window(self, seconds: Sequence[float]) -> list[Straggler]:
         """Every rank's seconds a step in one more window; what is new."""
-        self.last.append([log_excess(own, [seconds[peer] for peer in self._peers(rank)]) for rank, own in enumerate(seconds)])
+        self.last.append([log_excess(time, [seconds[peer] for peer in self._peers(rank)]) for rank, time in enumerate(seconds)])
         if len(self.last) < WINDOWS:
             return []
-        slowness = [statistics.fmean(min(one, log(MOST)) for one in windows) for windows in zip(*self.last, strict=True)]
-        found = []
-        for rank, own in enumerate(slowness):
-            if rank not in self.named and is_slow(own, [slowness[peer] for peer in self._peers(rank)]):
+        slowness = [statistics.fmean(min(excess, log(MOST)) for excess in windows) for windows in zip(*self.last, strict=True)]
+        stragglers = []
+        for rank, excess in enumerate(slowness):
+            if rank not in self.named and is_slow(excess, [slowness[peer] for peer in self._peers(rank)]):
                 self.named.add(rank)
-                found.append(Straggler(rank, exp(statistics.median_high(windows[rank] for windows in self.last))))
-            elif rank in self.named and own < log(RECOVERED):
+                stragglers.append(Straggler(rank, exp(statistics.median_high(windows[rank] for windows in self.last))))
+            elif rank in self.named and excess < log(RECOVERED):
                 self.named.discard(rank)
-                found.append(Straggler(rank, 1.0, recovered=True))
-        return found
+                stragglers.append(Straggler(rank, 1.0, recovered=True))
+        return stragglers
 
     def _peers(self, rank: int) -> list[int]:
         """Other ranks that compute the same stages."""
@@ -85,19 +85,19 @@ class Judge:
         return [other for other in range(rank // stage * stage, (rank // stage + 1) * stage) if other != rank]
 
 
-def log_excess(own: float, others: Sequence[float]) -> float:
+def log_excess(seconds: float, peers: Sequence[float]) -> float:
     """The log of a rank's time over the median of the others'; 0 where the difference is what a scheduler may take."""
-    usual = statistics.median(others) if others else 0.0
-    return log(own / usual) if usual > 0 and own > 0 and abs(own - usual) > FLOOR_SECONDS else 0.0
+    usual = statistics.median(peers) if peers else 0.0
+    return log(seconds / usual) if usual > 0 and seconds > 0 and abs(seconds - usual) > FLOOR_SECONDS else 0.0
 
 
-def is_slow(own: float, others: Sequence[float]) -> bool:
-    """True if a rank's slowness (log of its time over the others') is above `LIMIT`, and an outlier among the `others`."""
-    if not others:
+def is_slow(slowness: float, peers: Sequence[float]) -> bool:
+    """True if a rank's slowness (log of its time over the others') is above `LIMIT`, and an outlier among its `peers`."""
+    if not peers:
         return False
-    usual = statistics.median(others)
-    spread = MAD_TO_SIGMA * statistics.median(abs(one - usual) for one in others)
-    return own > log(LIMIT) and own - usual > DEVIATIONS * spread
+    usual = statistics.median(peers)
+    spread = MAD_TO_SIGMA * statistics.median(abs(peer - usual) for peer in peers)
+    return slowness > log(LIMIT) and slowness - usual > DEVIATIONS * spread
 
 
 class Stragglers(LoopObserver):
@@ -111,9 +111,9 @@ class Stragglers(LoopObserver):
     def after_step(self, session: Session, done: StepDone) -> None:
         """Name who is slow."""
         for straggler in self.count(done.seconds):
-            told = straggler.text(WINDOWS * self.every)
-            session.metrics.line(told)
-            session.metrics.event("straggler", step=session.trainer.steps_done, rank=straggler.rank, cause=told)
+            text = straggler.text(WINDOWS * self.every)
+            session.metrics.line(text)
+            session.metrics.event("straggler", step=session.trainer.steps_done, rank=straggler.rank, cause=text)
 
     def count(self, seconds: float) -> list[Straggler]:
         """Count a step that took `seconds`, waits included. Collective after every few steps; the same on every rank."""
@@ -122,9 +122,9 @@ class Stragglers(LoopObserver):
         self._waited = waited
         if len(self.seconds) < self.every:
             return []
-        own = torch.zeros(self.ranks.world, dtype=torch.float64)
-        own[self.ranks.rank] = statistics.median_low(self.seconds)
+        times = torch.zeros(self.ranks.world, dtype=torch.float64)
+        times[self.ranks.rank] = statistics.median_low(self.seconds)
         self.seconds = []
-        found = self.judge.window(self.ranks.sum(own).tolist())
+        stragglers = self.judge.window(self.ranks.sum(times).tolist())
         self._waited = heartbeat.waited_seconds()
-        return found
+        return stragglers

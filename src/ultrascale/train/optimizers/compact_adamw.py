@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultrascale.description.run import Optimizer
-from ultrascale.kernels.optimizers.block_quantise import BLOCK, Widest, itself, num_blocks, rounding_key
+from ultrascale.kernels.optimizers.block_quantise import BLOCK, ReduceScales, identity, num_blocks, rounding_key
 from ultrascale.kernels.optimizers.narrow_moments import (
     FIRST,
     SECOND,
@@ -33,26 +33,28 @@ from ultrascale.kernels.optimizers.narrow_moments import (
     rows_of,
     update_,
 )
-from ultrascale.models.initialise import own_boxes
+from ultrascale.models.initialise import shard_boxes
 from ultrascale.parallel.data.whole_matrices import spans_over
 from ultrascale.parallel.lost import waiting
-from ultrascale.parallel.share import Held, Share, local
+from ultrascale.parallel.share import LocalParameter, Share, local
 
 
 class CompactAdamW(torch.optim.Optimizer):
     """Over the parameters of a share, in two groups, with and without weight decay."""
 
     def __init__(self, share: Share, settings: Optimizer, kind: Kind, *, seed: int):
-        decays, others = ([one for one in share.held if one.weight.decay is wanted] for wanted in (True, False))
+        decayed, undecayed = (
+            [held for held in share.local_parameters if held.weight.decay is wanted] for wanted in (True, False)
+        )
         groups = [
-            {"params": [one.parameter for one in some], "weight_decay": decay}
-            for some, decay in ((decays, settings.weight_decay), (others, 0.0))
+            {"params": [held.parameter for held in some], "weight_decay": decay}
+            for some, decay in ((decayed, settings.weight_decay), (undecayed, 0.0))
             if some
         ]
         super().__init__(groups, {"lr": settings.learning_rate})
         self.settings, self.seed, self.share = settings, seed, share
         self.kind: Kind = kind
-        self.held = {one.parameter: one for one in share.held}
+        self.held = {held.parameter: held for held in share.local_parameters}
         self.updates_done = 0
 
     @torch.no_grad()
@@ -65,36 +67,38 @@ class CompactAdamW(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     self._update(self.held[parameter], group["lr"], group["weight_decay"])
 
-    def _update(self, one: Held, rate: float, decay: float) -> None:
-        parameter, gradient = rows_of(local(one.parameter)), rows_of(local(one.parameter.grad))  # pyright: ignore
+    def _update(self, held: LocalParameter, rate: float, decay: float) -> None:
+        parameter, gradient = rows_of(local(held.parameter)), rows_of(local(held.parameter.grad))  # pyright: ignore
         settings, count = self.settings, self.updates_done
-        first, second = (rounding_key(self.seed, count, one.name, moment) for moment in (FIRST, SECOND))
+        first, second = (rounding_key(self.seed, count, held.name, moment) for moment in (FIRST, SECOND))
         update = Update(rate, decay, settings.beta1, settings.beta2, settings.eps, count, (first, second))
-        update_(parameter, gradient, self.store(one), update)
+        update_(parameter, gradient, self.store(held), update)
 
-    def store(self, one: Held) -> Moments:
+    def store(self, held: LocalParameter) -> Moments:
         """Moments of a parameter, with the boxes of the unsharded weight that they belong to."""
-        own = own_boxes(one.parameter, one.place)
-        found = [Box(offsets, tuple(box.shape), one.weight.shape) for offsets, box in own]
-        return Moments(self.state[one.parameter], *found, widest=self._widest(one))
+        local_boxes = shard_boxes(held.parameter, held.place)
+        boxes = [Box(offsets, tuple(box.shape), held.weight.shape) for offsets, box in local_boxes]
+        return Moments(self.state[held.parameter], *boxes, widest=self._widest(held))
 
     def create_state(self, steps_done: int) -> None:
         """Give every parameter its moments (zero)."""
         self.updates_done = steps_done
-        for one in self.held.values():
-            own = local(one.parameter)
-            box = Box(one.place.offsets, tuple(own.shape), one.weight.shape)  # all that counts here is its shape and its width
-            self.state[one.parameter] = empty_moments(box, self.kind, own)
+        for held in self.held.values():
+            part = local(held.parameter)
+            box = Box(
+                held.place.offsets, tuple(part.shape), held.weight.shape
+            )  # all that counts here is its shape and its width
+            self.state[held.parameter] = empty_moments(box, self.kind, part)
 
-    def _widest(self, one: Held) -> Widest:
+    def _widest(self, held: LocalParameter) -> ReduceScales:
         """Scales of blocks that tp cuts are the largest of its ranks': one process would have found that."""
-        dim, whole = one.weight.tp_dim, one.weight.shape
-        group = self.share.mesh.group("expert_tp" if one.weight.is_expert else "tp")
-        if group is None or dim != len(whole) - 1 or one.place.shape[-1] == whole[-1] or self.kind != "8bit":
-            return itself
-        if all(span.first % BLOCK == 0 for span in spans_over(self.share, one, group)):
-            return itself
-        before, count = one.place.offsets[-1] // BLOCK, num_blocks(whole[-1])
+        dim, shape = held.weight.tp_dim, held.weight.shape
+        group = self.share.mesh.group("expert_tp" if held.weight.is_expert else "tp")
+        if group is None or dim != len(shape) - 1 or held.place.shape[-1] == shape[-1] or self.kind != "8bit":
+            return identity
+        if all(span.first % BLOCK == 0 for span in spans_over(self.share, held, group)):
+            return identity
+        before, count = held.place.offsets[-1] // BLOCK, num_blocks(shape[-1])
 
         def widest(scales: Tensor) -> Tensor:
             every = scales.new_zeros(len(scales), count)

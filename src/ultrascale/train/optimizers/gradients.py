@@ -27,7 +27,7 @@ def watched_gradients(stages: Collection[Decoder], see: Callable[[str, torch.Ten
     """While inside, `see` is told each parameter's name and gradient of each backward pass, whole and of this rank alone:
     before it is added to others or reduced. Not those that a schedule computes apart from the backward pass (`W`)."""
 
-    def tell(name: str, gradient: torch.Tensor | None) -> None:
+    def see_gradient(name: str, gradient: torch.Tensor | None) -> None:
         if gradient is not None:
             see(name, gradient)
 
@@ -38,7 +38,7 @@ def watched_gradients(stages: Collection[Decoder], see: Callable[[str, torch.Ten
             is_here = bool(prefix) or not name.startswith("layers.")
             if is_here and parameter not in hooks and torch.is_grad_enabled():
                 full = f"{prefix}{name}"
-                hooks[parameter] = parameter.register_hook(lambda gradient, full=full: tell(full, gradient))
+                hooks[parameter] = parameter.register_hook(lambda gradient, full=full: see_gradient(full, gradient))
 
     # Gathered parameters exist only once the forward pass of their bucket has begun: a block's with it, the others' with the
     # decoder's (the head is never called by itself, its loss takes the weight).

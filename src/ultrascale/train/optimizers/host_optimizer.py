@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from ultrascale.parallel.activations.host_memory import host_twin
-from ultrascale.parallel.share import Held, local
+from ultrascale.parallel.share import LocalParameter, local
 from ultrascale.torch_private import fused_adamw
 
 MASTER, GRADIENT = "master", "gradient"
@@ -45,9 +45,9 @@ class Piece(NamedTuple):
 class HostAdamW(AdamW):
     """AdamW over `groups`, as torch's; `held` says which parameters are of one block, and are copied and updated together."""
 
-    def __init__(self, groups: list[dict[str, Any]], held: list[Held], **settings: Any):
+    def __init__(self, groups: list[dict[str, Any]], held: list[LocalParameter], **settings: Any):
         super().__init__(groups, **settings)
-        layer = {one.parameter: one.weight.layer for one in held}
+        layer = {shard.parameter: shard.weight.layer for shard in held}
         blocks: dict[tuple[int | None, int], Piece] = {}
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
@@ -124,7 +124,7 @@ def update(group: dict[str, Any], parameters: list[Any], gradients: list[Any], s
     first, second = ([local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
     beta1, beta2 = group["betas"]
     fused_adamw(
-        [local(one) for one in parameters], [local(one) for one in gradients], first, second,
+        [local(tensor) for tensor in parameters], [local(tensor) for tensor in gradients], first, second,
         [state["step"] for state in states], lr=group["lr"], beta1=beta1, beta2=beta2,
         weight_decay=group["weight_decay"], eps=group["eps"],
     )  # fmt: skip

@@ -27,8 +27,8 @@ from torch.optim.adamw import adamw
 
 from ultrascale.description.architecture.weights import is_hidden_matrix
 from ultrascale.description.run import Optimizer
-from ultrascale.parallel.data.whole_matrices import WholeMatrices
-from ultrascale.parallel.share import Held, Share, local
+from ultrascale.parallel.data.whole_matrices import GatheredMatrices
+from ultrascale.parallel.share import LocalParameter, Share, local
 from ultrascale.work.sharding.owners import NEWTON_SCHULZ_STEPS
 
 RMS_OF_ADAMW = 0.2
@@ -39,15 +39,15 @@ class Muon(torch.optim.Optimizer):
     """Over the parameters of a share. Groups: matrices, then the others with and without decay."""
 
     def __init__(self, share: Share, settings: Optimizer):
-        self.matrices = [one for one in share.held if is_hidden_matrix(one.weight)]
-        others = [one for one in share.held if not is_hidden_matrix(one.weight)]
+        self.matrices = [held for held in share.local_parameters if is_hidden_matrix(held.weight)]
+        others = [held for held in share.local_parameters if not is_hidden_matrix(held.weight)]
         groups = [
             {"params": _parameters(self.matrices), "weight_decay": settings.weight_decay},
-            {"params": _parameters([one for one in others if one.weight.decay]), "weight_decay": settings.weight_decay},
-            {"params": _parameters([one for one in others if not one.weight.decay]), "weight_decay": 0.0},
+            {"params": _parameters([held for held in others if held.weight.decay]), "weight_decay": settings.weight_decay},
+            {"params": _parameters([held for held in others if not held.weight.decay]), "weight_decay": 0.0},
         ]
         super().__init__(groups, {"lr": settings.learning_rate})
-        self.settings, self.whole = settings, WholeMatrices(share, self.matrices)
+        self.settings, self.whole = settings, GatheredMatrices(share, self.matrices)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -70,10 +70,10 @@ class Muon(torch.optim.Optimizer):
                 momentum.add_(gradient)
                 part = torch.add(gradient, momentum, alpha=self.settings.momentum)
             parts.append(part.to(iteration_dtype(part.dtype)))
-        for one, update in zip(self.matrices, self.whole.apply(parts, orthogonalise), strict=True):
-            parameter = local(one.parameter)
+        for held, update in zip(self.matrices, self.whole.apply(parts, orthogonalise), strict=True):
+            parameter = local(held.parameter)
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(update.to(parameter.dtype), alpha=-group["lr"] * update_size(one.weight.shape))
+            parameter.add_(update.to(parameter.dtype), alpha=-group["lr"] * update_size(held.weight.shape))
 
     def _update_others(self, group: dict[str, Any]) -> None:
         some = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -102,8 +102,8 @@ def update_size(shape: Sequence[int]) -> float:
     return RMS_OF_ADAMW * sqrt(max(shape[-2:]))
 
 
-def _parameters(held: Sequence[Held]) -> list[nn.Parameter]:
-    return [one.parameter for one in held]
+def _parameters(held: Sequence[LocalParameter]) -> list[nn.Parameter]:
+    return [shard.parameter for shard in held]
 
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

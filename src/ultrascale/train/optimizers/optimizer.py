@@ -13,7 +13,7 @@ from ultrascale.description.architecture.weights import Weight, is_hidden_matrix
 from ultrascale.description.run import Optimizer
 from ultrascale.kernels.optimizers.narrow_moments import FIRST, SECOND, Kind
 from ultrascale.parallel.activations.host_memory import host_tensor
-from ultrascale.parallel.share import Held, Share, local
+from ultrascale.parallel.share import LocalParameter, Share, local
 from ultrascale.torch_private import leave_compiler_out
 from ultrascale.train.optimizers.compact_adamw import CompactAdamW
 from ultrascale.train.optimizers.host_optimizer import HostAdamW, LocalAdamW
@@ -54,14 +54,17 @@ def build_optimizer(share: Share, settings: Optimizer, *, seed: int = 0) -> torc
 def _adamw(share: Share, settings: Optimizer) -> AdamW:
     """Fused AdamW in two groups, with and without weight decay."""
     groups = [
-        {"params": [one.parameter for one in share.held if one.weight.decay], "weight_decay": settings.weight_decay},
-        {"params": [one.parameter for one in share.held if not one.weight.decay], "weight_decay": 0.0},
+        {
+            "params": [held.parameter for held in share.local_parameters if held.weight.decay],
+            "weight_decay": settings.weight_decay,
+        },
+        {"params": [held.parameter for held in share.local_parameters if not held.weight.decay], "weight_decay": 0.0},
     ]
     used = [group for group in groups if group["params"]]
     options: dict[str, Any] = {
         "lr": settings.learning_rate, "betas": (settings.beta1, settings.beta2), "eps": settings.eps, "fused": True,
     }  # fmt: skip
-    return HostAdamW(used, share.held, **options) if share.layout.offload_optimizer else LocalAdamW(used, **options)
+    return HostAdamW(used, share.local_parameters, **options) if share.layout.offload_optimizer else LocalAdamW(used, **options)
 
 
 def create_state(optimizer: torch.optim.Optimizer, steps_done: int) -> None:
@@ -103,8 +106,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def moment_of(optimizer: torch.optim.Optimizer, one: Held, moment: str) -> Tensor:
+def moment_of(optimizer: torch.optim.Optimizer, held: LocalParameter, moment: str) -> Tensor:
     """This rank's part of a moment; of moments kept narrow a copy, on the CPU, of what they stand for."""
     if isinstance(optimizer, CompactAdamW):
-        return optimizer.store(one).whole(moment)
-    return local(optimizer.state[one.parameter][moment])
+        return optimizer.store(held).whole(moment)
+    return local(optimizer.state[held.parameter][moment])

@@ -3,7 +3,7 @@
 What is done beside the steps of every run is here too, as observers of the session: ranks that have taken a first step wait
 from then on no longer than asked; each step gets its row of metrics and its line on the console; replicas are compared every
 `faults.digest_every_steps`, and before anything is saved that they may have spoiled; after a step that cannot be right the run
-goes back to the newest checkpoint (`faults.on_anomaly = "rewind"`). `joined` holds all of it: ranks that have met, and own the
+goes back to the newest checkpoint (`faults.on_anomaly = "rewind"`). `join_run` holds it all: ranks that have met, and own the
 run's folder, until all of them leave.
 """
 
@@ -30,7 +30,7 @@ from ultrascale.run_rows import document
 from ultrascale.train.corpora import build_loader, expect_one_tokenizer, validation_loaders
 from ultrascale.train.evaluate import HeldOut
 from ultrascale.train.folder.export import keep_tokenizer
-from ultrascale.train.folder.lost_folder import Place
+from ultrascale.train.folder.lost_folder import CheckpointPlace
 from ultrascale.train.folder.resume import begin_islands, changes_since, restore_newest, shards_for, tensors_of
 from ultrascale.train.folder.run_folder import RunFolder, environment
 from ultrascale.train.folder.run_store import RunStore, opened_store
@@ -39,7 +39,7 @@ from ultrascale.train.observers.anomalies import AnomalousStepError, CorruptStat
 from ultrascale.train.observers.digests import compare
 from ultrascale.train.observers.metrics import Metrics, console_line
 from ultrascale.train.observers.performance import Performance
-from ultrascale.train.observers.refused_steps import ToldRefusals
+from ultrascale.train.observers.refused_steps import RefusalLines
 from ultrascale.train.observers.stragglers import Stragglers
 from ultrascale.train.session.moments import LoopObserver, Outcome, Session, StepDone
 from ultrascale.train.start.agreement import expect_same_run
@@ -69,7 +69,7 @@ def begin(
     """Build everything, go on from the newest checkpoint, and say so in the run's folder. Collective."""
     loader, validation = build_loader(run, run.data.sources), validation_loaders(run)
     expect_one_tokenizer(run, loader, validation)
-    corpora = [corpus for one in (loader, *validation.values()) for corpus in one.corpora]
+    corpora = [corpus for split_loader in (loader, *validation.values()) for corpus in split_loader.corpora]
     data_check = DataCheck(corpora, ranks, folder, allow_changes=allow_changes)
     data_lines = data_check.before_first_step()
     if run.compile:
@@ -79,8 +79,8 @@ def begin(
         # Inside, because all ranks leave `slow_part` together: one that lost another rank while it looked for checkpoints
         # raises there, and does not begin at step 0 as if there were none.
         where = search if store is None else partial(store.search, reads=partial(shards_for, trainer))
-        found = restore_newest(trainer, folder.checkpoints, allow_changes=allow_changes, search=where)
-        joined = begin_islands(trainer)
+        newest = restore_newest(trainer, folder.checkpoints, allow_changes=allow_changes, search=where)
+        island_line = begin_islands(trainer)
     if ranks.is_first and trainer.steps_done <= run.steps:
         folder.write_text("run.toml", to_toml(run))
         keep_tokenizer(run)
@@ -89,22 +89,22 @@ def begin(
         folder.forget_metrics_from(trainer.steps_done)
     metrics = Metrics(run, folder, first_step=trainer.steps_done, writes=ranks.is_first)
     metrics.has_console = ranks.island == 0  # each has its log.txt
-    _tell(trainer, folder, metrics, found, [*data_lines, *[joined] * bool(joined)])
+    _write_start(trainer, folder, metrics, newest, [*data_lines, *[island_line] * bool(island_line)])
     saver = Saver(
         folder.checkpoints,
         keep=run.checkpoint.keep,
         keep_every_steps=run.checkpoint.keep_every_steps,
         asynchronous=run.checkpoint.asynchronous,
         process_group=ranks.host_group,
-        published=None if store is None else store.offer,
+        published=None if store is None else store.upload_later,
         spared=tuple if store is None else store.spared,
         disks=None if store is None else store.disks,
     )
     if store is not None:
-        store.tell_node("start", trainer.steps_done)
-        store.catch_up(found.folder)
-    saves = Saves(saver, run.checkpoint, metrics.save_failed, trainer.steps_done if found.folder is not None else -1)
-    place = Place(run, folder, saves, ranks, metrics.checkpoints_lost)
+        store.write_node_event("start", trainer.steps_done)
+        store.catch_up(newest.folder)
+    saves = Saves(saver, run.checkpoint, metrics.save_failed, trainer.steps_done if newest.folder is not None else -1)
+    place = CheckpointPlace(run, folder, saves, ranks, metrics.checkpoints_lost)
     session = Session(run, ranks, folder, trainer, saves, place, metrics, store, [])
     session.observers += _observers(session, validation, data_check, leave_by)
     return session
@@ -115,10 +115,10 @@ def _observers(
 ) -> list[LoopObserver]:
     """Observers that this run asks for, in the order of their calls: those that add to a step's row before its writer."""
     run, ranks, metrics, faults = session.run, session.ranks, session.metrics, session.run.faults
-    found: list[tuple[object, Callable[[], LoopObserver]]] = [
+    builders: list[tuple[object, Callable[[], LoopObserver]]] = [
         (True, FirstStep),
         (run.compile, KeptCompiled),
-        (faults.on_anomaly != "stop", ToldRefusals),
+        (faults.on_anomaly != "stop", RefusalLines),
         (faults.straggler_steps and ranks.world > 1, lambda: Stragglers(run.layout, ranks, faults.straggler_steps or 1)),
         (True, lambda: Performance(run, ranks, metrics)),
         (validation and run.evaluation.every_steps, lambda: HeldOut(validation)),
@@ -129,26 +129,26 @@ def _observers(
         (faults.on_anomaly == "rewind", Rewind),
     ]
     stored = [] if session.store is None else [session.store]
-    return [*stored, *(build() for is_asked, build in found if is_asked)]
+    return [*stored, *(build() for is_asked, build in builders if is_asked)]
 
 
-def _tell(trainer: Trainer, folder: RunFolder, metrics: Metrics, found: Search, lines: list[str]) -> None:
+def _write_start(trainer: Trainer, folder: RunFolder, metrics: Metrics, newest: Search, lines: list[str]) -> None:
     """Say where the run begins, and what was found on the way there."""
-    run, resumed = trainer.run, None if found.folder is None else found.folder.name
-    damaged = [one.folder.name for one in found.rejected]
+    run, resumed = trainer.run, None if newest.folder is None else newest.folder.name
+    damaged = [rejected.folder.name for rejected in newest.rejected]
     ranks = {"world": trainer.ranks.world, "layout": _layout_words(run.layout)}
     metrics.event("start", step=trainer.steps_done, **ranks, checkpoint=resumed, damaged=damaged)
     for note in (*run_notes(run), *grace_notes(run, os.environ)):
         metrics.line(f"note: {note}")
-    for rescued in folder.rescued() if found.folder is None else ():
+    for rescued in folder.rescued() if newest.folder is None else ():
         metrics.line(f"note: starting anew, though {rescued} holds what was saved when a folder at {folder.path} was lost")
     for line in lines:
         metrics.line(line)
-    for rejected in found.rejected:
+    for rejected in newest.rejected:
         metrics.line(f"damaged checkpoint passed over: {rejected.folder}: {rejected.reason}")
-    if found.folder is not None:
-        metrics.line(f"resumed from {found.folder} at step {trainer.steps_done}")
-        for change in changes_since(found.folder, run):
+    if newest.folder is not None:
+        metrics.line(f"resumed from {newest.folder} at step {trainer.steps_done}")
+        for change in changes_since(newest.folder, run):
             metrics.line(change)
 
 
@@ -183,8 +183,8 @@ class Recorded(LoopObserver):
     def after_step(self, session: Session, done: StepDone) -> None:
         """Write the row, if it is due."""
         run, steps_done = session.run, session.trainer.steps_done
-        self._tell_of_islands(session)
-        if done.is_told or session.is_due(run.log.every_steps) or session.is_complete:
+        self._write_island_lines(session)
+        if done.is_recorded or session.is_due(run.log.every_steps) or session.is_complete:
             done.values["perf/save_s"], self.save_seconds = self.save_seconds, None
             balance = done.result.expert_balance
             tables = None if balance is None else {"moe/load": balance.load.tolist()}
@@ -198,12 +198,12 @@ class Recorded(LoopObserver):
 
     def ended(self, session: Session, outcome: Outcome) -> None:
         """Say how."""
-        self._tell_of_islands(session)
+        self._write_island_lines(session)
         if outcome.stopped:
             session.metrics.line(f"stopped at step {outcome.steps_done}: saved; the same command goes on from here")
         session.metrics.event("stop" if outcome.stopped else "end", step=outcome.steps_done)
 
-    def _tell_of_islands(self, session: Session) -> None:
+    def _write_island_lines(self, session: Session) -> None:
         """Say which islands came and went."""
         for line in () if session.trainer.outer is None else session.trainer.outer.lines():
             session.metrics.line(line)
@@ -220,11 +220,11 @@ class ComparedReplicas(LoopObserver):
 
     def before_stop(self, session: Session) -> None:
         """Compare."""
-        found = compare(tensors_of(session.trainer), session.ranks)
-        if found.blamed:
-            told = f"{found.text(session.trainer.steps_done)}: memory or arithmetic failed there"
+        comparison = compare(tensors_of(session.trainer), session.ranks)
+        if comparison.blamed:
+            problem = f"{comparison.text(session.trainer.steps_done)}: memory or arithmetic failed there"
             remedy = 'Go on from the newest checkpoint, without that machine; faults.on_anomaly = "rewind" goes back by itself.'
-            raise CorruptStateError(f"{told}. {remedy}")
+            raise CorruptStateError(f"{problem}. {remedy}")
 
 
 MOST_REWINDS = 3
@@ -267,7 +267,7 @@ class Rewind(LoopObserver):
 
 
 @contextmanager
-def joined(
+def join_run(
     run: Run,
     owning: ExitStack,
     *,

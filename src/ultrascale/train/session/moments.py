@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from ultrascale.description.run import Run
     from ultrascale.parallel.mesh import Ranks
-    from ultrascale.train.folder.lost_folder import Place
+    from ultrascale.train.folder.lost_folder import CheckpointPlace
     from ultrascale.train.folder.run_folder import RunFolder
     from ultrascale.train.folder.run_store import RunStore
     from ultrascale.train.folder.saves import Saves
@@ -47,7 +47,7 @@ class StepDone:
     seconds: float
     values: Row = field(default_factory=dict)
     """Its row of metrics."""
-    is_told: bool = False
+    is_recorded: bool = False
     """True if the step's row is recorded although none is due."""
 
 
@@ -60,7 +60,7 @@ class Session:
     folder: RunFolder
     trainer: Trainer
     saves: Saves
-    place: Place
+    place: CheckpointPlace
     metrics: Metrics
     store: RunStore | None
     observers: list[LoopObserver]

@@ -14,25 +14,28 @@ from ultrascale.parallel.mesh import Ranks
 
 def expect_same_run(run: Run, ranks: Ranks) -> None:
     """Raise SpecError, on every rank, naming each key of which ranks were given different values. Collective."""
-    everybody = [json.loads(text) for text in ranks.gather_text(json.dumps(settings(run)))]
-    problems = [_problem(key, [one.get(key) for one in everybody]) for key in sorted({key for one in everybody for key in one})]
-    if found := [problem for problem in problems if problem is not None]:
-        raise SpecError(found)
+    of_ranks = [json.loads(text) for text in ranks.gather_text(json.dumps(settings(run)))]
+    problems = [
+        _problem(key, [values.get(key) for values in of_ranks])
+        for key in sorted({key for values in of_ranks for key in values})
+    ]
+    if mismatches := [problem for problem in problems if problem is not None]:
+        raise SpecError(mismatches)
 
 
 def settings(run: Run) -> dict[str, str]:
     """Every setting of `run`, as text, by its dotted key."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
 
     def add(prefix: str, values: dict[str, Any]) -> None:
         for key, value in values.items():
             if isinstance(value, dict):
                 add(f"{prefix}{key}.", value)
             else:
-                found[f"{prefix}{key}"] = json.dumps(value, default=str)
+                texts[f"{prefix}{key}"] = json.dumps(value, default=str)
 
     add("", asdict(run))
-    return found
+    return texts
 
 
 def _problem(key: str, values: list[str | None]) -> Problem | None:

@@ -42,7 +42,7 @@ from ultrascale.train.watch.signs_of_life import FOLDER_PREFIX, Signs
 ATTEMPT_FILE = "attempt.json"
 _FOLDER = re.compile(f"{FOLDER_PREFIX}[A-Za-z0-9_]+")
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-MOST_TOLD = 2
+MOST_NAMED = 2
 """Most messages quoted of ranks that lost contact with the rank that ended."""
 
 
@@ -52,18 +52,18 @@ def attempt(folder: RunFolder, ranks: Ranks, signs: Signs) -> Iterator[None]:
     did not end in order. Collective; rank 0 owns the folder."""
     nodes = [json.loads(text) for text in ranks.gather_text(json.dumps(_here(signs)))]
     before = json.loads(ranks.gather_text(json.dumps(_before(folder) if ranks.is_first else None))[0])
-    found = [json.loads(text) for text in ranks.gather_text(json.dumps(_look(before) if signs.leads else []))]
+    gathered = [json.loads(text) for text in ranks.gather_text(json.dumps(_local_reports(before) if signs.leads else []))]
     again = any(int(text) > 0 for text in ranks.gather_text(os.environ.get(RESTARTS, "0")))  # each agent counts its own
     if ranks.is_first:
-        told = [one for some in found for one in some]
-        if before is not None and not was_refused(told, before):
-            _record(folder, failure_of(told, before, folder, again=again))
-        own = [node for node in nodes if node is not None]
+        reports = [report for of_rank in gathered for report in of_rank]
+        if before is not None and not was_refused(reports, before):
+            _record(folder, failure_of(reports, before, folder, again=again))
+        node_records = [node for node in nodes if node is not None]
         with suppress(OSError):  # a full disk ends no run
-            folder.write_json(ATTEMPT_FILE, {"world": ranks.world, "nodes": own})
+            folder.write_json(ATTEMPT_FILE, {"world": ranks.world, "nodes": node_records})
     ranks.barrier()
     if signs.leads:
-        _take_away(before, folder)
+        _remove_signs(before, folder)
     signs.is_kept = True
     try:
         yield
@@ -87,58 +87,58 @@ def attempt(folder: RunFolder, ranks: Ranks, signs: Signs) -> Iterator[None]:
     if ranks.is_first:
         folder.remove(ATTEMPT_FILE)
         for line in summary(read_account(folder.path / "events.jsonl")):
-            console.put(line)
+            console.print_line(line)
             with suppress(OSError):
                 folder.append("log.txt", line)
 
 
-def was_refused(found: Iterable[dict[str, Any]], before: dict[str, Any]) -> bool:
+def was_refused(reports: Iterable[dict[str, Any]], before: dict[str, Any]) -> bool:
     """True if `before` was refused and did not fail: each rank was refused, or died only because a refused one left."""
-    ranks = {one["rank"]: one for one in found}
-    others = [one["cause"] for one in ranks.values() if not one["refused"]]
+    ranks = {report["rank"]: report for report in reports}
+    others = [report["cause"] for report in ranks.values() if not report["refused"]]
     return len(ranks) == before["world"] > len(others) and all(cause and cause["lost_contact"] for cause in others)
 
 
 def failure_of(
-    found: Iterable[dict[str, Any]], before: dict[str, Any], folder: RunFolder, *, again: bool = True
+    reports: Iterable[dict[str, Any]], before: dict[str, Any], folder: RunFolder, *, again: bool = True
 ) -> dict[str, Any]:
-    """The row of events that says how the ranks of `before` ended. `found`: what the nodes have of each rank; `again`: whether
+    """The row of events that says how the ranks of `before` ended. `reports`: what nodes have of each rank; `again`: whether
     torchrun started them again, and not somebody by hand."""
-    ranks = {one["rank"]: one for one in found}
+    ranks = {report["rank"]: report for report in reports}
     rank, cause = _blame(ranks, before)
-    told = {"event": "failure", "rank": rank, "cause": cause, "again": again}
+    row = {"event": "failure", "rank": rank, "cause": cause, "again": again}
     if not ranks:
-        return {**_last_row(folder), **told, "node": ""}
-    last = max(ranks.values(), key=lambda one: one["stamp"]["time"])
-    steps = [one["step"] for one in ranks.values() if one["step"] is not None]
-    return {**last["stamp"], **told, "node": ranks.get(rank, {}).get("node", ""), "step": max(steps, default=None)}
+        return {**_last_row(folder), **row, "node": ""}
+    last = max(ranks.values(), key=lambda report: report["stamp"]["time"])
+    steps = [report["step"] for report in ranks.values() if report["step"] is not None]
+    return {**last["stamp"], **row, "node": ranks.get(rank, {}).get("node", ""), "step": max(steps, default=None)}
 
 
 def _blame(ranks: dict[int, dict[str, Any]], before: dict[str, Any]) -> tuple[int | None, str]:
     """Rank that ended first, None if that cannot be said, and the reason. Unlike a launcher, nobody here knows exit codes."""
-    for one in ranks.values():
-        if one["hang"] is not None:
-            return min(one["hang"]["culprits"], default=None), f"hang: {one['hang']['reason']}"
-    for rank, one in sorted(ranks.items(), key=lambda item: item[1]["refused"]):
-        if one["cause"] is not None and not one["cause"]["lost_contact"]:
-            return rank, f"rank {rank} failed: {one['cause']['text']}"
-    if (odd := next((one["odd"] for one in ranks.values() if one["odd"]), None)) is not None:
+    for report in ranks.values():
+        if report["hang"] is not None:
+            return min(report["hang"]["culprits"], default=None), f"hang: {report['hang']['reason']}"
+    for rank, report in sorted(ranks.items(), key=lambda item: item[1]["refused"]):
+        if report["cause"] is not None and not report["cause"]["lost_contact"]:
+            return rank, f"rank {rank} failed: {report['cause']['text']}"
+    if (odd := next((report["odd"] for report in ranks.values() if report["odd"]), None)) is not None:
         return min(odd[0]), f"the ranks do not agree: {odd[1]}"
-    missed = [one["cause"]["text"].partition(": ")[2] for one in ranks.values() if one["cause"] is not None]
+    missed = [report["cause"]["text"].partition(": ")[2] for report in ranks.values() if report["cause"] is not None]
     gone = [rank for rank in range(before["world"]) if rank not in ranks]
     if not before["nodes"]:
         return None, "the attempt before ended, and nobody watched it (faults.hang_seconds)"
     if gone:
-        nodes = sorted({node["node"] for node in before["nodes"]} - {one["node"] for one in ranks.values()})
+        nodes = sorted({node["node"] for node in before["nodes"]} - {report["node"] for report in ranks.values()})
         where = f" of {', '.join(nodes)}" if nodes else ""
-        return None, "; ".join([f"{names(gone)}{where} left no signs of life: gone, or started anew", *missed[:MOST_TOLD]])
-    silent = [rank for rank, one in ranks.items() if one["cause"] is None and not one["is_done"]]
+        return None, "; ".join([f"{names(gone)}{where} left no signs of life: gone, or started anew", *missed[:MOST_NAMED]])
+    silent = [rank for rank, report in ranks.items() if report["cause"] is None and not report["is_done"]]
     if len(silent) == 1:
-        told = "".join(f"; {text}" for text in missed[:MOST_TOLD]) if missed else ranks[silent[0]]["meanwhile"]
-        return silent[0], f"rank {silent[0]} ended without a word at {ranks[silent[0]]['doing']}{told}"
+        detail = "".join(f"; {text}" for text in missed[:MOST_NAMED]) if missed else ranks[silent[0]]["meanwhile"]
+        return silent[0], f"rank {silent[0]} ended without a word at {ranks[silent[0]]['doing']}{detail}"
     if silent:
         return None, f"{names(silent)} ended without a word"
-    return None, "; ".join(missed[:MOST_TOLD]) or "the ranks ended without a word"
+    return None, "; ".join(missed[:MOST_NAMED]) or "the ranks ended without a word"
 
 
 def _here(signs: Signs) -> dict[str, str] | None:
@@ -149,8 +149,8 @@ def _before(folder: RunFolder) -> dict[str, Any] | None:
     """Record of the previous attempt; None if it ended in order. From a damaged file, as much as can be read."""
     if not (folder.path / ATTEMPT_FILE).exists():
         return None
-    told = folder.read_json(ATTEMPT_FILE)
-    world, nodes = (told.get("world"), told.get("nodes")) if isinstance(told, dict) else (0, [])
+    record = folder.read_json(ATTEMPT_FILE)
+    world, nodes = (record.get("world"), record.get("nodes")) if isinstance(record, dict) else (0, [])
     good = [node for node in (nodes if isinstance(nodes, list) else []) if _is_node(node)]
     return {"world": world if isinstance(world, int) else 0, "nodes": good}
 
@@ -172,12 +172,12 @@ def _folders(before: dict[str, Any] | None) -> Iterator[Path]:
                 yield path
 
 
-def _look(before: dict[str, Any] | None) -> list[dict[str, Any]]:
+def _local_reports(before: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Reports on the previous attempt's ranks that are on this node."""
-    return [one for folder in _folders(before) for one in _left_in(folder)]
+    return [report for folder in _folders(before) for report in _reports_in(folder)]
 
 
-def _left_in(folder: Path) -> Iterator[dict[str, Any]]:
+def _reports_in(folder: Path) -> Iterator[dict[str, Any]]:
     beats, now = heartbeat.read(folder), stamp()
     odd, hang = disagreement(beats), _read(folder / HANG_FILE)
     for beat in beats:
@@ -187,12 +187,12 @@ def _left_in(folder: Path) -> Iterator[dict[str, Any]]:
                 "rank": beat.rank, "node": socket.gethostname(), "doing": beat.doing, "is_done": beat.doing == heartbeat.DONE,
                 "step": beat.steps_done if beat.started_at >= 0 else None, "odd": odd, "hang": hang,
                 "cause": _read(folder / f"{beat.rank}.cause"), "refused": (folder / f"{beat.rank}.refused").exists(),
-                "meanwhile": meanwhile([one for one in beats if one.rank != beat.rank], beat.rank, []),
+                "meanwhile": meanwhile([other for other in beats if other.rank != beat.rank], beat.rank, []),
                 "stamp": now | {"time": now["time"] - age, "monotonic": beat.time},
             }  # fmt: skip
 
 
-def _take_away(before: dict[str, Any] | None, folder: RunFolder) -> None:
+def _remove_signs(before: dict[str, Any] | None, folder: RunFolder) -> None:
     for old in _folders(before):
         if (old / HANG_FILE).exists():
             with suppress(OSError):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ultrascale import heartbeat
-from ultrascale.description.attention_cores import attention_wanted, why_not
+from ultrascale.description.attention_cores import core_requirements, unsupported_reason
 from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.kernels.attention.attention_contest import AttentionShape, contest
@@ -53,35 +53,35 @@ def choose_kernels(run: Run, ranks: Ranks, folder: RunFolder) -> Chosen:
 
     Raises SpecError if what is asked for cannot do what the run wants on its device.
     """
-    asked = _asked(run, ranks.device)
-    kept = _kept(ranks, folder, asked, asdict(with_defaults(run.model)))
-    attention = _attention(run, ranks, kept.get("attention"))
-    verdicts = {"attention": attention} | _fused(run, ranks, kept)
+    question = _question(run, ranks.device)
+    previous = _previous_verdicts(ranks, folder, question, asdict(with_defaults(run.model)))
+    attention = _attention(run, ranks, previous.get("attention"))
+    verdicts = {"attention": attention} | _fused(run, ranks, previous)
     if ranks.is_first and any(verdict.seconds for verdict in verdicts.values()):
-        folder.write_json(FILE, {"asked": asked, "verdicts": {name: asdict(one) for name, one in verdicts.items()}})
-    lines = [one.line() + (", as before" if one is kept.get(name) else "") for name, one in verdicts.items()]
+        folder.write_json(FILE, {"asked": question, "verdicts": {name: asdict(verdict) for name, verdict in verdicts.items()}})
+    lines = [verdict.line() + (", as before" if verdict is previous.get(name) else "") for name, verdict in verdicts.items()]
     if run.layout.precision == "fp8":
         lines.append(f"fp8: {products_line(run.model, run.layout)}")
         if not multiplies_fp8(ranks.device):
             lines.append("fp8: emulated, since this device has no products of it: its rounding, but slower than bf16")
     core: Any = attention.chosen if attention.seconds else run.layout.attention
-    forms = {name: one.chosen for name, one in verdicts.items() if name in FORMS}
+    forms = {name: verdict.chosen for name, verdict in verdicts.items() if name in FORMS}
     return Chosen(replace(run, layout=replace(run.layout, attention=core)), forms, tuple(lines))
 
 
-def _attention(run: Run, ranks: Ranks, kept: Verdict | None) -> Verdict:
-    wanted = attention_wanted(run, ranks.device.type)
+def _attention(run: Run, ranks: Ranks, previous: Verdict | None) -> Verdict:
+    wanted = core_requirements(run, ranks.device.type)
     core = run.layout.attention
     if core == "auto" and ranks.device.type == "cpu":
-        told = "torch's flash attention for the CPU" + ", under a mask" * wanted.is_masked
-        return Verdict("attention", "sdpa", f'{told} (timed only with layout.attention = "fastest")')
+        core_name = "torch's flash attention for the CPU" + ", under a mask" * wanted.is_masked
+        return Verdict("attention", "sdpa", f'{core_name} (timed only with layout.attention = "fastest")')
     if core not in ("auto", "fastest"):
-        if reason := why_not(core, wanted) or not_importable(core):
+        if reason := unsupported_reason(core, wanted) or not_importable(core):
             raise mistake("layout.attention", f'"{core}" {reason}', "Leave it out.")
         return Verdict("attention", core, "as layout.attention says")
-    if kept is not None:
-        _expect_importable(kept.chosen, ranks)
-        return kept
+    if previous is not None:
+        _expect_importable(previous.chosen, ranks)
+        return previous
     shape = attention_shape(run)
     hold = partial(contest, shape, wanted, ranks.device, compiled=run.compile, bitwise=run.deterministic)
     return decide_together("attention", ranks, hold)
@@ -96,7 +96,7 @@ def _expect_importable(core: str, ranks: Ranks) -> None:
         raise mistake("layout.attention", rule, remedy)
 
 
-def _fused(run: Run, ranks: Ranks, kept: dict[str, Verdict]) -> dict[str, Verdict]:
+def _fused(run: Run, ranks: Ranks, previous: dict[str, Verdict]) -> dict[str, Verdict]:
     """Verdicts by kernel, on those that no compiler fuses; one on all kernels together where nothing is timed."""
     if run.kernels != "auto":
         choose(run.kernels, ranks.device)  # refuses what is not there
@@ -112,7 +112,7 @@ def _fused(run: Run, ranks: Ranks, kept: dict[str, Verdict]) -> dict[str, Verdic
         return {"kernels": Verdict("kernels", "torch", reason)}
     shape = fused_shape(run.model, run.layout, run.batch.sequence_length, TORCH_DTYPE[run.layout.precision])
     hold = partial(fused_contest, model=run.model, shape=shape, device=ranks.device, bitwise=run.deterministic)
-    return {kernel: kept.get(kernel) or decide_together(kernel, ranks, partial(hold, kernel)) for kernel in kernels}
+    return {kernel: previous.get(kernel) or decide_together(kernel, ranks, partial(hold, kernel)) for kernel in kernels}
 
 
 def update_of(run: Run) -> tuple[Kernel, ...]:
@@ -134,28 +134,30 @@ def attention_shape(run: Run) -> AttentionShape:
     """Shape of attention on the first rank; under cp, of a rank's queries with its own keys."""
     model, layout = run.model, run.layout
     places, heads_swapped = layout.cp_grid
-    cut = layout.tp * heads_swapped
+    head_ranks = layout.tp * heads_swapped
     key_heads = model.num_attention_heads if model.latent_attention else model.num_key_value_heads
     return AttentionShape(
-        layout.micro_batch_size, run.batch.sequence_length // places, model.num_attention_heads // cut,
-        max(1, key_heads // cut), model.head_dim, model.value_head_dim, TORCH_DTYPE[layout.precision],
+        layout.micro_batch_size, run.batch.sequence_length // places, model.num_attention_heads // head_ranks,
+        max(1, key_heads // head_ranks), model.head_dim, model.value_head_dim, TORCH_DTYPE[layout.precision],
     )  # fmt: skip
 
 
-def _kept(ranks: Ranks, folder: RunFolder, asked: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Verdict]:
+def _previous_verdicts(
+    ranks: Ranks, folder: RunFolder, question: dict[str, Any], defaults: dict[str, Any]
+) -> dict[str, Verdict]:
     """The verdicts that rank 0 finds in the run's folder, if they were on the same question."""
     before = folder.read_json(FILE) if ranks.is_first else None
     known = json.loads(ranks.gather_text(json.dumps(before))[0])
-    if not isinstance(known, dict) or differences(known.get("asked"), asked, {"model": defaults}):
+    if not isinstance(known, dict) or differences(known.get("asked"), question, {"model": defaults}):
         return {}
-    return {name: Verdict(**one) for name, one in known["verdicts"].items() if one["seconds"]}
+    return {name: Verdict(**verdict) for name, verdict in known["verdicts"].items() if verdict["seconds"]}
 
 
-def _asked(run: Run, device: torch.device) -> dict[str, Any]:
+def _question(run: Run, device: torch.device) -> dict[str, Any]:
     """Facts that a choice depends on, as plain data."""
     parts = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type, "torch": torch.__version__,
-        "attention": attention_wanted(run, device.type)._asdict(), "shape": str(attention_shape(run)), "compile": run.compile,
+        "attention": core_requirements(run, device.type)._asdict(), "shape": str(attention_shape(run)), "compile": run.compile,
         "model": asdict(run.model), "tp": run.layout.tp, "sequence_parallel": run.layout.sequence_parallel,
     }  # fmt: skip
     return json.loads(json.dumps(parts))

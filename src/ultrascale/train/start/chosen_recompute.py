@@ -24,22 +24,22 @@ def choose_recomputation(run: Run, ranks: Ranks, folder: RunFolder, cluster: Clu
     """
     if run.layout.recompute != "auto":
         return run
-    asked = _asked(run)
+    question = _question(run)
     before = folder.read_json(FILE) if ranks.is_first else None
-    told = [json.loads(text) for text in ranks.gather_text(json.dumps([capacity_bytes, before]))]
-    known: dict[str, Any] | None = told[0][1]
-    if known is not None and not differences(known.get("asked"), asked, _asked(with_defaults(run))):
+    gathered = [json.loads(text) for text in ranks.gather_text(json.dumps([capacity_bytes, before]))]
+    known: dict[str, Any] | None = gathered[0][1]
+    if known is not None and not differences(known.get("asked"), question, _question(with_defaults(run))):
         blocks = tuple(known["recompute_blocks"])
         return replace(run, layout=replace(run.layout, recompute="blocks", recompute_budget=None, recompute_blocks=blocks))
-    memory = Sourced(min(capacity for capacity, _ in told), "the devices of this run, the smallest", "now")
+    memory = Sourced(min(capacity for capacity, _ in gathered), "the devices of this run, the smallest", "now")
     node = replace(cluster.node, accelerator=replace(cluster.accelerator, memory_bytes=memory))
     chosen = with_recomputation(run, replace(cluster, node=node))
     if ranks.is_first:
-        folder.write_json(FILE, {"asked": asked, "recompute_blocks": list(chosen.layout.recompute_blocks)})
+        folder.write_json(FILE, {"asked": question, "recompute_blocks": list(chosen.layout.recompute_blocks)})
     return chosen
 
 
-def _asked(run: Run) -> dict[str, Any]:
+def _question(run: Run) -> dict[str, Any]:
     """Facts that the choice depends on, as plain data."""
     parts = {"model": asdict(run.model), "layout": asdict(run.layout), "batch": asdict(run.batch), "compile": run.compile}
     return json.loads(json.dumps(parts | {"document_mask": run.data.document_mask}))

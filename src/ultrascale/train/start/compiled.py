@@ -32,12 +32,12 @@ def load_compiled(path: Path) -> bool:
 
 def save_compiled(path: Path) -> bool:
     """Keep what this process has compiled, or found compiled, in `path`. False if there is nothing, or no room for it."""
-    found = torch.compiler.save_cache_artifacts()
-    if found is None:
+    artifacts = torch.compiler.save_cache_artifacts()
+    if artifacts is None:
         return False
     written = path.with_suffix(".partial")
     try:
-        written.write_bytes(found[0])
+        written.write_bytes(artifacts[0])
         os.replace(written, path)
     except OSError:
         written.unlink(missing_ok=True)

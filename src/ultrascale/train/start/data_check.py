@@ -37,7 +37,7 @@ MOST_SAMPLED = 1024
 LOWEST_PRIORITY, LEAVING_SECONDS = 19, 5.0
 
 
-class _LeftError(Exception):
+class _StoppedError(Exception):
     """The run is over."""
 
 
@@ -46,9 +46,9 @@ class DataCheck(LoopObserver):
 
     def __init__(self, corpora: Iterable[Corpus], ranks: Ranks, folder: RunFolder, *, allow_changes: bool):
         self.ranks, self.folder, self.allow_changes = ranks, folder, allow_changes
-        every = list({corpus.path: corpus for corpus in corpora}.values())
-        self.corpora = [corpus for corpus in every if corpus.streamed is None]
-        self.streamed = [corpus for corpus in every if corpus.streamed is not None]
+        distinct = list({corpus.path: corpus for corpus in corpora}.values())
+        self.corpora = [corpus for corpus in distinct if corpus.streamed is None]
+        self.streamed = [corpus for corpus in distinct if corpus.streamed is not None]
         prepared = [shard for corpus in self.corpora if corpus.manifest for shard in _shards(corpus)]
         foreign = [shard for corpus in self.corpora if not corpus.manifest for shard in _shards(corpus)]
         self.num_sampled = sum(bool(record and record.sample_sha256) for _, record in prepared)
@@ -56,7 +56,7 @@ class DataCheck(LoopObserver):
         self.total_bytes = sum(corpus.num_bytes for corpus in self.corpora)
         self.is_small = self.total_bytes <= AT_ONCE_BYTES * ranks.world
         self._problem: DataError | None = None
-        self._found: list[str] = []
+        self._messages: list[str] = []
         self._thread: threading.Thread | None = None
         self._leaving = threading.Event()
         self._done_bytes, self._began = 0, 0.0
@@ -73,61 +73,61 @@ class DataCheck(LoopObserver):
             self._problem = error
         except OSError as error:
             self._problem = DataError(str(error.filename), f"cannot be read: {error.strerror}", "Check the disk and the path")
-        warnings = self._tell_all()
+        warnings = self._raise_on_all()
         if self.streamed:
             self._expect_same_everywhere()
-            told = "sources" if len(self.streamed) > 1 else "source"
+            phrase = "sources" if len(self.streamed) > 1 else "source"
             warnings.append(
-                f"data: of {len(self.streamed)} {told} in a store, each shard's index and a sample is compared when opened"
+                f"data: of {len(self.streamed)} {phrase} in a store, each shard's index and a sample is compared when opened"
             )
         if not self.corpora:
             return warnings
         if self.is_small:
             return [f"data: all {format_bytes(self.total_bytes)} read and compared with the checksums kept", *warnings]
         size = format_bytes(min(self.num_sampled, MOST_SAMPLED * self.ranks.world) * 2 * BLOCKS * BLOCK_BYTES)
-        told = f"data: {size} of {format_bytes(self.total_bytes)} compared with the manifests, in {2 * BLOCKS} blocks a shard"
-        return [f"{told}; all of it is read and compared meanwhile", *warnings]
+        phrase = f"data: {size} of {format_bytes(self.total_bytes)} compared with the manifests, in {2 * BLOCKS} blocks a shard"
+        return [f"{phrase}; all of it is read and compared meanwhile", *warnings]
 
     def started(self, session: Session, until_end: ExitStack) -> None:
         """Read everything in the background, unless that is done; ask to stop if something is wrong."""
         if not self.is_small:
-            asked = (session.trainer.request_stop,)
-            self._thread = threading.Thread(target=self._read_all, args=asked, daemon=True, name="data check")
+            arguments = (session.trainer.request_stop,)
+            self._thread = threading.Thread(target=self._read_all, args=arguments, daemon=True, name="data check")
             self._thread.start()
-            until_end.callback(self._leave_off)
+            until_end.callback(self._stop_reading)
 
     def after_step(self, session: Session, done: StepDone) -> None:
         """Say what there is to say since the last step."""
-        found, self._found = self._found, []
-        for line in found:
+        lines, self._messages = self._messages, []
+        for line in lines:
             session.metrics.line(line)
 
     def ended(self, session: Session, outcome: Outcome) -> None:
         """Say what was found. Collective; raises DataError on every rank."""
-        for line in (*self._found, *self._tell_all()):
+        for line in (*self._messages, *self._raise_on_all()):
             session.metrics.line(line)
 
     def _expect_same_everywhere(self) -> None:
         """Compares what the ranks have found in stores, each for itself. Collective; raises DataError on every rank."""
-        told = map(json.loads, self.ranks.gather_text(json.dumps([corpus.fingerprint() for corpus in self.streamed])))
-        for corpus, (first, *others) in zip(self.streamed, zip(*told, strict=True), strict=True):
+        fingerprints = map(json.loads, self.ranks.gather_text(json.dumps([corpus.fingerprint() for corpus in self.streamed])))
+        for corpus, (first, *others) in zip(self.streamed, zip(*fingerprints, strict=True), strict=True):
             if differing := [rank for rank, other in enumerate(others, 1) if other != first]:
                 problem = f"was changed while the ranks opened it: rank {differing[0]} has found other data there than rank 0"
                 raise DataError(str(corpus.path), problem, "Start again; of hf://, name a commit after @.")
 
-    def _leave_off(self) -> None:
+    def _stop_reading(self) -> None:
         self._leaving.set()
         if self._thread is not None:
             self._thread.join(LEAVING_SECONDS)
 
-    def _tell_all(self) -> list[str]:
+    def _raise_on_all(self) -> list[str]:
         """Raises what any rank has found, on every rank; the same as warnings where changes are allowed. Collective."""
-        own, self._problem = self._problem, None
-        told = self.ranks.gather_text(json.dumps(own and [own.where, own.problem, own.remedy]))
-        found = [one for one in map(json.loads, told) if one is not None]
-        for where, problem, remedy in found if not self.allow_changes else ():
+        mine, self._problem = self._problem, None
+        texts = self.ranks.gather_text(json.dumps(mine and [mine.where, mine.problem, mine.remedy]))
+        problems = [report for report in map(json.loads, texts) if report is not None]
+        for where, problem, remedy in problems if not self.allow_changes else ():
             raise DataError(where, problem, f"{remedy.rstrip('.')}, or go on all the same with --allow-changes.")
-        return [f"warning: {where}: {problem}; training goes on (--allow-changes)" for where, problem, _ in found]
+        return [f"warning: {where}: {problem}; training goes on (--allow-changes)" for where, problem, _ in problems]
 
     def _read_all(self, on_change: Callable[[], None]) -> None:
         with suppress(OSError):  # of this thread alone, as Linux has it
@@ -135,11 +135,11 @@ class DataCheck(LoopObserver):
         self._began = time.monotonic()
         try:
             self._expect_all(self._after_block)
-            self._found.append(f"data: {self._read()} and compared with the checksums kept")
-        except _LeftError:
-            self._found.append(f"data: no more than {self._read()} when the run ended")
+            self._messages.append(f"data: {self._read()} and compared with the checksums kept")
+        except _StoppedError:
+            self._messages.append(f"data: no more than {self._read()} when the run ended")
         except OSError as error:  # if it stays, the loader's own reading ends the run
-            self._found.append(f"warning: data are no longer compared with the checksums kept: {error}")
+            self._messages.append(f"warning: data are no longer compared with the checksums kept: {error}")
         except DataError as error:
             self._problem = error
             if not self.allow_changes:
@@ -153,7 +153,7 @@ class DataCheck(LoopObserver):
         self._done_bytes += num_bytes
         early = self._began + self._done_bytes / BYTES_PER_SECOND - time.monotonic()
         if self._leaving.wait(max(0.0, early)):
-            raise _LeftError
+            raise _StoppedError
 
     def _expect_all(self, after_block: Callable[[int], None]) -> None:
         for prefix, record in self.mine:
@@ -165,13 +165,13 @@ class DataCheck(LoopObserver):
     def _expect_as_before(self, prefix: Path, after_block: Callable[[int], None]) -> None:
         """Compares files without a manifest with their checksums of this run's first read. Raises DataError on a change."""
         fingerprint = next(corpus.fingerprint() for corpus in self.corpora if corpus.prefixes == [prefix])
-        found = [sha256_of(path, after_block) for path in prefix_paths(prefix)]
+        digests = [sha256_of(path, after_block) for path in prefix_paths(prefix)]
         known = self.folder.read_json(FOREIGN_FILE)
         known = known if isinstance(known, dict) else {}
-        if known.setdefault(fingerprint, found) != found and not self.allow_changes:
+        if known.setdefault(fingerprint, digests) != digests and not self.allow_changes:
             raise DataError(str(prefix), "has changed since this run first read it", "Bring back what it was.")
         with suppress(OSError):  # a full disk is told by others
-            self.folder.write_json(FOREIGN_FILE, known | {fingerprint: found})
+            self.folder.write_json(FOREIGN_FILE, known | {fingerprint: digests})
 
 
 def _shards(corpus: Corpus) -> list[tuple[Path, ShardRecord | None]]:

@@ -51,14 +51,14 @@ def expect_fits(run: Run, capacity_bytes: int, *, anyway: bool = False, trace: T
     usable = live_limit(capacity_bytes, run.layout, joins_segments=STACKS["ultrascale"].joins_segments)
     worst = max(range(len(least)), key=least.__getitem__)
     rank = worst * (run.layout.world_size // run.layout.pp)
-    told = ", ".join(map(format_bytes, peaks)) if len(set(map(format_bytes, peaks))) > 1 else format_bytes(max(peaks))
+    needs = ", ".join(map(format_bytes, peaks)) if len(set(map(format_bytes, peaks))) > 1 else format_bytes(max(peaks))
     whom = f"the {len(peaks)} pipeline stages need" if len(peaks) > 1 else "each rank needs"
     has = f"a device has {format_bytes(capacity_bytes)}, {format_bytes(usable)} for them"
     is_near = abs(least[worst] - usable) <= AGREES_WITHIN * least[worst]
-    judged = Judged(least[worst], "")
+    judged = FitVerdict(least[worst], "")
     if is_near and trace is not None and not run.compile and not anyway:
-        judged = _asked(rank, trace, least[worst], usable)
-    line = f"memory: {whom} {told} of tensors, as planned; {has}{judged.told}"
+        judged = _verdict_of_trace(rank, trace, least[worst], usable)
+    line = f"memory: {whom} {needs} of tensors, as planned; {has}{judged.clause}"
     if judged.needed > usable and not anyway:
         states = f"; weights, gradients and optimizer states alone take {format_bytes(least[worst])}" if run.compile else ""
         rule = f"does not fit: {line.removeprefix('memory: ')}{states}"
@@ -70,22 +70,22 @@ def expect_fits(run: Run, capacity_bytes: int, *, anyway: bool = False, trace: T
 
 
 @dataclass(frozen=True)
-class Judged:
+class FitVerdict:
     """By what it is decided whether the fullest stage fits."""
 
     needed: int
-    told: str
+    clause: str
     """Clause of the line about the trace; empty if none was asked for."""
 
 
-def _asked(rank: int, trace: Trace, planned: int, usable: int) -> Judged:
+def _verdict_of_trace(rank: int, trace: Trace, planned: int, usable: int) -> FitVerdict:
     """Judgement by a trace of `rank`, or by the plan if there is no trace."""
-    near, answer = f"; that is within {AGREES_WITHIN:.0%}", trace(rank)
+    margin, answer = f"; that is within {AGREES_WITHIN:.0%}", trace(rank)
     if not answer.isdigit():
-        return Judged(planned, f"{near}, and there is no trace to decide ({answer}), so the plan does")
+        return FitVerdict(planned, f"{margin}, and there is no trace to decide ({answer}), so the plan does")
     traced = int(answer)
     does = "fits" if traced <= usable else "does not"
-    return Judged(traced, f"{near}, so a trace decides: rank {rank} needs {format_bytes(traced)}, which {does}")
+    return FitVerdict(traced, f"{margin}, so a trace decides: rank {rank} needs {format_bytes(traced)}, which {does}")
 
 
 def smallest_bytes(ranks: Ranks, capacity_bytes: int) -> int:
@@ -106,7 +106,9 @@ def traced_by_first(run: Run, ranks: Ranks) -> Trace:
 
 
 def _peak_or_why(run: Run, rank: int, seconds: float) -> str:
-    console.put(f"memory: the plan is too near to the limit; tracing rank {rank}, some ten seconds, {seconds:.0f} at most")
+    console.print_line(
+        f"memory: the plan is too near to the limit; tracing rank {rank}, some ten seconds, {seconds:.0f} at most"
+    )
     try:
         return str(traced_rank(run, rank, seconds=seconds)["peak_bytes"])
     except NoTraceError as failure:
@@ -117,8 +119,8 @@ def cluster_of(run: Run, device: torch.device) -> Cluster:
     """The machines a run is on: those it names, or as many of this rank's device as it has ranks."""
     if run.cluster != "auto":
         return parse_cluster(run.cluster)
-    here = this_gpu(device)
-    return parse_cluster(f"{run.layout.world_size}x{here.name if here is not None else 'cpu'}")
+    gpu = this_gpu(device)
+    return parse_cluster(f"{run.layout.world_size}x{gpu.name if gpu is not None else 'cpu'}")
 
 
 def memory_bytes(run: Run, device: torch.device) -> int:

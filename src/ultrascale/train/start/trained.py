@@ -94,9 +94,9 @@ def import_as_first_checkpoint(folder: str | Path, run: Run) -> Path:
     dtype = TORCH_DTYPE[run.layout.master_dtype]
     tensors = {f"{PREFIX}{name}": weight.to(dtype) for name, weight in weights.items()}
     zeros = {
-        f"optimizer.{moment}.{one.name}": torch.zeros(one.shape, dtype=saved_dtype(one, run.optimizer, dtype))
-        for one in weights_of(model)
-        for moment in moments_of(one, run.optimizer)
+        f"optimizer.{moment}.{weight.name}": torch.zeros(weight.shape, dtype=saved_dtype(weight, run.optimizer, dtype))
+        for weight in weights_of(model)
+        for moment in moments_of(weight, run.optimizer)
     }
     facts = {
         "steps_done": 0,
@@ -112,19 +112,19 @@ def import_as_first_checkpoint(folder: str | Path, run: Run) -> Path:
 
 def _narrow_dtype(model: Model, weights: dict[str, torch.Tensor]) -> str | None:
     wide = {bias.name for bias in score_biases(model)}  # in fp32 whatever the rest is
-    found = {weight.dtype for name, weight in weights.items() if name not in wide}
-    return NARROW.get(next(iter(found))) if len(found) == 1 else None
+    dtypes = {weight.dtype for name, weight in weights.items() if name not in wide}
+    return NARROW.get(next(iter(dtypes))) if len(dtypes) == 1 else None
 
 
 def _find_checkpoint(path: Path) -> Path:
-    if (path / MANIFEST_NAME).exists() or path in [one.path for one in candidates(path.parent)]:
+    if (path / MANIFEST_NAME).exists() or path in [candidate.path for candidate in candidates(path.parent)]:
         return path
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = search(root)
-    if found.folder is not None:
-        return found.folder
-    if found.rejected:
-        raise only_damaged(root, [f"{rejected.folder.name}: {rejected.reason}" for rejected in found.rejected])
+    newest = search(root)
+    if newest.folder is not None:
+        return newest.folder
+    if newest.rejected:
+        raise only_damaged(root, [f"{rejected.folder.name}: {rejected.reason}" for rejected in newest.rejected])
     rule = "holds neither config.json with weights nor a checkpoint"
     raise mistake(str(path), rule, "Give a checkpoint, a run folder, or a Hugging Face folder.")
 
@@ -133,20 +133,20 @@ def _open_checkpoint(folder: Path) -> Trained:
     tensors, facts = load_full(folder)
     expect_facts(facts, folder)
     run = run_from_toml(facts["run"], where=f"{folder}, metadata")
-    kept = folder.resolve().parent.parent / TOKENIZER_FILE  # in the run's folder, also if that has moved
-    tokenizer = kept if kept.exists() else tokenizer_of(run)
+    tokenizer_file = folder.resolve().parent.parent / TOKENIZER_FILE  # in the run's folder, also if that has moved
+    tokenizer = tokenizer_file if tokenizer_file.exists() else tokenizer_of(run)
     return Trained(run.model, weights_in(tensors), tokenizer, folder, facts["steps_done"], dtype_of(facts))
 
 
-def _model_differences(expected: Model, found: Model, folder: str | Path) -> list[Problem]:
+def _model_differences(expected: Model, actual: Model, folder: str | Path) -> list[Problem]:
     """Fields that change what the model computes and differ; how it is trained is the run's own affair."""
     passed_over = {"name", "model_type", "initializer_range", *_OF_TRAINING}
     remedy = f'Set model.path = "{folder}" in the run; of the other fields only {", ".join(_OF_TRAINING)} may be set beside it.'
-    expected, found = _computed(expected), _computed(found)
+    expected, actual = _computed(expected), _computed(actual)
     return [
-        Problem(f"model.{f.name}", f"is {getattr(expected, f.name)!r}, in {folder} {getattr(found, f.name)!r}", remedy)
+        Problem(f"model.{f.name}", f"is {getattr(expected, f.name)!r}, in {folder} {getattr(actual, f.name)!r}", remedy)
         for f in fields(Model)
-        if f.name not in passed_over and getattr(expected, f.name) != getattr(found, f.name)
+        if f.name not in passed_over and getattr(expected, f.name) != getattr(actual, f.name)
     ]
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ultrascale.launch.stopping import SAME_WISH_SECONDS, handled_by
+from ultrascale.launch.stopping import SAME_REQUEST_SECONDS, handled_by
 from ultrascale.train.session.moments import LoopObserver, Session, StepDone
 
 SAFETY = 2.0
@@ -97,7 +97,7 @@ def on_stop_signal(take_note: Callable[[], None]) -> Iterator[None]:
             take_note()
 
     def is_the_same() -> bool:
-        return bool(noted) and time.monotonic() - noted[0] <= SAME_WISH_SECONDS
+        return bool(noted) and time.monotonic() - noted[0] <= SAME_REQUEST_SECONDS
 
     with handled_by(handler, and_after=is_the_same) as before:
         yield

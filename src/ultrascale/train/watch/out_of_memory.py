@@ -64,8 +64,8 @@ def _traced(run: Run, rank: int) -> str:
     seconds = TRACE_SECONDS if patience is None else min(TRACE_SECONDS, PATIENCE_SHARE * patience)
     heartbeat.beat("tracing, after it ran out of memory", extra_seconds=seconds)
     try:
-        found = traced_rank(run, rank, seconds=seconds)
+        trace = traced_rank(run, rank, seconds=seconds)
     except NoTraceError as failure:
         return f"no: {failure}"
-    parts = ", ".join(f"{part['what']} {format_bytes(part['num_bytes'])}" for part in found["alive_at_peak"][:3])
-    return f"{format_bytes(found['peak_bytes'])} at the peak, {format_bytes(found['reserved_bytes'])} reserved; most: {parts}"
+    parts = ", ".join(f"{part['what']} {format_bytes(part['num_bytes'])}" for part in trace["alive_at_peak"][:3])
+    return f"{format_bytes(trace['peak_bytes'])} at the peak, {format_bytes(trace['reserved_bytes'])} reserved; most: {parts}"

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ultrascale import console, heartbeat
 from ultrascale.description.run import Run
-from ultrascale.launch.scratch import SIGNS_PREFIX, folder_with_room, sweep
+from ultrascale.launch.scratch import SIGNS_PREFIX, folder_with_space, sweep
 from ultrascale.launch.warm import FOLDER_VARIABLE
 from ultrascale.launch.watchdog import DUMP_MARK, RECORDED, STACK_SIGNAL
 from ultrascale.parallel.mesh import Ranks
@@ -36,7 +36,7 @@ FOLDER_PREFIX = SIGNS_PREFIX
 LOOK_SECONDS = 0.5
 
 
-_given: Path | None = None
+_folder_of_torchrun: Path | None = None
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Signs:
 
 def signs_folder() -> Path | None:
     """Folder that this rank's watchdog and the next attempt read; None if nobody watches."""
-    return Path(os.environ[FOLDER_VARIABLE]) if has_launcher() else _given
+    return Path(os.environ[FOLDER_VARIABLE]) if has_launcher() else _folder_of_torchrun
 
 
 def started_by_torchrun() -> bool:
@@ -71,14 +71,14 @@ def has_launcher() -> bool:
 @contextmanager
 def watched(run: Run, ranks: Ranks) -> Iterator[Signs]:
     """While inside, somebody outside this process sees whether it gets on."""
-    global _given
+    global _folder_of_torchrun
     if ranks.world * run.islands.count == 1 or run.faults.hang_seconds is None:
         yield Signs()
         return
     with ExitStack() as leaving:
         given = os.environ.get(FOLDER_VARIABLE)
         signs = Signs(Path(given)) if given else leaving.enter_context(_folder_of_node(ranks))
-        folder = _given = signs.folder
+        folder = _folder_of_torchrun = signs.folder
         if folder is None:
             yield signs
             return
@@ -86,13 +86,13 @@ def watched(run: Run, ranks: Ranks) -> Iterator[Signs]:
             stack = leaving.enter_context(open(folder / f"{ranks.process}.stack", "w"))
             faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
             leaving.callback(faulthandler.unregister, STACK_SIGNAL)
-            among = "" if ranks.store is None else f"island {ranks.island}, "
+            group_prefix = "" if ranks.store is None else f"island {ranks.island}, "
             # From here on the signal may come.
-            heartbeat.start(folder, ranks.process, hang_seconds=run.faults.hang_seconds, among=among)
+            heartbeat.start(folder, ranks.process, hang_seconds=run.faults.hang_seconds, group_prefix=group_prefix)
             leaving.callback(heartbeat.stop)
         except OSError as error:
-            told = f"a hang of it will not be seen: no room for its signs of life in {folder} ({error.strerror})"
-            console.put(f"warning: rank {ranks.rank} is not watched, and {told}", "stderr")
+            problem = f"a hang of it will not be seen: no room for its signs of life in {folder} ({error.strerror})"
+            console.print_line(f"warning: rank {ranks.rank} is not watched, and {problem}", "stderr")
         over = threading.Event()
         threading.Thread(target=_record_on_demand, args=(folder, ranks.process, over), daemon=True, name="recorder").start()
         leaving.callback(over.set)
@@ -103,25 +103,25 @@ def watched(run: Run, ranks: Ranks) -> Iterator[Signs]:
 def _folder_of_node(ranks: Ranks) -> Iterator[Signs]:
     """A folder of this node's ranks, with a watchdog. Collective over all ranks."""
     signs = Signs()
-    node, own = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '0')}", ""
+    node, prepared = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '0')}", ""
     leads = os.environ.get("LOCAL_RANK", "0") == "0"
     with ExitStack() as leaving:
         if leads:
             sweep()
             try:
-                own = str(folder_with_room(FOLDER_PREFIX, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))))
+                prepared = str(folder_with_space(FOLDER_PREFIX, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))))
             except OSError as error:
-                told = f"no place has room for signs of life ({error.strerror})"
-                console.put(f"warning: ranks are not watched, and a hang of them will not be seen: {told}", "stderr")
-        if own:
-            leaving.callback(lambda: None if signs.is_kept else shutil.rmtree(own, ignore_errors=True))
-            words = [sys.executable, "-m", "ultrascale.launch.watchdog", own, "--parent", str(os.getpid())]
+                problem = f"no place has room for signs of life ({error.strerror})"
+                console.print_line(f"warning: ranks are not watched, and a hang of them will not be seen: {problem}", "stderr")
+        if prepared:
+            leaving.callback(lambda: None if signs.is_kept else shutil.rmtree(prepared, ignore_errors=True))
+            words = [sys.executable, "-m", "ultrascale.launch.watchdog", prepared, "--parent", str(os.getpid())]
             watchdog = subprocess.Popen(words, stdin=subprocess.DEVNULL)
             leaving.callback(watchdog.wait)
             leaving.callback(watchdog.terminate)
-        told = [text.partition("\n") for text in ranks.gather_text(f"{node}\n{own}")]
-        found = next((folder for name, _, folder in told if name == node and folder), None)
-        signs.folder, signs.leads = Path(found) if found else None, leads
+        gathered = [text.partition("\n") for text in ranks.gather_text(f"{node}\n{prepared}")]
+        node_folder = next((folder for name, _, folder in gathered if name == node and folder), None)
+        signs.folder, signs.leads = Path(node_folder) if node_folder else None, leads
         yield signs
 
 

@@ -37,8 +37,8 @@ def traced_rank(run: Run, rank: int, *, seconds: float = TRACE_SECONDS) -> dict[
     except subprocess.TimeoutExpired:
         raise NoTraceError(f"it took longer than {seconds:.0f} s") from None
     except subprocess.CalledProcessError as failure:
-        said = [line.strip() for line in (failure.stderr or "").splitlines() if line.strip()]
-        told = [line for line in said if line.startswith("ultrascale:")] or said[-1:]
-        raise NoTraceError(" ".join(told) or f"it ended with {failure.returncode}") from failure
+        lines = [line.strip() for line in (failure.stderr or "").splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("ultrascale:")] or lines[-1:]
+        raise NoTraceError(" ".join(errors) or f"it ended with {failure.returncode}") from failure
     except (OSError, ValueError) as failure:
         raise NoTraceError(f"{type(failure).__name__}: {failure}") from failure

@@ -22,7 +22,7 @@ from ultrascale.catalogue.models.model_names import normal_name
 from ultrascale.catalogue.models.model_presets import ALIASES, PRESETS
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import num_parameters
-from ultrascale.validation.rows import Asked
+from ultrascale.validation.rows import RunConfig
 
 _SIZE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s*([MBT])(?![a-z])|[-_ ](\d+(?:\.\d+)?)([mbt])(?![a-z0-9])", re.IGNORECASE)
 _SCALE = {"m": 1e6, "b": 1e9, "t": 1e12}
@@ -67,55 +67,55 @@ GPT_OSS_PARTS = {
 """Sinks beside attention's scores, biases of its projections, its experts and its router, and a clamped SwiGLU."""
 
 
-def fill_playbook(asked: Asked) -> tuple[Asked, tuple[str, ...]]:
+def fill_playbook(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """A row of the playbook's scan with the dimensions its model was found to have, and what was assumed."""
-    known = _PLAYBOOK.get(asked.model.strip().upper())
-    if known is None or asked.hidden is not None:
-        return asked, ()
+    known = _PLAYBOOK.get(config.model.strip().upper())
+    if known is None or config.hidden is not None:
+        return config, ()
     shape = dict(known)
-    if asked.model.upper() == "80B" and asked.zero_stage.strip() in ("0", "0.0", ""):
+    if config.model.upper() == "80B" and config.zero_stage.strip() in ("0", "0.0", ""):
         shape["kv_heads"] = 8
-    tied = asked.model.upper() in _PLAYBOOK_TIES and (asked.pp or 1) == 1
+    tied = config.model.upper() in _PLAYBOOK_TIES and (config.pp or 1) == 1
     filled = replace(
-        asked, **shape, vocab=asked.vocab or _PLAYBOOK_VOCAB, seq_len=asked.seq_len or _PLAYBOOK_SEQUENCE, gated_mlp=True,
-        tied_embeddings=tied if asked.tied_embeddings is None else asked.tied_embeddings,
-        flash_attention=True, recompute=asked.recompute or "none", sp=True if asked.sp is None else asked.sp,
-        flops_def=asked.flops_def or "model_full_allparams",
+        config, **shape, vocab=config.vocab or _PLAYBOOK_VOCAB, seq_len=config.seq_len or _PLAYBOOK_SEQUENCE, gated_mlp=True,
+        tied_embeddings=tied if config.tied_embeddings is None else config.tied_embeddings,
+        flash_attention=True, recompute=config.recompute or "none", sp=True if config.sp is None else config.sp,
+        flops_def=config.flops_def or "model_full_allparams",
     )  # fmt: skip
     return filled, ("dimensions, vocabulary and sequence length are those inferred for the playbook's model of this name",)
 
 
-def model_of(asked: Asked, *, predicts_further: bool = False) -> tuple[Model, tuple[str, ...]]:
+def model_of(config: RunConfig, *, predicts_further: bool = False) -> tuple[Model, tuple[str, ...]]:
     """The row's model and what had to be assumed. `predicts_further`: its program trains DeepSeek-V3's multi-token prediction.
 
     Raises UnrepresentableError.
     """
     assumed: list[str] = []
-    preset = _preset_for(asked, assumed)
-    gated = _gated(asked, preset)
-    hidden = asked.hidden or (preset.hidden_size if preset else None)
-    layers = asked.layers or (preset.num_hidden_layers if preset else None)
+    preset = _preset_for(config, assumed)
+    gated = _gated(config, preset)
+    hidden = config.hidden or (preset.hidden_size if preset else None)
+    layers = config.layers or (preset.num_hidden_layers if preset else None)
     if hidden is None or layers is None:
-        raise UnrepresentableError(f"layers and hidden are blank, and no model is known by the name {asked.model!r}")
+        raise UnrepresentableError(f"layers and hidden are blank, and no model is known by the name {config.model!r}")
     same_width = preset is not None and preset.hidden_size == hidden
     shape = preset if same_width else None
-    heads = asked.heads or (
-        shape.num_attention_heads if shape else _filled(assumed, "heads", _heads(hidden, asked.head_dim, asked.tp or 1))
+    heads = config.heads or (
+        shape.num_attention_heads if shape else _filled(assumed, "heads", _heads(hidden, config.head_dim, config.tp or 1))
     )
     model = Model(
-        vocab_size=asked.vocab or (shape.vocab_size if shape else _filled(assumed, "vocab", _usual_vocab(gated))),
+        vocab_size=config.vocab or (shape.vocab_size if shape else _filled(assumed, "vocab", _usual_vocab(gated))),
         hidden_size=hidden,
-        intermediate_size=_ffn(asked, shape, hidden, gated, assumed),
+        intermediate_size=_ffn(config, shape, hidden, gated, assumed),
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=asked.kv_heads or (shape.num_key_value_heads if shape and not asked.heads else heads),
-        head_dim=_head_dim(asked, shape, hidden, heads),
-        max_position_embeddings=max(asked.seq_len or 2048, 1),
-        name=asked.model,
-        tie_word_embeddings=_tied(asked, shape, gated),
-        **_style(asked, gated),
-        **_attention(asked),
-        **_experts(asked, shape, predicts_further, assumed),
+        num_key_value_heads=config.kv_heads or (shape.num_key_value_heads if shape and not config.heads else heads),
+        head_dim=_head_dim(config, shape, hidden, heads),
+        max_position_embeddings=max(config.seq_len or 2048, 1),
+        name=config.model,
+        tie_word_embeddings=_tied(config, shape, gated),
+        **_style(config, gated),
+        **_attention(config),
+        **_experts(config, shape, predicts_further, assumed),
     )  # fmt: skip
     if problems := model.problems():
         raise UnrepresentableError("; ".join(f"{problem.key} {problem.rule}" for problem in problems))
@@ -141,17 +141,17 @@ def _preset_of_size(name: str) -> Model | None:
     if match is None:
         return None
     size = float(match[1] or match[3]) * _SCALE[(match[2] or match[4]).lower()]
-    known = [model for key, model in PRESETS.items() if key.startswith(("llama", "smollm", "megatron", "gpt"))]
-    return min(known, key=lambda model: abs(num_parameters(model) / size - 1))
+    presets = [model for key, model in PRESETS.items() if key.startswith(("llama", "smollm", "megatron", "gpt"))]
+    return min(presets, key=lambda model: abs(num_parameters(model) / size - 1))
 
 
-def _preset_for(asked: Asked, assumed: list[str]) -> Model | None:
-    named = named_preset(asked.model)
-    if named is not None or (asked.layers and asked.hidden):
+def _preset_for(config: RunConfig, assumed: list[str]) -> Model | None:
+    named = named_preset(config.model)
+    if named is not None or (config.layers and config.hidden):
         return named
-    nearest = _preset_of_size(asked.model)
+    nearest = _preset_of_size(config.model)
     if nearest is not None:
-        assumed.append(f"dimensions of {nearest.name}, which is nearest in size to {asked.model!r}")
+        assumed.append(f"dimensions of {nearest.name}, which is nearest in size to {config.model!r}")
     return nearest
 
 
@@ -160,10 +160,10 @@ def _filled(assumed: list[str], name: str, value: int) -> int:
     return value
 
 
-def _gated(asked: Asked, preset: Model | None) -> bool:
-    if asked.gated_mlp is not None:
-        return asked.gated_mlp
-    return preset.gated_mlp if preset else bool(_GATED_NAMES.search(asked.model))
+def _gated(config: RunConfig, preset: Model | None) -> bool:
+    if config.gated_mlp is not None:
+        return config.gated_mlp
+    return preset.gated_mlp if preset else bool(_GATED_NAMES.search(config.model))
 
 
 def _usual_vocab(gated: bool) -> int:
@@ -174,51 +174,51 @@ def _heads(hidden: int, head_dim: int | None, tp: int) -> int:
     if head_dim:
         return max(1, hidden // head_dim)
     widths = [width for width in range(2, 4 * USUAL_HEAD_DIM + 1, 2) if hidden % width == 0]  # halves turn: even
-    cut = [width for width in widths if hidden // width % tp == 0] or widths or [hidden]
-    return hidden // min(cut, key=lambda width: abs(math.log(width / USUAL_HEAD_DIM)))
+    dividing = [width for width in widths if hidden // width % tp == 0] or widths or [hidden]
+    return hidden // min(dividing, key=lambda width: abs(math.log(width / USUAL_HEAD_DIM)))
 
 
-def _head_dim(asked: Asked, shape: Model | None, hidden: int, heads: int) -> int:
-    if asked.attn_kind.lower().startswith("mla"):
+def _head_dim(config: RunConfig, shape: Model | None, hidden: int, heads: int) -> int:
+    if config.attn_kind.lower().startswith("mla"):
         return _V3["qk_nope_head_dim"] + _V3["qk_rope_head_dim"]
-    return asked.head_dim or (shape.head_dim if shape and not asked.heads else hidden // heads)
+    return config.head_dim or (shape.head_dim if shape and not config.heads else hidden // heads)
 
 
-def _ffn(asked: Asked, shape: Model | None, hidden: int, gated: bool, assumed: list[str]) -> int:
-    if asked.ffn_hidden:
-        return asked.ffn_hidden
-    if asked.experts:  # every layer has experts: the dense width is read by nobody
-        return asked.expert_ffn or hidden
+def _ffn(config: RunConfig, shape: Model | None, hidden: int, gated: bool, assumed: list[str]) -> int:
+    if config.ffn_hidden:
+        return config.ffn_hidden
+    if config.experts:  # every layer has experts: the dense width is read by nobody
+        return config.expert_ffn or hidden
     if shape is not None:
         return shape.intermediate_size
     usual = -(-8 * hidden // 3 // FFN_MULTIPLE) * FFN_MULTIPLE if gated else 4 * hidden
     return _filled(assumed, "ffn_hidden", usual)
 
 
-def _tied(asked: Asked, shape: Model | None, gated: bool) -> bool:
-    if asked.tied_embeddings is not None:
-        return asked.tied_embeddings
+def _tied(config: RunConfig, shape: Model | None, gated: bool) -> bool:
+    if config.tied_embeddings is not None:
+        return config.tied_embeddings
     return shape.tie_word_embeddings if shape else not gated
 
 
-def _style(asked: Asked, gated: bool) -> dict:
+def _style(config: RunConfig, gated: bool) -> dict:
     """Norms and positions, by family: what they cost is small, what they keep is not nothing."""
     style: dict = {"gated_mlp": gated}
     if not gated:
         style["norm"] = "layernorm"
-        if "nemotron" in asked.model.lower():
+        if "nemotron" in config.model.lower():
             style["hidden_act"] = "relu2"
         else:
             style["position_embedding"] = "learned"
-    if "qwen3" in asked.model.lower():
+    if "qwen3" in config.model.lower():
         style["qk_norm"] = True
-    if asked.experts and re.search(r"gpt-?oss", asked.model, re.IGNORECASE):
+    if config.experts and re.search(r"gpt-?oss", config.model, re.IGNORECASE):
         style |= GPT_OSS_PARTS
     return style
 
 
-def _attention(asked: Asked) -> dict:
-    kind = asked.attn_kind.lower()
+def _attention(config: RunConfig) -> dict:
+    kind = config.attn_kind.lower()
     if kind.startswith("mla"):
         shape = dict(_V3, q_lora_rank=None) if kind == "mla0" else dict(_V3)
         return shape
@@ -227,9 +227,9 @@ def _attention(asked: Asked) -> dict:
     return {}
 
 
-def _experts(asked: Asked, shape: Model | None, predicts_further: bool, assumed: list[str]) -> dict:
-    if not asked.experts:
-        if shape is None or not shape.num_experts or asked.layers:
+def _experts(config: RunConfig, shape: Model | None, predicts_further: bool, assumed: list[str]) -> dict:
+    if not config.experts:
+        if shape is None or not shape.num_experts or config.layers:
             return {}
         return {
             name: getattr(shape, name)
@@ -239,15 +239,15 @@ def _experts(asked: Asked, shape: Model | None, predicts_further: bool, assumed:
             )
         }  # fmt: skip
     fields = {
-        "num_experts": asked.experts,
-        "num_experts_per_tok": asked.topk or _filled(assumed, "topk", min(2, asked.experts)),
-        "moe_intermediate_size": asked.expert_ffn or asked.ffn_hidden or 4 * (asked.hidden or 0),
-        "shared_expert_intermediate_size": asked.shared_expert_ffn or 0,
-        "first_k_dense_replace": min(asked.dense_layers or 0, asked.layers or 0),
+        "num_experts": config.experts,
+        "num_experts_per_tok": config.topk or _filled(assumed, "topk", min(2, config.experts)),
+        "moe_intermediate_size": config.expert_ffn or config.ffn_hidden or 4 * (config.hidden or 0),
+        "shared_expert_intermediate_size": config.shared_expert_ffn or 0,
+        "first_k_dense_replace": min(config.dense_layers or 0, config.layers or 0),
     }
-    if shape is not None and shape.n_group > 1 and shape.num_experts == asked.experts:  # no column says how tokens are limited
+    if shape is not None and shape.n_group > 1 and shape.num_experts == config.experts:  # no column says how tokens are limited
         fields |= {name: getattr(shape, name) for name in ("n_group", "topk_group", "topk_method")}
-    if predicts_further and "deepseek-v3" in asked.model.lower() and asked.layers == DEEPSEEK_V3_LAYERS:
+    if predicts_further and "deepseek-v3" in config.model.lower() and config.layers == DEEPSEEK_V3_LAYERS:
         fields["num_nextn_predict_layers"] = 1
         assumed.append("one block of multi-token prediction")
     return fields

@@ -25,7 +25,7 @@ from ultrascale.catalogue.machines import ALIASES, NODES, USUAL_NODE, accelerato
 from ultrascale.catalogue.network import KINDS
 from ultrascale.catalogue.racks import places_used, using, usual_places
 from ultrascale.validation.cells.models import UnrepresentableError
-from ultrascale.validation.rows import Asked
+from ultrascale.validation.rows import RunConfig
 
 _WORDS = r"(?:(?:[EFHNX]DR|InfiniBand|IB|RoCE|EFA|Omni-?Path|OPA|Slingshot|ConnectX|CX|Ethernet|RDMA)[-\w]*\s+){0,3}"
 _RATE = re.compile(
@@ -49,30 +49,30 @@ def with_links(node: Node, text: str) -> tuple[Node, bool]:
     between: Link | None = None
     cards: int | None = None
     for clause in re.split(r"[;,]", re.sub(r"\bIB\b", "InfiniBand", re.sub(r"\([^)]*\)", "", text))):
-        found = _RATE.search(clause) or _COUNTED.search(clause)
-        if found is None:
+        match = _RATE.search(clause) or _COUNTED.search(clause)
+        if match is None:
             continue
-        said = Sourced(_bytes_per_second(found), f"the row's interconnect: {text}", "the row's")
+        rate = Sourced(_bytes_per_second(match), f"the row's interconnect: {text}", "the row's")
         if _INSIDE.search(clause):
-            node = replace(node, intra_link=_inside(node, clause, said))
+            node = replace(node, intra_link=_inside(node, clause, rate))
         elif _MEASURED.search(clause):
-            known = between or node.inter_link
-            nominal = said if known is None or known.bytes_per_second.value < said.value else known.bytes_per_second
-            between = Link(known.name if known else clause.strip(), nominal, said)
+            link = between or node.inter_link
+            nominal = rate if link is None or link.bytes_per_second.value < rate.value else link.bytes_per_second
+            between = Link(link.name if link else clause.strip(), nominal, rate)
         else:
-            count = int(found["front"] or found.groupdict().get("behind") or 0)
+            count = int(match["front"] or match.groupdict().get("behind") or 0)
             cards = count or None
-            times = count or (_cards(node, clause) if _is_of_a_card(clause, said.value) else 1)
+            times = count or (_cards(node, clause) if _is_of_a_card(clause, rate.value) else 1)
             reached = between and between.achieved_bytes_per_second
-            between = Link(clause.strip(), replace(said, value=said.value * times), reached)
+            between = Link(clause.strip(), replace(rate, value=rate.value * times), reached)
     if between is None:
         return node, False
     return replace(node, inter_link=between, num_network_cards=cards), True
 
 
-def _bytes_per_second(found: re.Match[str]) -> float:
-    unit = found.groupdict().get("unit") or "Gb"
-    return float(found["rate"]) * (1e12 if unit[0] in "tT" else 1e9) / (1 if unit[1:2] == "B" else 8)
+def _bytes_per_second(match: re.Match[str]) -> float:
+    unit = match.groupdict().get("unit") or "Gb"
+    return float(match["rate"]) * (1e12 if unit[0] in "tT" else 1e9) / (1 if unit[1:2] == "B" else 8)
 
 
 def _is_of_a_card(clause: str, rate: float) -> bool:
@@ -87,15 +87,15 @@ def _cards(node: Node, clause: str) -> int:
     return node.num_accelerators if of_gpu else node.num_network_cards or node.num_accelerators
 
 
-def _inside(node: Node, clause: str, said: Sourced) -> Link:
+def _inside(node: Node, clause: str, rate: Sourced) -> Link:
     usual = node.intra_link
     if _MEASURED.search(clause):
         # Laws start from the nominal rate: the one at which the usual link would reach what was measured.
         reached = usual.achieved_bytes_per_second if usual else None
         share = reached.value / usual.bytes_per_second.value if usual and reached else USUAL_REACH
-        return Link(usual.name if usual else clause.strip(), replace(said, value=said.value / share), said)
-    both_ways = usual is not None and said.value == 2 * usual.bytes_per_second.value
-    return Link("links inside a node", replace(said, value=said.value / 2) if both_ways else said)
+        return Link(usual.name if usual else clause.strip(), replace(rate, value=rate.value / share), rate)
+    both_ways = usual is not None and rate.value == 2 * usual.bytes_per_second.value
+    return Link("links inside a node", replace(rate, value=rate.value / 2) if both_ways else rate)
 
 
 USUAL_REACH = 0.8
@@ -106,36 +106,36 @@ USUAL_GPU = "h100-sxm"
 """GPU of a row that names none."""
 
 
-def cluster_of(asked: Asked, num_gpus: int) -> tuple[Cluster, tuple[str, ...]]:
+def cluster_of(config: RunConfig, num_gpus: int) -> tuple[Cluster, tuple[str, ...]]:
     """The row's machines and what had to be assumed. Raises UnrepresentableError for a GPU nobody described."""
-    name, assumed = _accelerator(asked)
-    usual = _machine(asked, name)
-    node, says_network = with_links(using(usual, _per_node(asked, usual, num_gpus)), asked.interconnect)
-    if asked.network and node.inter_link is not None:
-        node = replace(node, inter_link=replace(node.inter_link, name=_kind(asked.network)))
+    name, assumed = _accelerator(config)
+    usual = _machine(config, name)
+    node, says_network = with_links(using(usual, _per_node(config, usual, num_gpus)), config.interconnect)
+    if config.network and node.inter_link is not None:
+        node = replace(node, inter_link=replace(node.inter_link, name=_kind(config.network)))
     network = () if says_network else (f"network: {node.inter_link.name if node.inter_link else 'none'}",)
     return Cluster(f"{num_gpus}x{name}", node, num_gpus), (*assumed, *network)
 
 
-def _accelerator(asked: Asked) -> tuple[str, tuple[str, ...]]:
-    if asked.machine in NODES and not asked.gpu:
-        return NODES[asked.machine].accelerator.name, ()
-    text = f"{asked.gpu} {asked.gpu_family}".strip()
+def _accelerator(config: RunConfig) -> tuple[str, tuple[str, ...]]:
+    if config.machine in NODES and not config.gpu:
+        return NODES[config.machine].accelerator.name, ()
+    text = f"{config.gpu} {config.gpu_family}".strip()
     if not text:
         return USUAL_GPU, (f"{USUAL_GPU}, as most",)
-    name = accelerator_in(asked.gpu or asked.gpu_family)
+    name = accelerator_in(config.gpu or config.gpu_family)
     if name is None:
         raise UnrepresentableError(f"gpu {text!r} is not in the catalogue (`ultrascale show clusters`)")
     return name, ()
 
 
-def _machine(asked: Asked, accelerator: str) -> Node:
+def _machine(config: RunConfig, accelerator: str) -> Node:
     """The machine the row names; the usual one of its accelerator where it names none."""
-    if not asked.machine:
+    if not config.machine:
         return NODES[USUAL_NODE[accelerator]]
-    name = ALIASES.get(asked.machine, asked.machine)
+    name = ALIASES.get(config.machine, config.machine)
     if name not in NODES:
-        raise UnrepresentableError(f"machine {asked.machine!r} is not in the catalogue (`ultrascale show clusters`)")
+        raise UnrepresentableError(f"machine {config.machine!r} is not in the catalogue (`ultrascale show clusters`)")
     if NODES[name].accelerator.name != accelerator:
         raise UnrepresentableError(f"machine {name} has {NODES[name].accelerator.name}, gpu says {accelerator}")
     return NODES[name]
@@ -149,7 +149,7 @@ def _kind(network: str) -> str:
     raise UnrepresentableError(f"network {network!r} is none of {', '.join(kind.name for kind in KINDS)}")
 
 
-def _per_node(asked: Asked, node: Node, num_gpus: int) -> int:
+def _per_node(config: RunConfig, node: Node, num_gpus: int) -> int:
     if node.tray is not None:
         return places_used(num_gpus, node) or usual_places(node)
-    return asked.gpus_per_node or node.num_accelerators
+    return config.gpus_per_node or node.num_accelerators

@@ -18,7 +18,7 @@ from ultrascale.catalogue.stacks.stack_files import Usual, program_of, stack_fil
 from ultrascale.description.problems import SpecError
 from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.validation.cells.models import UnrepresentableError
-from ultrascale.validation.rows import Asked
+from ultrascale.validation.rows import RunConfig
 
 WITH_AXES, WITHOUT_AXES = "eager", "torchtitan"
 """Stand-ins for an unknown program: with tensor or pipeline parallelism, and without."""
@@ -60,63 +60,63 @@ class Program:
     assumed: tuple[str, ...]
 
 
-def program_of_row(asked: Asked, tuning: Tuning = TUNING) -> Program:
+def program_of_row(config: RunConfig, tuning: Tuning = TUNING) -> Program:
     """The row's program. Raises UnrepresentableError for a stack or setting that does not exist."""
     assumed: list[str] = []
-    file = stack_file(_name(asked, tuning, assumed))
+    file = stack_file(_name(config, tuning, assumed))
     shared = {key: tuning.shared[name] for key, name in file.shared.items() if name in tuning.shared}
     try:
-        told = _of_cells(asked, file.stack, tuning.constants.power_exponent, assumed) | dict(asked.settings)
-        stack = with_settings(with_settings(file.stack, shared), told)
+        settings = _of_cells(config, file.stack, tuning.constants.power_exponent, assumed) | dict(config.settings)
+        stack = with_settings(with_settings(file.stack, shared), settings)
     except SpecError as error:
-        raise UnrepresentableError("; ".join(f"{one.key} {one.rule}" for one in error.problems)) from None
-    choices = file.usual.open_settings(asked.precision.lower())
-    choices = {key: values for key, values in choices.items() if key not in told}
-    if not asked.experts:
+        raise UnrepresentableError("; ".join(f"{problem.key} {problem.rule}" for problem in error.problems)) from None
+    choices = file.usual.open_settings(config.precision.lower())
+    choices = {key: values for key, values in choices.items() if key not in settings}
+    if not config.experts:
         choices.pop("dispatcher", None)
     stacks = tuple(with_settings(stack, dict(zip(choices, values, strict=True))) for values in product(*choices.values()))
     return Program(stacks, file.usual, tuple(choices), tuple(assumed))
 
 
-def _name(asked: Asked, tuning: Tuning, assumed: list[str]) -> str:
-    if asked.stack:
-        if asked.stack not in stack_names():
-            raise UnrepresentableError(f"stack {asked.stack!r} is not one of {', '.join(stack_names())}")
-        return asked.stack
-    found = program_of(asked.framework, tuning.without) if asked.framework else None
-    if found is not None:
-        if not found[1]:
-            assumed.append(f"stack {found[0]}, the closest to {asked.framework}")
-        return found[0]
-    cut = (asked.tp or 1) > 1 or (asked.pp or 1) > 1
-    name = WITH_AXES if cut else WITHOUT_AXES
-    assumed.append(f"stack {name}, as {'tp or pp is used' if cut else 'only data parallelism is used'}")
+def _name(config: RunConfig, tuning: Tuning, assumed: list[str]) -> str:
+    if config.stack:
+        if config.stack not in stack_names():
+            raise UnrepresentableError(f"stack {config.stack!r} is not one of {', '.join(stack_names())}")
+        return config.stack
+    closest = program_of(config.framework, tuning.without) if config.framework else None
+    if closest is not None:
+        if not closest[1]:
+            assumed.append(f"stack {closest[0]}, the closest to {config.framework}")
+        return closest[0]
+    is_model_parallel = (config.tp or 1) > 1 or (config.pp or 1) > 1
+    name = WITH_AXES if is_model_parallel else WITHOUT_AXES
+    assumed.append(f"stack {name}, as {'tp or pp is used' if is_model_parallel else 'only data parallelism is used'}")
     return name
 
 
-def _of_cells(asked: Asked, stack: Stack, power_exponent: float, assumed: list[str]) -> dict[str, Any]:
+def _of_cells(config: RunConfig, stack: Stack, power_exponent: float, assumed: list[str]) -> dict[str, Any]:
     """Settings that the row's own columns state."""
-    found: dict[str, Any] = {}
-    if asked.compile is not None:
-        found["kernels.compiled"] = asked.compile
-        if not asked.compile and stack.kernels.compiled:
-            found |= UNFUSED
-    if asked.flash_attention is False:
-        found["kernels.attention"] = "math"
-    scales = next((what for word, what in _SCALINGS.items() if word in asked.precision.lower()), None)
+    settings: dict[str, Any] = {}
+    if config.compile is not None:
+        settings["kernels.compiled"] = config.compile
+        if not config.compile and stack.kernels.compiled:
+            settings |= UNFUSED
+    if config.flash_attention is False:
+        settings["kernels.attention"] = "math"
+    scales = next((scaling for word, scaling in _SCALINGS.items() if word in config.precision.lower()), None)
     if scales:
-        found["kernels.fp8_scaling"] = scales
-    detail = asked.recompute_detail.lower()
-    found |= next(({"selective": what} for word, what in _SELECTIVE if word in detail), {})
-    if re.search(r"power.?(?:limited|capped)", asked.gpu, re.IGNORECASE):
-        found["overheads.products"] = stack.overheads.products * LIMITED_POWER**-power_exponent  # and with them attention
+        settings["kernels.fp8_scaling"] = scales
+    detail = config.recompute_detail.lower()
+    settings |= next(({"selective": modules} for word, modules in _SELECTIVE if word in detail), {})
+    if re.search(r"power.?(?:limited|capped)", config.gpu, re.IGNORECASE):
+        settings["overheads.products"] = stack.overheads.products * LIMITED_POWER**-power_exponent  # and with them attention
         assumed.append("three quarters of its power, as the GPU is said to be limited")
-    return found
+    return settings
 
 
-def stated_cells(asked: Asked, stated: Mapping[str, Any]) -> Asked:
+def stated_cells(config: RunConfig, stated: Mapping[str, Any]) -> RunConfig:
     """The row with cells that its source states elsewhere; a row's own cells win."""
-    own = dict(asked.settings)
+    row_settings = dict(config.settings)
     settings = {key.removeprefix("stack."): value for key, value in stated.items() if key.startswith("stack.")}
-    cells = {key: value for key, value in stated.items() if not key.startswith("stack.") and not getattr(asked, key)}
-    return replace(asked, **cells, settings=tuple(sorted((settings | own).items())))
+    cells = {key: value for key, value in stated.items() if not key.startswith("stack.") and not getattr(config, key)}
+    return replace(config, **cells, settings=tuple(sorted((settings | row_settings).items())))

@@ -18,29 +18,29 @@ from importlib.resources import files
 from typing import Any
 
 from ultrascale.validation.cells.programs import Tuning, stated_cells
-from ultrascale.validation.rows import Asked
+from ultrascale.validation.rows import RunConfig
 
 SCAN = "playbook"
 """The source of rows in the form of the playbook's scan."""
 
 
-def with_stated(asked: Asked, tuning: Tuning) -> tuple[Asked, tuple[str, ...]]:
+def with_stated(config: RunConfig, tuning: Tuning) -> tuple[RunConfig, tuple[str, ...]]:
     """The row with what its source states of it, and where."""
-    told: list[str] = []
-    key = source_of(asked)
+    statements: list[str] = []
+    key = source_of(config)
     if key in tuning.without:
-        return asked, ()
+        return config, ()
     for entry in _entries():
-        if entry["source_key"] == key and _holds(asked, entry.get("when", {})):
-            asked = stated_cells(asked, entry["cells"])
+        if entry["source_key"] == key and _holds(config, entry.get("when", {})):
+            config = stated_cells(config, entry["cells"])
             cells = ", ".join(f"{name} = {value}" for name, value in entry["cells"].items())
-            told.append(f"{cells} ({entry['from']})")
-    return asked, tuple(told)
+            statements.append(f"{cells} ({entry['from']})")
+    return config, tuple(statements)
 
 
-def source_of(asked: Asked) -> str:
+def source_of(config: RunConfig) -> str:
     """The name that a row's source has here."""
-    return SCAN if asked.is_playbook else asked.source_key or asked.framework or "unnamed"
+    return SCAN if config.is_playbook else config.source_key or config.framework or "unnamed"
 
 
 @cache
@@ -48,9 +48,9 @@ def _entries() -> list[dict[str, Any]]:
     return tomllib.loads((files("ultrascale.validation") / "stated.toml").read_text(encoding="utf-8"))["stated"]
 
 
-def _holds(asked: Asked, when: dict[str, Any]) -> bool:
-    found = {name: getattr(asked, name) for name in when}
+def _holds(config: RunConfig, when: dict[str, Any]) -> bool:
+    values = {name: getattr(config, name) for name in when}
     return all(
-        want in found[name] if isinstance(want, str) else bool(found[name]) if want is True else found[name] == want
+        want in values[name] if isinstance(want, str) else bool(values[name]) if want is True else values[name] == want
         for name, want in when.items()
     )

@@ -63,30 +63,30 @@ def ring_order(length: int, ring: int, document_starts: tuple[int, ...] = (0,)) 
     documents = sorted((start - stop, start, stop) for start, stop in zip(document_starts, stops, strict=True))
     longest_first = [Piece(start, stop, start) for _, start, stop in documents]
     best, least = None, float("inf")
-    for num_cut in _counts(len(documents)):
-        hands = _Hands(length, ring)
-        hands.cut(longest_first[:num_cut])
-        hands.deal(longest_first[num_cut:])
-        hands.level()
-        imbalance = max(hands.work) * ring / sum(hands.work) - 1
+    for num_split in _counts(len(documents)):
+        assignment = _Assignment(length, ring)
+        assignment.zigzag(longest_first[:num_split])
+        assignment.deal_whole(longest_first[num_split:])
+        assignment.even_out()
+        imbalance = max(assignment.work) * ring / sum(assignment.work) - 1
         if imbalance < least:
-            best, least = hands, imbalance
+            best, least = assignment, imbalance
         if least <= GOOD_BALANCE:
             break
     assert best is not None
     return best.in_slot_order()
 
 
-def own_pieces(order: Sequence[Pieces], heads: int, rank: int) -> Pieces:
+def local_pieces(order: Sequence[Pieces], heads: int, rank: int) -> Pieces:
     """The pieces of rank `rank` of cp = len(order) * heads before `heads` neighbours swap sequence for heads: its run of the
     slots of their common place in the ring."""
     pieces = order[rank // heads]
     first, length = even_part(num_slots(pieces), heads, rank % heads)
-    cut = (
+    halves = (
         Piece(piece.start + max(0, first - slot), min(piece.stop, piece.start + first + length - slot), piece.document)
         for slot, piece in _with_slots(pieces)
     )
-    return tuple(piece for piece in cut if piece.start < piece.stop)
+    return tuple(piece for piece in halves if piece.start < piece.stop)
 
 
 def num_slots(pieces: Pieces) -> int:
@@ -100,22 +100,22 @@ def views(queries: Pieces, keys: Pieces, window: int | None) -> list[View]:
 
     Neighbours that see all of the same keys become one.
     """
-    found: list[View] = []
+    merged: list[View] = []
     documents: dict[int, list[tuple[int, Piece]]] = {}
     for slot, piece in _with_slots(keys):
         documents.setdefault(piece.document, []).append((slot, piece))
     for first, piece in _with_slots(queries):
-        others = documents.get(piece.document, ())
-        seen = [view for slot, other in others if (view := _view(piece, first, other, slot, window))]
-        if not seen:
+        document_keys = documents.get(piece.document, ())
+        visible = [view for slot, other in document_keys if (view := _view(piece, first, other, slot, window))]
+        if not visible:
             continue
-        view = hull(seen)
-        last = found[-1] if found else None
+        view = hull(visible)
+        last = merged[-1] if merged else None
         if last and last.is_full and view.is_full and last.keys == view.keys and last.queries[1] == view.queries[0]:
-            found[-1] = View((last.queries[0], view.queries[1]), view.keys, True)
+            merged[-1] = View((last.queries[0], view.queries[1]), view.keys, True)
         else:
-            found.append(view)
-    return found
+            merged.append(view)
+    return merged
 
 
 class RingTraffic(NamedTuple):
@@ -147,17 +147,17 @@ def ring_traffic(length: int, ring: int, place: int, window: int | None) -> Ring
 def gathered_traffic(length: int, ring: int, place: int, window: int | None) -> RingTraffic:
     """Communication of places that are of different lengths and gather by messages (`parallel.context.context_gather`): all
     keys to each other place, and back to each the gradients of those that this one worked on."""
-    needs, own = _needs(length, ring, window), num_slots(ring_order(length, ring)[place])
+    needs, slots = _needs(length, ring, window), num_slots(ring_order(length, ring)[place])
     worked_on = [needs[(place + distance) % ring][distance] for distance in range(1, ring)]
-    return RingTraffic((ring - 1, (ring - 1) * own), _messages(worked_on))
+    return RingTraffic((ring - 1, (ring - 1) * slots), _messages(worked_on))
 
 
 @lru_cache(maxsize=1024)
 def pairs_worked_on(length: int, ring: int, place: int, window: int | None) -> int:
     """Pairs of queries of `place` and keys that kernels are given, those included that a causal mask or a window hides."""
     order = ring_order(length, ring)
-    own = num_slots(order[place])
-    pairs = own * own if window is None else _pairs(views(order[place], order[place], window))
+    slots = num_slots(order[place])
+    pairs = slots * slots if window is None else _pairs(views(order[place], order[place], window))
     return pairs + sum(_pairs(views(order[place], keys, window)) for keys in (*order[:place], *order[place + 1 :]))
 
 
@@ -165,10 +165,10 @@ def pairs_worked_on(length: int, ring: int, place: int, window: int | None) -> i
 def rows_made(length: int, ring: int, place: int, window: int | None) -> int:
     """Rows of results that `place` makes of its queries, hop by hop, before they are merged to one for each query."""
     order = ring_order(length, ring)
-    seen = [view for keys in (*order[:place], *order[place + 1 :]) for view in views(order[place], keys, window)]
-    own = num_slots(order[place])
-    at_home = own if window is None else sum(v.queries[1] - v.queries[0] for v in views(order[place], order[place], window))
-    return at_home + sum(view.queries[1] - view.queries[0] for view in seen)
+    remote_views = [view for keys in (*order[:place], *order[place + 1 :]) for view in views(order[place], keys, window)]
+    slots = num_slots(order[place])
+    at_home = slots if window is None else sum(v.queries[1] - v.queries[0] for v in views(order[place], order[place], window))
+    return at_home + sum(view.queries[1] - view.queries[0] for view in remote_views)
 
 
 class Masks(NamedTuple):
@@ -176,7 +176,7 @@ class Masks(NamedTuple):
     masks."""
 
     elements: int
-    room_bytes: int
+    scratch_bytes: int
 
 
 @lru_cache(maxsize=1024)
@@ -186,14 +186,14 @@ def windowed_masks(length: int, ring: int, place: int | None, window: int, row_m
     order = ring_order(length, ring)
     if place is None:
         return max(windowed_masks(length, ring, each, window, row_multiple, itemsize) for each in range(ring))
-    made = most = 0
+    num_elements = most = 0
     for distance in range(ring):
         for view in views(order[place], order[(place + distance) % ring], window):
             if not view.is_full:
                 rows, keys = (stop - start for start, stop in (view.queries, view.keys))
-                made += rows * -(-keys // row_multiple) * row_multiple
-                most = max(most, made * itemsize + 2 * rows * keys)  # what is seen, and what is not
-    return Masks(made, max(0, most - made * itemsize))
+                num_elements += rows * -(-keys // row_multiple) * row_multiple
+                most = max(most, num_elements * itemsize + 2 * rows * keys)  # what is seen, and what is not
+    return Masks(num_elements, max(0, most - num_elements * itemsize))
 
 
 @lru_cache(maxsize=64)
@@ -207,16 +207,16 @@ def _needs(length: int, ring: int, window: int | None) -> tuple[tuple[tuple[int,
 
 
 def _messages(sent: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    some = [stop - start for start, stop in sent if stop > start]
-    return len(some), sum(some)
+    lengths = [stop - start for start, stop in sent if stop > start]
+    return len(lengths), sum(lengths)
 
 
 def _span_of_some(ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    return span([one for one in ranges if one != _NOTHING])
+    return span([bounds for bounds in ranges if bounds != _NOTHING])
 
 
-def _pairs(seen: Sequence[View]) -> int:
-    return sum((view.queries[1] - view.queries[0]) * (view.keys[1] - view.keys[0]) for view in seen)
+def _pairs(visible: Sequence[View]) -> int:
+    return sum((view.queries[1] - view.queries[0]) * (view.keys[1] - view.keys[0]) for view in visible)
 
 
 def hull(parts: Sequence[View]) -> View:
@@ -262,7 +262,7 @@ def _counts(most: int) -> Iterator[int]:
     yield most
 
 
-class _Hands:
+class _Assignment:
     """The slots that each rank has been given so far."""
 
     def __init__(self, length: int, ring: int):
@@ -270,18 +270,18 @@ class _Hands:
         self.pieces: list[list[Piece]] = [[] for _ in self.wanted]
         self.tokens, self.work = [0] * ring, [0] * ring
 
-    def give(self, rank: int, piece: Piece) -> None:
+    def assign(self, rank: int, piece: Piece) -> None:
         if piece.start < piece.stop:
             self.pieces[rank].append(piece)
             self.tokens[rank] += piece.stop - piece.start
             self.work[rank] += piece.work
 
-    def cut(self, documents: Sequence[Piece]) -> None:
+    def zigzag(self, documents: Sequence[Piece]) -> None:
         """Zigzag each over all ranks."""
         ring = len(self.wanted)
         for document in documents:
-            each, rest = divmod(document.stop - document.start, ring)
-            fewest_tokens = sorted(range(ring), key=lambda rank: (self.tokens[rank], self.work[rank]))[:rest]
+            each, remainder = divmod(document.stop - document.start, ring)
+            fewest_tokens = sorted(range(ring), key=lambda rank: (self.tokens[rank], self.work[rank]))[:remainder]
             # Of an odd number of tokens the early piece has one more, and later places then do a little more work.
             most_work_first = sorted(range(ring), key=lambda rank: -self.work[rank])
             lengths = [each + (rank in fewest_tokens) for rank in most_work_first]
@@ -289,18 +289,18 @@ class _Hands:
             late = [(rank, length // 2) for rank, length in zip(most_work_first, lengths, strict=True)]
             start = document.start
             for rank, size in (*early, *reversed(late)):
-                self.give(rank, Piece(start, start + size, document.document))
+                self.assign(rank, Piece(start, start + size, document.document))
                 start += size
 
-    def deal(self, documents: Sequence[Piece]) -> None:
+    def deal_whole(self, documents: Sequence[Piece]) -> None:
         """One whole document to each rank, round after round, the longest to whom has the least work."""
         ring = len(self.wanted)
         for first in range(0, len(documents), ring):
             least_work_first = sorted(range(ring), key=lambda rank: self.work[rank])
             for rank, document in zip(least_work_first, documents[first : first + ring], strict=False):
-                self.give(rank, document)
+                self.assign(rank, document)
 
-    def level(self) -> None:
+    def even_out(self) -> None:
         """Let every rank have its number of tokens: who has too many gives an end of a piece to who has too few, the one that
         makes their work most equal."""
         while True:
@@ -309,15 +309,15 @@ class _Hands:
             if not surplus[giver]:
                 return
             number, kept, moved = min(
-                self._gifts(giver, min(surplus[giver], -surplus[taker])), key=self._unevenness(giver, taker)
+                self._moves(giver, min(surplus[giver], -surplus[taker])), key=self._unevenness(giver, taker)
             )
             whole = self.pieces[giver].pop(number)
             self.tokens[giver] -= whole.stop - whole.start
             self.work[giver] -= whole.work
-            self.give(giver, kept)
-            self.give(taker, moved)
+            self.assign(giver, kept)
+            self.assign(taker, moved)
 
-    def _gifts(self, giver: int, most: int) -> Iterator[tuple[int, Piece, Piece]]:
+    def _moves(self, giver: int, most: int) -> Iterator[tuple[int, Piece, Piece]]:
         """(number of a piece, what stays of it, what goes), for either end of each."""
         longest = max(piece.stop - piece.start for piece in self.pieces[giver])
         for number, (start, stop, document) in enumerate(self.pieces[giver]):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ultrascale.description.architecture.weights import Weight
 from ultrascale.description.layout import Axis, Layout
-from ultrascale.work.sharding.places import Coordinates, place, zero_shape
+from ultrascale.work.sharding.places import Coordinates, shard_of, zero_shape
 
 NEWTON_SCHULZ_STEPS = 5
 """Steps of the iteration that makes a matrix orthogonal (Jordan et al. 2024)."""
@@ -32,7 +32,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Sharding:
     """Division of a tensor among the ranks of a group, and the rank that gets all of it."""
 
     dim: int
@@ -42,7 +42,7 @@ class Cut:
     """Shape of all that the group has together."""
     cost: int
     """Cost of the work on all of it, relative to others'."""
-    whole: tuple[int, ...]
+    full_shape: tuple[int, ...]
     """Shape in which its owner works on it: experts as [X, F, D], though their rows are sharded."""
     owner: int = 0
 
@@ -57,52 +57,57 @@ class Exchange(NamedTuple):
     axis: Axis
     rank: int
     """Rank in the group."""
-    cuts: dict[int, Cut]
-    """Cut of each weight, by its number."""
+    shardings: dict[int, Sharding]
+    """Sharding of each weight, by its number."""
 
-    def is_mine(self, number: int) -> bool:
-        return self.cuts[number].owner == self.rank
+    def is_owner(self, number: int) -> bool:
+        return self.shardings[number].owner == self.rank
 
     @property
     def sent_elements(self) -> tuple[int, int]:
         """Elements that the rank sends to owners, its own part included, and elements that it sends back."""
-        there = sum(cut.numel(self.rank) for cut in self.cuts.values())
-        back = sum(cut.numel(rank) for n, cut in self.cuts.items() if self.is_mine(n) for rank in range(len(cut.spans)))
+        there = sum(sharding.numel(self.rank) for sharding in self.shardings.values())
+        back = sum(
+            sharding.numel(rank)
+            for n, sharding in self.shardings.items()
+            if self.is_owner(n)
+            for rank in range(len(sharding.spans))
+        )
         return there, back
 
 
 def exchanges(some: Sequence[Weight], layout: Layout, rank: int) -> list[Exchange]:
     """Exchanges that bring `some` matrices of a rank to their owners, one after the other; none where all are whole."""
     numbers = range(len(some))
-    found: list[Exchange] = []
-    cuts = {n: _shard_cut(some[n], layout, rank) for n in numbers if not _lies_whole(some[n], layout, rank)}
+    stages: list[Exchange] = []
+    shardings = {n: _zero_sharding(some[n], layout, rank) for n in numbers if not _lies_whole(some[n], layout, rank)}
     shards: tuple[tuple[Axis, bool], ...] = (("shard", False), ("expert_shard", True))
     for axis, wanted in shards:
-        if own := {n: cut for n, cut in cuts.items() if some[n].is_expert == wanted}:
-            found.append(_exchange(axis, own, some, layout, rank))
+        if axis_shardings := {n: zero_sharding for n, zero_sharding in shardings.items() if some[n].is_expert == wanted}:
+            stages.append(_exchange(axis, axis_shardings, some, layout, rank))
     # What this rank owns after these exchanges meets the other slices of it, which their ranks of tp own alike.
-    mine = [n for n in numbers if n not in cuts or any(n in one.cuts and one.is_mine(n) for one in found)]
+    owned = [n for n in numbers if n not in shardings or any(n in stage.shardings and stage.is_owner(n) for stage in stages)]
     axes: tuple[tuple[Axis, bool], ...] = (("tp", False), ("expert_tp", True))
     for axis, wanted in axes:
-        cut = [n for n in mine if some[n].is_expert == wanted and some[n].tp_dim is not None]
-        if cut and layout.group(axis)[0] > 1:
-            found.append(_exchange(axis, {n: _slice_cut(some[n], axis, layout, rank) for n in cut}, some, layout, rank))
-    return found
+        sliced = [n for n in owned if some[n].is_expert == wanted and some[n].tp_dim is not None]
+        if sliced and layout.group(axis)[0] > 1:
+            stages.append(_exchange(axis, {n: _tp_sharding(some[n], axis, layout, rank) for n in sliced}, some, layout, rank))
+    return stages
 
 
 def owned_shapes(some: Sequence[Weight], layout: Layout, rank: int) -> list[tuple[int, ...]]:
     """Shapes of the whole matrices that a rank works on, of experts [X, m, n] of those that are there."""
     stages = exchanges(some, layout, rank)
-    kept = [n for n in range(len(some)) if all(n not in one.cuts or one.is_mine(n) for one in stages)]
-    return [_whole_shape(some[n], layout, rank) for n in kept]
+    owned = [n for n in range(len(some)) if all(n not in stage.shardings or stage.is_owner(n) for stage in stages)]
+    return [_whole_shape(some[n], layout, rank) for n in owned]
 
 
 def part_shape(weight: Weight, layout: Layout, rank: int) -> tuple[int, ...]:
     """Shape of the part that a rank holds of a matrix."""
-    at = Coordinates.of(layout, rank)
+    coordinates = Coordinates.of(layout, rank)
     ranks = _sharers(weight, layout, rank)
-    rows, *rest = zero_shape(place(weight, layout, at).shape, len(ranks))
-    return (chunk(rows, len(ranks), ranks.index(rank)).length, *rest)
+    rows, *columns = zero_shape(shard_of(weight, layout, coordinates).shape, len(ranks))
+    return (chunk(rows, len(ranks), ranks.index(rank)).length, *columns)
 
 
 def orthogonalising_flops(shape: Sequence[int]) -> int:
@@ -131,42 +136,42 @@ def slice_spans(weight: Weight, layout: Layout, ranks: Sequence[int]) -> tuple[S
     """Span that each of `ranks`, along tp or expert_tp, holds of the dimension of a weight that is sharded over it."""
     dim = weight.tp_dim
     assert dim is not None
-    places = [place(weight, layout, Coordinates.of(layout, rank)) for rank in ranks]
-    return tuple(Span(there.offsets[dim], there.shape[dim]) for there in places)
+    places = [shard_of(weight, layout, Coordinates.of(layout, rank)) for rank in ranks]
+    return tuple(Span(local.offsets[dim], local.shape[dim]) for local in places)
 
 
-def _exchange(axis: Axis, cuts: dict[int, Cut], some: Sequence[Weight], layout: Layout, rank: int) -> Exchange:
+def _exchange(axis: Axis, shardings: dict[int, Sharding], some: Sequence[Weight], layout: Layout, rank: int) -> Exchange:
     """An owner for each, the dearest first to whoever has least."""
     ranks, load = members(layout, axis, rank), [0] * layout.group(axis)[0]
-    owned: dict[int, Cut] = {}
-    for number in sorted(cuts, key=lambda n: (-cuts[n].cost, some[n].name)):
+    owned: dict[int, Sharding] = {}
+    for number in sorted(shardings, key=lambda n: (-shardings[n].cost, some[n].name)):
         owner = load.index(min(load))
-        owned[number] = replace(cuts[number], owner=owner)
-        load[owner] += cuts[number].cost
+        owned[number] = replace(shardings[number], owner=owner)
+        load[owner] += shardings[number].cost
     return Exchange(axis, ranks.index(rank), dict(sorted(owned.items())))
 
 
 def _sharers(weight: Weight, layout: Layout, rank: int) -> range:
-    """The ranks over which ZeRO cuts what `rank` has of a weight."""
+    """The ranks over which ZeRO shards what `rank` has of a weight."""
     return members(layout, "expert_shard" if weight.is_expert else "shard", rank)
 
 
 def _lies_whole(weight: Weight, layout: Layout, rank: int) -> bool:
     """True if ZeRO leaves every matrix of a weight on one rank."""
-    ranks, shape = len(_sharers(weight, layout, rank)), place(weight, layout, Coordinates.of(layout, rank)).shape
+    ranks, shape = len(_sharers(weight, layout, rank)), shard_of(weight, layout, Coordinates.of(layout, rank)).shape
     return ranks == 1 or (weight.is_expert and zero_shape(shape, ranks) == shape)
 
 
-def _shard_cut(weight: Weight, layout: Layout, rank: int) -> Cut:
-    whole, ranks = place(weight, layout, Coordinates.of(layout, rank)).shape, len(_sharers(weight, layout, rank))
+def _zero_sharding(weight: Weight, layout: Layout, rank: int) -> Sharding:
+    whole, ranks = shard_of(weight, layout, Coordinates.of(layout, rank)).shape, len(_sharers(weight, layout, rank))
     shape = zero_shape(whole, ranks)
-    return Cut(0, tuple(chunk(shape[0], ranks, one) for one in range(ranks)), shape, prod(weight.shape), whole)
+    return Sharding(0, tuple(chunk(shape[0], ranks, member) for member in range(ranks)), shape, prod(weight.shape), whole)
 
 
-def _slice_cut(weight: Weight, axis: Axis, layout: Layout, rank: int) -> Cut:
+def _tp_sharding(weight: Weight, axis: Axis, layout: Layout, rank: int) -> Sharding:
     dim, shape = weight.tp_dim, _whole_shape(weight, layout, rank)
     assert dim is not None
-    return Cut(dim, slice_spans(weight, layout, members(layout, axis, rank)), shape, prod(weight.shape), shape)
+    return Sharding(dim, slice_spans(weight, layout, members(layout, axis, rank)), shape, prod(weight.shape), shape)
 
 
 def _whole_shape(weight: Weight, layout: Layout, rank: int) -> tuple[int, ...]:
@@ -175,4 +180,4 @@ def _whole_shape(weight: Weight, layout: Layout, rank: int) -> tuple[int, ...]:
         return weight.shape
     if _lies_whole(weight, layout, rank):
         return (part_shape(weight, layout, rank)[0], *weight.shape[1:])
-    return (place(weight, layout, Coordinates.of(layout, rank)).shape[0], *weight.shape[1:])
+    return (shard_of(weight, layout, Coordinates.of(layout, rank)).shape[0], *weight.shape[1:])

@@ -53,39 +53,43 @@ class Coordinates(NamedTuple):
         return self.tp == 0
 
 
-class Place(NamedTuple):
+class WeightShard(NamedTuple):
     """A rank's part of a weight."""
 
     offsets: tuple[int, ...]
     """Offsets of its first element in the whole weight."""
     shape: tuple[int, ...]
-    copies: int = 1
+    num_replicas: int = 1
     """Neighbours along tp (of an expert: along expert_tp) that hold the same part."""
-    copy: int = 0
+    replica: int = 0
     """Index of this rank among the copies."""
     is_partial: bool = False
     """True if the gradient is the sum of what those neighbours compute; otherwise each computes all of it."""
 
 
-def place(weight: Weight, layout: Layout, at: Coordinates) -> Place:
-    """The part of `weight` that the rank at `at` holds of it, data parallelism left aside."""
+def shard_of(weight: Weight, layout: Layout, coordinates: Coordinates) -> WeightShard:
+    """The part of `weight` that the rank at `coordinates` holds of it, data parallelism left aside."""
     offsets, shape = [0] * len(weight.shape), list(weight.shape)
 
-    def cut(dim: int, ranks: int, rank: int) -> None:
+    def split(dim: int, ranks: int, rank: int) -> None:
         offsets[dim], shape[dim] = even_part(weight.shape[dim], ranks, rank)
 
     if weight.is_expert:
-        cut(0, layout.ep, at.ep)
+        split(0, layout.ep, coordinates.ep)
         if weight.tp_dim is not None:
-            cut(weight.tp_dim, layout.expert_tp, at.expert_tp)
-            return Place(tuple(offsets), tuple(shape))
-        return Place(tuple(offsets), tuple(shape), layout.expert_tp, at.expert_tp, is_partial=layout.expert_tp > 1)
-    parts = 1 if weight.tp_dim is None else min(layout.tp, weight.tp_most or layout.tp)
-    copies = layout.tp // parts
+            split(weight.tp_dim, layout.expert_tp, coordinates.expert_tp)
+            return WeightShard(tuple(offsets), tuple(shape))
+        return WeightShard(
+            tuple(offsets), tuple(shape), layout.expert_tp, coordinates.expert_tp, is_partial=layout.expert_tp > 1
+        )
+    parts = 1 if weight.tp_dim is None else min(layout.tp, weight.max_tp_shards or layout.tp)
+    num_replicas = layout.tp // parts
     if weight.tp_dim is not None:
-        cut(weight.tp_dim, parts, at.tp // copies)
+        split(weight.tp_dim, parts, coordinates.tp // num_replicas)
     differs = weight.tp_dim is not None or layout.sequence_parallel or weight.name.endswith(HEAD_NORMS)
-    return Place(tuple(offsets), tuple(shape), copies, at.tp % copies, is_partial=copies > 1 and differs)
+    return WeightShard(
+        tuple(offsets), tuple(shape), num_replicas, coordinates.tp % num_replicas, is_partial=num_replicas > 1 and differs
+    )
 
 
 def zero_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
@@ -98,26 +102,29 @@ def zero_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     return (experts * matrix[0], matrix[1]) if len(shape) == 3 and experts % ranks else shape
 
 
-def boxes(shape: tuple[int, ...], cut: tuple[int, ...], first: int, length: int) -> Iterator[tuple[slice, Place]]:
-    """Boxes of a part of `shape` that `length` entries of dim 0 from `first` on are, where it is cut as `cut` (`zero_shape`),
+def row_boxes(
+    shape: tuple[int, ...], stored_shape: tuple[int, ...], first: int, length: int
+) -> Iterator[tuple[slice, WeightShard]]:
+    """Boxes of a part of `shape` that `length` entries of dim 0 from `first` on are, where it is sharded as
+    `stored_shape` (`zero_shape`),
     each with its entries, counted from `first`: one box, but where these are rows of several experts.
 
-    Raises ValueError if `cut` is no form of `shape`.
+    Raises ValueError if `stored_shape` is no form of `shape`.
     """
-    if cut == shape:
-        yield slice(0, length), Place((first, *(0 for _ in shape[1:])), (length, *shape[1:]))
+    if stored_shape == shape:
+        yield slice(0, length), WeightShard((first, *(0 for _ in shape[1:])), (length, *shape[1:]))
         return
-    if len(shape) != 3 or cut != (shape[0] * shape[1], shape[2]):
-        raise ValueError(f"{list(cut)} is not how {list(shape)} is cut")
+    if len(shape) != 3 or stored_shape != (shape[0] * shape[1], shape[2]):
+        raise ValueError(f"{list(stored_shape)} is not how {list(shape)} is cut")
     _, rows, columns = shape
     if not length:
-        yield slice(0, 0), Place((0, 0, 0), (0, rows, columns))
+        yield slice(0, 0), WeightShard((0, 0, 0), (0, rows, columns))
     done = 0
     while done < length:
         expert, row = divmod(first + done, rows)
         whole = 0 if row else (length - done) // rows
         count = whole * rows or min(length - done, rows - row)
-        yield slice(done, done + count), Place((expert, row, 0), (whole or 1, count // (whole or 1), columns))
+        yield slice(done, done + count), WeightShard((expert, row, 0), (whole or 1, count // (whole or 1), columns))
         done += count
 
 

@@ -30,7 +30,7 @@ MARK = ".brought"
 
 
 @dataclass(frozen=True)
-class _Input:
+class _FetchTask:
     """Objects that are asked for at one URL, and the folder that they go to."""
 
     url: str
@@ -41,7 +41,7 @@ class _Input:
 
 
 @contextmanager
-def brought(
+def fetched_inputs(
     inputs: Iterable[str | Path],
     output: Path,
     *,
@@ -59,7 +59,7 @@ def brought(
         yield [Path(item) for item in inputs], {}
         return
     folder = output.absolute().with_name(f"{output.absolute().name}.inputs")
-    asked = {url: _asked(url, folder, glob, exclude) for url in dict.fromkeys(urls.values())}
+    tasks = {url: _list_input(url, folder, glob, exclude) for url in dict.fromkeys(urls.values())}
     mark = folder / MARK
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,10 +67,10 @@ def brought(
             rule = "is there already, and inputs from the store would go there"
             raise DataError(str(folder), rule, "Move it, or choose another --output.")
     with locked(mark, output):
-        _bring(list(asked.values()), report)
-        here = {one.folder / one.objects[0].key if one.is_file else one.folder: url for url, one in asked.items()}
-        paths = {url: path for path, url in here.items()}
-        yield [paths[urls[item]] if item in urls else Path(item) for item in inputs], here
+        _fetch_all(list(tasks.values()), report)
+        origins = {task.folder / task.objects[0].key if task.is_file else task.folder: url for url, task in tasks.items()}
+        paths = {url: path for path, url in origins.items()}
+        yield [paths[urls[item]] if item in urls else Path(item) for item in inputs], origins
         with suppress(OSError):
             for path in folder.iterdir():
                 if path != mark:
@@ -96,7 +96,7 @@ def locked(lock: Path, output: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _told(url: str) -> Iterator[None]:
+def _naming_errors(url: str) -> Iterator[None]:
     try:
         yield
     except StorageError as error:
@@ -104,32 +104,32 @@ def _told(url: str) -> Iterator[None]:
         raise DataError(url, f"cannot be read: {str(error).rstrip('.')}", remedy) from error
 
 
-def _asked(url: str, folder: Path, glob: str, exclude: tuple[str, ...]) -> _Input:
+def _list_input(url: str, folder: Path, glob: str, exclude: tuple[str, ...]) -> _FetchTask:
     if problem := url_problem(url):
         raise DataError(url, problem, "Give another place.")
     folder /= hashlib.sha256(url.encode()).hexdigest()[:16]
     wanted = []
-    with _told(url):
+    with _naming_errors(url):
         store = open_store(url)
-        for one in store.files():
-            *folders, name = one.key.split("/")
-            if ".." in (*folders, name) or one.key.startswith("/"):
-                raise StorageError(f"its listing has {one.key!r}, which leads out of it")
+        for stored in store.files():
+            *folders, name = stored.key.split("/")
+            if ".." in (*folders, name) or stored.key.startswith("/"):
+                raise StorageError(f"its listing has {stored.key!r}, which leads out of it")
             if fnmatch(name, glob) and not any(matches(part, exclude) for part in (*folders, name)):
-                wanted.append(one)
+                wanted.append(stored)
         above, _, name = url.rpartition("/")
         if wanted:
-            return _Input(url, store, wanted, False, folder)
+            return _FetchTask(url, store, wanted, False, folder)
         with suppress(MissingError):
             if url_problem(above) is None:
                 store = open_store(above)
-                return _Input(url, store, [store.look_up(name)], True, folder)
+                return _FetchTask(url, store, [store.look_up(name)], True, folder)
     raise DataError(url, f"holds no file that is asked for (--glob {glob!r})", "Give another place, or --glob.")
 
 
-def _bring(inputs: list[_Input], report: Callable[[int, int], None]) -> None:
+def _fetch_all(inputs: list[_FetchTask], report: Callable[[int, int], None]) -> None:
     """Make the folders hold what is asked for, and nothing else."""
-    total, done, lock = sum(item.bytes for one in inputs for item in one.objects), 0, threading.Lock()
+    total, done, lock = sum(item.bytes for task in inputs for item in task.objects), 0, threading.Lock()
 
     def after(num_bytes: int) -> None:
         nonlocal done
@@ -137,31 +137,31 @@ def _bring(inputs: list[_Input], report: Callable[[int, int], None]) -> None:
             done += num_bytes
             report(done, total)
 
-    for one in inputs:
-        _clear(one.folder, {one.folder / item.key for item in one.objects})
-        with _told(one.url), ThreadPoolExecutor(STREAMS) as pool:
-            list(pool.map(lambda item, one=one: _bring_file(one.store, item, one.folder / item.key, after), one.objects))
+    for task in inputs:
+        _clear(task.folder, {task.folder / item.key for item in task.objects})
+        with _naming_errors(task.url), ThreadPoolExecutor(STREAMS) as pool:
+            list(pool.map(lambda item, task=task: _fetch_file(task.store, item, task.folder / item.key, after), task.objects))
 
 
 def _clear(folder: Path, wanted: set[Path]) -> None:
     with writing(folder):
-        for here, folders, names in os.walk(folder, topdown=False):
+        for parent, folders, names in os.walk(folder, topdown=False):
             for name in names:
-                if Path(here, name) not in wanted:
-                    Path(here, name).unlink()
+                if Path(parent, name) not in wanted:
+                    Path(parent, name).unlink()
             for name in folders:
                 with suppress(OSError):  # what is asked for is in it
-                    Path(here, name).rmdir()
+                    Path(parent, name).rmdir()
 
 
-def _bring_file(store: Store, one: Stored, path: Path, after: Callable[[int], None]) -> None:
-    seconds = int.from_bytes(hashlib.sha256(one.tag.encode()).digest()[:4], "big") >> 1  # fits every disk's times
-    if path.exists() and (path.stat().st_size, int(path.stat().st_mtime)) == (one.bytes, seconds):
-        after(one.bytes)
+def _fetch_file(store: Store, stored: Stored, path: Path, after: Callable[[int], None]) -> None:
+    seconds = int.from_bytes(hashlib.sha256(stored.tag.encode()).digest()[:4], "big") >> 1  # fits every disk's times
+    if path.exists() and (path.stat().st_size, int(path.stat().st_mtime)) == (stored.bytes, seconds):
+        after(stored.bytes)
         return
     partial = path.with_name(path.name + PARTIAL)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        store.fetch(one, partial, after)
+        store.fetch(stored, partial, after)
         os.utime(partial, (seconds, seconds))
         os.replace(partial, path)

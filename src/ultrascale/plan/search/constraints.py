@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultrascale.catalogue.stacks.stack_files import abilities
-from ultrascale.config.rules.run_rules import cut_problems
+from ultrascale.config.rules.run_rules import parallelism_problems
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import Problem
 from ultrascale.description.recomputed import is_modules, modules_name, modules_named
 from ultrascale.description.schedules import SCHEDULES, schedule_for
 from ultrascale.description.units import count_of, divisors
 from ultrascale.plan.layouts import CP_METHODS, RECOMPUTE, SCHEDULE_NAMES, LayoutTable
-from ultrascale.plan.search.space import Asked, Space, modules_asked
+from ultrascale.plan.search.space import Constraints, Space, modules_of_constraints
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.build import is_file
 
@@ -41,7 +41,7 @@ class _Question:
     """Why this value of this field is in no layout."""
 
     workload: Workload
-    asked: Asked
+    constraints: Constraints
     name: str
     value: Any
 
@@ -52,32 +52,34 @@ class _Question:
     @property
     def dps(self) -> list[int]:
         """Degrees of dp that are left beside the other axes asked for."""
-        cuts = product(*(self.asked.get(axis, divisors(self.num_gpus)) for axis in ("tp", "cp", "pp")))
-        found = {self.num_gpus // prod(cut) for cut in cuts if self.num_gpus % prod(cut) == 0}
-        return sorted(found & set(self.asked.get("dp", found)))
+        combinations = product(*(self.constraints.get(axis, divisors(self.num_gpus)) for axis in ("tp", "cp", "pp")))
+        degrees = {self.num_gpus // prod(axes) for axes in combinations if self.num_gpus % prod(axes) == 0}
+        return sorted(degrees & set(self.constraints.get("dp", degrees)))
 
     def only_ones(self, axis: str) -> bool:
-        return set(self.asked.get(axis, ())) == {1}
+        return set(self.constraints.get(axis, ())) == {1}
 
     def never_one(self, axis: str) -> bool:
-        return axis in self.asked and 1 not in self.asked[axis]
+        return axis in self.constraints and 1 not in self.constraints[axis]
 
 
-def unmet(workload: Workload, asked: Asked, space: Space) -> list[Problem]:
+def unmet(workload: Workload, constraints: Constraints, space: Space) -> list[Problem]:
     """Every value that is asked for and is in no layout of `space`; of an empty one, those with a reason of their own."""
-    found: dict[str, Problem] = {}
-    for name, values in asked.items():
+    problems: dict[str, Problem] = {}
+    for name, values in constraints.items():
         for value in values:
             if _appears(space.table, name, value):
                 continue
-            question = _Question(workload, asked, name, value)
+            question = _Question(workload, constraints, name, value)
             reason = _reason(question) or _refusal(question, space)
             if reason is None and len(space.table):
-                others = " ".join(f"{other} {each}" for other, few in asked.items() if other != name for each in few)
+                others = " ".join(
+                    f"{other} {other_value}" for other, few in constraints.items() if other != name for other_value in few
+                )
                 reason = (f"{value} is in no legal layout{f' beside {others}' if others else ''}", "Leave it out.")
             if reason is not None:
-                found.setdefault(reason[0], Problem(f"layout.{name}", *reason))
-    return list(found.values())
+                problems.setdefault(reason[0], Problem(f"layout.{name}", *reason))
+    return list(problems.values())
 
 
 def _appears(table: LayoutTable, name: str, value: Any) -> bool:
@@ -104,8 +106,8 @@ def _in_use(table: LayoutTable, name: str) -> NDArray[np.bool_]:
 
 def _reason(question: _Question) -> Reason | None:
     for judge in _JUDGES:
-        if found := judge(question):
-            return found
+        if reason := judge(question):
+            return reason
     return None
 
 
@@ -121,18 +123,18 @@ def _of_trainer(question: _Question) -> Reason | None:
     """Reason why the trainer has no setting for the value."""
     stack, name, value = question.workload.stack, question.name, question.value
     can = abilities(stack)
-    has = {
+    supported = {
         "tp": can.tensor, "cp": bool(can.cp_methods), "pp": bool(can.schedules), "ep": can.experts,
         "expert_tp": can.expert_tensor,
     }  # fmt: skip
-    if name in has and value > 1 and not has[name]:
+    if name in supported and value > 1 and not supported[name]:
         return f"{stack.name} has no {LACKING[name]}", "Use 1, or another --stack."
     if name == "cp" and value > 1 and can.cp_alone and (question.never_one("tp") or question.never_one("pp")):
         return f"{stack.name} has context parallelism without tp and pp only", "Drop the others, or use another --stack."
     offered: dict[str, tuple[Any, ...]] = {
         "zero_stage": can.every_zero_stage, "recompute": can.recompute, "schedule": can.schedules, "cp_method": can.cp_methods,
     }  # fmt: skip
-    if name == "recompute" and modules_asked(question.workload, question.asked):
+    if name == "recompute" and modules_of_constraints(question.workload, question.constraints):
         return None
     if name in offered and value not in offered[name]:
         return _choices(f"{stack.name} has", name, offered[name], value)
@@ -141,10 +143,10 @@ def _of_trainer(question: _Question) -> Reason | None:
     return None
 
 
-def _choices(has: str, name: str, offered: tuple[Any, ...], value: Any) -> Reason:
+def _choices(subject: str, name: str, offered: tuple[Any, ...], value: Any) -> Reason:
     if not offered:
         missing = "pipeline" if name == "schedule" else "context parallelism"
-        return f"{has} no {missing}", "Leave it out, or use another --stack."
+        return f"{subject} no {missing}", "Leave it out, or use another --stack."
     if name == "schedule" and is_file(str(value)):
         rule = f"{value} is made for one number of ranks and micro-batches, and a search has many"
         return rule, "Name the whole layout in a run.toml, with layout.schedule there, and plan that."
@@ -158,7 +160,7 @@ def _choices(has: str, name: str, offered: tuple[Any, ...], value: Any) -> Reaso
         return rule, 'Search without it (--save RUN.TOML), then set layout.recompute = "auto" there and plan that.'
     kind = {"zero_stage": "ZeRO ", "recompute": "recompute "}.get(name, "")
     words = ", ".join(map(str, offered))
-    return f"{has} {kind}{words}, not {value}", f"Choose one of {words}, or another --stack."
+    return f"{subject} {kind}{words}, not {value}", f"Choose one of {words}, or another --stack."
 
 
 def _of_count(question: _Question) -> Reason | None:
@@ -168,12 +170,12 @@ def _of_count(question: _Question) -> Reason | None:
         return None
     if gpus % value:
         return f"{name} = {value} does not divide {count_of(gpus, 'GPU')}", nearest(value, divisors(gpus))
-    others = [axis for axis in AXES if axis in question.asked and axis != name]
+    others = [axis for axis in AXES if axis in question.constraints and axis != name]
     whole = len(others) == len(AXES) - 1
-    ways = [prod(way) * value for way in product(*(question.asked[axis] for axis in others))]
-    if any(gpus == way if whole else gpus % way == 0 for way in ways):
+    products = [prod(degrees) * value for degrees in product(*(question.constraints[axis] for axis in others))]
+    if any(gpus == total if whole else gpus % total == 0 for total in products):
         return None
-    sizes = {axis: value if axis == name else min(question.asked[axis]) for axis in AXES if axis in (*others, name)}
+    sizes = {axis: value if axis == name else min(question.constraints[axis]) for axis in AXES if axis in (*others, name)}
     words = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or f"{name} 1"
     count = prod(sizes.values())
     return (
@@ -191,10 +193,10 @@ def _of_model(question: _Question) -> Reason | None:
     if name not in ("tp", "cp", "ep", "expert_tp"):
         return None
     layout = Layout(**{"dp": question.num_gpus, name: value})  # type: ignore[arg-type]
-    found = cut_problems(model, layout, sequence_length=question.workload.sequence_length)
-    if found:
-        return found[0].rule, found[0].remedy
-    ranks = [question.num_gpus // pp for pp in question.asked.get("pp", (1,)) if question.num_gpus % pp == 0]
+    problems = parallelism_problems(model, layout, sequence_length=question.workload.sequence_length)
+    if problems:
+        return problems[0].rule, problems[0].remedy
+    ranks = [question.num_gpus // pp for pp in question.constraints.get("pp", (1,)) if question.num_gpus % pp == 0]
     if name in ("ep", "expert_tp") and ranks and all(count % value for count in ranks):
         return f"{name} = {value} does not divide the {ranks[0]} GPUs of a stage", nearest(value, divisors(ranks[0]))
     return None
@@ -204,10 +206,10 @@ def _of_batch(question: _Question) -> Reason | None:
     """Shares of the batch."""
     name, value, batch = question.name, question.value, question.workload.sequences_per_batch
     if name == "dp" and batch % value:
-        near = [n for n in (batch - batch % value, batch - batch % value + value) if n]
+        nearest_batches = [n for n in (batch - batch % value, batch - batch % value + value) if n]
         return (
             f"dp = {value} does not divide the batch of {count_of(batch, 'sequence')}",
-            f"Nearest batches: {' or '.join(map(str, near))} sequences.",
+            f"Nearest batches: {' or '.join(map(str, nearest_batches))} sequences.",
         )
     if name != "micro_batch_size":
         return None
@@ -224,12 +226,12 @@ def _of_pipeline(question: _Question) -> Reason | None:
     if question.name != "virtual_stages":
         return None
     value, layers = question.value, question.workload.model.num_hidden_layers
-    schedules = question.asked.get("schedule", abilities(question.workload.stack).schedules)
-    wanted = [SCHEDULES[one].virtual_stages if one in SCHEDULES else None for one in schedules]
-    if value not in wanted and (value == 1 or None not in wanted):
+    schedules = question.constraints.get("schedule", abilities(question.workload.stack).schedules)
+    allowed = [SCHEDULES[schedule].virtual_stages if schedule in SCHEDULES else None for schedule in schedules]
+    if value not in allowed and (value == 1 or None not in allowed):
         rule = f"{value} stages a rank are not what {', '.join(schedules)} is made for"
         return rule, f"Use --schedule {schedule_for(2)}."
-    pp = min(question.asked.get("pp", (2,)))
+    pp = min(question.constraints.get("pp", (2,)))
     if pp * value > layers:
         return (
             f"pp {pp} x {value} = {pp * value} stages are more than the {count_of(layers, 'layer')}",
@@ -243,7 +245,7 @@ def _of_shard(question: _Question) -> Reason | None:
     if question.name != "dp_shard":
         return None
     value, dps, can = question.value, question.dps, abilities(question.workload.stack)
-    stages = set(question.asked.get("zero_stage", can.zero_stages))
+    stages = set(question.constraints.get("zero_stage", can.zero_stages))
     if stages == {0}:
         return "ZeRO 0 cuts nothing over ranks", "Leave it out, or use --zero-stage 1, 2 or 3."
     if value is None:
@@ -265,18 +267,18 @@ def _of_swap(question: _Question) -> Reason | None:
     """Ranks of cp that swap heads, of which rings join several groups."""
     if question.name != "cp_heads":
         return None
-    value, both = question.value, "ring+all-to-all"
-    if both not in question.asked.get("cp_method", (both,)):
-        return f'{value} is read with cp_method = "{both}" only', f"Leave it out, or add --layout.cp-method {both}."
-    if both not in abilities(question.workload.stack).cp_methods:
-        return f"{question.workload.stack.name} has no cp_method {both}", "Leave it out, or use another --stack."
+    value, method = question.value, "ring+all-to-all"
+    if method not in question.constraints.get("cp_method", (method,)):
+        return f'{value} is read with cp_method = "{method}" only', f"Leave it out, or add --layout.cp-method {method}."
+    if method not in abilities(question.workload.stack).cp_methods:
+        return f"{question.workload.stack.name} has no cp_method {method}", "Leave it out, or use another --stack."
     if value == 1:
-        return f"1 is a ring, not {both}", "Leave it out."
-    sizes = [cp for cp in question.asked.get("cp", divisors(question.num_gpus)) if cp > value and cp % value == 0]
+        return f"1 is a ring, not {method}", "Leave it out."
+    sizes = [cp for cp in question.constraints.get("cp", divisors(question.num_gpus)) if cp > value and cp % value == 0]
     if not sizes:
-        cps = " or ".join(map(str, question.asked.get("cp", divisors(question.num_gpus)[-1:])))
+        cps = " or ".join(map(str, question.constraints.get("cp", divisors(question.num_gpus)[-1:])))
         return f"{value} must divide cp = {cps}, and be less", "Choose a divisor of cp, or a larger cp."
-    heads, tps = question.workload.model.num_attention_heads, question.asked.get("tp", (1,))
+    heads, tps = question.workload.model.num_attention_heads, question.constraints.get("tp", (1,))
     if all(heads % (tp * value) for tp in tps):
         return f"{value} does not divide the {heads} heads (over tp {min(tps)})", nearest(value, divisors(heads // min(tps)))
     return None
@@ -290,15 +292,15 @@ _JUDGES: tuple[Callable[[_Question], Reason | None], ...] = (
 def _refusal(question: _Question, space: Space) -> Reason | None:
     """Reason that the search gave for refusing this schedule or size."""
     value = str(question.value)
-    own = {value, f"schedule {value}", f"{question.name} = {value}", f"{question.name} {value}"}
-    for one in space.refused:
-        if one.family in own:
-            return f"{one.family}: {one.reason}", one.remedy or "Leave it out, or change the other settings."
+    families = {value, f"schedule {value}", f"{question.name} = {value}", f"{question.name} {value}"}
+    for refusal in space.refused:
+        if refusal.family in families:
+            return f"{refusal.family}: {refusal.reason}", refusal.remedy or "Leave it out, or change the other settings."
     return None
 
 
 def nearest(value: int, options: Iterable[int]) -> str:
     """The next of `options` below and above `value`, as a remedy."""
     options = list(options)
-    near = [*sorted(n for n in options if n < value)[-1:], *sorted(n for n in options if n > value)[:1]]
-    return f"Nearest: {' or '.join(map(str, near))}."
+    neighbours = [*sorted(n for n in options if n < value)[-1:], *sorted(n for n in options if n > value)[:1]]
+    return f"Nearest: {' or '.join(map(str, neighbours))}."

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from ultrascale.primer.lessons import Place
 
 
-def tell(only: Sequence[str] = (), *, as_json: bool = False, stamp: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> int:
+def run_lessons(
+    only: Sequence[str] = (), *, as_json: bool = False, stamp: Callable[[dict[str, Any]], dict[str, Any]] = dict
+) -> int:
     """Run and print these lessons, all if none is named: 0 when every result was right, 1 when one was not.
 
     `stamp`: what the JSON becomes before it is printed. Raises SpecError without triton.
@@ -25,16 +27,16 @@ def tell(only: Sequence[str] = (), *, as_json: bool = False, stamp: Callable[[di
     where = place(device)
     if not as_json:
         print(_head(where), flush=True)
-    told, right = [], True
+    reports, right = [], True
     for number, exercise in enumerate(lessons(device, tuple(only)), 1):
-        found = outcomes(exercise, where)
-        right = right and all(one.is_right for one in found)
-        told.append({"lesson": exercise.name, "title": exercise.title, "variants": [asdict(one) for one in found]})
+        rows = outcomes(exercise, where)
+        right = right and all(row.is_right for row in rows)
+        reports.append({"lesson": exercise.name, "title": exercise.title, "variants": [asdict(row) for row in rows]})
         if not as_json:
-            _print(number, exercise, found)
+            _print(number, exercise, rows)
     if as_json:
         facts = asdict(where) | {"device": str(where.device)}
-        print(json.dumps(stamp({"place": facts, "lessons": told, "all_right": right})))
+        print(json.dumps(stamp({"place": facts, "lessons": reports, "all_right": right})))
     return 0 if right else 1
 
 
@@ -47,20 +49,20 @@ def _head(where: Place) -> str:
     return "\n".join(lines)
 
 
-def _print(number: int, exercise: Exercise, found: list[Outcome]) -> None:
+def _print(number: int, exercise: Exercise, rows: list[Outcome]) -> None:
     print(f"\n{number}. {exercise.title}")
-    width = max(len(one.name) for one in found)
-    for one in found:
-        print(f"   {one.name:<{width}}  {_speed(one)}  {_result(one)}{f'  {one.note}' if one.note else ''}".rstrip())
+    width = max(len(row.name) for row in rows)
+    for row in rows:
+        print(f"   {row.name:<{width}}  {_speed(row)}  {_result(row)}{f'  {row.note}' if row.note else ''}".rstrip())
     print("\n".join(f"   {line}" for line in exercise.meaning.splitlines()), flush=True)
 
 
-def _speed(one: Outcome) -> str:
-    if one.seconds is None or one.rate is None:
+def _speed(row: Outcome) -> str:
+    if row.seconds is None or row.rate is None:
         return ""
-    rate = f"{one.rate / 1e12:8.3f} T{one.unit}"
-    return f"{one.seconds * 1e6:10.1f} us {rate}" + ("" if one.share is None else f" {one.share:6.1%} of peak")
+    rate = f"{row.rate / 1e12:8.3f} T{row.unit}"
+    return f"{row.seconds * 1e6:10.1f} us {rate}" + ("" if row.share is None else f" {row.share:6.1%} of peak")
 
 
-def _result(one: Outcome) -> str:
-    return "right" if one.is_right else f"WRONG: off by {one.error:.1e}"
+def _result(row: Outcome) -> str:
+    return "right" if row.is_right else f"WRONG: off by {row.error:.1e}"

@@ -17,7 +17,7 @@ from ultrascale.description.units import count_of
 
 ORIGIN = "train's default"
 """Source of a value that is chosen here."""
-KEPT = "as the run began"
+FROM_RUN_START = "as the run began"
 """Source of a value that the run has kept, whoever chose it then."""
 WARMUP_SHARE = 20
 """One step in so many warms up, at most `MOST_WARMUP`: Adam's second moments are not known before."""
@@ -26,18 +26,18 @@ EVALUATIONS = 10
 """In a whole run."""
 
 
-def usual(resolved: Resolved, own: Path | None = None) -> tuple[Resolved, list[str]]:
+def train_defaults(resolved: Resolved, island_folder: Path | None = None) -> tuple[Resolved, list[str]]:
     """The run with what it leaves open, and a line for each choice that says how to choose otherwise.
 
-    `own`: folder of an island, in which it is looked for how the run began before the run's own folder.
+    `island_folder`: folder of an island, in which it is looked for how the run began before the run's own folder.
     """
     run, lines, origins = resolved.run, [], {}
     folder = Path(run.folder) / run.name
-    before = _begun(folder if own is None else own) or _begun(folder)
-    is_open = {key for key, told in resolved.provenance.items() if told == "default"}
+    before = _run_at_start(folder if island_folder is None else island_folder) or _run_at_start(folder)
+    is_open = {key for key, origin in resolved.provenance.items() if origin == "default"}
     steps, origin = min(run.steps // WARMUP_SHARE, MOST_WARMUP), ORIGIN
     if before is not None and before.optimizer.warmup_steps < run.steps:
-        steps, origin = before.optimizer.warmup_steps, KEPT
+        steps, origin = before.optimizer.warmup_steps, FROM_RUN_START
     if steps and {"optimizer.warmup_steps", "optimizer.decay_steps"} <= is_open:
         run = replace(run, optimizer=replace(run.optimizer, warmup_steps=steps))
         origins["optimizer.warmup_steps"] = origin
@@ -48,29 +48,32 @@ def usual(resolved: Resolved, own: Path | None = None) -> tuple[Resolved, list[s
             run, data=replace(run.data, validation=sources), evaluation=replace(run.evaluation, every_steps=every)
         )  # fmt: skip
         is_kept = before is not None and sources == before.data.validation
-        origins |= {"data.validation": KEPT if is_kept else ORIGIN, "evaluation.every_steps": KEPT if before else ORIGIN}
-        told = ", ".join(source.path for source in sources)
-        lines.append(f'validation: {told}, every {count_of(every, "step")} (evaluation.every_steps = "none" for never)')
+        origins |= {
+            "data.validation": FROM_RUN_START if is_kept else ORIGIN,
+            "evaluation.every_steps": FROM_RUN_START if before else ORIGIN,
+        }
+        paths = ", ".join(source.path for source in sources)
+        lines.append(f'validation: {paths}, every {count_of(every, "step")} (evaluation.every_steps = "none" for never)')
     return replace(resolved, run=run, provenance=resolved.provenance | origins), lines
 
 
 def _evaluation(run: Run, before: Run | None) -> tuple[int | None, tuple[Source, ...]]:
     """Steps between two evaluations, and held-out text: what was made beside the run's sources, wherever they are now, or other
     text that was named as the run began."""
-    made = tuple(Source(str(path)) for path in _beside(run) if path.is_dir())
+    prepared = tuple(Source(str(path)) for path in _validation_folders(run) if path.is_dir())
     if before is None:
-        return max(1, run.steps // EVALUATIONS), made
-    kept = before.data.validation
-    is_made = {Path(source.path) for source in kept} <= {*_beside(before)}
-    return before.evaluation.every_steps, made if kept and is_made else kept
+        return max(1, run.steps // EVALUATIONS), prepared
+    earlier = before.data.validation
+    is_made = {Path(source.path) for source in earlier} <= {*_validation_folders(before)}
+    return before.evaluation.every_steps, prepared if earlier and is_made else earlier
 
 
-def _beside(run: Run) -> list[Path]:
+def _validation_folders(run: Run) -> list[Path]:
     """Folders in which `data prepare` keeps the text that it holds out of each source."""
     return [Path(source.path) / "validation" for source in run.data.sources]
 
 
-def _begun(folder: Path) -> Run | None:
+def _run_at_start(folder: Path) -> Run | None:
     """The run as it stands in a folder; None where it has not begun."""
     if not (folder / "checkpoints").is_dir():
         return None

@@ -26,11 +26,11 @@ from ultrascale.work.sharding.places import even_part
 class Part(NamedTuple):
     """This rank's shard of a block's input by positions, [B, S/tp, D]."""
 
-    own: Tensor
+    local: Tensor
     length: int
 
 
-def keep_own_part(
+def keep_local_part(
     group: dist.ProcessGroup, forward: Callable[..., Tensor], hidden: Tensor, *shared: Any, **options: Any
 ) -> Tensor:
     """The forward pass of a recomputed block, of whose input [B, S, D] this rank of `group` keeps a part."""
@@ -44,8 +44,8 @@ def keep_own_part(
         first, count = even_part(tensor.shape[1], group.size(), group.rank())
         return Part(tensor.detach()[:, first : first + count].clone(), tensor.shape[1])
 
-    def unpack(kept: Tensor | Part) -> Tensor:
-        return kept if isinstance(kept, Tensor) else gathered_sequence(kept.own, group.group_name, kept.length)
+    def unpack(saved: Tensor | Part) -> Tensor:
+        return saved if isinstance(saved, Tensor) else gathered_sequence(saved.local, group.group_name, saved.length)
 
     with saved_tensors_hooks(pack, unpack):
         return forward(hidden, *shared, **options)

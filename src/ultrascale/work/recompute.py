@@ -4,7 +4,7 @@ the communication of that. The one place.
 Three ways, of which a block has one (`description.recomputed` has the words):
 
     whole      its input; all of it runs again, up to the last operation that saves something
-    results    what some operations made, `kept_results`; the others run again, all before the block's backward pass
+    results    what some operations made, `saved_results`; the others run again, all before the block's backward pass
     modules    all that it keeps anyway but what `regions` make: each is made again when its first reader comes, and stays
                until its last has been
 
@@ -23,7 +23,15 @@ from typing import NamedTuple
 from ultrascale.catalogue.stacks.stack import Selective, Stack
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import NARROW, Layout, Precision
-from ultrascale.description.recomputed import CHOSEN, ELEMENTWISE, MODULES, SELECTIVE, Again, modules_name, parse_mode
+from ultrascale.description.recomputed import (
+    ELEMENTWISE,
+    MODULES,
+    SELECTIVE,
+    SELECTIVE_MODULES,
+    BlockRecompute,
+    modules_name,
+    parse_mode,
+)
 from ultrascale.work.fp8_slots import fp8_layers
 from ultrascale.work.ops import Op, Shape
 from ultrascale.work.work import block_work
@@ -82,17 +90,17 @@ def available_modules(model: Model) -> tuple[str, ...]:
     return tuple(name for name in MODULES if has[name])
 
 
-def resolved(again: Again | None, model: Model, layer: int, cut: Layout | Shape) -> Again | None:
+def resolved(recompute: BlockRecompute | None, model: Model, layer: int, parallelism: Layout | Shape) -> BlockRecompute | None:
     """Recomputation with the modules that `model` chooses for block `layer`, if it is to choose; in fp8, where those save next
     to nothing, what keeps results of products and attention alone: there products keep what they read as they rounded it."""
-    if again is None or CHOSEN not in again.modules:
-        return again
+    if recompute is None or SELECTIVE_MODULES not in recompute.modules:
+        return recompute
     layer = min(layer, model.num_hidden_layers - 1)
-    asked = model, model.is_moe(layer), travels(cut)
-    rounds = cut.precision in NARROW and (isinstance(cut, Shape) or layer in fp8_layers(model, cut))
-    if rounds and not _saves_rounded(*asked, cut.precision):
+    asked = model, model.is_moe(layer), dispatches_tokens(parallelism)
+    rounds = parallelism.precision in NARROW and (isinstance(parallelism, Shape) or layer in fp8_layers(model, parallelism))
+    if rounds and not _saves_rounded(*asked, parallelism.precision):
         return ELEMENTWISE
-    return Again(False, modules=frozenset(selective_modules(*asked)))
+    return BlockRecompute(False, modules=frozenset(selective_modules(*asked)))
 
 
 @lru_cache(maxsize=256)
@@ -100,29 +108,31 @@ def _saves_rounded(model: Model, of_experts: bool, tokens_travel: bool, precisio
     """True if the modules of `selective_modules` free a worthwhile share of a block's saved bytes in this precision."""
     layer = next(layer for layer in range(model.num_hidden_layers) if model.is_moe(layer) == of_experts)
     ops = block_work(model, layer, Shape(1, min(NOMINAL_LENGTH, model.max_position_embeddings), precision, device="cuda"))
-    sizes = {one.name: one.num_bytes for op in ops for one in op.makes}
-    kept = sum(sizes.get(name, 0) for name in {name for op in ops for name in op.saves})
-    some = regions(ops, selective_modules(model, of_experts, tokens_travel))
-    return saved_bytes(ops, some) >= LEAST_SAVED * kept
+    sizes = {activation.name: activation.num_bytes for op in ops for activation in op.makes}
+    saved = sum(sizes.get(name, 0) for name in {name for op in ops for name in op.saves})
+    chosen = regions(ops, selective_modules(model, of_experts, tokens_travel))
+    return saved_bytes(ops, chosen) >= LEAST_SAVED * saved
 
 
-def travels(cut: Layout | Shape) -> bool:
+def dispatches_tokens(parallelism: Layout | Shape) -> bool:
     """True if tokens go to experts on other ranks."""
-    return cut.ep * cut.expert_tp > 1
+    return parallelism.ep * parallelism.expert_tp > 1
 
 
-def block_again(mode: str, model: Model, layer: int, shape: Shape, stack: Stack) -> Again | None:
+def recompute_of_mode(mode: str, model: Model, layer: int, shape: Shape, stack: Stack) -> BlockRecompute | None:
     """Recomputation of block `layer` under `mode` in this stack: "selective" is what the stack means by it."""
-    return again_in(stack, parse_mode(mode), model, layer, shape)
+    return recompute_in_stack(stack, parse_mode(mode), model, layer, shape)
 
 
-def again_in(stack: Stack, again: Again | None, model: Model, layer: int, cut: Layout | Shape) -> Again | None:
+def recompute_in_stack(
+    stack: Stack, recompute: BlockRecompute | None, model: Model, layer: int, parallelism: Layout | Shape
+) -> BlockRecompute | None:
     """Recomputation of the block in this stack, from what a layout says of it."""
     if stack.selective == "modules":
-        return resolved(again, model, layer, cut)
-    if again == SELECTIVE:
-        again = Again(False, modules=frozenset({"core_attn"})) if stack.selective == "attention" else ELEMENTWISE
-    return again._replace(as_megatron=True) if again is not None and again.modules else again
+        return resolved(recompute, model, layer, parallelism)
+    if recompute == SELECTIVE:
+        recompute = BlockRecompute(False, modules=frozenset({"core_attn"})) if stack.selective == "attention" else ELEMENTWISE
+    return recompute._replace(as_megatron=True) if recompute is not None and recompute.modules else recompute
 
 
 @lru_cache(maxsize=256)
@@ -153,8 +163,8 @@ def selective_modules(model: Model, of_experts: bool, tokens_travel: bool = Fals
 
 def _gain(ops: tuple[Op, ...], modules: frozenset[str]) -> tuple[int, float]:
     """Bytes saved, and seconds taken."""
-    some = regions(ops, modules)
-    return saved_bytes(ops, some), _nominal_seconds(op for region in some for op in region.ops)
+    chosen = regions(ops, modules)
+    return saved_bytes(ops, chosen), _nominal_seconds(op for region in chosen for op in region.ops)
 
 
 def _nominal_seconds(ops: Iterable[Op]) -> float:
@@ -165,32 +175,32 @@ def _nominal_seconds(ops: Iterable[Op]) -> float:
     )
 
 
-def selective_words(model: Model, cut: Layout | Shape) -> str:
+def selective_words(model: Model, parallelism: Layout | Shape) -> str:
     """Modules that `selective` makes again, in words, block by block where they differ."""
     kinds = {model.is_moe(layer): layer for layer in range(model.num_hidden_layers // 2, -1, -1)}
     kinds |= {model.is_moe(layer): layer for layer in range(model.num_hidden_layers) if model.is_moe(layer) not in kinds}
-    chosen = {kind: resolved(SELECTIVE, model, layer, cut) for kind, layer in kinds.items()}
-    told = {kind: modules_name(one.modules) if one is not None and one.modules else "element-wise work"
-            for kind, one in chosen.items()}  # fmt: skip
-    if len(set(told.values())) == 1:
-        return next(iter(told.values()))
-    return f"{told[False]} in dense blocks, {told[True]} in those of experts"
+    chosen = {kind: resolved(SELECTIVE, model, layer, parallelism) for kind, layer in kinds.items()}
+    words = {kind: modules_name(mode.modules) if mode is not None and mode.modules else "element-wise work"
+            for kind, mode in chosen.items()}  # fmt: skip
+    if len(set(words.values())) == 1:
+        return next(iter(words.values()))
+    return f"{words[False]} in dense blocks, {words[True]} in those of experts"
 
 
 # Modules
 
 
-def saved_bytes(ops: Sequence[Op], some: Sequence[Region]) -> int:
+def saved_bytes(ops: Sequence[Op], chosen: Sequence[Region]) -> int:
     """Bytes that these regions save of a block's activations."""
-    sizes = {one.name: one.num_bytes for op in ops for one in op.makes}
-    dropped = {name for region in some for name in region.drops}
-    kept = {name for op in ops for name in op.saves}
-    new = {name for region in some for name in region.reads} - kept - dropped
+    sizes = {activation.name: activation.num_bytes for op in ops for activation in op.makes}
+    dropped = {name for region in chosen for name in region.drops}
+    saved = {name for op in ops for name in op.saves}
+    new = {name for region in chosen for name in region.reads} - saved - dropped
     return sum(sizes.get(name, 0) for name in dropped) - sum(sizes.get(name, 0) for name in new)
 
 
 def regions(ops: tuple[Op, ...], modules: Collection[str], *, as_megatron: bool = False) -> tuple[Region, ...]:
-    """Regions of a block's operations that are computed again where `modules` are named; `as_megatron` as in `Again`."""
+    """Regions of a block that are computed again where `modules` are named; `as_megatron` as in `BlockRecompute`."""
     return _regions(ops, frozenset(modules), as_megatron) if modules else ()
 
 
@@ -209,12 +219,12 @@ def _regions(ops: tuple[Op, ...], modules: frozenset[str], as_megatron: bool) ->
             groups.setdefault(place, []).append(op)
         elif "moe_permute" in modules and op.name == "mlp.permute" and op.makes[0].name == "expert_in" and is_alone:
             groups["moe_permute", ""] = [_without_order(op)]
-    found = [_region(module, tuple(own), ops, as_megatron) for (module, _), own in groups.items()]
+    parts = [_region(module, tuple(members), ops, as_megatron) for (module, _), members in groups.items()]
     if as_megatron:  # what a norm made is not kept for a module that reads it to be made again
-        read = {name for region in found for name in region.reads}
-        made = [{one.name for op in region.ops for one in op.makes} for region in found]
-        found = [region._replace(drops=region.drops | own & read) for region, own in zip(found, made, strict=True)]
-    return tuple(one for one in found if one.drops and (one.module != "norm" or any(op.kind == "norm" for op in one.ops)))
+        read = {name for region in parts for name in region.reads}
+        results = [{activation.name for op in region.ops for activation in op.makes} for region in parts]
+        parts = [region._replace(drops=region.drops | names & read) for region, names in zip(parts, results, strict=True)]
+    return tuple(part for part in parts if part.drops and (part.module != "norm" or any(op.kind == "norm" for op in part.ops)))
 
 
 def _place(op: Op, modules: Collection[str], *, is_moe: bool, in_mlp: bool) -> tuple[str, str] | None:
@@ -253,91 +263,91 @@ def _half_of_latents(op: Op) -> str:
     return "keys" if in_keys or op.name.startswith("kv_narrow.") else ""
 
 
-def _region(module: str, own: tuple[Op, ...], ops: tuple[Op, ...], as_megatron: bool) -> Region:
-    made = {one.name for op in own for one in op.makes}
-    names = {op.name for op in own}
+def _region(module: str, members: tuple[Op, ...], ops: tuple[Op, ...], as_megatron: bool) -> Region:
+    results = {activation.name for op in members for activation in op.makes}
+    names = {op.name for op in members}
     outside = {name for op in ops if op.name not in names for name in op.saves}
-    read = {name for op in own for name in op.saves}
-    drops = made & (outside | read)
+    read = {name for op in members for name in op.saves}
+    drops = results & (outside | read)
     if module == "core_attn" and as_megatron:
         drops -= outside
-    if module == "mla_up_proj" and own[0].name != "self_attn.kv_b_proj":
-        own, drops = _with_rotary(own, ops, drops)
-        made = {one.name for op in own for one in op.makes}
+    if module == "mla_up_proj" and members[0].name != "self_attn.kv_b_proj":
+        members, drops = _with_rotary(members, ops, drops)
+        results = {activation.name for op in members for activation in op.makes}
     wanted = drops & outside
     # What experts computed on each rank of tp is gathered in their module, and so again with it.
-    runs = [op.saves or op.name == "mlp.whole" or any(one.name in wanted for one in op.makes) for op in own]
+    runs = [op.saves or op.name == "mlp.whole" or any(activation.name in wanted for activation in op.makes) for op in members]
     last = max((index for index, is_run in enumerate(runs) if is_run), default=-1)
-    run = own[: last + 1]
-    reads = dict.fromkeys(name for op in run for name in (*op.reads, *op.saves) if name not in made)
-    names = {op.name for op in own}
-    hidden = made - outside - {name for op in ops if op.name not in names for name in op.reads}
+    run = members[: last + 1]
+    reads = dict.fromkeys(name for op in run for name in (*op.reads, *op.saves) if name not in results)
+    names = {op.name for op in members}
+    hidden = results - outside - {name for op in ops if op.name not in names for name in op.reads}
     return Region(module, run, tuple(reads), frozenset(drops), frozenset(hidden))
 
 
-def _with_rotary(own: tuple[Op, ...], ops: tuple[Op, ...], drops: set[str]) -> tuple[tuple[Op, ...], set[str]]:
+def _with_rotary(members: tuple[Op, ...], ops: tuple[Op, ...], drops: set[str]) -> tuple[tuple[Op, ...], set[str]]:
     """Queries of latents are turned in their region."""
-    if not any(op.name == "self_attn.q_b_proj" for op in own):
-        return own, drops
+    if not any(op.name == "self_attn.q_b_proj" for op in members):
+        return members, drops
     turned = [op for op in ops if op.name == "self_attn.q_rotary"]
-    return (*own, *turned), drops | {one.name for op in turned for one in op.makes}
+    return (*members, *turned), drops | {activation.name for op in turned for activation in op.makes}
 
 
 # Results
 
 
-def kept_results(ops: tuple[Op, ...], again: Again, selective: Selective = "elementwise") -> frozenset[str]:
-    """Names of what is kept of a block that is recomputed but for the results of some operations. `selective`: where `again`
+def saved_results(ops: tuple[Op, ...], recompute: BlockRecompute, selective: Selective = "elementwise") -> frozenset[str]:
+    """Names of what is kept of a block that is recomputed but for results of some operations. `selective`: where `recompute`
     names no kinds, what the stack means by it."""
-    kept = [op for op in ops if op.kept(again.kinds)]
-    if selective == "alternate-products" and not again.kinds:
+    kept = [op for op in ops if op.is_saved(recompute.kinds)]
+    if selective == "alternate-products" and not recompute.kinds:
         # Of aten.mm: grouped products of experts are another operator, and not kept.
         products = [op for op in kept if op.kind == "matmul" and not op.name.startswith(EXPERTS)]
         kept = [op for op in kept if op.kind != "matmul" or (op in products and products.index(op) % 2 == 0)]
-    if selective == "wide-products" and not again.kinds:
+    if selective == "wide-products" and not recompute.kinds:
         kept = [op for op in kept if op.kind == "matmul" and op.name.startswith("self_attn.")]
-    return frozenset(one.name for op in kept for one in op.makes)
+    return frozenset(activation.name for op in kept for activation in op.makes)
 
 
 # What runs again
 
 
-def stops_behind(ops: Iterable[Op], *, tp: int, splits: bool) -> bool:
+def reruns_last(ops: Iterable[Op], *, tp: int, splits: bool) -> bool:
     """True if a whole block's last operation that saves something is run too, as one that autograd sees whole: torch stops
     before a plain product, whose input is all it keeps, but behind an operation of our own: over tp (with its sum), of experts,
     in fp8, and where the schedule `splits` backward passes, which makes products operations."""
     return splits or tp > 1 or any(op.name.startswith(EXPERTS) or op.in_fp8 for op in ops)
 
 
-def computed_again(again: Again | None, ops: tuple[Op, ...], *, stops_behind: bool) -> list[Op]:
-    """Operations of a block that run again. `stops_behind`: see there."""
-    if again is None:
+def recomputed_ops(recompute: BlockRecompute | None, ops: tuple[Op, ...], *, reruns_last: bool) -> list[Op]:
+    """Operations of a block that run again. `reruns_last`: see there."""
+    if recompute is None:
         return []
-    if again.modules:
-        assert again != SELECTIVE, "the model has not chosen: `resolved`"
-        return [op for region in regions(ops, again.modules, as_megatron=again.as_megatron) for op in region.ops]
+    if recompute.modules:
+        assert recompute != SELECTIVE, "the model has not chosen: `resolved`"
+        return [op for region in regions(ops, recompute.modules, as_megatron=recompute.as_megatron) for op in region.ops]
     last = max(index for index, op in enumerate(ops) if op.saves)
-    run = ops[: last + (stops_behind or bool(ops[last].inside))]
-    if again.whole:
+    run = ops[: last + (reruns_last or bool(ops[last].inside))]
+    if recompute.whole:
         return list(run)
-    sums = {name for op in ops if op.kept(again.kinds) for name in op.reads}
-    return [op for op in run if not op.kept(again.kinds) and not (op.makes_partial_sums and op.makes[0].name in sums)]
+    sums = {name for op in ops if op.is_saved(recompute.kinds) for name in op.reads}
+    return [op for op in run if not op.is_saved(recompute.kinds) and not (op.makes_partial_sums and op.makes[0].name in sums)]
 
 
-def sent_again(again: Again | None, ops: tuple[Op, ...]) -> list[Op]:
+def resent_ops(recompute: BlockRecompute | None, ops: tuple[Op, ...]) -> list[Op]:
     """Operations whose messages recomputation repeats: of a whole block up to the last that saves something, with the sum that
     it is one with; or those whose results are not kept."""
-    if again is None:
+    if recompute is None:
         return []
-    if again.modules:
-        return [op for op in computed_again(again, ops, stops_behind=False) if op.collectives]
+    if recompute.modules:
+        return [op for op in recomputed_ops(recompute, ops, reruns_last=False) if op.collectives]
     last = max(index for index, op in enumerate(ops) if op.saves)
     run = ops[: last + 1 + ops[last].makes_partial_sums]
-    if again.whole:
+    if recompute.whole:
         return list(run)
-    made_again = [op for op in run if op.again_kind in again.kinds]
-    read = {name for op in made_again for name in op.reads}
-    return [op for op in run if op in made_again or op.name == "mlp.expert_gather"
+    recomputed = [op for op in run if op.recompute_kind in recompute.kinds]
+    read = {name for op in recomputed for name in op.reads}
+    return [op for op in run if op in recomputed or op.name == "mlp.expert_gather"
             or op.kind == "router" or any(item.axis == "cp" for item in op.collectives)
             or ((op.kind == "gather" or op.makes_partial_sums) and op.makes[0].name in read)]  # fmt: skip
 
@@ -350,27 +360,27 @@ def adds_bias_apart(op: Op) -> bool:
     return op.name.startswith(EXPERTS) or op.in_fp8
 
 
-def kept_bytes_by_kind(
-    ops: tuple[Op, ...], again: Again | None, hidden_bytes: int, selective: Selective = "modules"
+def saved_bytes_by_kind(
+    ops: tuple[Op, ...], recompute: BlockRecompute | None, hidden_bytes: int, selective: Selective = "modules"
 ) -> dict[str, int]:
     """Bytes a block holds between its passes, by the kind of operation that made them; `residual` is the stream. `selective`:
     the stack's."""
-    made = {one.name: (op, one.num_bytes) for op in ops for one in op.makes}
-    saved = dict.fromkeys(name for op in ops for name in op.saves if name in made)  # a set has another order in every process
-    if again is not None:
-        if again.whole:
+    makers = {activation.name: (op, activation.num_bytes) for op in ops for activation in op.makes}
+    saved = dict.fromkeys(name for op in ops for name in op.saves if name in makers)  # a set has another order in every process
+    if recompute is not None:
+        if recompute.whole:
             saved = {}
-        elif again.modules:
-            some = regions(ops, again.modules, as_megatron=again.as_megatron)
-            dropped = {name for region in some for name in region.drops}
-            saved |= dict.fromkeys(name for region in some for name in region.reads if name in made)
+        elif recompute.modules:
+            chosen = regions(ops, recompute.modules, as_megatron=recompute.as_megatron)
+            dropped = {name for region in chosen for name in region.drops}
+            saved |= dict.fromkeys(name for region in chosen for name in region.reads if name in makers)
             saved = {name: None for name in saved if name not in dropped}
         else:
-            names = kept_results(ops, again, selective)
-            saved = dict.fromkeys(one.name for op in ops for one in op.makes if one.name in names)
+            names = saved_results(ops, recompute, selective)
+            saved = dict.fromkeys(activation.name for op in ops for activation in op.makes if activation.name in names)
     by_kind = {"residual": hidden_bytes}
     for name in saved:
-        op, num_bytes = made[name]
+        op, num_bytes = makers[name]
         kind = op.kind if name != "hidden_mid" else "residual"
         by_kind[kind] = by_kind.get(kind, 0) + num_bytes
     return by_kind

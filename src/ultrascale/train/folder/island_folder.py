@@ -9,7 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from ultrascale.description.problems import mistake
-from ultrascale.description.rank_environment import told_rank
+from ultrascale.description.rank_environment import env_rank
 from ultrascale.description.run import Evaluation, Run
 from ultrascale.storage import join_url
 
@@ -17,7 +17,7 @@ FOLDER = "islands"
 """In the run's folder: those of the other islands, each with its metrics and checkpoints, by number."""
 
 
-def own_folder(run: Run, island: int | None = None) -> Path:
+def island_folder(run: Run, island: int | None = None) -> Path:
     """The folder of this process's island, which need not be there yet. `island`: its number, if it was started by itself."""
     number, folder = _number(run, island), Path(run.folder) / run.name
     return folder / FOLDER / str(number) if number else folder
@@ -26,16 +26,16 @@ def own_folder(run: Run, island: int | None = None) -> Path:
 def _number(run: Run, island: int | None) -> int:
     if island is not None or run.islands.count == 1:
         return island or 0
-    return bisect_right([*accumulate(run.worlds)], told_rank(os.environ))
+    return bisect_right([*accumulate(run.worlds)], env_rank(os.environ))
 
 
-def of_own_island(run: Run, island: int | None = None) -> Run:
+def of_island(run: Run, island: int | None = None) -> Run:
     """`run` as the island of this process does it. The first has the run's own folder, evaluates and exports; another keeps its
     checkpoints and metrics in a folder of its own, `islands/N` (the same in the run's store), so that islands need no file
     system in common.
 
     `island`: its number, if it was started by itself."""
-    folder = own_folder(run, island)
+    folder = island_folder(run, island)
     run = replace(run, layout=replace(run.layout, dp=run.degrees[_number(run, island)])) if run.islands.dp else run
     if folder == Path(run.folder) / run.name:
         return run

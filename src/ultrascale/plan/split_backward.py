@@ -29,39 +29,41 @@ from ultrascale.work.ops import Collective, Op, Shape
 
 Half = Literal["input", "weight"]
 HALVES: tuple[Half, Half] = ("input", "weight")
-_CUTS_ALL, _CUTS_ENDS = (by_schedule(lambda one, how=how: one.splits_backward == how) for how in ("all", "ends"))
-_STAGES, _COPIES = by_schedule(lambda one: one.virtual_stages or 0), by_schedule(lambda one: one.copies)
+_SPLITS_ALL, _SPLITS_ENDS = (by_schedule(lambda schedule, how=how: schedule.splits_backward == how) for how in ("all", "ends"))
+_STAGES, _COPIES = by_schedule(lambda schedule: schedule.virtual_stages or 0), by_schedule(lambda schedule: schedule.copies)
 
-NEVER_WAIT = ("mlp.experts.", "mlp.router", "lm_head", "embed_tokens")
+NOT_DEFERRED = ("mlp.experts.", "mlp.router", "lm_head", "embed_tokens")
 """Products that are no linear layers: their weights' gradients are made in I."""
 
 
-def may_wait(op: Op) -> bool:
+def is_deferrable(op: Op) -> bool:
     """True if W makes the gradient of the operation's weight: a linear layer's, not of the head, a router or experts."""
-    return op.kind == "matmul" and not op.name.startswith(NEVER_WAIT)
+    return op.kind == "matmul" and not op.name.startswith(NOT_DEFERRED)
 
 
 def sent_in_half(op: Op, half: Half, shape: Shape) -> tuple[Collective, ...]:
     """Collectives of the backward pass of `op` that are sent in `half` of one that is cut in two."""
-    moves = shape.kernels.gathers_again and shape.cuts_sequence
+    moves = shape.kernels.gathers_again and shape.shards_sequence
     in_both = moves and is_row_sum(op)
     in_w = moves and op.kind == "gather" and op.name.endswith(".gather")
 
-    def is_sent(one: Collective) -> bool:
-        if one.when != "backward":
+    def is_sent(collective: Collective) -> bool:
+        if collective.when != "backward":
             return False
-        gathers = one.axis == "tp" and one.kind == "all_gather"
+        gathers = collective.axis == "tp" and collective.kind == "all_gather"
         return (in_both or in_w) and gathers if half == "weight" else not (in_w and gathers)
 
-    sent = tuple(one for one in op.collectives if is_sent(one))
+    sent = tuple(collective for collective in op.collectives if is_sent(collective))
     if in_both and half == "weight" and shape.precision in NARROW:  # it waits as it was rounded for the products
-        sent = tuple(one._replace(num_bytes=narrow_bytes(shape, one.num_bytes // shape.itemsize)) for one in sent)
+        sent = tuple(
+            collective._replace(num_bytes=narrow_bytes(shape, collective.num_bytes // shape.itemsize)) for collective in sent
+        )
     return sent
 
 
 def is_row_sum(op: Op) -> bool:
     """True if the operation sums the partial results of a row product: its gradient is gathered from all ranks' positions."""
-    return op.name.endswith(".scatter") and any(one.axis == "tp" for one in op.collectives)
+    return op.name.endswith(".scatter") and any(collective.axis == "tp" for collective in op.collectives)
 
 
 def reads_gathered(op: Op) -> bool:
@@ -71,26 +73,26 @@ def reads_gathered(op: Op) -> bool:
 
 def gathered_input_bytes(op: Op, shape: Shape) -> int:
     """Bytes of a column product's input, which W all-gathers once for all products that read it; 0 for other operations."""
-    if op.product is None or not (shape.kernels.gathers_again and shape.cuts_sequence and reads_gathered(op)):
+    if op.product is None or not (shape.kernels.gathers_again and shape.shards_sequence and reads_gathered(op)):
         return 0
     elements = op.product.m * op.product.k
     return narrow_bytes(shape, elements) if op.in_fp8 else elements * shape.itemsize
 
 
-def cut_share(table: LayoutTable, num_micro_batches: NDArray[np.int64]) -> NDArray[np.float64]:
+def split_shares(table: LayoutTable, num_micro_batches: NDArray[np.int64]) -> NDArray[np.float64]:
     """Share of backward passes that a known schedule splits into I and W, on the first, a middle and the last rank, [3,
     layouts]. The first stage's are never split."""
     m, p, stages = num_micro_batches, table.pp, _STAGES[table.schedule]
-    shares = np.zeros((3, len(table))) + _CUTS_ALL[table.schedule]
-    shares[0] -= _CUTS_ALL[table.schedule] / np.maximum(np.where(stages, stages, table.virtual_stages), 1)
+    shares = np.zeros((3, len(table))) + _SPLITS_ALL[table.schedule]
+    shares[0] -= _SPLITS_ALL[table.schedule] / np.maximum(np.where(stages, stages, table.virtual_stages), 1)
     # `schedules.kinds.dualpipe_v.two_streams`: as many, however many micro-batches there are.
     depth = p // _COPIES[table.schedule]
-    shares += np.where(_CUTS_ENDS[table.schedule], np.maximum(depth - 1, 0) / (np.maximum(stages, 1) * m), 0.0)
+    shares += np.where(_SPLITS_ENDS[table.schedule], np.maximum(depth - 1, 0) / (np.maximum(stages, 1) * m), 0.0)
     return np.where(p > 1, np.minimum(shares, 1.0), 0.0)
 
 
-def cut_share_of(schedule: Sequence[Sequence[Action]]) -> float:
+def split_share_of(schedule: Sequence[Sequence[Action]]) -> float:
     """Share of a schedule's backward passes that are split into I and W."""
     kinds = [part.kind for row in schedule for action in row for part in action.parts]
-    cut = kinds.count(Kind.INPUT_GRADIENT)
-    return cut / max(1, cut + kinds.count(Kind.BACKWARD))
+    num_split = kinds.count(Kind.INPUT_GRADIENT)
+    return num_split / max(1, num_split + kinds.count(Kind.BACKWARD))
