@@ -99,13 +99,16 @@ def write_results(new: dict[str, dict[str, Any]]) -> None:
 
 
 def problems(mutations: list[Mutation], results: dict[str, dict[str, Any]]) -> list[str]:
-    """What was not measured as the table now is, who did not see what it should, and who saw what changes nothing."""
+    """What was not measured as the table now is, who did not see what it should, who saw what changes nothing, and bugs that
+    name what the source does not have: anything would see those."""
     found = []
     for one in mutations:
         result = results.get(one.name, {})
         if result.get("digest") != one.digest:
             found.append(f"{one.name}: run `python tests/mutations/run.py {one.name}`")
             continue
+        if result["check"].startswith(("raised AttributeError", "raised NameError")):
+            found.append(f"{one.name}: names what is not there: {result['check']}")
         for who in [who for who in ("check", "tests") if getattr(one, who)]:
             if bool(result[who]) == bool(one.same):
                 found.append(f"{one.name}: {who} " + (f"saw a change: {result[who]}" if one.same else "did not see it"))

@@ -51,6 +51,8 @@ def test_what_nobody_sees_or_somebody_sees_although_it_changes_nothing_is_a_prob
     told = {"digest": seen.digest, "check": "step 0: loss differs", "tests": "a.py::test_b"}
     assert problems([seen], {"seen": told}) == [] == problems([same], {"same": {"digest": same.digest, "check": ""}})
     assert problems([seen], {"seen": told | {"check": ""}}) == ["seen: check did not see it"]
+    nameless = "raised NameError: name 'found' is not defined"
+    assert problems([seen], {"seen": told | {"check": nameless}}) == [f"seen: names what is not there: {nameless}"]
     assert problems([seen], {"seen": told | {"digest": same.digest}}) == ["seen: run `python tests/mutations/run.py seen`"]
     assert problems([same], {"same": {"digest": same.digest, "check": "loss"}}) == ["same: check saw a change: loss"]
 
