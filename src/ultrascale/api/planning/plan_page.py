@@ -18,7 +18,7 @@ def page_plan(plan: Plan) -> PagePlan:
     """The page's data for a plan. Raises SpecError where there are no times to draw."""
     if plan.chosen.prediction is None:
         rule = f"{plan.chosen.cluster.name} has rates that are measured at run time, and the page draws times"
-        raise mistake("gpus", rule, "Name accelerators such as 8xh100, or leave --html out.")
+        raise mistake("gpus", rule, "Name accelerators such as 8xh100.")
     options, searched = plan.request.options, plan.searched
     tokens = None if options.tokens is None else parse_tokens(options.tokens)
     if searched is None:
