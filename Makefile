@@ -14,7 +14,7 @@ PYTHON ?= python3
 TORCH ?=
 PIP_FLAGS ?=
 LOCK ?= $(if $(TORCH),,locks/py311.txt)
-# Two processes a core: half of the time of tests is waiting, for ranks that are killed and started again.
+# Two processes a core, six at most: half of the time of tests is waiting, for ranks that are killed and started again.
 workers = $(shell $(PYTHON) -c 'import os; print(min(6, 2 * (os.cpu_count() or 1)))')
 PYTEST_FLAGS ?= -n $(workers) --dist loadfile --no-loadscope-reorder
 

@@ -23,6 +23,7 @@ Names of `MODULES_OF` are imported when they are first asked for. Tested with to
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
@@ -169,11 +170,14 @@ def compiler_settings() -> Any:
 
 def never_compiled(function: Hook) -> Hook:
     """Decorator: `torch.compiler.disable`, but the compiler is loaded at the first call and not where `function` is defined."""
-    return torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage]
+    return getattr(torch, "_disable_dynamo", torch.compiler.disable)(function)
 
 
 def leave_compiler_out() -> None:
-    """Let optimizers add groups and drop gradients without the compiler: torch loads it to keep it away from them."""
+    """Let optimizers add groups and drop gradients without the compiler, which torch loads to keep it away from them. Does
+    nothing where it is loaded already."""
+    if "torch._dynamo" in sys.modules:
+        return
     for method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.zero_grad):
         plain: Any = getattr(method, "__wrapped__", None)
         if plain is not None:
@@ -248,7 +252,7 @@ def pad_shards(module: FSDPModule) -> None:
             parameter.reset_sharded_param()
 
 
-def shard_of(parameter: nn.Parameter) -> Tensor:
+def fsdp_shard(parameter: nn.Parameter) -> Tensor:
     """This rank's shard of a parameter under FSDP2: the very tensor, which it keeps."""
     return parameter._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
 

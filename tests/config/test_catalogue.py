@@ -54,12 +54,11 @@ def test_a_file_that_is_not_toml_says_so(tmp_path: Path):
 
 
 def test_every_table_is_packaged():
-    catalogue = ROOT / "src" / "ultrascale" / "catalogue"
-    packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
-        "ultrascale.catalogue"
-    ]
-    found = {path for pattern in packaged for path in catalogue.glob(pattern)}
-    assert found == {*catalogue.rglob("*.toml")} and {"accelerators.toml", "machines.toml"} <= {path.name for path in found}
+    packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    folders = {ROOT / "src" / name.replace(".", "/"): patterns for name, patterns in packaged.items()}
+    found = {path for folder, patterns in folders.items() for pattern in patterns for path in folder.glob(pattern)}
+    tables = {*(ROOT / "src").rglob("*.toml")}
+    assert tables <= found and {"accelerators.toml", "models.toml", "computing.toml"} <= {path.name for path in tables}
 
 
 def test_names_are_one_to_one_and_lead_somewhere():

@@ -71,11 +71,10 @@ EXPERTS = replace(
 )  # fmt: skip
 DIFFER_IN_EXPERTS = [
     ((2, 4), replace(ONE, ep=2, zero_stage=3)), ((1, 2), replace(ONE, tp=2, ep=2)),
-    ((1, 2), replace(ONE, tp=2, expert_tp=2, zero_stage=1)),
+    ((1, 2), replace(ONE, tp=2, expert_tp=2, zero_stage=1)), ((2, 1, 2), replace(ONE, tp=2)),
 ]  # fmt: skip
 AT_NIGHT = [
     ((1, 2), ONE, MODEL), ((1, 2), replace(ONE, zero_stage=3), MODEL), ((2, 4), replace(ONE, ep=2), EXPERTS),
-    ((2, 1, 2), replace(ONE, tp=2), EXPERTS),
 ]  # fmt: skip
 """Each is in one of the others with something more."""
 

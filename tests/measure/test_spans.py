@@ -7,7 +7,7 @@ from math import isclose
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultrascale.measure.step.spans import Piece, Span, Timeline, innermost, partition, sums
+from ultrascale.measure.step.spans import Piece, Timeline, TimeSpan, innermost, partition, sums
 
 
 def names(segments):
@@ -15,7 +15,7 @@ def names(segments):
 
 
 def test_nested_ranges_are_cut_into_what_is_innermost():
-    found = innermost([Span(0, 10, "step"), Span(1, 6, "op"), Span(2, 3, "inner"), Span(7, 8, "op 2")])
+    found = innermost([TimeSpan(0, 10, "step"), TimeSpan(1, 6, "op"), TimeSpan(2, 3, "inner"), TimeSpan(7, 8, "op 2")])
     assert names(found) == [
         (0, 1, "step"), (1, 2, "op"), (2, 3, "inner"), (3, 6, "op"), (6, 7, "step"), (7, 8, "op 2"), (8, 10, "step"),
     ]  # fmt: skip
@@ -23,20 +23,20 @@ def test_nested_ranges_are_cut_into_what_is_innermost():
 
 
 def test_ranges_that_end_together_and_ranges_apart_leave_the_gaps_out():
-    found = innermost([Span(0, 4, "a"), Span(2, 4, "b"), Span(6, 7, "c")])
+    found = innermost([TimeSpan(0, 4, "a"), TimeSpan(2, 4, "b"), TimeSpan(6, 7, "c")])
     assert names(found) == [(0, 2, "a"), (2, 4, "b"), (6, 7, "c")]
 
 
 def test_a_range_that_sticks_out_of_the_one_around_it_is_cut():
-    assert names(innermost([Span(0, 4, "a"), Span(2, 5, "b")])) == [(0, 2, "a"), (2, 4, "b")]
+    assert names(innermost([TimeSpan(0, 4, "a"), TimeSpan(2, 5, "b")])) == [(0, 2, "a"), (2, 4, "b")]
 
 
 def test_a_range_that_begins_a_moment_too_early_follows_the_one_before():
-    assert names(innermost([Span(0, 4, "a"), Span(3.9, 8, "b")])) == [(0, 3.9, "a"), (3.9, 8, "b")]
+    assert names(innermost([TimeSpan(0, 4, "a"), TimeSpan(3.9, 8, "b")])) == [(0, 3.9, "a"), (3.9, 8, "b")]
 
 
 def test_a_timeline_is_looked_up_by_time():
-    timeline = Timeline(innermost([Span(0, 4, "a"), Span(1, 2, "b"), Span(6, 7, "c")]))
+    timeline = Timeline(innermost([TimeSpan(0, 4, "a"), TimeSpan(1, 2, "b"), TimeSpan(6, 7, "c")]))
     assert [tuple(one.name for one in timeline.at(when)) for when in (0.5, 1.5, 3.0, 5.0, 6.5, 9.0)] == [
         ("a",), ("a", "b"), ("a",), (), ("c",), (),
     ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -20,6 +21,13 @@ def test_every_planted_text_occurs_once_in_its_file_and_leaves_python():
     for one in MUTATIONS:
         source = (SOURCE / one.file).read_text()
         assert one.planted(source) != source, one.name
+
+
+def test_every_name_in_a_planted_bug_is_one_of_the_source():
+    """Anything would see a bug that names what is not there."""
+    known = {name for path in SOURCE.rglob("*.py") for name in re.findall(r"[A-Za-z_]\w*", path.read_text())}
+    bugs = {one.name: re.sub(r"\"[^\"]*\"|'[^']*'", "", one.new) for one in MUTATIONS}
+    assert {name: gone for name, new in bugs.items() if (gone := set(re.findall(r"\b[A-Za-z_]\w*", new)) - known)} == {}
 
 
 def test_every_test_that_is_to_see_a_bug_exists():

@@ -65,7 +65,7 @@ class Entry:
 def read_tables(name: str, folder: Path = Path(__file__).parent) -> dict[str, Any]:
     """The tables of a file of the package. Raises SpecError if it is not TOML.
 
-    Packages are installed as files; importlib.resources would take 8 ms to be imported, twice what parsing both files takes.
+    Packages are installed as files; importlib.resources would take 8 ms to be imported, twice what parsing the tables takes.
     """
     try:
         return tomllib.loads((folder / name).read_text(encoding="utf-8"))

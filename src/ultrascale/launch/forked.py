@@ -182,11 +182,11 @@ def _first_cause(folder: Path, failed: int, processes: list[Any]) -> str:
     """Why `failed` did; if it lost another rank, which may still be on its way out, why that one did."""
     if (folder / f"{failed}.lost").exists():
         deadline, running = time.monotonic() + OTHERS_SECONDS, {child.sentinel: rank for rank, child in enumerate(processes)}
-        while failed_first := wait(list(running), timeout=max(0.0, deadline - time.monotonic())):
-            ranks = [running.pop(sentinel) for sentinel in failed_first]  # pyright: ignore[reportArgumentType, reportCallIssue]
-            causes = [rank for rank in ranks if not any((folder / f"{rank}.{ending}").exists() for ending in ("json", "lost"))]
-            if causes:
-                failed = causes[0]
+        while ended := wait(list(running), timeout=max(0.0, deadline - time.monotonic())):
+            ranks = [running.pop(sentinel) for sentinel in ended]  # pyright: ignore[reportArgumentType, reportCallIssue]
+            first = [rank for rank in ranks if not any((folder / f"{rank}.{ending}").exists() for ending in ("json", "lost"))]
+            if first:
+                failed = first[0]
                 processes[failed].join()
                 break
     file = next((path for path in (folder / f"{failed}.error", folder / f"{failed}.lost") if path.exists()), None)

@@ -66,7 +66,7 @@ def initialise(
 def build_embedding(rows: int, width: int) -> nn.Embedding:
     """torch's own. On the meta device it draws no values: those of torch are none there, and load its compiler, a second."""
     weight = torch.empty(rows, width)
-    return nn.Embedding(rows, width, _weight=weight if weight.is_meta else nn.init.normal_(weight))
+    return nn.Embedding.from_pretrained(weight if weight.is_meta else nn.init.normal_(weight), freeze=False)
 
 
 def initial_value(weight: Weight, seed: int, *, part: WeightShard | None = None) -> Tensor:

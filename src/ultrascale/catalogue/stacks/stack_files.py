@@ -133,8 +133,8 @@ class StackFile:
 def stack_file(name: str) -> StackFile:
     """The file of this name. Raises SpecError with the names there are."""
     if name not in stack_names():
-        table = f"Choose one of {', '.join(stack_names())}."
-        raise mistake("stack", f"there is no trainer called {name!r}", _nearest(name, stack_names(), table))
+        remedy = f"Choose one of {', '.join(stack_names())}."
+        raise mistake("stack", f"there is no trainer called {name!r}", _nearest(name, stack_names(), remedy))
     table = tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
     base = stack_file(table["extends"]) if "extends" in table else None
     leaves = dict(_leaves(table.get("settings", {})))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ultrascale.measure.step.spans import MARK, Kernel, Span
+from ultrascale.measure.step.spans import MARK, Kernel, TimeSpan
 from ultrascale.parallel.lost import AWAITED
 from ultrascale.parallel.pipeline.pipeline_messages import BETWEEN_STAGES
 from ultrascale.parallel.tags import Tag
@@ -68,7 +68,7 @@ def axis_of_group(group: str) -> str:
     return next((axis for pattern, axis in _GROUPS if pattern.match(group)), EVERYBODY)
 
 
-def awaited_axis(stack: Sequence[Span]) -> str | None:
+def awaited_axis(stack: Sequence[TimeSpan]) -> str | None:
     """The axis that the host starts messages of or waits for, told by the ranges around it; None if it does not."""
     for span in reversed(stack):
         if span.name.startswith(AWAITED):
@@ -78,7 +78,7 @@ def awaited_axis(stack: Sequence[Span]) -> str | None:
     return None
 
 
-def computing(stack: Sequence[Span], phase: str, attention_links: frozenset[int]) -> str:
+def computing(stack: Sequence[TimeSpan], phase: str, attention_links: frozenset[int]) -> str:
     """Category of a thread of the host that runs the operations in `stack` itself (a CPU), outermost first.
 
     `attention_links`: of forward operations inside attention; their backward passes have the same.
@@ -99,7 +99,7 @@ def computing(stack: Sequence[Span], phase: str, attention_links: frozenset[int]
     return PRODUCTS if any(map(_PRODUCT_OPS.match, names)) else ELEMENTWISE
 
 
-def kind_of_kernel(kernel: Kernel, stack: Sequence[Span], phase: str, attention_links: frozenset[int]) -> str:
+def kind_of_kernel(kernel: Kernel, stack: Sequence[TimeSpan], phase: str, attention_links: frozenset[int]) -> str:
     """Category of a kernel: an axis for NCCL's, else a kind of computing. `stack`, `phase`: where the host launched it."""
     if "nccl" in kernel.name.lower():
         return awaited_axis(stack) or (axis_of_group(kernel.group) if kernel.group else "dp" if _in_fsdp(stack) else EVERYBODY)
@@ -113,7 +113,7 @@ def kind_of_kernel(kernel: Kernel, stack: Sequence[Span], phase: str, attention_
     return PRODUCTS if _PRODUCT_KERNELS.search(kernel.name) else ELEMENTWISE
 
 
-def _in_fsdp(stack: Sequence[Span]) -> bool:
+def _in_fsdp(stack: Sequence[TimeSpan]) -> bool:
     return any(span.name.startswith("FSDP::") for span in stack)
 
 

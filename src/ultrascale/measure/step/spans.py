@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """Something that ran from `start` to `end`."""
 
     start: float
@@ -46,7 +46,7 @@ class Segment(NamedTuple):
 
     start: float
     end: float
-    stack: tuple[Span, ...]
+    stack: tuple[TimeSpan, ...]
     """Ranges under way, outermost first."""
 
 
@@ -62,14 +62,14 @@ class Piece(NamedTuple):
         return self.end - self.start
 
 
-def innermost(ranges: Iterable[Span]) -> list[Segment]:
+def innermost(ranges: Iterable[TimeSpan]) -> list[Segment]:
     """The nested `ranges` of one thread as stretches that do not overlap, ascending. Times without any range are left out.
 
     Clocks that are read one after the other, and rounding, make ranges stick out of those around them: one that lies mostly
     behind another is taken to begin where that one ends, any other is cut at its end.
     """
     leaf_segments: list[Segment] = []
-    stack: list[Span] = []
+    stack: list[TimeSpan] = []
     now = 0.0
 
     def advance(until: float) -> None:
@@ -143,7 +143,7 @@ class Timeline:
         self.segments = segments
         self._starts = [segment.start for segment in segments]
 
-    def at(self, when: float) -> tuple[Span, ...]:
+    def at(self, when: float) -> tuple[TimeSpan, ...]:
         """Ranges under way at `when`, outermost first; empty if there are none."""
         index = bisect_right(self._starts, when) - 1
         if index < 0 or self.segments[index].end < when:
@@ -151,7 +151,7 @@ class Timeline:
         return self.segments[index].stack
 
 
-def _add(segments: list[Segment], start: float, end: float, stack: tuple[Span, ...]) -> None:
+def _add(segments: list[Segment], start: float, end: float, stack: tuple[TimeSpan, ...]) -> None:
     if end > start:
         segments.append(Segment(start, end, stack))
 
@@ -194,11 +194,11 @@ class RankEvents:
     """Events of one rank's trace."""
 
     main_thread: int
-    ranges: dict[int, list[Span]]
+    ranges: dict[int, list[TimeSpan]]
     """Ranges by thread."""
     kernels: list[Kernel]
     """Kernels in order of their starts; none without a CUDA device."""
-    steps: list[Span]
+    steps: list[TimeSpan]
     """Steps as the main thread marked them."""
     origin: float = 0.0
     """Seconds since the epoch of the time 0 of all others."""
@@ -218,7 +218,7 @@ def events_of(trace: Mapping[str, Any]) -> RankEvents:
     if not marks:
         raise ValueError("the trace holds no step of ours: it was not made by `ultrascale measure step`")
     first = min(event["ts"] for event in marks)
-    ranges: defaultdict[int, list[Span]] = defaultdict(list)
+    ranges: defaultdict[int, list[TimeSpan]] = defaultdict(list)
     launches: dict[int, tuple[float, int]] = {}
     on_device = []
     for event in events:
@@ -229,10 +229,10 @@ def events_of(trace: Mapping[str, Any]) -> RankEvents:
         elif category in _LAUNCHES:
             if "correlation" in arguments:
                 launches[arguments["correlation"]] = (end, event["tid"])
-            ranges[event["tid"]].append(Span(start, end, name))
+            ranges[event["tid"]].append(TimeSpan(start, end, name))
         elif category in ("cpu_op", "user_annotation") and not name.startswith(_WITHOUT_A_THREAD):
             link = links.get((event["tid"], event["ts"])) if category == "cpu_op" else None
-            ranges[event["tid"]].append(Span(start, end, name, link))
+            ranges[event["tid"]].append(TimeSpan(start, end, name, link))
     main_thread = marks[0]["tid"]
     return RankEvents(
         main_thread,

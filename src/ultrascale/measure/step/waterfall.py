@@ -39,8 +39,8 @@ from ultrascale.measure.step.spans import (
     Piece,
     RankEvents,
     Segment,
-    Span,
     Timeline,
+    TimeSpan,
     clipped,
     innermost,
     partition,
@@ -98,7 +98,7 @@ def top(events: RankEvents, *, count: int = 15) -> list[TopRow]:
     return sorted(rows, key=lambda row: -row.seconds)[:count]
 
 
-def _windows(steps: Sequence[Span]) -> list[tuple[float, float]]:
+def _windows(steps: Sequence[TimeSpan]) -> list[tuple[float, float]]:
     """A step ends where the next begins: what lies between them is the trainer's too."""
     ends = [*(step.start for step in steps[1:]), steps[-1].end]
     return [(step.start, end) for step, end in zip(steps, ends, strict=True)]
@@ -123,7 +123,7 @@ class _Host:
         stack = self._phases.at(when)
         return stack[-1].name if stack else ""
 
-    def stack(self, thread: int | None, when: float) -> tuple[Span, ...]:
+    def stack(self, thread: int | None, when: float) -> tuple[TimeSpan, ...]:
         """Ranges that a thread had under way, outermost first."""
         return self.timelines[thread].at(when) if thread in self.timelines else ()
 
@@ -151,7 +151,7 @@ class _Host:
                 yield from (span.link for span in inside if span.link is not None)
 
 
-def _nested(ranges: Iterable[Span]) -> list[Span]:
+def _nested(ranges: Iterable[TimeSpan]) -> list[TimeSpan]:
     """Phases cross other ranges: they are looked up by time."""
     return [span for span in ranges if not span.name.startswith(PHASE)]
 

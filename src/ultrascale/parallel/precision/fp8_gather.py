@@ -37,7 +37,7 @@ from ultrascale.parallel.data.data_parallel import sharded_modules
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.precision.fp8_history import Product, product_of
-from ultrascale.torch_private import Hook, gather_through, pad_shards, shape_only, shard_of
+from ultrascale.torch_private import Hook, fsdp_shard, gather_through, pad_shards, shape_only
 from ultrascale.work.fp8_slots import gathers_fp8, weights_gathered_in_fp8
 from ultrascale.work.sharding.places import row_boxes
 
@@ -56,7 +56,7 @@ class GatheredWeight:
         """`weight`: as FSDP2 has cut and padded it, over `shards`. `shape`: as products read it. `dtype`: of passes. `product`:
         of delayed scaling."""
         self.scaling, self.dtype, self.product = scaling, dtype, product
-        self.shape, self.shard = torch.Size(shape), shard_of(weight)
+        self.shape, self.shard = torch.Size(shape), fsdp_shard(weight)
         self.cut_rows, self.padded_rows = len(weight), -(-len(weight) // shards.size())
         first = min(shards.get_local_rank() * self.padded_rows, len(weight))
         self.rows = slice(first, first + len(self.shard))

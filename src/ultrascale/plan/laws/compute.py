@@ -2,8 +2,7 @@
 
 The laws are in `plan.laws.curves`, their constants fitted to measurements (`plan/laws/computing.toml`), errors in
 docs/compute-model.md. They are times of kernels alone in a hot loop; training is slower (cold caches, shared power): callers
-multiply, or pass `derate`. Plain floats; a price that was asked before costs 0.3 microseconds, a new one 2 to 3. Nothing is
-read from disk.
+multiply, or pass `derate`. Plain floats; a price that was asked before costs 0.3 microseconds, a new one 2 to 3.
 """
 
 from __future__ import annotations

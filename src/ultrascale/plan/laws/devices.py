@@ -25,7 +25,7 @@ FITS = read_tables("computing.toml", Path(__file__).parent)
 MATMUL = {(name, dtype): MatmulCurve(**fit) for name, fits in FITS["products"].items() for dtype, fit in fits.items()}
 """Fitted constants by device and dtype."""
 ATTENTION = {
-    (family, kernel, direction): AttentionCurve(**fit)
+    (family, kernel, direction): AttentionCurve(**{**fit, "efficiency": tuple(fit["efficiency"])})
     for family, kernels in FITS["attention"].items()
     for kernel, directions in kernels.items()
     for direction, fit in directions.items()

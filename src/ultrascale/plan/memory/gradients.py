@@ -59,7 +59,7 @@ class DeferredGradient(NamedTuple):
     """Input or gradient of the product, whichever tp cuts; several products may share it."""
     gathered_bytes: int
     """Bytes of that side at all ranks' positions, which W all-gathers over tp; 0 where it is whole here."""
-    room_bytes: int
+    scratch_bytes: int
     """Bytes of temporary memory that the product needs besides in W."""
 
 
@@ -81,9 +81,9 @@ class DeferredSnapshot(NamedTuple):
                 tuple(allocations[place] for place in places),
                 allocations[source],
                 gathered,
-                room_bytes,
+                scratch_bytes,
             )
-            for name, places, source, gathered, room_bytes in self.weights
+            for name, places, source, gathered, scratch_bytes in self.weights
         ]
 
 
@@ -105,7 +105,7 @@ def deferred_snapshot(
     fields = [(allocation.category, allocation.label, allocation.num_bytes, uses[id(allocation)]) for allocation in allocations]
     weights = [
         (entry.name.removeprefix(start), tuple(places[id(tensor)] for tensor in entry.allocations), places[id(entry.source)],
-         entry.gathered_bytes, entry.room_bytes)
+         entry.gathered_bytes, entry.scratch_bytes)
         for entry in deferred
     ]  # fmt: skip
     return DeferredSnapshot(tuple(fields), tuple(weights))

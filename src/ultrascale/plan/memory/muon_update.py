@@ -52,10 +52,10 @@ class _Update:
         live = dict(enumerate(parts))
         self._retain(live)
         for stage in stages:
-            live = self._moved(live, self._to_owners(live, stage))
+            live = self._moved(live, self._gather_to_owners(live, stage))
         live = self._moved(live, {number: self._orthogonalised(tensor) for number, tensor in live.items()})
         for stage in reversed(stages):
-            live = self._moved(live, self._to_parts(live, stage))
+            live = self._moved(live, self._scatter_to_shards(live, stage))
         self._touch(self.master_bytes * max(map(prod, shapes)))
         self.ledger.mark("end", 0)
         return self.ledger.peaks[0].total
@@ -73,7 +73,7 @@ class _Update:
             parts.append(_Matrix(last.retain() if is_same else self._take(prod(shape)), shape))
         return parts
 
-    def _to_owners(self, live: dict[int, _Matrix], stage: Exchange) -> dict[int, _Matrix]:
+    def _gather_to_owners(self, live: dict[int, _Matrix], stage: Exchange) -> dict[int, _Matrix]:
         """Whole matrices of this rank's, and what the exchange does not know."""
         received = self._exchange(stage, to_owners=True)
         wholes = {n: tensor for n, tensor in live.items() if n not in stage.shardings}
@@ -83,7 +83,7 @@ class _Update:
         self.ledger.release(received)
         return dict(sorted(wholes.items()))
 
-    def _to_parts(self, live: dict[int, _Matrix], stage: Exchange) -> dict[int, _Matrix]:
+    def _scatter_to_shards(self, live: dict[int, _Matrix], stage: Exchange) -> dict[int, _Matrix]:
         """Views of what came back."""
         copied = sum(_copied(live[n], sharding) for n, sharding in stage.shardings.items() if stage.is_owner(n))
         received = self._exchange(stage, to_owners=False, copied=copied)

@@ -256,7 +256,7 @@ class RankReplay:
         self.ledger, self.stages, self.mail, self.last_stage = ledger, stages, mail, last_stage
         self.output_bytes, self._outputs = output_bytes, list[Allocation]()
         self._inputs: dict[tuple[int, int], Allocation] = {}
-        self._postponed: dict[tuple[int, int], Allocation] = {}
+        self._deferred: dict[tuple[int, int], Allocation] = {}
         self._handed: dict[tuple[bool, int, int], Allocation] = {}
 
     def play(self, actions: Sequence[Action], step: int) -> None:
@@ -290,11 +290,11 @@ class RankReplay:
             self._pass_on(part, stage.forward(part.micro_batch, received))
         elif part.kind is Kind.INPUT_GRADIENT and part.stage == 0:  # nobody waits for it
             if received is not None:
-                self._postponed[key] = received
+                self._deferred[key] = received
         elif part.kind is Kind.WEIGHT_GRADIENT and part.stage > 0:
             stage.weight_gradients(part)
         else:
-            received = self._postponed.pop(key, None) if part.kind is Kind.WEIGHT_GRADIENT else received
+            received = self._deferred.pop(key, None) if part.kind is Kind.WEIGHT_GRADIENT else received
             result = stage.backward(part, received)
             for tensor in (received, self._inputs.pop(key, None)):
                 if tensor is not None:

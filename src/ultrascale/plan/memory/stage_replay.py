@@ -203,7 +203,7 @@ class StageReplay:
             if whole is None or whole[0] is not gradient.source:
                 self.ledger.release_all([] if whole is None else [whole[1]])
                 whole = (gradient.source, self._gather_for_weight_gradient(gradient)) if gradient.gathered_bytes else None
-            self.ledger.touch("temporary", "scratch", gradient.room_bytes)
+            self.ledger.touch("temporary", "scratch", gradient.scratch_bytes)
             if not self.shards.adds_in_place(*self.work.by_name[gradient.name]):
                 self.gradients.arrive(gradient.name, self.gradients.make(gradient.name))
             self.ledger.release_all(gradient.allocations)

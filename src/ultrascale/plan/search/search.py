@@ -160,7 +160,7 @@ def search(
     prices = price(workload, space.table.take([least, *front]))
     smallest = prices.row(0) if ranked else with_replay(prices.row(0))  # then it is what is printed
     if not ranked and smallest.memory.fits:
-        ranked = [smallest]
+        ranked, priced.fits[least] = [smallest], True
     on_front = pareto([prices.row(1 + row) for row in range(len(front))])
     return SearchResult(workload, priced, tuple(ranked), tuple(on_front), smallest, time.perf_counter() - started)
 
@@ -308,7 +308,7 @@ def fastest_of_each_schedule(table: LayoutTable, step_seconds: Floats, fits: NDA
     fitting = np.flatnonzero(fits)
     order = fitting[np.argsort(step_seconds[fitting], kind="stable")]
     kind = _kinds(table)[order]
-    return np.concatenate([order[kind == schedule][:count] for schedule in distinct_values(kind)] or [order])
+    return np.concatenate([order[kind == number][:count] for number in distinct_values(kind)] or [order])
 
 
 def _kinds(table: LayoutTable) -> NDArray[np.intp]:
@@ -370,11 +370,11 @@ def distinct(ranked: Iterable[Prediction]) -> list[Prediction]:
     """The fastest of each way to cut the model."""
     best: dict[tuple[object, ...], Prediction] = {}
     for prediction in ranked:
-        best.setdefault(_partition_key(prediction), prediction)
+        best.setdefault(_ranking_key(prediction), prediction)
     return list(best.values())
 
 
-def _partition_key(prediction: Prediction) -> tuple[object, ...]:
+def _ranking_key(prediction: Prediction) -> tuple[object, ...]:
     """Same axes, ZeRO stage and recomputation."""
     layout = prediction.layout
     return layout.tp, layout.cp, layout.pp, layout.ep, layout.expert_tp, layout.zero_stage, layout.recompute

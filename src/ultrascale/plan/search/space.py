@@ -238,8 +238,8 @@ def _pipeline(rules: _Rules, gpus: int, cp: int) -> Iterator[tuple[int, int, str
         elif cp > 1 and abilities(stack).cp_alone:
             rules.refuse("cp with pp", f"{stack.name} has context parallelism without a pipeline only")
         elif pp > layers:
-            constraints = "pp" in rules.constraints
-            family, remedy = (f"pp = {pp}", f"Use pp = {layers} or less.") if constraints else (f"pp > {layers}", "")
+            pp_is_given = "pp" in rules.constraints
+            family, remedy = (f"pp = {pp}", f"Use pp = {layers} or less.") if pp_is_given else (f"pp > {layers}", "")
             rules.refuse(family, f"more stages than the {count_of(layers, 'layer')}", remedy)
         else:
             yield from ((pp, chunks, schedule) for chunks, schedule in _schedules(rules, pp, can))

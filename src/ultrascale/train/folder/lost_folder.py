@@ -75,15 +75,15 @@ class CheckpointPlace:
         if self.loss is not None:
             return
         with coordinating(self.ranks.host_group) as everybody:
-            problem, refuge = everybody.on_rank_0(f"looking after {self.folder.path}", self._fate_and_refuge)
+            run_fate, refuge = everybody.on_rank_0(f"looking after {self.folder.path}", self._fate_and_refuge)
             fates = everybody.failures(self.saves.saver.fate() or None)  # on each disk
-        if not problem and not fates:
+        if not run_fate and not fates:
             return
         self.saves.settle(step)
         self.saves.saver.use(Path(refuge) / "checkpoints" if refuge else self.folder.checkpoints)
         self.saves.restored(-1)
         if refuge:
-            self.loss = Loss(f"{self.folder.path} {problem} while the run trained in it", Path(refuge))
+            self.loss = Loss(f"{self.folder.path} {run_fate} while the run trained in it", Path(refuge))
             return
         rank, fate = next(iter(fates.items()))
         where = f"{self.folder.checkpoints} on rank {rank}'s node" if rank else f"{self.folder.checkpoints}"

@@ -105,9 +105,8 @@ def zero_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
 def row_boxes(
     shape: tuple[int, ...], stored_shape: tuple[int, ...], first: int, length: int
 ) -> Iterator[tuple[slice, WeightShard]]:
-    """Boxes of a part of `shape` that `length` entries of dim 0 from `first` on are, where it is sharded as
-    `stored_shape` (`zero_shape`),
-    each with its entries, counted from `first`: one box, but where these are rows of several experts.
+    """Boxes of a part of `shape`: `length` entries of dim 0 from `first` on of a weight that is sharded as `stored_shape`
+    (`zero_shape`). Each comes with its entries, counted from `first`: one box, but several for rows of several experts.
 
     Raises ValueError if `stored_shape` is no form of `shape`.
     """
