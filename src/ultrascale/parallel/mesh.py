@@ -241,7 +241,7 @@ class Mesh:
 
 
 def _join(device: torch.device, timeout: timedelta, store: Store, rank: int, world: int) -> None:
-    backend = "nccl" if device.type == "cuda" else "gloo"   # CPUs communicate in a separate group, `Ranks.host_group`
+    backend = "nccl" if device.type == "cuda" else "gloo"  # CPUs communicate in a separate group, `Ranks.host_group`
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
