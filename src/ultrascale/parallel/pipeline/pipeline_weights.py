@@ -92,11 +92,11 @@ class WeightGradients:
 def make_gradients(waiting: Waiting) -> None:
     """W: add all deferred gradients to the weights' gradients, freeing each pair of factors in turn."""
     while waiting:
-        _make_gradient(*waiting.pop(0))   # frees factors that no other product uses, and their gathered rows
+        _make_gradient(*waiting.pop(0))  # frees factors that no other product uses, and their gathered rows
 
 
 def _make_gradient(weight: Tensor, grad_output: Factor, input_factor: Factor, multiply: Multiply | None) -> None:
-    if not weight.is_leaf or has_hooks(weight):   # its gradient flows on to the parameter, or a hook reads it
+    if not weight.is_leaf or has_hooks(weight):  # its gradient flows on to the parameter, or a hook reads it
         torch.autograd.backward(weight, (multiply or _multiply)(grad_output.rows(), input_factor.rows()))
     elif weight.grad is None:
         weight.grad = (multiply or _multiply)(grad_output.rows(), input_factor.rows())

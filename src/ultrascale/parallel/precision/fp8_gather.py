@@ -219,7 +219,7 @@ def gather_in_fp8(
     assert mesh.data is not None, "whoever cuts weights between ranks has a mesh of them"
     scaling: Scaling = "row" if layout.fp8_scaling == "row" else "tensor"
     modules = [module for stage in stages.values() for module in sharded_modules(stage)]
-    for module in modules:   # initialise now, so that the hooks attach to the final objects
+    for module in modules:  # initialise now, so that the hooks attach to the final objects
         pad_shards(module)
     is_shared = weights_gathered_in_fp8(model, layout)
     pairs = [pair for stage in stages.values() for pair in _products(model, stage, is_shared)]
@@ -246,7 +246,7 @@ def gather_in_fp8(
         gather_through(module, hooks)
     weights = GatheredWeights(tables)
     for stage in stages.values():
-        stage.register_forward_pre_hook(weights.begin_pass, prepend=True)   # before FSDP2's own hook, which starts the all-gather
+        stage.register_forward_pre_hook(weights.begin_pass, prepend=True)  # before FSDP2's, which all-gathers
     return weights
 
 

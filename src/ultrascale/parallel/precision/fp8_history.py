@@ -121,7 +121,7 @@ class AmaxHistory:
         if world_size == 1:
             return
         message = self.largest
-        if self.num_sent > len(self.largest):   # under a pipeline other ranks have the other blocks
+        if self.num_sent > len(self.largest):  # under a pipeline other ranks have the other blocks
             message = self.largest.new_zeros(self.num_sent)
             for layer, rows in self.rows.items():
                 message[self.message_rows[layer]] = self.largest[rows]

@@ -29,7 +29,7 @@ from ultrascale.torch_private import copy_all
 
 TORCH_DTYPE: dict[Precision, torch.dtype] = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
-    "fp8": torch.bfloat16,   # dtype outside the fp8 GEMMs (`parallel.precision.fp8_products`)
+    "fp8": torch.bfloat16,  # dtype outside the fp8 GEMMs (`parallel.precision.fp8_products`)
 }  # fmt: skip
 
 
@@ -102,7 +102,7 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, copy: Tensor) -> Tensor:
         ctx.dtype = parameter.dtype
-        ctx.set_materialize_grads(False)   # a pipeline's I has no gradient here: W adds it later
+        ctx.set_materialize_grads(False)  # a pipeline's I has no gradient here: W adds it later
         return copy.detach()
 
     @staticmethod
