@@ -90,8 +90,7 @@ def overlapped(ahead: Action, back: Action) -> Action:
 
 
 def only_micro_batches(actions: list[Action], count: int) -> list[Action]:
-    """`actions` without the micro-batches from `count` on. An executable list stays executable: micro-batches are
-    independent."""
+    """`actions` without micro-batches from `count` on. Stays executable, as micro-batches do not depend on each other."""
     if all(part.micro_batch < count for action in actions for part in action.parts):
         return actions
     kept = [(action, [part for part in action.parts if part.micro_batch < count]) for action in actions]

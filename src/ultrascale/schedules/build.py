@@ -88,8 +88,8 @@ def stages_of_ranks(name: str, pp: int, virtual_stages: int | None = None) -> li
 
 
 def smallest_schedule(name: str, pp: int, virtual_stages: int | None = None) -> list[list[Action]]:
-    """A smallest step in which every stage runs a micro-batch on every rank that holds it: a file's own step, else two
-    micro-batches where the schedule allows."""
+    """A small step in which every stage runs a micro-batch on every rank that holds it: a file's own step, else one of two
+    micro-batches."""
     return read_schedule(Path(name)) if is_file(name) else build_schedule(name, pp, 2, virtual_stages)
 
 
