@@ -47,7 +47,7 @@ def identity(scales: Tensor) -> Tensor:
 @cache
 def table(*, signed: bool) -> Tensor:
     """Values of the codes, ascending, [255] or [256] fp32, on the CPU: 0, 1, and in the i-th of 7 decades up to 1 the midpoints
-    of 2^i (signed; the lowest entry is left out, for -1) or 2^(i+1) equal parts."""
+    of 2^i (signed; the lowest decade is left out, for -1) or 2^(i+1) equal parts."""
     values = [0.0, 1.0] + ([-1.0] if signed else [])
     for decade in range(1 if signed else 0, DECADES):
         count = 2**decade if signed else 2 ** (decade + 1)
