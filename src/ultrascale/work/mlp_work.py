@@ -273,7 +273,7 @@ def _grouped(model: Model, shape: Shape, tokens: int, local: int, f: int) -> lis
         room, backward_room = fp8_scratch_bytes(shape, source, tokens, columns, rows, experts=local, biased_bytes=biased)
         if own_fp8 and not shape.fp8_gathered:
             room += (together - 1) * local * rows * columns * FP8_BYTES
-            if name == names[0]:  # all weights are quantized before the GEMMs, one after the other
+            if name == names[0]:  # all weights are quantised before the GEMMs, one after the other
                 rounded = local * rows * columns * (len(names) * FP8_BYTES + shape.wide_itemsize)
                 room = max(room, rounded - tokens * rows * a)
         result = Activation(make, tokens * rows * a)

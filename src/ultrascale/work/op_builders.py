@@ -119,11 +119,11 @@ def in_own_fp8(shape: Shape, source: Source) -> bool:
 def fp8_scratch_bytes(
     shape: Shape, source: Source, n: int, columns: int, rows: int, *, experts: int = 1, biased_bytes: int = 0
 ) -> tuple[int, int]:
-    """Temporary bytes besides a GEMM, if in fp8, and its two backward GEMMs: the quantized weight, and before that its fp32
+    """Temporary bytes besides a GEMM, if in fp8, and its two backward GEMMs: the quantised weight, and before that its fp32
     quotient; the gradient in the two forms that the GEMMs need, each first scaled and divided in fp32; and during the GEMMs, on
     CUDA the copies that `native_scratch_bytes` counts, on the CPU factors and result in fp32 (`kernels.fp8.fp8_linear`).
     `experts`: run one after the other, with each row's expert scales. `biased_bytes`: temporary bytes of adding biases after a
-    GEMM, in fp8 or not, when weights are quantized already."""
+    GEMM, in fp8 or not, when weights are quantised already."""
     if not in_own_fp8(shape, source):
         return biased_bytes, 0
     a, w = FP8_BYTES, shape.wide_itemsize
@@ -136,7 +136,7 @@ def fp8_scratch_bytes(
     narrow = 0 if shape.fp8_gathered else experts * rows * columns * a
     by_row = shape.fp8_scaling == "row"  # else dW reads the transpose of dx's gradient, without scaling first
     roundings, wides = (2, 3 if experts > 1 else 2) if by_row else (1, 1)
-    quotient = narrow // a * w - n * rows * shape.itemsize  # while the weight is quantized there is no result yet
+    quotient = narrow // a * w - n * rows * shape.itemsize  # while the weight is quantised there is no result yet
     return narrow + max(forward + biased_bytes, quotient), narrow + roundings * n * rows * a + max(
         wides * n * rows * w, backward
     )
@@ -160,7 +160,7 @@ def local_source(
     shape: Shape, read: str, width: int, num_tokens: int, *, cheap: bool = False, again: bool = False
 ) -> tuple[tuple[Op, ...], Source]:
     """Source of a GEMM whose input is already on this rank, and its operations. `cheap`: a compiler would recompute it.
-    `again`: it is saved unquantized, and quantized again for the weight's gradient."""
+    `again`: it is saved unquantised, and quantised again for the weight's gradient."""
     num_bytes = num_tokens * width * shape.itemsize
     if shape.precision in NARROW:
         narrow = Activation(f"{read}_fp8", narrow_bytes(shape, num_tokens * width))

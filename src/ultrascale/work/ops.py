@@ -118,7 +118,7 @@ class Op:
     keeps_alive: tuple[str, ...] = ()
     """Activations that local variables of our trainer keep alive while it runs, even if they are not saved."""
     in_fp8: bool = False
-    """True for a GEMM that quantizes its input to 8 bits or fewer, and saves that."""
+    """True for a GEMM that quantises its input to 8 bits or fewer, and saves that."""
 
     @property
     def passes_gradient(self) -> bool:

@@ -55,7 +55,7 @@ _ROUNDED_WITH = {
     "expert_product.quantise": ("moe_act", "mlp.experts"), "product.quantise": ("mlp", ""),
     "shared_product.quantise": ("shared_experts", ""),
 }  # fmt: skip
-"""Megatron's quantized copies behind a recomputed module, by module and region."""
+"""Megatron's quantised copies behind a recomputed module, by module and region."""
 _AROUND_CORE = ("_repeat", "_swapped", ".swap_back")
 
 
@@ -92,7 +92,7 @@ def available_modules(model: Model) -> tuple[str, ...]:
 
 def resolved(recompute: BlockRecompute | None, model: Model, layer: int, parallelism: Layout | Shape) -> BlockRecompute | None:
     """Recomputation with the modules that `model` selects for block `layer`, if left to it. In fp8, if those save next to
-    nothing, the mode that saves only results of GEMMs and attention: fp8 GEMMs save their inputs in quantized form."""
+    nothing, the mode that saves only results of GEMMs and attention: fp8 GEMMs save their inputs in quantised form."""
     if recompute is None or SELECTIVE_MODULES not in recompute.modules:
         return recompute
     layer = min(layer, model.num_hidden_layers - 1)
@@ -231,7 +231,7 @@ def _regions(ops: tuple[Op, ...], modules: frozenset[str], as_megatron: bool) ->
 def _place(op: Op, modules: Collection[str], *, is_moe: bool, in_mlp: bool) -> tuple[str, str] | None:
     """Module with which `op` is recomputed, the outermost of those named, and its region in it."""
     owner, _, leaf = op.name.rpartition(".")
-    of_input = op.name.startswith("mlp_in")  # gathered, or quantized
+    of_input = op.name.startswith("mlp_in")  # gathered, or quantised
     if "moe" in modules and is_moe and in_mlp and (op.name.startswith("mlp.") or leaf == "quantise" or of_input):
         return "moe", ""
     wide = of_input or leaf in _GATE_AND_UP or leaf in _ACTIVATIONS
@@ -276,7 +276,7 @@ def _region(module: str, members: tuple[Op, ...], ops: tuple[Op, ...], as_megatr
         members, drops = _with_rotary(members, ops, drops)
         results = {activation.name for op in members for activation in op.makes}
     wanted = drops & outside
-    # What experts computed on each rank of tp is gathered in their module, and so again with it.
+    # Experts' results are all-gathered over tp within their module, and again when it is recomputed.
     runs = [op.saves or op.name == "mlp.whole" or any(activation.name in wanted for activation in op.makes) for op in members]
     last = max((index for index, is_run in enumerate(runs) if is_run), default=-1)
     run = members[: last + 1]

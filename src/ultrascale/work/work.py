@@ -360,7 +360,7 @@ def _loss(shape: Shape, read: str, elements: int) -> Op:
                   moved_bytes=4 * elements * a, backward_moved_bytes=2 * elements * a, collectives=traffic)  # fmt: skip
     kept = Activation("softmax", elements * w)
     eager, wide = way == "eager", 2 + (shape.tp > 1 and not shape.kernels.gathers_logits)
-    # eager: the copy lives beside logits and log-softmax, and backward two more wide ones, of which one is narrowed. Of a
+    # eager: the copy coexists with logits and log-softmax, and backward with two more wide ones, one of them rounded. With a
     # sharded vocabulary three: DTensor's loss adds exponentials to a gradient of targets alone, then scales the sum.
     held = (read,) if shape.kernels.gathers_logits and shape.tp > 1 else ()  # the program's own hold on what it gathered
     return Op(

@@ -168,7 +168,7 @@ def _narrow_along(
     dtype: torch.dtype,
     reduce_amax: ReduceAmax | None,
 ) -> list[Narrow]:
-    """Gradients of rows in fp8, quantized one after the other unless ranks agree on all scales at once."""
+    """Gradients of rows in fp8, quantised one after the other unless ranks agree on all scales at once."""
     if reduce_amax is None:
         return [_narrow_along([grad], expert, num_experts, scaling, dtype, lambda largest: largest)[0] for grad in wide]
     wide = list(wide)

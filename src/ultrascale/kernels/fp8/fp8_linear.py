@@ -5,18 +5,18 @@
     dW = g^T x           g again, x as in the forward pass: saved for the backward pass, 1 byte an element
 
 Scales that vary along the summed dimension cannot be factored out of the sum. With row scales they are multiplied *into* the
-other factor before that is quantized: dx = (g s_W) W_q and dW = (g s_x)^T x_q. So x and W are quantized once, x once for all
+other factor before that is quantised: dx = (g s_W) W_q and dW = (g s_x)^T x_q. So x and W are quantised once, x once for all
 projections that read it.
 
 Where ranks shard these GEMMs, `Wires` do the communication and agree on scales (`parallel.precision.fp8_wires`). A schedule
 that defers dW keeps both its factors in fp8. Weights that were all-gathered in fp8 (`parallel.precision.fp8_gather`) arrive
-quantized, with tensors without data that their gradients belong to.
+quantised, with tensors without data that their gradients belong to.
 
 Scales come from the tensor itself (current scaling), or from the amaxes of earlier steps (delayed scaling; Micikevicius et al.
 2022, Transformer Engine):
 
-    current    amax of x, then its scale, then x is quantized     over ranks a message in between
-    delayed    x is quantized with the known scale, and its amax is recorded for later steps; no message
+    current    amax of x, then its scale, then x is quantised     over ranks a message in between
+    delayed    x is quantised with the known scale, and its amax is recorded for later steps; no message
 
 With delayed scaling, values beyond the history's amax saturate at the format's largest number; from the next step on the scale
 covers them.
@@ -72,7 +72,7 @@ def scale_of(scales: Tensor, place: int, count: int = 1) -> Tensor:
 
 
 def round_by(scales: Tensor, wides: Sequence[Tensor], places: Sequence[int], dtype: torch.dtype) -> list[Narrow]:
-    """Matrices quantized with the known scales."""
+    """Matrices quantised with the known scales."""
     return [rounded(wide, scale_of(scales, place), dtype) for wide, place in zip(wides, places, strict=True)]
 
 
@@ -246,7 +246,7 @@ def narrow_pairs(gathered: Sequence[Tensor]) -> list[Narrow]:
 
 
 def _narrow_again(weights: Sequence[Tensor], scaling: Scaling, scales: Sequence[Tensor]) -> list[Narrow]:
-    """Weights quantized again as in the forward pass; `scales`: of that pass, if they were reduced over ranks."""
+    """Weights quantised again as in the forward pass; `scales`: of that pass, if they were reduced over ranks."""
     if not scales:
         return narrow_all(weights, scaling)
     return [rounded(weight, scale) for weight, scale in zip(weights, scales, strict=True)]

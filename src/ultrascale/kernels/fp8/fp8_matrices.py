@@ -6,7 +6,7 @@ then rounds its part to the very bits that one process would.
 
 CUDA devices from 8.9 on use torch's scaled GEMMs. For left [M, K] and right [N, K] they require K and N to be multiples of 16,
 with any M. Factors are zero-padded otherwise, which changes no sum: in a weight's gradient K is a number of tokens. Other
-devices multiply the quantized factors in fp32: the same numbers except for the order and, against Hopper, the precision of
+devices multiply the quantised factors in fp32: the same numbers except for the order and, against Hopper, the precision of
 sums. (With fp64 between GEMMs, as in proofs, in fp64: ranks then differ from one process only in the order of sums.)
 """
 
@@ -46,14 +46,14 @@ class Narrow(NamedTuple):
 
 
 def narrow(wide: Tensor, scaling: Scaling, dtype: torch.dtype = FORWARD) -> Narrow:
-    """Matrix [rows, columns] quantized to `dtype`."""
+    """Matrix [rows, columns] quantised to `dtype`."""
     return narrow_all([wide], scaling, dtype)[0]
 
 
 def narrow_all(
     wides: Iterable[Tensor], scaling: Scaling, dtype: torch.dtype = FORWARD, reduce_amax: ReduceAmax | None = None
 ) -> list[Narrow]:
-    """Several matrices [rows, columns] quantized to `dtype`, one after the other. `reduce_amax`: called once, for the amaxes of
+    """Several matrices [rows, columns] quantised to `dtype`, one after the other. `reduce_amax`: called once, for the amaxes of
     all of them, which then are in memory together."""
     if reduce_amax is None:
         return [_narrow(wide, largest_of(wide, scaling), dtype) for wide in wides]
@@ -74,7 +74,7 @@ def _narrow(wide: Tensor, largest: Tensor, dtype: torch.dtype) -> Narrow:
 
 
 def rounded(wide: Tensor, scale: Tensor, dtype: torch.dtype = FORWARD) -> Narrow:
-    """Matrix [rows, columns] quantized with a known scale; values beyond the format's largest number saturate."""
+    """Matrix [rows, columns] quantised with a known scale; values beyond the format's largest number saturate."""
     limit = torch.finfo(dtype).max
     return Narrow((wide / scale).clamp_(-limit, limit).to(dtype), scale)  # the quotient has the dtype of the scale
 
@@ -82,7 +82,7 @@ def rounded(wide: Tensor, scale: Tensor, dtype: torch.dtype = FORWARD) -> Narrow
 def product(left: Narrow, right: Narrow, dtype: torch.dtype) -> Tensor:
     """left right^T, [M, N] in `dtype`, from [M, K] and [N, K]. Both have row scales, or both one scale per tensor."""
     values = left.values, right.values
-    if torch.compiler.is_compiling() and is_cuda(left.values):  # the quantizing kernel writes a transposed factor directly
+    if torch.compiler.is_compiling() and is_cuda(left.values):  # the quantising kernel writes a transposed factor directly
         values = left.values.contiguous(), right.values.contiguous()
     return scaled_product(values[0], left.scale, values[1], right.scale, dtype)
 

@@ -129,7 +129,7 @@ class ScaleTable:
     def __init__(
         self, weights: Sequence[GatheredWeight], shards: dist.ProcessGroup, shared: int, sharing: dist.ProcessGroup | None
     ):
-        """`sharing`: tp ranks that hold other parts of the weights behind the first `shared` scales."""
+        """`sharing`: tp ranks that hold other parts of the first `shared` weights, whose scales are common to all of them."""
         self.weights, self.shards, self.sharing = weights, shards, sharing
         sizes = [prod(weight.scale_shape) for weight in weights]
         self.num_shared = sum(sizes[:shared])

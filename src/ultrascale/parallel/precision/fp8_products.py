@@ -46,7 +46,7 @@ class Fp8Seams:
         """Function that defers weight gradients, as `TensorParallel.defer`."""
 
     def column_linear(self, hidden: Tensor, *projections: nn.Linear) -> tuple[Tensor, ...]:
-        """Several projections of one input, which is quantized once."""
+        """Several projections of one input, which is quantised once."""
         biases: list[Tensor] = [projection.bias for projection in projections if projection.bias is not None]
         assert len(biases) in (0, len(projections)), "projections of one input all have a bias, or none"
         weights = [projection.weight for projection in projections]
@@ -62,7 +62,7 @@ class Fp8Seams:
         return out if projection.bias is None else out + projection.bias
 
     def grouped_column_linear(self, rows: Tensor, counts: Tensor, *projections: GroupedLinear) -> tuple[Tensor, ...]:
-        """Several projections of rows grouped by expert, which are quantized once."""
+        """Several projections of rows grouped by expert, which are quantised once."""
         return self._grouped(rows, counts, projections, columns=True)
 
     def grouped_row_linear(self, rows: Tensor, counts: Tensor, projection: GroupedLinear) -> Tensor:

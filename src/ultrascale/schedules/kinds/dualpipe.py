@@ -1,8 +1,8 @@
 """DualPipe (DeepSeek-V3 2024, section 3.2.1): micro-batches enter from both ends at once; forwards overlap with backwards.
 
     rank         0  1  2  3      Rank r holds stage r for the first half of the micro-batches and stage p-1-r for the second:
-    first half   0  1  2  3      two copies of all weights, gradients summed over both. One half's forward passes run beside the
-    second half  3  2  1  0      other half's backward passes, so that each hides the other's all-to-alls.
+    first half   0  1  2  3      two copies of all weights, gradients summed over both. One half's forward passes overlap with
+    second half  3  2  1  0      the other's backward passes, so that each hides the other's all-to-alls.
 
 Idle (p/2-1)(F&B + B - 3W) per rank, with F, B, W of one stage and F&B of an overlapped pair; p + 1 micro-batches' activations.
 It is DualPipeV unfolded: DualPipeV needs no second copy. Orders after github.com/deepseek-ai/DualPipe (MIT), dualpipe.py.

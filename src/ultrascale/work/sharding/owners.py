@@ -2,7 +2,7 @@
 (`parallel.data.whole_matrices`).
 
     shard          rows of a matrix over the ranks that share one copy of the state  -->  each rank gets slices of some matrices
-    expert_shard   rows of experts, if ZeRO does not leave them whole                -->  each rank gets all experts of some
+    expert_shard   rows of experts, if ZeRO does not leave them whole                -->  each rank gets some weights' experts
     tp, expert_tp  rows or columns over tensor-parallel ranks                        -->  each rank gets some whole matrices
 
 Used by both trainer and planner.
