@@ -64,7 +64,7 @@ def main(source: int, target: int, *, unconfined: bool = False) -> None:
         content = torch.load(file, map_location="cpu", weights_only=True)
     tensors, left_out = weights_of(content, torch.Tensor)
     if odd := [name for name, tensor in tensors.items() if tensor.layout != torch.strided or tensor.is_quantized]:
-        raise ValueError(f"{', '.join(odd[:5])}: sparse or quantised")
+        raise ValueError(f"{', '.join(odd[:5])}: sparse or quantized")
     data = save({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"})
     written = 0
     while written < len(data):
