@@ -23,7 +23,7 @@ LARGEST_ROW = 2**14
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D] over the root of its mean square, times weight [D], which may be wider than x; the result has x's dtype."""
+    """RMSNorm of x [..., D], times weight [D], which may be wider than x; the result has x's dtype."""
     form = "torch" if torch.compiler.is_compiling() else form_of("norm", x)
     if form == "triton" and x.shape[-1] <= LARGEST_ROW:
         from ultrascale.kernels import triton_norm  # here: Triton need not be installed

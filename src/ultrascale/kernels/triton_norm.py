@@ -29,7 +29,7 @@ _PROGRAMS = 512
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D] over the root of its mean square, times weight [D]; the result has the dtype of x. 16 bits or fp32."""
+    """RMSNorm of x [..., D], times weight [D]; the result has the dtype of x. 16 bits or fp32."""
     return _Norm.apply(x, None, weight, eps)[0]  # pyright: ignore[reportOptionalSubscript]
 
 

@@ -20,7 +20,7 @@ and DeepSeek."""
 
 
 class KeyValues(Protocol):
-    """Keys and values of one layer's earlier tokens."""
+    """KV cache of one layer: keys and values of earlier tokens."""
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys [B, S, K, E] and values [B, S, K, E']; returns all keys and values so far, [B, T, K, E] and [B, T, K,

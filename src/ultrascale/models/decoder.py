@@ -59,7 +59,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def sequence_shard(hidden: Tensor) -> Tensor:
-    """All of it."""
+    """The whole sequence: without parallelism nothing is sharded."""
     return hidden
 
 

@@ -25,7 +25,7 @@ class Sampling:
     """Token that ends the text; not part of it."""
 
     def problems(self) -> list[Problem]:
-        """Every rule the fields break."""
+        """Problems of the settings; empty if they are valid."""
         broken: list[Problem] = []
         if self.max_new_tokens < 1:
             broken.append(Problem("max_new_tokens", f"must be at least 1, is {self.max_new_tokens}", "Give a positive number."))

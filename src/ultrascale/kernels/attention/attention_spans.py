@@ -37,7 +37,7 @@ _aten = torch.ops.aten
 
 
 class PackedIds(NamedTuple):
-    """The document of each token, in both forms."""
+    """Document of each token, as ids and as document ends."""
 
     ids: Tensor
     """Document ids [B, S] int: 0, 1, 2, ... in each sequence."""

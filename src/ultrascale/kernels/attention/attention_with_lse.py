@@ -141,7 +141,8 @@ def _runs_flash(query: Tensor, mask: Tensor | None) -> bool:
 
 
 def _one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The kernels want one head dimension; columns of zeros change no score and no other column of the result."""
+    """Tensors zero-padded to one head dimension, which the kernels require; it changes no score and no other column of the
+    result."""
     width = max(tensor.shape[-1] for tensor in tensors)
     if is_cuda(tensors[0]):
         width += -width % HEAD_DIM_MULTIPLE

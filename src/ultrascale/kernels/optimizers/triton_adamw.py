@@ -69,7 +69,7 @@ def _signed(key: int) -> int:
 
 @triton.jit
 def _noise(places, key):
-    """`stochastic.noise`: 24 bits, uint32."""
+    """`block_quantise.noise`: 24 bits, uint32."""
     x = places.to(tl.uint32) ^ ((places >> 32).to(tl.uint32) * tl.cast(0x9E3779B1, tl.uint32)) ^ key.to(tl.uint32, bitcast=True)
     for _ in tl.static_range(2):  # pyright: ignore
         x = (x ^ (x >> 16)) * tl.cast(0x7FEB352D, tl.uint32)
@@ -88,7 +88,7 @@ def _adamw(weight, gradient, first, second, take_first, keep_second, take_second
 
 @triton.jit
 def _round_to_bf16(values, noise):
-    """`stochastic.round_to_bf16`."""
+    """`block_quantise.round_to_bf16` with these random bits."""
     bits = values.to(tl.uint32, bitcast=True) + (noise >> 8)
     return (bits & tl.cast(0xFFFF0000, tl.uint32)).to(tl.float32, bitcast=True).to(tl.bfloat16)
 

@@ -26,7 +26,7 @@ def host_tensor(like: Tensor) -> Tensor:
 
 
 def is_on_host(storage: torch.UntypedStorage) -> bool:
-    """True if a storage was allocated here."""
+    """True if a storage was allocated by this module."""
     return getattr(storage, _MARK, False)
 
 

@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class RecomputedRegions:
-    """The regions of one block."""
+    """Recomputed regions of one block."""
 
     def __init__(self) -> None:
         self._pass: _Pass | None = None
@@ -138,7 +138,7 @@ class Region:
         self.results: list[tuple[int, weakref.ref[Cell]]] = []
 
     def inside(self) -> Cell:
-        """A cell for a tensor that an operation inside saves."""
+        """Create a cell for a tensor that an operation inside the region saves."""
         cell = Cell(self, None)
         self.saves.append(weakref.ref(cell))
         return cell

@@ -54,7 +54,7 @@ class Block:
     keys: slice
     """Key slots on the rank that holds them."""
     mask: Tensor | None
-    """[1 or B, 1, queries, keys], added to scores."""
+    """Tensor [1 or B, 1, queries, keys], added to scores; None if no mask is needed beyond causality."""
     is_causal: bool
     sequences: slice
     """Sequences of the micro-batch that the block covers."""
@@ -102,7 +102,7 @@ class WholeDocuments(NamedTuple):
     """Document ids of whole sequences and the token order that follows from them, computed once."""
 
     ids: Tensor
-    """[B, S] on the CPU."""
+    """Document ids [B, S], on the CPU."""
     rows: Rows
 
 

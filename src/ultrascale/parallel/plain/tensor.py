@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class Copy(torch.autograd.Function):
-    """Every rank uses the same tensor: its gradients add up."""
+    """Every rank uses the same tensor: its gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def column_products(hidden: Tensor, weights: list[Tensor], biases: list[Tensor],
 def column_products_backward(
     grads: list[Tensor], hidden: Tensor, weights: list[Tensor], group: str, length: int, want_weights: bool
 ) -> list[Tensor]:
-    """dx and, if wanted, dW of each weight."""
+    """Backward pass of `column_products`: dx and, if `want_weights`, dW of each weight."""
     ranks = group_named(group)
     gathered = all_gather_sequence(hidden, length, ranks) if length and want_weights else None
     grad = _sum_of_products(grads, weights)
