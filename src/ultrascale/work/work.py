@@ -333,7 +333,7 @@ def _parallel_loss_scratch_bytes(shape: Shape, d: int, v: int, rows: int) -> int
     chunk = rows * v * (a + (w if narrow else 0)) + rows * d * a + (v * d * a if narrow else 0)
     in_chunks = chunk + (n - shape.outer_tokens) * d * a + v * d * (w - a)
     summed = n * d * a + exchanged_bytes(shape, n * d * a) + v * d * (w - a)
-    gathered = shape.outer_tokens * d * a if shape.shards_sequence else 0  # what was gathered: the decoder's own hold on it
+    gathered = shape.outer_tokens * d * a if shape.shards_sequence else 0  # the gathered tensor: the decoder still references it
     return gathered + max(in_chunks, summed)
 
 
@@ -347,7 +347,7 @@ def _slab_loss_scratch_bytes(shape: Shape, d: int, v: int) -> int:
     if shape.tp == 1:
         return in_slabs
     summed = n * d * a + exchanged_bytes(shape, n * d * a)
-    gathered = shape.outer_tokens * d * a if shape.shards_sequence else 0  # what was gathered: the decoder's own hold on it
+    gathered = shape.outer_tokens * d * a if shape.shards_sequence else 0  # the gathered tensor: the decoder still references it
     return gathered + max(in_slabs, summed)
 
 
@@ -362,7 +362,7 @@ def _loss(shape: Shape, read: str, elements: int) -> Op:
     eager, wide = way == "eager", 2 + (shape.tp > 1 and not shape.kernels.gathers_logits)
     # eager: the copy coexists with logits and log-softmax, and backward with two more wide ones, one of them rounded. With a
     # sharded vocabulary three: DTensor's loss adds exponentials to a gradient of targets alone, then scales the sum.
-    held = (read,) if shape.kernels.gathers_logits and shape.tp > 1 else ()  # the program's own hold on what it gathered
+    held = (read,) if shape.kernels.gathers_logits and shape.tp > 1 else ()  # the program still references the gathered logits
     return Op(
         "loss", "loss", (read,), (result, kept), (kept.name, *held), scratch_bytes=elements * (w if eager else w - a),
         backward_scratch_bytes=elements * (wide * w - a) if eager else 0, moved_bytes=elements * (a + 6 * w),

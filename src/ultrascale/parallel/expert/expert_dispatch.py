@@ -101,8 +101,8 @@ class Dispatch:
         return rows if under_way.exchange is None else under_way.exchange.arrive(rows)
 
     def _compute(self, rows: Tensor, under_way: UnderWay, experts: Experts) -> Tensor:
-        """Results of rows ordered by source and expert, in the same order. `rows` holds the only reference to each tensor, so
-        that it can be freed early."""
+        """Results of rows ordered by source and expert, in the same order. The name `rows` always holds the only reference, so
+        that each tensor is freed early."""
         arriving, lengths = under_way.arriving, [sum(sizes) for sizes in under_way.from_rank]
         if self.expert_tp is not None:
             rows = all_gather(rows, lengths, self.expert_tp)

@@ -79,7 +79,7 @@ class WholeSequences:
     def keep(self, chosen: Tensor, weights: Tensor, num_experts: int, factor: float) -> Tensor:
         """Mask of the choices of this rank's tokens that are kept, [B, S/(tp cp), k]."""
         choices = chosen.shape[2]
-        local = torch.cat((chosen.to(weights.dtype), weights), 2).transpose(0, 1)  # [own S, B, 2 k]
+        local = torch.cat((chosen.to(weights.dtype), weights), 2).transpose(0, 1)  # [S/(tp cp), B, 2 k]
         gathered = self._gather(local).transpose(0, 1)  # [B, S, 2 k]
         where = torch.cat([of_rank.expand(len(chosen), -1) for of_rank in self.positions], 1)  # [B, S]
         placed = torch.empty_like(gathered).scatter_(1, where[..., None].expand_as(gathered), gathered)

@@ -45,7 +45,7 @@ def run_schedule(
                 sent.append((dist.isend(output.detach(), rank + 1), output))
             under_way[number] = inputs, output
         else:
-            inputs, output = under_way.pop(number)  # what the stage kept of this micro-batch goes with it
+            inputs, output = under_way.pop(number)  # frees the tensors saved for this micro-batch
             output.backward(None if rank == last else _receive(shape, dtype, rank + 1))
             if rank > 0 and inputs.grad is not None:
                 sent.append((dist.isend(inputs.grad, rank - 1), inputs.grad))

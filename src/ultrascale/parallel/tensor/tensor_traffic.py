@@ -68,7 +68,7 @@ def reduce_scatter_sequence(whole: Tensor, group: dist.ProcessGroup) -> Finish:
     if has_collectives(whole):
         total = _like(pieces[this_rank])
         if len(set(lengths)) == 1:
-            by_rank = whole.unflatten(1, (len(lengths), -1)).transpose(0, 1)  # [tp, B, S/tp, ...]; of one sequence: as it lies
+            by_rank = whole.unflatten(1, (len(lengths), -1)).transpose(0, 1)  # [tp, B, S/tp, ...]; of one sequence: a view
             together = by_rank.flatten(0, 1).contiguous()
             return _then(lambda: total, dist.reduce_scatter_tensor(total, together, group=group, async_op=True), group)
         sent = [piece.contiguous() for piece in pieces]
