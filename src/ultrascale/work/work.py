@@ -333,7 +333,7 @@ def _parallel_loss_scratch_bytes(shape: Shape, d: int, v: int, rows: int) -> int
     chunk = rows * v * (a + (w if narrow else 0)) + rows * d * a + (v * d * a if narrow else 0)
     in_chunks = chunk + (n - shape.outer_tokens) * d * a + v * d * (w - a)
     summed = n * d * a + exchanged_bytes(shape, n * d * a) + v * d * (w - a)
-    gathered = shape.outer_tokens * d * a if shape.shards_sequence else 0  # the gathered tensor: the decoder still references it
+    gathered = shape.outer_tokens * d * a if shape.shards_sequence else 0  # the gathered tensor, still held by the decoder
     return gathered + max(in_chunks, summed)
 
 
@@ -347,7 +347,7 @@ def _slab_loss_scratch_bytes(shape: Shape, d: int, v: int) -> int:
     if shape.tp == 1:
         return in_slabs
     summed = n * d * a + exchanged_bytes(shape, n * d * a)
-    gathered = shape.outer_tokens * d * a if shape.shards_sequence else 0  # the gathered tensor: the decoder still references it
+    gathered = shape.outer_tokens * d * a if shape.shards_sequence else 0  # the gathered tensor, still held by the decoder
     return gathered + max(in_slabs, summed)
 
 
