@@ -1,5 +1,5 @@
-"""Attention, norm, rotary positions, SwiGLU and loss: one name each for callers, whatever runs underneath.
+"""Attention, norm, RoPE, SwiGLU and loss: callers use one name for each, whichever kernel runs.
 
-Where a kernel has its own backward pass, it says what it saves for it; under torch.compile the plain form is traced instead,
-because the compiler fuses it and chooses what to save itself.
+A kernel with its own backward pass documents what it saves for it. Under torch.compile the plain form is traced instead, as the
+compiler fuses it and chooses what to save.
 """

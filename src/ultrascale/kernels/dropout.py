@@ -1,11 +1,11 @@
-"""Dropout whose bits depend on nothing but the token (Hinton et al. 2012; Vaswani et al. 2017, section 5.4).
+"""Dropout whose mask depends only on the token (Hinton et al. 2012; Vaswani et al. 2017, section 5.4).
 
-Whether an element is dropped is a pure function of (seed, number of its sequence, place in it, where in the model, channel), so
-every layout drops the same elements, a resumed run goes on with them, and recomputation drops them again. Nothing is kept for
-the backward pass but the tokens' keys, which the whole model shares: bits are made again, a hash of 32-bit words in place of
-a stream of random numbers. Few multiplications are enough (Wellons 2018, "Prospecting for hash functions": lowbias32).
+Whether an element is dropped is a pure function of (seed, sequence number, position, site in the model, channel). So every
+layout drops the same elements, a resumed run continues with the same masks, and recomputation repeats them. Nothing is saved
+for the backward pass but the tokens' keys, which the whole model shares: the mask is recomputed, from a hash of 32-bit words
+instead of a random stream. Few multiplications are enough (Wellons 2018, "Prospecting for hash functions": lowbias32).
 
-    key of a token    64 bits, from seed, sequence and place: made once per micro-batch (`token_keys`)
+    key of a token    64 bits, from seed, sequence and position: computed once per micro-batch (`token_keys`)
     row of a site     32 bits, from the key and the site's number
     element           the row plus the channel's word, mixed; dropped if below rate * 2^32
 """
@@ -20,26 +20,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _GOLDEN = 0x9E3779B97F4A7C15
-"""2^64 over the golden ratio: steps of it lie far apart (Steele et al. 2014, SplitMix, as are the two multipliers)."""
+"""2^64 over the golden ratio: multiples of it are spread widely (SplitMix, Steele et al. 2014; the two multipliers too)."""
 _SPLIT_1, _SPLIT_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _ODD_64 = 0x2545F4914F6CDD1D
 _ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32))
-"""lowbias32's shifts and factors, as signed words. Its last shift changes the low half only, which decides nothing here."""
+"""Shifts and factors of lowbias32, as signed words. Its last shift changes only the low half, which has no effect here."""
 
 
 def token_keys(numbers: NDArray[np.int64], length: int, seed: int) -> NDArray[np.int64]:
-    """[N, length]: the key of each token of the sequences with these global numbers [N]."""
+    """Key of each token, [N, length], of the sequences with these global numbers [N]."""
     places = np.arange(length, dtype=np.uint64)
     rows = _split_mix(numbers.astype(np.uint64) ^ _split_mix(np.uint64(seed % 2**64)))
     return _split_mix(rows[:, None] ^ places).view(np.int64)
 
 
 def dropout(x: Tensor, rate: float, keys: Tensor, site: int) -> Tensor:
-    """x [B, S, D] with a share `rate` (0 to 1) of its elements zero and the others divided by 1 - rate, in the dtype of x.
+    """x [B, S, D] with a fraction `rate` (0 to 1) of its elements zero and the others divided by 1 - rate, in the dtype of x.
 
-    `keys` [B, S] int64 (`token_keys`); `site`: number of this place in the model.
+    `keys` [B, S] int64 (`token_keys`); `site`: number of this dropout in the model.
     """
-    if torch.compiler.is_compiling():  # the compiler makes bits again in the backward pass by itself
+    if torch.compiler.is_compiling():  # the compiler recomputes the mask in the backward pass itself
         return (x * (1 / (1 - rate))).masked_fill(dropped(keys, site, x.shape[-1], rate), 0)
     return _Dropout.apply(x, rate, keys, site)  # pyright: ignore[reportReturnType]
 
@@ -52,7 +52,7 @@ def dropped(keys: Tensor, site: int, width: int, rate: float) -> Tensor:
     scratch = torch.empty_like(bits)
     for shift, factor in _ROUNDS:
         torch.bitwise_right_shift(bits, shift, out=scratch)
-        scratch.bitwise_and_(2 ** (32 - shift) - 1)  # torch repeats the sign
+        scratch.bitwise_and_(2 ** (32 - shift) - 1)  # torch's shift repeats the sign bit
         bits.bitwise_xor_(scratch).mul_(factor)
     del scratch
     return bits < round(rate * 2**32) - 2**31

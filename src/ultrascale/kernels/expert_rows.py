@@ -1,10 +1,10 @@
-"""The order of rows around experts: a row for every (token, expert) pair, in the order of experts, and back.
+"""Token rows of experts: one row for every (token, expert) pair, grouped by expert, and the weighted sum back.
 
     tokens [N, D] --- spread ---> rows [R, D] --- experts ---> rows [R, D] --- weighted_sum ---> [N, D]
 
-R is N k less the pairs that were dropped. Pair p = n k + j is the j-th choice of token n; `pairs` [R] says which pair each row
-is. Gradients are sums of k rows in the order of choices, never atomic additions, so that they are the same bits every time.
-Saved for the backward pass: `pairs` and, by `weighted_sum` alone, the rows in their own dtype and the weights.
+R is N k less the dropped pairs. Pair p = n k + j is the j-th choice of token n; `pairs` [R] holds each row's pair. Gradients
+sum k rows in the order of choices, without atomic additions, so that their bits are reproducible. Saved for the backward pass:
+`pairs`, and in `weighted_sum` the rows in their own dtype and the weights.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.autograd.function import once_differentiable
 
 
 def spread(tokens: Tensor, pairs: Tensor, choices: int) -> Tensor:
-    """The token of each pair: of [N, D] and `pairs` [R] int64, [R, D]."""
+    """Row of each pair's token: [N, D] and `pairs` [R] int64 to [R, D]."""
     return _Spread.apply(tokens, pairs, choices)  # pyright: ignore[reportReturnType]
 
 
 def weighted_sum(rows: Tensor, pairs: Tensor, weights: Tensor) -> Tensor:
-    """Each token's rows [R, D], summed by `weights` [N, k] in fp32 (fp64 in fp64), in the rows' dtype: [N, D]."""
+    """Sum of each token's rows [R, D] with `weights` [N, k], in fp32 (fp64 in fp64), returned in the rows' dtype: [N, D]."""
     return _WeightedSum.apply(rows, pairs, weights)  # pyright: ignore[reportReturnType]
 
 
@@ -60,17 +60,17 @@ class _WeightedSum(torch.autograd.Function):
 
 
 def _row_of_pair(pairs: Tensor, num_tokens: int, choices: int) -> Tensor:
-    """Index of each token's choices among R rows, [N, k]; R where one was dropped."""
+    """Row index of each token's choices, [N, k]; R if one was dropped."""
     rows = pairs.new_full((num_tokens * choices,), len(pairs))
     rows[pairs] = torch.arange(len(pairs), device=pairs.device)
     return rows.view(num_tokens, choices)
 
 
 def _sum_choices(rows: Tensor, row_of_pair: Tensor, weights: Tensor | None) -> Tensor:
-    """[N, D] in at least fp32: the rows of each token's choices, one choice after the other."""
+    """Sum of each token's rows, [N, D] in fp32 or wider, added one choice after the other."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     num_tokens, choices = row_of_pair.shape
-    if len(rows) < row_of_pair.numel():  # what was dropped adds zeros
+    if len(rows) < row_of_pair.numel():  # dropped pairs add zeros
         rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
     total = torch.zeros(num_tokens, rows.shape[1], dtype=wide, device=rows.device)
     for choice in range(choices):

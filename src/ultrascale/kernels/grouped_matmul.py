@@ -1,16 +1,16 @@
-"""One product per expert over rows that lie in the order of experts: `out[i] = rows[i] weight[e]^T + bias[e]`.
+"""Grouped GEMM: one GEMM per expert over rows grouped by expert, `out[i] = rows[i] weight[e]^T + bias[e]`.
 
-    rows     e0 e0 e0 | e1 | e3 e3          counts 3 1 0 2: an expert may have none
-    weight   [X, F, D]                      each group meets the matrix of its expert
+    rows     e0 e0 e0 | e1 | e3 e3          counts 3 1 0 2: an expert may have no rows
+    weight   [X, F, D]                      each group is multiplied by its expert's matrix
 
-Backward, the gradient of rows is a grouped product with the same matrices, that of the weights one product per expert, zero
-where an expert has no rows. Saves for the backward pass: rows and weight.
+In the backward pass the gradient of rows is a grouped GEMM with the same matrices, that of the weights one GEMM per expert,
+zero where an expert has no rows. Saves for the backward pass: rows and weight.
 
-torch's `grouped_mm` (2.10 and later) does all groups in one call: on CPU the same bits as a loop of products and 1.1 (16
-experts of 256 x 128) to 2 times (64 of 128 x 64) as fast, on CUDA without asking the host for the counts. It knows no fp64, and
-rows must be multiples of 16 bytes; a loop does the rest, and all of it on CUDA where it was faster
-(`kernels.choice.fused_contest`): few large experts keep the device busy while the host waits for the counts. The alternative,
-padding every expert to the same number of rows for one batched product, multiplies as many zeros as experts are uneven.
+torch's `grouped_mm` (2.10 and later) does all groups in one call: on CPU with the same bits as a loop and 1.1 (16 experts of
+256 x 128) to 2 times (64 of 128 x 64) as fast, on CUDA without copying the counts to the host. It has no fp64, and rows must be
+multiples of 16 bytes; a loop covers the rest, and on CUDA every case where it measured faster (`kernels.choice.fused_contest`):
+few large experts keep the device busy while the host waits for the counts. The alternative, padding every expert to the same
+number of rows for one batched GEMM, multiplies as many zeros as the experts are uneven.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALIGNMENT_BYTES = 16
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[M, F] from rows [M, D] in the order of experts, weight [X, F, D] and bias [X, F] of one dtype.
+    """[M, F] from rows [M, D] grouped by expert, weight [X, F, D] and bias [X, F] of one dtype.
 
     counts [X] int64 on the same device: rows of each expert; they sum to M.
     """
@@ -78,7 +78,7 @@ def _columns_by_rows(left: Tensor, right: Tensor, counts: Tensor, loops: bool) -
 
 
 def sums_of_groups(rows: Tensor, counts: Tensor) -> Tensor:
-    """[X, F]: the sum of each group's rows [M, F], as a product with zeros and ones: no atomic additions, X/D of the work."""
+    """Sum of each group's rows [M, F], [X, F], as a GEMM with zeros and ones: no atomic additions, X/D of the work."""
     ends = counts.cumsum(0)
     index = torch.arange(len(rows), device=rows.device)
     is_member = (index < ends[:, None]) & (index >= (ends - counts)[:, None])  # [X, M]
@@ -99,7 +99,7 @@ def _ends(counts: Tensor) -> Tensor:
 
 
 def row_groups(counts: Tensor) -> Iterator[tuple[int, slice]]:
-    """(expert, its rows) of those that have any; on CUDA the host waits for the counts."""
+    """(expert, its rows) for each expert that has any; on CUDA the host waits for the counts."""
     start = 0
     for expert, count in enumerate(counts.tolist()):
         if count:

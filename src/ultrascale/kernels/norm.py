@@ -1,9 +1,9 @@
-"""RMSNorm: y = x / rms(x) * weight (Zhang and Sennrich 2019), computed in at least fp32.
+"""RMSNorm: y = x / rms(x) * weight (Zhang and Sennrich 2019), computed in fp32 or wider.
 
-Saves for the backward pass: x, the weight, and one number per row in fp32 (or fp64), as CUDA's fused kernel does.
-`F.rms_norm` has no fused kernel on CPU: it runs as separate operations that each save their input, takes about twice the time
-and three times the memory. CUDA and the compiler have better ones, so there it is used, or `kernels.triton_norm`, or Liger's,
-where a run asks for it or it is faster.
+Saves for the backward pass: x, the weight, and one number per row in fp32 (or fp64), as CUDA's fused kernel does. On CPU
+`F.rms_norm` is not fused: separate operations each save their input, and take about twice the time and three times the memory.
+CUDA and the compiler have better kernels, so there `F.rms_norm` is used, or `kernels.triton_norm` or Liger's kernel if the run
+selects it or it was faster.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from ultrascale.kernels.choice.device_kind import is_cuda
 from ultrascale.kernels.choice.implementation import form_of
 
 LARGEST_ROW = 2**14
-"""Elements that a program of the Triton kernel holds in registers: of more, some would spill into memory (`triton_launch`)."""
+"""Most elements of a row for the Triton kernel, which holds it in registers: longer rows would spill to memory
+(`triton_launch`)."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D] over the root of its mean square, times weight [D], which may be wider than x; the result has x's dtype."""
+    """RMSNorm of x [..., D], times weight [D], which may be wider than x; the result has x's dtype."""
     form = "torch" if torch.compiler.is_compiling() else form_of("norm", x)
     if form == "triton" and x.shape[-1] <= LARGEST_ROW:
         from ultrascale.kernels import triton_norm  # here: Triton need not be installed
@@ -32,20 +33,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _by_liger(x, weight, eps)
     if torch.compiler.is_compiling():
         return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, eps).to(x.dtype)
-    if is_cuda(x) and x.dtype == weight.dtype:  # or torch's is several kernels too
+    if is_cuda(x) and x.dtype == weight.dtype:  # for mixed dtypes torch's is not fused either
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     return _RMSNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
 
 
 def fuses_sums(x: Tensor) -> bool:
-    """True if one kernel of this run adds to x and takes the norm of the sum (`add_rms_norm`)."""
+    """True if one kernel of this run computes the sum and its norm (`add_rms_norm`)."""
     return not torch.compiler.is_compiling() and form_of("norm_of_sum", x) != "torch" and x.shape[-1] <= LARGEST_ROW
 
 
 def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(the norm of x + added, x + added), both [..., D] in the dtype of x: what a residual stream does between two layers.
+    """(norm(x + added), x + added), both [..., D] in the dtype of x: the residual add and the norm between two layers.
 
-    One kernel reads x and added once and writes both results, 4 moves of an element; a sum and a norm of its own take 5.
+    One kernel reads x and added once and writes both results, 4 memory accesses per element; separate kernels take 5.
     """
     if not fuses_sums(x):
         total = x + added
@@ -62,7 +63,7 @@ def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[
 def _by_liger(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     from liger_kernel.transformers.functional import liger_rms_norm  # pyright: ignore[reportMissingImports]
 
-    return liger_rms_norm(x, weight, eps, in_place=False)  # in place it would write over the gradient it is given
+    return liger_rms_norm(x, weight, eps, in_place=False)  # in place it would overwrite the incoming gradient
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -87,5 +88,5 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """x, in fp32 if it is narrower."""
+    """x, cast to fp32 if it is narrower."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()

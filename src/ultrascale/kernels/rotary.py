@@ -1,11 +1,11 @@
-"""Rotary positions (Su et al. 2021): pairs of a head's dimensions form planes that turn by position * theta^(-2i/E).
+"""Rotary position embedding (RoPE; Su et al. 2021): pairs of a head's dimensions rotate by position * theta^(-2i/E).
 
     first  | first * cos - second * sin        Dimensions i and i + E/2 are paired, the layout of Hugging Face weights; in
-    second | second * cos + first * sin        DeepSeek's files neighbours, 2i and 2i + 1.
+    second | second * cos + first * sin        DeepSeek's files adjacent ones, 2i and 2i + 1.
 
-A head may turn in part: its first dimensions (Nemotron), or its last (latent attention).
-The turn is orthogonal, so its backward pass is the turn by the opposite angle: nothing but the shared cos and sin is saved.
-Angles are computed in fp32 and rounded to the activations' dtype, exactly as transformers does.
+A head may rotate in part: its first dimensions (Nemotron), or its last (latent attention). The rotation is orthogonal, so its
+backward pass rotates by the opposite angle: nothing but the shared cos and sin is saved. Angles are computed in fp32 and
+rounded to the activations' dtype, exactly as transformers does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Angles = tuple[Tensor, Tensor]
 
 
 def rotary_angles(model: Model, positions: Tensor, dtype: torch.dtype, *, is_local: bool = False) -> Angles:
-    """cos and sin of every plane at positions [S] or [B, S], each [1 or B, S, 1, E/2] in `dtype`. `is_local`: of blocks with
+    """cos and sin of every pair at positions [S] or [B, S], each [1 or B, S, 1, E/2] in `dtype`. `is_local`: for blocks with
     `rope_local_base_freq`."""
     if is_local:
         model = replace(model, rope_theta=model.rope_local_base_freq or model.rope_theta, rope_scaling=None)
@@ -38,7 +38,7 @@ def rotary_angles(model: Model, positions: Tensor, dtype: torch.dtype, *, is_loc
 
 
 def rotate(x: Tensor, angles: Angles, *, start: int = 0, neighbours: bool = False) -> Tensor:
-    """Turn heads x [B, S, H, E] by `angles`, which have the dtype of x: dimensions from `start` on, two for each angle."""
+    """Rotate heads x [B, S, H, E] by `angles`, which have the dtype of x: dimensions from `start` on, two for each angle."""
     cos, sin = angles
     if torch.compiler.is_compiling():
         return _traced_turn(x, cos, sin, start, neighbours)
@@ -84,12 +84,12 @@ def _traced_turn(x: Tensor, cos: Tensor, sin: Tensor, start: int, neighbours: bo
 
 
 def _pairs(x: Tensor, neighbours: bool) -> tuple[Tensor, ...]:
-    """The first and the second dimension of every plane, as views."""
+    """First and second dimension of every pair, as views."""
     return (x[..., 0::2], x[..., 1::2]) if neighbours else x.chunk(2, dim=-1)
 
 
 def inverse_frequencies(model: Model, device: torch.device | str = "cpu") -> Tensor:
-    """Angle per position of each plane, [E/2] fp32, after scaling."""
+    """Angle per position of each pair, [E/2] fp32, after scaling."""
     planes = torch.arange(0, model.rotary_dim, 2, dtype=torch.int64, device=device).float()
     periods = model.rope_theta ** (planes / model.rotary_dim)
     if model.rope_scaling is None:
@@ -113,7 +113,7 @@ def attention_factor(scaling: RopeScaling | None) -> float:
 
 
 def score_factor(scaling: RopeScaling | None) -> float:
-    """Factor of scores beside 1/sqrt(E): the square of DeepSeek's temperature for all dimensions, otherwise 1."""
+    """Factor of scores besides 1/sqrt(E): the square of DeepSeek's temperature for all dimensions, otherwise 1."""
     if scaling is None or scaling.mscale_all_dim is None:
         return 1.0
     return _temperature(scaling.factor, scaling.mscale_all_dim) ** 2
@@ -136,7 +136,7 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(periods: Tensor, model: Model, scaling: RopeScaling) -> Tensor:
-    """Planes below `first` are kept, above `last` stretched, those between interpolated (Peng et al. 2023, section 3.2)."""
+    """Pairs below `first` are kept, above `last` stretched, those between interpolated (Peng et al. 2023, section 3.2)."""
 
     def plane_that_turns(rotations: float) -> float:
         length = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)

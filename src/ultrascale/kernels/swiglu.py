@@ -1,7 +1,7 @@
-"""SwiGLU's product, silu(gate) * up (Shazeer 2020), GPT-OSS's clamped form of it, and GeGLU's, gelu(gate) * up.
+"""SwiGLU's product, silu(gate) * up (Shazeer 2020), GPT-OSS's clamped form, and GeGLU's, gelu(gate) * up.
 
-Saves for the backward pass: gate and up. Plain autograd saves silu(gate) too, half as much again of the widest activation of
-a block; computing it again costs one pass over memory. `kernels.triton_swiglu` is the same in one pass each way.
+Saves for the backward pass: gate and up. Plain autograd also saves silu(gate), half as much again of a block's widest
+activation; recomputing it costs one pass over memory. `kernels.triton_swiglu` does the same in one pass per direction.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CLAMPED_SLOPE, CLAMPED_LIMIT = 1.702, 7.0
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, element by element; shapes and dtypes are equal."""
+    """silu(gate) * up, elementwise; shapes and dtypes are equal."""
     if torch.compiler.is_compiling():
         return F.silu(gate) * up
     if form_of("swiglu", gate) == "triton":
@@ -83,7 +83,7 @@ class _ClampedSwiGLU(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         low = gate.clamp(max=CLAMPED_LIMIT)
         product = (CLAMPED_SLOPE * low).sigmoid_().mul_(low)
-        del low  # room for the next
+        del low  # frees memory for the next result
         return product.mul_(up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT).add_(1))
 
     @staticmethod

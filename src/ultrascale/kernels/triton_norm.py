@@ -1,11 +1,11 @@
-"""RMSNorm in Triton, alone or of a sum: the residual stream and what a block adds to it are read once.
+"""RMSNorm in Triton, alone or fused with a residual add: the residual stream and the added tensor are read once.
 
-    forward     a program has a row: sum (if any), mean square, y = x / rms(x) * weight; keeps 1/rms, one fp32 number a row
-    backward    a program has several rows, one after the other, and adds its share of the weight's gradient up in registers;
-                the shares [programs, D] are summed by torch, in one order: the same bits every time
+    forward     a program handles a row: sum (if any), mean square, y = x / rms(x) * weight; saves 1/rms, one fp32 per row
+    backward    a program handles several rows, one after the other, and accumulates its part of the weight's gradient in
+                registers; torch sums the parts [programs, D] in a fixed order: the same bits every time
 
-Moves of an element, in units of its size: forward 2 (with a sum 4), backward 3 (4). Nothing else is read or written. Computes
-in fp32. Saves x (or the sum), the weight and 1/rms. A row must fit a program's registers: D up to 2^14 elements.
+Memory accesses per element: forward 2 (with a sum 4), backward 3 (4), and nothing else. Computes in fp32. Saves x (or the sum),
+the weight and 1/rms. A row must fit a program's registers: D up to 2^14 elements.
 """
 
 # What `triton.jit` makes of a function has no types, and triton need not be installed.
@@ -25,16 +25,16 @@ from ultrascale.kernels.norm import LARGEST_ROW
 from ultrascale.kernels.triton_launch import warps_for
 
 _PROGRAMS = 512
-"""Most programs of the backward pass: a few for each multiprocessor of an H100 (132) or B200 (148)."""
+"""Most programs in the backward pass: a few per multiprocessor of an H100 (132) or B200 (148)."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D] over the root of its mean square, times weight [D]; the result has the dtype of x. 16 bits or fp32."""
+    """RMSNorm of x [..., D], times weight [D]; the result has the dtype of x. 16 bits or fp32."""
     return _Norm.apply(x, None, weight, eps)[0]  # pyright: ignore[reportOptionalSubscript]
 
 
 def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(the norm of x + added, x + added), both [..., D] in the dtype of x."""
+    """(norm(x + added), x + added), both [..., D] in the dtype of x."""
     return _Norm.apply(x, added, weight, eps)  # pyright: ignore[reportReturnType]
 
 
@@ -86,7 +86,7 @@ def _forward(
     place = row * columns + offsets
     wide = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
-        # Rounded as a sum of its own would be: the norm and the residual stream see the same numbers.
+        # Rounded as a separate sum would be: the norm and the residual stream use the same numbers.
         summed = (wide + tl.load(added + place, mask=inside, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + place, summed, mask=inside)
         wide = summed.to(tl.float32)

@@ -1,7 +1,7 @@
-"""Rotary positions in Triton: every head of a token is turned by one program, which reads the token's cos and sin once.
+"""RoPE in Triton: one program rotates all heads of a token, and reads the token's cos and sin once.
 
-Moves of an element: 2, forward and backward, and cos and sin beside them; as separate kernels of torch's 6. The turn is
-orthogonal: its backward pass is the turn by the opposite angle, and nothing but cos and sin is saved. Computes in fp32.
+Memory accesses per element: 2, forward and backward, plus cos and sin; 6 as separate torch kernels. The rotation is orthogonal:
+its backward pass rotates by the opposite angle, and only cos and sin are saved. Computes in fp32.
 """
 
 # What `triton.jit` makes of a function has no types, and triton need not be installed.
@@ -23,7 +23,7 @@ from ultrascale.kernels.triton_launch import warps_for
 
 
 def rotate(x: Tensor, angles: Angles, *, start: int = 0, neighbours: bool = False) -> Tensor:
-    """Triton form of `kernels.rotary.rotate`: heads x [B, S, H, E] turned by `angles`, [1 or B, S, 1, planes] each; 16 bits or
+    """Triton form of `kernels.rotary.rotate`: rotates heads x [B, S, H, E] by `angles`, [1 or B, S, 1, planes] each; 16 bits or
     fp32."""
     return _Rotate.apply(x, *angles, start, neighbours)  # pyright: ignore[reportReturnType]
 

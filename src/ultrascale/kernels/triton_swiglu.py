@@ -1,7 +1,7 @@
-"""SwiGLU's product, silu(gate) * up, and GPT-OSS's clamped form of it, in Triton: one pass forward, one backward.
+"""SwiGLU's product, silu(gate) * up, and GPT-OSS's clamped form, in Triton: one pass forward, one backward.
 
-Moves of an element: forward 3 (gate and up are read, the product written), backward 5 (and both gradients written); as separate
-kernels of torch's 5 and 10. Computes in fp32 and rounds once. Saves gate and up.
+Memory accesses per element: forward 3 (read gate and up, write the product), backward 5 (also write both gradients); 5 and 10
+as separate torch kernels. Computes in fp32 and rounds once. Saves gate and up.
 """
 
 # What `triton.jit` makes of a function has no types, and triton need not be installed.
@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from ultrascale.kernels.swiglu import CLAMPED_LIMIT, CLAMPED_SLOPE
 
 _BLOCK = 1024
-"""Elements of a program: 8 for each of four warps' threads, 16 bytes of bf16, which is one load."""
+"""Elements per program: 8 per thread of four warps, 16 bytes of bf16, which is one load."""
 
 
 def swiglu(gate: Tensor, up: Tensor, *, clamped: bool = False) -> Tensor:
@@ -58,7 +58,7 @@ def _limits(clamped: bool) -> tuple[float, float]:
 
 @triton.jit
 def _at_most(x, limit):
-    return tl.where(x > limit, limit, x)  # `minimum` would make a number of what is none, and hide a fault
+    return tl.where(x > limit, limit, x)  # `minimum` would turn a NaN into a number, and hide a fault
 
 
 @triton.jit

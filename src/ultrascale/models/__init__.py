@@ -1,1 +1,1 @@
-"""The decoder, its initial values, Hugging Face folders in and out, and generation. Knows nothing of ranks."""
+"""The decoder, its initial values, Hugging Face import and export, and generation. Contains no distributed code."""

@@ -1,4 +1,5 @@
-"""Attention layers: grouped key/value heads, and DeepSeek's, whose keys and values come from one narrow projection."""
+"""Attention layers: grouped-query attention, and DeepSeek's latent attention (MLA), whose keys and values come from one
+low-rank projection."""
 
 from __future__ import annotations
 
@@ -14,20 +15,21 @@ from ultrascale.models.feed_forward import column_linear, row_linear
 from ultrascale.models.norms import build_rms_norm
 
 LATENT_NORM_EPS = 1e-6
-"""Epsilon of the norms inside latent attention, whatever the model's other norms have: transformers' and DeepSeek's own
-code."""
+"""Epsilon of the norms inside latent attention, whatever the epsilon of the model's other norms: as in the code of transformers
+and DeepSeek."""
 
 
 class KeyValues(Protocol):
-    """Keys and values of one layer's earlier tokens."""
+    """KV cache of one layer: keys and values of earlier tokens."""
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add keys [B, S, K, E] and values [B, S, K, E'], and return all there are, [B, T, K, E] and [B, T, K, E']."""
+        """Append keys [B, S, K, E] and values [B, S, K, E']; returns all keys and values so far, [B, T, K, E] and [B, T, K,
+        E']."""
         ...
 
 
 def gather_sequence(shares: Tensor) -> Tensor:
-    """All of it."""
+    """The whole sequence: without parallelism nothing is sharded."""
     return shares
 
 
@@ -70,15 +72,15 @@ class Attention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Queries, keys and values through narrow projections (DeepSeek-V2, section 2.1).
+    """Queries, keys and values through low-rank projections (MLA; DeepSeek-V2, section 2.1).
 
-    Of a head, N dimensions stay and R turn; the R of the keys are one set for all heads.
+    Of a head's dimensions, RoPE leaves N as they are and rotates R; the keys' R rotated dimensions are shared by all heads.
 
         hidden -- q_a_proj, norm, q_b_proj ------------> queries [H, N+R]        or q_proj alone
         hidden -- kv_a_proj_with_mqa --+-- norm, kv_b_proj --> keys [H, N], values [H, E']
-                                       '-- whole, turned ----> keys [1, R]
+                                       '-- rotated ----------> keys [1, R]
 
-    Narrow projections and their norms run on a `sequence_shard`; `gather_sequence` brings the shared key to every rank.
+    Low-rank projections and their norms run on a `sequence_shard`; `gather_sequence` brings the shared key to every rank.
     """
 
     def __init__(self, model: Model):
@@ -125,11 +127,11 @@ class LatentAttention(nn.Module):
         return rotate(query.unflatten(-1, (-1, self.head_dim)), angles, start=self.still_dim, neighbours=True)
 
     def widen_keys(self, latent: Tensor, shared: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
-        """[B, S, kv_lora_rank] and the key that heads share [B, S, R] to keys [B, S, H, N+R] and values [B, S, H, E']."""
+        """[B, S, kv_lora_rank] and the shared key [B, S, R] to keys [B, S, H, N+R] and values [B, S, H, E']."""
         (key_value,) = self.column_linear(latent, self.kv_b_proj)
         still, value = key_value.unflatten(-1, (-1, self.still_dim + self.value_dim)).split(
             (self.still_dim, self.value_dim), -1
         )
         turned = rotate(self.gather_sequence(shared).unsqueeze(2), angles, neighbours=True)  # [B, S, 1, R]
         key = torch.cat((still, turned.expand(-1, -1, still.shape[2], -1)), dim=-1)  # [B, S, H, N+R]
-        return key, value.contiguous()  # or the keys beside it would be kept with it for the backward pass
+        return key, value.contiguous()  # a view would keep the keys in memory for the backward pass

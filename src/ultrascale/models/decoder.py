@@ -1,23 +1,23 @@
 """One decoder for the families of `description.architecture.families`: blocks of causal attention and a feed-forward layer.
 
-Parameter names and shapes are those of `description.architecture.weights`. A decoder may be one stage of the model: some of
-its blocks, with the embedding if it is the first and the head if it is the last. The model is plain and knows nothing of
-ranks; what others replace are attributes that hold functions:
+Parameter names and shapes are those of `description.architecture.weights`. A decoder may be one pipeline stage: some of the
+blocks, with the embedding if it is the first and the head if it is the last. The model contains no parallel code; parallelism
+replaces these attributes, which hold functions:
 
-    where        attribute   what it does here
+    where        attribute        here, on one rank
     attention    column_linear    several projections of one input    row_linear    the projection back to the residual stream
     MLP          column_linear    the same                            row_linear    the same
-    attention    core             what queries gather from values     gather_sequence    of latent attention: a shard made whole
+    attention    core             attention itself                    gather_sequence    of latent attention: an all-gather
     experts      dispatch         tokens to experts and back (`models.experts`)
-    router       sum_counts       choices of the tokens that other ranks hold     keep     which choices fit
+    router       sum_counts       choices of other ranks' tokens      keep     choices that fit the experts' capacity
     decoder      look_up          rows of the embedding               sequence_shard    the part of a sequence that norms and
-    decoder      make_mask        who sees whom, for `core`                             residuals here work on: all of it
+    decoder      make_mask        the mask for `core`                                   residuals work on: here, all of it
     decoder      loss             head and loss in one                shift_targets    each position's next target
 
-Multi-token prediction (DeepSeek-V3, section 2.2) happens on the last stage, in training only. Its k-th block reads, at position
-i, what the block before made there and the embedding of token i + k, and predicts token i + k + 1. Tokens to come are the
-targets, so that a stage without tokens has them; where one does not count, nothing is predicted from it or past it. The loss
-that is returned is the model's own; the predictions' joins it on the way back alone.
+Multi-token prediction (DeepSeek-V3, section 2.2) runs on the last stage, in training only. At position i, its k-th block reads
+the previous block's output and the embedding of token i + k, and predicts token i + k + 1. Future tokens are taken from the
+targets, which the last stage has; where one is ignored, nothing is predicted from it or past it. The returned loss is the
+model's own; the predictions' loss only joins it in the backward pass.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from ultrascale.models.norms import build_norm, build_rms_norm, norm_of_sum, unc
 
 
 class Cache(Protocol):
-    """Keys and values of earlier tokens, so that only new ones are computed."""
+    """Keys and values of earlier tokens (KV cache), so that only new tokens are computed."""
 
     @property
     def length(self) -> int:
-        """Tokens whose keys and values all layers have."""
+        """Number of tokens whose keys and values all layers have."""
         ...
 
     @property
@@ -59,12 +59,12 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def sequence_shard(hidden: Tensor) -> Tensor:
-    """All of it."""
+    """The whole sequence: without parallelism nothing is sharded."""
     return hidden
 
 
 def shift_targets(targets: Tensor) -> Tensor:
-    """The target of the next position: of [B, S], [B, S], with none for the last and where this position has none."""
+    """Targets of the next position, [B, S] from [B, S]; ignored for the last, and where this position's target is ignored."""
     later = F.pad(targets[:, 1:], (0, 1), value=IGNORED)
     return later.masked_fill(targets == IGNORED, IGNORED)
 
@@ -74,9 +74,9 @@ class Drops(NamedTuple):
 
     rate: float
     keys: Tensor
-    """[B, S] int64, of the positions that the residual stream has here (`kernels.dropout.token_keys`)."""
+    """[B, S] int64, for the positions of the local residual stream (`kernels.dropout.token_keys`)."""
     site: int = 0
-    """The first of a block's two sites, or the embedding's."""
+    """Dropout site: the first of a block's two, or the embedding's."""
 
     def of(self, layer: int) -> Drops:
         """The dropout of one block."""
@@ -84,7 +84,7 @@ class Drops(NamedTuple):
 
 
 class Block(nn.Module):
-    """One decoder block: each half reads the residual stream and adds to it; `Model.block_norms` says where norms stand."""
+    """One decoder block: each half reads the residual stream and adds to it; `Model.block_norms` places the norms."""
 
     def __init__(self, model: Model, layer: int):
         super().__init__()
@@ -108,9 +108,9 @@ class Block(nn.Module):
         earlier: KeyValues | None = None,
         drops: Drops | None = None,
     ) -> Tensor:
-        """[B, S, D] to [B, S, D]; `angles` None: no rotary positions; `mask`: what the decoder's `make_mask` made."""
+        """[B, S, D] to [B, S, D]; `angles` None: no rotary positions; `mask`: from the decoder's `make_mask`."""
         before, after, before_mlp, after_mlp = map(self.norm_called, self.norm_names)
-        # No variable for what attention made, nor for the norm of the sum: they would outlive who reads them.
+        # No variables for attention's result and the norm of the sum: they would stay in memory after their last use.
         between = [
             *norm_of_sum(before_mlp, hidden, _dropped(after(self.self_attn(before(hidden), angles, mask, earlier)), drops, 0))
         ]
@@ -118,12 +118,12 @@ class Block(nn.Module):
         return hidden + _dropped(after_mlp(self.mlp(between.pop())), drops, 1)
 
     def norm_called(self, name: str) -> Callable[[Tensor], Tensor]:
-        """The norm of this name; of none, nothing is done."""
+        """The norm of this name; the identity if there is none."""
         return getattr(self, name) if name else unchanged
 
 
 class SharedHead(nn.Module):
-    """The norm before the model's head, whose matrix is the model's."""
+    """The norm before the head; the head's matrix is the model's."""
 
     def __init__(self, model: Model):
         super().__init__()
@@ -131,7 +131,7 @@ class SharedHead(nn.Module):
 
 
 class PredictionBlock(Block):
-    """A block that reads a token to come beside what was made of those before it."""
+    """Multi-token prediction block: reads a future token's embedding together with the previous block's output."""
 
     def __init__(self, model: Model, layer: int):
         super().__init__(model, layer)
@@ -143,18 +143,18 @@ class PredictionBlock(Block):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden: Tensor, angles: Angles | None, mask: Any, coming: Tensor | None = None, drops: Drops | None = None
     ) -> Tensor:
-        """[B, S, D] of what was made and `coming`, embeddings of the tokens to come, to [B, S, D]."""
+        """Previous output [B, S, D] and `coming`, embeddings [B, S, D] of future tokens, to [B, S, D]."""
         assert coming is not None
         joined = self.eh_proj(torch.cat((self.enorm(coming), self.hnorm(hidden)), dim=-1))
         return super().forward(joined, angles, mask, None, drops)
 
 
 class View(NamedTuple):
-    """A micro-batch's positions and documents, as the blocks of a model see them."""
+    """A micro-batch's positions and masks, as blocks use them."""
 
     spec: Model
     angles: dict[bool, Angles]
-    """By `Model.is_rope_local`; none without rotary positions."""
+    """RoPE angles by `Model.is_rope_local`; empty without rotary positions."""
     masks: dict[int | None, Any]
     drops: Drops | None = None
 
@@ -169,11 +169,11 @@ class View(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """The model that `model` describes, or the stage of it with these `layers`.
+    """The model that `model` describes, or its pipeline stage with these `layers`.
 
-    Names are those of the whole model: `layers` is keyed by the blocks' numbers there; blocks of multi-token prediction follow
-    on the last stage. Built under `torch.device("meta")` it takes no memory. Raises SpecError for a model that can be planned
-    but not run.
+    Names are those of the whole model: `layers` is keyed by global block numbers; on the last stage, multi-token prediction
+    blocks follow. Built under `torch.device("meta")` it takes no memory. Raises SpecError for a model that can be planned but
+    not run.
     """
 
     def __init__(self, model: Model, *, layers: range | None = None, is_first: bool = True, is_last: bool = True):
@@ -214,8 +214,8 @@ class Decoder(nn.Module):
         dropout_keys: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """The loss summed over targets != -100 (0-d, fp32 or fp64), or without targets the logits [B, S, V]; of a stage that is
-        not the last, what the next one takes.
+        """The loss summed over targets != -100 (0-d, fp32 or fp64); without targets the logits [B, S, V]; on a stage before the
+        last, the next stage's input.
 
         inputs: tokens [B, S] int64, or [B, S, D] from the stage before; targets [B, S] int64; positions [S] or [B, S], by
         default counted from the cached tokens on; document_ids [B, S] int: a token sees only its own document;
@@ -231,7 +231,7 @@ class Decoder(nn.Module):
         drops = self._drops(dropout_keys)
         hidden = _dropped(self._embed(inputs, positions), drops, 0) if self.is_first else inputs
         view = self._view(hidden, positions, document_ids, cache)._replace(drops=drops)
-        for number, block in self.blocks():  # here and not in a helper, whose caller would keep the first block's input alive
+        for number, block in self.blocks():  # not in a helper: its caller would keep the first block's input alive
             if number < self.spec.num_hidden_layers:
                 earlier = None if cache is None else cache.layers[number]
                 hidden = block(hidden, *view.of(number), earlier, view.drops_of(number))
@@ -248,7 +248,7 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, D]: of the head, or of the embedding if they are one."""
+        """Head weight [V, D]; the embedding's if they are tied."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         assert head is not None
         return head.weight
@@ -282,7 +282,7 @@ class Decoder(nn.Module):
         return View(spec, angles, masks)
 
     def _predict(self, hidden: Tensor, view: View, targets: Tensor) -> Tensor:
-        """The weighted mean of the losses of the prediction blocks, each summed over its targets, 0-d."""
+        """Weighted mean of the prediction blocks' losses, each summed over its targets, 0-d."""
         assert self.embed_tokens is not None
         first, count = self.spec.num_hidden_layers, self.spec.num_nextn_predict_layers
         losses = []
@@ -300,11 +300,11 @@ def _dropped(x: Tensor, drops: Drops | None, half: int) -> Tensor:
 
 
 class _JoinBackward(torch.autograd.Function):
-    """The first of two losses; the second gets its gradient too."""
+    """Returns the first of two losses; in the backward pass both get the gradient."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, other: Tensor) -> Tensor:
-        return loss.clone()  # FSDP2 warns of views: what it hooks on to them is lost if they are written to
+        return loss.clone()  # not a view: FSDP2 would warn that its hooks are lost on in-place writes
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:

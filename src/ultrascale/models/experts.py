@@ -1,16 +1,17 @@
-"""A feed-forward layer made of experts (Shazeer et al. 2017): each token visits k of X, and a shared one if there is one.
+"""Mixture-of-experts feed-forward layer (Shazeer et al. 2017): each token visits k of X experts, and a shared one if there is
+one.
 
-    hidden [B, S, D] -- router --> routing            where each token goes, and by what weights its results count
-        |-- dispatch.start ---> rows on their way
+    hidden [B, S, D] -- router --> routing            each token's experts, and the weights of their results
+        |-- dispatch.start ---> rows in flight
         |-- shared_experts ---> [B, S, D]             computed meanwhile
-        '-- dispatch.finish --> experts, back, sum    [N, D]
+        '-- dispatch.finish --> experts, combine      [N, D]
 
-What others replace: `dispatch` (rows travel between ranks), `router.sum_counts` and `router.keep`, the experts'
-`grouped_column_linear` and `grouped_row_linear` (the dtype of their products), and the seams of the shared experts.
+Seams that parallelism and fp8 replace: `dispatch` (rows travel between ranks), `router.sum_counts` and `router.keep`, the
+experts' `grouped_column_linear` and `grouped_row_linear` (the dtype of their products), and the seams of the shared experts.
 
-Two things happen in the backward pass of an identity, where each micro-batch comes by exactly once, recomputed or not: losses
-that keep the load even get their gradient, and choices are counted. So neither needs a way out of a pipeline's stage.
-`auxiliary_scale` is what the loss is multiplied by before its backward pass: one over the step's number of valid targets.
+An identity function does two things in its backward pass, which each micro-batch runs exactly once, recomputed or not: it gives
+the load-balancing losses their gradient, and counts the choices. So neither has to be passed out of a pipeline stage.
+`auxiliary_scale` is the factor of the loss before its backward pass: one over the step's number of valid targets.
 """
 
 from __future__ import annotations
@@ -31,48 +32,49 @@ from ultrascale.torch_private import never_compiled
 
 
 def num_kept(counts: Tensor, pairs: Tensor) -> int:
-    """Number of `pairs` that were not dropped, which the host asks of `counts`. A trace, without values, takes it from the
+    """Number of `pairs` that were not dropped, copied from `counts` to the host. A trace, which has no values, uses the
     shape."""
     return int(counts.sum())
 
 
 class Dispatch(Protocol):
-    """Takes tokens to experts and results home, in two halves."""
+    """Sends tokens to experts and returns the results, in two halves."""
 
     def start(self, tokens: Tensor, routing: Routing) -> Any:
-        """Send tokens [N, D] off."""
+        """Start sending tokens [N, D]."""
         ...
 
     def finish(self, under_way: Any, experts: Experts) -> Tensor:
-        """Let experts compute, and sum each token's results by their weights: [N, D]."""
+        """Compute the experts, and sum each token's results with their weights: [N, D]."""
         ...
 
 
 @dataclass
 class GroupedTokens:
-    """Rows of tokens in the order of experts, and what is known of them."""
+    """Token rows grouped by expert, with their metadata."""
 
     rows: list[Tensor]
-    """[R, D], for whom takes it out alone: nothing else names the rows while their results are summed."""
+    """[R, D], in a list from which the caller takes the only reference: the rows can be freed while their results are
+    summed."""
     pairs: Tensor
-    """Index of each row's (token, choice), [R] int64."""
+    """Index of each row's (token, choice) pair, [R] int64."""
     counts: Tensor
     """Number of rows of each expert, [X] int64."""
     weights: Tensor
-    """[N, k]."""
+    """Routing weights, [N, k]."""
 
 
 @dataclass(frozen=True)
 class LocalDispatch:
-    """All experts are here."""
+    """Dispatch for a rank that has all experts."""
 
     num_experts: int
     drops: bool = False
-    """True if a choice may have been dropped; then the host asks how many are left."""
+    """True if a choice may have been dropped; then the host copies the number of kept ones from the device."""
     spread: Callable[[Tensor, Tensor, int], Tensor] = spread
 
     def start(self, tokens: Tensor, routing: Routing) -> GroupedTokens:
-        """A row for each token [N, D] and expert that it chose."""
+        """One row for each (token, chosen expert) pair of tokens [N, D]."""
         flat = routing.experts.flatten()
         counts = count_choices(routing.experts[None], self.num_experts + 1)[0, : self.num_experts]
         pairs = flat.argsort(stable=True)
@@ -86,19 +88,19 @@ class LocalDispatch:
 
 
 class GroupedLinear(nn.Module):
-    """One matrix per expert."""
+    """Linear layer with one matrix per expert."""
 
     def __init__(self, num_experts: int, columns: int, rows: int, *, bias: bool):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, rows, columns))
         self.matrix_rows: int | None = None
-        """F, where `weight` is all experts' rows, [X F, D]: whoever cuts it may want it so."""
+        """F, if `weight` is stored as all experts' rows, [X F, D], for sharding by rows; else None."""
         self.bias = nn.Parameter(torch.empty(num_experts, rows)) if bias else None
         self.adds_bias = True
-        """True if this rank adds the bias, where several ranks make parts of one sum."""
+        """True if this rank adds the bias, where several ranks compute partial sums."""
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """[M, D] in the order of experts to [M, F]; counts [X] int64."""
+        """Rows [M, D] grouped by expert to [M, F]; counts [X] int64."""
         return grouped_linear(rows, self.matrices, counts, self.local_bias)
 
     @property
@@ -114,22 +116,22 @@ class GroupedLinear(nn.Module):
 
     @property
     def local_bias(self) -> Tensor | None:
-        """The bias that this rank adds: zeros, with a zero gradient, if another rank adds it."""
+        """Bias that this rank adds: zeros, with a zero gradient, if another rank adds it."""
         return self.bias if self.bias is None or self.adds_bias else self.bias * 0.0
 
 
 def grouped_column_linear(rows: Tensor, counts: Tensor, *projections: GroupedLinear) -> tuple[Tensor, ...]:
-    """Several projections of rows in the order of experts: of [M, D], [M, F] each."""
+    """Several projections of rows grouped by expert: [M, D] to [M, F] each."""
     return tuple(projection(rows, counts) for projection in projections)
 
 
 def grouped_row_linear(rows: Tensor, counts: Tensor, projection: GroupedLinear) -> Tensor:
-    """The projection back: [M, F] to [M, D]."""
+    """Projection back to the residual width: [M, F] to [M, D]."""
     return projection(rows, counts)
 
 
 class Experts(nn.Module):
-    """X feed-forward layers side by side."""
+    """X feed-forward layers, one per expert."""
 
     def __init__(self, model: Model):
         super().__init__()
@@ -141,7 +143,7 @@ class Experts(nn.Module):
         self.grouped_column_linear, self.grouped_row_linear, self.activate = grouped_column_linear, grouped_row_linear, activate
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """[M, D] in the order of experts to [M, D]; counts [X] int64: rows of each."""
+        """Rows [M, D] grouped by expert to [M, D]; counts [X] int64: rows of each expert."""
         projections = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
         inner = self.grouped_column_linear(rows, counts, *projections)
         return self.grouped_row_linear(self.activate(self.activation, *inner), counts, self.down_proj)
@@ -160,7 +162,7 @@ class MoE(nn.Module):
         self.auxiliary_scale = 1.0
         self.statistics = RoutingStatistics()
 
-    # Sorting and counting are not worth compiling, and what is noted in a backward pass must not be noted while tracing.
+    # Sorting and counting are not worth compiling, and the backward pass's statistics must not be recorded while tracing.
     @never_compiled
     def forward(self, hidden: Tensor) -> Tensor:
         """[B, S, D] to [B, S, D]."""
@@ -168,7 +170,7 @@ class MoE(nn.Module):
         return _Note.apply(out, auxiliary, counts, self.statistics, self.auxiliary_scale) if torch.is_grad_enabled() else out
 
     def compute(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The result, the weighted auxiliary losses, and how often each expert was chosen."""
+        """The result, the weighted auxiliary losses, and how often each expert was chosen, [X]."""
         routing, counts, auxiliary = self.router(hidden)
         under_way = self.dispatch.start(hidden.flatten(0, 1), routing)
         shared = None if self.shared_experts is None else self.shared_experts(hidden)
@@ -177,27 +179,27 @@ class MoE(nn.Module):
 
 
 class RoutingStatistics:
-    """Statistics of a layer's backward passes since they were last taken."""
+    """Routing statistics of a layer's backward passes since they were last taken."""
 
     def __init__(self) -> None:
         self.counts: Tensor | None = None
         self.auxiliary: Tensor | None = None
 
     def add(self, counts: Tensor, auxiliary: Tensor | None) -> None:
-        """Counts [X] int64, and the auxiliary losses' sum, 0-d."""
+        """Add counts [X] int64 and the sum of the auxiliary losses, 0-d."""
         self.counts = counts if self.counts is None else self.counts + counts
         if auxiliary is not None:
             self.auxiliary = auxiliary if self.auxiliary is None else self.auxiliary + auxiliary
 
     def take(self) -> tuple[Tensor | None, Tensor | None]:
-        """Both, and forget them."""
+        """Return both sums and reset them."""
         taken = self.counts, self.auxiliary
         self.counts = self.auxiliary = None
         return taken
 
 
 class _Note(torch.autograd.Function):
-    """The identity; backward, the auxiliary losses get their gradient and the choices are counted."""
+    """Identity; in the backward pass the auxiliary losses get their gradient and the choices are counted."""
 
     @staticmethod
     def forward(
@@ -215,21 +217,22 @@ class _Note(torch.autograd.Function):
 
 
 def moe_layers(decoder: nn.Module) -> Iterator[tuple[int, MoE]]:
-    """Every layer of experts in `decoder`, with its block's number in the whole model."""
+    """Every MoE layer in `decoder`, with its block's number in the whole model."""
     for name, module in decoder.named_modules():
         if isinstance(module, MoE):
             yield int(name.split(".")[1]), module
 
 
 def scale_auxiliary_losses(decoder: nn.Module, scale: float) -> None:
-    """Say what the loss will be multiplied by before its backward pass; before the forward passes of a step."""
+    """Set the factor by which the loss will be multiplied before its backward pass; call it before the forward passes of a
+    step."""
     for _, layer in moe_layers(decoder):
         layer.auxiliary_scale = scale
 
 
 def take_load(decoder: nn.Module) -> tuple[dict[int, Tensor], Tensor]:
-    """Load that this rank's backward passes have seen since the last call: by block, how often each expert was chosen, [X]
-    int64; and the sum over tokens and layers of weighted auxiliary losses, 0-d. Blocks without a backward pass have zeros."""
+    """Expert load of this rank's backward passes since the last call: by block, how often each expert was chosen, [X] int64;
+    and the sum over tokens and layers of weighted auxiliary losses, 0-d. Blocks without a backward pass have zeros."""
     load: dict[int, Tensor] = {}
     total = torch.zeros((), dtype=torch.float64)
     for number, layer in moe_layers(decoder):
@@ -243,9 +246,9 @@ def take_load(decoder: nn.Module) -> tuple[dict[int, Tensor], Tensor]:
 
 @torch.no_grad()
 def update_expert_bias(decoder: nn.Module, load: Mapping[int, Tensor]) -> None:
-    """After a step: experts chosen more often than the mean become less attractive, the others more.
+    """Update the routing bias after a step: lower it for experts chosen more often than the mean, raise it for the others.
 
-    `load`: of the global batch, by block [X], equal on every rank.
+    `load`: of the global batch, by block, [X], equal on every rank.
     """
     for number, layer in moe_layers(decoder):
         bias = layer.router.e_score_correction_bias

@@ -1,4 +1,4 @@
-"""Feed-forward layers that every token visits, and the seams around matrix products that tensor parallelism replaces."""
+"""Dense feed-forward layers, and the seams around GEMMs that tensor parallelism replaces."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _GATED = {"silu": swiglu, "swigluoai": clamped_swiglu, "gelu_pytorch_tanh": gegl
 
 
 def column_linear(hidden: Tensor, *projections: nn.Linear) -> tuple[Tensor, ...]:
-    """Several projections of one input: of [B, S, D], [B, S, F] each."""
+    """Several projections of one input: [B, S, D] to [B, S, F] each."""
     return tuple(projection(hidden) for projection in projections)
 
 
 def row_linear(inner: Tensor, projection: nn.Linear) -> Tensor:
-    """The projection back to the residual stream: [B, S, F] to [B, S, D]."""
+    """Projection back to the residual stream: [B, S, F] to [B, S, D]."""
     return projection(inner)
 
 
 def activate(activation: str, *inner: Tensor) -> Tensor:
-    """act(gate) * up of two tensors of one shape, act(up) of one."""
+    """act(gate) * up for two tensors of one shape, act(up) for one."""
     if len(inner) == 2 and activation in _GATED:
         return _GATED[activation](*inner)
     activated = F.relu(inner[0]).square() if activation == "relu2" else F.gelu(inner[0], approximate="tanh")
@@ -30,7 +30,7 @@ def activate(activation: str, *inner: Tensor) -> Tensor:
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)), of which SwiGLU is one."""
+    """down(act(gate(x)) * up(x)), such as SwiGLU."""
 
     def __init__(self, model: Model, width: int):
         super().__init__()
@@ -42,7 +42,7 @@ class GatedMLP(nn.Module):
 
     @property
     def projections(self) -> tuple[nn.Linear, ...]:
-        """The projections that read the input."""
+        """Projections that read the input."""
         return self.gate_proj, self.up_proj
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class MLP(nn.Module):
 
     @property
     def projections(self) -> tuple[nn.Linear, ...]:
-        """The projections that read the input."""
+        """Projections that read the input."""
         return (self.up_proj,)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -70,5 +70,5 @@ class MLP(nn.Module):
 
 
 def build_mlp(model: Model, width: int) -> GatedMLP | MLP:
-    """The feed-forward layer of `model` with this inner width."""
+    """Feed-forward layer of `model` with this inner width."""
     return GatedMLP(model, width) if model.gated_mlp else MLP(model, width)

@@ -1,7 +1,7 @@
-"""Sampling text, one token at a time, with the keys and values of earlier tokens kept.
+"""Text generation, one token at a time, with a KV cache.
 
-The cache holds 2 L T K E numbers for T tokens, of latent attention too (all heads' keys and values, not the narrow ones); with
-it a new token costs one row of every matrix product instead of T rows.
+The cache holds 2 L T K E numbers for T tokens, for latent attention too (all heads' keys and values, not the compressed ones);
+with it a new token costs one row of every GEMM instead of T rows.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ultrascale.models.decoder import Decoder
 from ultrascale.models.sampling import Sampling
 
 GREEDY_BELOW = 1e-6
-"""Temperatures below take the likeliest token: logits divided by them leave fp32."""
+"""Temperatures below this are greedy: logits divided by them overflow fp32."""
 
 
 class LayerCache:
-    """Keys [B, T, K, E] and values [B, T, K, E'] of one layer, in memory taken once."""
+    """Keys [B, T, K, E] and values [B, T, K, E'] of one layer, in memory allocated once."""
 
     def __init__(self, shape: tuple[int, int, int, int], value_dim: int, *, dtype: torch.dtype, device: torch.device):
         self.keys = torch.empty(shape, dtype=dtype, device=device)
@@ -29,7 +29,7 @@ class LayerCache:
         self.length = 0
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the keys and values of new tokens; returns those of all tokens."""
+        """Append the keys and values of new tokens; returns those of all tokens."""
         end = self.length + key.shape[1]
         self.keys[:, self.length : end] = key
         self.values[:, self.length : end] = value
@@ -47,7 +47,7 @@ class DecoderCache:
 
     @property
     def length(self) -> int:
-        """Tokens that have passed all layers."""
+        """Number of tokens that have passed all layers."""
         return self.layers[-1].length
 
 
@@ -55,8 +55,8 @@ class DecoderCache:
 def generate(decoder: Decoder, prompt: Sequence[int], sampling: Sampling) -> Iterator[int]:
     """New token ids after `prompt`, one by one, until `max_new_tokens`, the stop token, or the end of the model's context.
 
-    The same seed gives the same text. Raises SpecError if `sampling` is wrong, or the prompt is empty, longer than the context,
-    or has an id outside the vocabulary.
+    The same seed gives the same text. Raises SpecError if `sampling` is invalid, or the prompt is empty, longer than the
+    context, or has an id outside the vocabulary.
     """
     problems = sampling.problems() + prompt_problems(decoder.spec, prompt)
     if problems:
@@ -90,7 +90,7 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
 
 
 def prompt_problems(model: Model, prompt: Sequence[int]) -> list[Problem]:
-    """Why `model` cannot continue `prompt`; empty if it can."""
+    """Problems that keep `model` from continuing `prompt`; empty if there are none."""
     if not prompt:
         return [Problem("prompt", "is empty", "Give at least one token.")]
     problems: list[Problem] = []

@@ -1,6 +1,6 @@
-"""An exported folder as a model on the Hugging Face Hub, with a card, through huggingface_hub.
+"""Uploads an exported folder to the Hugging Face Hub as a model, with a model card, through huggingface_hub.
 
-Everything goes up in one commit: whoever downloads sees the model whole or not at all. A card that is there already stays.
+Everything is uploaded in one commit: a download sees the complete model or none. An existing card is kept.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class HubError(RuntimeError):
-    """The Hub could not be reached, or would not take a folder."""
+    """The Hub could not be reached, or rejected a folder."""
 
 
 def expect_pushable(repo: str, key: str = "--push-to-hub") -> None:
-    """Raises SpecError naming `key`, before anything is written, if `repo` is no USER/NAME, or huggingface_hub is missing or
-    has no key."""
+    """Raise SpecError naming `key`, before anything is written, if `repo` is not USER/NAME, or huggingface_hub or its token is
+    missing."""
     if not _REPO.fullmatch(repo) or len(repo) > 96:
         rule = f"must be USER/NAME, is {repo!r}"
         raise mistake(key, rule, "Name the model as its address on the Hub has it.")
@@ -39,9 +39,10 @@ def expect_pushable(repo: str, key: str = "--push-to-hub") -> None:
 
 
 def push(folder: Path, repo: str, *, card: str, public: bool = False) -> str:
-    """Upload the files of an exported folder as the model `repo`, made if need be, private unless `public`; its address.
+    """Upload the files of an exported folder as the model `repo`, created if missing, private unless `public`; returns its
+    address.
 
-    Raises HubError; the folder stays as it is.
+    Raises HubError; the folder is not changed.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
@@ -52,7 +53,7 @@ def push(folder: Path, repo: str, *, card: str, public: bool = False) -> str:
         if not api.file_exists(repo, CARD) and not (folder / CARD).exists():
             files.append(CommitOperationAdd(CARD, card.encode()))
         api.create_commit(repo, files, commit_message=f"Export of ultrascale {__version__}")
-    except Exception as error:  # of whichever HTTP client huggingface_hub brings along
+    except Exception as error:  # from whichever HTTP client huggingface_hub uses
         why = " ".join(str(error).split())[:300] or type(error).__name__
         problem = f"{folder} is written, but could not be pushed to {repo}: {why}"
         raise HubError(f"{problem}. Again, with nothing to export: hf upload {repo} {folder}") from error
@@ -60,7 +61,7 @@ def push(folder: Path, repo: str, *, card: str, public: bool = False) -> str:
 
 
 def model_card(model: Model, repo: str, training: Mapping[str, str]) -> str:
-    """A card for the model: its shape, how it is loaded, and what is known of its training. No path or host is in it."""
+    """Model card: the model's shape, how to load it, and what is known of its training. It contains no path or host name."""
     shape = {
         "parameters": format_count(num_parameters(model)),
         "architecture": model.model_type,

@@ -1,14 +1,14 @@
-"""Initial values that do not depend on the layout: each is a pure function of (seed, name of its weight, place in it).
+"""Initial values independent of the layout: each is a pure function of (seed, name of its weight, position in it).
 
-A weight (of experts: every expert's matrix) is drawn in tiles, in fp32, each from a generator of its own:
+A weight (of experts: each expert's matrix) is drawn in tiles, in fp32, each from its own generator:
 
     columns     0 .. 1023   1024 .. 2047
-    rows 0-63   tile 0/0    tile 0/1          a rank draws the tiles that its part touches, one at a time, and keeps what is
-    64-127      tile 1/0    tile 1/1          its own: rows that tp, ep or ZeRO left it, or columns that tp left it
+    rows 0-63   tile 0/0    tile 0/1          a rank draws the tiles that overlap its shard, one at a time, and keeps the
+    64-127      tile 1/0    tile 1/1          overlap: rows under tp, ep or ZeRO, or columns under tp
 
-Ranks that share a weight draw the same numbers, so nothing is sent, and no rank holds more than its part and one tile. Beside a
-part of whole tiles nothing is drawn for nothing; narrow ones cost at most a tile's width more on each side. The alternatives:
-one stream for all weights ties the values to the order and the cut; whole weights cost every rank what only all of them need.
+Ranks that share a weight draw the same numbers, so nothing is sent, and no rank holds more than its shard and one tile. A shard
+of whole tiles draws no extra numbers; a narrow one draws at most a tile's width more on each side. The alternatives: one random
+stream for all weights ties the values to order and sharding; drawing whole weights costs every rank the work of all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from ultrascale.description.architecture.weights import Weight, weights
 from ultrascale.work.sharding.places import WeightShard, row_boxes
 
 TILE, TILE_COLUMNS = 1 << 16, 1024
-"""Elements, and the most columns: a quarter MB, beside whose drawing its seed costs little, and small beside a rank's part."""
+"""Elements of a tile, and its most columns: a quarter MB, large enough that seeding costs little, and small beside a rank's
+shard."""
 
 
 @torch.no_grad()
@@ -38,12 +39,11 @@ def initialise(
     places: Mapping[str, WeightShard] | None = None,
     draw_on_device: bool = False,
 ) -> None:
-    """Fill every parameter and buffer of `decoder` (plain or DTensor, on any device) as the table of weights says.
+    """Fill every parameter and buffer of `decoder` (plain or DTensor, on any device) as the table of weights specifies.
 
-    `places`: which part of each weight the decoder holds, by name, of those it holds; None: it holds all of all of them.
-    Numbers are drawn on the CPU, so that all devices start from the same bits; `draw_on_device` draws where the parameter is,
-    which is faster and gives that device's own numbers.
-    Raises ValueError if the names or shapes differ from the table.
+    `places`: the shard that the decoder holds of each weight, by name; None: it holds all weights whole. Numbers are drawn on
+    the CPU, so that all devices start from the same bits; `draw_on_device` draws on the parameter's device, which is faster and
+    gives that device's own numbers. Raises ValueError if the names or shapes differ from the table.
     """
     parameters = dict(decoder.named_parameters())
     table = {weight.name: weight for weight in weights(model) if places is None or weight.name in places}
@@ -59,18 +59,19 @@ def initialise(
             raise ValueError(f"{name} has shape {tuple(parameter.shape)}, its description says {part.shape}") from error
         for offsets, box in parts:
             _fill(box, table[name], offsets, seed, device)
-    for bias in decoder.buffers():  # those that balance experts' load
+    for bias in decoder.buffers():  # load-balancing biases of routers
         bias.zero_()
 
 
 def build_embedding(rows: int, width: int) -> nn.Embedding:
-    """torch's own. On the meta device it draws no values: those of torch are none there, and load its compiler, a second."""
+    """Embedding as torch builds it. On the meta device values are not drawn: torch would load its compiler for that, a second,
+    and they would have no effect."""
     weight = torch.empty(rows, width)
     return nn.Embedding.from_pretrained(weight if weight.is_meta else nn.init.normal_(weight), freeze=False)
 
 
 def initial_value(weight: Weight, seed: int, *, part: WeightShard | None = None) -> Tensor:
-    """The initial value of `weight`, or of a part of it, fp32 on the CPU."""
+    """Initial value of `weight`, or of a shard of it, fp32 on the CPU."""
     part = part or _all_of(weight)
     value = torch.empty(part.shape, dtype=torch.float32)
     _fill(value, weight, part.offsets, seed, value.device)
@@ -78,7 +79,7 @@ def initial_value(weight: Weight, seed: int, *, part: WeightShard | None = None)
 
 
 def weight_seed(seed: int, name: str) -> int:
-    """A 63-bit seed of its own for every (seed, name)."""
+    """A distinct 63-bit seed for every (seed, name)."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
@@ -88,11 +89,11 @@ def _all_of(weight: Weight) -> WeightShard:
 
 
 def shard_boxes(parameter: Tensor, part: WeightShard, values: Tensor | None = None) -> list[tuple[tuple[int, ...], Tensor]]:
-    """The boxes of `part` of a weight that this rank holds under data parallelism, each with its offsets in the whole weight.
+    """Boxes of `part` of a weight that this rank holds under data parallelism, each with its offsets in the whole weight.
 
-    `parameter`: of the shape of `part`, or of the one in which that is cut (`work.sharding.places.zero_shape`). `values`: as
-    long as this rank's part of it, such as a moment; None: the parameter's own. Boxes are views of them. Raises ValueError for
-    a parameter of another shape.
+    `parameter`: of the shape of `part`, or of the shape in which ZeRO shards it (`work.sharding.places.zero_shape`). `values`:
+    a tensor of the same size as this rank's shard, such as a moment; None: the parameter's own values. Boxes are views of them.
+    Raises ValueError for a parameter of another shape.
     """
     local_rows, first = _local_rows(parameter)
     values = local_rows if values is None else values
@@ -103,7 +104,7 @@ def shard_boxes(parameter: Tensor, part: WeightShard, values: Tensor | None = No
 
 
 def _local_rows(parameter: Tensor) -> tuple[Tensor, int]:
-    """This rank's part of a parameter that data parallelism has sharded along dim 0 or not at all, and its first row."""
+    """This rank's shard of a parameter that data parallelism shards along dim 0 or not at all, and its first row."""
     if not isinstance(parameter, DTensor):
         return parameter, 0
     first, count = 0, len(parameter)
@@ -118,7 +119,7 @@ def _local_rows(parameter: Tensor) -> tuple[Tensor, int]:
 
 
 def _fill(out: Tensor, weight: Weight, offsets: Sequence[int], seed: int, device: torch.device) -> None:
-    """Give `out`, the part of `weight` that begins at `offsets`, its values, drawn on `device`."""
+    """Fill `out`, the part of `weight` that begins at `offsets`, with values drawn on `device`."""
     if weight.init_std is None:
         out.fill_(weight.init_fill)
     elif weight.is_expert:
@@ -130,7 +131,7 @@ def _fill(out: Tensor, weight: Weight, offsets: Sequence[int], seed: int, device
 
 
 class _Drawing(NamedTuple):
-    """A matrix of normal values."""
+    """A matrix of normally distributed values."""
 
     name: str
     shape: tuple[int, ...]
@@ -153,18 +154,18 @@ def _draw(out: Tensor, drawing: _Drawing, offsets: Sequence[int], device: torch.
 
 
 class _Tile(NamedTuple):
-    """A tile along one dimension, and what a part has of it."""
+    """A tile along one dimension, and its overlap with a part."""
 
     number: int
     length: int
     in_tile: slice
-    """The rows or columns in the tile."""
+    """Overlapping rows or columns, counted in the tile."""
     in_part: slice
-    """The rows or columns in the part."""
+    """Overlapping rows or columns, counted in the part."""
 
 
 def _tiles(whole: int, size: int, first: int, count: int) -> Iterator[_Tile]:
-    """The tiles of `whole` that have some of the `count` from `first` on; the last is as long as what is left."""
+    """Tiles of `whole` that overlap the `count` entries from `first` on; the last tile may be shorter."""
     for start in range(first // size * size, first + count, size):
         stop = min(start + size, whole)
         begin, end = max(start, first), min(stop, first + count)

@@ -1,4 +1,4 @@
-"""RMSNorm as a module, and the norm a model has."""
+"""RMSNorm as a module, and a builder for a model's norm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RMSNorm(nn.Module):
 
     @property
     def scale(self) -> Tensor:
-        """Factors of the normed elements, [D]: the weight, or 1 + weight in at least fp32."""
+        """Factors of the normalised elements, [D]: the weight, or 1 + weight in fp32 or wider."""
         return at_least_fp32(self.weight) + 1 if self.zero_centered else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -29,21 +29,21 @@ class RMSNorm(nn.Module):
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """x, where there is no norm."""
+    """Identity, used where there is no norm."""
     return x
 
 
 def norm_of_sum(norm: Callable[[Tensor], Tensor], x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-    """(norm(x + added), x + added), both [..., D]; by one kernel where the run has one (`kernels.norm.add_rms_norm`)."""
-    if isinstance(norm, RMSNorm) and "forward" not in vars(norm) and fuses_sums(x):  # or one that is made again alone
+    """(norm(x + added), x + added), both [..., D]; by one fused kernel if the run uses one (`kernels.norm.add_rms_norm`)."""
+    if isinstance(norm, RMSNorm) and "forward" not in vars(norm) and fuses_sums(x):  # not if the norm is recomputed separately
         return add_rms_norm(x, added, norm.scale, norm.eps)
     total = x + added
-    del added  # it would stay while the norm is computed
+    del added  # else it would stay in memory while the norm is computed
     return norm(total), total
 
 
 def build_rms_norm(model: Model, size: int, eps: float | None = None) -> RMSNorm:
-    """The model's RMSNorm over `size` elements. `eps` None: the model's own."""
+    """The model's RMSNorm over `size` elements. `eps` None: the model's epsilon."""
     return RMSNorm(size, model.norm_eps if eps is None else eps, zero_centered=model.zero_centered_norm)
 
 

@@ -1,23 +1,24 @@
-"""The router: which experts each token visits, and how their load is kept even.
+"""Router: chooses the experts of each token, and keeps their load balanced.
 
     logits = hidden W^T (+ b), in fp32        scores = softmax or sigmoid of them
     chosen = the k best by score              greedy
-             ... of the best groups           group_limited_greedy: a group is as good as its best expert (DeepSeek-V2)
-             by score + bias, of the groups   noaux_tc: a group is as good as its two best (DeepSeek-V3)
-    weights = scores of the chosen, perhaps made to sum to one, times a factor. The bias chooses and does not weigh.
+             ... of the best groups           group_limited_greedy: a group scores as its best expert (DeepSeek-V2)
+             by score + bias, of the groups   noaux_tc: a group scores as the sum of its two best (DeepSeek-V3)
+    weights = scores of the chosen, optionally normalised to sum 1, times a factor. The bias affects only the choice.
 
-A softmax after the choice (GPT-OSS) is a softmax before it, made to sum to one.
+A softmax after the choice (GPT-OSS) equals a softmax before it, normalised to sum 1.
 
-Three things keep the load even, all of them sums over tokens like the loss itself, so that no layout changes their scale:
+Three mechanisms balance the load. All are sums over tokens like the loss itself, so that their scale does not depend on the
+layout:
 
-    balance loss   c X sum_t sum_i p_i(t) n_i / sum(n)      p: scores of token t that sum to one; n: tokens that chose i in its
-                                                           sequence, micro-batch or all ranks' micro-batches. c a token where
-                                                           choices are even; no gradient through n (Fedus et al. 2022)
+    balance loss   c X sum_t sum_i p_i(t) n_i / sum(n)      p: normalised scores of token t; n: number of tokens that chose i in
+                                                           the sequence, micro-batch or all ranks' micro-batches. c per token
+                                                           for balanced choices; no gradient through n (Fedus et al. 2022)
     z-loss         c sum_t logsumexp(logits(t))^2          (Zoph et al. 2022)
-    bias           b_i += rate * sign(mean(n) - n_i)       after a step, by counts of the global batch (Wang et al. 2024)
+    bias           b_i += rate * sign(mean(n) - n_i)       after a step, from the global batch's counts (Wang et al. 2024)
 
-transformers' own balance loss is k times ours and pools all layers, which hides a layer's imbalance behind another's; it is not
-offered, and a coefficient that is meant for it is not applied (`router_aux_loss_scope = "none"`).
+transformers' own balance loss is k times ours and pools all layers, which hides one layer's imbalance behind another's. It is
+not offered, and a coefficient meant for it is not applied (`router_aux_loss_scope = "none"`).
 """
 
 from __future__ import annotations
@@ -34,29 +35,29 @@ from ultrascale.description.architecture.model import Model
 
 EQUAL = 2.0**-15
 TINY = 1e-20
-"""Keeps a sum of sigmoids from zero (DeepSeek-V3)."""
+"""Keeps a sum of sigmoids above zero (DeepSeek-V3)."""
 
 
 class Routing(NamedTuple):
-    """The experts that tokens are routed to."""
+    """Experts to which tokens are routed."""
 
     experts: Tensor
-    """[N, k] int64; X, one past the last expert, where a choice was dropped."""
+    """Expert numbers, [N, k] int64; X, one past the last expert, marks a dropped choice."""
     weights: Tensor
-    """[N, k] in at least fp32."""
+    """Weights of their results, [N, k] in fp32 or wider."""
 
 
 def same_counts(counts: Tensor) -> Tensor:
-    """The counts themselves."""
+    """Identity: without parallelism there are no other ranks' counts."""
     return counts
 
 
 def drop_over_capacity(chosen: Tensor, weights: Tensor, num_experts: int, factor: float) -> Tensor:
-    """The choices [B, S, k] that are kept under a capacity limit: of each sequence an expert takes its `factor` even shares,
-    those of highest weight first and of equal ones the earlier. Needs whole sequences.
+    """Mask of the choices [B, S, k] that are kept under a capacity limit: from each sequence an expert takes at most `factor`
+    times an even share, highest weights first and earlier tokens first among equal ones. Needs whole sequences.
 
-    Weights are compared in multiples of `EQUAL`: those of equal tokens differ by rounding, which depends on where in a matrix
-    a token stands, and so on layout and processor.
+    Weights are compared in multiples of `EQUAL`: those of equal tokens differ by rounding, which depends on a token's position
+    in the matrix, and so on layout and processor.
     """
     batch, length, choices = chosen.shape
     capacity = ceil(factor * length * choices / num_experts)
@@ -71,7 +72,7 @@ class Router(nn.Module):
     """Scores every expert for every token.
 
     `sum_counts` and `keep` are seams: counts of choices [1 or B, X] are summed over the ranks that hold the other tokens of the
-    same sequence, micro-batch or batch; `keep` sees whole sequences.
+    same sequence, micro-batch or batch; `keep` needs whole sequences.
     """
 
     e_score_correction_bias: Tensor | None
@@ -96,7 +97,7 @@ class Router(nn.Module):
         chosen = choose(scores.detach(), spec, self.e_score_correction_bias)  # [B, S, k]
         weights: Tensor = _Weights.apply(scores, chosen, spec.norm_topk_prob, spec.routed_scaling_factor)  # pyright: ignore
         counts = count_choices(chosen, spec.num_experts)  # [B, X]
-        # Of no use without a backward pass, and other ranks' counts would have to be waited for.
+        # Useless without a backward pass, and it would wait for other ranks' counts.
         auxiliary = self._auxiliary(logits, scores, counts) if torch.is_grad_enabled() else None
         if spec.expert_capacity_factor is not None:
             kept = self.keep(chosen, weights, spec.num_experts, spec.expert_capacity_factor)
@@ -117,7 +118,8 @@ class Router(nn.Module):
         return total
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """The bias moves by thousandths, which bf16 would swallow: it follows to other devices, not to narrow dtypes."""
+        """Keep the bias in its dtype: its updates are thousandths, which bf16 would lose. It moves to other devices, but is not
+        cast to narrow dtypes."""
         before = self.e_score_correction_bias
         super()._apply(fn, recurse)  # pyright: ignore[reportPrivateUsage]
         after = self.e_score_correction_bias
@@ -127,7 +129,7 @@ class Router(nn.Module):
 
 
 def choose(scores: Tensor, model: Model, bias: Tensor | None) -> Tensor:
-    """The experts of each token, [..., k] int64, by scores [..., X]."""
+    """Choose the experts of each token, [..., k] int64, by scores [..., X]."""
     if bias is not None:
         scores = scores + bias
     if model.n_group > 1:
@@ -140,14 +142,14 @@ def choose(scores: Tensor, model: Model, bias: Tensor | None) -> Tensor:
 
 
 def count_choices(chosen: Tensor, num_experts: int) -> Tensor:
-    """Count of the choices of each expert in each sequence: of [B, S, k], [B, X] int64."""
+    """Number of choices of each expert in each sequence: [B, S, k] to [B, X] int64."""
     rows = chosen.flatten(1)
     counts = torch.zeros(len(rows), num_experts, dtype=torch.int64, device=chosen.device)
     return counts.scatter_add_(1, rows, torch.ones_like(rows))
 
 
 class _RouterLogits(torch.autograd.Function):
-    """hidden W^T + b in at least fp32. Saves hidden in its own dtype: a wide copy would be twice as large."""
+    """hidden W^T + b in fp32 or wider. Saves hidden in its own dtype: an fp32 copy would be twice as large."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -169,8 +171,8 @@ class _RouterLogits(torch.autograd.Function):
 
 
 class _Weights(torch.autograd.Function):
-    """The scores of the chosen, perhaps made to sum to one, times a factor. Saves scores, which their own backward pass needs
-    anyway, and the choices."""
+    """Scores of the chosen experts, optionally normalised to sum 1, times a factor. Saves the choices and the scores, which
+    their own backward pass needs anyway."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, chosen: Tensor, normalises: bool, factor: float) -> Tensor:

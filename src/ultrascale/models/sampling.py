@@ -1,4 +1,5 @@
-"""Sampling of the next token of a text. No torch: a wrong number is reported before that is imported."""
+"""Sampling settings for the next token of a text. Does not import torch, so that invalid numbers are reported before that
+import."""
 
 from __future__ import annotations
 
@@ -14,17 +15,17 @@ class Sampling:
 
     max_new_tokens: int = 128
     temperature: float = 1.0
-    """Logits are divided by this; 0 always takes the likeliest token."""
+    """Divisor of the logits; 0 always takes the likeliest token."""
     top_k: int | None = None
-    """Tokens to draw from: only the k likeliest."""
+    """Number of likeliest tokens to draw from."""
     top_p: float | None = None
     """Nucleus to draw from: only the likeliest tokens that together reach this probability (Holtzman et al. 2020)."""
     seed: int = 0
     stop_token: int | None = None
-    """Ends the text; not part of it."""
+    """Token that ends the text; not part of it."""
 
     def problems(self) -> list[Problem]:
-        """Every rule the fields break."""
+        """Problems of the settings; empty if they are valid."""
         broken: list[Problem] = []
         if self.max_new_tokens < 1:
             broken.append(Problem("max_new_tokens", f"must be at least 1, is {self.max_new_tokens}", "Give a positive number."))

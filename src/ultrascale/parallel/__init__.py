@@ -1,15 +1,15 @@
-"""Parallelism, applied to a model from outside. The model knows nothing of it: `models` is plain, and its seams are filled from
-here.
+"""Parallelism, applied to a model from outside: `models` contains no parallel code, and this package replaces the seams (hooks)
+that it leaves open.
 
-apply              the order in which everything below is put on a model; what comes out is a `share`
-share              what one rank holds, and what is still to be summed at the end of a step
-mesh, groups       the processes of a run; who talks to whom
+apply              applies everything below to a model, in a fixed order; returns a `share`
+share              the part of the model that one rank holds, and the sums left for the end of a step
+mesh, groups       the processes of a run and their process groups
 data               data parallelism and ZeRO: FSDP2
 tensor             tensor and sequence parallelism
-context            sequences cut over ranks
-expert             experts over ranks (with all_to_all)
-pipeline           the lists of `schedules` executed
+context            context parallelism: sequences sharded over ranks
+expert             expert parallelism (with all_to_all)
+pipeline           executes the action lists of `schedules`
 precision          dtypes, fp8
-activations        recomputation and offload
-arrival, lost, time_limits, tags   ranks that are late or gone; what a message is
+activations        activation recomputation and offload
+arrival, lost, time_limits, tags   late or lost ranks, time-outs, message tags
 """

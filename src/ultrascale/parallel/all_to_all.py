@@ -1,25 +1,24 @@
-"""Rows sent between the ranks of a group, as many from each to each as it takes, none included; with gradients.
+"""Differentiable exchanges of rows between the ranks of a group, with any number of rows (zero included) per pair of ranks.
 
-    exchange         rows for rank 0, 1, ... go there; what arrives lies in order of the ranks it came from
-                     backward: the same with sent and received swapped, for the derivative of moving rows is moving them back
-    all_gather       rows of all ranks, in their order, on every rank          backward: reduce_scatter
-    reduce_scatter   the sum over ranks of such a whole; each keeps its rows   backward: all_gather
-    shard_rows       of rows that all ranks have: this rank's                  backward: rows of all ranks
-    unshard_rows     rows of all ranks, which all go on with in the same way   backward: this rank's rows
+    exchange         rows for rank 0, 1, ... are sent there; received rows lie in order of their source ranks
+                     backward: an exchange with sent and received swapped
+    all_gather       rows of all ranks, in rank order, on every rank        backward: reduce_scatter
+    reduce_scatter   the sum over ranks; each rank keeps its rows           backward: all_gather
+    shard_rows       this rank's shard of rows that all ranks have          backward: all rows
+    unshard_rows     rows of all ranks, used identically on every rank      backward: this rank's rows
 
-An exchange can be left under way while something else computes, on the way there and, for its gradient, on the way back:
+An exchange can stay in flight while other work runs, in the forward pass and, for its gradient, in the backward pass:
 
-    depart ---- something else ---- arrive          forward: sent at depart, awaited at arrive
-    <- awaited at depart ---- sent at arrive        backward: the engine runs the newest first, so something else is between
+    depart ---- other work ---- arrive              forward: sent at depart, awaited at arrive
+    <- awaited at depart ---- sent at arrive        backward: autograd runs the newest node first, so other work is between
 
-Cost on each rank: of P elements there P (n-1)/n are sent, and as many on the way back. Everything is one `all_to_all_single`,
-which NCCL and gloo both have with uneven parts (gloo's all-gather and reduce-scatter want equal ones); the sum is taken here,
-in order of ranks, so that it is the same bits every time. Price, on CPU alone: `all_gather` copies its rows n times before they
-leave.
-Not torch's own functional collectives: they allocate wrappers, and wait where autograd wants it.
+Cost per rank: of P elements, P (n-1)/n are sent, and as many in the backward pass. Everything is one `all_to_all_single`, which
+NCCL and gloo both support with uneven parts (gloo's all-gather and reduce-scatter need equal ones). The sum is taken here, in
+rank order, so that its bits are reproducible. The price, on CPU only: `all_gather` copies its rows n times before they are
+sent. Torch's functional collectives are not used: they allocate wrapper tensors, and autograd decides where they wait.
 
-Exchanges and sums are operations of torch's (`ultrascale::...`), so that selective recomputation can keep their results
-(`KEPT_OPS`) and send nothing twice.
+Exchanges and sums are custom torch operations (`ultrascale::...`), so that selective recomputation can save their results
+(`KEPT_OPS`) and does not communicate again.
 """
 
 from __future__ import annotations
@@ -41,52 +40,53 @@ WORK = "work_that_fills_it"
 
 
 def all_gather(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """[own, D] of every rank to [sum(lengths), D]; the gradient sums what all ranks made of a row."""
+    """[n, D] of every rank to [sum(lengths), D]; the gradient of a row is summed over all ranks."""
     return _AllGather.apply(rows, lengths, group)  # pyright: ignore[reportReturnType]
 
 
 def reduce_scatter(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """[sum(lengths), D] on every rank to this rank's rows of their sum, [own, D]."""
+    """[sum(lengths), D] on every rank to this rank's rows of their sum, [n, D]."""
     return _ReduceScatter.apply(rows, lengths, group)  # pyright: ignore[reportReturnType]
 
 
 def shard_rows(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """This rank's shard [own, D] of rows [sum(lengths), D] that are equal on all ranks; so is the gradient."""
+    """This rank's shard [n, D] of rows [sum(lengths), D] that are equal on all ranks; the gradient is equal on all ranks
+    too."""
     return _ShardRows.apply(rows, lengths, group)  # pyright: ignore[reportReturnType]
 
 
 def unshard_rows(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """[own, D] of every rank to [sum(lengths), D], whose gradient must be the same on all ranks: each takes its rows of it."""
+    """[n, D] of every rank to [sum(lengths), D]. The gradient must be the same on all ranks: each takes its own rows of it."""
     return _UnshardRows.apply(rows, lengths, group)  # pyright: ignore[reportReturnType]
 
 
 class TokenExchange:
-    """An exchange of `sent[rank]` rows to each rank of `group` for `received[rank]` rows from it."""
+    """Exchange that sends `sent[rank]` rows to each rank of `group` and receives `received[rank]` rows from it."""
 
     def __init__(self, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup):
         self.sent, self.received, self.group = list(sent), list(received), group
         self._under_way: tuple[dist.Work | None, Tensor, Tensor] | None = None
-        """Also what is sent and what fills: their memory must outlast the messages."""
+        """The work, the rows sent and the rows being received: their memory must outlive the messages."""
 
     def depart(self, rows: Tensor) -> Tensor:
-        """Begin to send [sum(sent), D]. The result must be read by nobody but `arrive`."""
+        """Start to send [sum(sent), D]. Only `arrive` may read the result."""
         return _Depart.apply(rows, self)  # pyright: ignore[reportReturnType]
 
     def arrive(self, under_way: Tensor) -> Tensor:
-        """[sum(received), D], once it is there."""
+        """Wait for and return [sum(received), D]."""
         return _Arrive.apply(under_way, self)  # pyright: ignore[reportReturnType]
 
     def begin(self, rows: Tensor, *, back: bool = False) -> Tensor:
-        """Memory that fills with rows, sent there or, with `back`, returned."""
+        """Start the exchange; returns the receive buffer. `back`: send rows back to their sources."""
         sent, received = (self.received, self.sent) if back else (self.sent, self.received)
         rows = rows.contiguous()
         filling = begin_exchange(rows, sent, received, self.group.group_name)
-        # The work comes with the tensor, as operations may return tensors only; with a kept result there is none.
+        # The work is an attribute of the tensor, as operations may return tensors only; a saved result has none.
         self._under_way = filling.__dict__.pop(WORK, None), rows, filling
         return filling
 
     def wait(self) -> Tensor:
-        """The result of `begin`, complete (on CUDA: when the current stream comes to it)."""
+        """The result of `begin`, complete (on CUDA: the current stream waits for it)."""
         assert self._under_way is not None, "nothing is under way"
         (work, _, filling), self._under_way = self._under_way, None
         if work is not None:
@@ -97,7 +97,7 @@ class TokenExchange:
 
 @custom_op("ultrascale::begin_exchange", mutates_args=())
 def begin_exchange(rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
-    """Memory that fills with [sum(received), ...]; the work to wait for is its attribute `WORK`."""
+    """Start an exchange; returns the receive buffer [sum(received), ...]. The work to wait for is its attribute `WORK`."""
     ranks = group_named(group)
     filling = rows.new_empty(sum(received), *rows.shape[1:])
     with waiting("an exchange of tokens between experts", ranks):
@@ -109,7 +109,7 @@ def begin_exchange(rows: Tensor, sent: list[int], received: list[int], group: st
 
 @custom_op("ultrascale::sum_rows", mutates_args=())
 def sum_rows(rows: Tensor, lengths: list[int], group: str) -> Tensor:
-    """This rank's shard of the sum over ranks. Narrow dtypes are added up in fp32 and rounded once."""
+    """This rank's shard of the sum over ranks. 16-bit dtypes are summed in fp32 and rounded once."""
     ranks = group_named(group)
     local_length = lengths[ranks.rank()]
     parts = rows.new_empty(ranks.size(), local_length, *rows.shape[1:])
@@ -124,8 +124,8 @@ def sum_rows(rows: Tensor, lengths: list[int], group: str) -> Tensor:
 
 _ops = torch.ops.ultrascale
 KEPT_OPS = (_ops.begin_exchange.default, _ops.sum_rows.default)
-"""Results that selective recomputation keeps: they came over the network. Gathered rows are as many times as large as there are
-ranks, and are gathered again."""
+"""Operations whose results selective recomputation saves: they were communicated. All-gathered rows are not saved, as they are
+n times as large; they are gathered again."""
 
 
 class _Depart(torch.autograd.Function):
@@ -150,7 +150,7 @@ class _Arrive(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.exchange.begin(grad, back=True)
-        return grad, None  # autograd wants a gradient as long as what arrived; what comes back lies in the exchange
+        return grad, None  # autograd wants a gradient of the shape received; the returned rows are in the exchange
 
 
 class _AllGather(torch.autograd.Function):

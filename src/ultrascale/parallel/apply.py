@@ -1,4 +1,4 @@
-"""A layout put on a model, in one order."""
+"""Applies a layout to a model, in one fixed order."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ def build_share(
 ) -> Share:
     """This rank's share of `model`, sharded as `layout` says, on its device, with the initial weights of `seed`.
 
-    `sequence_length` decides where a pipeline is cut, unless the layout does. Weights are the same bits for every layout. A
-    process group of `layout.world_size` ranks must be up unless that is one. Raises SpecError for what can be planned but not
-    run, and for compiled blocks whose backward passes a schedule, be it of a file, cuts in two.
+    `sequence_length` decides where the model is split into pipeline stages, unless the layout does. The weights have the same
+    bits for every layout. A process group of `layout.world_size` ranks must be initialised unless that is one. Raises SpecError
+    for what can be planned but not run, and for compiled blocks under a schedule (built-in or from a file) that splits backward
+    passes in two.
     """
     expect_parts()
     expect_trainable(model, layout)
@@ -64,10 +65,10 @@ def build_share(
         for number, bare in _bare_stages(model, layout, mesh, sequence_length or model.max_position_embeddings)
     }
     for stage in stages.values():
-        # Memory, then values.
+        # Allocate memory, then fill in the values.
         stage.to_empty(device=ranks.device)
         initialise(stage, model, seed, places=_names_in(stage, places), draw_on_device=draw_on_device)
-        # Without FSDP2 mixed precision is copies of the values.
+        # Without FSDP2, mixed precision keeps copies of the parameters in the compute dtype.
         if mesh.data is None and layout.precision != layout.master_dtype:
             apply_mixed_precision(stage, TORCH_DTYPE[layout.precision])
     gathered = gather_in_fp8(model, stages, layout, mesh, TORCH_DTYPE[layout.precision])
@@ -76,25 +77,25 @@ def build_share(
 
 
 def build_stage(stage: Decoder, mesh: Mesh, *, compile_blocks: bool) -> Decoder:
-    """A stage of the pipeline cut and wrapped, still without memory, in place."""
+    """Shard and wrap a pipeline stage, in place; its parameters stay on the meta device."""
     layout = mesh.layout
-    # 1. Shapes only: no rank ever holds the whole model on its way to a part of it.
+    # 1. Shapes only: no rank ever allocates the whole model to get its shard.
     stage.to(TORCH_DTYPE[layout.master_dtype])
-    # 2. The part of each weight that a rank holds, and what ranks send each other within a block.
+    # 2. The shard of each weight that a rank holds, and the communication within a block.
     apply_attention(stage, layout)
     apply_tensor_parallel(stage, layout, mesh)
     apply_context_parallel(stage, layout, mesh, compiled=compile_blocks)
     apply_expert_parallel(stage, layout, mesh)
     apply_fp8(stage, layout, mesh)
     apply_mlp_chunks(stage, layout)
-    # 3. Recomputation inside compilation, so that the compiler sees what it may drop.
+    # 3. Recomputation inside compilation, so that the compiler sees which tensors need not be saved.
     apply_recompute(stage, layout, compiled=compile_blocks)
-    # 4. Compilation inside sharding: gathering parameters stays outside the compiled graph.
+    # 4. Compilation inside FSDP2: all-gathers of parameters stay outside the compiled graph.
     if compile_blocks:
         for _, block in stage.blocks():
             block.forward = torch.compile(block.forward)
         stage.loss = partial(stage.loss, compiled=True)
-    # 5. What waits for the backward pass, when it is known what that is.
+    # 5. Activation offload, after recomputation has decided what is saved for the backward pass.
     apply_activation_offload(stage, layout)
     # 6. Data parallelism, and with it mixed precision.
     if mesh.data is not None:
@@ -103,9 +104,11 @@ def build_stage(stage: Decoder, mesh: Mesh, *, compile_blocks: bool) -> Decoder:
 
 
 def apply_attention(stage: Decoder, layout: Layout) -> None:
-    """Have masks made in the form that `layout.attention` takes, in place. Heads too wide for flash attention take a tensor.
+    """Build masks in the form that `layout.attention` takes, in place. Heads too wide for flash attention use a dense mask
+    tensor.
 
-    What is still to be measured (`train.start.chosen_kernels`) goes by the rule of `kernels.attention.attention_core`.
+    If the kernel is still to be chosen by measurement (`train.start.chosen_kernels`), the rule of
+    `kernels.attention.attention_core` applies.
     """
     core = layout.attention
     if core in ("auto", "fastest", "varlen") and stage.spec.head_dim > FLASH_HEAD_DIM:
@@ -121,7 +124,7 @@ def _cuts_backward_passes(layout: Layout) -> bool:
 
 
 def _bare_stages(model: Model, layout: Layout, mesh: Mesh, sequence_length: int) -> Iterator[tuple[int, Decoder]]:
-    """The pipeline stages that this rank holds, on the meta device, each with its number."""
+    """Pipeline stages of this rank, on the meta device, each with its stage number."""
     with torch.device("meta"):
         if layout.pp == 1:
             yield 0, Decoder(model)

@@ -1,13 +1,15 @@
-"""All ranks are here before anything is timed: machines of a job start minutes apart, and no collective should wait for that.
+"""Start-up barrier: all ranks meet before anything is timed. Machines of a job start minutes apart, and no collective should
+have to wait for that.
 
-Each rank counts itself in at the store of the rendezvous; the last one opens the door. So a late rank is waited for longer than
-any step may take, one that never comes is named, and collectives can keep a time-out that is meant for a step.
+Each rank adds itself to a counter in the rendezvous store, and the last one releases all. So a late rank is waited for longer
+than any step may take, a rank that never comes is named in the error, and collectives can keep a time-out sized for a step.
 
-torchrun lends its store to every attempt, and what ranks of an earlier one wrote there is still in it: new ranks would find the
+torchrun reuses its store for every restart attempt, and the keys of earlier attempts are still in it: new ranks would read the
 addresses of dead ones. (torch 2.13: `dynamic_rendezvous.next_rendezvous` makes the server once, `rendezvous._create_c10d_store`
-puts no prefix before its keys; pytorch#135712.) The count of restarts is no name for an attempt: each agent counts its own, and
-only where one of its ranks failed. So rank 0 draws a name, and each rank says that it has read it, under a word of its own that
-rank 0 repeats: who has read the name of an earlier attempt does not find its word there, and reads again.
+puts no prefix before its keys; pytorch#135712.) The restart count does not identify an attempt: each agent counts its own, and
+only where one of its ranks failed. So rank 0 draws a random name for the attempt. Each rank acknowledges the name under a
+random word of its own, and rank 0 repeats that word: a rank that read the name of an earlier attempt does not find its word
+there, and reads again.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from ultrascale.parallel.lost import LostRankError
 from ultrascale.torch_private import PrefixStore, Store
 
 ARRIVAL_SECONDS = 600.0
-"""Ten minutes, as torchrun's rendezvous waits for nodes; more where collectives may take more."""
+"""Ten minutes, torchrun's own rendezvous time-out for nodes; longer where collectives may take longer."""
 LENT = "TORCHELASTIC_USE_AGENT_STORE"
-"""torchrun says whether the store is its own, for every attempt."""
+"""Environment variable by which torchrun says that its agent's store is reused for every attempt."""
 LOOK_SECONDS = 0.05
 RANKS_A_LOOK = 64
-"""More of them look less often: all of them ask one store."""
+"""Ranks above which each polls less often, as all of them poll one store."""
 _ALL = "arrived, all"
 _NAME = "the attempt"
 _LAST = "no attempt after this one"
@@ -41,14 +43,14 @@ _lent: Store | None = None
 
 
 class GivenUpError(RuntimeError):
-    """An earlier attempt has said that no other is to follow it."""
+    """An earlier attempt asked that no further attempt be made."""
 
 
 def meet(rendezvous: str, rank: int, world: int, timeout: timedelta) -> tuple[PrefixStore, int, int]:
-    """The store of all ranks, this one's number and theirs, once all of them are here. `timeout`: of what is asked of the store
-    from then on. `rendezvous`: a URL that torch understands.
+    """Store shared by all ranks, this rank's number and the world size, once all ranks have arrived. `timeout`: of later store
+    operations. `rendezvous`: a URL that torch understands.
 
-    Raises LostRankError that names the ranks that did not come, or says that the store went away, and GivenUpError.
+    Raises LostRankError that names the missing ranks, or says that the store went away, and GivenUpError.
     """
     patience = max(timedelta(seconds=ARRIVAL_SECONDS), timeout)
     store, rank, world = next(iter(rendezvous_at(rendezvous, rank, world, timeout=patience)))
@@ -63,9 +65,9 @@ def meet(rendezvous: str, rank: int, world: int, timeout: timedelta) -> tuple[Pr
 
 
 def give_up(why: str) -> None:
-    """Have ranks that torchrun starts again leave as soon as they meet, with these words, and not begin anew."""
+    """Make ranks that torchrun restarts exit with this message as soon as they meet."""
     if _lent is not None:
-        with suppress(RuntimeError):  # its holder has gone, and nobody starts ranks again
+        with suppress(RuntimeError):  # the store's process is gone, so nothing restarts ranks either
             _lent.set(_LAST, why)
 
 
@@ -77,9 +79,9 @@ def _expect_wanted(store: Store) -> None:
 
 
 def agree_on_attempt(store: Store, rank: int, world: int, timeout: timedelta) -> str:
-    """A name for this attempt, the same on all `world` ranks, in a store that may hold what ranks of earlier ones wrote.
+    """Name of this attempt, the same on all `world` ranks; the store may hold keys of earlier attempts.
 
-    Raises LostRankError for ranks that did not come, or if the store went away.
+    Raises LostRankError for ranks that did not arrive, or if the store went away.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     try:
@@ -92,7 +94,7 @@ def agree_on_attempt(store: Store, rank: int, world: int, timeout: timedelta) ->
 
 
 def _lead(store: Store, world: int, deadline: float) -> str | list[int]:
-    """The name; or the ranks that have not read it."""
+    """Rank 0: draw a name and wait until all ranks have read it. Returns the name, or the ranks that have not read it."""
     name, words = uuid.uuid4().hex, []
     store.set(_NAME, name)
     for rank in range(1, world):
@@ -106,14 +108,14 @@ def _lead(store: Store, world: int, deadline: float) -> str | list[int]:
 
 
 def _word(store: Store, rank: int, name: str) -> str | None:
-    """The one that a rank said on reading `name`."""
+    """The word that a rank wrote on reading `name`."""
     key = f"{_NAME}, rank {rank}"
     read, _, word = store.get(key).decode().partition(" ") if store.check([key]) else ("", "", "")
     return word if read == name else None
 
 
 def _follow(store: Store, rank: int, world: int, deadline: float) -> str | list[int]:
-    """The name once rank 0 has repeated this rank's word; or the ranks that are not known to have come."""
+    """Other ranks: return the name once rank 0 has repeated this rank's word, or the ranks not known to have arrived."""
     word, name = uuid.uuid4().hex, ""
     while time.monotonic() < deadline:
         if store.check([_NAME]) and (newest := store.get(_NAME).decode()) != name:
@@ -126,7 +128,8 @@ def _follow(store: Store, rank: int, world: int, deadline: float) -> str | list[
 
 
 def wait_for_all(store: PrefixStore, rank: int, world: int, timeout: timedelta) -> None:
-    """Return once all `world` ranks have called this with a store that none has called it with before. Raises LostRankError."""
+    """Return once all `world` ranks have called this with a fresh store (one never used for this before). Raises
+    LostRankError."""
     try:
         store.set(_arrival_key(rank), "")
         if store.add("arrived, number", 1) == world:

@@ -1,28 +1,28 @@
-"""Process groups: every group of a model and a layout, made and warmed up in one order.
+"""Process groups: all groups of a model and a layout, created and warmed up in one fixed order.
 
-    queue         groups                                          who starts what they do
-    up, down      pp, twice: messages to higher ranks, to lower   the pipeline, beside the computation
-    blocks        tp, cp, dp (counts of experts), copies          a block's passes, in their own order
+    queue         groups                                          users
+    up, down      pp, twice: messages to higher ranks, to lower   the pipeline, overlapping with computation
+    blocks        tp, cp, dp (expert counts), copies              forward and backward passes of a block, in order
     experts       ep, expert_tp                                   the same, while shared experts use tp
-    parameters    data and expert data: replicate, shard          FSDP2, on streams of its own
+    parameters    data and expert data: replicate, shard          FSDP2, on its own streams
 
-NCCL does what a group is asked for one after the other, so groups of the same ranks are one where they have one queue, and a
-communicator's memory is taken once. On CPU queues make no difference and groups of the same ranks are one: each has a thread
-that wakes a hundred times a second.
+NCCL runs the operations of a group one after the other. Groups of the same ranks in the same queue are therefore one group,
+which also saves a communicator's memory. On CPU queues make no difference and groups of the same ranks are always one: each has
+a thread that wakes a hundred times a second.
 
-Three things that can stop a run at its start, and what rules them out here:
+Three causes of hangs at start-up, and how they are ruled out here:
 
-    names           torch names a group by its ranks and by how many groups this rank has, and only members need to call: a
-                    thousand ranks make eight groups each, not thirteen hundred. So every rank is in exactly one group of every
-                    axis, and which axes there are is said by model and layout alone: no rank ever has one group less
-    communicators   NCCL's are made by the first collective of a group, which all its ranks must take part in. Later only some
-                    may have anything to say: a ring's first hop, the ends of a pipeline
-    pairs           a send by itself makes a communicator of two ranks, and the host waits for the other to come: two ranks
-                    that first receive from one another wait for ever (pytorch#108378, #136248). Each pair has its first
-                    message here, in one order of all pairs
+    names           torch names a group by its ranks and by how many groups this rank has created, and only members need to
+                    call: a thousand ranks create eight groups each, not thirteen hundred. So every rank is in exactly one
+                    group of every axis, and model and layout alone decide which axes exist: no rank ever has one group less
+    communicators   NCCL creates a communicator at the first collective of a group, which all its ranks must join. Later only
+                    some may have something to send: a ring's first hop, the ends of a pipeline
+    pairs           a single send creates a communicator of two ranks, and the host waits for the peer: two ranks that both
+                    first receive from each other hang (pytorch#108378, #136248). Each pair sends its first message here, in
+                    one global order of pairs
 
-A communicator is waited for only by ranks that have done with all before it in one order, so the first one that is not made yet
-has all its ranks there: this cannot wait for ever.
+A rank waits for a communicator only after all earlier ones in the global order, so the ranks of the first missing communicator
+are all waiting for it: no deadlock is possible.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from ultrascale.work.sharding.places import Coordinates, shard_of
 
 Queue = Literal["up", "down", "blocks", "experts", "parameters"]
 Border = tuple[int, int]
-"""Two ranks of a pipeline, the lower first, that send each other messages."""
+"""Two pipeline ranks that exchange messages, the lower first."""
 
 
 class Groups(Protocol):
-    """The part of `parallel.mesh.Mesh` that shards a model."""
+    """The subset of `parallel.mesh.Mesh` that sharding a model needs."""
 
     @property
     def coordinates(self) -> Coordinates: ...
@@ -59,7 +59,7 @@ class Groups(Protocol):
 
 
 class AxisGroups(NamedTuple):
-    """Groups of ranks `stride` apart, all of one `size`: every rank is in one."""
+    """Groups of `size` ranks, `stride` apart: every rank is in exactly one."""
 
     name: str
     size: int
@@ -67,18 +67,18 @@ class AxisGroups(NamedTuple):
     queue: Queue
     has_collectives: bool = True
     borders: tuple[Border, ...] = ()
-    """Places in a group between which single messages go."""
+    """Pairs of places in a group that exchange single messages."""
 
     def ranks_with(self, rank: int) -> range:
-        """The group that `rank` is in, ascending."""
+        """Ranks of the group that contains `rank`, ascending."""
         first = rank - rank // self.stride % self.size * self.stride
         return range(first, first + self.size * self.stride, self.stride)
 
 
 def groups_of(model: Model, layout: Layout) -> list[AxisGroups]:
-    """All groups that training `model` under `layout` needs, in the order in which every rank makes its own.
+    """All groups that training `model` under `layout` needs, in the order in which every rank creates them.
 
-    Axes of one rank are left out, but for those of data parallelism, whose grids have two axes always.
+    Axes of one rank are left out, except those of data parallelism, whose grids always have two axes.
     """
     stride = layout.world_size // layout.pp
     borders, exchanges = borders_of(layout), shares_embedding(model, layout) or has_mirrors(layout)
@@ -97,7 +97,7 @@ def groups_of(model: Model, layout: Layout) -> list[AxisGroups]:
 
 
 def data_groups(model: Model, layout: Layout) -> Iterator[AxisGroups]:
-    """The two axes of the grid of data parallelism, and those of the experts', where FSDP2 is needed."""
+    """The two axes of the data-parallel grid, and those of the experts' grid, where FSDP2 is needed."""
     differ = experts_differ(model, layout)
     if layout.dp * layout.cp == 1 and not (differ and layout.expert_dp > 1):
         return
@@ -110,24 +110,24 @@ def data_groups(model: Model, layout: Layout) -> Iterator[AxisGroups]:
 
 
 def experts_differ(model: Model, layout: Layout) -> bool:
-    """True if experts are held by other ranks than the weights around them."""
+    """True if experts are sharded over other ranks than the weights around them."""
     return model.num_experts > 0 and layout.tp * layout.ep * layout.expert_tp > 1
 
 
 def copies_of(model: Model, layout: Layout) -> list[int]:
-    """Numbers of neighbours among which some weight's gradient must be summed, on some rank."""
+    """Sizes of the groups of neighbouring ranks that must sum some weight's gradient."""
     places = (shard_of(weight, layout, Coordinates.of(layout, 0)) for weight in weights(model))
     return sorted({weight_place.num_replicas for weight_place in places if weight_place.is_partial})
 
 
 def copies_axis(count: int) -> str:
-    """The name of the axis of `count` neighbours that hold the same part of a weight."""
+    """Name of the axis of `count` neighbouring ranks that hold the same part of a weight."""
     return f"{count} copies"
 
 
 def borders_of(layout: Layout) -> tuple[Border, ...]:
-    """Pairs of ranks of a pipeline that exchange messages. Those of even ranks to higher ones come first: each rank's
-    neighbours then need not wait for a chain of all ranks before them."""
+    """Pairs of pipeline ranks that exchange messages. Pairs whose lower rank is even come first, so that no rank waits for a
+    chain of all ranks before it."""
     if layout.pp == 1:
         return ()
     few = smallest_schedule(layout.schedule, layout.pp, layout.virtual_stages)
@@ -136,9 +136,9 @@ def borders_of(layout: Layout) -> tuple[Border, ...]:
 
 
 def warm_up(groups: Sequence[tuple[AxisGroups, dist.ProcessGroup]], device: torch.device) -> None:
-    """Have every communicator made, of the whole run first. All ranks call it at once, with the same axes.
+    """Create every communicator, that of the whole run first. All ranks call it at once, with the same axes.
 
-    Raises LostRankError if another rank does not come.
+    Raises LostRankError if another rank does not join.
     """
     token = torch.zeros(1, device=device)
     _first_collective(token, "all ranks", dist.group.WORLD)
@@ -158,7 +158,7 @@ def _first_collective(token: torch.Tensor, name: str, group: dist.ProcessGroup |
 
 
 def _first_message(token: torch.Tensor, name: str, group: dist.ProcessGroup, lower: int, higher: int) -> None:
-    """Sends the first message from the lower to the higher rank: their communicator serves both ways."""
+    """Send the first message from the lower to the higher rank: their communicator serves both directions."""
     sends = group.rank() == lower
     peer = higher if sends else lower
     with waiting(f"the first message of {name}", group, [peer]):

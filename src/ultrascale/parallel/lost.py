@@ -1,5 +1,5 @@
-"""Errors when a rank is gone: which rank waited for which, and for what. gloo itself names a port. A profiler gets the same
-words."""
+"""Errors for lost ranks: they say which rank waited for which, and for what; gloo itself names only a port. Profiler ranges
+carry the same words."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ultrascale.contact import meaning_of, names
 from ultrascale.torch_private import profiler_is_active
 
 AWAITED = "ultrascale: wait: "
-"""Ranges in a profiler's trace in which a rank starts messages or waits for them; what they are follows."""
+"""Prefix of profiler ranges in which a rank starts messages or waits for them; the name of the message follows."""
 
 
 class LostRankError(RuntimeError):
-    """A message did not arrive or could not be sent: a rank has died, or is too late."""
+    """A message did not arrive or could not be sent: a rank has died or is too late."""
 
     lost_another = True
-    """The cause lies elsewhere (`launch.forked` looks there first)."""
+    """The cause is in another rank (`launch.forked` looks there first)."""
 
 
 @contextmanager
@@ -32,11 +32,11 @@ def waiting(
     *,
     tensor: torch.Tensor | None = None,
 ) -> Iterator[None]:
-    """Let what is awaited inside fail with the ranks' numbers in the run and `what` it was; meanwhile this rank's sign of life
-    says that it waits.
+    """Context in which a failing wait raises an error with the ranks' numbers in the run and the name of the message, `what`.
+    Meanwhile this rank's heartbeat says that it waits.
 
-    `peers`: the ranks of `group` (None: all of the run) that it comes from; None: all others, and then all of them must come to
-    it in the same order and with the same shape of `tensor`. Raises LostRankError.
+    `peers`: the ranks of `group` (None: of the run) that the message comes from; None: all others, in a collective that every
+    rank must call in the same order and with the same shape of `tensor`. Raises LostRankError.
     """
     try:
         with heartbeat.waits(what, collective=_named(what, group, tensor) if peers is None else None), profiler_range(what):
@@ -52,7 +52,7 @@ def waiting(
 
 
 def _named(what: str, group: dist.ProcessGroup | None, tensor: torch.Tensor | None) -> tuple[str, str]:
-    """The group and the collective as every rank of the group must name it."""
+    """Names of the group and the collective, the same on every rank of the group."""
     if not dist.is_initialized():
         return "", what
     ranks = dist.get_process_group_ranks(group)
@@ -61,5 +61,5 @@ def _named(what: str, group: dist.ProcessGroup | None, tensor: torch.Tensor | No
 
 
 def profiler_range(what: str) -> AbstractContextManager[object]:
-    """A range of this name in the trace of a profiler, if one looks on."""
+    """Profiler range of this name, if a profiler is active."""
     return torch.profiler.record_function(AWAITED + what) if profiler_is_active() else nullcontext()

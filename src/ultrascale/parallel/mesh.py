@@ -1,7 +1,7 @@
-"""The processes of a run: who am I, with whom, on which device.
+"""The processes of a run: a process's rank, groups and device.
 
-torchrun (or `ultrascale train --processes N`) starts the processes and tells each its rank through the environment; alone, a
-process is rank 0 of 1 and needs no network at all.
+torchrun (or `ultrascale train --processes N`) starts the processes and passes each its rank in the environment; a single
+process is rank 0 of 1 and needs no network.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class Ranks:
     world: int
     device: torch.device
     host_group: dist.ProcessGroup | None = None
-    """All ranks over gloo, for what the CPUs agree on; None when alone."""
+    """gloo group of all ranks, for what the CPUs agree on; None with a single process."""
     timeout: timedelta | None = None
-    """Timeout of collectives until the first step is done (`Mesh.limit_waits`); None: torch's own."""
+    """Timeout of collectives until the first step is done (`Mesh.limit_waits`); None: torch's default."""
     island: int = 0
-    """Island of the run that these ranks belong to. Ranks are counted within it, and torch knows of no others."""
+    """Island of the run that these ranks belong to. Ranks are numbered within it, and torch knows only these."""
     store: Store | None = None
-    """Store of all islands that were started together: through it ranks of different ones find each other."""
+    """Store of all islands that were started together, by which ranks of different islands find each other."""
     meeting: str | None = None
-    """URL of the store through which islands agree that were started apart."""
+    """URL of the store through which separately started islands communicate."""
     before: int = 0
-    """Ranks of the islands before this one, of those that were started together."""
+    """Number of ranks in earlier islands of those that were started together."""
 
     @property
     def process(self) -> int:
@@ -60,7 +60,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Rank 0, the one that prints and writes."""
+        """True on rank 0, which prints and writes."""
         return self.rank == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ class Ranks:
         return values
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         if self.host_group is not None:
             with waiting("a barrier of all ranks", self.host_group):
                 dist.barrier(group=self.host_group)
@@ -93,7 +93,7 @@ class Ranks:
 
 
 def choose_device(device: str) -> torch.device:
-    """`auto`, `cpu` or `cuda` as the device of this process. Raises SpecError if there is no CUDA device to give."""
+    """Device of this process for `auto`, `cpu` or `cuda`. Raises SpecError if no CUDA device is available."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -116,10 +116,10 @@ def process_group(
     timeout_seconds: float = START_SECONDS,
     rendezvous: str = "env://",
 ) -> Iterator[Ranks]:
-    """Join the processes of the run and leave them again. They meet where `rendezvous` says, a URL torch understands.
+    """Join the process group of the run, and leave it at the end. The processes meet at `rendezvous`, a URL torch understands.
 
-    Of several islands those of this one: the process group is of its ranks alone. `worlds`: ranks of each island, if several
-    may be. `apart`: the island, if each was started by itself, and where they meet.
+    With several islands, the process group contains only the ranks of this island. `worlds`: number of ranks of each island, if
+    there may be several. `apart`: the island's number and the meeting URL, if each island was started separately.
 
     Raises SpecError if the number of processes is not the layout's.
     """
@@ -158,17 +158,18 @@ def process_group(
 
 
 def _world_size(rendezvous: str) -> int:
-    """WORLD_SIZE, once the environment tells all that a rank must know. Raises SpecError."""
+    """WORLD_SIZE from the environment. Raises SpecError if the environment lacks something that a rank needs."""
     expect_rank_environment(os.environ, with_address=rendezvous == "env://")
     return env_world_size(os.environ)
 
 
 class Mesh:
     """This rank's coordinates in the grid of ranks, and its groups along the axes (`parallel.groups`). All ranks build theirs
-    at once.
+    at the same time.
 
-    `data` and `expert_data`: (dp_replicate, dp_shard) grids of the ranks over which FSDP2 repeats and cuts ordinary weights,
-    and experts. None where there is nothing to repeat or cut; of experts also where they go with the others.
+    `data` and `expert_data`: (dp_replicate, dp_shard) grids of the ranks over which FSDP2 replicates and shards ordinary
+    weights, and experts. None where there is nothing to replicate or shard; `expert_data` is also None where experts use
+    `data`.
     """
 
     def __init__(self, model: Model, layout: Layout, ranks: Ranks):
@@ -187,25 +188,25 @@ class Mesh:
         self.expert_data = self._data_grid("expert data")
 
     def group(self, axis: MeshAxis) -> dist.ProcessGroup | None:
-        """This rank's group along `axis`, or None where that is this rank alone."""
+        """This rank's group along `axis`; None if it has one rank."""
         return self._groups.get(axis)
 
     def pipeline_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """This rank's pipeline twice, for messages to higher ranks and to lower ones: NCCL would put both into one queue, where
-        they could wait for each other."""
+        """Two groups of this rank's pipeline, for messages to higher ranks and to lower ones: in a single group NCCL would
+        queue both directions together, where they could deadlock."""
         return self._groups["pp"], self._groups["pp, downwards"]
 
     def neighbours(self, count: int) -> dist.ProcessGroup:
-        """The `count` consecutive ranks among which this one is, and which hold the same part of some weight."""
+        """Group of the `count` consecutive ranks, this one included, that hold the same part of some weight."""
         return self._groups[copies_axis(count)]
 
     def limit_waits(self, ranks: Ranks, seconds: float) -> None:
-        """Limits every later wait for another rank (`parallel.time_limits`). All ranks call it at the same place."""
+        """Limit every later wait for another rank (`parallel.time_limits`). All ranks call it at the same point."""
         groups = {group.group_name: group for group in (dist.group.WORLD, ranks.host_group, *self._groups.values()) if group}
         limit_waits(groups.values(), seconds)
 
     def warm_up(self) -> None:
-        """Let NCCL make all communicators while all ranks are here. Collective."""
+        """Make NCCL create all communicators while all ranks are present. Collective."""
         warm_up([(axis, self._groups[axis.name]) for axis in self.axes], self.device)
 
     def _make_groups(self, timeout: timedelta | None) -> None:
@@ -228,7 +229,7 @@ class Mesh:
         return group
 
     def _data_grid(self, name: str) -> DeviceMesh | None:
-        """The ranks that hold the same weights as this one: copies of the state, by parts of one copy."""
+        """Ranks that hold the same weights as this one, as a grid: replicas x shards."""
         axes = {axis.name: axis for axis in self.axes}
         names = [f"{name} replicate", f"{name} shard"]
         if names[0] not in axes:
@@ -240,7 +241,7 @@ class Mesh:
 
 
 def _join(device: torch.device, timeout: timedelta, store: Store, rank: int, world: int) -> None:
-    backend = "nccl" if device.type == "cuda" else "gloo"  # the CPUs have a group of their own, `Ranks.host_group`
+    backend = "nccl" if device.type == "cuda" else "gloo"  # CPUs communicate in a separate group, `Ranks.host_group`
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 

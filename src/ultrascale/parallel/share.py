@@ -1,18 +1,16 @@
-"""Share of a model: the part that one rank holds, and what ranks that hold the same must still do together after a backward
-pass.
+"""Share of a model: the part that one rank holds, and the gradient sums that remain after the backward pass.
 
-A rank holds the stages that the pipeline gives it; of each weight of theirs the part that tensor and expert parallelism leave
-it (`work.sharding.places`); of that, between steps, the part that ZeRO leaves it (FSDP2's DTensors). Data parallelism sums
-gradients as the backward pass goes (`parallel.data.data_parallel`). Three sums are left for the end of a step, all
-but the last small:
+A rank holds its pipeline stages; of each of their weights the tensor- and expert-parallel shard (`work.sharding.places`); of
+that, between steps, the ZeRO shard (FSDP2's DTensors). Data parallelism sums gradients during the backward pass
+(`parallel.data.data_parallel`). Three sums are left for the end of a step, all but the last small:
 
-    copies along tp     norms under sequence parallelism, heads of keys and values that several ranks hold: each rank computed a
-                        share of the gradient
-    tied embedding      the first stage and the last one hold it, and each computed its share; so with multi-token prediction
-    mirrors             DualPipe's two ranks of every stage, each with the gradient of half of the micro-batches, exchange what
-                        ZeRO leaves them: both update, so that state and bits are those of one
+    copies along tp     norms under sequence parallelism, and key/value heads that several ranks hold: each rank has a partial
+                        gradient
+    tied embedding      held by the first and the last stage, each with a partial gradient; so too with multi-token prediction
+    mirrors             DualPipe's two ranks of every stage, each with the gradient of half of the micro-batches, exchange
+                        their ZeRO shards of it: both update, so that state and bits are those of one
 
-All are all-gathered or exchanged and added in order of ranks, so that copies stay equal to the bit.
+All are all-gathered or exchanged and summed in rank order, so that copies stay equal to the bit.
 """
 
 from __future__ import annotations
@@ -44,20 +42,20 @@ from ultrascale.work.sharding.places import WeightShard
 
 TIED = "embed_tokens.weight"
 NORM_PIECE = 1 << 16
-"""Elements whose squares are summed at once, in fp32, on the CPU: torch adds to running sums there, which loses 3e-5 of the
-norm of 2M elements, so that it would depend on the cut; 1e-7 of so many. CUDA's kernel cuts tensors itself, and 70,000 pieces
-of a model of 5B parameters cost its host half a second a step."""
+"""Elements whose squares are summed at once, in fp32, on the CPU. Torch accumulates sequentially there: over 2M elements the
+norm loses 3e-5 and would depend on the sharding; over this many it loses 1e-7. CUDA's kernel splits tensors itself, and 70,000
+pieces of a 5B-parameter model cost its host half a second a step."""
 
 
 class LocalParameter(NamedTuple):
-    """A parameter of this rank, with its line in the table of weights and the part of it that is here."""
+    """A parameter of this rank, with its row in the table of weights and the shard of it that is here."""
 
     name: str
     parameter: nn.Parameter
     weight: Weight
     place: WeightShard
     is_second: bool = False
-    """True if it is the head's copy of a tied embedding, which the first stage holds too."""
+    """True for the head's copy of a tied embedding, which the first stage holds too."""
 
 
 @dataclass
@@ -68,30 +66,30 @@ class Share:
     layout: Layout
     mesh: Mesh
     stages: dict[int, Decoder]
-    """Stages by number in the whole pipeline."""
+    """Stages by their number in the pipeline."""
     local_parameters: list[LocalParameter] = field(default_factory=list)
     amax_history: AmaxHistory | None = None
-    """History of fp8 with delayed scaling."""
+    """Amax history of fp8 with delayed scaling."""
     gathered_weights: GatheredWeights | None = None
     """Weights that are all-gathered in fp8, if any are."""
 
     @property
     def decoder(self) -> Decoder:
-        """The only stage. Raises ValueError if this rank has several."""
+        """The rank's only stage. Raises ValueError if it has several."""
         (decoder,) = self.stages.values()
         return decoder
 
     @property
     def mirror(self) -> int:
-        """The pipeline rank that holds the same as this one; this one if none does."""
+        """Pipeline rank that holds the same stages as this one; this rank itself if none does."""
         return mirror_of(self.layout, self.mesh.coordinates.pp)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Every parameter of this rank, cut as ZeRO says."""
+        """Every parameter of this rank, sharded by ZeRO."""
         return [held.parameter for held in self.local_parameters]
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter by its global name; a tied embedding once."""
+        """Every parameter by its global name; a tied embedding appears once."""
         names: set[str] = set()
         for held in self.local_parameters:
             if held.name not in names:
@@ -99,7 +97,7 @@ class Share:
                 yield held.name, held.parameter
 
     def finish_gradients(self) -> None:
-        """Add up what the ranks that hold copies have each computed of a gradient. Collective; once a step."""
+        """Sum the partial gradients of ranks that hold the same weights. Collective; once a step."""
         self._sum_copies()
         self._sum_tied()
         if self.mirror != self.mesh.coordinates.pp:
@@ -109,14 +107,14 @@ class Share:
         self.expect_other_weights()
 
     def expect_other_weights(self) -> None:
-        """Weights may change before the next forward pass, on all ranks alike: what is known of them is forgotten."""
+        """Discard values cached from the weights, which may change before the next forward pass. All ranks must call it."""
         if self.gathered_weights is not None:
             self.gathered_weights.forget()
 
     def gradient_norm(self) -> Tensor:
-        """The 2-norm of the whole gradient, 0-d fp64 on the device, the same bits on every rank. Collective.
+        """The 2-norm of the whole model's gradient, 0-d fp64 on the device, with the same bits on every rank. Collective.
 
-        Every element counts once: on the first of the ranks that hold it.
+        Every element counts once, on the first rank that holds it.
         """
         nothing = torch.zeros(1, device=self.mesh.device)
         grads = [
@@ -135,14 +133,14 @@ class Share:
         return squares.sqrt()
 
     def _counts(self, held: LocalParameter) -> bool:
-        """True if this rank adds `held` to the norm: of the ranks that hold the same elements, only the first does."""
+        """True if this rank adds `held` to the norm: only the first of the ranks with the same elements does."""
         if held.is_second or held.place.replica or self.mirror < self.mesh.coordinates.pp:
             return False
         mesh = held.parameter.device_mesh if isinstance(held.parameter, DTensor) else None
         return mesh is None or mesh.get_local_rank("dp_replicate") == 0
 
     def _sum_copies(self) -> None:
-        """Sum gradients of weights that several ranks hold whole, of which each rank computed only a share."""
+        """Sum gradients of weights that several ranks hold whole and each computed only partially."""
         groups: dict[int, list[Tensor]] = defaultdict(list)
         for held in self.local_parameters:
             if held.place.is_partial:
@@ -151,7 +149,7 @@ class Share:
             _sum_over(groups[num_replicas], self.mesh.neighbours(num_replicas))
 
     def _sum_tied(self) -> None:
-        """Sum the two gradients of an embedding that is also the head, where first and last stage both hold it."""
+        """Sum the two gradients of a tied embedding, if the first and the last stage both hold it."""
         tied = [held.parameter for held in self.local_parameters if held.name == TIED]
         if len(tied) == 2:  # both ends are here, as in a V-shaped schedule
             first, last = map(_gradient_or_zeros, tied)
@@ -161,12 +159,12 @@ class Share:
             return
         gradient = _gradient_or_zeros(tied[0])
         for number, other in enumerate(ranks_sharing_embedding(self.layout, self.mesh.coordinates.pp)):
-            # One of two mirrors gets it and the other zeros: they add up what they have.
+            # Mirrors later sum their gradients, so one of them gets this one and the other zeros.
             self._add_received(gradient, other, Tag.TIED_EMBEDDING, torch.zeros_like(gradient) if number else gradient)
 
     def _sum_mirrors(self) -> None:
-        """Sum gradients of weights that another rank of the pipeline holds too, one after the other; of a tied embedding that
-        both ends of this rank have the sum of both."""
+        """Sum gradients of weights that another pipeline rank (the mirror) also holds, one after the other; a tied embedding
+        whose two ends are on this rank gets the sum of both."""
         firsts: dict[str, Tensor] = {}
         for held in self.local_parameters:
             gradient = _gradient_or_zeros(held.parameter)
@@ -177,7 +175,8 @@ class Share:
                 self._add_received(gradient, self.mirror, Tag.MIRROR, gradient)
 
     def _add_received(self, gradient: Tensor, other: int, tag: Tag, sent: Tensor) -> None:
-        """Add to `gradient` what the pipeline rank `other` sends, which adds `sent`: the order of two does not matter."""
+        """Exchange with the pipeline rank `other`: send `sent`, and add what it sends to `gradient`. The order of two summands
+        does not matter."""
         group = self.mesh.group("pp")
         assert group is not None
         theirs = torch.empty_like(gradient)
@@ -190,30 +189,30 @@ class Share:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor; the tensor itself if it is whole."""
+    """This rank's shard of a tensor; the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """This rank's part of a parameter's gradient."""
+    """This rank's shard of a parameter's gradient."""
     return None if parameter.grad is None else local(parameter.grad)
 
 
 def _gradient_or_zeros(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of a parameter's gradient, which exists from now on: others may have one to add."""
+    """This rank's shard of a parameter's gradient, created as zeros if missing: peers may have a gradient to add."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return local(parameter.grad)
 
 
 def _sum_over(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum `tensors` over the ranks of `group`, in place, in one message for each dtype."""
+    """Sum `tensors` over the ranks of `group`, in place, in one message per dtype."""
     by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         by_dtype[tensor.dtype].append(tensor)
     for same_dtype in by_dtype.values():
         flat = torch.cat([tensor.flatten() for tensor in same_dtype])
-        if not flat.numel():  # shards of weights shorter than the ranks that they are cut over; of all of the group alike
+        if not flat.numel():  # weights with fewer rows than ranks leave empty shards, on all ranks of the group alike
             continue
         with waiting("the sum of copies along tp", group, tensor=flat):
             dist.all_reduce(flat, group=group)

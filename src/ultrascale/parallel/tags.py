@@ -1,8 +1,8 @@
-"""Tags of messages between two ranks, in one table: gloo groups are shared between axes, and two messages that are under way
-between the same ranks must not be taken for one another. (NCCL knows no tags: there the order of calls tells.)
+"""Message tags, in one table: gloo groups are shared between axes, and two messages in flight between the same ranks must not
+be confused. (NCCL has no tags: there the order of calls matches them.)
 
-A pipeline's messages have the numbers of `schedules.messages`: no other axis has the same ranks, and a step's messages are all
-there before the embedding's gradient is sent.
+Pipeline messages use the numbers of `schedules.messages`: no other axis has the same ranks, and a step's messages have all
+arrived before the embedding's gradient is sent.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from enum import IntEnum, unique
 
 @unique
 class Tag(IntEnum):
-    """Kinds of messages. A gather and a sum over tp are under way at once in a backward pass, and so are two over cp."""
+    """Kinds of messages. In a backward pass a gather and a sum over tp are in flight at once, and so are two messages over
+    cp."""
 
     PARAMETERS = 1
     GRADIENTS = 2
@@ -28,7 +29,7 @@ class Tag(IntEnum):
 
     @property
     def what(self) -> str:
-        """Name in words, for errors."""
+        """Name in words, for error messages."""
         return _WORDS[self]
 
 

@@ -1,12 +1,12 @@
-"""Time limits: how long a rank waits for another one before it gives up, which depends on what the other may be doing.
+"""Time limits: how long a rank waits for another before it gives up, depending on what the other may be doing.
 
     start          START_SECONDS, or more if a step may take more: loading, planning, compiling, the first step
-    a slow part    SLOW_SECONDS: going back to a checkpoint, the first evaluation of a compiled model
-    a step         the run's collective_timeout_seconds: less than a stopped run has to leave in, because Python runs no handler
-                   of a signal inside a collective
+    a slow part    SLOW_SECONDS: returning to a checkpoint, the first evaluation of a compiled model
+    a step         the run's collective_timeout_seconds: less than the grace period of a stopped run, because Python runs no
+                   signal handler inside a collective
 
-Saves have a group and a limit of their own (`checkpoint.coordination`). torch takes a group's limit for its collectives; single
-messages of gloo keep the limit that their connection was made with, so that they are waited for with the group's own.
+Saves have their own group and limit (`checkpoint.coordination`). torch applies a group's limit to its collectives; single gloo
+messages keep the limit set when their connection was made, so the code passes the group's limit explicitly.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ import torch.distributed as dist
 from ultrascale.torch_private import set_group_timeout
 
 START_SECONDS = 600.0
-"""Seconds that torchrun's rendezvous waits for nodes."""
+"""Seconds that torchrun's rendezvous waits for nodes, used for the start."""
 SLOW_SECONDS = 3600.0
 """Seconds that `checkpoint.coordination` waits for the slowest disk."""
 
 
 def limit_waits(groups: Iterable[dist.ProcessGroup], seconds: float) -> None:
-    """Limits every later wait in each of `groups`. Every rank of a group must give the same seconds, at the same place."""
+    """Limit every later wait in each of `groups`. Every rank of a group must pass the same seconds, at the same point."""
     for group in groups:
         set_group_timeout(timedelta(seconds=seconds), group)
 
 
 def wait_for(work: dist.Work | None, group: dist.ProcessGroup | None) -> None:
-    """Waits until a single message of `group` (None: all ranks) has arrived or left. Raises RuntimeError if it takes too long.
+    """Wait until a single message of `group` (None: all ranks) has arrived or left. Raises RuntimeError on time-out.
 
-    NCCL's own are not given a limit here: the host would then wait for the device. Their watchdog knows the group's.
+    NCCL messages get no limit here, as the host would then wait for the device. Their watchdog applies the group's limit.
     """
     if work is None:
         return
@@ -46,7 +46,7 @@ def wait_for(work: dist.Work | None, group: dist.ProcessGroup | None) -> None:
 
 
 def _gloo_limit(group: dist.ProcessGroup | None) -> timedelta | None:
-    """Timeout of gloo; None for messages of another backend, or where a test has put something in a group's place."""
+    """gloo timeout of the group; None for another backend, or where a test has replaced the group."""
     if not isinstance(group, dist.ProcessGroup) or torch.device("cpu") not in group._device_types:
         return None
     backend = group._get_backend(torch.device("cpu"))

@@ -1,8 +1,8 @@
 """The vocabulary of schedules.
 
 A pipeline schedule is one list of actions per pipeline rank. The model is cut into stages, numbered along the forward pass; a
-rank may hold several of them. `F` and `B` pass one micro-batch through one stage; `I` and `W` are the two halves of `B`: the
-gradient of the input, which the stage before waits for, and those of the weights, which nobody waits for (Qi et al. 2023).
+rank may hold several. `F` and `B` pass one micro-batch through one stage; `I` and `W` are the halves of `B`: the gradient of
+the input, for which the previous stage waits, and those of the weights, for which no rank waits (Qi et al. 2023).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 MANY = 1 << 15
-"""Actions of a kind that are kept: a search makes the same ones for hundreds of pipelines."""
+"""Cached actions of a kind: a search builds the same ones for hundreds of pipelines."""
 
 
 class Kind(Enum):
@@ -25,7 +25,7 @@ class Kind(Enum):
 
 
 class Action(NamedTuple):
-    """One thing a rank does with one micro-batch. A named tuple, because one step of a large pipeline has tens of thousands."""
+    """One pass of one micro-batch on a rank. A named tuple, because a step of a large pipeline has tens of thousands."""
 
     kind: Kind
     micro_batch: int
@@ -34,12 +34,12 @@ class Action(NamedTuple):
     overlapped_with: Action | None = None
     """FORWARD: the BACKWARD of another micro-batch that runs at the same time, so that one hides the other's communication."""
     reduce_gradients: bool = False
-    """BACKWARD: gradients are cut and summed over the ranks that share a copy of the state, bucket by bucket as they are ready.
-    Otherwise they stay here, whole."""
+    """BACKWARD: gradients are reduce-scattered over the ranks that share one copy of the state, bucket by bucket as they are
+    ready. Otherwise they stay on the rank, unsharded."""
     sum_replicas: bool = False
-    """BACKWARD: the reduced gradients are also summed over the copies of the state."""
+    """BACKWARD: the reduced gradients are also summed over the replicas of the state."""
     keep_parameters: bool = False
-    """Gathered parameters stay whole afterwards, because a later action of the step needs them."""
+    """All-gathered parameters are kept afterwards, because a later action of the step needs them."""
 
     def __str__(self) -> str:
         marks = (
@@ -49,7 +49,7 @@ class Action(NamedTuple):
 
     @property
     def parts(self) -> tuple[Action, ...]:
-        """The passes that run at the same time: this one, and the one beside it."""
+        """Passes that run at the same time: this one and the overlapped one."""
         return (self,) if self.overlapped_with is None else (self, self.overlapped_with)
 
     @property
@@ -90,7 +90,7 @@ def overlapped(ahead: Action, back: Action) -> Action:
 
 
 def only_micro_batches(actions: list[Action], count: int) -> list[Action]:
-    """`actions` without the micro-batches from `count` on. What can be executed stays so: they do not wait for one another."""
+    """`actions` without micro-batches from `count` on. Stays executable, as micro-batches do not depend on each other."""
     if all(part.micro_batch < count for action in actions for part in action.parts):
         return actions
     kept = [(action, [part for part in action.parts if part.micro_batch < count]) for action in actions]

@@ -1,4 +1,4 @@
-"""Lists of actions of a schedule by name (`description.schedules`) or from a file, and what each needs."""
+"""Builds the action lists of a schedule, by name (`description.schedules`) or from a file, and says what each needs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ DEFAULT_VIRTUAL_STAGES = 2
 
 @cache
 def builder_of(name: str) -> Callable[..., list[list[Action]]]:
-    """The function that makes the lists of a schedule known by name."""
+    """Function that builds the lists of a named schedule."""
     module_name = SCHEDULES[name].builder
     return getattr(import_module(f"ultrascale.schedules.kinds.{module_name}"), module_name)
 
 
 def build_schedule(name: str, pp: int, num_micro_batches: int, virtual_stages: int | None = None) -> list[list[Action]]:
-    """One list of actions for each of `pp` ranks, of a schedule of `SCHEDULES` or of a CSV or JSON file.
+    """One list of actions for each of `pp` ranks, for a schedule of `SCHEDULES` or of a CSV or JSON file.
 
-    `virtual_stages`: stages a rank; None: what the schedule has, 2 where it can have any.
-    Raises SpecError if the name is unknown, or the numbers do not suit the schedule or the file.
+    `virtual_stages`: stages per rank; None: the schedule's fixed number, or 2 where it allows any. Raises SpecError if the name
+    is unknown, or the numbers do not fit the schedule or the file.
     """
     if name not in SCHEDULES:
         return _from_file(name, pp, num_micro_batches)
@@ -77,7 +77,7 @@ def schedule_problems(name: str, pp: int, num_micro_batches: int, virtual_stages
 
 
 def stages_of_ranks(name: str, pp: int, virtual_stages: int | None = None) -> list[list[int]]:
-    """The stages that each of `pp` ranks holds, whatever the number of micro-batches. Raises SpecError as `build_schedule`."""
+    """Stages that each of `pp` ranks holds, for any number of micro-batches. Raises SpecError as `build_schedule`."""
     if name in SCHEDULES and not schedule_problems(name, pp, 2, virtual_stages):
         known = SCHEDULES[name]
         stages = pp * known.stages_a_rank(virtual_stages or DEFAULT_VIRTUAL_STAGES)
@@ -88,7 +88,8 @@ def stages_of_ranks(name: str, pp: int, virtual_stages: int | None = None) -> li
 
 
 def smallest_schedule(name: str, pp: int, virtual_stages: int | None = None) -> list[list[Action]]:
-    """A step in which every stage passes a micro-batch on every rank that holds it: of a file its own, else of two."""
+    """A small step in which every stage runs a micro-batch on every rank that holds it: a file's own step, else one of two
+    micro-batches."""
     return read_schedule(Path(name)) if is_file(name) else build_schedule(name, pp, 2, virtual_stages)
 
 

@@ -1,5 +1,5 @@
-"""Pipeline ranks of the stages: of the first and the last, whether both of these hold the embedding, and mirrors, ranks
-that hold the same stages, each for a part of the micro-batches."""
+"""Pipeline ranks of the first and the last stage, whether both hold the embedding, and mirrors: ranks that hold the same
+stages, each for a part of the micro-batches."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def mirror_of(layout: Layout, rank: int) -> int:
 
 
 def ranks_sharing_embedding(layout: Layout, rank: int) -> tuple[int, ...]:
-    """Pipeline ranks at the other end with which `rank` sums the gradient of an embedding that both ends hold, none where it is
-    at neither. Mirrors go with mirrors, the lower with the lower; a rank without one goes with both of the other end.
+    """Pipeline ranks at the other end with which `rank` sums the gradient of an embedding that both ends hold; empty if `rank`
+    is at neither end. Mirrors pair with mirrors, the lower with the lower; a rank without one pairs with both of the other end.
     """
     ends = [sorted({end, mirror_of(layout, end)}) for end in first_and_last_rank(layout)]
     for this_end, other_end in (ends, reversed(ends)):
@@ -39,14 +39,14 @@ def has_mirrors(layout: Layout) -> bool:
 
 
 def first_and_last_rank(layout: Layout) -> tuple[int, int]:
-    """The pipeline ranks of the first stage and of the last: a schedule of a file puts them where it likes."""
+    """Pipeline ranks of the first and the last stage; a schedule from a file may place them anywhere."""
     ranks = ranks_of_stages(layout)
     return ranks[0], ranks[-1]
 
 
 @cache
 def ranks_of_stages(layout: Layout) -> tuple[int, ...]:
-    """The pipeline rank of each stage, the lower of two."""
+    """Pipeline rank of each stage, the lower of two."""
     if layout.pp == 1:
         return (0,) * layout.num_stages
     held_stages = stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)

@@ -1,7 +1,7 @@
-"""Dependencies between actions: a check that lists can be executed, and an order. Simulator and executor start here.
+"""Dependencies between actions: checks that lists can be executed, and orders them. Simulator and executor build on it.
 
-What waits for what: on a rank, every action for the one before it. Across ranks, F of a stage for F of the stage before, B or I
-of a stage for B or I of the stage after, the same micro-batch. Nothing waits for W.
+Dependencies: on a rank, every action waits for the previous one. Across ranks, F of a stage waits for F of the previous stage,
+and B or I of a stage for B or I of the next, for the same micro-batch. Nothing waits for W.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Dependencies(NamedTuple):
 
     ranks: list[int]
     sources: list[int]
-    """[action]: the one whose result it needs; the number of actions if none."""
+    """[action]: the action whose result it needs; the number of actions if none."""
     other_sources: list[int]
-    """[action]: the same for the pass beside it."""
+    """[action]: the same for its overlapped pass."""
     waves: list[list[int]]
     """Actions that can be executed together, each needing only those of earlier waves."""
 
@@ -46,7 +46,7 @@ def dependencies_of(schedule: Schedule) -> Dependencies:
     num_stages, count = shape_of(schedule)
     needs, other_needs, gives = _slots(schedule, num_stages, count)
     actions = len(needs)
-    givers = [actions + 1] * (2 * num_stages * count) + [actions]  # of what nobody gives; of nothing, slot -1
+    givers = [actions + 1] * (2 * num_stages * count) + [actions]  # never produced; slot -1: no input needed
     for number, slot in gives:
         givers[slot] = number
     sources, other_sources = [givers[slot] for slot in needs], [givers[slot] for slot in other_needs]
@@ -59,13 +59,13 @@ def dependencies_of(schedule: Schedule) -> Dependencies:
 
 
 def shape_of(schedule: Schedule) -> tuple[int, int]:
-    """Number of stages and of micro-batches, from the highest numbers that occur."""
+    """Number of stages and of micro-batches: one more than the highest that occur."""
     parts = [part for row in schedule for action in row for part in action.parts]
     return 1 + max(part.stage for part in parts), 1 + max(part.micro_batch for part in parts)
 
 
 def ranks_of_stages(schedule: Schedule) -> list[list[int]]:
-    """The ranks that hold each stage: one, or two where the weights have two copies (DualPipe)."""
+    """Ranks that hold each stage: one, or two where the weights have two copies (DualPipe)."""
     holders: list[set[int]] = [set() for _ in range(shape_of(schedule)[0])]
     for rank, row in enumerate(schedule):
         for action in row:
@@ -75,7 +75,8 @@ def ranks_of_stages(schedule: Schedule) -> list[list[int]]:
 
 
 def _slots(schedule: Schedule, num_stages: int, count: int) -> tuple[list[int], list[int], list[tuple[int, int]]]:
-    """For each action the result it needs, and the one that the pass beside it needs (-1: none); and (action, result) given.
+    """For each action the result it needs and the one its overlapped pass needs (-1: none); and the pairs (action, result
+    produced).
 
     Results are numbered, forward ones first, then gradients.
     """
@@ -85,7 +86,7 @@ def _slots(schedule: Schedule, num_stages: int, count: int) -> tuple[list[int], 
     needs, other_needs, gives = list[int](), list[int](), list[tuple[int, int]]()
 
     def needed(part: Action) -> int:
-        """The result that `part` needs; the one it gives is noted."""
+        """Result that `part` needs; records the one it produces."""
         kind, micro_batch, stage = part[:3]
         if kind is weight:
             return -1
@@ -104,11 +105,11 @@ def _slots(schedule: Schedule, num_stages: int, count: int) -> tuple[list[int], 
 
 
 def _waves(lengths: list[int], sources: list[int], other_sources: list[int]) -> tuple[list[list[int]], list[int]]:
-    """The waves, and how far each rank came. Every wave holds at most one action of a rank: its next, if it can start."""
+    """Waves, and how far each rank got. A wave holds at most one action per rank: its next, if it can start."""
     starts = [0, *accumulate(lengths)]
     positions, ends = starts[:-1], starts[1:]
     done = bytearray(len(sources) + 2)
-    done[len(sources)] = True  # the source of those that need nothing
+    done[len(sources)] = True  # the source of actions without dependencies
     waves: list[list[int]] = []
     running = [rank for rank, length in enumerate(lengths) if length]
     while True:
@@ -140,7 +141,7 @@ def _deadlock(schedule: Schedule, rank: int, position: int, num_stages: int) -> 
 
 
 def _describe_pass(schedule: Schedule, stage: int, kinds: str, micro_batch: int) -> str:
-    """A pass by its cell and its place: `1B0 (rank 1, action 3)`."""
+    """A pass as cell and position: `1B0 (rank 1, action 3)`."""
     for rank, row in enumerate(schedule):
         for position, action in enumerate(row):
             for part in action.parts:
@@ -150,7 +151,7 @@ def _describe_pass(schedule: Schedule, stage: int, kinds: str, micro_batch: int)
 
 
 def _repeated_or_misplaced(schedule: Schedule) -> list[Problem]:
-    """Actions that occur twice, or not on the rank of their F, or before it; W before I."""
+    """Actions that occur twice, on another rank than their F, or before it; W before I."""
     problems: list[Problem] = []
     seen: dict[tuple[str, int, int], int] = {}
     earlier = {"B": "F", "I": "F", "W": "I"}
@@ -172,7 +173,7 @@ def _repeated_or_misplaced(schedule: Schedule) -> list[Problem]:
 
 
 def _missing(schedule: Schedule) -> list[Problem]:
-    """Passes that are on no rank. Those of a micro-batch's way back: B, or I and W."""
+    """Passes that are on no rank. The backward pass may be B, or I and W."""
     num_stages, count = shape_of(schedule)
     done = {(p.kind.value, p.stage, p.micro_batch) for row in schedule for action in row for p in action.parts}
     problems = []

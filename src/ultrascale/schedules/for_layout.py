@@ -1,4 +1,4 @@
-"""The schedule that a layout's pipeline executes, or why it cannot: known before a process starts."""
+"""The schedule that a layout's pipeline executes, or the reason why it cannot: known before any process starts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from ultrascale.schedules.executable import Schedule, check_executable, ranks_of
 
 
 def schedule_of(layout: Layout, num_micro_batches: int) -> Schedule:
-    """The actions of a step of `layout` with so many micro-batches on each rank.
+    """Actions of a step of `layout` with `num_micro_batches` on each rank.
 
-    Raises SpecError for a schedule that does not suit, cannot be executed, or has a stage on ranks that do not hold the same.
+    Raises SpecError for a schedule that does not fit, cannot be executed, or has a stage on ranks that do not hold the same
+    stages.
     """
     schedule = build_schedule(layout.schedule, layout.pp, num_micro_batches, layout.virtual_stages)
     check_executable(schedule)

@@ -1,10 +1,10 @@
-"""Messages between the ranks of a schedule, in order: activations to the next stage, gradients to the one before.
+"""Messages between the ranks of a schedule, in order: activations to the next stage, gradients to the previous one.
 
     rank 0   0F0 --a0--> .   0F1 --a1--> .    0B0          a: activation, g: gradient, of that micro-batch
     rank 1         1F0 1B0 --g0--> 1F1 1B1 --g1-->
 
-Between two ranks messages travel in the order in which the sender makes them, and the receiver asks for them in that order:
-NCCL knows no tags. A pass on the rank of the pass before it needs no message. Every message of a step has one size.
+Between two ranks messages travel in the order in which the sender produces them, and the receiver posts its receives in that
+order: NCCL has no tags. A pass on the same rank as its predecessor needs no message. All messages of a step have one size.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ultrascale.schedules.executable import Schedule
 
 
 class Message(NamedTuple):
-    """One tensor on its way from a rank to another."""
+    """One tensor sent from a rank to another."""
 
     number: int
-    """In the whole step: senders in order, and what each sends in order."""
+    """Number within the step: by sender, and in sending order for each."""
     is_gradient: bool
     stage: int
     """Stage that reads the tensor."""
@@ -29,7 +29,7 @@ class Message(NamedTuple):
     sender: int
     receiver: int
     sent_by: int
-    """Position in the sender's list of the action that makes it."""
+    """Position in the sender's list of the action that produces it."""
     needed_by: int
     """Position in the receiver's list of the action that reads it."""
 
@@ -45,7 +45,7 @@ class Message(NamedTuple):
 
 
 def messages(schedule: Schedule, ranks: Iterable[int] | None = None) -> list[Message]:
-    """Every message of a step, by sender, in the order of sending; of some `ranks`, those between them. The schedule must be
+    """All messages of a step, by sender, in sending order; with `ranks`, only those between them. The schedule must be
     executable."""
     passes = [*_passes(schedule, range(len(schedule)) if ranks is None else ranks)]
     last = max(part.stage for _, _, part in passes)
@@ -60,10 +60,11 @@ def messages(schedule: Schedule, ranks: Iterable[int] | None = None) -> list[Mes
 
 
 def receive_order(messages: Sequence[Message], rank: int) -> list[tuple[int, Message]]:
-    """When `rank` starts to receive what, in order: (position in its list of the action before which it does, message).
+    """Order in which `rank` posts its receives: pairs (position in its list of the action before which it does so, message).
 
-    One message more than the actions so far need is on its way, so that it travels while one computes. (Not one more with every
-    action: a stage takes a message with every other, and half a step's would pile up.) From a rank they come as it sends them.
+    One message more than the actions so far need is in flight, so that it travels while the rank computes. (Not one more per
+    action: a stage needs a message only at every other action, and half a step's would pile up.) Messages of one sender come in
+    sending order.
     """
     incoming = [message for message in messages if message.receiver == rank]
     channels: defaultdict[int, deque[Message]] = defaultdict(deque)
@@ -80,8 +81,8 @@ def receive_order(messages: Sequence[Message], rank: int) -> list[tuple[int, Mes
 
 
 def torch_actions(actions: Sequence[Action], messages: Sequence[Message], rank: int, num_stages: int) -> Iterator[str]:
-    """The list of `rank` with its messages, in the words of torch.distributed.pipelining: 2RECV_F0, 2F0, 2SEND_F0. Passes that
-    run at the same time are written one after the other."""
+    """Action list of `rank` with its messages, in the notation of torch.distributed.pipelining: 2RECV_F0, 2F0, 2SEND_F0.
+    Overlapped passes are written one after the other."""
     outgoing = {message.key for message in messages if message.sender == rank}
     expected = deque(receive_order(messages, rank))
     for position, action in enumerate(actions):
@@ -96,7 +97,8 @@ def torch_actions(actions: Sequence[Action], messages: Sequence[Message], rank: 
 
 
 def input_of(part: Action, last_stage: int) -> tuple[bool, int, int] | None:
-    """The result that a pass reads, as `Message.key`; None: it starts from tokens, the loss, or what its rank has kept."""
+    """Result that a pass reads, as `Message.key`; None if it starts from tokens, from the loss, or from tensors its rank has
+    kept."""
     if part.kind is Kind.FORWARD:
         return (False, part.stage, part.micro_batch) if part.stage else None
     if part.kind is Kind.WEIGHT_GRADIENT or part.stage == last_stage:
@@ -105,7 +107,7 @@ def input_of(part: Action, last_stage: int) -> tuple[bool, int, int] | None:
 
 
 def output_of(part: Action, last_stage: int) -> tuple[bool, int, int] | None:
-    """The result that a pass makes for another stage, as `Message.key`."""
+    """Result that a pass produces for another stage, as `Message.key`; None if none."""
     if part.kind is Kind.FORWARD:
         return (False, part.stage + 1, part.micro_batch) if part.stage < last_stage else None
     if part.kind is Kind.WEIGHT_GRADIENT or part.stage == 0:
@@ -114,7 +116,8 @@ def output_of(part: Action, last_stage: int) -> tuple[bool, int, int] | None:
 
 
 def only_forward(schedule: Schedule) -> list[list[Action]]:
-    """The forward passes of a schedule in their order: an evaluation. They wait for nothing else, so it stays executable."""
+    """Forward passes of a schedule in their order, for an evaluation. Forward passes depend only on each other, so the list
+    stays executable."""
     forward = (
         [part._replace(overlapped_with=None) for action in row for part in action.parts if part.kind is Kind.FORWARD]
         for row in schedule

@@ -1,12 +1,12 @@
-"""ZeRO's collectives in the list of a pipeline rank: `accumulate`'s rules for one stage, applied to any order of passes.
+"""ZeRO's collectives in the list of a pipeline rank: the rules of `accumulate` applied to any order of passes.
 
-    stage 0, 1   gradients of a stage are summed here, and reduced in its last B or W of the step; parameters gathered once
-    stage 2      gradients cut in every B or W (less memory, more traffic); parameters gathered once
-    stage 3      parameters gathered for every F, B and I as well (in the first stage, which does all in W, for W)
+    stage 0, 1   gradients of a stage accumulate locally, and are reduced in its last B or W; parameters gathered once
+    stage 2      gradients sharded in every B or W (less memory, more traffic); parameters gathered once
+    stage 3      parameters also gathered for every F, B and I (in the first stage, which does all in W, for W)
 
-I reduces nothing: some of the weights' gradients are still to come, in W. The planner counts the same
-(`plan.time.data_traffic`, `plan.columns.rank_state`). The alternative for stages 2 and 3, reducing once a step, is stage 1's
-traffic at stage 1's memory: ask for stage 1.
+I reduces nothing: some weight gradients are computed only in W. The planner counts the same (`plan.time.data_traffic`,
+`plan.columns.rank_state`). For stages 2 and 3, reducing only once a step would be stage 1, in traffic and memory: choose stage
+1 for that.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from ultrascale.schedules.actions import Action, Kind
 
 FINISHES = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
-"""After these a micro-batch's gradients of a stage are complete."""
+"""Passes after which a micro-batch's gradients of a stage are complete."""
 
 
 def sharded(actions: Sequence[Action], zero_stage: int, reduces_from: int = 2) -> list[Action]:
-    """The actions of one rank, told what to do with gradients and gathered parameters; `reduces_from` as in `accumulate`."""
+    """Actions of one rank, annotated with what to do with gradients and gathered parameters; `reduces_from` as in
+    `accumulate`."""
     passes_left = Counter(part.stage for action in actions for part in action.parts if part.kind in FINISHES)
 
     def with_flags(part: Action) -> Action:

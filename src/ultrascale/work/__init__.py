@@ -1,8 +1,8 @@
-"""Every operation of the model: FLOPs, what it makes, saves and sends, on one rank of a layout.
+"""Every operation of the model on one rank of a layout: its FLOPs, results, saved tensors and communication.
 
 work               the table of a block's operations, with those of attention_work and mlp_work
-ops, op_builders   what an operation is; how products, norms and sums are written
-recompute          what a block keeps from forward to backward, under any recomputation
-fp8_slots          histories of delayed scaling
-sharding           which part of what a rank holds
+ops, op_builders   the operation type; builders for GEMMs, norms and sums
+recompute          what a block saves from forward to backward, under any recomputation
+fp8_slots          amax histories of delayed scaling
+sharding           the part of everything that a rank holds
 """

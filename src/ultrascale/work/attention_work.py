@@ -1,16 +1,17 @@
-"""Attention's operations on one rank: heads cut by tp, the sequence by cp, and the kernels of a stack.
+"""Attention's operations on one rank: heads sharded by tp, the sequence by cp, and the kernels of a stack.
 
-Keys and values meet all queries of the sequence in one of these ways (a rank holds S/cp of each):
+Keys and values reach all queries of the sequence in one of these ways (a rank holds S/cp of each):
 
-    ring          each rank's keys and values travel round the ring while attention works on the last ones (Liu et al. 2023);
-                  forward they go round once, backward they and their gradients
+    ring          keys and values travel around the ring while attention computes on the previous ones (Liu et al. 2023);
+                  forward once; backward once more, with their gradients
     all-gather    they are gathered first, and again backward; their gradients are reduce-scattered (Llama 3, section 3.3.2)
-    all-to-all    ranks swap sequence for heads, of queries, keys, values and results, and again backward (Jacobs et al. 2023)
-    both          h = cp_heads neighbours swap, rings join the cp/h groups of them (Fang and Zhao 2024, USP): traffic of axis
-                  cp is an all_to_all among h neighbours, or of kinds that gather among cp/h ranks, h apart
+    all-to-all    ranks swap sequence shards for heads, of queries, keys, values and results; again backward (Jacobs et al.
+                  2023)
+    both          h = cp_heads neighbours swap, rings connect the cp/h groups of them (Fang and Zhao 2024, USP): a Collective
+                  over axis cp is an all_to_all among h neighbours, or one that gathers among cp/h ranks, h apart
 
-Rings and all-gathers are balanced: each rank holds an early and a late piece of the sequence, so that all do the same share of
-the causal square.
+Rings and all-gathers are balanced: each rank holds an early and a late piece of the sequence, so that all compute the same
+share of the causal square.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ultrascale.work.ops import Activation, Collective, Op, Product, Scores, Sha
 from ultrascale.work.sharding.context_order import Masks, windowed_masks
 
 BIAS_MULTIPLE = 16
-"""torch pads rows of masks to this for memory-efficient attention on CUDA (`pad_bias` in its attention.cpp)."""
+"""Multiple to which torch pads mask rows for memory-efficient attention on CUDA (`pad_bias` in its attention.cpp)."""
 
 
 def attention_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
@@ -56,13 +57,13 @@ def attention_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
 
 
 def attended_share(sequence_length: int, window: int | None) -> float:
-    """Part of the square of scores that a causal mask and a sliding window leave."""
+    """Fraction of the square of scores that a causal mask and a sliding window leave."""
     s, w = sequence_length, min(window or sequence_length, sequence_length)
     return (w * (w + 1) / 2 + (s - w) * w) / s**2
 
 
 def mask_elements(window: int | None, shape: Shape) -> int:
-    """Elements of the mask of layers with this sliding window; 0 where none is needed: plain causal attention."""
+    """Elements of the mask of layers with this sliding window; 0 if no mask is needed (plain causal attention)."""
     s = shape.sequence_length
     if shape.masks_in_kernel or (not shape.documents and (window is None or window >= s)):
         return 0
@@ -72,13 +73,13 @@ def mask_elements(window: int | None, shape: Shape) -> int:
 
 
 def mask_scratch_bytes(window: int | None, shape: Shape) -> int:
-    """Bytes of booleans, at most at once, while that mask is made: what is hidden."""
+    """Peak bytes of booleans (masked positions) while that mask is built."""
     masks = _context_masks(window, shape)
     return 3 * mask_elements(window, shape) if masks is None else masks.scratch_bytes
 
 
 def _context_masks(window: int | None, shape: Shape) -> Masks | None:
-    """Masks over cp, where a sequence is one document."""
+    """Masks over cp, if a sequence is one document."""
     if shape.cp == 1 or shape.documents or window is None:
         return None
     places, heads = shape.cp_grid
@@ -88,12 +89,12 @@ def _context_masks(window: int | None, shape: Shape) -> Masks | None:
 
 
 def mask_name(window: int | None) -> str:
-    """The activation that layers with this sliding window share."""
+    """Name of the mask activation that layers with this sliding window share."""
     return "mask" if window is None else f"mask_{window}"
 
 
 def _heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...], tuple[str, str, str]]:
-    """Queries, keys and values of this rank's heads, normalised and turned; their names."""
+    """Queries, keys and values of this rank's heads, after norm and RoPE; with their names."""
     n, d, e, a = shape.num_tokens, model.hidden_size, model.head_dim, shape.itemsize
     q, kv = ceil_div(model.num_attention_heads, shape.tp) * e, ceil_div(model.num_key_value_heads, shape.tp) * e
     gather, source = column_source(shape, "attention_in", d, projections=3)
@@ -135,8 +136,8 @@ def _heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...], tupl
 
 
 def _repeats_heads(model: Model, layer: int, shape: Shape) -> bool:
-    """True if keys and values are repeated, since no fused kernel on CUDA takes fewer heads of them here. With sinks an
-    operation of ours does it inside itself, in both passes, and saves what it was given."""
+    """True if key/value heads are repeated, since no fused CUDA kernel takes fewer of them here. With sinks our own operation
+    repeats them internally, in both passes, and saves its unrepeated inputs."""
     fewer = ceil_div(model.num_key_value_heads, shape.tp) < ceil_div(model.num_attention_heads, shape.tp)
     if shape.kernels.repeats_keys:
         return fewer
@@ -147,12 +148,12 @@ def _repeats_heads(model: Model, layer: int, shape: Shape) -> bool:
 
 
 def angle_names(is_local: bool) -> tuple[str, str]:
-    """The activations that blocks share: cosines and sines of `rope_theta`, or of `rope_local_base_freq`."""
+    """Names of the activations that blocks share: cosines and sines of `rope_theta`, or of `rope_local_base_freq`."""
     return ("cos_local", "sin_local") if is_local else ("cos", "sin")
 
 
 def _rotary(shape: Shape, name: str, read: str, num_bytes: int, angles: tuple[str, str]) -> Op:
-    """Turn `read`. Unfused: halves are swapped, multiplied and added in kernels of their own."""
+    """RoPE of `read`. Unfused: halves are swapped, multiplied and added in separate kernels."""
     moved, scratch = (2 * num_bytes, 0) if shape.kernels.rotary else (9 * num_bytes, 3 * num_bytes)
     return Op(
         f"self_attn.{name}_rotary", "elementwise", (read,), (Activation(f"{name}_rotated", num_bytes),), angles,
@@ -161,12 +162,13 @@ def _rotary(shape: Shape, name: str, read: str, num_bytes: int, angles: tuple[st
 
 
 def _latent_heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...], tuple[str, str, str]]:
-    """Latent attention (DeepSeek-V2, section 2.1): narrow projections on every rank, heads made from them cut by tp."""
+    """Latent attention (DeepSeek-V2, section 2.1): low-rank projections on every rank; the heads made from them are sharded by
+    tp."""
     n, m, d, a = shape.num_tokens, shape.outer_tokens, model.hidden_size, shape.itemsize
     heads, nope, rope = ceil_div(model.num_attention_heads, shape.tp), model.qk_nope_head_dim, model.qk_rope_head_dim
     narrow, query_width = model.kv_lora_rank or 0, heads * (nope + rope)
     ops: list[Op] = []
-    bf16 = without_fp8(shape) if shape.kernels.own_fp8 else shape  # narrow projections stay in bf16
+    bf16 = without_fp8(shape) if shape.kernels.own_fp8 else shape  # low-rank projections stay in bf16
     saved, source = local_source(bf16, "attention_in", d, m, cheap=True)
     ops += saved
     if model.q_lora_rank is None:
@@ -191,7 +193,7 @@ def _latent_heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...
         *gather,
         linear(shape, "self_attn.kv_b_proj", wide, "kv", narrow, heads * nope + value_width, collectives=wide.collectives),
         _rotary(shape, "q", "q", n * query_width * a, angle_names(model.is_rope_local(layer))),
-        # The one turned key is copied to all heads, behind what does not turn; values are copied out.
+        # The shared rotated key is copied to all heads, after their unrotated dimensions; values are copied out.
         Op("self_attn.k_join", "elementwise", ("kv", "kv_latent"), (Activation("k", n * query_width * a),),
            angle_names(model.is_rope_local(layer)),
            moved_bytes=2 * n * query_width * a, backward_moved_bytes=2 * n * query_width * a,
@@ -203,8 +205,7 @@ def _latent_heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...
 
 
 def _shared_key_traffic(shape: Shape, num_bytes: int) -> tuple[Collective, ...]:
-    """Communication of the one turned key that all heads share: every rank of tp needs all of it, and has a part of its
-    gradient."""
+    """Communication of the rotated key that all heads share: every tp rank needs all of it, and has a partial gradient."""
     if shape.tp == 1:
         return ()
     if shape.shards_sequence:
@@ -215,7 +216,7 @@ def _shared_key_traffic(shape: Shape, num_bytes: int) -> tuple[Collective, ...]:
 def _all_to_all_heads(
     model: Model, shape: Shape, names: tuple[str, str, str]
 ) -> tuple[tuple[Op, ...], tuple[str, str, str], str]:
-    """All-to-all of queries, keys and values: from S/cp of all heads to S of 1/cp of them. Last, the name of the result."""
+    """All-to-all of queries, keys and values: from S/cp of all heads to S of 1/cp of them. Last, the result's name."""
     if shape.cp_grid[1] == 1:
         return (), names, "attended"
     makes = ("q_swapped", "k_swapped", "v_swapped")
@@ -239,7 +240,8 @@ def _all_to_all_back(model: Model, shape: Shape, attended: str) -> tuple[Op, ...
 def _all_to_all(
     shape: Shape, name: str, read: str, make: str, sizes: tuple[int, int], *, num_messages: int = 1, to_heads: bool = True
 ) -> Op:
-    """`sizes`: bytes of this rank's tokens with all heads, and of its heads of all tokens at its place of the ring."""
+    """All-to-all. `sizes`: bytes of this rank's tokens with all heads, and of its heads over all tokens at its place of the
+    ring."""
     whole, swapped = sizes
     ways: tuple[When, When] = ("forward", "backward") if to_heads else ("backward", "forward")
     stays = whole // shape.cp_grid[1]
@@ -252,7 +254,7 @@ def _all_to_all(
 
 
 def _swapped(shape: Shape, num_bytes: int) -> int:
-    """Bytes of a rank's heads of all tokens at its place of the ring, of `num_bytes` of its own tokens with all heads."""
+    """Bytes of a rank's heads over all tokens at its place of the ring; `num_bytes`: of its own tokens with all heads."""
     return num_bytes * shape.swapped_tokens // max(1, shape.num_tokens * shape.cp_grid[1])
 
 
@@ -267,12 +269,12 @@ def _bytes_of_heads(model: Model, shape: Shape) -> tuple[int, int, int]:
 
 
 def _exchanged_kv_heads(model: Model, shape: Shape) -> int:
-    """Heads of keys and values of this rank that attention is given."""
+    """Key/value heads of this rank that attention gets."""
     return ceil_div(model.num_attention_heads if shape.kernels.repeats_keys else model.num_key_value_heads, shape.tp)
 
 
 def _bytes_of_swapped(model: Model, shape: Shape) -> tuple[int, int, int]:
-    """Bytes once sequence is swapped for heads: where there are more ranks than heads of keys, some go to several."""
+    """Bytes after sequence shards are swapped for heads: with more ranks than key heads, some go to several ranks."""
     query, key, value = _bytes_of_heads(model, shape)
     if model.latent_attention:
         return query, key, value
@@ -282,7 +284,7 @@ def _bytes_of_swapped(model: Model, shape: Shape) -> tuple[int, int, int]:
 
 
 def _key_value_heads(model: Model, shape: Shape) -> int:
-    """Heads of keys and values at work on one rank: each that its query heads read."""
+    """Key/value heads used on one rank: each that its query heads read."""
     groups, ranks = _exchanged_kv_heads(model, shape), shape.cp_grid[1]
     queries = ceil_div(model.num_attention_heads, shape.tp * ranks)
     if model.latent_attention:
@@ -310,7 +312,7 @@ def _scores(model: Model, layer: int, shape: Shape) -> Scores:
 
 
 def _flash(model: Model, layer: int, shape: Shape, names: tuple[str, str, str], attended: str) -> tuple[Op, ...]:
-    """The fused kernel: scores never exist, one fp32 number per row and head (`logsumexp`) is kept instead."""
+    """Fused kernel: scores are never materialised; one fp32 number per row and head (`logsumexp`) is saved instead."""
     scores = _scores(model, layer, shape)
     rows = shape.swapped_tokens * scores.heads
     logsumexp = Activation("logsumexp", rows * shape.wide_itemsize)
@@ -334,7 +336,7 @@ def _flash(model: Model, layer: int, shape: Shape, names: tuple[str, str, str], 
 
 
 def _key_value_traffic(model: Model, window: int | None, shape: Shape) -> tuple[tuple[Collective, ...], int, int]:
-    """Traffic of cp's ring and all-gather, and the room of keys and values that come from other ranks, forward and backward."""
+    """Communication of cp's ring and all-gather, and buffers for keys and values of other ranks, forward and backward."""
     places = shape.cp_grid[0]
     if places == 1:
         return (), 0, 0
@@ -352,32 +354,31 @@ def _key_value_traffic(model: Model, window: int | None, shape: Shape) -> tuple[
         Collective("all_gather", "cp", whole, "backward", beside, keys, reach),
         Collective("reduce_scatter", "cp", widened * whole, "backward", beside, gradients, reach),
     )
-    # A ring holds the pair at work and the one that arrives; backward their gradients as well.
+    # A ring holds the current pair and the incoming one; backward their gradients as well.
     buffer_bytes = 2 * (key + value) if shape.rings else whole
     return traffic, buffer_bytes, (1 + widened) * buffer_bytes
 
 
 def _merge_scratch_bytes(model: Model, shape: Shape, scores: Scores) -> tuple[int, int]:
-    """Buffers where parts of attention are joined over cp (`parallel.context.context_attention`), beside keys and values:
-    forward the sum, wide, one part as its kernel made it and once more as wide; backward wide sums of all gradients, and one
-    part's."""
-    if shape.cp_grid[0] == 1 or not shape.kernels.drops_unseen_keys:  # others' rings are not known so well
+    """Buffers, besides keys and values, where parts of attention are merged over cp (`parallel.context.context_attention`):
+    forward the wide sum, one part from its kernel and its wide copy; backward wide sums of all gradients, and one part's."""
+    if shape.cp_grid[0] == 1 or not shape.kernels.drops_unseen_keys:  # other frameworks' rings are not modelled in this detail
         return 0, 0
     wider = shape.wide_itemsize // shape.itemsize
     query, key, value = (_swapped(shape, size) for size in _bytes_of_swapped(model, shape))
     attended = _swapped(shape, _attended_bytes(model, shape))
     part = attended * scores.kernel_width(shape.device) // scores.value_head_dim
     forward = (wider - 1) * attended + part * (1 + wider if wider > 1 else 1)
-    packed = 0 if shape.rings else wider * (key + value)  # of one part, on their way home
+    packed = 0 if shape.rings else wider * (key + value)  # of one part, being sent back
     return forward, wider * (query + key + value) + packed
 
 
 def _ring_shares(places: int, window: int | None, shape: Shape) -> tuple[float, float]:
-    """Shares of keys and of their gradients that a ring sends when it drops what no later rank needs.
+    """Fractions of keys and of their gradients that a ring sends when it drops what no later rank needs.
 
-    In zigzag order the late half of rank r's keys is seen by the r ranks before it only: of n - 1 hops of two halves, 3/4. The
-    halves' gradients part nowhere but on rank 0, whose late half nobody else touches. Windows shorten the way further, and
-    documents that are whole on a rank have none: not counted here.
+    In zigzag order the late half of rank r's keys is seen only by the r ranks before it: 3/4 of n - 1 hops of two halves. The
+    gradients of the two halves travel together, except for rank 0, whose late half no other rank uses. Sliding windows, and
+    documents whole on one rank, shorten the path further: not counted here.
     """
     if not shape.kernels.drops_unseen_keys or shape.documents or (window or shape.sequence_length) < shape.sequence_length:
         return 1.0, 1.0
@@ -385,7 +386,8 @@ def _ring_shares(places: int, window: int | None, shape: Shape) -> tuple[float, 
 
 
 def _math(model: Model, layer: int, shape: Shape, names: tuple[str, str, str], attended: str) -> tuple[Op, ...]:
-    """Scores in memory, S x S a head: a product, a softmax that keeps its result, dropout, and a product with the values."""
+    """Unfused attention, S x S scores per head in memory: a GEMM, a softmax that saves its result, dropout, and a GEMM with the
+    values."""
     query, key, value = names
     s = _scores(model, layer, shape)
     count = s.batch * s.heads

@@ -1,13 +1,12 @@
-"""Slots of delayed fp8 scaling, which keeps a history: three largest magnitudes of every product of a block.
+"""Slots of delayed fp8 scaling's amax history: three for every GEMM of a block.
 
-    slot       of                                    scale that follows from its history
-    input      what the product reads                of e4m3
-    weight     its weight                            of e4m3
-    gradient   the gradient of its result            of e5m2
+    slot       amax of                               scale that follows from its history
+    input      the GEMM's input                      for e4m3
+    weight     its weight                            for e4m3
+    gradient   the gradient of its result            for e5m2
 
-Products of experts have three for every expert. Of products that read one input together the first one's slot is used. The
-order, input, weight, gradient of product after product as `description.architecture.weights` lists them, is that of
-checkpoints and messages.
+Experts' GEMMs have three for every expert. GEMMs that read one input together use the first one's input slot. The order (input,
+weight, gradient, GEMM after GEMM as `description.architecture.weights` lists them) is that of checkpoints and messages.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from ultrascale.description.architecture.weights import layer_weights, weights
 from ultrascale.description.layout import NARROW, Layout
 
 KINDS = 3
-"""Input, weight, gradient."""
+"""Number of slot kinds: input, weight, gradient."""
 SLOT_BYTES = 4
-"""fp32."""
+"""Bytes of a slot (fp32)."""
 _NARROW = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
-"""Latent attention's, which stay in bf16."""
+"""Low-rank projections of latent attention, which stay in bf16."""
 
 
 class Slots(NamedTuple):
-    """Slots of one product among its block's."""
+    """Slots of one GEMM among its block's."""
 
     first: int
     count: int
@@ -48,11 +47,11 @@ class Slots(NamedTuple):
 
 
 def block_slots(model: Model, layer: int) -> dict[str, Slots]:
-    """Slots of every product of block `layer` that is in fp8, by the name of its module in the block."""
+    """Slots of every fp8 GEMM of block `layer`, by its module's name in the block."""
     slots: dict[str, Slots] = {}
     first = 0
     for weight in layer_weights(model, layer):
-        if weight.part not in ("attention", "mlp") or weight.name.endswith(".bias"):  # experts' have a row for each
+        if weight.part not in ("attention", "mlp") or weight.name.endswith(".bias"):  # an expert bias has a row per expert
             continue
         if len(weight.shape) > 1 and not weight.name.endswith(_NARROW):
             count = weight.shape[0] if weight.is_expert else 1
@@ -62,17 +61,17 @@ def block_slots(model: Model, layer: int) -> dict[str, Slots]:
 
 
 def num_block_slots(model: Model, layer: int) -> int:
-    """Slots of block `layer`."""
+    """Number of slots of block `layer`."""
     return sum(KINDS * slots.count for slots in block_slots(model, layer).values())
 
 
 def fp8_layers(model: Model, layout: Layout) -> range:
-    """The blocks whose products are in fp8, if the layout's precision is."""
+    """Blocks whose GEMMs are in fp8, if the layout's precision is."""
     return range(layout.fp8_keep_blocks, model.num_hidden_layers - layout.fp8_keep_blocks)
 
 
 def products_line(model: Model, layout: Layout) -> str:
-    """Summary for people: which products of a run in fp8 are in 8 bits, and what stays in bf16, by the names of modules."""
+    """One-line summary: which GEMMs of an fp8 run are in fp8, and which stay in bf16, by module name."""
     in_fp8: dict[int | None, set[str]] = {layer: set(block_slots(model, layer)) for layer in fp8_layers(model, layout)}
     narrow: dict[str, None] = {}
     wide: dict[str, None] = {}
@@ -87,18 +86,18 @@ def products_line(model: Model, layout: Layout) -> str:
 
 
 def is_delayed(layout: Layout) -> bool:
-    """True if there is a history."""
+    """True if fp8 scaling is delayed, so that there is a history."""
     return layout.precision == "fp8" and layout.fp8_scaling == "delayed"
 
 
 def gathers_fp8(layout: Layout) -> bool:
-    """True if weights of products in fp8 are all-gathered in fp8."""
+    """True if the weights of fp8 GEMMs are all-gathered in fp8."""
     return layout.precision in NARROW and layout.fp8_all_gather and layout.group("shard")[0] > 1
 
 
 def weights_gathered_in_fp8(model: Model, layout: Layout) -> dict[str, bool]:
-    """Names of the weights that are gathered in fp8, and whether ranks of tp (of experts: `expert_tp`) hold other parts of what
-    has one scale."""
+    """Weights that are gathered in fp8, by name; the value is True if ranks of tp (of experts: `expert_tp`) hold other parts of
+    a tensor with one scale."""
     if not gathers_fp8(layout):
         return {}
     gathered: dict[str, bool] = {}
@@ -111,10 +110,10 @@ def weights_gathered_in_fp8(model: Model, layout: Layout) -> dict[str, bool]:
 
 
 def num_weight_scales(shape: tuple[int, ...], layout: Layout) -> int:
-    """Number of scales of a weight of this shape, [F, D] or of experts [X, F, D]: one a row, or one a matrix."""
+    """Number of scales of a weight of this shape, [F, D] or of experts [X, F, D]: one per row, or one per matrix."""
     return prod(shape[:-1]) if layout.fp8_scaling == "row" else prod(shape[:-2])
 
 
 def num_slots(model: Model, layout: Layout) -> int:
-    """Number of slots of the whole model: the numbers that ranks agree on once a step. 0 without delayed scaling."""
+    """Number of slots of the whole model, which ranks all-reduce once a step. 0 without delayed scaling."""
     return sum(num_block_slots(model, layer) for layer in fp8_layers(model, layout)) if is_delayed(layout) else 0

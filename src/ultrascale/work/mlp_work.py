@@ -1,9 +1,9 @@
-"""Feed-forward operations on one rank: the dense layer cut by tp, and experts cut by ep and expert_tp.
+"""Feed-forward operations on one rank: the dense layer sharded by tp, and experts by ep and expert_tp.
 
-Experts: every token is copied to its k experts' ranks (`dispatch`), each rank runs one grouped product over the tokens of each
-of its experts, results come back (`combine`) and are summed by their scores. No token is dropped; a rank that is chosen more
-often than the mean gets `shape.expert_imbalance` times as many (Lepikhin et al. 2021; Gale et al. 2023). Tokens are cut over tp
-before they are routed, so that no two ranks send the same one.
+Experts: every token is copied to its k experts' ranks (`dispatch`), each rank runs one grouped GEMM over its experts' tokens,
+and results return (`combine`) and are summed with their scores. No token is dropped; a rank that is chosen more often than the
+mean gets `shape.expert_imbalance` times as many (Lepikhin et al. 2021; Gale et al. 2023). Tokens are sharded over tp before
+routing, so that no two ranks send the same one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ultrascale.work.ops import Activation, Collective, Op, Product, Shape
 from ultrascale.work.sharding.places import even_part
 
 ROW_BYTES = 8
-"""Bytes per row of a permutation: the row's source, and the experts that a token chose, int64."""
+"""Bytes per row of a permutation, in int64: the row's source, or an expert chosen by a token."""
 
 
 def mlp_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
@@ -44,7 +44,7 @@ def mlp_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
     num_bytes = shape.outer_tokens * model.hidden_size * shape.itemsize
     total = Op("mlp.add_shared", "elementwise", ("routed_out", "shared_out"), (Activation("mlp_out", num_bytes),),
                moved_bytes=3 * num_bytes, backward_moved_bytes=2 * num_bytes, keeps_alive=("mlp_in",))  # fmt: skip
-    # Sent before the shared one is computed, and awaited after it: what travels, and where it comes to, is there meanwhile.
+    # Sent before the shared expert and awaited after it: send and receive buffers exist meanwhile.
     routed = _experts(model, shape, "routed_out")
     under_way = 1 + max(i for i, op in enumerate(routed) if op.name in ("mlp.permute", "mlp.dispatch"))
     shared = _dense(model, shape, "mlp.shared_experts", width, "mlp_in", "shared_out", prefix="shared_")
@@ -81,18 +81,18 @@ def _dense(model: Model, shape: Shape, block: str, width: int, read: str, make: 
 
 
 def _in_chunks(model: Model, shape: Shape, width: int, read: str, make: str) -> Op:
-    """The layer, one piece of the tokens after the other (`parallel.activations.mlp_chunks`): its input is kept, and wide
-    activations exist for a piece alone, backward with their gradients."""
+    """The dense layer, one piece of the tokens after the other (`parallel.activations.mlp_chunks`): its input is saved, and
+    wide activations exist for one piece only, in the backward pass with their gradients."""
     a, w, d, n = shape.itemsize, shape.wide_itemsize, model.hidden_size, ceil_div(shape.num_tokens, shape.mlp_chunks)
     piece = replace(shape, micro_batch_size=1, sequence_length=n * shape.cp, mlp_chunks=1)
     inside = _dense(model, piece, "mlp", width, read, make)
     products = [op for op in inside if op.kind == "matmul"]
-    tokens = shape.num_tokens  # the last piece may be a shorter one
+    tokens = shape.num_tokens  # the last piece may be shorter
     recomputed_flops = sum(op.flops // n * tokens for op in products[:-1])
     wide = n * width * a
     gated = model.gated_mlp
     sums = 0
-    if a < w:  # in fp32, beside one product of a piece and what is returned
+    if a < w:  # in fp32, next to one GEMM result of a piece and the returned tensors
         sizes = [op.product.n * op.product.k for op in products if op.product is not None]
         sums = (w - a) * sum(sizes) + a * max(sizes)
     flops = sum(op.flops // n * tokens for op in products)
@@ -107,7 +107,7 @@ def _in_chunks(model: Model, shape: Shape, width: int, read: str, make: str) -> 
 def _activate(
     model: Model, shape: Shape, block: str, reads: tuple[str, ...], make: str, elements: int, *, extra: tuple[str, ...] = ()
 ) -> list[Op]:
-    """act(gate) * up, or act(up), `elements` of them. `extra`: what else scales the result, and is saved for it."""
+    """act(gate) * up, or act(up), with `elements` elements. `extra`: other factors of the result, also saved for it."""
     a = shape.itemsize
     product = Activation(make, elements * a)
     if _keeps_narrow_gates(model, shape):
@@ -123,7 +123,7 @@ def _activate(
         return [Op(fused_name, "elementwise", (*reads, *extra), (product,), (*reads, *extra), moved_bytes=2 * elements * a,
                    backward_moved_bytes=3 * elements * a)]  # fmt: skip
     if shape.kernels.swiglu:
-        # Clamped first, in the form without Triton.
+        # Without Triton the inputs are clamped first.
         clamped = product.num_bytes if model.activation == "swigluoai" else 0
         return [
             Op(fused_name, "elementwise", (*reads, *extra), (product,), (*reads, *extra),
@@ -131,7 +131,7 @@ def _activate(
                moved_bytes=3 * elements * a, backward_moved_bytes=5 * elements * a)
         ]  # fmt: skip
     activated = Activation(f"{make}_activated", elements * a)
-    gate, up = reads[0], reads[-1]  # one and the same if a product made both
+    gate, up = reads[0], reads[-1]  # the same if one GEMM computed both
     return [
         Op(f"{block}.silu", "elementwise", (gate,), (activated,), (gate,), moved_bytes=2 * elements * a,
            backward_moved_bytes=3 * elements * a),
@@ -147,7 +147,7 @@ def _keeps_narrow_gates(model: Model, shape: Shape) -> bool:
 def _activated_source(
     model: Model, shape: Shape, read: str, width: int, num_tokens: int, gates: tuple[str, ...]
 ) -> tuple[tuple[Op, ...], Source]:
-    """Source of the product of what `_activate` makes of `gates`; a compiler would make it again."""
+    """Source of the GEMM that reads the result of `_activate` on `gates`; a compiler would recompute it."""
     ops, source = local_source(shape, read, width, num_tokens, cheap=True)
     if _keeps_narrow_gates(model, shape):
         kept = tuple(f"{gate}_fp8" for gate in gates)
@@ -156,7 +156,7 @@ def _activated_source(
 
 
 def _experts(model: Model, shape: Shape, make: str) -> tuple[Op, ...]:
-    """Routing, dispatch, the experts of this rank, and back: `make` [outer tokens, D]."""
+    """Routing, dispatch, the experts of this rank, and combine: `make` [outer tokens, D]."""
     d, a, k = model.hidden_size, shape.itemsize, model.num_experts_per_tok
     n = shape.outer_tokens if shape.shards_sequence else shape.tp_part(shape.num_tokens)  # routed tokens of this rank
     routed = _dispatched_tokens(model, shape, n * k) if shape.ep > 1 else n * k
@@ -171,7 +171,7 @@ def _experts(model: Model, shape: Shape, make: str) -> tuple[Op, ...]:
 
 
 def _dispatched_tokens(model: Model, shape: Shape, sent: int) -> int:
-    """Rows that come to this rank's experts where every rank of ep sends so many, to all experts alike."""
+    """Rows that arrive at this rank's experts if every ep rank sends `sent`, evenly over all experts."""
     if shape.coordinates is None:
         return round(sent * max(1.0, shape.expert_imbalance))
     experts = model.num_experts
@@ -179,8 +179,8 @@ def _dispatched_tokens(model: Model, shape: Shape, sent: int) -> int:
 
 
 def _route(model: Model, shape: Shape, n: int) -> list[Op]:
-    """Scores of all experts, the k best, and `n` tokens in the order of their experts. Without sequence parallelism every rank
-    of tp scores all tokens."""
+    """Scores of all experts, the k best, and `n` tokens sorted by expert. Without sequence parallelism every tp rank scores all
+    tokens."""
     d, a, k, x = model.hidden_size, shape.itemsize, model.num_experts_per_tok, model.num_experts
     m = shape.outer_tokens
     logits = Activation("router_logits", m * x * shape.wide_itemsize)
@@ -202,8 +202,8 @@ def _route(model: Model, shape: Shape, n: int) -> list[Op]:
 
 
 def _choices_gathered(model: Model, shape: Shape) -> tuple[Collective, ...]:
-    """Communication of experts of limited capacity: whole sequences decide who drops what (`parallel.expert.expert_sequences`),
-    so choices and weights of their tokens go to all ranks that hold some."""
+    """Communication of experts with limited capacity: dropping is decided per whole sequence
+    (`parallel.expert.expert_sequences`), so choices and weights of its tokens go to all ranks that hold some of them."""
     if model.expert_capacity_factor is None:
         return ()
     each = shape.micro_batch_size * 2 * model.num_experts_per_tok * shape.wide_itemsize
@@ -213,7 +213,7 @@ def _choices_gathered(model: Model, shape: Shape) -> tuple[Collective, ...]:
 
 
 def _dispatch(shape: Shape, sent: int, received: int, gathered: int, rows: int) -> list[Op]:
-    """Copies of tokens to the ranks of their experts, and there, `rows` of them, into the order of experts."""
+    """Copies of tokens sent to the ranks of their experts and there, `rows` of them, sorted by expert."""
     ops, name = [], "permuted"
     if shape.ep > 1:
         traffic = _exchanged(shape, sent, received)
@@ -227,7 +227,7 @@ def _dispatch(shape: Shape, sent: int, received: int, gathered: int, rows: int) 
         name = "gathered"
     if not _sorts(shape):
         return ops
-    # What came from several ranks is put next to each other by expert, and back; the order is kept.
+    # Rows from several ranks are grouped by expert, and ungrouped afterwards; the order is saved.
     order = () if name == "permuted" else (Activation("sorted_rows", rows * ROW_BYTES),)
     ops.append(Op("mlp.sort", "permute", (name,), (Activation("expert_in", gathered), *order), tuple(o.name for o in order),
                   moved_bytes=2 * gathered, backward_moved_bytes=2 * gathered))  # fmt: skip
@@ -235,23 +235,25 @@ def _dispatch(shape: Shape, sent: int, received: int, gathered: int, rows: int) 
 
 
 def _sorts(shape: Shape) -> bool:
-    """True if rows are put into the order of experts on their rank, beside the order that they are made in."""
+    """True if a rank sorts received rows by expert, in addition to the order in which they were sent."""
     return shape.kernels.sorts_own_rows or shape.ep * shape.expert_tp > 1
 
 
 def _exchanged(shape: Shape, sent: int, received: int) -> tuple[Collective, ...]:
-    """Exchange of tokens there and, of gradients, back; the slower way is priced where no rank is given."""
+    """All-to-all of tokens and, in the backward pass, of their gradients; without a given rank, the slower direction's time
+    counts."""
     out_bytes, back_bytes = (max(sent, received),) * 2 if shape.coordinates is None else (sent, received)
     return Collective("all_to_all", "ep", out_bytes, "forward"), Collective("all_to_all", "ep", back_bytes, "backward")
 
 
 def _reduction_scratch_bytes(shape: Shape, sum_bytes: int, parts: int) -> int:
-    """Buffers beside the sum over expert_tp, `sum_bytes`: all ranks' parts of it, and of narrow rows the wide sum before it."""
+    """Buffers besides the sum over expert_tp (`sum_bytes`): all ranks' parts and, for narrow rows, the wide sum before
+    rounding."""
     return 0 if shape.kernels.weighs_before_combining else parts + sum_bytes * (shape.wide_itemsize // shape.itemsize - 1)
 
 
 def _grouped(model: Model, shape: Shape, tokens: int, local: int, f: int) -> list[Op]:
-    """The experts' three products, each one grouped product over the experts of this rank."""
+    """The experts' three projections, each one grouped GEMM over the experts of this rank."""
     d, a = model.hidden_size, shape.itemsize
     m = max(1, tokens // local)
     names = ("gate", "up") if model.gated_mlp else ("up",)
@@ -261,17 +263,17 @@ def _grouped(model: Model, shape: Shape, tokens: int, local: int, f: int) -> lis
         scales: tuple[Collective, ...] = (),
     ) -> Op:  # fmt: skip
         flops = 2 * tokens * rows * columns
-        sums = 2 * local * tokens * rows if model.mlp_bias else 0  # of each expert's rows, for its bias: a product with ones
+        sums = 2 * local * tokens * rows if model.mlp_bias else 0  # bias gradients by expert: a GEMM with ones
         suffixes = ("weight", "bias") if model.mlp_bias else ("weight",)
         parameters = tuple(f"mlp.experts.{weight}_proj.{suffix}" for weight in weights for suffix in suffixes)
         own_fp8 = in_own_fp8(shape, source)
-        together = names.index(name) + 1 if own_fp8 and name in names else 1  # of one call in fp8, which has made those before
-        # The products, and of each row its expert's bias, beside the sums.
+        together = names.index(name) + 1 if own_fp8 and name in names else 1  # results that one fp8 call holds so far
+        # The GEMM results and each row's expert bias, next to the sums.
         biased = (together + 1) * tokens * rows * a if model.mlp_bias else 0
         room, backward_room = fp8_scratch_bytes(shape, source, tokens, columns, rows, experts=local, biased_bytes=biased)
         if own_fp8 and not shape.fp8_gathered:
             room += (together - 1) * local * rows * columns * FP8_BYTES
-            if name == names[0]:  # before the products all weights are rounded, one after the other
+            if name == names[0]:  # all weights are quantised before the GEMMs, one after the other
                 rounded = local * rows * columns * (len(names) * FP8_BYTES + shape.wide_itemsize)
                 room = max(room, rounded - tokens * rows * a)
         result = Activation(make, tokens * rows * a)
@@ -298,7 +300,7 @@ def _grouped(model: Model, shape: Shape, tokens: int, local: int, f: int) -> lis
 
 
 def _combine(model: Model, shape: Shape, make: str, n: int, sent: int, gathered: int) -> list[Op]:
-    """Results to the ranks of their tokens, there summed by their scores."""
+    """Results sent back to their tokens' ranks and summed with their scores."""
     d, a, k = model.hidden_size, shape.itemsize, model.num_experts_per_tok
     name, returned, ops = "expert_out", n * k * d * a, list[Op]()
     if _sorts(shape):
@@ -320,10 +322,10 @@ def _combine(model: Model, shape: Shape, make: str, n: int, sent: int, gathered:
     cut_over_tp = shape.tp > 1 and not shape.shards_sequence
     total = Activation(f"{make}_cut" if cut_over_tp else make, summed)
     saves = ("permuted_rows",) if weighed else (name, "scores", "permuted_rows")
-    # Backward: the gradient of each row, what came back, and their product, all wide, before the first is narrowed.
+    # Backward: each row's gradient, its result, and their product, all wide, before the first is rounded.
     wide = shape.wide_itemsize // a
     room = 0 if weighed else returned * ((3 if wide > 1 else 2) * wide - 1)
-    sums = 0 if weighed else 2 * wide * summed  # forward: the sum and what is added to it, both wide
+    sums = 0 if weighed else 2 * wide * summed  # forward: the sum and the summand, both wide
     ops.append(
         Op("mlp.unpermute", "permute", (name,) if weighed else (name, "scores"), (total,), saves, moved_bytes=returned + summed,
            backward_moved_bytes=2 * returned + summed, scratch_bytes=sums, backward_scratch_bytes=room)

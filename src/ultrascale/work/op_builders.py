@@ -1,9 +1,9 @@
-"""Operations that all parts of a block are made of: products, norms, sums, and what goes between tensor-parallel ranks.
+"""Builders of operations that all parts of a block use: GEMMs, norms, sums, and communication between tensor-parallel ranks.
 
-Column-parallel products read the whole sequence, row-parallel ones make partial sums (Shoeybi et al. 2019). With sequence
-parallelism (Korthikanti et al. 2022) what is between such regions is cut along the sequence:
+Column-parallel GEMMs read the whole sequence, row-parallel ones produce partial sums (Shoeybi et al. 2019). With sequence
+parallelism (Korthikanti et al. 2022) tensors between such regions are sharded along the sequence:
 
-                  before a column product            after a row product
+                  before a column-parallel GEMM      after a row-parallel GEMM
     plain         -; all-reduce of the gradient      all-reduce; -
     sequence      all-gather; reduce-scatter         reduce-scatter; all-gather
 """
@@ -19,38 +19,37 @@ from ultrascale.description.layout import NARROW
 from ultrascale.work.ops import Activation, Collective, Op, Product, Shape
 
 FP8_BYTES, FP8_MULTIPLE = 1, 16
-"""Bytes per element and divisor of sizes of GEMMs in fp8 on CUDA, whose factors are padded with zeros to it
-(`kernels.fp8.fp8_matrices`)."""
+"""Bytes per element in fp8, and the multiple to which GEMM dimensions are zero-padded on CUDA (`kernels.fp8.fp8_matrices`)."""
 SCALE_BYTES = 4
 HASHED_BYTES, HASH_PASSES = 4, 20
-"""Bytes of the words that decide what is dropped, and how often memory is read or written for one (`kernels.dropout`)."""
+"""Bytes of the hash words that decide what is dropped, and number of memory accesses per word (`kernels.dropout`)."""
 SUM_OF_A_PAIR = 2
-"""Ranks that add each other's whole tensors over gloo, where more use its all-reduce."""
+"""Number of ranks up to which whole tensors are exchanged and added over gloo; more ranks use its all-reduce."""
 
 
 class Source(NamedTuple):
-    """Input of a product, and the part of it that is saved for the gradient of the weight."""
+    """Input of a GEMM, and the part of it that is saved for the weight's gradient."""
 
     read: str
     saved: tuple[str, ...]
     recomputed_bytes: int = 0
-    """Made again in the backward pass, for a moment."""
+    """Bytes recomputed in the backward pass, for a moment."""
     collectives: tuple[Collective, ...] = ()
-    """Communication of the first product that reads it."""
+    """Communication of the first GEMM that reads it."""
     in_fp8: bool = False
-    """True if what is saved is rounded to 8 bits or fewer."""
+    """True if the saved tensor is in fp8 or narrower."""
 
 
 def ceil_div(size: int, ranks: int) -> int:
-    """The largest of `ranks` parts of `size`."""
+    """Largest of `ranks` parts of `size`."""
     return -(-size // ranks)
 
 
 def exchanged_bytes(shape: Shape, whole: int) -> int:
-    """Temporary bytes while ranks of tp sum `whole` bytes, beside it and the result (`parallel.tensor.tensor_traffic`).
+    """Temporary bytes while tp ranks sum `whole` bytes, besides it and the result (`parallel.tensor.tensor_traffic`).
 
-    On the CPU parts from other ranks and copies of those for them; without parts two ranks send all of it. NCCL sends from
-    copies of all parts, and adds whole tensors in place. Parts of a single sequence lie together already.
+    On the CPU: parts from other ranks and copies of the parts sent to them; without parts two ranks send the whole tensor. NCCL
+    sends from copies of all parts, and adds whole tensors in place. Parts of a single sequence are contiguous already.
     """
     several = shape.micro_batch_size > 1
     if shape.shards_sequence:
@@ -60,8 +59,8 @@ def exchanged_bytes(shape: Shape, whole: int) -> int:
 
 
 def gathered_scratch_bytes(shape: Shape, whole: int) -> int:
-    """Temporary bytes beside `whole` bytes while they are all-gathered over tp: on the CPU parts from other ranks, on CUDA all
-    parts of several sequences, or of different lengths, by rank."""
+    """Temporary bytes besides `whole` while they are all-gathered over tp: on the CPU parts from other ranks, on CUDA all parts
+    by rank if there are several sequences or different lengths."""
     if shape.device == "cpu":
         return whole * (shape.tp - 1) // shape.tp
     return whole if shape.micro_batch_size > 1 or shape.local_length % shape.tp else 0
@@ -80,14 +79,14 @@ def linear(
     weights: tuple[str, ...] = (),
     collectives: tuple[Collective, ...] = (),
 ) -> Op:
-    """[tokens, columns] x [columns, rows], sizes of this rank. `weights`: of which there are several, joined in one product."""
+    """GEMM [tokens, columns] x [columns, rows], with this rank's sizes. `weights`: several weights joined in one GEMM."""
     n = shape.num_tokens if num_tokens is None else num_tokens
     names = weights or (name,)
     suffixes = ("weight", "bias") if bias else ("weight",)
     flops, backward_flops = _product_flops(shape, source, n, columns, rows)
     unbiased = (
         n * rows * shape.itemsize if bias and in_own_fp8(shape, source) else 0
-    )  # the product beside its sum with the bias
+    )  # the GEMM result next to its sum with the bias
     room, backward_room = fp8_scratch_bytes(shape, source, n, columns, rows, biased_bytes=unbiased)
     return Op(
         name, "matmul", (source.read,), (Activation(make, n * rows * shape.itemsize),), source.saved,
@@ -98,12 +97,12 @@ def linear(
 
 
 def fp8_multiple(shape: Shape, size: int) -> int:
-    """Padded size of the dimension that a product in fp8 sums over, or of its result's last."""
+    """Padded size of the dimension that an fp8 GEMM sums over, or of its result's last dimension."""
     return size if shape.device == "cpu" else ceil_div(size, FP8_MULTIPLE) * FP8_MULTIPLE
 
 
 def _product_flops(shape: Shape, source: Source, n: int, columns: int, rows: int) -> tuple[int, int]:
-    """FLOPs of a product and of its two of the backward pass, with padding."""
+    """FLOPs of a GEMM and of its two backward GEMMs, with padding."""
     flops = 2 * n * rows * columns
     if not in_own_fp8(shape, source):
         return flops, 2 * flops
@@ -113,18 +112,18 @@ def _product_flops(shape: Shape, source: Source, n: int, columns: int, rows: int
 
 
 def in_own_fp8(shape: Shape, source: Source) -> bool:
-    """True if a product that reads `source` is in fp8, and made by us."""
+    """True if a GEMM that reads `source` is in fp8, by our own code."""
     return shape.kernels.own_fp8 and source.in_fp8
 
 
 def fp8_scratch_bytes(
     shape: Shape, source: Source, n: int, columns: int, rows: int, *, experts: int = 1, biased_bytes: int = 0
 ) -> tuple[int, int]:
-    """Temporary bytes beside a product in fp8, if it is one, and beside its two of the backward pass: the weight rounded,
-    before that divided in fp32; the gradient as both want it, each of which is scaled and divided in fp32 before; and while
-    products are made, on CUDA the copies that `native_scratch_bytes` counts, on the CPU the factors and the result in fp32
-    (`kernels.fp8.fp8_linear`). `experts`: one after the other, and each row with its expert's scales beside it. `biased_bytes`:
-    what adding biases takes beside a product, in fp8 or not, when weights are rounded already."""
+    """Temporary bytes besides a GEMM, if in fp8, and its two backward GEMMs: the quantised weight, and before that its fp32
+    quotient; the gradient in the two forms that the GEMMs need, each first scaled and divided in fp32; and during the GEMMs, on
+    CUDA the copies that `native_scratch_bytes` counts, on the CPU factors and result in fp32 (`kernels.fp8.fp8_linear`).
+    `experts`: run one after the other, with each row's expert scales. `biased_bytes`: temporary bytes of adding biases after a
+    GEMM, in fp8 or not, when weights are quantised already."""
     if not in_own_fp8(shape, source):
         return biased_bytes, 0
     a, w = FP8_BYTES, shape.wide_itemsize
@@ -135,17 +134,17 @@ def fp8_scratch_bytes(
         home = native_scratch_bytes(shape, each, rows, columns, lies=(True, False))
         backward = max(home, native_scratch_bytes(shape, rows, each, columns, lies=turned))
     narrow = 0 if shape.fp8_gathered else experts * rows * columns * a
-    by_row = shape.fp8_scaling == "row"  # else dW takes the gradient as dx does, turned, and nothing is scaled before
+    by_row = shape.fp8_scaling == "row"  # else dW reads the transpose of dx's gradient, without scaling first
     roundings, wides = (2, 3 if experts > 1 else 2) if by_row else (1, 1)
-    quotient = narrow // a * w - n * rows * shape.itemsize  # while the weight is rounded there is no result yet
+    quotient = narrow // a * w - n * rows * shape.itemsize  # while the weight is quantised there is no result yet
     return narrow + max(forward + biased_bytes, quotient), narrow + roundings * n * rows * a + max(
         wides * n * rows * w, backward
     )
 
 
 def native_scratch_bytes(shape: Shape, m: int, k: int, n: int, *, lies: tuple[bool, bool] = (True, True)) -> int:
-    """Temporary bytes of a product in fp8 of [m, k] and [n, k] on CUDA: copies of factors that do not lie row by row (`lies`),
-    or are padded, and a result with more columns than are wanted."""
+    """Temporary bytes of an fp8 GEMM of [m, k] and [n, k] on CUDA: copies of factors that are not row-major (`lies`: which are)
+    or are padded, and a result with padding columns."""
     whole_k, whole_n = fp8_multiple(shape, k), fp8_multiple(shape, n)
     left = 0 if lies[0] and whole_k == k else m * whole_k
     right = 0 if lies[1] and (whole_n, whole_k) == (n, k) else whole_n * whole_k
@@ -153,15 +152,15 @@ def native_scratch_bytes(shape: Shape, m: int, k: int, n: int, *, lies: tuple[bo
 
 
 def narrow_bytes(shape: Shape, elements: int) -> int:
-    """Bytes of a factor of narrow products, with the scales of its blocks."""
+    """Bytes of a factor of narrow GEMMs, with the scales of its blocks."""
     return ceil(elements * NARROW[shape.precision])
 
 
 def local_source(
     shape: Shape, read: str, width: int, num_tokens: int, *, cheap: bool = False, again: bool = False
 ) -> tuple[tuple[Op, ...], Source]:
-    """Source of a product whose input is on this rank already, and its operations. `cheap`: a compiler would make it again.
-    `again`: it is kept as it is, and rounded again for the weight's gradient."""
+    """Source of a GEMM whose input is already on this rank, and its operations. `cheap`: a compiler would recompute it.
+    `again`: it is saved unquantised, and quantised again for the weight's gradient."""
     num_bytes = num_tokens * width * shape.itemsize
     if shape.precision in NARROW:
         narrow = Activation(f"{read}_fp8", narrow_bytes(shape, num_tokens * width))
@@ -176,10 +175,10 @@ def local_source(
 
 
 def column_source(shape: Shape, read: str, width: int, *, projections: int = 1) -> tuple[tuple[Op, ...], Source]:
-    """Source of column-parallel products of `read` [outer tokens, width], with the part that is saved; norms make it, so it is
+    """Source of column-parallel GEMMs of `read` [outer tokens, width], with the part that is saved; norms produce it, so it is
     cheap.
 
-    `projections`: how many weights multiply it."""
+    `projections`: number of weights that multiply it."""
     scales = column_scales(shape, "tp", shape.num_tokens, 1, projections)
     if not shape.shards_sequence:
         ops, source = local_source(shape, read, width, shape.num_tokens, cheap=True)
@@ -209,15 +208,15 @@ def column_source(shape: Shape, read: str, width: int, *, projections: int = 1) 
 
 
 def _agrees_on_scales(shape: Shape, ranks: int) -> bool:
-    """True if ranks agree on scales product by product: delayed scales follow from one message a step."""
+    """True if ranks agree on scales GEMM by GEMM; delayed scales need one message per step instead."""
     return shape.precision == "fp8" and ranks > 1 and shape.kernels.own_fp8 and shape.fp8_scaling != "delayed"
 
 
 def column_scales(
     shape: Shape, axis: Literal["tp", "expert_tp"], num_tokens: int, experts: int, projections: int
 ) -> tuple[Collective, ...]:
-    """The largest magnitudes that ranks of column products agree on in fp8: of what has one scale and is cut. Those of weights
-    that were gathered in fp8 are known."""
+    """Amaxes that ranks of column-parallel fp8 GEMMs all-reduce: of sharded tensors with one scale. Those of weights gathered
+    in fp8 are known already."""
     ranks = shape.tp if axis == "tp" else shape.expert_tp
     if not _agrees_on_scales(shape, ranks):
         return ()
@@ -231,8 +230,8 @@ def column_scales(
 def row_scales(
     shape: Shape, axis: Literal["tp", "expert_tp"], num_tokens: int, experts: int, rows: int
 ) -> tuple[Collective, ...]:
-    """Scales of a row-parallel product, whose input and weight are sharded, and whose gradient is whole. The scales of weights
-    that were all-gathered in fp8 are known."""
+    """Scales of a row-parallel GEMM: input and weight are sharded, the gradient is not. The scales of weights all-gathered in
+    fp8 are known already."""
     ranks = shape.tp if axis == "tp" else shape.expert_tp
     if not _agrees_on_scales(shape, ranks):
         return ()
@@ -242,14 +241,14 @@ def row_scales(
 
 
 def without_fp8(shape: Shape) -> Shape:
-    """Shape for products that stay in bf16 beside those in fp8."""
+    """Shape for GEMMs that stay in bf16 in an fp8 run."""
     return replace(shape, precision="bf16") if shape.precision in NARROW else shape
 
 
 def row_linear(
     shape: Shape, name: str, source: Source, make: str, columns: int, rows: int, *, bias: bool = False
 ) -> tuple[Op, ...]:
-    """A row-parallel product and the sum over its ranks: `make` [outer tokens, rows]."""
+    """A row-parallel GEMM and the sum over its ranks: `make` [outer tokens, rows]."""
     whole = shape.num_tokens * rows * shape.itemsize
     if shape.tp == 1:
         return (linear(shape, name, source, make, columns, rows, bias=bias),)
@@ -259,19 +258,19 @@ def row_linear(
         return (linear(shape, name, source, make, columns, rows, bias=bias, collectives=sums),)
     product = linear(shape, name, source, f"{make}_partial", columns, rows, bias=bias, collectives=scales)
     total = scatter(shape, f"{name}.scatter", f"{make}_partial", make, rows)
-    if in_own_fp8(shape, source):  # one operation, whose factors stay until its end
+    if in_own_fp8(shape, source):  # one operation, whose factors stay alive until its end
         rounded = 0 if shape.fp8_gathered else columns * rows * FP8_BYTES
         total = replace(total, keeps_alive=source.saved, scratch_bytes=total.scratch_bytes + rounded)
     return product, total
 
 
 def kept_alive_to_end(ops: tuple[Op, ...], names: tuple[str, ...]) -> tuple[Op, ...]:
-    """`ops` of a module whose variables name all of `names` until its last operation is done."""
+    """`ops` of a module whose local variables keep all of `names` alive until its last operation is done."""
     return (*ops[:-1], replace(ops[-1], keeps_alive=(*ops[-1].keeps_alive, *names)))
 
 
 def scatter(shape: Shape, name: str, read: str, make: str, width: int) -> Op:
-    """Partial sums [tokens, width] to the cut sum [outer tokens, width]."""
+    """Reduce-scatter of partial sums [tokens, width] to [outer tokens, width]."""
     whole = shape.num_tokens * width * shape.itemsize
     return Op(
         name, "exchange", (read,), (Activation(make, shape.outer_tokens * width * shape.itemsize),),
@@ -296,9 +295,10 @@ def norm(
     bias: bool = True,
     over_tp: bool = False,
 ) -> Op:
-    """Norm over the last `size` of `width` elements a token; the result has the dtype of the input, inside it is at least fp32.
+    """Norm over the last `size` of `width` elements per token; the result has the input's dtype, computed in fp32 or wider.
 
-    `bias`: it has one where the model's norms have. `over_tp`: the elements are cut over tp, and each pass sums a number a row.
+    `bias`: it has one if the model's norms have. `over_tp`: the elements are sharded over tp, and each pass sums one number per
+    row.
     """
     a, w = shape.itemsize, shape.wide_itemsize
     elements, rows = num_tokens * width, num_tokens * (width // size)
@@ -312,15 +312,15 @@ def norm(
         kept = (Activation(f"{make}_inverse_rms", rows * w),)
         widened = model.zero_centered_norm
         kept += (Activation(f"{make}_scale", size * w),) if widened else ()  # 1 + weight
-        in_parts = shape.device == "cpu" or over_tp or (widened and a < w)  # one by one; alone on CUDA it is one kernel
+        in_parts = shape.device == "cpu" or over_tp or (widened and a < w)  # separate kernels; otherwise CUDA has one
         narrow = a < w and in_parts
         scratch = 2 * elements * w if narrow else 0
         backward_scratch = elements * w * (4 if narrow else 2) if in_parts else 0
-        if shape.device == "cpu" or over_tp:  # `kernels.norm._RMSNorm`; of widened weights a contest's winner is one kernel
+        if shape.device == "cpu" or over_tp:  # `kernels.norm._RMSNorm`; with widened weights a fused form is one kernel
             forward, backward = (2 * a + 7 * w, 3 * a + 18 * w) if narrow else (5 * a, 15 * a)
     saves = (read, *(k.name for k in kept))
     if not shape.kernels.norm:
-        # A copy in fp32 and the normalised elements are kept in place of the input, one kernel each.
+        # An fp32 copy and the normalised elements are saved instead of the input, one kernel each.
         kept = (*kept, Activation(f"{make}_wide", elements * w), Activation(f"{make}_normalised", elements * a))
         saves = tuple(k.name for k in kept)
         scratch, forward, backward = elements * w, 5 * a + 5 * w, 6 * a + 8 * w
@@ -334,7 +334,7 @@ def norm(
 
 
 def add(shape: Shape, name: str, left: str, right: str, make: str, width: int, num_tokens: int) -> Op:
-    """left + right. Backward, the two branches' gradients are summed where they meet again."""
+    """left + right. In the backward pass the gradients of the two branches are summed where they meet again."""
     num_bytes = num_tokens * width * shape.itemsize
     passes = 2 if shape.kernels.compiled else 3
     return Op(
@@ -344,7 +344,7 @@ def add(shape: Shape, name: str, left: str, right: str, make: str, width: int, n
 
 
 def dropout(shape: Shape, name: str, read: str, make: str, width: int, num_tokens: int) -> Op:
-    """Keeps a mask of one byte an element if the stack does; ours (`kernels.dropout`) makes its bits again."""
+    """Dropout: saves a mask of one byte per element if the stack does; ours (`kernels.dropout`) recomputes it."""
     elements = num_tokens * width
     if not shape.kernels.dropout:
         return _hashed_dropout(shape, name, read, make, width, num_tokens)
@@ -359,7 +359,7 @@ def dropout(shape: Shape, name: str, read: str, make: str, width: int, num_token
 def _hashed_dropout(shape: Shape, name: str, read: str, make: str, width: int, num_tokens: int) -> Op:
     elements, a = num_tokens * width, shape.itemsize
     result_bytes = elements * a
-    # Bits and a scratch copy of them, with the words of rows and columns; then the result and what is dropped of it.
+    # Hash words and a scratch copy, with the words of rows and columns; then the result and the mask.
     room = max(2 * elements * HASHED_BYTES + (num_tokens + width) * HASHED_BYTES, result_bytes + elements) - result_bytes
     moved = elements * (2 * a if shape.kernels.compiled else 3 * a + HASHED_BYTES * HASH_PASSES)
     return Op(

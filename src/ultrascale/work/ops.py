@@ -1,12 +1,12 @@
-"""Operations of the decoder: the words in which `work.work` describes the model.
+"""Operation type of the decoder's work: the terms in which `work.work` describes the model.
 
-reads, makes    named activations; views are left out, they are the memory they look at
-saves           those of them that autograd keeps; two operations that save one activation keep it once
-scratch         bytes that exist only while the operation runs; they matter where the peak is
+reads, makes    named activations; views are left out, since they share memory
+saves           activations that autograd saves; two operations that save the same one save it once
+scratch         bytes that exist only while the operation runs; they matter at the memory peak
 flops           one multiply-add is two. Attention counts the full square of scores, as FlopCounterMode does
-product, scores shapes for whoever prices the operation (`plan.laws.compute`); `scores.share` is the part of the square computed
-moved_bytes     what an operation that is neither reads from and writes to memory
-collectives     what it sends to the other ranks of an axis
+product, scores shapes for the cost model (`plan.laws.compute`); `scores.share` is the fraction of the square computed
+moved_bytes     bytes that any other operation reads from and writes to memory
+collectives     communication with the other ranks of an axis
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ When = Literal["forward", "backward"]
 
 
 class Product(NamedTuple):
-    """`count` matrix products [m, k] x [k, n] of the forward pass; the backward pass does its two transposed ones."""
+    """A number (`count`) of GEMMs [m, k] x [k, n] in the forward pass; the backward pass has the two transposed ones for
+    each."""
 
     m: int
     n: int
@@ -35,11 +36,11 @@ class Product(NamedTuple):
 
 
 HEAD_DIM_MULTIPLE = 8
-"""Elements in 16 bytes of bf16: attention's kernels on CUDA load no less."""
+"""Elements in 16 bytes of bf16: the smallest load of CUDA's attention kernels."""
 
 
 class Scores(NamedTuple):
-    """One fused attention on one rank; field names are the arguments of `plan.laws.compute.attention_seconds`."""
+    """One fused attention call on one rank; field names are the arguments of `plan.laws.compute.attention_seconds`."""
 
     batch: int
     heads: int
@@ -49,10 +50,10 @@ class Scores(NamedTuple):
     queries: int
     keys: int
     share: float
-    """Part of the queries x keys that is computed: about a half if causal, 1 under an explicit mask."""
+    """Fraction of queries x keys that is computed: about a half if causal, 1 under an explicit mask."""
 
     def kernel_width(self, device: str) -> int:
-        """Elements of a head as the kernels of a ring want them: of queries and values the wider, filled up on CUDA."""
+        """Head dimension in the kernels of a ring: the wider of queries and values, padded on CUDA."""
         width = max(self.head_dim, self.value_head_dim)
         return width if device == "cpu" else -(-width // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
 
@@ -63,24 +64,23 @@ class Collective(NamedTuple):
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
     axis: Literal["tp", "cp", "ep", "expert_tp"]
     num_bytes: int
-    """Bytes of the whole buffer that is gathered or reduced; for all_to_all, of what one rank holds, its own part included."""
+    """Bytes of the whole gathered or reduced buffer; for all_to_all, the bytes that one rank holds, including its own part."""
     when: When
     hideable: Literal["", "product", "attention"] = ""
-    """Computation that it can overlap with: a ring of keys and values with attention, Megatron's tp communication with
-    GEMMs."""
+    """Computation that it can overlap with: attention for a ring of keys and values, GEMMs for Megatron's tp communication."""
     sent_share: float = 1.0
-    """Ratio of the bytes that a rank sends to its bytes for the whole buffer, the mean of all ranks. The rank that waits
-    longest gets all of it, so that time is that of the whole buffer."""
+    """Bytes that a rank sends, as a mean over ranks, relative to sending the whole buffer. The rank that waits longest receives
+    all of it, so the time is that of the whole buffer."""
     window: int | None = None
-    """Sliding window of attention, if it is shorter than the sequence. Keys out of reach of all do not travel."""
+    """Sliding window of attention, if it is shorter than the sequence: keys that no query can see are not sent."""
     num_messages: int = 1
-    """Messages to each other rank; 0: it travels in another one's."""
+    """Number of messages to each other rank; 0: it is part of another message."""
     leaving_bytes: int | None = None
-    """Bytes that leave the rank in an all_to_all over cp whose parts differ; None: all but one even part."""
+    """Bytes that leave the rank in an all_to_all over cp with uneven parts; None: all but one even part."""
 
 
 class Activation(NamedTuple):
-    """A tensor an operation makes."""
+    """A tensor that an operation produces."""
 
     name: str
     num_bytes: int
@@ -94,50 +94,51 @@ class Op:
     kind: OpKind
     reads: tuple[str, ...]
     makes: tuple[Activation, ...]
-    """The result first; then what else it keeps for itself (mean, logsumexp)."""
+    """The result first; then further tensors saved for itself (mean, logsumexp)."""
     saves: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
-    """Weights whose gradients its backward pass makes."""
+    """Weights whose gradients its backward pass computes."""
     flops: int = 0
     backward_flops: int = 0
     hands_on_saved: bool = False
-    """True if it saved the gradients of its input and of its weights already: its backward pass scales them in place."""
+    """True if it already saved the gradients of its input and weights: its backward pass scales them in place."""
     scratch_bytes: int = 0
     backward_scratch_bytes: int = 0
     product: Product | None = None
     forward_products: int = 1
-    """Times the forward product is made."""
+    """Number of times the forward GEMM runs."""
     scores: Scores | None = None
     moved_bytes: int = 0
     backward_moved_bytes: int = 0
     collectives: tuple[Collective, ...] = ()
     pieces: int = 1
     inside: tuple[Op, ...] = ()
-    """Operations inside it for each of `pieces`: forward, and all but the last once more before their backward passes."""
+    """Operations inside it for each of `pieces`: in the forward pass, and again before their backward passes for all but the
+    last."""
     keeps_alive: tuple[str, ...] = ()
-    """Activations that variables of our own trainer still name while it runs: alive even where nothing is saved."""
+    """Activations that local variables of our trainer keep alive while it runs, even if they are not saved."""
     in_fp8: bool = False
-    """True for a product that rounds its input to 8 bits or fewer, and saves that."""
+    """True for a GEMM that quantises its input to 8 bits or fewer, and saves that."""
 
     @property
     def passes_gradient(self) -> bool:
-        """True if the gradient of its input is that of its result, the same memory: a sum."""
+        """True if its input's gradient is its result's, in the same memory: a sum."""
         return len(self.reads) == 2 and self.kind == "elementwise" and not self.saves
 
     @property
     def saved_by_selective(self) -> bool:
-        """True if selective recomputation keeps its result: `parallel.activations.recompute.KEPT_OPS`, and what came over the
-        network.
+        """True if selective recomputation saves its result: `parallel.activations.recompute.KEPT_OPS`, and communicated
+        results.
 
-        Not partial sums: the cut sum is kept instead, and the two are one operation there. Nor what cp swapped, which is
-        swapped again.
+        Not partial sums: the reduce-scattered sum is saved instead, and the two are one operation there. Nor results of cp's
+        all-to-all, which is repeated.
         """
         swaps = any(collective.axis == "cp" for collective in self.collectives) and self.kind == "exchange"
         return self.kind in ("matmul", "attention", "exchange") and not self.makes_partial_sums and not swaps
 
     @property
     def recompute_kind(self) -> str:
-        """Kind, one of `description.recomputed.KINDS`; empty: never computed again alone."""
+        """Kind, one of `description.recomputed.KINDS`; empty: never recomputed separately."""
         if self.kind == "attention":
             return "attention"
         if self.name.startswith("mlp.experts."):
@@ -150,12 +151,12 @@ class Op:
         return ("down" if "down_proj" in self.name else "mlp") if is_product else ""
 
     def is_saved(self, kinds: Collection[str]) -> bool:
-        """True if selective recomputation that makes `kinds` again too keeps its result."""
+        """True if selective recomputation that also recomputes `kinds` saves its result."""
         return self.saved_by_selective and self.recompute_kind not in kinds
 
     @property
     def makes_partial_sums(self) -> bool:
-        """True if its result is still to be summed over tp, and sharded."""
+        """True if its result must still be summed over tp, and sharded."""
         return self.makes[0].name.endswith("_partial")
 
 
@@ -168,52 +169,52 @@ class Shape:
     """Length of the whole sequence, before `cp` shards it."""
     precision: Precision = "fp32"
     documents: bool = False
-    """Packed documents with a mask and positions of their own."""
+    """True for packed documents, with their own mask and positions."""
     device: Literal["cpu", "cuda"] = "cpu"
     tp: int = 1
     sequence_parallel: bool = True
-    """Read only if tp > 1: norms, residuals and what else is not inside a tensor-parallel region is cut along the sequence."""
+    """Used only if tp > 1: norms, residuals and all else outside tensor-parallel regions is sharded along the sequence."""
     cp: int = 1
     cp_method: CpMethod = "ring"
     cp_heads: int = 1
-    """Ranks at each place of the ring that swap sequence for heads, for cp_method = "ring+all-to-all"."""
+    """Number of ranks at each place of the ring that swap sequence shards for heads, for cp_method = "ring+all-to-all"."""
     ep: int = 1
     expert_tp: int = 1
     mlp_chunks: int = 1
-    """Pieces of the tokens that a dense feed-forward layer works on one after the other."""
+    """Number of pieces of the tokens that a dense feed-forward layer processes one after the other."""
     partition_checkpoints: bool = False
-    """True if ranks of tp save a shard each of the input of a block that is computed again."""
+    """True if each tp rank saves a shard of the input of a recomputed block."""
     expert_imbalance: float = 1.0
-    """Tokens of the busiest rank's experts over the mean."""
+    """Tokens of the busiest rank's experts, relative to the mean."""
     coordinates: Coordinates | None = None
-    """Rank whose share it is, to the token, where ranks do not divide sequence, vocabulary or widths; None: a mean share of the
-    sequence and the largest of the others, for comparing layouts."""
+    """Rank whose exact share it is, where ranks do not divide sequence, vocabulary or widths; None: a mean share of the
+    sequence and the largest share of the others, for comparing layouts."""
     fp8_scaling: Fp8Scaling = "row"
     fp8_gathered: bool = False
-    """True if products in fp8 find their weights rounded (`work.fp8_slots.gathers_fp8`)."""
+    """True if fp8 GEMMs read weights already in fp8 (`work.fp8_slots.gathers_fp8`)."""
     kernels: Kernels = STACKS["ultrascale"].kernels
 
     @property
     def cp_grid(self) -> tuple[int, int]:
-        """(places of the ring, ranks at each place that swap sequence for heads), as `Layout.cp_grid`."""
+        """(places of the ring, ranks at each place that swap sequence shards for heads), as `Layout.cp_grid`."""
         heads = min(self.cp, {"all-to-all": self.cp, "ring+all-to-all": self.cp_heads}.get(self.cp_method, 1))
         return self.cp // heads, heads
 
     @property
     def masks_in_kernel(self) -> bool:
-        """True if documents and windows are given to the attention kernel, and no mask exists."""
+        """True if the attention kernel takes documents and windows, so that no mask exists."""
         by_spans = self.kernels.spans and self.device == "cuda" and self.itemsize == 2 and self.cp == 1
         return by_spans or (self.kernels.masks_in_kernel and not (self.kernels.spans and self.cp > 1))
 
     @property
     def rings(self) -> bool:
-        """True if keys and values travel hop by hop, overlapped with attention on the last ones."""
+        """True if keys and values travel hop by hop, overlapped with attention."""
         return self.cp_grid[0] > 1 and self.cp_method != "all-gather"
 
     @property
     def swapped_length(self) -> int:
-        """Tokens of each sequence at this rank's place of the ring, which attention works on: what ranks that swap heads have
-        together."""
+        """Tokens of each sequence at this rank's place of the ring, on which attention runs: those of all ranks that swap
+        heads."""
         places, heads = self.cp_grid
         if self.coordinates is None:
             return self.sequence_length // self.cp * heads
@@ -221,12 +222,12 @@ class Shape:
 
     @property
     def swapped_tokens(self) -> int:
-        """Tokens of all sequences of which this rank has some heads each."""
+        """Tokens of all sequences after the swap, for which this rank has some of the heads."""
         return self.num_tokens * self.cp_grid[1] if self.coordinates is None else self.micro_batch_size * self.swapped_length
 
     @property
     def local_length(self) -> int:
-        """S/cp."""
+        """Tokens of a sequence on this rank, S/cp."""
         if self.coordinates is None:
             return self.sequence_length // self.cp
         heads = self.cp_grid[1]
@@ -246,7 +247,7 @@ class Shape:
 
     @property
     def outer_length(self) -> int:
-        """Part of `local_length` that a rank has outside tensor-parallel regions."""
+        """Tokens of a sequence, of `local_length`, that a rank has outside tensor-parallel regions."""
         return self.tp_part(self.local_length) if self.shards_sequence else self.local_length
 
     @property
@@ -257,7 +258,7 @@ class Shape:
         return self.micro_batch_size * self.outer_length
 
     def tp_part(self, size: int) -> int:
-        """This rank's part of `size`, sharded over tp as evenly as can be; the largest where no rank is given."""
+        """This rank's part of `size`, sharded over tp as evenly as possible; the largest part if no rank is given."""
         return even_part(size, self.tp, 0 if self.coordinates is None else self.coordinates.tp)[1]
 
     def expert_tp_part(self, size: int) -> int:
@@ -265,7 +266,7 @@ class Shape:
         return even_part(size, self.expert_tp, 0 if self.coordinates is None else self.coordinates.expert_tp)[1]
 
     def local_experts(self, num_experts: int) -> range:
-        """The experts of this rank of ep, or of the first."""
+        """Experts of this ep rank; of the first if no rank is given."""
         first, count = even_part(num_experts, self.ep, 0 if self.coordinates is None else self.coordinates.ep)
         return range(first, first + count)
 
@@ -276,5 +277,5 @@ class Shape:
 
     @property
     def wide_itemsize(self) -> int:
-        """Bytes of an element of what is computed in at least fp32."""
+        """Bytes of an element in computations in fp32 or wider."""
         return max(4, self.itemsize)

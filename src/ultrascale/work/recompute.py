@@ -1,16 +1,16 @@
-"""Activation checkpointing (recomputation): the tensors that a block saves for its backward pass, those it computes again, and
-the communication of that. The one place.
+"""Activation checkpointing (recomputation): the tensors that a block saves for its backward pass, those it recomputes, and the
+communication of that. The only place that defines this.
 
-Three ways, of which a block has one (`description.recomputed` has the words):
+Three modes, of which a block has one (`description.recomputed` names them):
 
-    whole      its input; all of it runs again, up to the last operation that saves something
-    results    what some operations made, `saved_results`; the others run again, all before the block's backward pass
-    modules    all that it keeps anyway but what `regions` make: each is made again when its first reader comes, and stays
-               until its last has been
+    whole      saves its input; all of it runs again, up to the last operation that saves something
+    results    saves the results of some operations, `saved_results`; the others run again, all before its backward pass
+    modules    saves what autograd saves except results of `regions`: each is recomputed when its first reader needs it, and
+               freed after its last
 
-A region keeps what it reads. So a norm costs its input, which the residual stream keeps anyway, and an activation function the
-two results that its own backward pass reads. The trainer does it in `parallel.activations.remade` and
-`parallel.activations.recompute`; `plan` replays it (`stage_replay`, `block_memory`) and prices it.
+A region saves its inputs. So a norm costs its input, which the residual stream saves anyway, and an activation function the two
+tensors that its own backward pass reads. The trainer implements this in `parallel.activations.remade` and
+`parallel.activations.recompute`; `plan` simulates it (`stage_replay`, `block_memory`) and prices it.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from ultrascale.work.work import block_work
 
 EXPERTS = "mlp.experts."
 SELECTIVE_LIMIT = 0.15
-"""Largest fraction of a block's forward pass that its selective recomputation may take, which is 5 percent of its step. What
-DeepSeek-V3 is published to make again (section 3.2.3 of its report: norms, SwiGLU, up-projections of latents) takes 13."""
+"""Largest fraction of a block's forward pass that its selective recomputation may take, which is 5 percent of its step.
+DeepSeek-V3's published choice (section 3.2.3 of its report: norms, SwiGLU, up-projections of latents) takes 13."""
 LEAST_SAVED = 0.02
-"""Least fraction of a block's saved bytes: below it running modules again is not worth the call. Norm and activation save 32
-percent of a block of Llama-3 8B in bf16, and 0.01 in fp8."""
+"""Least fraction of a block's saved bytes: below it recomputing modules is not worthwhile. Norm and activation save 32 percent
+of a block of Llama-3 8B in bf16, and 0.01 in fp8."""
 NOMINAL_LENGTH = 4096
 NOMINAL_FLOPS_PER_SECOND, NOMINAL_BYTES_PER_SECOND = 500e12, 2.5e12
-"""Rates by which `selective_modules` weighs: GEMMs and memory of one H100. Only their ratio decides, and it is the same for
-all, so that trainer, trace and plan agree on any machine."""
+"""Rates by which `selective_modules` estimates time: GEMMs and memory of one H100. Only their ratio matters, and it is fixed,
+so that trainer, trace and plan agree on any machine."""
 
 _GATE_AND_UP = ("gate_proj", "up_proj", "gate_up_proj")
 _ACTIVATIONS = ("swiglu", "gelu", "silu", "multiply")
@@ -55,20 +55,20 @@ _ROUNDED_WITH = {
     "expert_product.quantise": ("moe_act", "mlp.experts"), "product.quantise": ("mlp", ""),
     "shared_product.quantise": ("shared_experts", ""),
 }  # fmt: skip
-"""Megatron's: what is rounded once more behind a module that is made again, by module and region."""
+"""Megatron's quantised copies behind a recomputed module, by module and region."""
 _AROUND_CORE = ("_repeat", "_swapped", ".swap_back")
 
 
 class Region(NamedTuple):
-    """Operations whose results are let go of and made again together."""
+    """Operations whose results are freed and recomputed together."""
 
     module: str
     ops: tuple[Op, ...]
-    """Operations that run again, in their order."""
+    """Operations that run again, in order."""
     reads: tuple[str, ...]
-    """Activations saved for that."""
+    """Activations saved as its inputs."""
     drops: frozenset[str]
-    """Results that a backward pass reads, and that are not saved."""
+    """Results that a backward pass reads, but that are not saved."""
     hidden: frozenset[str]
     """Results that no operation outside reads."""
 
@@ -79,7 +79,7 @@ class Region(NamedTuple):
 
 
 def available_modules(model: Model) -> tuple[str, ...]:
-    """The modules that some block of `model` has."""
+    """Modules that some block of `model` has."""
     dense = any(not model.is_moe(layer) for layer in range(model.num_hidden_layers))
     shared = bool(model.num_experts and model.shared_expert_intermediate_size)
     has = {
@@ -91,8 +91,8 @@ def available_modules(model: Model) -> tuple[str, ...]:
 
 
 def resolved(recompute: BlockRecompute | None, model: Model, layer: int, parallelism: Layout | Shape) -> BlockRecompute | None:
-    """Recomputation with the modules that `model` chooses for block `layer`, if it is to choose; in fp8, where those save next
-    to nothing, what keeps results of products and attention alone: there products keep what they read as they rounded it."""
+    """Recomputation with the modules that `model` selects for block `layer`, if left to it. In fp8, if those save next to
+    nothing, the mode that saves only results of GEMMs and attention: fp8 GEMMs save their inputs in quantised form."""
     if recompute is None or SELECTIVE_MODULES not in recompute.modules:
         return recompute
     layer = min(layer, model.num_hidden_layers - 1)
@@ -105,7 +105,7 @@ def resolved(recompute: BlockRecompute | None, model: Model, layer: int, paralle
 
 @lru_cache(maxsize=256)
 def _saves_rounded(model: Model, of_experts: bool, tokens_travel: bool, precision: Precision) -> bool:
-    """True if the modules of `selective_modules` free a worthwhile share of a block's saved bytes in this precision."""
+    """True if recomputing `selective_modules` frees a worthwhile fraction of a block's saved bytes in this precision."""
     layer = next(layer for layer in range(model.num_hidden_layers) if model.is_moe(layer) == of_experts)
     ops = block_work(model, layer, Shape(1, min(NOMINAL_LENGTH, model.max_position_embeddings), precision, device="cuda"))
     sizes = {activation.name: activation.num_bytes for op in ops for activation in op.makes}
@@ -115,19 +115,19 @@ def _saves_rounded(model: Model, of_experts: bool, tokens_travel: bool, precisio
 
 
 def dispatches_tokens(parallelism: Layout | Shape) -> bool:
-    """True if tokens go to experts on other ranks."""
+    """True if tokens are sent to experts on other ranks."""
     return parallelism.ep * parallelism.expert_tp > 1
 
 
 def recompute_of_mode(mode: str, model: Model, layer: int, shape: Shape, stack: Stack) -> BlockRecompute | None:
-    """Recomputation of block `layer` under `mode` in this stack: "selective" is what the stack means by it."""
+    """Recomputation of block `layer` under `mode`; "selective" is as the stack defines it."""
     return recompute_in_stack(stack, parse_mode(mode), model, layer, shape)
 
 
 def recompute_in_stack(
     stack: Stack, recompute: BlockRecompute | None, model: Model, layer: int, parallelism: Layout | Shape
 ) -> BlockRecompute | None:
-    """Recomputation of the block in this stack, from what a layout says of it."""
+    """Recomputation of the block in this stack, from the layout's setting."""
     if stack.selective == "modules":
         return resolved(recompute, model, layer, parallelism)
     if recompute == SELECTIVE:
@@ -137,9 +137,10 @@ def recompute_in_stack(
 
 @lru_cache(maxsize=256)
 def selective_modules(model: Model, of_experts: bool, tokens_travel: bool = False) -> tuple[str, ...]:
-    """Modules that selective recomputation makes again in blocks with, or without, experts: modules that send nothing on one
-    rank of tp, by the bytes that each saves a second, as long as all together stay below `SELECTIVE_LIMIT` of the block's
-    forward pass. Never attention's core, whose price grows with the sequence, of which this must not depend."""
+    """Modules that selective recomputation recomputes in blocks with, or without, experts. Candidates send nothing on a single
+    tp rank; they are taken in order of bytes saved per second of recomputation, as long as together they stay below
+    `SELECTIVE_LIMIT` of the block's forward pass. Attention's core is never one: its cost grows with the sequence length, on
+    which this choice must not depend."""
     layer = next(layer for layer in range(model.num_hidden_layers) if model.is_moe(layer) == of_experts)
     shape = Shape(1, min(NOMINAL_LENGTH, model.max_position_embeddings), "bf16", device="cuda")
     ops = block_work(model, layer, shape)
@@ -162,7 +163,7 @@ def selective_modules(model: Model, of_experts: bool, tokens_travel: bool = Fals
 
 
 def _gain(ops: tuple[Op, ...], modules: frozenset[str]) -> tuple[int, float]:
-    """Bytes saved, and seconds taken."""
+    """Bytes saved, and seconds of recomputation."""
     chosen = regions(ops, modules)
     return saved_bytes(ops, chosen), _nominal_seconds(op for region in chosen for op in region.ops)
 
@@ -176,7 +177,7 @@ def _nominal_seconds(ops: Iterable[Op]) -> float:
 
 
 def selective_words(model: Model, parallelism: Layout | Shape) -> str:
-    """Modules that `selective` makes again, in words, block by block where they differ."""
+    """Modules that `selective` recomputes, in words, by block where they differ."""
     kinds = {model.is_moe(layer): layer for layer in range(model.num_hidden_layers // 2, -1, -1)}
     kinds |= {model.is_moe(layer): layer for layer in range(model.num_hidden_layers) if model.is_moe(layer) not in kinds}
     chosen = {kind: resolved(SELECTIVE, model, layer, parallelism) for kind, layer in kinds.items()}
@@ -191,7 +192,7 @@ def selective_words(model: Model, parallelism: Layout | Shape) -> str:
 
 
 def saved_bytes(ops: Sequence[Op], chosen: Sequence[Region]) -> int:
-    """Bytes that these regions save of a block's activations."""
+    """Bytes of a block's activations that these regions free."""
     sizes = {activation.name: activation.num_bytes for op in ops for activation in op.makes}
     dropped = {name for region in chosen for name in region.drops}
     saved = {name for op in ops for name in op.saves}
@@ -200,7 +201,7 @@ def saved_bytes(ops: Sequence[Op], chosen: Sequence[Region]) -> int:
 
 
 def regions(ops: tuple[Op, ...], modules: Collection[str], *, as_megatron: bool = False) -> tuple[Region, ...]:
-    """Regions of a block that are computed again where `modules` are named; `as_megatron` as in `BlockRecompute`."""
+    """Regions of a block that are recomputed if `modules` are named; `as_megatron` as in `BlockRecompute`."""
     return _regions(ops, frozenset(modules), as_megatron) if modules else ()
 
 
@@ -220,7 +221,7 @@ def _regions(ops: tuple[Op, ...], modules: frozenset[str], as_megatron: bool) ->
         elif "moe_permute" in modules and op.name == "mlp.permute" and op.makes[0].name == "expert_in" and is_alone:
             groups["moe_permute", ""] = [_without_order(op)]
     parts = [_region(module, tuple(members), ops, as_megatron) for (module, _), members in groups.items()]
-    if as_megatron:  # what a norm made is not kept for a module that reads it to be made again
+    if as_megatron:  # a recomputed module does not save the result of a norm that it reads
         read = {name for region in parts for name in region.reads}
         results = [{activation.name for op in region.ops for activation in op.makes} for region in parts]
         parts = [region._replace(drops=region.drops | names & read) for region, names in zip(parts, results, strict=True)]
@@ -228,9 +229,9 @@ def _regions(ops: tuple[Op, ...], modules: frozenset[str], as_megatron: bool) ->
 
 
 def _place(op: Op, modules: Collection[str], *, is_moe: bool, in_mlp: bool) -> tuple[str, str] | None:
-    """The module that makes `op` again, the outermost of those named, and which of its regions does."""
+    """Module with which `op` is recomputed, the outermost of those named, and its region in it."""
     owner, _, leaf = op.name.rpartition(".")
-    of_input = op.name.startswith("mlp_in")  # gathered, or rounded
+    of_input = op.name.startswith("mlp_in")  # gathered, or quantised
     if "moe" in modules and is_moe and in_mlp and (op.name.startswith("mlp.") or leaf == "quantise" or of_input):
         return "moe", ""
     wide = of_input or leaf in _GATE_AND_UP or leaf in _ACTIVATIONS
@@ -238,7 +239,7 @@ def _place(op: Op, modules: Collection[str], *, is_moe: bool, in_mlp: bool) -> t
         module = "shared_experts" if is_moe else "mlp"
         if module in modules:
             return module, ""
-    if leaf in _ACTIVATIONS and in_mlp and len(op.makes) == 1:  # else it keeps what it is made again from
+    if leaf in _ACTIVATIONS and in_mlp and len(op.makes) == 1:  # else it saves its own inputs for recomputation
         module = "moe_act" if owner == "mlp.experts" else "mlp_act"
         return (module, owner) if module in modules else None
     if "core_attn" in modules and (op.kind == "attention" or (owner == "self_attn" and op.name.endswith(_AROUND_CORE))):
@@ -251,7 +252,7 @@ def _place(op: Op, modules: Collection[str], *, is_moe: bool, in_mlp: bool) -> t
 
 
 def _without_order(op: Op) -> Op:
-    """Rows put into an order that is kept."""
+    """Reordering of rows, with the order saved."""
     rows, order = op.makes
     return replace(op, makes=(rows,), reads=(*op.reads, order.name), saves=())
 
@@ -275,7 +276,7 @@ def _region(module: str, members: tuple[Op, ...], ops: tuple[Op, ...], as_megatr
         members, drops = _with_rotary(members, ops, drops)
         results = {activation.name for op in members for activation in op.makes}
     wanted = drops & outside
-    # What experts computed on each rank of tp is gathered in their module, and so again with it.
+    # Experts' results are all-gathered over tp within their module, and again when it is recomputed.
     runs = [op.saves or op.name == "mlp.whole" or any(activation.name in wanted for activation in op.makes) for op in members]
     last = max((index for index, is_run in enumerate(runs) if is_run), default=-1)
     run = members[: last + 1]
@@ -286,7 +287,7 @@ def _region(module: str, members: tuple[Op, ...], ops: tuple[Op, ...], as_megatr
 
 
 def _with_rotary(members: tuple[Op, ...], ops: tuple[Op, ...], drops: set[str]) -> tuple[tuple[Op, ...], set[str]]:
-    """Queries of latents are turned in their region."""
+    """Adds RoPE of latent attention's queries to their region."""
     if not any(op.name == "self_attn.q_b_proj" for op in members):
         return members, drops
     turned = [op for op in ops if op.name == "self_attn.q_rotary"]
@@ -297,11 +298,11 @@ def _with_rotary(members: tuple[Op, ...], ops: tuple[Op, ...], drops: set[str]) 
 
 
 def saved_results(ops: tuple[Op, ...], recompute: BlockRecompute, selective: Selective = "elementwise") -> frozenset[str]:
-    """Names of what is kept of a block that is recomputed but for results of some operations. `selective`: where `recompute`
-    names no kinds, what the stack means by it."""
+    """Names of the activations saved by a block that is recomputed except for results of some operations. `selective`: the
+    stack's definition, if `recompute` names no kinds."""
     kept = [op for op in ops if op.is_saved(recompute.kinds)]
     if selective == "alternate-products" and not recompute.kinds:
-        # Of aten.mm: grouped products of experts are another operator, and not kept.
+        # Only aten.mm: grouped GEMMs of experts are another operator, and not saved.
         products = [op for op in kept if op.kind == "matmul" and not op.name.startswith(EXPERTS)]
         kept = [op for op in kept if op.kind != "matmul" or (op in products and products.index(op) % 2 == 0)]
     if selective == "wide-products" and not recompute.kinds:
@@ -313,14 +314,14 @@ def saved_results(ops: tuple[Op, ...], recompute: BlockRecompute, selective: Sel
 
 
 def reruns_last(ops: Iterable[Op], *, tp: int, splits: bool) -> bool:
-    """True if a whole block's last operation that saves something is run too, as one that autograd sees whole: torch stops
-    before a plain product, whose input is all it keeps, but behind an operation of our own: over tp (with its sum), of experts,
-    in fp8, and where the schedule `splits` backward passes, which makes products operations."""
+    """True if, when a whole block is recomputed, its last operation that saves something runs too. torch stops recomputation
+    before a plain GEMM, which saves only its input, but after a custom operation: over tp (with its sum), of experts, in fp8,
+    and where the schedule `splits` backward passes, which makes GEMMs custom operations."""
     return splits or tp > 1 or any(op.name.startswith(EXPERTS) or op.in_fp8 for op in ops)
 
 
 def recomputed_ops(recompute: BlockRecompute | None, ops: tuple[Op, ...], *, reruns_last: bool) -> list[Op]:
-    """Operations of a block that run again. `reruns_last`: see there."""
+    """Operations of a block that run again. `reruns_last`: from the function of that name."""
     if recompute is None:
         return []
     if recompute.modules:
@@ -335,8 +336,8 @@ def recomputed_ops(recompute: BlockRecompute | None, ops: tuple[Op, ...], *, rer
 
 
 def resent_ops(recompute: BlockRecompute | None, ops: tuple[Op, ...]) -> list[Op]:
-    """Operations whose messages recomputation repeats: of a whole block up to the last that saves something, with the sum that
-    it is one with; or those whose results are not kept."""
+    """Operations whose communication recomputation repeats: for a whole block up to the last that saves something, with its sum
+    if they are one operation; else those whose results are not saved."""
     if recompute is None:
         return []
     if recompute.modules:
@@ -353,8 +354,8 @@ def resent_ops(recompute: BlockRecompute | None, ops: tuple[Op, ...]) -> list[Op
 
 
 def adds_bias_apart(op: Op) -> bool:
-    """True if a product's bias is added by an operation of its own: then a kept result is the product without it, beside the
-    sum that the next operation reads. So with experts and in fp8; elsewhere a bias is part of the product."""
+    """True if a GEMM's bias is added by a separate operation: then a saved result is the GEMM without bias, in addition to the
+    sum that the next operation reads. So with experts and in fp8; elsewhere the bias is part of the GEMM."""
     if op.kind != "matmul" or not any(name.endswith(".bias") for name in op.weights):
         return False
     return op.name.startswith(EXPERTS) or op.in_fp8
@@ -363,10 +364,10 @@ def adds_bias_apart(op: Op) -> bool:
 def saved_bytes_by_kind(
     ops: tuple[Op, ...], recompute: BlockRecompute | None, hidden_bytes: int, selective: Selective = "modules"
 ) -> dict[str, int]:
-    """Bytes a block holds between its passes, by the kind of operation that made them; `residual` is the stream. `selective`:
-    the stack's."""
+    """Bytes a block holds between forward and backward, by the kind of operation that produced them; `residual` is the stream.
+    `selective`: the stack's definition."""
     makers = {activation.name: (op, activation.num_bytes) for op in ops for activation in op.makes}
-    saved = dict.fromkeys(name for op in ops for name in op.saves if name in makers)  # a set has another order in every process
+    saved = dict.fromkeys(name for op in ops for name in op.saves if name in makers)  # a set's order varies by process
     if recompute is not None:
         if recompute.whole:
             saved = {}

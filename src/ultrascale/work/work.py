@@ -1,13 +1,13 @@
-"""The table of every operation of the decoder: FLOPs, what it makes, and what it saves for the backward pass.
+"""The table of every operation of the decoder: FLOPs, results, and what it saves for the backward pass.
 
-This is `models.decoder.Decoder` in eager mode, told as data: operations (`work.ops`) that read and make named activations, of
-one rank under tensor, sequence, context and expert parallelism, with the kernels of a stack. Whoever needs to know what is
-computed reads it: `plan.memory.replay` and `plan.columns.footprint` replay it, `plan.flops` and `plan.time.blocks` sum it.
-`tests/agree` holds it to the real decoder, name by name and byte by byte (FlopCounterMode, saved-tensor hooks), in fp32, bf16
-and fp64; what the decoder cannot do yet is held to published formulas (`tests/plan/test_work_table.py`).
+This describes `models.decoder.Decoder` in eager mode as data: operations (`work.ops`) that read and produce named activations,
+on one rank under tensor, sequence, context and expert parallelism, with the kernels of a stack. Users: `plan.memory.replay` and
+`plan.columns.footprint` simulate it, `plan.flops` and `plan.time.blocks` sum it. `tests/agree` compares it with the real
+decoder, name by name and byte by byte (FlopCounterMode, saved-tensor hooks), in fp32, bf16 and fp64; what the decoder does not
+support yet is compared with published formulas (`tests/plan/test_work_table.py`).
 
-Masks (documents, sliding windows) and rotary angles are made once per micro-batch and shared by all blocks. Shapes: N tokens of
-a rank inside tensor-parallel regions (B*S/cp), M outside them (N/tp with sequence parallelism).
+Masks (documents, sliding windows) and RoPE angles are computed once per micro-batch and shared by all blocks. Shapes: N tokens
+of a rank inside tensor-parallel regions (B*S/cp), M outside them (N/tp with sequence parallelism).
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from ultrascale.work.op_builders import (
 from ultrascale.work.ops import Activation, Collective, Op, Product, Scores, Shape
 
 CHUNK_BYTES = {"cpu": 2**23, "cuda": 2**29}
-"""Bytes of fp32 logits that exist at a time in `kernels.loss.cross_entropy`; other devices than the CPU are taken for CUDA."""
+"""Bytes of fp32 logits in memory at a time in `kernels.loss.cross_entropy`; devices other than the CPU count as CUDA."""
 MIN_CHUNK_ROWS = 128
 SLAB_BYTES = 2**27
-"""Bytes of fp32 logits of a slab of the vocabulary (`kernels.loss.cross_entropy_columns`)."""
+"""Bytes of fp32 logits in one slab of the vocabulary (`kernels.loss.cross_entropy_columns`)."""
 SLAB_COLUMNS_MULTIPLE = 128
-"""Tiles of matrix products on CUDA are this wide."""
+"""Width of GEMM tiles on CUDA, of which slabs are a multiple."""
 INDEX_BYTES = 8
 
 __all__ = [
@@ -55,9 +55,9 @@ __all__ = [
 
 
 def shared_work(model: Model, shape: Shape, layers: tuple[int, ...] | None = None) -> tuple[Op, ...]:
-    """Work that blocks share: RoPE angles, and a mask for each sliding window that one of them has. They carry no gradient.
-    `layers`: of a stage; None: of the whole model."""
-    rows = shape.num_tokens if shape.documents or shape.cp > 1 else shape.local_length  # over cp sequences differ in order
+    """Work that blocks share: RoPE angles, and a mask for each sliding window in use. It has no gradient. `layers`: of a stage;
+    None: of the whole model."""
+    rows = shape.num_tokens if shape.documents or shape.cp > 1 else shape.local_length  # over cp each sequence has its order
     ops: list[Op] = []
     for window in dict.fromkeys(map(model.window, range(model.num_hidden_layers) if layers is None else layers)):
         if elements := mask_elements(window, shape):
@@ -68,14 +68,15 @@ def shared_work(model: Model, shape: Shape, layers: tuple[int, ...] | None = Non
         kinds = map(model.is_rope_local, range(model.num_hidden_layers) if layers is None else layers)
         for names in dict.fromkeys(map(angle_names, kinds)):
             angles = tuple(Activation(name, planes * shape.itemsize) for name in names)
-            # Angles in fp32, and their cosines before they are rounded.
+            # fp32 angles, and their cosines before rounding.
             ops.append(Op("angles", "elementwise", (), angles, scratch_bytes=planes * 8))
     return tuple(ops)
 
 
 @lru_cache(maxsize=4096)
 def embedding_work(model: Model, shape: Shape) -> tuple[Op, ...]:
-    """Work from tokens to the residual stream `hidden` [M, D]. With tp each rank looks up its part of the vocabulary."""
+    """Work from tokens to the residual stream `hidden` [M, D]. With tp each rank looks up tokens in its shard of the
+    vocabulary."""
     n, d, a = shape.num_tokens, model.hidden_size, shape.itemsize
     whole = n * d * a
     learned = model.position_embedding != "rotary"
@@ -84,7 +85,7 @@ def embedding_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     name = "unscaled" if model.scale_embedding else total
     partial = f"{name}_partial" if shape.shards_sequence else name
     sums = () if shape.tp == 1 or shape.shards_sequence else (Collective("all_reduce", "tp", whole, "forward"),)
-    # Of a part of the vocabulary: which row each token is here, and whether it is elsewhere.
+    # With the vocabulary sharded: each token's local row, and whether it is on another rank.
     places = (Activation("embed_rows", n * INDEX_BYTES), Activation("embed_elsewhere", n))
     kept = places if shape.tp > 1 else ()
     ops = [
@@ -110,12 +111,12 @@ def embedding_work(model: Model, shape: Shape) -> tuple[Op, ...]:
 
 
 def _positions(model: Model, shape: Shape, result: str) -> tuple[Op, ...]:
-    """Learned positions, added to the tokens."""
+    """Learned position embeddings, added to the tokens."""
     m, d, a = shape.outer_tokens, model.hidden_size, shape.itemsize
     are_given = shape.documents or shape.cp > 1
     rows = m if are_given else shape.outer_length
     position = Activation("position", rows * d * a)
-    # Positions are made in the forward pass unless the batch brings its own, and kept as the indices of the lookup.
+    # Positions are computed in the forward pass unless the batch has them, and saved as the lookup's indices.
     indices = () if are_given or shape.tp > 1 else (Activation("positions", rows * INDEX_BYTES),)
     return (
         Op("embed_positions", "embedding", (), (position, *indices), tuple(i.name for i in indices),
@@ -125,13 +126,13 @@ def _positions(model: Model, shape: Shape, result: str) -> tuple[Op, ...]:
 
 
 def block_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
-    """One decoder block, from `hidden` to `hidden_out`, both [M, D]. The same object for layers that are equal."""
+    """One decoder block, from `hidden` to `hidden_out`, both [M, D]. Equal layers share one cached result."""
     return _work_of_kind(model, first_alike(model)[layer], shape)
 
 
 @lru_cache(maxsize=256)
 def first_alike(model: Model) -> tuple[int, ...]:
-    """First block that does the same work, for every block, those of multi-token prediction too."""
+    """For every block, multi-token prediction blocks included, the first block with the same work."""
     first: dict[tuple[bool, int | None, bool], int] = {}
     layers = range(model.num_hidden_layers + model.num_nextn_predict_layers)
     kinds = ((model.is_moe(layer), model.window(layer), model.uses_rotary(layer)) for layer in layers)
@@ -165,20 +166,20 @@ def _work_of_kind(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
 
 
 def input_gather(model: Model, shape: Shape) -> Collective:
-    """All-gather of a block's input over tp, where each rank has kept a part (`Layout.partition_checkpoints`)."""
+    """All-gather of a block's input over tp, if each rank saved a shard (`Layout.partition_checkpoints`)."""
     return Collective("all_gather", "tp", shape.num_tokens * model.hidden_size * shape.itemsize, "backward")
 
 
 @lru_cache(maxsize=4096)
 def prediction_work(model: Model, shape: Shape) -> tuple[Op, ...]:
-    """Work of a multi-token prediction block before it is a block like the last: the embedding of the tokens to come
-    (`next_token_work`), beside what was made of those before, through one product (DeepSeek-V3, section 2.2)."""
+    """Work of a multi-token prediction block before its transformer block: the embedding of future tokens (`next_token_work`)
+    and the previous output, through one GEMM (DeepSeek-V3, section 2.2)."""
     return (*next_token_work(model, shape), *_mtp_projection_work(model, shape))
 
 
 @lru_cache(maxsize=4096)
 def next_token_work(model: Model, shape: Shape) -> tuple[Op, ...]:
-    """Work from tokens to come to `coming` [M, D]: the embedding once more, of indices that are made for it."""
+    """Work from future tokens to `coming` [M, D]: the embedding again, with newly computed indices."""
     first, *rest = (_renamed(op, {"hidden": "coming"}) for op in embedding_work(replace(model, dropout=0.0), shape))
     if shape.tp == 1:
         indices = Activation("coming_tokens", shape.num_tokens * INDEX_BYTES)
@@ -188,20 +189,20 @@ def next_token_work(model: Model, shape: Shape) -> tuple[Op, ...]:
 
 @lru_cache(maxsize=4096)
 def prediction_block_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
-    """A block of multi-token prediction, from `hidden` and `coming` to `hidden_out`, all [M, D]; none is in fp8."""
+    """A multi-token prediction block, from `hidden` and `coming` to `hidden_out`, all [M, D]; never in fp8."""
     block = (_renamed(op, {"hidden": "predicted"}) for op in block_work(model, layer, without_fp8(shape)))
     return (*_mtp_projection_work(model, shape), *block)
 
 
 @lru_cache(maxsize=4096)
 def prediction_head_work(model: Model, shape: Shape) -> tuple[Op, ...]:
-    """Work from a prediction block's `hidden` to its `loss`: a norm of its own, and the model's head."""
+    """Work from a prediction block's `hidden` to its `loss`: its own norm, and the model's head."""
     first, *rest = head_work(replace(model, norm="rmsnorm"), shape)
     return (replace(first, name="shared_head.norm", weights=("shared_head.norm.weight",)), *rest)
 
 
 def _renamed(op: Op, names: dict[str, str]) -> Op:
-    """The operation with other names of activations, whole or before `_partial`."""
+    """The operation with its activations renamed, including names with the suffix `_partial`."""
 
     def name(old: str) -> str:
         whole = old.removesuffix("_partial")
@@ -214,7 +215,7 @@ def _renamed(op: Op, names: dict[str, str]) -> Op:
 
 
 def _mtp_projection_work(model: Model, shape: Shape) -> tuple[Op, ...]:
-    """Work from `hidden` and `coming` to `predicted`, [M, D]: one product, whose columns tp joins again."""
+    """Work from `hidden` and `coming` to `predicted`, [M, D]: one GEMM, whose columns tp gathers."""
     m, d, model = shape.outer_tokens, model.hidden_size, replace(model, norm="rmsnorm")
     joined = Activation("joined", m * 2 * d * shape.itemsize)
     gather, source = column_source(without_fp8(shape), joined.name, 2 * d)
@@ -232,7 +233,7 @@ def _mtp_projection_work(model: Model, shape: Shape) -> tuple[Op, ...]:
 
 
 def _gather_columns(shape: Shape, d: int) -> tuple[Op, ...]:
-    """Columns of a product back to whole rows, as a sum of what every rank has with zeros elsewhere."""
+    """All-gather of a GEMM's columns to whole rows, as a sum over ranks with zeros elsewhere."""
     if shape.tp == 1:
         return ()
     whole = shape.num_tokens * d * shape.itemsize
@@ -247,7 +248,7 @@ def _gather_columns(shape: Shape, d: int) -> tuple[Op, ...]:
 
 @lru_cache(maxsize=4096)
 def head_work(model: Model, shape: Shape) -> tuple[Op, ...]:
-    """Work from `hidden` [M, D] to `loss`: final norm, head and its loss. With tp each rank has its part of the vocabulary."""
+    """Work from `hidden` [M, D] to `loss`: final norm, head and loss. With tp each rank has its shard of the vocabulary."""
     final = norm(model, shape, "norm", "hidden", "final", model.hidden_size, model.hidden_size, shape.outer_tokens)
     head = "embed_tokens" if model.tie_word_embeddings else "lm_head"
     gather, source = column_source(without_fp8(shape), "final", model.hidden_size)
@@ -266,11 +267,11 @@ def head_work(model: Model, shape: Shape) -> tuple[Op, ...]:
 
 
 def _chunked_loss(model: Model, shape: Shape, head: str, read: str) -> Op:
-    """Head and loss in one (`kernels.loss.cross_entropy`, over tp `parallel.tensor.tensor_loss`).
+    """Fused head and loss (`kernels.loss.cross_entropy`, over tp `parallel.tensor.tensor_loss`).
 
-    It does the backward pass of the head in its forward pass, a chunk of rows at a time, and keeps the two gradients, that of
-    `hidden` already summed over tp. Of each row of a chunk three numbers are gathered: maximum, sum of exponentials, target.
-    Slab by slab (`kernels.loss.cross_entropy_columns`) logits are made twice, and two numbers of all rows are gathered at once.
+    It runs the head's backward pass in its forward pass, by chunks of rows, and saves the two gradients, that of `hidden`
+    already summed over tp. For each row of a chunk three numbers are gathered: maximum, sum of exponentials, target. By slabs
+    (`kernels.loss.cross_entropy_columns`) logits are computed twice, and two numbers of all rows are gathered at once.
     """
     n, d, a, w = shape.num_tokens, model.hidden_size, shape.itemsize, shape.wide_itemsize
     v, largest = shape.tp_part(model.vocab_size), ceil_div(model.vocab_size, shape.tp)  # ranks agree on chunks by the largest
@@ -288,10 +289,10 @@ def _chunked_loss(model: Model, shape: Shape, head: str, read: str) -> Op:
             else _parallel_loss_scratch_bytes(shape, d, v, chunk_rows(n, largest, shape.device))
         )
     if by_slabs:
-        # Per logit: written and copied twice, log-softmax and softmax, scaled into place, two products read it.
+        # Per logit: written and copied twice, log-softmax and softmax, scaled into place, read by two GEMMs.
         moved, sums, parts = n * v * (7 * a + 7 * w), n * d, -(-v // (slab_columns(n, largest, a, shape.device) or v))
     else:
-        # Per logit: written, read into its wide copy, log-softmax, exponential, gradient, two products read it.
+        # Per logit: written, read into its wide copy, log-softmax, exponential, gradient, read by two GEMMs.
         moved, sums, parts = n * v * (2 * a + 6 * w), v * d, -(-n // chunk_rows(n, largest, shape.device))
     moved += parts * sums * 2 * (w + (a if a < w else 0))  # read, and written, with a narrow product between
     return Op(
@@ -314,30 +315,30 @@ def _chunked_traffic(shape: Shape, d: int, v: int) -> tuple[Collective, ...]:
 
 
 def _loss_scratch_bytes(shape: Shape, d: int, v: int) -> int:
-    """Bytes that exist beside the two gradients at the loss's own peak."""
+    """Temporary bytes besides the two gradients at the loss's own peak."""
     a, w = shape.itemsize, shape.wide_itemsize
     rows, narrow = chunk_rows(shape.num_tokens, v, shape.device), a < w
-    # One chunk's logits, their wide copy where they are narrow, log-probabilities, and rows of hidden that count.
+    # One chunk's logits, their wide copy if they are narrow, log-probabilities, and the valid rows of hidden.
     room = rows * v * (a + w + (w if narrow else 0)) + rows * d * a
-    # A narrow product is made before it is added to the wide gradient, which is rounded when the chunks are gone.
+    # A narrow GEMM result is added to the wide gradient, which is rounded after the chunks are freed.
     room += v * d * (a + (w if shape.device == "cpu" else 0)) if narrow else 0
     return room + v * d * (w - a)
 
 
 def _parallel_loss_scratch_bytes(shape: Shape, d: int, v: int, rows: int) -> int:
-    """Temporary bytes of the loss over tp: exponentials take the logits' place, and the gradient of hidden is summed when
-    chunks are gone."""
+    """Temporary bytes of the loss over tp: exponentials overwrite the logits, and hidden's gradient is summed after chunks are
+    freed."""
     a, w, n = shape.itemsize, shape.wide_itemsize, shape.num_tokens
     narrow = a < w
     chunk = rows * v * (a + (w if narrow else 0)) + rows * d * a + (v * d * a if narrow else 0)
     in_chunks = chunk + (n - shape.outer_tokens) * d * a + v * d * (w - a)
     summed = n * d * a + exchanged_bytes(shape, n * d * a) + v * d * (w - a)
-    gathered = shape.outer_tokens * d * a if shape.shards_sequence else 0  # what was gathered: the decoder's own hold on it
+    gathered = shape.outer_tokens * d * a if shape.shards_sequence else 0  # the gathered tensor, still held by the decoder
     return gathered + max(in_chunks, summed)
 
 
 def _slab_loss_scratch_bytes(shape: Shape, d: int, v: int) -> int:
-    """Temporary bytes where the loss goes through the vocabulary slab by slab, on one rank or over tp."""
+    """Temporary bytes of the loss by slabs of the vocabulary, on one rank or over tp."""
     a, w, n = shape.itemsize, shape.wide_itemsize, shape.num_tokens
     columns = slab_columns(n, v, a, shape.device)
     assert columns is not None
@@ -346,12 +347,12 @@ def _slab_loss_scratch_bytes(shape: Shape, d: int, v: int) -> int:
     if shape.tp == 1:
         return in_slabs
     summed = n * d * a + exchanged_bytes(shape, n * d * a)
-    gathered = shape.outer_tokens * d * a if shape.shards_sequence else 0  # what was gathered: the decoder's own hold on it
+    gathered = shape.outer_tokens * d * a if shape.shards_sequence else 0  # the gathered tensor, still held by the decoder
     return gathered + max(in_slabs, summed)
 
 
 def _loss(shape: Shape, read: str, elements: int) -> Op:
-    """Cross-entropy of so many logits, as `Kernels.cross_entropy` says."""
+    """Cross-entropy of `elements` logits, as `Kernels.cross_entropy` specifies."""
     a, w, way = shape.itemsize, shape.wide_itemsize, shape.kernels.cross_entropy
     traffic, result = _loss_traffic(shape), Activation("loss", w)
     if way in ("fused", "compiled"):
@@ -359,9 +360,9 @@ def _loss(shape: Shape, read: str, elements: int) -> Op:
                   moved_bytes=4 * elements * a, backward_moved_bytes=2 * elements * a, collectives=traffic)  # fmt: skip
     kept = Activation("softmax", elements * w)
     eager, wide = way == "eager", 2 + (shape.tp > 1 and not shape.kernels.gathers_logits)
-    # eager: the copy lives beside logits and log-softmax, and backward two more wide ones, of which one is narrowed. Of a
-    # vocabulary that is cut three: DTensor's loss adds exponentials to a gradient of targets alone, then scales the sum.
-    held = (read,) if shape.kernels.gathers_logits and shape.tp > 1 else ()  # the program's own hold on what it gathered
+    # eager: the copy coexists with logits and log-softmax, and backward with two more wide ones, one of them rounded. With a
+    # sharded vocabulary three: DTensor's loss adds exponentials to a gradient of targets alone, then scales the sum.
+    held = (read,) if shape.kernels.gathers_logits and shape.tp > 1 else ()  # the program still references the gathered logits
     return Op(
         "loss", "loss", (read,), (result, kept), (kept.name, *held), scratch_bytes=elements * (w if eager else w - a),
         backward_scratch_bytes=elements * (wide * w - a) if eager else 0, moved_bytes=elements * (a + 6 * w),
@@ -370,7 +371,8 @@ def _loss(shape: Shape, read: str, elements: int) -> Op:
 
 
 def _loss_traffic(shape: Shape) -> tuple[Collective, ...]:
-    """A vocabulary cut over ranks: each row's maximum, sum of exponentials and target logit are reduced in fp32."""
+    """Communication with a sharded vocabulary: each row's maximum, sum of exponentials and target logit are all-reduced in
+    fp32."""
     if shape.tp == 1 or shape.kernels.gathers_logits:
         return ()
     return (Collective("all_reduce", "tp", shape.num_tokens * 4, "forward"),) * 3
@@ -384,9 +386,9 @@ def work(model: Model, shape: Shape) -> list[tuple[int | None, Op]]:
 
 
 def slab_columns(num_rows: int, vocab_size: int, itemsize: int, device: str) -> int | None:
-    """Columns of logits the loss makes at a time where it goes through the vocabulary slab by slab; None: it goes row by row.
+    """Columns of logits in one slab of the loss; None if the loss runs by chunks of rows.
 
-    Slabs are for activations narrower than fp32 on CUDA whose logits take several chunks of rows: see
+    Slabs are used for activations narrower than fp32 on CUDA whose logits take several chunks of rows: see
     `kernels.loss.cross_entropy_columns`. `vocab_size`: of this rank.
     """
     if device == "cpu" or itemsize >= 4 or chunk_rows(num_rows, vocab_size, device) >= num_rows:
@@ -396,5 +398,5 @@ def slab_columns(num_rows: int, vocab_size: int, itemsize: int, device: str) -> 
 
 
 def chunk_rows(num_rows: int, vocab_size: int, device: str) -> int:
-    """Rows of logits the loss makes at a time."""
+    """Rows of logits in one chunk of the loss."""
     return min(num_rows, max(MIN_CHUNK_ROWS, CHUNK_BYTES["cpu" if device == "cpu" else "cuda"] // (4 * vocab_size)))

@@ -1,9 +1,9 @@
-"""The fastest attention core for a run's shapes: `kernels.choice.contest` between all that `description.attention_cores` lets
-in.
+"""Benchmark that picks the attention core for a run's shapes: `kernels.choice.contest` among all that
+`description.attention_cores` allows.
 
-Timed is what a layer does, from queries, keys and values to their gradients, for each kind of layer that the model has (its
-windows; under context parallelism a causal square of what a rank has); a core's time is the mean over the layers. Documents are
-taken to be DOCUMENTS a sequence, all as long.
+It times a layer's attention, from queries, keys and values to their gradients, for each kind of layer that the model has (its
+sliding windows; under context parallelism a causal square of a rank's tokens). A core's time is the mean over the layers. Each
+sequence is assumed to hold DOCUMENTS documents of equal length.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AttentionShape:
     dtype: torch.dtype
 
     def inputs(self, device: torch.device) -> list[Tensor]:
-        """Queries [B, S, H, E], keys [B, S, K, E] and values [B, S, K, E'], of as many of the sequences as MOST_BYTES holds."""
+        """Queries [B, S, H, E], keys [B, S, K, E] and values [B, S, K, E'], for as many sequences as fit in MOST_BYTES."""
         heads = (self.heads * self.head_dim, self.key_heads * self.head_dim, self.key_heads * self.value_dim)
         batch = max(1, min(self.batch, MOST_BYTES // (self.length * sum(heads) * self.dtype.itemsize)))
         generator = torch.Generator(device).manual_seed(0)
@@ -53,7 +53,7 @@ class AttentionShape:
 def contest(
     shape: AttentionShape, wanted: CoreRequirements, device: torch.device, *, compiled: bool, bitwise: bool = False
 ) -> Outcomes:
-    """Seconds of each core for a layer, forward and backward, the mean of all; or why it is out."""
+    """Mean seconds per layer, forward and backward, of each core; or the reason why it is excluded."""
     inputs = shape.inputs(device)
     layers = [(count / len(wanted.windows), window) for window, count in Counter(wanted.windows).items()]
     refused = {core: reason for core in CANDIDATE_CORES if (reason := excluded(core, wanted, compiled=compiled))}
@@ -62,7 +62,7 @@ def contest(
 
 
 def excluded(core: AttentionCore, wanted: CoreRequirements, *, compiled: bool) -> str:
-    """Why `core` takes no part; empty if it does."""
+    """Reason why `core` is excluded; empty if it takes part."""
     if reason := unsupported_reason(core, wanted):
         return reason
     if core == "sdpa" and wanted.is_masked and wanted.device == "cuda" and wanted.is_narrow and wanted.cp == 1:
@@ -77,7 +77,7 @@ def excluded(core: AttentionCore, wanted: CoreRequirements, *, compiled: bool) -
 def forms(
     inputs: list[Tensor], wanted: CoreRequirements, window: int | None, refused: Mapping[str, str]
 ) -> dict[str, Form | str]:
-    """The forms that `contest.measure` compares, for layers with this window."""
+    """Forms that `contest.measure` compares, for layers with this window."""
     batch, length = inputs[0].shape[:2]
     ids = (torch.arange(length) * DOCUMENTS // length).expand(batch, length)
     made = partial(
@@ -91,7 +91,7 @@ def forms(
 
 
 def _form(make_mask: partial) -> Form:
-    """Attention under a mask that is made once, as it is once a micro-batch."""
+    """Attention under a mask that is built once, as once per micro-batch."""
     masks: list = []
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -1,27 +1,25 @@
-"""The attention core: softmax(q k^T / sqrt(E)) v over what a token may see. One name, several kernels underneath.
+"""The attention core: softmax(q k^T / sqrt(E)) v over the visible keys. One function, several kernels.
 
-What `attention_mask` makes of documents and a sliding window says which runs:
+The type of mask that `attention_mask` builds from documents and a sliding window selects the kernel:
 
-    None        plain causal: torch's SDPA (flash, cuDNN or memory-efficient attention), which skips the half it cannot see
-    Causal      the same, by one of SDPA's kernels that was asked for
-    Spans       where documents end, and a window: flash attention for sequences of many lengths
-                (`kernels.attention.attention_spans`), torch's or a package's (`kernels.attention.flash_packages`); a package's
-                also where nothing is masked
-    FlexMask    blocks of 128 x 128 that are seen in whole or in part: compiled FlexAttention
-                (`kernels.attention.attention_flex`)
-    a tensor    numbers to add to the scores, 0 or -inf, [1 or B, 1, S, S] in the activations' dtype, shared by all layers
+    None        plain causal: torch's SDPA (flash, cuDNN or memory-efficient attention), which skips the masked half
+    Causal      the same, by one requested kernel of SDPA
+    Spans       document ends, and a window: variable-length flash attention (`kernels.attention.attention_spans`), torch's or
+                a package's (`kernels.attention.flash_packages`); a package's also where nothing is masked
+    FlexMask    blocks of 128 x 128, partly or fully visible: compiled FlexAttention (`kernels.attention.attention_flex`)
+    a tensor    added to the scores, 0 or -inf, [1 or B, 1, S, S] in the activations' dtype, shared by all layers
 
-Without being told, 16 bits on CUDA take spans; everything else takes a tensor. A run on CUDA is told: by what was fastest at
-its shapes (`kernels.attention.attention_contest`). (Of a boolean mask SDPA makes, and saves, such numbers anew in every layer.)
-On CPU one causal call per document was measured (torch 2.13, one thread): 3 times slower at 51 tokens a document, 2 times
-faster at 200 (fp32), even in bf16; it cannot be compiled, so the CPU takes the mask.
+By default 16 bits on CUDA use spans; everything else uses a tensor. A CUDA run sets the core that was fastest at its shapes
+(`kernels.attention.attention_contest`). (From a boolean mask SDPA would build, and save, a float mask anew in every layer.) On
+CPU one causal call per document was measured (torch 2.13, one thread): 3 times slower at 51 tokens a document, 2 times faster
+at 200 (fp32), even in bf16; it cannot be compiled, so the CPU uses the tensor mask.
 
-A sink is a score of each head that draws weight and has no value (GPT-OSS): plain attention's result is made smaller by the
-weight the sink draws, which log-sum-exp tells, and the kernel's own backward pass, given the smaller result and the larger
-log-sum-exp, gives the right gradients (`kernels.attention.attention_with_lse`).
+A sink is a score per head that takes attention weight and has no value (GPT-OSS). Plain attention's result is scaled down by
+the weight that the sink takes, which follows from the log-sum-exp; the kernel's own backward pass, given the smaller result and
+the larger log-sum-exp, yields the right gradients (`kernels.attention.attention_with_lse`).
 
 Saves for the backward pass: query, key, value, the output, a mask if it is a tensor, and one fp32 (or fp64) number per head and
-row. Values narrower than queries (latent attention) are filled with zeros where a kernel knows one width only, while it runs.
+row. Values narrower than queries (latent attention) are zero-padded during the call where a kernel supports only one width.
 """
 
 from __future__ import annotations
@@ -50,10 +48,10 @@ from ultrascale.kernels.choice.device_kind import is_cuda
 
 
 class Causal(NamedTuple):
-    """A token sees itself and all earlier ones."""
+    """Plain causal mask: a token sees itself and all earlier ones."""
 
     core: AttentionCore
-    """The kernel of SDPA that is to run: a key of `SDPA_KERNELS`."""
+    """SDPA kernel to use: a key of `SDPA_KERNELS`."""
 
 
 Mask = Tensor | Spans | FlexMask | Causal | None
@@ -71,9 +69,9 @@ def attention(
 ) -> Tensor:
     """Scaled dot-product attention: [B, S, H, E'] from queries [B, S, H, E], keys [B, T, K, E] and values [B, T, K, E'].
 
-    `mask`: what `attention_mask` made; a tensor [1 or B, 1, S, T] of the same dtype is added to the scores; None: causal, and T
-    equals S. Query head h reads key/value head h // (H/K). `sinks` [H] or None; `scale` of the scores is 1 / sqrt(E) unless
-    given.
+    `mask`: from `attention_mask`; a tensor [1 or B, 1, S, T] of the same dtype is added to the scores; None: causal, and T
+    equals S. Query head h reads key/value head h // (H/K). `sinks` [H] or None; `scale` of the scores is 1 / sqrt(E) by
+    default.
     """
     scale = float(query.shape[-1] ** -0.5) if scale is None else scale
     if isinstance(mask, FlexMask):
@@ -96,7 +94,7 @@ def attention(
 
 
 def _by_one_kernel(query: Tensor, key: Tensor, value: Tensor, kernel: SDPBackend, scale: float) -> Tensor:
-    """[B, S, H, E'] of [B, H, S, E]. Raises RuntimeError if that kernel cannot."""
+    """Attention by one SDPA kernel: [B, H, S, E] to [B, S, H, E']. Raises RuntimeError if that kernel cannot run."""
     grouped = query.shape[1] != key.shape[1]
     with sdpa_kernel(kernel):
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped, scale=scale)
@@ -104,7 +102,7 @@ def _by_one_kernel(query: Tensor, key: Tensor, value: Tensor, kernel: SDPBackend
 
 
 def causal_piece(query: Tensor, key: Tensor, value: Tensor, core: str) -> Tensor:
-    """Plain causal attention by the kernel that context parallelism joins pieces with (`attention_with_lse`): [B, S, H, E']."""
+    """Plain causal attention by the kernel that context parallelism uses for parts (`attention_with_lse`): [B, S, H, E']."""
     heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
     return _Attention.apply(*heads_first, None, None, None, core)  # pyright: ignore[reportReturnType]
 
@@ -119,11 +117,10 @@ def attention_mask(
     device: torch.device,
     core: AttentionCore = "auto",
 ) -> Mask:
-    """Whom the last `num_queries` of `num_keys` positions see, in the form that `core` takes; None: plain causal,
-    by SDPA.
+    """Mask of the last `num_queries` of `num_keys` positions, in the form that `core` takes; None: plain causal, by SDPA.
 
-    A token sees itself and earlier ones, of its own document (`document_ids` [B, T]), at most `window` positions in all. As a
-    tensor that is what is added to the scores, [1 or B, 1, S, T]. With a cache (T > S) it always is a tensor.
+    A token sees itself and earlier ones of its own document (`document_ids` [B, T]), at most `window` positions in all. A
+    tensor mask is added to the scores, [1 or B, 1, S, T]; with a cache (T > S) the mask is always a tensor.
     """
     if window is not None and window >= num_keys:
         window = None
@@ -155,9 +152,9 @@ def _ids(documents: Tensor | PackedIds | None) -> Tensor | None:
 
 
 def _runs_grouped(query: Tensor, mask: Tensor | None) -> bool:
-    """True if a fused kernel takes fewer key/value heads than query heads; the fallback would keep S^2 scores per head.
+    """True if a fused kernel takes fewer key/value heads than query heads; the fallback would save S^2 scores per head.
 
-    On CPU always: 1.1 times as fast as repeating. On CUDA only flash attention: 16-bit, without a mask.
+    On CPU always: 1.1 times as fast as repeating the heads. On CUDA only flash attention: 16-bit, without a mask.
     """
     return not is_cuda(query) or (mask is None and query.dtype in (torch.bfloat16, torch.float16))
 
@@ -165,7 +162,7 @@ def _runs_grouped(query: Tensor, mask: Tensor | None) -> bool:
 class _Attention(torch.autograd.Function):
     """[B, H, S, E] each, sinks [H] or None, to [B, S, H, E'].
 
-    What SDPA cannot do: sinks, and on the CPU values narrower than queries, which are saved as narrow as they are.
+    Handles what SDPA cannot: sinks, and on the CPU values narrower than queries, which are saved without padding.
     """
 
     @staticmethod

@@ -1,11 +1,11 @@
-"""Attention inside documents and a sliding window by FlexAttention (Dong et al. 2024), which torch compiles for the mask.
+"""Attention within documents and a sliding window by FlexAttention (Dong et al. 2024), which torch compiles for the mask.
 
-Blocks of 128 queries and 128 keys are skipped, computed in whole, or computed and masked pair by pair. Which is which follows
-from the first and the last document of each block: S^2/128^2 numbers, and no S x S mask on the way to them. (torch's own
-`create_block_mask` makes one unless it is compiled.) That needs ids that grow along a sequence, as packed documents' do.
+Blocks of 128 queries and 128 keys are skipped, computed in full, or computed and masked elementwise. The choice follows from
+the first and the last document of each block: S^2/128^2 numbers, without an S x S mask. (torch's own `create_block_mask` builds
+one unless it is compiled.) This requires document ids that increase along a sequence, as packed documents' do.
 
-Knows fp32 on CUDA, where flash attention does not, and any sliding window. Uncompiled, as on the CPU, it makes all scores and
-knows no backward pass: there it shows that the mathematics of the blocks is right.
+Supports fp32 on CUDA, unlike flash attention, and any sliding window. Uncompiled, as on the CPU, it computes all scores and has
+no backward pass: there it only tests the block logic.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FlexMask(NamedTuple):
 
 
 def flex_mask(length: int, *, document_ids: Tensor | None, window: int | None, device: torch.device) -> FlexMask:
-    """Causal, inside documents (`document_ids` [B, S], growing) and a window of so many tokens."""
+    """Causal block mask, within documents (`document_ids` [B, S], increasing) and a sliding window of so many tokens."""
     ids = torch.zeros(1, length, dtype=torch.int32, device=device) if document_ids is None else document_ids
 
     def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -49,8 +49,8 @@ def flex_mask(length: int, *, document_ids: Tensor | None, window: int | None, d
 
 
 def seen_blocks(ids: Tensor, window: int | None, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """Masks of blocks from ids [B, S]: the blocks of keys of which a block of queries sees something, and those of which it
-    sees all, [B, S/128, S/128]."""
+    """Block masks from ids [B, S]: key blocks that a query block sees in part or in full, and those that it sees in full, [B,
+    S/128, S/128]."""
     length = ids.shape[1]
     count = -(-length // block)
     places = torch.arange(count, device=ids.device)
@@ -66,8 +66,7 @@ def seen_blocks(ids: Tensor, window: int | None, block: int = BLOCK) -> tuple[Te
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of blocks of keys that each block of queries has, [B, 1, rows], and their indices, those first, [B, 1, rows,
-    columns]."""
+    """Number of key blocks of each query block, [B, 1, rows], and their indices, listed first, [B, 1, rows, columns]."""
     counts = blocks.sum(-1, dtype=torch.int32)
     indices = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).int()
     return counts.unsqueeze(1), indices.unsqueeze(1)

@@ -1,17 +1,17 @@
-"""Attention inside documents told by where they end: no mask, and no score that nobody sees is computed.
+"""Attention within documents given by their ends (varlen flash attention): no mask, and no masked score is computed.
 
-    ends      0  5  9  16      of all B*S tokens, sequence after sequence: documents are [0, 5), [5, 9), [9, 16)
+    ends      0  5  9  16      in all B*S tokens, sequence after sequence: documents are [0, 5), [5, 9), [9, 16)
 
-A mask is S^2 numbers a sequence, in bf16 128 MiB at 8,192 tokens, and a kernel that reads it computes the full square. Flash
-attention for sequences of many lengths (Dao et al. 2022; torch's and the flash-attn packages' `varlen`) skips what lies
-outside a document or a sliding window by itself. It is for 16 bits on CUDA; elsewhere documents are worked through one by one,
-exact in fp64 and slow. There may be fewer heads of keys than of queries: none is repeated.
+A mask is S^2 numbers per sequence, in bf16 128 MiB at 8,192 tokens, and a kernel that reads it computes the full square.
+Variable-length flash attention (Dao et al. 2022; torch's and the flash-attn packages' `varlen`) skips what lies outside a
+document or a sliding window. It supports 16 bits on CUDA; elsewhere documents are computed one by one, exact in fp64 and slow.
+Key heads may be fewer than query heads, and are not repeated.
 
-The host is never asked how long documents are: the batch brings `ends` (`packed_ids`), padded with empty documents, so that a
-compiler sees few shapes. Where only ids are given it must be asked, once a micro-batch.
+The document lengths are not copied to the host: the batch brings `ends` (`packed_ids`), padded with empty documents, so that a
+compiler sees few shapes. Where only ids are given the host must wait for them, once a micro-batch.
 
-Saves for the backward pass what attention without documents saves. On request of `torch.use_deterministic_algorithms` its
-gradients are the same bits every time.
+Saves for the backward pass the same as attention without documents. Under `torch.use_deterministic_algorithms` its gradients
+have the same bits every time.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ from ultrascale.kernels.choice.device_kind import is_cuda
 from ultrascale.work.ops import HEAD_DIM_MULTIPLE
 
 ENDS_MULTIPLE = 64
-"""Documents of a micro-batch are padded to a multiple of this many with empty ones."""
+"""Multiple to which the number of documents of a micro-batch is padded, with empty ones."""
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 _aten = torch.ops.aten
 
 
 class PackedIds(NamedTuple):
-    """The document of each token, in both forms."""
+    """Document of each token, as ids and as document ends."""
 
     ids: Tensor
-    """[B, S] int, 0, 1, 2, ... in each sequence."""
+    """Document ids [B, S] int: 0, 1, 2, ... in each sequence."""
     ends: Tensor
-    """[documents + 1] int32: of all tokens in order, where documents begin, and last B*S."""
+    """[documents + 1] int32: start of each document among all tokens, then B*S."""
 
 
 class Spans(NamedTuple):
     """The tokens that each token sees: itself and earlier ones of its document, at most `window` in all."""
 
     ends: Tensor | None
-    """Ends as in `PackedIds`; None: every sequence is one document."""
+    """Ends as in `PackedIds`; None if every sequence is one document."""
     window: int | None
     core: str = ""
-    """A key of `flash_packages.MODULES`; empty: torch's own."""
+    """Flash attention package, a key of `flash_packages.MODULES`; empty: torch's own."""
 
 
 def packed_ids(ids: Tensor, device: torch.device) -> Tensor | PackedIds:
-    """Document ids for a decoder on `device`, from ids [B, S] on the host: on CUDA both forms."""
+    """Document ids for a decoder on `device`, from ids [B, S] on the host; on CUDA as `PackedIds`."""
     moved = ids.to(device, non_blocking=True)
     return PackedIds(moved, _ends(ids).to(device, non_blocking=True)) if is_cuda(device) else moved
 
 
 def ends_of(documents: Tensor | PackedIds) -> Tensor:
-    """[documents + 1] int32 on the ids' device; where only ids are given the host waits for them."""
+    """Document ends [documents + 1] int32 on the ids' device; if only ids are given the host waits for them."""
     return documents.ends if isinstance(documents, PackedIds) else _ends(documents)
 
 
@@ -96,7 +96,7 @@ def attend_spans(query: Tensor, key: Tensor, value: Tensor, spans: Spans, *, sca
 def attend_spans_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, spans: Spans, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values. `out` and `lse` may be those of a softmax with more in it, a sink."""
+    """Gradients of queries, keys and values. `out` and `lse` may be those of a softmax with further terms, such as a sink."""
     if spans.core:
         return _gradients_by_package(grad_out, query, key, value, out, lse, spans, scale)
     ends = _all_ends(query, spans)
@@ -139,7 +139,7 @@ def _gradients_by_package(
 
 
 def _packed_inputs(spans: Spans, *tensors: Tensor) -> list[Tensor]:
-    """Tensors in the form that the packages take: packed where documents are given."""
+    """Tensors in the form that the packages take: packed if documents are given."""
     return [(tensor if spans.ends is None else tensor.flatten(0, 1)).contiguous() for tensor in _one_width(*tensors)]
 
 
@@ -155,19 +155,20 @@ def _runs_flash(query: Tensor) -> bool:
 
 
 def _sides(window: int | None) -> dict[str, int]:
-    """Arguments for a window: of w tokens, w - 1 are to the left."""
+    """Window arguments: of w tokens, w - 1 are to the left."""
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def _one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The kernels want one head dimension; columns of zeros change no score and no other column of the result."""
+    """Tensors zero-padded to one head dimension, which the kernels require; it changes no score and no other column of the
+    result."""
     width = max(tensor.shape[-1] for tensor in tensors)
     width += -width % HEAD_DIM_MULTIPLE
     return tuple(t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors)
 
 
 def _documents(ends: Tensor, length: int) -> Iterator[tuple[int, slice]]:
-    """(sequence, its positions) of every document that is not empty."""
+    """(sequence, positions in it) of every document that is not empty."""
     bounds = ends.tolist()
     for start, end in pairwise(bounds):
         if end > start:

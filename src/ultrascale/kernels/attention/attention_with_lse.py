@@ -1,16 +1,16 @@
-"""Attention over a part of the keys, with what it takes to join parts: out, and log-sum-exp of the scores of each row.
+"""Attention over a part of the keys, with what is needed to merge parts: out, and the log-sum-exp of each row's scores.
 
     out    softmax over these keys only, times their values
-    lse    log of the sum of exp(scores): the part's weight among others is exp(lse) over the sum of theirs
+    lse    log of the sum of exp(scores): a part's weight is exp(lse) over the sum of all parts' exp(lse)
 
-Parts join exactly (Milakov and Gimelshein 2018; Dao et al. 2022): lse = log(exp(lse_a) + exp(lse_b)), and out is out_a and
-out_b in proportion to exp(lse_a) and exp(lse_b). Backward, each part is worked through alone with the *joined* out and lse: the
-probabilities exp(scores - lse) are then those of the whole softmax, and gradients of parts add up.
+Parts merge exactly (Milakov and Gimelshein 2018; Dao et al. 2022): lse = log(exp(lse_a) + exp(lse_b)), and out is the mean of
+out_a and out_b weighted by exp(lse_a) and exp(lse_b). In the backward pass each part is computed separately with the *merged*
+out and lse: the probabilities exp(scores - lse) are then those of the whole softmax, and the parts' gradients add up.
 
-Kernels: a flash-attn package's for what has no mask, where a run takes one. Else torch's: on CPU its flash attention, with or
-without a mask; on CUDA flash attention for 16 bits without a mask, memory-efficient attention for fp32 or a mask; plain
-products for what is left (fp64 on CUDA).
-Here tensors are [B, H, S, E]: heads before positions, as the kernels have them. Of keys and values there may be fewer heads.
+Kernels: a flash-attn package's for parts without a mask, if the run uses one. Otherwise torch's: on CPU its flash attention,
+with or without a mask; on CUDA flash attention for 16 bits without a mask, memory-efficient attention for fp32 or a mask; plain
+matrix products otherwise (fp64 on CUDA). Tensors here are [B, H, S, E], heads before positions, as the kernels have them. There
+may be fewer key/value heads.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from ultrascale.work.ops import HEAD_DIM_MULTIPLE
 
 _aten = torch.ops.aten
 _LSE_MULTIPLE = 32
-"""Memory-efficient attention writes and reads log-sum-exp in rows of this many (`kAlignLSE`)."""
+"""Memory-efficient attention pads rows of log-sum-exp to a multiple of this (`kAlignLSE`)."""
 
 
 def hidden_score(dtype: torch.dtype) -> float:
-    """Value added to the scores of keys that must not be seen. Finite, so that a row that sees nothing of a part is no NaN: its
-    lse is as low as this, and joined with any other part it weighs exactly 0."""
+    """Value added to the scores of masked keys. Finite, so that a row that sees no key of a part gives no NaN: its lse is as
+    low as this, and merged with any other part it weighs exactly 0."""
     return max(-1e30, torch.finfo(dtype).min / 2)
 
 
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask that `attend` takes, [1 or B, 1, S, T] in `dtype`, of booleans [1 or B, S, T]."""
+    """Mask that `attend` takes, [1 or B, 1, S, T] in `dtype`, from booleans [1 or B, S, T]."""
     *rows, num_keys = visible.shape
     padding = -num_keys % BIAS_MULTIPLE if is_cuda(visible) else 0
     mask = torch.zeros(*rows, num_keys + padding, dtype=dtype, device=visible.device)[..., :num_keys]
@@ -57,9 +57,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(out [B, H, S, E'], lse [B, H, S]) of queries [B, H, S, E] over keys [B, K, T, E] and values [B, K, T, E'].
 
-    `mask` [1 or B, 1, S, T] of the same dtype is added to the scores; `is_causal` is for T = S, without a mask; `scale` is
-    1 / sqrt(E) unless given; `core`: a package's flash attention for what has no mask (`kernels.attention.flash_packages`).
-    lse is fp32, or fp64 if the queries are.
+    `mask` [1 or B, 1, S, T] of the same dtype is added to the scores; `is_causal` requires T = S and no mask; `scale` is 1 /
+    sqrt(E) by default; `core`: a flash attention package for calls without a mask (`kernels.attention.flash_packages`). lse is
+    fp32, or fp64 if the queries are.
     """
     scale, width = _scale(query, scale), value.shape[-1]
     if core and mask is None:
@@ -95,7 +95,7 @@ def attend_backward(
     scale: float | None = None,
     core: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values that one part contributes; `out` and `lse` are those of all parts joined."""
+    """One part's contribution to the gradients of queries, keys and values; `out` and `lse` are those of all parts merged."""
     scale = _scale(query, scale)
     widths = (query.shape[-1], key.shape[-1], value.shape[-1])
     if core and mask is None:
@@ -122,7 +122,7 @@ def attend_backward(
 
 
 def join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Take a part into `out` [B, H, S, E] and `lse` [B, H, S], in place. The part's dtype may be narrower than out's."""
+    """Merge a part into `out` [B, H, S, E] and `lse` [B, H, S], in place. The part's dtype may be narrower than out's."""
     weight = torch.sigmoid(part_lse - lse).to(out.dtype).unsqueeze(-1)
     out.lerp_(part.to(out.dtype), weight)
     torch.logaddexp(lse, part_lse, out=lse)
@@ -141,7 +141,8 @@ def _runs_flash(query: Tensor, mask: Tensor | None) -> bool:
 
 
 def _one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The kernels want one head dimension; columns of zeros change no score and no other column of the result."""
+    """Tensors zero-padded to one head dimension, which the kernels require; it changes no score and no other column of the
+    result."""
     width = max(tensor.shape[-1] for tensor in tensors)
     if is_cuda(tensors[0]):
         width += -width % HEAD_DIM_MULTIPLE
@@ -149,7 +150,7 @@ def _one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _places_first(*tensors: Tensor) -> list[Tensor]:
-    """[B, S, H, E] of one width, as packages take them."""
+    """Tensors as [B, S, H, E] with one head dimension, as the packages take them."""
     width = max(tensor.shape[-1] for tensor in tensors)
     width += -width % HEAD_DIM_MULTIPLE
     return [F.pad(tensor, (0, width - tensor.shape[-1])).transpose(1, 2).contiguous() for tensor in tensors]
@@ -163,7 +164,7 @@ def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 
 
 def _summed(grad: Tensor, heads: int) -> Tensor:
-    """The gradient of heads that were repeated."""
+    """Gradient of repeated heads, summed to the original heads."""
     return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
 
 

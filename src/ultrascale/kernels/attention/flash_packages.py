@@ -1,17 +1,17 @@
-"""FlashAttention 2, 3 and 4 of the flash-attn packages, where they are importable, as one pair of torch's operations.
+"""FlashAttention 2, 3 and 4 from the flash-attn packages, where importable, as one pair of custom torch operations.
 
     core      package                     what is called                                              log-sum-exp
     flash-2   flash_attn, 2.7 and later   flash_attn_interface._flash_attn_[varlen_]forward, backward   [B, H, S] or [H, T]
     flash-3   flash_attn_interface        torch.ops.flash_attn_3.fwd, bwd: kept compatible by its tests   the same
     flash-4   flash_attn.cute             interface._flash_attn_fwd, _flash_attn_bwd                      the same
 
-Forward and backward are called by themselves, not through the packages' own autograd: so sinks and context parallelism can hand
-the backward pass a result and log-sum-exp that more was joined to, selective recomputation sees one operation whose result it
-keeps, and the compiler one that it leaves alone. (torch's `activate_flash_attention_impl` puts 3 or 4 in place of its own for
-the whole process, and is a prototype in 2.11 to 2.13.)
+Forward and backward are called directly, not through the packages' autograd. So sinks and context parallelism can pass a merged
+result and log-sum-exp to the backward pass, selective recomputation sees one operation whose result it saves, and the compiler
+one that it leaves alone. (torch's `activate_flash_attention_impl` replaces its own kernel by 3 or 4 for the whole process, and
+is a prototype in 2.11 to 2.13.)
 
-Told `ends`, tensors are packed [T, H, E] and a token sees its own document; else they are [B, S, H, E]. A window of w tokens is
-w - 1 to the left. Heads are filled with zeros to one width, a multiple of 8.
+With `ends`, tensors are packed [T, H, E] and a token sees only its own document; otherwise they are [B, S, H, E]. A window of w
+tokens is w - 1 to the left. Heads are zero-padded to one width, a multiple of 8.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _SETTING = "Tensor? ends, int length, bool causal, int window, float scale, str 
 
 
 def not_importable(core: str) -> str:
-    """Why a core's package cannot be used here; empty if it can, or needs none."""
+    """Reason why a core's package cannot be used here; empty if it can, or none is needed."""
     if core not in MODULES:
         return ""
     try:
         module = import_module(MODULES[core])
-    except Exception as error:  # a missing library of CUDA's raises what it likes
+    except Exception as error:  # a missing CUDA library may raise any exception
         missing = isinstance(error, ModuleNotFoundError)
         return f"{MODULES[core]} is not installed" if missing else f"{MODULES[core]} cannot be imported: {str(error)[:120]}"
     wanted = {"flash-2": "_flash_attn_varlen_forward", "flash-4": "_flash_attn_fwd"}.get(core)
@@ -53,8 +53,8 @@ def flash_forward(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor | None, length: int, causal: bool, window: int, scale: float,
     core: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse) as at the head of this file. `ends` [documents + 1] int32, with no document longer than `length`; `window`: 0
-    for none; `core`: a key of `MODULES`. The three tensors are contiguous and of one head width.
+    """(out, lse) as described above. `ends` [documents + 1] int32, with no document longer than `length`; `window`: 0 for none;
+    `core`: a key of `MODULES`. The three tensors are contiguous and have one head width.
     """
     out, lse = _FORWARD[core](query, key, value, ends, length, causal, window, scale)
     return out, lse.contiguous()
@@ -78,7 +78,7 @@ def flash_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, ends: Tensor | None, length: int,
     causal: bool, window: int, scale: float, core: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of queries, keys and values; the same bits every time if torch is told to be deterministic."""
+    """Gradients of queries, keys and values; the same bits every time under torch's deterministic mode."""
     steady = torch.are_deterministic_algorithms_enabled()
     return _BACKWARD[core](grad, query, key, value, out, lse, ends, length, causal, window, scale, steady)
 
@@ -130,7 +130,7 @@ def _forward_3(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor | None, length: int, causal: bool, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     left, right = _sides(window)
-    # num_splits = 1: its heuristic would add up parts in an order that depends on the shape.
+    # num_splits = 1: the heuristic would sum parts in an order that depends on the shape.
     out, lse, *_ = torch.ops.flash_attn_3.fwd(
         query, key, value, **_ends_3(ends, length), softmax_scale=scale, is_causal=causal, window_size_left=left,
         window_size_right=right, num_splits=1,
@@ -180,7 +180,7 @@ def _backward_4(
 
 
 def _setting_4(function: Callable[..., Any], ends: Tensor | None, length: int, window: int) -> dict[str, Any]:
-    """Windows are None where there is none; the longest document is told to the versions that ask for it."""
+    """Keyword arguments of FlashAttention 4: None for no window; the longest document only for versions that take it."""
     setting: dict[str, Any] = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
     if ends is not None:
         parameters = signature(function).parameters

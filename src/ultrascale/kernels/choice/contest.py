@@ -1,11 +1,11 @@
-"""Contest of several kernels for one operation: timed at the shapes of a run, forward and backward.
+"""Benchmark of alternative kernels for one operation, at a run's shapes, forward and backward.
 
-    a form that fails, or whose results are not those of the first that runs, is out, with the reason
-    the others take turns for ROUNDS rounds, so that clocks and neighbours disturb all alike; the median of a form counts
-    over ranks the slowest counts; within CLOSE of the best the one that is named first wins
+    a form that fails, or whose results differ from those of the first that runs, is excluded, with the reason
+    the others run in turns for ROUNDS rounds, so that clocks and other load affect all alike; each form's median counts
+    over ranks the slowest counts; among forms within CLOSE of the best the first one listed wins
 
-All ranks decide from all ranks' times, so they decide the same. It happens once, before a run's memory is taken: inputs are of
-the run's own shapes, fewer sequences where `MOST_BYTES` would be passed.
+All ranks decide from all ranks' times, so they decide the same. It happens once, before a run's memory is allocated: inputs
+have the run's own shapes, with fewer sequences where `MOST_BYTES` would be exceeded.
 """
 
 from __future__ import annotations
@@ -22,33 +22,34 @@ from ultrascale.torch_private import delay_on_device
 
 Form = Callable[..., Tensor | tuple[Tensor, ...]]
 Outcomes = dict[str, float | str]
-"""Result of each form by name: seconds, or why it is out."""
+"""Result of each form by name: seconds, or the reason why it is excluded."""
 ROUNDS, PASSES = 5, 3
-"""Measurements of a form, and passes in each, one after the other."""
+"""Number of measurements of a form, and of passes in each, run back to back."""
 CLOSE = 0.02
-"""Share of the best time within which two forms are as fast: clocks of one GPU differ by so much between measurements."""
+"""Fraction of the best time within which two forms count as equally fast: clocks of one GPU vary by so much between
+measurements."""
 MOST_DELAY_SECONDS = 0.25
-"""Longest wait of a GPU for its host to launch what is timed."""
+"""Longest delay on a GPU during which the host queues the timed launches."""
 MOST_BYTES = 1 << 31
-"""Most bytes of all inputs together; a pass holds some four times as much."""
+"""Most bytes of all inputs together; a pass takes about four times as much."""
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""Distance of results over their size: fp64 by the order of sums, fp32 on CUDA by TF32."""
+"""Largest relative distance of results: fp64 allows for the order of sums, fp32 for TF32 on CUDA."""
 LIMIT_OF_16_BITS = 3e-2
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a contest."""
+    """Result of a contest."""
 
     what: str
     chosen: str
     reason: str
-    """Why there was no contest; empty if there was."""
+    """Reason why there was no contest; empty if there was one."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def line(self) -> str:
-        """One line for people."""
+        """One-line summary for people."""
         if not self.seconds:
             return f"{self.what}: {self.chosen}, {self.reason}"
         best, *rest = [f"{name} {value * 1e3:.3g} ms" for name, value in self._in_order()]
@@ -59,16 +60,16 @@ class Verdict:
         return "; ".join([*clauses, *(f"not {', '.join(names)}: {why}" for why, names in out.items())])
 
     def _in_order(self) -> list[tuple[str, float]]:
-        """The chosen one, then the others by time."""
+        """The chosen form, then the others by time."""
         return sorted(self.seconds.items(), key=lambda timing: (timing[0] != self.chosen, timing[1]))
 
 
 def measure(
     forms: Mapping[str, Form | str], inputs: Sequence[Tensor], *, bitwise: bool = False, passes: int = PASSES
 ) -> Outcomes:
-    """Time the forward and backward pass of each of `forms`, which take `inputs` and return a tensor, or several; a text is why
-    one is out beforehand. Inputs of floating point get gradients; under `torch.no_grad` there is no backward pass.
-    `bitwise`: a form whose gradients differ from one pass to the next is out.
+    """Time the forward and backward pass of each of `forms`, which take `inputs` and return one or several tensors; a string in
+    place of a form is the reason why it is excluded. Floating-point inputs get gradients; under `torch.no_grad` there is no
+    backward pass. `bitwise`: exclude a form whose gradients differ from one pass to the next.
     """
     outcomes: Outcomes = {name: form if isinstance(form, str) else 0.0 for name, form in forms.items()}
     running: dict[str, Form] = {}
@@ -94,7 +95,7 @@ def measure(
 
 
 def weighted_sum(parts: Sequence[tuple[float, Outcomes]]) -> Outcomes:
-    """Outcomes of several shapes, each so many times: a form that is out of one is out."""
+    """Weighted sum of the outcomes of several shapes; a form excluded in one is excluded."""
     total: Outcomes = {}
     for times, outcomes in parts:
         for name, result in outcomes.items():
@@ -104,7 +105,7 @@ def weighted_sum(parts: Sequence[tuple[float, Outcomes]]) -> Outcomes:
 
 
 def decide(what: str, of_ranks: Sequence[Outcomes]) -> Verdict:
-    """The verdict of all ranks' outcomes, the same on each of them. Raises RuntimeError if no form ran everywhere."""
+    """Verdict from all ranks' outcomes, the same on each of them. Raises RuntimeError if no form ran everywhere."""
     seconds: dict[str, float] = {}
     refused: dict[str, str] = {}
     for name in of_ranks[0]:
@@ -122,7 +123,7 @@ def decide(what: str, of_ranks: Sequence[Outcomes]) -> Verdict:
 
 
 def distance(results: Sequence[Tensor], expected: Sequence[Tensor] | None) -> str | None:
-    """Distance of results from the expected ones, in words; None if they are close enough."""
+    """Distance of results from the expected ones, as text; None if they are close enough."""
     if not all(bool(result.isfinite().all()) for result in results):
         return "its results are not finite"
     for result, other in zip(results, expected or (), strict=bool(expected)):
@@ -135,12 +136,12 @@ def distance(results: Sequence[Tensor], expected: Sequence[Tensor] | None) -> st
 
 
 def _try_form(form: Form, inputs: Sequence[Tensor]) -> list[Tensor] | str:
-    """The result of `form` and its gradients, or why there are none."""
+    """The result of `form` and its gradients, or the reason for failure."""
     try:
         return _forward_backward(form, inputs)
     except torch.OutOfMemoryError:
         return "out of memory"
-    except Exception as error:  # whatever a kernel of others raises: it is out, and says why
+    except Exception as error:  # any error of a third-party kernel excludes it, with the reason
         return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
@@ -156,7 +157,7 @@ def _forward_backward(form: Form, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _gradient(like: Tensor) -> Tensor:
-    """Numbers of both signs that are the same for every form: of a sum, softmax has no gradient."""
+    """Gradient of mixed signs, the same for every form: under a constant one, softmax would have no gradient."""
     flat = torch.arange(like.shape[-1], device=like.device, dtype=torch.float32).add_(0.5).cos_()
     return flat.to(like.dtype).expand_as(like).contiguous()
 
@@ -170,7 +171,7 @@ def _timed(forms: Mapping[str, Form], inputs: Sequence[Tensor], passes: int) -> 
 
 
 def seconds_of(form: Form, inputs: Sequence[Tensor], passes: int) -> float:
-    """Seconds of one pass, of `passes` in a row: of the device alone on CUDA, by the clock elsewhere."""
+    """Seconds of one pass, averaged over `passes` in a row: of device time on CUDA, of wall-clock time elsewhere."""
     if inputs[0].is_cuda:
         return sum(device_seconds(lambda: _forward_backward(form, inputs), passes)) / passes
     begun = time.perf_counter()
@@ -180,12 +181,12 @@ def seconds_of(form: Form, inputs: Sequence[Tensor], passes: int) -> float:
 
 
 def device_seconds(run: Callable[[], object], times: int, *, before_each: Callable[[], object] = lambda: None) -> list[float]:
-    """Seconds that each of `times` calls keeps the GPU busy, without those in which its host launches them: calls wait in the
-    device's queue, behind a delay, until all are launched. A training step's host is ahead of its device in the same way; timed
-    one by one, a norm on an H200 was four times slower in a kernel of ours, which Python starts, than in several of torch's.
+    """Seconds that each of `times` calls keeps the GPU busy, excluding host launch time: calls are queued on the device, behind
+    a delay, until all are launched. In a training step the host runs ahead of the device in the same way; timed one by one, a
+    norm on an H200 was four times slower in a kernel of ours, which Python launches, than in several of torch's.
 
-    `before_each`: untimed. Where launching takes longer than MOST_DELAY_SECONDS, or a call waits for the device, some of its
-    host's time is in it: what cannot be queued is not ahead in a step either.
+    `before_each`: untimed. If launching takes longer than MOST_DELAY_SECONDS, or a call synchronises with the device, the
+    result includes some host time: such calls do not run ahead in a training step either.
     """
     torch.cuda.synchronize()
     begun = time.perf_counter()

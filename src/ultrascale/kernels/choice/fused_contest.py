@@ -1,8 +1,8 @@
-"""The fastest forms of norm, rotary positions, SwiGLU, loss, experts' products and narrow AdamW: `kernels.choice.contest` in
+"""Benchmark that picks the forms of norm, RoPE, SwiGLU, loss, experts' GEMMs and narrow AdamW: `kernels.choice.contest` among
 `FORMS`.
 
-Each is timed as the model calls it, forward and backward, on as many tokens as a micro-batch has on one rank; an update on a
-matrix of a feed-forward layer.
+Each is timed as the model calls it, forward and backward, on a rank's tokens of one micro-batch; an optimizer update on a
+feed-forward matrix.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from ultrascale.kernels.rotary import rotate
 from ultrascale.kernels.swiglu import clamped_swiglu, swiglu
 
 GATED = ("silu", "swigluoai")
-"""Activations of gated layers that `kernels.swiglu` computes."""
+"""Activations of gated layers that `kernels.swiglu` implements."""
 UPDATES: dict[Kernel, Kind] = {"adamw-bf16": "bf16", "adamw-8bit": "8bit"}
-"""Optimizers whose update is a contest's, and how they keep moments. torch's fused AdamW has no rival."""
+"""Optimizers whose update is benchmarked, and the dtype of their moments. torch's fused AdamW has no alternative."""
 
 
 class FusedShape(NamedTuple):
-    """Shape that one rank's kernels work on."""
+    """Shapes of one rank's kernels."""
 
     tokens: int
-    """Tokens of a micro-batch; with sequence parallelism norms see a share of them."""
+    """Tokens of a micro-batch; with sequence parallelism norms get a part of them."""
     norm_tokens: int
     hidden: int
     heads: int
@@ -48,12 +48,12 @@ class FusedShape(NamedTuple):
     experts: int
     """Experts on this rank."""
     expert_rows: int
-    """(Token, expert) pairs that come to them, if all ranks' tokens are spread evenly."""
+    """(Token, expert) pairs on this rank, if all ranks' tokens are spread evenly."""
     dtype: torch.dtype
 
 
 def fused_shape(model: Model, layout: Layout, sequence_length: int, dtype: torch.dtype) -> FusedShape:
-    """The shapes of a rank of `layout`."""
+    """Shapes of a rank of `layout`."""
     tokens = layout.micro_batch_size * sequence_length // layout.cp
     local_tokens = tokens // (layout.tp if layout.sequence_parallel else 1)
     inner = model.moe_intermediate_size if model.num_experts else model.intermediate_size
@@ -66,7 +66,8 @@ def fused_shape(model: Model, layout: Layout, sequence_length: int, dtype: torch
 
 
 def kernels_of(model: Model, layout: Layout) -> Iterator[Kernel]:
-    """The kernels of `FORMS` that a run of `model` calls. With tp the loss is `parallel.tensor.tensor_loss`."""
+    """Kernels of `FORMS` that a run of `model` calls. With tp the loss is `parallel.tensor.tensor_loss`, which is not among
+    them."""
     if model.norm == "rmsnorm":
         yield "norm"
         if model.block_norms.before_mlp:
@@ -82,15 +83,14 @@ def kernels_of(model: Model, layout: Layout) -> Iterator[Kernel]:
 
 
 def outside_graphs(model: Model) -> tuple[Kernel, ...]:
-    """The kernels that run as chosen though blocks are compiled: layers of experts are no part of a graph
-    (`models.experts`)."""
+    """Kernels that use the chosen form even if blocks are compiled: MoE layers are not part of a graph (`models.experts`)."""
     if not model.num_experts:
         return ()
     return ("swiglu", "experts") if model.activation in GATED else ("experts",)
 
 
 def contest(kernel: Kernel, model: Model, shape: FusedShape, device: torch.device, *, bitwise: bool = False) -> Outcomes:
-    """Seconds of each form of `kernel`, forward and backward, or why it is out."""
+    """Seconds of each form of `kernel`, forward and backward, or the reason why it is excluded."""
     function, inputs = _CASES[kernel](model, shape, device)
     forms = {form: not_installed(form) or _form(kernel, form, function) for form in FORMS[kernel]}
     with nullcontext() if kernel not in UPDATES else torch.no_grad():
@@ -106,14 +106,14 @@ def _form(kernel: Kernel, form: str, function: Form) -> Form:
 
 
 class _Draw:
-    """Random tensors of one dtype, of as few rows as `MOST_BYTES` asks for."""
+    """Random tensors of one dtype, with fewer rows if `MOST_BYTES` requires."""
 
     def __init__(self, shape: FusedShape, device: torch.device):
         self.dtype, self.device = shape.dtype, device
         self.generator = torch.Generator(device).manual_seed(0)
 
     def rows(self, wanted: int, width: int) -> int:
-        """Number of rows of so many elements that fit."""
+        """Number of rows of `width` elements that fit, at most `wanted`."""
         return max(1, min(wanted, MOST_BYTES // (width * self.dtype.itemsize)))
 
     def __call__(self, *size: int) -> Tensor:
@@ -134,7 +134,7 @@ def _norm_of_sum(model: Model, shape: FusedShape, device: torch.device) -> tuple
 
 
 def _scale(model: Model, weight: Tensor) -> Tensor:
-    """The factors of a norm as `models.norms.RMSNorm.scale` gives them."""
+    """Factors of a norm, as from `models.norms.RMSNorm.scale`."""
     return at_least_fp32(weight) + 1 if model.zero_centered_norm else weight
 
 
@@ -170,7 +170,7 @@ def _experts(model: Model, shape: FusedShape, device: torch.device) -> tuple[For
 
 
 def _update(kind: Kind, model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
-    """The second update of a matrix, of copies of its moments: every pass does the same."""
+    """Second update of a matrix, on copies of its moments, so that every pass does the same."""
     draw = _Draw(shape._replace(dtype=torch.float32), device)
     size = draw.rows(shape.inner, shape.hidden), shape.hidden
     box, weights, gradients = Box((0, 0), size, size), draw(*size), draw(*size)

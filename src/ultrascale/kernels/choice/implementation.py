@@ -1,7 +1,7 @@
-"""Choice of the form of norm, RoPE, SwiGLU, loss, experts' GEMMs and AdamW with narrow moments that runs on CUDA.
+"""Chooses the implementation (form) of norm, RoPE, SwiGLU, loss, experts' GEMMs and AdamW with narrow moments on CUDA.
 
-Under torch.compile the plain form is traced and fused, and this is not asked. Without it a run says so here, once, when it is
-built: one form for all, or what was fastest of each (`kernels.choice.fused_contest`).
+Under torch.compile the plain form is traced and fused, and this choice is not used. Otherwise a run sets the forms once, when
+it is built: one form for all, or the fastest of each (`kernels.choice.fused_contest`).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ FORMS: dict[str, tuple[str, ...]] = {
     "swiglu": ("torch", "triton"), "loss": ("torch", "compiled", "triton"), "experts": ("torch", "loop"),
     "adamw-bf16": ("torch", "triton"), "adamw-8bit": ("torch", "triton"),
 }  # fmt: skip
-"""Forms of each kernel, torch's first. Not Liger's SwiGLU, which writes gradients over gate and up, nor its loss, which adds up
-the weight's gradient in 16 bits, nor its rotary positions, which take queries and keys at once."""
+"""Forms of each kernel, torch's first. Left out of Liger: its SwiGLU, which overwrites gate and up with gradients; its loss,
+which accumulates the weight's gradient in 16 bits; its RoPE, which takes queries and keys together."""
 PACKAGES = {"triton": "triton", "liger": "liger_kernel"}
 _CHOSEN: dict[str, str] = dict.fromkeys(FORMS, "torch")
-"""The one state, as in `kernels.choice.device_kind`: the functions have no other argument in which it could come to them."""
+"""Global state, as in `kernels.choice.device_kind`: the functions have no argument that could carry it."""
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def choose(forms: str | Mapping[str, str], device: torch.device) -> None:
-    """Let these run from here on in this process: one form of all kernels that have it, or one by name of each.
+    """Set the forms for this process: one form for all kernels that have it, or one for each by name.
 
-    Raises SpecError where a form cannot.
+    Raises SpecError if a form cannot run.
     """
     wanted = {forms} if isinstance(forms, str) else set(forms.values())
     for form in wanted & PACKAGES.keys():
@@ -49,19 +49,19 @@ def choose(forms: str | Mapping[str, str], device: torch.device) -> None:
 
 
 def not_installed(form: str) -> str:
-    """Why a form cannot be imported; empty if it can."""
+    """Reason why a form cannot be imported; empty if it can."""
     package = PACKAGES.get(form)
     return "" if package is None or find_spec(package) is not None else f"{package} is not installed"
 
 
 def form_of(kernel: Kernel, x: Tensor) -> str:
-    """The form of `kernel` that runs for this tensor."""
+    """Form of `kernel` that runs for this tensor."""
     return _CHOSEN[kernel] if is_cuda(x) and not x.is_meta and x.dtype in TRITON_DTYPES else "torch"
 
 
 @contextmanager
 def chosen(kernel: Kernel, form: str) -> Iterator[None]:
-    """Inside, this form of `kernel` is the one that was chosen."""
+    """Context in which this form of `kernel` is chosen."""
     before = _CHOSEN[kernel]
     _CHOSEN[kernel] = form
     try:

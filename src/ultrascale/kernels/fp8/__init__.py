@@ -1,5 +1,5 @@
-"""Products in 8-bit floats.
+"""GEMMs in fp8.
 
-fp8_matrices       matrices and products with current scaling: begin here
-fp8_linear, fp8_grouped   linear layers, delayed scaling; a product per expert
+fp8_matrices       fp8 matrices and GEMMs with current scaling: begin here
+fp8_linear, fp8_grouped   linear layers, delayed scaling; one GEMM per expert
 """

@@ -1,11 +1,10 @@
-"""One fp8 product per expert over rows that lie in the order of experts (`grouped_matmul` in `kernels.fp8.fp8_linear`'s
-numbers).
+"""One fp8 GEMM per expert over rows grouped by expert (`grouped_matmul` with the numerics of `kernels.fp8.fp8_linear`).
 
-Each expert's product is one of its own: "tensor" is a scale for an expert's matrix and one for its rows, "row" a scale for a
-row of either. So what an expert computes does not depend on which others its rank holds, and ep sends nothing for scales.
+Each expert is scaled separately: "tensor" is one scale for an expert's matrix and one for its rows, "row" one for each row of
+either. So an expert's result does not depend on the other experts of its rank, and ep needs no communication for scales.
 
-torch's one call for all groups takes scales of rows alone, gradients in e4m3 and groups of whole multiples of 16; here groups
-go one after the other, filled up with zeros where products want it, and the host waits for the counts.
+torch's single call for all groups supports only row scales, gradients in e4m3 and groups of multiples of 16 rows. Here groups
+run one after the other, zero-padded where the GEMM requires it, and the host waits for the counts.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ def fp8_grouped_linear(
     delayed: DelayedScales = NO_DELAYED_SCALES,
     gathered: Sequence[Narrow] = (),
 ) -> tuple[Tensor, ...]:
-    """[M, F] for each of weights [X, F, D], from rows [M, D] in the order of experts; biases [X, F] of all or of none.
+    """[M, F] for each of `weights` [X, F, D], from rows [M, D] grouped by expert; biases [X, F] for all or for none.
 
-    counts [X] int64: rows of each expert. `wires`: of its scales alone. `delayed`: of delayed scaling. `gathered`: the weights,
-    rounded already, as in `fp8_linear`.
+    counts [X] int64: rows of each expert. `wires`: communication of scales only. `delayed`: delayed scaling. `gathered`: the
+    weights already in fp8, as in `fp8_linear`.
     """
     values = [matrix.values for matrix in gathered] + [matrix.scale for matrix in gathered]
     return _Grouped.apply(  # pyright: ignore[reportReturnType]
@@ -63,7 +62,7 @@ def fp8_grouped_linear(
 
 @custom_op("ultrascale::scaled_groups", mutates_args=())
 def scaled_groups(rows: Tensor, scale: Tensor, matrices: Tensor, scales: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """[M, Q] of rows [M, P] and each expert's matrix [X, Q, P]; scales [M, 1] and [X, Q, 1], or both [X, 1, 1]."""
+    """Rows [M, P] times each expert's matrix [X, Q, P]: [M, Q]; scales [M, 1] and [X, Q, 1], or both [X, 1, 1]."""
     out, of_experts = rows.new_zeros(len(rows), matrices.shape[1], dtype=dtype), scale.dim() > 2
     for expert, part in row_groups(counts):
         part_scale = scale[expert] if of_experts else scale[part]
@@ -75,7 +74,8 @@ def scaled_groups(rows: Tensor, scale: Tensor, matrices: Tensor, scales: Tensor,
 def scaled_outer_groups(
     left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor, counts: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """[X, P, Q]: of each expert's rows of [M, P] and [M, Q] left^T right; scales [X, P, 1] and [X, Q, 1], or both [X, 1, 1]."""
+    """left^T right over each expert's rows of [M, P] and [M, Q]: [X, P, Q]; scales [X, P, 1] and [X, Q, 1], or both [X, 1,
+    1]."""
     out = left.new_zeros(len(counts), left.shape[1], right.shape[1], dtype=dtype)
     for expert, part in row_groups(counts):
         out[expert] = multiplied(left[part].t(), left_scale[expert], right[part].t(), right_scale[expert], dtype)
@@ -108,7 +108,7 @@ class _Grouped(torch.autograd.Function):
             largest, slots = [*largest, *(_largest_of_matrix(w, scaling) for w in weights)], [*slots, *delayed.places.weights]
         scale, *scales = _scales_of(delayed, largest, slots, wires.reduce_input_amax(scaling), FORWARD)
         values = _rounded_rows(rows, scale, expert, FORWARD)
-        # Weights are held, not saved, as in `fp8_linear`.
+        # Weights are held as an attribute, not saved, as in `fp8_linear`.
         ctx.weights, ctx.scaling, ctx.wires, ctx.has_bias, ctx.dtype = weights, scaling, wires, bool(biases), rows.dtype
         ctx.delayed, ctx.gathered = delayed, gathered
         ctx.save_for_backward(values, scale, counts, *scales)
@@ -148,12 +148,12 @@ class _Grouped(torch.autograd.Function):
 
 
 def _expert_of_row(counts: Tensor, num_rows: int) -> Tensor:
-    """[M] int64."""
+    """Expert of each row, [M] int64."""
     return torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=num_rows)
 
 
 def _largest(rows: Tensor, expert: Tensor, num_experts: int, scaling: Scaling) -> Tensor:
-    """Largest magnitude of each row, [M, 1], or of all rows of an expert, [X, 1, 1]."""
+    """Amax of each row, [M, 1], or of all rows of an expert, [X, 1, 1]."""
     of_rows = largest_of(rows, "row")
     if scaling == "row":
         return of_rows
@@ -168,7 +168,7 @@ def _narrow_along(
     dtype: torch.dtype,
     reduce_amax: ReduceAmax | None,
 ) -> list[Narrow]:
-    """Gradients of rows, rounded; one after the other, unless ranks agree on all scales at once."""
+    """Gradients of rows in fp8, quantised one after the other unless ranks agree on all scales at once."""
     if reduce_amax is None:
         return [_narrow_along([grad], expert, num_experts, scaling, dtype, lambda largest: largest)[0] for grad in wide]
     wide = list(wide)
@@ -179,7 +179,7 @@ def _narrow_along(
 def _scales_of(
     delayed: DelayedScales, largest: Sequence[Tensor], slots: Sequence[int], reduce_amax: ReduceAmax | None, dtype: torch.dtype
 ) -> list[Tensor]:
-    """The scales of a history, if there is one, else those of `largest`; which are noted if somebody asks for them."""
+    """Scales of the history, if there is one, else those of `largest`; records the amaxes if required."""
     if delayed.scales is None:
         scales = _scales(largest, reduce_amax, dtype)
     else:
@@ -192,14 +192,14 @@ def _scales_of(
 def _narrow_delayed(
     grads: Sequence[Tensor], expert: Tensor, num_experts: int, delayed: DelayedScales, reduce_amax: ReduceAmax | None
 ) -> list[Narrow]:
-    """Gradients of rows, rounded as delayed scaling has it."""
+    """Gradients of rows in fp8 under delayed scaling."""
     largest = [_largest(grad, expert, num_experts, "tensor") for grad in grads]
     scales = _scales_of(delayed, largest, delayed.places.gradients, reduce_amax, GRADIENT)
     return [Narrow(_rounded_rows(grad, scale, expert, GRADIENT), scale) for grad, scale in zip(grads, scales, strict=True)]
 
 
 def _largest_of_matrix(weight: Tensor, scaling: Scaling) -> Tensor:
-    """[X, F, 1] or [X, 1, 1]."""
+    """Amaxes of weights, [X, F, 1] or [X, 1, 1]."""
     rows = weight.flatten(0, 1) if scaling == "row" else weight.flatten(1)
     return largest_of(rows, "row").view(len(weight), -1, 1)
 
@@ -216,7 +216,7 @@ def _rounded_rows(rows: Tensor, scale: Tensor, expert: Tensor, dtype: torch.dtyp
 
 
 def _by_feature(wide: Tensor, expert: Tensor, num_experts: int) -> Narrow:
-    """[M, F] with a scale for each expert's features, [X, F, 1]."""
+    """Rows [M, F] in fp8 with a scale for each expert's features, [X, F, 1]."""
     index = expert.unsqueeze(1).expand_as(wide)
     largest = wide.new_zeros(num_experts, wide.shape[1]).scatter_reduce_(0, index, wide.abs(), "amax")
     scale = largest.clamp_min(SMALLEST) / torch.finfo(FORWARD).max

@@ -1,25 +1,25 @@
-"""Linear layers whose three products are in fp8.
+"""Linear layers whose three GEMMs are in fp8.
 
     y  = x W^T           x, W in e4m3
-    dx = g W             g in e5m2 (one scale for a tensor) or e4m3 (one for a row), W as in the forward pass
-    dW = g^T x           g again, x as in the forward pass: it is what waits for the backward pass, 1 byte an element
+    dx = g W             g in e5m2 (one scale per tensor) or e4m3 (one per row), W as in the forward pass
+    dW = g^T x           g again, x as in the forward pass: saved for the backward pass, 1 byte an element
 
-Along the dimension that a product sums over, scales cannot be taken out of the sum; by rows they are taken *into* the other
-factor before that is rounded: dx = (g s_W) W_q and dW = (g s_x)^T x_q. So x and W are rounded once, and x once for all
+Scales that vary along the summed dimension cannot be factored out of the sum. With row scales they are multiplied *into* the
+other factor before that is quantised: dx = (g s_W) W_q and dW = (g s_x)^T x_q. So x and W are quantised once, x once for all
 projections that read it.
 
-Where ranks cut these products, `Wires` are what they send, and which scales they agree on (`parallel.precision.fp8_wires`). A
-schedule that makes dW later keeps both its factors in 8 bits till then. Weights that were gathered in fp8
-(`parallel.precision.fp8_gather`) come rounded, beside tensors without numbers that their gradients belong to.
+Where ranks shard these GEMMs, `Wires` do the communication and agree on scales (`parallel.precision.fp8_wires`). A schedule
+that defers dW keeps both its factors in fp8. Weights that were all-gathered in fp8 (`parallel.precision.fp8_gather`) arrive
+quantised, with tensors without data that their gradients belong to.
 
-Scales are those of what is rounded, or with delayed scaling (Micikevicius et al. 2022; Transformer Engine) follow from the
-largest magnitudes of earlier steps:
+Scales come from the tensor itself (current scaling), or from the amaxes of earlier steps (delayed scaling; Micikevicius et al.
+2022, Transformer Engine):
 
-    current    largest of x, then a scale, then x is rounded     over ranks a message between them
-    delayed    x is rounded by the scale that is there, and its largest magnitude is noted for later steps; no message
+    current    amax of x, then its scale, then x is quantised     over ranks a message in between
+    delayed    x is quantised with the known scale, and its amax is recorded for later steps; no message
 
-With the latter, what is larger than all that its history knows saturates: it becomes the format's largest number, and from the
-next step on the scale has room for it.
+With delayed scaling, values beyond the history's amax saturate at the format's largest number; from the next step on the scale
+covers them.
 """
 
 from __future__ import annotations
@@ -47,39 +47,39 @@ from ultrascale.kernels.fp8.fp8_matrices import (
 
 
 class AmaxSlots(NamedTuple):
-    """Slots of one call: of what it reads, of its weights, and of the gradients of their results."""
+    """Amax slots of one call: of its input, of its weights, and of the gradients of their results."""
 
     input: int
     weights: tuple[int, ...]
     gradients: tuple[int, ...]
     count: int = 1
-    """Slots of each: experts."""
+    """Number of slots of each: the number of experts."""
 
 
 class DelayedScales(NamedTuple):
-    """Scales of a block, and where its largest magnitudes of this step are noted."""
+    """Scales of a block, and the table in which its amaxes of this step are recorded."""
 
     places: AmaxSlots
     scales: Tensor | None
-    """[slots] fp32; None: there is no history yet, and scales are those of the numbers at hand."""
+    """[slots] fp32; None without a history: scales are those of the current tensors."""
     largest: Tensor | None
-    """[slots] fp32; None: nothing is noted, as in evaluations."""
+    """[slots] fp32; None: nothing is recorded, as in evaluations."""
 
 
 def scale_of(scales: Tensor, place: int, count: int = 1) -> Tensor:
-    """[1, 1], or of experts [X, 1, 1]."""
+    """Scale of a slot, [1, 1], or of experts [X, 1, 1]."""
     return scales[place : place + 1].view(1, 1) if count == 1 else scales[place : place + count].view(-1, 1, 1)
 
 
 def round_by(scales: Tensor, wides: Sequence[Tensor], places: Sequence[int], dtype: torch.dtype) -> list[Narrow]:
-    """Matrices rounded by the scales that are there."""
+    """Matrices quantised with the known scales."""
     return [rounded(wide, scale_of(scales, place), dtype) for wide, place in zip(wides, places, strict=True)]
 
 
 def with_recorded_amaxes(
     narrowed: list[Narrow], largest: Tensor | None, wides: Sequence[Tensor], places: Sequence[int]
 ) -> list[Narrow]:
-    """`narrowed`, once the amax of each of `wides` is recorded, if somebody asks for it."""
+    """`narrowed`, after recording the amax of each of `wides` if required."""
     if largest is None:
         return narrowed
     magnitudes = [largest_of(wide, "tensor").view(1).float() for wide in wides]
@@ -89,14 +89,15 @@ def with_recorded_amaxes(
 
 @custom_op("ultrascale::record_amaxes", mutates_args=())
 def record_amaxes(scales: list[Tensor], largest: Tensor, magnitudes: list[Tensor], places: list[int]) -> list[Tensor]:
-    """Copies of `scales`; on the way `largest` keeps what is larger of itself and of each of `magnitudes`, [n] at its place.
+    """Record amaxes: `largest` becomes the maximum of itself and of each of `magnitudes`, [n] at its place. Returns copies of
+    `scales`.
 
-    The compiler is not told that `largest` is written: it would hold its version to what it was in the forward pass, and other
-    micro-batches write it before the backward pass. To note twice, or in another order, changes nothing, nothing in a graph
-    reads it, and who uses the copies cannot be left out.
+    The compiler is not told that `largest` is modified: it would check its version against the forward pass, and other
+    micro-batches modify it before the backward pass. Recording twice, or in another order, changes nothing, no graph reads it,
+    and the use of the copies keeps the call from being eliminated.
     """
     for amax, place in zip(magnitudes, places, strict=True):
-        slot = largest.data[place : place + len(amax)]  # of data: without counting versions
+        slot = largest.data[place : place + len(amax)]  # through .data: the version counter does not change
         torch.maximum(slot, amax, out=slot)
     return [scale.clone() for scale in scales]
 
@@ -107,20 +108,19 @@ def _(scales: list[Tensor], largest: Tensor, magnitudes: list[Tensor], places: l
 
 
 DeferGradients = Callable[[Sequence[Tensor], Sequence[Narrow], Narrow, torch.dtype], Sequence[Tensor | None]]
-"""Function that takes weights, g^T [F, N] of each, x with its values as they wait, [..., D], and the scale of their transpose,
-and a dtype; it returns dW of each, or None to compute it later."""
+"""Function from the weights, g^T [F, N] of each, x as saved ([..., D] with the scale of its transpose) and a dtype, to dW of
+each, or None to compute it later."""
 
 
 class Wires:
-    """Communication of ranks that shard GEMMs between them. This base has one process that does all of it, and sends
-    nothing."""
+    """Communication of ranks that shard GEMMs. This base class is for a single process, and sends nothing."""
 
     def deferred(self) -> DeferGradients | None:
-        """Asked in a backward pass: what puts off its weights' gradients, if anything does."""
+        """Function that defers this backward pass's weight gradients; None if they are computed at once."""
         return None
 
     def reduce_input_amax(self, scaling: Scaling) -> ReduceAmax | None:
-        """Reduction over ranks for the scales of x and W, if other ranks hold parts of what has one scale."""
+        """Reduction over ranks for the scales of x and W, if other ranks hold parts of a tensor with one scale."""
         return None
 
     def reduce_grad_amax(self) -> ReduceAmax | None:
@@ -128,23 +128,23 @@ class Wires:
         return None
 
     def scales(self, local_scale: Tensor) -> Tensor:
-        """The scales of all rows of x: of [..., 1] of this rank's, [N, 1]."""
+        """Scales of all rows of x, [N, 1], from this rank's [..., 1]."""
         return local_scale.view(-1, 1)
 
     def forward(self, values: Tensor, scale: Tensor, matrices: list[Narrow], dtype: torch.dtype) -> list[Tensor]:
-        """The products of x, values [..., D] of this rank and the scale of all, with each matrix: [..., F]."""
+        """Products of x, given this rank's values [..., D] and all rows' scale, with each matrix: [..., F]."""
         narrow_input = Narrow(values.flatten(0, -2), scale)
         return [product(narrow_input, matrix, dtype).view(*values.shape[:-1], -1) for matrix in matrices]
 
     def gather_grad(self, grad: Tensor) -> Tensor:
-        """The gradient of all rows."""
+        """Gradient of all rows, all-gathered if sharded."""
         return grad
 
     def backward(
         self, along: list[Narrow], matrices: list[Narrow], across: list[Narrow], waited: Narrow, dtype: torch.dtype
     ) -> list[Tensor]:
-        """dx [..., D], and dW of each of `across` (none of them, if they are made later). `waited`: the values of x, [..., D],
-        and the scale of their transpose."""
+        """dx [..., D], and dW of each of `across` (empty if deferred). `waited`: the values of x, [..., D], and the scale of
+        their transpose."""
         narrow_input = Narrow(waited.values.flatten(0, -2).t(), waited.scale)
         of_weights = [product(grad, narrow_input, dtype) for grad in across]
         return [sum_of_products(along, matrices, dtype).view(waited.values.shape), *of_weights]
@@ -165,8 +165,8 @@ def fp8_linear(
     delayed: DelayedScales = NO_DELAYED_SCALES,
     gathered: Sequence[Narrow] = (),
 ) -> tuple[Tensor, ...]:
-    """[..., D] and weights [F, D] to [..., F] each; biases [F] of all or of none. `delayed`: of a history. `gathered`: the
-    weights, rounded already; then of `weights` nothing but shapes is read."""
+    """[..., D] and weights [F, D] to [..., F] each; biases [F] for all or for none. `delayed`: scales of a history. `gathered`:
+    the weights already in fp8; of `weights` only the shapes are read then."""
     places, scales, largest = delayed
     values = [matrix.values for matrix in gathered] + [matrix.scale for matrix in gathered]
     return _Linear.apply(  # pyright: ignore[reportReturnType]
@@ -202,7 +202,7 @@ class _Linear(torch.autograd.Function):
         values, scale = narrow_input.values.view(hidden.shape), narrow_input.scale
         if scaling == "row":
             scale = wires.scales(scale.view(*hidden.shape[:-1], 1))
-        # Weights are held, not saved: recomputation would give a copy, and FSDP2 gathers them in place.
+        # Weights are held as an attribute, not saved: recomputation would return a copy, and FSDP2 gathers them in place.
         ctx.weights, ctx.scaling, ctx.wires, ctx.has_bias, ctx.dtype = weights, scaling, wires, bool(biases), hidden.dtype
         ctx.places, ctx.delayed_scales, ctx.largest, ctx.gathered = places, delayed_scales, largest, gathered
         known_again = bool(gathered) or (reduce_amax is None and delayed_scales is None)
@@ -240,13 +240,13 @@ class _Linear(torch.autograd.Function):
 
 
 def narrow_pairs(gathered: Sequence[Tensor]) -> list[Narrow]:
-    """Matrices, from the values of all followed by the scales of all."""
+    """Matrices from a list of all values followed by all scales."""
     count = len(gathered) // 2
     return [Narrow(values, scale) for values, scale in zip(gathered[:count], gathered[count:], strict=True)]
 
 
 def _narrow_again(weights: Sequence[Tensor], scaling: Scaling, scales: Sequence[Tensor]) -> list[Narrow]:
-    """The weights in fp8 as in the forward pass; `scales`: those of that pass, where they were reduced over ranks."""
+    """Weights quantised again as in the forward pass; `scales`: of that pass, if they were reduced over ranks."""
     if not scales:
         return narrow_all(weights, scaling)
     return [rounded(weight, scale) for weight, scale in zip(weights, scales, strict=True)]
@@ -255,7 +255,7 @@ def _narrow_again(weights: Sequence[Tensor], scaling: Scaling, scales: Sequence[
 def _narrow_grads(
     grads: Sequence[Tensor], matrices: Sequence[Narrow], scale: Tensor, scaling: Scaling, wires: Wires
 ) -> tuple[list[Narrow], list[Narrow]]:
-    """g [N, F] as dx wants it, and g^T [F, N] as dW does. `scale`: of x."""
+    """g [N, F] in fp8 for dx, and g^T [F, N] for dW. `scale`: of x."""
     if scaling == "row":
         weighed = (grad * matrix.scale.t() for grad, matrix in zip(grads, matrices, strict=True))
         along = narrow_all(weighed, "row", reduce_amax=wires.reduce_grad_amax())

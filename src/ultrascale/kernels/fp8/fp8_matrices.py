@@ -1,14 +1,13 @@
-"""Matrices in 8-bit floats, and their products (Micikevicius et al. 2022), with current scaling.
+"""Matrices in fp8, and their GEMMs (Micikevicius et al. 2022), with current scaling.
 
-A scale is the largest magnitude over the largest number of the format: of the whole tensor, or of each row (a token's, or an
-output feature's of a weight). Where ranks hold parts of what has one scale, it is the largest magnitude of all of them: then a
-rank rounds its part to the very bits that one process would.
+A scale is the amax (largest magnitude) over the format's largest number: of the whole tensor, or of each row (of a token, or of
+a weight's output feature). Where ranks hold parts of a tensor with one scale, the amax is taken over all of them: each rank
+then rounds its part to the very bits that one process would.
 
-CUDA devices that have them (8.9 and later) use torch's scaled products. Of left [M, K] and right [N, K] these want multiples of
-16 of K and of N, and take any M. Factors are filled up with zeros where sizes are none, which adds nothing to any sum: in the
-gradient of a weight K is a number of tokens. Elsewhere the rounded factors are multiplied in fp32: the same numbers but for the
-order and, on Hopper, the bits of sums. (In fp64 between products, which proofs use, in fp64: then the order of sums is all that
-tells ranks from one process.)
+CUDA devices from 8.9 on use torch's scaled GEMMs. For left [M, K] and right [N, K] they require K and N to be multiples of 16,
+with any M. Factors are zero-padded otherwise, which changes no sum: in a weight's gradient K is a number of tokens. Other
+devices multiply the quantised factors in fp32: the same numbers except for the order and, against Hopper, the precision of
+sums. (With fp64 between GEMMs, as in proofs, in fp64: ranks then differ from one process only in the order of sums.)
 """
 
 from __future__ import annotations
@@ -29,14 +28,13 @@ FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
 """Divisor of the columns of both factors and the rows of the right one, for scaled GEMMs on CUDA."""
 NATIVE = (8, 9)
-"""Compute capability from which there are products of fp8."""
+"""Lowest compute capability with fp8 GEMMs."""
 NATIVE_RESULT = torch.bfloat16
-"""Dtype that runs in fp8 compute in between GEMMs, and that torch's scaled GEMM returns with every kind of scales. Proofs ask
-for wider ones."""
+"""Dtype between GEMMs in fp8 runs, which torch's scaled GEMM returns for every kind of scales. Proofs use wider ones."""
 SMALLEST = 1e-12
-"""Lower bound of a largest magnitude: zeros stay zeros."""
+"""Lower bound of an amax, so that zeros stay zeros."""
 ReduceAmax = Callable[[Tensor], Tensor]
-"""Maximum over ranks: from largest magnitudes on this rank, [n], those over all ranks that hold parts of the same rows."""
+"""Maximum over ranks: from amaxes on this rank, [n], to those over all ranks that hold parts of the same rows."""
 
 
 class Narrow(NamedTuple):
@@ -44,19 +42,19 @@ class Narrow(NamedTuple):
 
     values: Tensor
     scale: Tensor
-    """Scale by which values are multiplied, at least fp32, [rows, 1] or [1, 1]."""
+    """Scale that multiplies the values, fp32 or wider, [rows, 1] or [1, 1]."""
 
 
 def narrow(wide: Tensor, scaling: Scaling, dtype: torch.dtype = FORWARD) -> Narrow:
-    """[rows, columns] rounded to `dtype`."""
+    """Matrix [rows, columns] quantised to `dtype`."""
     return narrow_all([wide], scaling, dtype)[0]
 
 
 def narrow_all(
     wides: Iterable[Tensor], scaling: Scaling, dtype: torch.dtype = FORWARD, reduce_amax: ReduceAmax | None = None
 ) -> list[Narrow]:
-    """Several matrices [rows, columns] rounded to `dtype`, one after the other. `reduce_amax`: asked once, for the amaxes
-    of all of them, which then exist together."""
+    """Several matrices [rows, columns] quantised to `dtype`, one after the other. `reduce_amax`: called once, for the amaxes of
+    all of them, which then are in memory together."""
     if reduce_amax is None:
         return [_narrow(wide, largest_of(wide, scaling), dtype) for wide in wides]
     wides = list(wides)
@@ -66,7 +64,7 @@ def narrow_all(
 
 
 def largest_of(wide: Tensor, scaling: Scaling) -> Tensor:
-    """Magnitude in each row, [rows, 1], or in all, [1, 1]; at least fp32. No copy of the matrix is made."""
+    """Amax of each row, [rows, 1], or of the matrix, [1, 1]; fp32 or wider. Makes no copy of the matrix."""
     least, most = wide.aminmax(dim=1, keepdim=True) if scaling == "row" else (extreme.view(1, 1) for extreme in wide.aminmax())
     return _at_least_fp32(torch.maximum(-least, most))
 
@@ -76,22 +74,22 @@ def _narrow(wide: Tensor, largest: Tensor, dtype: torch.dtype) -> Narrow:
 
 
 def rounded(wide: Tensor, scale: Tensor, dtype: torch.dtype = FORWARD) -> Narrow:
-    """[rows, columns] with a scale that is known; what is beyond the format's largest number becomes that."""
+    """Matrix [rows, columns] quantised with a known scale; values beyond the format's largest number saturate."""
     limit = torch.finfo(dtype).max
     return Narrow((wide / scale).clamp_(-limit, limit).to(dtype), scale)  # the quotient has the dtype of the scale
 
 
 def product(left: Narrow, right: Narrow, dtype: torch.dtype) -> Tensor:
-    """left right^T, [M, N] in `dtype`, of [M, K] and [N, K]. Both are scaled by row, or both by tensor."""
+    """left right^T, [M, N] in `dtype`, from [M, K] and [N, K]. Both have row scales, or both one scale per tensor."""
     values = left.values, right.values
-    if torch.compiler.is_compiling() and is_cuda(left.values):  # a turned factor is written so by what rounds it, not copied
+    if torch.compiler.is_compiling() and is_cuda(left.values):  # the quantising kernel writes a transposed factor directly
         values = left.values.contiguous(), right.values.contiguous()
     return scaled_product(values[0], left.scale, values[1], right.scale, dtype)
 
 
 @custom_op("ultrascale::scaled_product", mutates_args=())
 def scaled_product(left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`product` as one torch operation, whose result selective recomputation keeps."""
+    """`product` as one torch operation, whose result selective recomputation saves."""
     return multiplied(left, left_scale, right, right_scale, dtype)
 
 
@@ -114,9 +112,9 @@ def multiplied(left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Ten
 def _native(left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Product by torch's scaled GEMM, with factors padded to the sizes that it takes.
 
-    Hopper sums fp8 products in 14 bits (DeepSeek-V3, section 3.3.2), and every 128 in fp32 if asked, which takes longer. Asked
-    are gradients with one scale for a tensor, as Transformer Engine and torchao do; of those with scales of rows torchao
-    (`float8/config.py`) says that they are fast no other way.
+    Hopper accumulates fp8 products in 14 bits (DeepSeek-V3, section 3.3.2), or on request every 128 in fp32, which takes
+    longer. It is requested for gradients with one scale per tensor, as Transformer Engine and torchao do; with row scales fast
+    accumulation is the only fast way, according to torchao (`float8/config.py`).
     """
     is_fast = left_scale.numel() > 1 or GRADIENT not in (left.dtype, right.dtype)
     rows, columns = multiple(len(right)), multiple(left.shape[1])
@@ -129,7 +127,7 @@ def _native(left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor
 
 def _native_scales(left: Tensor, right: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Scales as torch's scaled GEMM takes them, for `rows` rows of the right factor: a scalar each, or [M, 1] and [1, rows]; at
-    addresses of whole multiples of 16, which an expert's among others' is not."""
+    addresses that are multiples of 16, which a view of one expert's scale is not."""
     if left.numel() == right.numel() == 1:
         return _aligned(left.reshape(())), _aligned(right.reshape(()))
     whole = F.pad(right, (0, 0, 0, rows - len(right))) if rows > len(right) else right
@@ -146,13 +144,13 @@ def multiple(size: int) -> int:
 
 
 def _padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    """Row by row in memory, with zeros up to a size."""
+    """Row-major copy, zero-padded to a size."""
     missing = columns - matrix.shape[1], rows - len(matrix)
     return F.pad(matrix, (0, missing[0], 0, missing[1])).contiguous() if any(missing) else matrix.contiguous()
 
 
 def transposed(matrix: Narrow, scaling: Scaling) -> Narrow:
-    """The transpose, for a product over what were rows. Scales of rows are in its other factor already."""
+    """Transpose, for a GEMM that sums over what were rows. Row scales have been multiplied into the other factor already."""
     return Narrow(matrix.values.t(), transposed_scale(matrix, scaling))
 
 
@@ -166,7 +164,7 @@ def _at_least_fp32(wide: Tensor) -> Tensor:
 
 
 def _runs_native(left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
-    """Nothing to multiply is no work for it; else all that a run in fp8 multiplies is, on a device that has such products."""
+    """True if torch's scaled GEMM can run: the factors are not empty, and the device supports fp8."""
     is_work = left.numel() > 0 and right.numel() > 0
     return is_work and dtype is NATIVE_RESULT and is_cuda(left) and multiplies_fp8(left.device)
 

@@ -1,5 +1,5 @@
-"""The head and its loss, without all logits at once.
+"""The head and its loss, computed without materialising all logits.
 
-cross_entropy      rows a chunk at a time; cross_entropy_columns a slab of the vocabulary
+cross_entropy      by chunks of rows; cross_entropy_columns by slabs of the vocabulary
 triton_loss        the loss of rows in Triton
 """

@@ -1,21 +1,21 @@
-"""The head and its loss in one: cross-entropy of hidden W^T without ever holding all logits.
+"""Fused linear cross-entropy: head and loss in one, without materialising all logits.
 
-Logits are the largest activation of a small model (N x V: 64 MiB at 2,048 tokens and a vocabulary of 8,192, three to four
-times that in a plain backward pass). Here a chunk of rows at a time goes all the way to its gradients in the forward pass
-(as in Liger Kernel, Hsu et al. 2024; Cut Cross-Entropy, Wijmans et al. 2024):
+Logits are the largest activation of a small model (N x V: 64 MiB at 2,048 tokens and a vocabulary of 8,192, three to four times
+that in a plain backward pass). Here each chunk of rows is taken to its gradients within the forward pass (as in Liger Kernel,
+Hsu et al. 2024; Cut Cross-Entropy, Wijmans et al. 2024):
 
     logits = h W^T     loss += -log softmax(logits)[target]     g = softmax(logits) - onehot     dh = g W     dW += g^T h
 
-Saves for the backward pass: dh [N, D] and dW [V, D], which it multiplies in place by the gradient of the loss and hands on; a
-second backward pass through the same loss is therefore an error (autograd sees that they changed).
-Cost: the same three matrix products, and room for one chunk: logits and log-probabilities in fp32 (8 MiB each on CPU: they stay
-in cache; measured 2 times as fast as `F.cross_entropy` in fp32 and bf16); in bf16 also the logits and a partial dW.
-The alternative, keeping dlogits in place of the logits, costs N x V until the backward pass.
+Saves for the backward pass: dh [N, D] and dW [V, D], which it multiplies in place by the gradient of the loss and returns; a
+second backward pass through the same loss is therefore an error (autograd sees that they changed). Cost: the same three GEMMs,
+and memory for one chunk: logits and log-probabilities in fp32 (8 MiB each on CPU: they stay in cache; measured 2 times as fast
+as `F.cross_entropy` in fp32 and bf16); in bf16 also the logits and a partial dW. The alternative, keeping dlogits in place of
+the logits, holds N x V elements until the backward pass.
 
-With `compiled`, what lies between the matrix products is one compiled pass over a chunk, in place: in bf16 on CPU the whole
-loss then takes two thirds of the time. In fp32 on CPU it is no faster, and the passes stay as they are.
+With `compiled`, the work between the GEMMs is one compiled in-place pass over a chunk: in bf16 on CPU the whole loss then takes
+two thirds of the time. In fp32 on CPU it is no faster and not used.
 
-In 16 bits on CUDA, where the logits would take several chunks, `kernels.loss.cross_entropy_columns` does it with less memory.
+In 16 bits on CUDA, where the logits would take several chunks, `kernels.loss.cross_entropy_columns` needs less memory.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Buffers:
-    """Memory for one chunk, taken once: new pages for every chunk cost a tenth of the loss in fp32, a fifth in bf16 (CPU)."""
+    """Buffers for one chunk, allocated once: new pages for every chunk cost a tenth of the loss in fp32, a fifth in bf16
+    (CPU)."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, *, with_gradients: bool):
         wide, is_narrow = _wide(hidden), hidden.dtype != _wide(hidden)
@@ -90,13 +91,13 @@ class _Buffers:
         self.wide_logits = torch.empty_like(self.logits, dtype=wide) if is_narrow else self.logits
         self.log_probabilities = torch.empty_like(self.logits, dtype=wide)
         self.product = torch.empty_like(weight) if is_narrow and with_gradients else None
-        # CUDA adds bf16 to fp32 as it goes; the CPU would make this copy anew each time.
+        # CUDA adds bf16 to fp32 directly; the CPU would allocate this copy anew each time.
         copies = self.product is not None and not is_cuda(weight)
         self.wide_product = torch.empty_like(weight, dtype=wide) if copies else None
 
 
 def _sweep(hidden: Tensor, weight: Tensor, targets: Tensor, grad_hidden: Tensor | None, grad_weight: Tensor | None) -> Tensor:
-    """The loss, chunk by chunk; fills `grad_hidden` and adds to `grad_weight` if they are given."""
+    """Loss computed chunk by chunk; fills `grad_hidden` and adds to `grad_weight` if they are given."""
     loss = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
     buffers = _Buffers(hidden, weight, with_gradients=grad_weight is not None)
     for start in range(0, hidden.shape[0], buffers.rows):
@@ -107,7 +108,7 @@ def _sweep(hidden: Tensor, weight: Tensor, targets: Tensor, grad_hidden: Tensor 
         loss -= (log_probabilities.gather(1, index) * is_valid).sum()
         if grad_hidden is not None and grad_weight is not None:
             grad = _grad_logits(log_probabilities, index, buffers)
-            # Rows that do not count are silenced here, D wide, not in `grad`, V wide.
+            # Ignored rows are zeroed here, D wide, not in `grad`, V wide.
             torch.mm(grad, weight, out=grad_hidden[part]).masked_fill_(~is_valid, 0)
             _accumulate(grad_weight, grad.t(), hidden[part].masked_fill(~is_valid, 0), buffers)
     return loss
@@ -128,7 +129,7 @@ def _compiled_sweep(hidden: Tensor, weight: Tensor, targets: Tensor, grad_hidden
         part = hidden[start : start + rows]
         logits = torch.mm(part, weight.t(), out=buffer[: len(part)])
         wanted = targets[start : start + rows].unsqueeze(1)
-        # Taken before the pass: inside, what torch 2.11 compiles (CPU; not 2.12, 2.13) reads them after they are overwritten.
+        # Read before the pass: torch 2.11's compiled code (CPU; not 2.12, 2.13) would read them after overwriting them.
         target_logits = logits.gather(1, wanted.masked_fill(wanted == IGNORED, 0))
         loss += to_gradient(logits, wanted, target_logits).sum()
         torch.mm(logits, weight, out=grad_hidden[start : start + rows])
@@ -155,7 +156,7 @@ def _to_gradient(logits: Tensor, targets: Tensor, target_logits: Tensor) -> Tens
 
 
 def _to_gradient_by_triton(logits: Tensor, targets: Tensor, target_logits: Tensor) -> Tensor:
-    """Gradient by `kernels.loss.triton_loss`, which needs no target logits."""
+    """Loss and gradient by `kernels.loss.triton_loss`, which needs no target logits."""
     from ultrascale.kernels.loss import triton_loss
 
     return triton_loss.loss_and_gradient_(logits, targets.squeeze(1))

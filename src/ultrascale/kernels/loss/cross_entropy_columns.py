@@ -1,15 +1,15 @@
-"""Cross-entropy of hidden W^T, a slab of the vocabulary at a time: for large vocabularies in 16 bits on CUDA.
+"""Cross-entropy of hidden W^T by slabs of the vocabulary: for large vocabularies in 16 bits on CUDA.
 
-    first     every slab's logits [N, C] are made, and each row's log of the sum of exponentials is added up over slabs
-    second    they are made again, become the gradient g, and dW[slab] = g^T h    dh += g W[slab]
+    first     compute every slab's logits [N, C], and accumulate each row's log-sum-exp over slabs
+    second    recompute them, turn them into the gradient g, and dW[slab] = g^T h    dh += g W[slab]
 
-Why not a chunk of rows at a time, as `kernels.loss.cross_entropy` does elsewhere: there every chunk adds to the whole of dW,
-which is fp32 until the last has (4 V D bytes, read and written again for each) with a narrow product or copy beside it: 6 V D
-bytes, 2.9 GiB of Llama 3 8B. Here a slab of dW is one product over all rows: summed inside the product and rounded once. What
-is added up is dh, N D instead of V D.
+Why not chunks of rows, as in `kernels.loss.cross_entropy`: there every chunk adds to the whole of dW, which is fp32 until the
+last chunk (4 V D bytes, read and written for each) with a narrow product or copy next to it: 6 V D bytes, 2.9 GiB for Llama 3
+8B. Here a slab of dW is one GEMM over all rows: accumulated inside the GEMM and rounded once. Only dh is accumulated in memory,
+N D instead of V D.
 
-Memory: dh and dW in their own dtype, dh once more in fp32, and one slab. Cost: a fourth matrix product, 2 N V D FLOPs.
-With a vocabulary cut over ranks each goes through its own slabs, and two numbers a row are gathered, once.
+Memory: dh and dW in their own dtype, dh once more in fp32, and one slab. Cost: a fourth GEMM, 2 N V D FLOPs. With the
+vocabulary sharded over ranks each processes its own slabs, and two numbers a row are gathered, once.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 IGNORED = -100
-"""The target of a position that predicts nothing."""
+"""Target of a position that predicts nothing."""
 
 GatherTerms = Callable[[Tensor], Tensor]
-"""[N, 2] of a rank (log of the sum of exponentials, the target's logit or 0) to those of all ranks, [ranks, N, 2]."""
+"""Function from a rank's [N, 2] (log-sum-exp, the target's logit or 0) to those of all ranks, [ranks, N, 2]."""
 
 
 class LossAndGradients(NamedTuple):
-    """The summed loss, and its gradients if they were asked for: those of hidden [N, D] and of weight [V, D]."""
+    """The summed loss and, if requested, its gradients: of hidden [N, D] and of weight [V, D]."""
 
     loss: Tensor
     grad_hidden: Tensor | None
@@ -49,9 +49,9 @@ def loss_by_columns(
 ) -> LossAndGradients:
     """Sum over targets != -100 of -log softmax(hidden W^T)[target], and both gradients.
 
-    hidden [N, D] and weight [V, D] of one dtype, targets [N] int64 inside the vocabulary; `columns` of logits exist at a time.
-    `first` and `join`: this is the part of a vocabulary from that row on, and how to hear of the others. `compiled`: the passes
-    over a slab's logits are.
+    hidden [N, D] and weight [V, D] of one dtype, targets [N] int64 inside the vocabulary; `columns` of logits are in memory at
+    a time. `first` and `join`: for a sharded vocabulary, this shard's first row, and the gather of all ranks' terms.
+    `compiled`: use compiled passes over a slab's logits.
     """
     wanted = targets.unsqueeze(1)
     of_slabs, target_logit = _first(hidden, weight, wanted - first, columns, compiled)
@@ -61,20 +61,20 @@ def loss_by_columns(
     loss = ((normalizer - target_logits.sum(0)) * is_valid).sum()
     if not with_gradients:
         return LossAndGradients(loss, None, None)
-    # Of a row that does not count all exponentials become 0, and so does its gradient.
+    # All exponentials of an ignored row become 0, and so does its gradient.
     silent = normalizer.masked_fill(~is_valid, torch.inf)
     wide, grad_weight = _second(hidden, weight, wanted - first, silent, of_slabs, columns, compiled)
     return LossAndGradients(loss, wide.to(hidden.dtype), grad_weight)
 
 
 def _logits(hidden: Tensor, slab: Tensor, buffer: Tensor) -> Tensor:
-    """[N, C] of hidden [N, D] and a slab of the weight [C, D], in memory that was taken once."""
+    """Logits [N, C] of hidden [N, D] and a slab of the weight [C, D], in a reused buffer."""
     return torch.mm(hidden, slab.t(), out=buffer[: len(hidden) * len(slab)].view(len(hidden), len(slab)))
 
 
 def _first(hidden: Tensor, weight: Tensor, local: Tensor, columns: int, compiled: bool) -> tuple[Tensor, Tensor]:
-    """First sweep, in at least fp32: of each slab the log of the sum of exponentials [slabs, N, 1], and the target's logit
-    where it is in this part of the vocabulary, else 0, [N, 1]. `local` [N, 1]: targets counted from its first row."""
+    """First sweep, in fp32 or wider: log-sum-exp of each slab [slabs, N, 1], and the target's logit if it is in this shard of
+    the vocabulary, else 0, [N, 1]. `local` [N, 1]: targets relative to the shard's first row."""
     buffer, normalizers = hidden.new_empty(len(hidden) * columns), []
     target_logit = hidden.new_zeros(len(hidden), 1, dtype=_wide(hidden))
     normalizer = _compiled(_normalizer) if compiled else _normalizer_by_softmax
@@ -86,7 +86,7 @@ def _first(hidden: Tensor, weight: Tensor, local: Tensor, columns: int, compiled
 
 
 def _target_logits(logits: Tensor, local: Tensor) -> Tensor:
-    """[N, 1]: the logit of each row's target where it is in this slab, else 0."""
+    """Logit of each row's target if it is in this slab, else 0, [N, 1]."""
     is_here = (local >= 0) & (local < logits.shape[1])
     return logits.gather(1, local.masked_fill(~is_here, 0)).to(_wide(logits)).masked_fill_(~is_here, 0)
 
@@ -118,19 +118,20 @@ def _normalizer(logits: Tensor) -> Tensor:
 
 
 def _normalizer_by_softmax(logits: Tensor) -> Tensor:
-    """`_normalizer` with one torch kernel between a wide copy and its result, any column of which yields the row's sum."""
+    """`_normalizer` with a single torch kernel between the wide copy and its result: any column of the softmax yields the row's
+    sum."""
     normalized = torch.log_softmax(logits, dim=1, dtype=_wide(logits))
     return logits[:, :1].to(normalized.dtype) - normalized[:, :1]
 
 
 def _to_gradient(logits: Tensor, local: Tensor, normalizer: Tensor, of_slab: Tensor) -> None:
-    """`logits` [N, C] become probabilities, less one at the target."""
+    """Turn `logits` [N, C] into probabilities, less one at the target, in place."""
     is_target = (torch.arange(logits.shape[1], device=logits.device) == local) & normalizer.isfinite()
     logits.copy_(torch.exp(logits.to(normalizer.dtype) - normalizer) - is_target.to(normalizer.dtype))
 
 
 def _to_gradient_by_softmax(logits: Tensor, local: Tensor, normalizer: Tensor, of_slab: Tensor) -> None:
-    """`_to_gradient` with one torch kernel: softmax over the slab's columns, times the slab's weight among all."""
+    """`_to_gradient` with one torch kernel: softmax over the slab's columns, times the slab's total probability."""
     share = torch.exp(of_slab - normalizer)  # [N, 1]
     probabilities = torch.softmax(logits, dim=1, dtype=share.dtype)
     torch.mul(probabilities, share, out=logits)

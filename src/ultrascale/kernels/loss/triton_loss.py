@@ -1,10 +1,11 @@
-"""Cross-entropy of logits in Triton: the loss of each row, and its gradient in the logits' place.
+"""Cross-entropy of logits in Triton: the loss of each row, and its gradient written over the logits.
 
-    first pass     maximum and sum of exponentials below it, block by block (Milakov and Gimelshein 2018)
+    first pass     maximum and sum of exponentials relative to it, block by block (Milakov and Gimelshein 2018)
     second pass    softmax(logits) - onehot, written over the logits
 
-Moves of an element: 3 (read, read, written), of which the second read of a row that fits the L2 cache is nearly free. Nothing
-of the logits' size is made. Computes in fp32. This is what lies between the matrix products of `kernels.loss.cross_entropy`.
+Memory traffic per element: 3 (read, read, write), of which the second read of a row that fits the L2 cache is nearly free. No
+other tensor of the logits' size is allocated. Computes in fp32. It does the work between the GEMMs of
+`kernels.loss.cross_entropy`.
 """
 
 # What `triton.jit` makes of a function has no types, and triton need not be installed.
@@ -22,7 +23,7 @@ from ultrascale.kernels.loss.cross_entropy_columns import IGNORED
 from ultrascale.kernels.triton_launch import warps_for
 
 _LARGEST_BLOCK = 4096
-"""Logits that a program has in registers at a time."""
+"""Most logits that a program has in registers at a time."""
 
 
 def loss_and_gradient_(logits: Tensor, targets: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ def _loss(logits, targets, losses, columns, IGNORED_TARGET: tl.constexpr, BLOCK:
     counts = target != IGNORED_TARGET
     wanted = tl.load(start + tl.where(counts, target, 0)).to(tl.float32)
     tl.store(losses + row, tl.where(counts, normalizer - wanted, 0.0))
-    tl.debug_barrier()  # a warp that is ahead would write over what another has yet to read
+    tl.debug_barrier()  # a faster warp would overwrite logits that another has yet to read
     for first in range(0, columns, BLOCK):
         inside = first + offsets < columns
         x = tl.load(start + first + offsets, mask=inside, other=0.0).to(tl.float32)

@@ -1,5 +1,5 @@
-"""Kernels of updates: narrow moments, stochastic rounding.
+"""Optimizer kernels: narrow moments, stochastic rounding.
 
-narrow_moments, block_quantise   AdamW's moments in 2 or 1 bytes; rounding with bits that depend on the place
-triton_adamw       an update in one pass
+narrow_moments, block_quantise   AdamW's moments in 2 or 1 bytes; stochastic rounding with position-dependent bits
+triton_adamw       a fused update in one pass
 """

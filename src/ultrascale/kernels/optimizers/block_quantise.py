@@ -1,22 +1,23 @@
-"""Optimizer state in 8 bits: each value a code of a table, times a scale of its block (Dettmers et al. 2022).
+"""Optimizer state in 8 bits: each value is a table code times its block's scale (Dettmers et al. 2022).
 
-    block     256 neighbours in a row of the *whole* tensor; its scale is the largest magnitude
-    code      1 byte: the nearest entry, or stochastically one of the two neighbours, of a table of numbers up to 1
+    block     256 neighbours in a row of the *whole* tensor; its scale is their largest magnitude
+    code      1 byte: the nearest entry of a table of numbers up to 1, or one of the two nearest, chosen stochastically
 
 The tables are dynamic: each decade has twice as many entries as the one below, so that large values are kept to half a percent
-and small ones, down to a millionth, are not lost. Moments are spread over many decades, and a linear table would make zeros of
-most. The second moment is kept as its root, which halves the decades; what is not zero never becomes zero, for it is divided
-by. Rows are cut into blocks by their columns in the whole, so that a rank that holds some columns has the blocks that one
-process has; a block that two ranks share takes the larger of their scales (`widest`).
+and small ones, down to a millionth, are not lost. Moments span many decades, and a linear table would round most of them to
+zero. The second moment is stored as its square root, which halves the decades; a nonzero value never becomes zero, as updates
+divide by it. Rows are cut into blocks by their columns in the whole tensor, so that a rank that holds some columns has the same
+blocks as one process; a block that two ranks share takes the larger of their scales (`widest`).
 
 The random numbers of stochastic rounding, to codes or to a narrow dtype, are a function of (key, position): the same bits
-whoever rounds which part.
+whichever rank rounds which part.
 
     x between two neighbours lo and hi of the narrow dtype     hi with probability (x - lo) / (hi - lo), else lo
 
-so that the mean of what is stored is x, and a change far below the spacing still moves it now and then (Gupta et al. 2015). A
-generator's numbers would depend on how many were drawn before, that is on the layout; here each element hashes its place in the
-whole tensor, and nothing needs to be kept in a checkpoint. Cost: some ten passes over integers; callers work in chunks.
+so that the expected stored value is x, and a change far below the spacing still has an effect on average (Gupta et al. 2015). A
+random generator's numbers would depend on how many were drawn before, that is on the layout. Here each element hashes its
+position in the whole tensor, and a checkpoint needs no generator state. Cost: some ten passes over integers; callers work in
+chunks.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from ultrascale.catalogue.stacks.stack import SCALED_TOGETHER
 BLOCK = SCALED_TOGETHER
 DECADES = 7
 SMALLEST = 2.0**-60
-"""Magnitudes below are zero: their squares, which checkpoints hold, would leave the range of fp32."""
+"""Magnitudes below this become zero: their squares, which checkpoints hold, would underflow fp32."""
 ReduceScales = Callable[[Tensor], Tensor]
 
 
@@ -45,8 +46,8 @@ def identity(scales: Tensor) -> Tensor:
 
 @cache
 def table(*, signed: bool) -> Tensor:
-    """The numbers that codes stand for, ascending, [255] or [256] fp32, on the CPU: 0, 1, and in the i-th of 7 decades up to 1
-    the middles of 2^i (signed; the least decade is left out, for -1) or 2^(i+1) equal parts."""
+    """Values of the codes, ascending, [255] or [256] fp32, on the CPU: 0, 1, and in the i-th of 7 decades up to 1 the midpoints
+    of 2^i (signed; the lowest decade is left out, for -1) or 2^(i+1) equal parts."""
     values = [0.0, 1.0] + ([-1.0] if signed else [])
     for decade in range(1 if signed else 0, DECADES):
         count = 2**decade if signed else 2 ** (decade + 1)
@@ -56,7 +57,7 @@ def table(*, signed: bool) -> Tensor:
 
 
 def num_blocks(columns: int, first: int = 0) -> int:
-    """Blocks that `columns` of a row from its column `first` on lie in."""
+    """Number of blocks that `columns` columns of a row touch, from column `first` on."""
     return -(-(first % BLOCK + columns) // BLOCK)
 
 
@@ -65,8 +66,8 @@ def quantise(
 ) -> tuple[Tensor, Tensor]:
     """Codes [R, C] uint8 and scales [R, blocks] fp32 of `values` [R, C] fp32, columns `first` and on of the whole rows.
 
-    `random`: 24-bit integers [R, C] for stochastic rounding; None: to the nearest. `widest`: scales to those of all ranks that
-    share blocks. Unsigned values are at least 0.
+    `random`: 24-bit integers [R, C] for stochastic rounding; None: round to nearest. `widest`: maximum of scales over all ranks
+    that share blocks. Unsigned values must be at least 0.
     """
     values = values.masked_fill(values.abs() < SMALLEST, 0.0)
     scales = widest(_by_block(values, first).abs().amax(-1))
@@ -81,12 +82,12 @@ def quantise(
 
 
 def dequantise(codes: Tensor, scales: Tensor, *, signed: bool, first: int = 0) -> Tensor:
-    """The values, [R, C] fp32, that codes [R, C] and scales [R, blocks] stand for."""
+    """Values [R, C] fp32 of codes [R, C] and scales [R, blocks]."""
     return table(signed=signed).to(codes.device)[codes.int()] * _spread(scales, first, codes.shape[1])
 
 
 def _by_block(values: Tensor, first: int) -> Tensor:
-    """[R, blocks, 256], with zeros where a row begins or ends inside a block."""
+    """Values by block, [R, blocks, 256], zero-padded where a row begins or ends inside a block."""
     before = first % BLOCK
     after = -(before + values.shape[1]) % BLOCK
     return F.pad(values, (before, after)).unflatten(1, (-1, BLOCK))
@@ -100,19 +101,19 @@ def _spread(scales: Tensor, first: int, columns: int) -> Tensor:
 
 _MASK = 0xFFFFFFFF
 NOISE_BITS = 24
-"""Bits of noise: as many as a fraction in fp32 has."""
+"""Bits of noise: as many as the fraction of fp32 holds."""
 BF16_DROPPED_BITS = 16
 """Bits of fp32 that bf16 lacks."""
 
 
 def rounding_key(seed: int, update: int, name: str, moment: str) -> int:
-    """One number for all elements of one moment of one weight in one update: 32 bits."""
+    """Rounding key for one moment of one weight in one update, shared by all its elements: 32 bits."""
     return zlib.crc32(f"{seed} {update} {name} {moment}".encode())
 
 
 def positions(shape: tuple[int, ...], offsets: tuple[int, ...], whole: tuple[int, ...], device: torch.device) -> Tensor:
-    """Position of the first element of each row of the box of `shape` at `offsets` in a tensor of shape `whole`, in the order
-    of memory of the whole, [rows] int64. All dimensions but the last make rows."""
+    """Position in the whole tensor (shape `whole`, row-major) of the first element of each row of the box of `shape` at
+    `offsets`, [rows] int64. All dimensions but the last form rows."""
     first = torch.zeros((), dtype=torch.int64, device=device)
     for size, offset, extent in zip(shape[:-1], offsets[:-1], whole[:-1], strict=True):
         first = (first * extent).unsqueeze(-1) + torch.arange(offset, offset + size, device=device)
@@ -120,8 +121,7 @@ def positions(shape: tuple[int, ...], offsets: tuple[int, ...], whole: tuple[int
 
 
 def noise(rows: Tensor, columns: int, key: int) -> Tensor:
-    """Uniform integers of 24 bits, [rows, columns] int64: a hash of `key` and the place of each element. `rows` as `positions`
-    gives them."""
+    """Uniform 24-bit integers, [rows, columns] int64: a hash of `key` and each element's position. `rows`: from `positions`."""
     x = rows.unsqueeze(-1) + torch.arange(columns, device=rows.device)
     x = (x & _MASK) ^ ((x >> 32) * 0x9E3779B1 & _MASK) ^ key
     # Two rounds of a 32-bit mixer (Wellons 2018, "lowbias32").
@@ -133,7 +133,7 @@ def noise(rows: Tensor, columns: int, key: int) -> Tensor:
 
 
 def round_to_bf16(values: Tensor, random: Tensor) -> Tensor:
-    """fp32 `values`, finite, to bf16 by `random`, 24-bit integers of the same shape."""
+    """Finite fp32 `values` rounded stochastically to bf16 by `random`, 24-bit integers of the same shape."""
     bits = values.contiguous().view(torch.int32)
     bits = bits + (random >> (NOISE_BITS - BF16_DROPPED_BITS)).to(torch.int32)
     return (bits & -(1 << BF16_DROPPED_BITS)).view(torch.float32).to(torch.bfloat16)

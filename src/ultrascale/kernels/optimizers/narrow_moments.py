@@ -1,17 +1,16 @@
-"""AdamW's moments in 2 or 1 bytes: bf16, or 8 bits with a scale for every 256 (Dettmers et al. 2022), and the update that reads
-and writes them.
+"""AdamW's moments in 2 or 1 bytes: bf16, or 8 bits with a scale for every 256 (Dettmers et al. 2022), and their update.
 
-An update widens moments, computes as AdamW does in the master's dtype, and rounds them back stochastically
-(`kernels.optimizers.block_quantise`): rounded to the nearest, bf16 would swallow every change of a second moment below
-0.2 percent of it, and at beta2 = 0.999 a change is a thousandth.
+An update widens the moments, computes AdamW in the master weight's dtype, and rounds them back stochastically
+(`kernels.optimizers.block_quantise`): with rounding to nearest, bf16 would lose every change of a second moment below 0.2
+percent of it, and at beta2 = 0.999 a change is a thousandth.
 
-    bytes that an element moves    at least    here, counted    `triton_adamw`
+    bytes moved per element        at least    here, counted    `triton_adamw`
     bf16                           20          1,212         20
     8 bits                         16          1,696         16
 
-Here every operation of torch is a pass over memory, most of them over integers of 8 bytes; few rows are worked on at a time, so
-that wide copies stay small. On CUDA the fused form does all of it in one pass (`kernels.choice.implementation` chooses).
-torch's fused AdamW knows neither narrow moments nor how to round them.
+Here every torch operation is a pass over memory, most of them over 8-byte integers; few rows are processed at a time, so that
+wide copies stay small. On CUDA the fused form does all of it in one pass (`kernels.choice.implementation` chooses). torch's
+fused AdamW has neither narrow moments nor stochastic rounding.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from ultrascale.kernels.optimizers.block_quantise import (
 )
 
 ZERO_CODE = 127
-"""Code of zero in the signed table, which is symmetric: 127 numbers are below zero."""
+"""Code of zero in the signed table, which is symmetric: 127 values are negative."""
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 Kind = Literal["bf16", "8bit"]
 
@@ -47,7 +46,7 @@ FUSED: dict[torch.dtype, Kernel] = {torch.bfloat16: "adamw-bf16", torch.uint8: "
 
 
 class Box(NamedTuple):
-    """The box of a weight that this rank holds."""
+    """Box of a weight that this rank holds."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -63,13 +62,13 @@ class Update(NamedTuple):
     beta2: float
     eps: float
     count: int
-    """Number of updates, this one included."""
+    """Number of updates, including this one."""
     keys: tuple[int, int]
-    """Keys of the rounding of both moments (`kernels.optimizers.block_quantise.rounding_key`)."""
+    """Rounding keys of both moments (`kernels.optimizers.block_quantise.rounding_key`)."""
 
 
 def update_(weights: Tensor, gradients: Tensor, store: Moments, update: Update) -> None:
-    """AdamW on [rows, columns] of the master's dtype, in place, and on their moments."""
+    """AdamW update of weights [rows, columns] in the master dtype and of their moments, in place."""
     if store.is_fusable(weights, gradients):
         from ultrascale.kernels.optimizers.triton_adamw import update_ as fused_
 
@@ -91,31 +90,31 @@ def _update_rows(weights: Tensor, gradients: Tensor, store: Moments, part: slice
 
 
 class Moments:
-    """Both moments of one parameter's part on this rank, as rows: all dimensions but the last together."""
+    """Both moments of this rank's part of a parameter, as rows: all dimensions but the last are flattened."""
 
     def __init__(self, state: dict[str, Tensor], *boxes: Box, widest: ReduceScales = identity):
-        """`boxes`: one below the other they are the part; all of one width."""
+        """`boxes`: stacked, they form the part; all have one width."""
         self.state, self.box, self.widest = state, boxes[0], widest
         self.columns = self.box.shape[-1]
         rows = [positions(box.shape, box.offsets, box.whole, state[FIRST].device) for box in boxes]
         self.rows = rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def is_fusable(self, weights: Tensor, gradients: Tensor) -> bool:
-        """True if the fused form runs: where it was chosen, and nothing is asked of other ranks between its parts."""
+        """True if the fused form runs: it was chosen, and no communication with other ranks is needed between its parts."""
         dtype = self.state[FIRST].dtype
         if dtype not in FUSED or self.widest is not identity or form_of(FUSED[dtype], weights) != "triton":
             return False
         return all(tensor.is_contiguous() and tensor.numel() > 0 for tensor in (weights, gradients))
 
     def chunks(self) -> Iterator[slice]:
-        """Rows of so many elements at most (of one row at least); none of an empty part."""
-        # Ranks of tp, which share blocks, go through the same rows together.
+        """Row ranges of limited size (at least one row each); none for an empty part."""
+        # tp ranks that share blocks process the same rows at the same time.
         together = max(1, UPDATED_TOGETHER[kind_of(self.rows)] // self.box.whole[-1])
         count = len(self.rows) if self.columns else 0
         return (slice(start, start + together) for start in range(0, count, together))
 
     def read(self, moment: str, part: slice) -> Tensor:
-        """[rows, columns] fp32, or the dtype of the master where that is wider and nothing is rounded."""
+        """A moment's [rows, columns] in fp32, or in the master's dtype if that is wider and nothing is rounded."""
         stored = rows_of(self.state[moment])[part]
         if stored.dtype == torch.uint8:
             scales = self.state[f"{moment}_scale"][part]
@@ -124,7 +123,7 @@ class Moments:
         return stored.float() if stored.dtype == torch.bfloat16 else stored.clone()
 
     def write(self, moment: str, part: slice, values: Tensor, key: int | None) -> None:
-        """Keep [rows, columns] of a moment, rounded by `key`; None: to the nearest."""
+        """Store [rows, columns] of a moment, rounded stochastically by `key`; None: to nearest."""
         stored = rows_of(self.state[moment])[part]
         if stored.dtype not in (torch.uint8, torch.bfloat16):
             stored.copy_(values)
@@ -140,7 +139,7 @@ class Moments:
         self.state[f"{moment}_scale"][part] = scales
 
     def whole(self, moment: str) -> Tensor:
-        """The part of this rank, of its own shape, widened, on the CPU."""
+        """This rank's part of a moment in its original shape, widened, on the CPU."""
         stored = self.state[moment]
         wide = torch.empty(stored.shape, dtype=torch.float32 if stored.dtype == torch.uint8 else stored.dtype)
         for part in self.chunks():
@@ -148,13 +147,13 @@ class Moments:
         return wide
 
     def load_values(self, moment: str, values: Tensor) -> None:
-        """Stores the values that `whole` returned, exactly."""
+        """Store values that `whole` returned, exactly."""
         for part in self.chunks():
             self.write(moment, part, rows_of(values)[part].to(self.state[moment].device), None)
 
 
 def empty_moments(box: Box, kind: Kind, like: Tensor) -> dict[str, Tensor]:
-    """Zero moments of `box`, on the device of `like`; of vectors in its dtype."""
+    """Zero moments of `box`, on the device of `like`; for vectors in its dtype."""
     if len(box.whole) == 1:
         return {moment: torch.zeros(box.shape, dtype=like.dtype, device=like.device) for moment in (FIRST, SECOND)}
     if kind == "bf16":
@@ -170,14 +169,14 @@ def empty_moments(box: Box, kind: Kind, like: Tensor) -> dict[str, Tensor]:
 
 
 def rows_of(tensor: Tensor) -> Tensor:
-    """A view of all dimensions but the last as one, [rows, columns]; a vector is one row."""
+    """View of a tensor as [rows, columns], with all dimensions but the last flattened; a vector is one row."""
     return (
         tensor.view(1, -1) if tensor.dim() == 1 else tensor.view(-1, tensor.shape[-1]) if tensor.numel() else tensor.view(0, 1)
     )
 
 
 def round_trip(values: Tensor, kind: Kind, moment: str, key: int) -> Tensor:
-    """The values that are read back after a whole moment was stored."""
+    """Values read back after storing a whole moment."""
     shape = tuple(values.shape)
     box = Box((0,) * len(shape), shape, shape)
     store = Moments(empty_moments(box, kind, values), box)

@@ -1,12 +1,12 @@
-"""AdamW with narrow moments in Triton: read, widen, update and round in one pass over memory, where torch takes some dozens.
+"""AdamW with narrow moments in Triton: read, widen, update and round in one pass over memory, where torch takes dozens.
 
-    bf16      a program has 1,024 elements of a row; the low half of each moment's fp32 is rounded away by its random bits
-    8 bits    a program has 4 blocks of 256, each with a scale: the largest magnitude, found where the moments are made.
-              A code is looked up by bisection of the table, which stays in the first cache: 8 reads there
+    bf16      a program handles 1,024 elements of a row; each moment's low half of fp32 is rounded away by random bits
+    8 bits    a program handles 4 blocks of 256, each with a scale: the largest magnitude of the new moments.
+              A code is found by bisection of the table, which stays in the L1 cache: 8 reads there
 
-Moves of an element: gradient 4 bytes, master 8, moments 8 or 4 (and 1/16 of scales). Random bits are the hash of
-`kernels.optimizers.block_quantise`, in unsigned 32-bit words: the same bits for the same key and place, so that a test holds
-codes to it. A scale that other ranks have a part in is not made here (`narrow_moments`).
+Memory traffic per element: gradient 4 bytes, master 8, moments 8 or 4 (and 1/16 of scales). Random bits are the hash of
+`kernels.optimizers.block_quantise`, in unsigned 32-bit words: the same bits for the same key and position, so that a test can
+compare codes. A scale shared with other ranks is not supported here (`narrow_moments`).
 """
 
 # What `triton.jit` makes of a function has no types, and triton need not be installed.
@@ -30,13 +30,13 @@ _COLUMNS = 1024
 _BLOCKS = 4
 """Blocks per program in 8 bits."""
 _CHANGE = ("key_of_first", "key_of_second", "take_first", "keep_second", "take_second", "unbias", "eps", "shrink", "step")
-"""Numbers that change from update to update: nothing is compiled for a value of them."""
+"""Numbers that change from update to update: Triton must not specialise on their values."""
 
 
 def update_(weights: Tensor, gradients: Tensor, state: dict[str, Tensor], places: Tensor, update: Update) -> None:
-    """One update, in place, of [rows, columns] fp32, contiguous, and their moments in `state`.
+    """Update [rows, columns] fp32, contiguous, and their moments in `state`, in place.
 
-    places [rows] int64: of each row's first element in the whole weight; rows begin where a block begins.
+    places [rows] int64: position of each row's first element in the whole weight; rows begin at a block boundary.
     """
     rows, columns = weights.shape
     numbers = (
@@ -63,13 +63,13 @@ def _table(device: torch.device, *, signed: bool) -> Tensor:
 
 
 def _signed(key: int) -> int:
-    """The 32 bits of a key as a number that is always of the same type to Triton."""
+    """A 32-bit key as a signed number, which always has the same type in Triton."""
     return key - (1 << 32) if key >> 31 else key
 
 
 @triton.jit
 def _noise(places, key):
-    """`stochastic.noise`: 24 bits, uint32."""
+    """`block_quantise.noise`: 24 bits, uint32."""
     x = places.to(tl.uint32) ^ ((places >> 32).to(tl.uint32) * tl.cast(0x9E3779B1, tl.uint32)) ^ key.to(tl.uint32, bitcast=True)
     for _ in tl.static_range(2):  # pyright: ignore
         x = (x ^ (x >> 16)) * tl.cast(0x7FEB352D, tl.uint32)
@@ -80,7 +80,7 @@ def _noise(places, key):
 
 @triton.jit
 def _adamw(weight, gradient, first, second, take_first, keep_second, take_second, unbias, eps, shrink, step):
-    """The new weight and moments."""
+    """New weight and moments."""
     first = first + take_first * (gradient - first)
     second = second * keep_second + take_second * gradient * gradient
     return weight * shrink + step * first / (tl.sqrt(second / unbias) + eps), first, second
@@ -88,7 +88,7 @@ def _adamw(weight, gradient, first, second, take_first, keep_second, take_second
 
 @triton.jit
 def _round_to_bf16(values, noise):
-    """`stochastic.round_to_bf16`."""
+    """`block_quantise.round_to_bf16` with these random bits."""
     bits = values.to(tl.uint32, bitcast=True) + (noise >> 8)
     return (bits & tl.cast(0xFFFF0000, tl.uint32)).to(tl.float32, bitcast=True).to(tl.bfloat16)
 
@@ -155,6 +155,6 @@ def _eight(
     tl.store(scales_of_first + at_scale, scale, mask=is_block)
     root = tl.sqrt(tl.where(inside, second, 0.0))
     codes, parts, scale = _quantised(root, _noise(place, key_of_second), unsigned, num_unsigned, LEAST, STEPS)
-    codes = tl.where(parts > 0, tl.maximum(codes, 1), codes)  # it is divided by
+    codes = tl.where(parts > 0, tl.maximum(codes, 1), codes)  # updates divide by it
     tl.store(seconds + addr, codes.to(tl.uint8), mask=inside)
     tl.store(scales_of_second + at_scale, scale, mask=is_block)

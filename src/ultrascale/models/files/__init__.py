@@ -1,5 +1,5 @@
-"""Weights in files of others.
+"""Import and export of foreign weight files.
 
-huggingface        folders in and out (with stored, weight_files, tokenizer_files, folders)
-convert, unpickle  pickles as safetensors, read in a confined process
+huggingface        Hugging Face folders, import and export (with stored, weight_files, tokenizer_files, folders)
+convert, unpickle  converts pickles to safetensors, in a confined process
 """

@@ -1,7 +1,7 @@
-"""Foreign checkpoints (`pytorch_model.bin`, `.pt`, `.pth`, `.ckpt`: pickles) as a folder of safetensors.
+"""Converts foreign checkpoints (pickles: `pytorch_model.bin`, `.pt`, `.pth`, `.ckpt`) to a folder of safetensors.
 
-No other code of ours reads a pickle. Each file is read by a process of its own, confined as `models.files.unpickle` says,
-which is handed two open files and an empty environment; what comes back is checked as any stranger's safetensors.
+No other code of ours reads a pickle. Each file is read by a separate process, confined as `models.files.unpickle` says, which
+gets two open files and an empty environment; its output is checked like any untrusted safetensors.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _TRUST = "Take the model from somebody you trust, or in safetensors."
 
 @dataclass(frozen=True)
 class Converted:
-    """The result of a conversion."""
+    """Result of a conversion."""
 
     folder: Path
     files: int
     tensors: int
     left_out: tuple[str, ...]
-    """Entries that are no tensors."""
+    """Entries that are not tensors."""
     confined_by: tuple[str, ...]
     """Confinement of the processes that read the pickles; with `unconfined` "seccomp filter" may be missing."""
     has_config: bool
 
 
 def convert(source: Path, folder: Path, *, overwrite: bool = False, unconfined: bool = False) -> Converted:
-    """Make `folder`, of safetensors, from the pickles in `source` (a folder, or one file), with config and tokenizer.
+    """Convert the pickles in `source` (a folder, or one file) to safetensors in the new `folder`, with config and tokenizer.
 
-    Raises SpecError if there are none, one is refused, `folder` must not be replaced, or the kernel takes no seccomp filter and
-    `unconfined` does not allow that; FolderError as the disk does.
+    Raises SpecError if there are no pickles, one is refused, `folder` must not be replaced, or the kernel supports no seccomp
+    filter and `unconfined` is not set; FolderError for errors of the disk.
     """
     files = _pickles(source)
     beside = source if source.is_dir() else source.parent
@@ -83,7 +83,7 @@ def _pickles(source: Path) -> list[Path]:
 
 
 def _unpickled(file: Path, target: Path, *, unconfined: bool) -> dict[str, list[str]]:
-    """Have a confined process write the tensors of `file` to `target`; what it says."""
+    """Have a confined process write the tensors of `file` to `target`; returns its report."""
     try:
         source = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
@@ -118,12 +118,12 @@ def _parsed_answer(file: Path, code: int, text: bytes) -> dict[str, list[str]]:
 
 
 def _printable(text: str) -> str:
-    """A stranger's words, in one line that no terminal obeys."""
+    """Untrusted text as one line without terminal control characters."""
     return "".join(c if c.isprintable() else " " for c in text)[:500]
 
 
 def _names(path: Path, file: Path, others: dict[str, str]) -> dict[str, str]:
-    """The tensors in a written file, by name; none may be in two."""
+    """Tensors in a written file, by name; raises if one is in two files."""
     try:
         with safe_open(path, framework="pt") as opened:
             tensors = dict.fromkeys(opened.keys(), path.name)

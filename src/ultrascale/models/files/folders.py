@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and that take the place of nothing but an earlier one of their kind."""
+"""Atomic folders: they appear complete or not at all, and replace only an earlier folder of their kind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ultrascale.description.problems import Problem, SpecError
 
 
 class FolderError(RuntimeError):
-    """A folder could not be written: the disk is full, or not ours to write. What stood there before still does."""
+    """A folder could not be written: the disk is full, or permission is missing. Earlier contents are left in place."""
 
     def __init__(self, problem: Problem):
         super().__init__(str(problem))
@@ -26,10 +26,10 @@ class FolderError(RuntimeError):
 def fill_folder(
     folder: Path, *, is_ours: Callable[[str], bool], overwrite: bool = False, source: Path | None = None
 ) -> Iterator[Path]:
-    """Give an empty folder to write into; on leaving without an error it is synced to disk and renamed to `folder`.
+    """Yield an empty folder to write into; on exit without an error it is synced to disk and renamed to `folder`.
 
-    With `overwrite` an earlier folder is replaced, if `is_ours` knows the names of all files in it. Folders and files follow
-    the umask. Raises SpecError if `folder` must not be replaced or made, and FolderError as the disk does.
+    With `overwrite` an earlier folder is replaced, if `is_ours` accepts the names of all files in it. Folders and files follow
+    the umask. Raises SpecError if `folder` must not be replaced or created, and FolderError for errors of the disk.
     """
     folder = folder.resolve()
     expect_replaceable(folder, is_ours=is_ours, overwrite=overwrite, source=source)
@@ -53,14 +53,15 @@ def fill_folder(
 def expect_replaceable(
     folder: Path, *, is_ours: Callable[[str], bool], overwrite: bool = False, source: Path | None = None
 ) -> None:
-    """Raise SpecError if what stands at `folder` would be lost, and is no earlier folder of this kind to be replaced."""
+    """Raise SpecError if writing `folder` would destroy something other than an earlier folder of this kind that may be
+    replaced."""
     refusal = _refusal(folder.resolve(), is_ours, overwrite, source)
     if refusal is not None:
         raise SpecError([refusal])
 
 
 def _refusal(folder: Path, is_ours: Callable[[str], bool], overwrite: bool, source: Path | None) -> Problem | None:
-    """Why `folder` must not be taken: what stands there would be lost, and it is not an earlier folder of this kind."""
+    """Reason why `folder` must not be replaced: it holds something other than an earlier folder of this kind; else None."""
     if not folder.exists():
         return None
     remedy = "Choose another folder, or remove it first."
@@ -104,7 +105,7 @@ def _is_plain_file(path: Path) -> bool:
 
 
 def _publish(partial: Path, folder: Path, is_ours: Callable[[str], bool]) -> None:
-    """Rename; what stood there before is moved aside first, and removed last."""
+    """Rename into place; an earlier folder is moved aside first, and removed last."""
     aside = partial.with_suffix(".replaced")
     replaces = folder.exists()
     if replaces:
@@ -121,7 +122,7 @@ def _publish(partial: Path, folder: Path, is_ours: Callable[[str], bool]) -> Non
 
 
 def _remove(aside: Path, is_ours: Callable[[str], bool]) -> None:
-    """Remove an earlier folder, file by file; what has come into it meanwhile stays, and the folder with it."""
+    """Remove an earlier folder, file by file; files added meanwhile stay, and the folder with them."""
     for file in aside.iterdir():
         if is_ours(file.name) and _is_plain_file(file):
             file.unlink()

@@ -1,6 +1,6 @@
-"""Hugging Face folders in and out: safetensors shards, their index, `config.json`, tokenizer and generation config.
+"""Hugging Face folders, import and export: safetensors shards, their index, `config.json`, tokenizer and generation config.
 
-Only safetensors is read, never pickle. `models.files.stored` says how our weights lie in a family's files, in both directions.
+Only safetensors is read, never pickle. `models.files.stored` maps our weights to a family's files, in both directions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ultrascale.models.files.stored import Stored, stored_weights, weight_shapes
 from ultrascale.models.files.tokenizer_files import copy_tokenizer
 from ultrascale.models.files.weight_files import INDEX_FILE, WEIGHTS_FILE, is_exported, weight_files
 
-# Tables that old files carry and that follow from config.json.
+# Tables in old files that can be derived from config.json.
 _DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 _FLOATS = ("F64", "F32", "BF16", "F16")
 
@@ -44,11 +44,11 @@ def export_folder(
 ) -> Path:
     """Write `state` (whole tensors under the names of `description.architecture.weights`) as a folder that transformers loads.
 
-    `tokenizer`: a `tokenizer.json` or a folder with one, copied with it. dtype None: as the tensors are. The folder appears
-    whole or not at all: everything is written beside it and renamed. Raises SpecError if a weight is missing, unknown or of
-    another shape, if the family cannot express the model, or if the folder exists and `overwrite` is false. `overwrite`
-    replaces nothing but an earlier export, and nothing that overlaps `source`, the folder the weights came from. Raises
-    FolderError if the disk is full.
+    `tokenizer`: a `tokenizer.json` or a folder with one, to be copied. dtype None: as the tensors are. The folder appears whole
+    or not at all: everything is written to a temporary folder next to it, which is then renamed. Raises SpecError if a weight
+    is missing, unknown or of another shape, if the family cannot express the model, or if the folder exists and `overwrite` is
+    false. `overwrite` replaces nothing but an earlier export, and nothing that overlaps `source`, the folder the weights came
+    from. Raises FolderError if the disk is full.
     """
     expect_trainable(model)
     _check_state(state, model)
@@ -62,10 +62,10 @@ def export_folder(
 
 
 def import_folder(path: str | Path) -> tuple[Model, dict[str, Tensor]]:
-    """The model of a Hugging Face folder and its weights under our names, in the dtype they are stored in.
+    """Read a Hugging Face folder: the model, and its weights under our names, in their stored dtype.
 
-    Raises SpecError naming every tensor that is missing, unknown, there twice, or of another shape or kind, files that
-    cannot be read, and what brings a model that can be planned but not run.
+    Raises SpecError naming every tensor that is missing, unknown, duplicate, or of another shape or kind, files that cannot be
+    read, and features of a model that can be planned but not run.
     """
     folder = Path(path)
     model = from_hf(folder)
@@ -117,7 +117,7 @@ def _write_shards(
 
     def tensor(stored: Stored) -> Tensor:
         whole = stored.join(state).detach()
-        # Copies of one tensor are not written as one.
+        # Copies are written as tensors of their own.
         return whole.to("cpu", whole.dtype if stored.keeps_dtype else dtype, copy=stored.is_copy).contiguous()
 
     shapes = weight_shapes(model)
@@ -134,7 +134,7 @@ def _write_shards(
 
 
 def _pack(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """Names in order, in groups of at most `max_bytes`; a larger tensor gets its own."""
+    """Names in order, in groups of at most `max_bytes`; a larger tensor has a group of its own."""
     groups: list[list[str]] = []
     filled = 0
     for name, size in sizes.items():
@@ -147,7 +147,7 @@ def _pack(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
 
 
 def _open_tensors(folder: Path, files: ExitStack) -> dict[str, Any]:
-    """Every tensor's name and the open file that holds it."""
+    """Open file of every tensor, by name."""
     file_of: dict[str, Any] = {}
     for file in weight_files(folder):
         try:
@@ -161,7 +161,7 @@ def _open_tensors(folder: Path, files: ExitStack) -> dict[str, Any]:
 
 
 def _match_names(stored_names: Any, table: Mapping[str, Stored], model: Model) -> dict[str, str]:
-    """Names of `table` by the names in the file: files of the bare model lack its prefix."""
+    """Names of `table` by the names in the file: files of the bare model lack the prefix."""
     prefix = "transformer." if model.model_type == "gpt2" else "model."
     names = {}
     for name in stored_names:
@@ -187,7 +187,7 @@ def _compare(
 
 
 def _unreadable(file_of: Mapping[str, Any], names: Mapping[str, str], folder: Path) -> list[Problem]:
-    """Tensors that are there twice, with and without the prefix, and those that are not plain floating point."""
+    """Tensors that occur twice, with and without the prefix, and those that are not plain floating point."""
     ours = list(names.values())
     problems = [
         Problem(name, f"is there a second time, as {names[name]}", "Keep one of the two.", str(folder))
@@ -211,7 +211,8 @@ def _read(file: Any, name: str) -> Tensor:
 
 
 def _check_copies(file_of: Mapping[str, Any], table: Mapping[str, Stored], state: Mapping[str, Tensor], folder: Path) -> None:
-    """Files may repeat the embedding as a tied head, and both in prediction blocks; something else there would be lost."""
+    """Check copies: files may repeat the embedding as a tied head, and both in prediction blocks; any other value there would
+    be lost."""
     copies = {name: stored.names[0] for name, stored in table.items() if stored.is_copy}
     if "lm_head.weight" in file_of and "lm_head.weight" not in state:
         copies["lm_head.weight"] = "embed_tokens.weight"

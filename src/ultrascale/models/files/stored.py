@@ -1,12 +1,12 @@
-"""Layout of our weights in the tensors of a Hugging Face folder, family by family; read in both directions.
+"""Mapping of our weights to the tensors of a Hugging Face folder, by model family, in both directions.
 
-    most           one tensor a weight, behind `model.`
+    most           one tensor per weight, with the prefix `model.`
     gpt2           query, key and value in one, and projections transposed ("Conv1D")
-    experts        one tensor an expert and projection: `mlp.experts.7.up_proj.weight`; Mixtral calls them w1, w3, w2
-    gpt_oss        all experts in one tensor [X, D, 2F]: transposed, gate and up by turns
-    deepseek_v3, glm4_moe   prediction blocks carry copies of embedding and head
+    experts        one tensor per expert and projection: `mlp.experts.7.up_proj.weight`; Mixtral calls them w1, w3, w2
+    gpt_oss        all experts in one tensor [X, D, 2F]: transposed, gate and up interleaved
+    deepseek_v3, glm4_moe   prediction blocks contain copies of embedding and head
 
-Experts' tensors are those of published files, which transformers 4 and 5 read and write (5 joins them as it loads).
+Experts' tensors have the form of published files, which transformers 4 and 5 read and write (5 merges them on loading).
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 @dataclass(frozen=True)
 class Stored:
-    """The contents of one tensor of a file: weights one after the other along dim 0, then perhaps transposed."""
+    """Contents of one tensor of a file: weights concatenated along dim 0, then possibly transposed."""
 
     names: tuple[str, ...]
     expert: int | None = None
-    """The only expert taken of each weight, if one is."""
+    """Expert of each weight that the tensor holds; None: all."""
     transposed: bool = False
-    """The last two dimensions are swapped."""
+    """True if the last two dimensions are swapped."""
     interleaved: bool = False
-    """Weights [X, F, ...] lie by turns along F, not one after the other."""
+    """True if the weights [X, F, ...] are interleaved along F instead of concatenated."""
     keeps_dtype: bool = False
-    """Stored as it is, whatever the rest is cast to."""
+    """True if it keeps its dtype when the others are cast."""
     is_copy: bool = False
     """True if it is a copy of another tensor."""
 
     def join(self, state: Mapping[str, Tensor]) -> Tensor:
-        """The tensor, from weights by name."""
+        """Build the tensor from weights by name."""
         parts = [state[name] if self.expert is None else state[name][self.expert] for name in self.names]
         whole = (
             torch.stack(parts, dim=2).flatten(1, 2) if self.interleaved else torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -53,7 +53,7 @@ class Stored:
         return whole.transpose(-2, -1) if self.transposed else whole
 
     def split(self, whole: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
-        """(name, weight or one expert of it) for each part of the tensor."""
+        """Yield (name, weight or one expert of it) for each part of the tensor."""
         whole = whole.transpose(-2, -1) if self.transposed else whole
         if self.interleaved:
             parts = whole.unflatten(1, (-1, len(self.names))).unbind(2)
@@ -67,12 +67,12 @@ class Stored:
 
 
 def weight_shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """Shapes of all weights, and of the biases that balance experts' load, by our names."""
+    """Shapes of all weights, and of the routers' load-balancing biases, by our names."""
     return {weight.name: weight.shape for weight in (*weights(model), *score_biases(model))}
 
 
 def stored_weights(model: Model) -> dict[str, Stored]:
-    """Hugging Face's name of every tensor of `model` and the weights of ours it holds."""
+    """Every tensor of `model` by its Hugging Face name, with the weights of ours that it holds."""
     table: dict[str, Stored] = {}
     for weight in weights(model):
         if model.model_type == "gpt2":

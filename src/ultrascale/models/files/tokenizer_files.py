@@ -1,4 +1,4 @@
-"""The tokenizer's files in a Hugging Face folder."""
+"""Tokenizer files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ultrascale.description.problems import Problem, SpecError, mistake
 
 TOKENIZER_FILE = "tokenizer.json"
 MOST_TOKENIZER = 256 * MIB
-"""Letters; those of the largest vocabularies have 40 million."""
+"""Most characters of a tokenizer file; the largest vocabularies have 40 million."""
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "vocab.json", "merges.txt")
 TOKENIZER_FILES = (TOKENIZER_FILE, *_BESIDE)
 
 
 def find_tokenizer(path: str | Path) -> Path:
-    """The `tokenizer.json` that `path` is, or that lies in it. Raises SpecError if there is none."""
+    """The `tokenizer.json` that `path` names or contains. Raises SpecError if there is none."""
     path = Path(path)
     file = path / TOKENIZER_FILE if path.is_dir() else path
     if not file.is_file():
@@ -30,8 +30,8 @@ def find_tokenizer(path: str | Path) -> Path:
 def copy_tokenizer(source: str | Path, folder: Path, *, max_length: int) -> dict[str, int]:
     """Copy a tokenizer into `folder`; returns the token ids that belong in config.json (`bos_token_id`, `eos_token_id`).
 
-    Files that lie beside `tokenizer.json` go along; without a `tokenizer_config.json` one is made.
-    Raises SpecError if the file is missing or no tokenizer.
+    Other tokenizer files in the same folder are copied too; without a `tokenizer_config.json` one is created. Raises SpecError
+    if the file is missing or not a tokenizer.
     """
     file = find_tokenizer(source)
     special = special_tokens(file)
@@ -47,9 +47,9 @@ def copy_tokenizer(source: str | Path, folder: Path, *, max_length: int) -> dict
 
 
 def special_tokens(file: Path) -> dict[str, tuple[str, int]]:
-    """The tokens that end ("eos") and begin ("bos") a document, with their ids, as far as `tokenizer.json` has usual ones.
+    """Tokens that end ("eos") and begin ("bos") a document, with their ids, where `tokenizer.json` has common ones.
 
-    A `tokenizer_config.json` beside it has the say; a lone special token ends documents.
+    A `tokenizer_config.json` in the same folder takes precedence; if there is only one special token, it ends documents.
     """
     ids = _special_ids(file)
     named = file.with_name("tokenizer_config.json")

@@ -1,10 +1,10 @@
-"""The process that reads one foreign pickle and writes its tensors as safetensors; the only place where torch.load is called.
+"""Process that reads one foreign pickle and writes its tensors as safetensors; the only place that calls torch.load.
 
-A pickle is a program. `weights_only=True` runs a small part of that language only, and has had holes (CVE-2025-32434,
-CVE-2026-24747), so before it reads a byte the process gives away what it does not need: privileges, memory and time beyond a
-limit, and every system call that opens a file, connects, starts or signals. That is a seccomp filter; without it nothing is
-read unless `unconfined` is asked for. A network namespace and Landlock stand behind it where the kernel has them. The process
-is given two open files and imports nothing of ours. Started by `models.files.convert`; it says in JSON what it did.
+A pickle is a program. `weights_only=True` runs only a small part of that language, and has had holes (CVE-2025-32434,
+CVE-2026-24747). So before it reads a byte the process gives up what it does not need: privileges, memory and time beyond a
+limit, and every system call that opens a file, connects, starts a process or signals one. That is a seccomp filter; without it
+nothing is read unless `unconfined` is set. A network namespace and Landlock add to it where the kernel supports them. The
+process gets two open files and imports nothing of ours. `models.files.convert` starts it; it reports in JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 CLONE_NEWUSER, CLONE_NEWNET, PR_SET_NO_NEW_PRIVS = 0x10000000, 0x40000000, 38
 NOBODY = 65534
 LANDLOCK_CREATE_RULESET, LANDLOCK_RESTRICT_SELF = 444, 446
-"""System call numbers, equal on every machine."""
+"""System call numbers, the same on every architecture."""
 MACHINES = {"x86_64": (0xC000003E, 317), "aarch64": (0xC00000B7, 277)}
 """AUDIT_ARCH and the number of seccomp(2)."""
 ALLOWED = {
@@ -34,16 +34,17 @@ ALLOWED = {
     "getpid": (39, 172), "exit": (60, 93), "fsync": (74, 82), "gettid": (186, 178), "futex": (202, 98),
     "clock_gettime": (228, 113), "exit_group": (231, 94), "getrandom": (318, 278),
 }  # fmt: skip
-"""System calls that compute and use what is open, by their numbers on x86_64 and aarch64. All others fail with EPERM."""
+"""Allowed system calls, which compute and use open files, by their numbers on x86_64 and aarch64. All others fail with
+EPERM."""
 SPARE_BYTES = 1 << 30
-"""Spare bytes beside four times the file: its bytes, its tensors, their copy, and the file that is written."""
+"""Bytes allowed beyond four times the file's size, for the file's bytes, its tensors, their copy, and the output file."""
 CPU_SECONDS = 3600
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
-"""Keys that trainers put the weights behind."""
+"""Keys under which trainers store the weights."""
 
 
 def main(source: int, target: int, *, unconfined: bool = False) -> None:
-    """Read the pickle in the open file `source`, write safetensors into `target`, and print what was done."""
+    """Read the pickle in the open file `source`, write safetensors into `target`, and print a report."""
     confined_by = isolate_network()
     import torch
     from safetensors.torch import save
@@ -51,7 +52,7 @@ def main(source: int, target: int, *, unconfined: bool = False) -> None:
     torch.set_num_threads(1)
     tiny = io.BytesIO()
     torch.save({"warm": torch.zeros(1)}, tiny)
-    torch.load(io.BytesIO(tiny.getvalue()), weights_only=True)  # what it imports must be imported while files can be opened
+    torch.load(io.BytesIO(tiny.getvalue()), weights_only=True)  # trigger its imports while files can still be opened
     save({"warm": torch.zeros(2, 2).t().clone().contiguous()})
     with os.fdopen(source, "rb") as file:
         confined_by += drop_privileges(os.fstat(source).st_size) + restrict_files()
@@ -73,7 +74,7 @@ def main(source: int, target: int, *, unconfined: bool = False) -> None:
 
 
 def isolate_network() -> list[str]:
-    """Move into a network namespace without a device, where the kernel allows it; what was done, in words."""
+    """Move into an empty network namespace, where the kernel allows it; returns what was done, in words."""
     flags = CLONE_NEWNET if os.getuid() == 0 else CLONE_NEWNET | CLONE_NEWUSER
     try:
         return ["network namespace"] if ctypes.CDLL(None).unshare(flags) == 0 else []
@@ -82,7 +83,7 @@ def isolate_network() -> list[str]:
 
 
 def drop_privileges(size: int) -> list[str]:
-    """Drop privileges and set limits for a file of so many bytes; what was done, in words."""
+    """Drop privileges and set limits for a file of `size` bytes; returns what was done, in words."""
     done = []
     if os.getuid() == 0:
         os.setgroups([])
@@ -104,7 +105,8 @@ def drop_privileges(size: int) -> list[str]:
 
 
 def restrict_files() -> list[str]:
-    """Deny by Landlock all files, and TCP (from ABI 4), signals and abstract sockets (from ABI 6); what was done, in words."""
+    """Deny by Landlock all files, and TCP (from ABI 4), signals and abstract sockets (from ABI 6); returns what was done, in
+    words."""
     if sys.platform != "linux":
         return []
     abi = _syscall(LANDLOCK_CREATE_RULESET, 0, 0, 1)
@@ -120,7 +122,8 @@ def restrict_files() -> list[str]:
 
 
 def restrict_calls() -> list[str]:
-    """Allow no system calls but `ALLOWED`, by a seccomp filter; what was done, in words. Raises OSError if that cannot be."""
+    """Allow no system calls but `ALLOWED`, by a seccomp filter; returns what was done, in words. Raises OSError if that
+    fails."""
     machine = os.uname().machine
     if sys.platform != "linux" or machine not in MACHINES:
         raise OSError(f"no seccomp filter is known for {sys.platform} on {machine}")
@@ -142,7 +145,7 @@ def _syscall(*words: int) -> int:
 
 
 def weights_of(content: Any, kind: type) -> tuple[dict[str, Any], list[str]]:
-    """The tensors by name, and the names of what else was there. Raises ValueError if there are none."""
+    """Tensors by name, and the names of other entries. Raises ValueError if there are no tensors."""
     while isinstance(content, dict) and (inner := next((k for k in WRAPPERS if isinstance(content.get(k), dict)), None)):
         content = content[inner]
     if not isinstance(content, dict):
@@ -154,7 +157,7 @@ def weights_of(content: Any, kind: type) -> tuple[dict[str, Any], list[str]]:
 
 
 def reason(error: BaseException) -> str:
-    """Why a file is refused. Torch's own words advise to read it without care, so of those only what it met is told."""
+    """Reason why a file is refused. Torch's message advises to load it unsafely, so only the object it met is reported."""
     text = str(error)
     if "weights_only" not in text:
         return text[:1000]

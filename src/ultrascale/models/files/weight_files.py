@@ -1,4 +1,4 @@
-"""Names of the weights' files in a Hugging Face folder, and where they lie. Needs no torch."""
+"""Names and paths of the weight files in a Hugging Face folder. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _SHARD_FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 def is_exported(name: str) -> bool:
-    """True if an export writes files of this name."""
+    """True if an export writes a file of this name."""
     known = (WEIGHTS_FILE, INDEX_FILE, "config.json", "generation_config.json", *TOKENIZER_FILES)
     return name in known or _SHARD_FILE.fullmatch(name) is not None
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files with the weights of `folder`. Raises SpecError if there are none."""
+    """Weight files of `folder`. Raises SpecError if there are none."""
     if (folder / INDEX_FILE).exists():
         return indexed_shards(folder / INDEX_FILE)
     if (folder / WEIGHTS_FILE).exists():
@@ -35,7 +35,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def indexed_shards(index: Path) -> list[Path]:
-    """The files beside `index` that its `weight_map` names. Raises SpecError if it is none, or names a file elsewhere."""
+    """Files that the `weight_map` of `index` names, in its folder. Raises SpecError if it is not an index, or names a file
+    elsewhere."""
     try:
         names = sorted(set(parse_json(read_bounded(index, 4 * MOST_JSON))["weight_map"].values()))
         if not names or not all(_PLAIN_NAME.fullmatch(name) for name in names):

@@ -1,7 +1,7 @@
 """Activation memory: activation checkpointing (recomputation), offloading to the host, and chunked feed-forward layers.
 
 recompute, remade  activation recomputation (checkpointing): blocks, modules, single results
-offload, host_memory   activations that wait in the host's memory
-partitioned_checkpoints   a block's input cut over tp
-mlp_chunks         the feed-forward layer a piece of the sequence at a time
+offload, host_memory   activations offloaded to host memory
+partitioned_checkpoints   block inputs sharded over tp
+mlp_chunks         the feed-forward layer computed in pieces of the sequence
 """

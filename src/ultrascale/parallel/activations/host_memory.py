@@ -1,7 +1,7 @@
-"""The host's memory, for what a device has no room for: tensors that copies reach without waiting (pinned).
+"""Pinned host memory for tensors that do not fit on the device, so that copies run asynchronously.
 
-On the CPU "device" and host are one memory; tensors taken here are marked all the same, so that whoever counts the device's
-memory (`measure.memory`, `trace`) leaves them out, and what offload does can be seen and proven without a GPU.
+On the CPU, "device" and host share one memory. Tensors allocated here are marked all the same, so that code that counts device
+memory (`measure.memory`, `trace`) leaves them out, and offload can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _MARK = "_ultrascale_on_host"
 
 
 def host_tensor(like: Tensor) -> Tensor:
-    """An uninitialised tensor of the host, of the shape, strides and dtype of `like`: pinned if that is on CUDA; on the meta
-    device, where a device is pretended, without memory."""
+    """Uninitialised host tensor with the shape, strides and dtype of `like`: pinned if `like` is on CUDA; on the meta device (a
+    simulated device) it takes no memory."""
     device = "meta" if like.device.type == "meta" else "cpu"
     with without_modes():  # or it would be counted before it is marked
         taken = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device, pin_memory=like.is_cuda)
@@ -26,12 +26,12 @@ def host_tensor(like: Tensor) -> Tensor:
 
 
 def is_on_host(storage: torch.UntypedStorage) -> bool:
-    """True if a storage was allocated here."""
+    """True if a storage was allocated by this module."""
     return getattr(storage, _MARK, False)
 
 
 def host_twin(parameter: Tensor) -> Tensor:
-    """`host_tensor` of this rank's part of a parameter; cut over ranks as the parameter is, if it is."""
+    """`host_tensor` for this rank's shard of a parameter; a DTensor with the same placement if the parameter is one."""
     if not isinstance(parameter, DTensor):
         return host_tensor(parameter.detach())
     part = host_tensor(parameter.to_local().detach())

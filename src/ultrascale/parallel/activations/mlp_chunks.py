@@ -1,15 +1,15 @@
-"""The feed-forward layer of long sequences, a piece at a time: its wide activations exist for one piece alone.
+"""The feed-forward layer of long sequences, computed in pieces: its wide activations exist for one piece at a time.
 
     forward    for each piece of the tokens    gate, up [n, F]; their product; down into its rows of the result
     backward   for each piece                  gate and up again; the gradients of all three; sums of the weights' gradients
 
-A dense layer keeps 3 F elements a token (gate, up, their product), of a Llama two thirds of what a block keeps; here it keeps
-its input, and 3 F N/chunks exist for a moment. That costs gate and up a second time, two thirds of the layer's forward pass,
-and no more: down is not needed again. Tokens do not meet in this layer, so that pieces may be any; weights' gradients are sums
-over pieces, added up in fp32 where parameters are narrower.
+A dense layer saves 3 F elements per token (gate, up, their product), two thirds of what a Llama block saves. Here it saves only
+its input, and 3 F N/chunks elements exist for a moment. The price is computing gate and up a second time, two thirds of the
+layer's forward pass; down is not recomputed. Tokens do not interact in this layer, so the sequence can be cut anywhere. Weight
+gradients are summed over pieces, in fp32 where parameters are narrower.
 
-Why not torch.utils.checkpoint around each piece: pieces would each bring a whole gradient of every weight, and the pieces of
-the result would be joined in a second copy.
+Why not torch.utils.checkpoint around each piece: each piece would produce a full-size gradient of every weight, and the pieces
+of the result would be concatenated into a second copy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from ultrascale.models.feed_forward import MLP, GatedMLP, activate
 
 
 def apply_mlp_chunks(stage: Decoder, layout: Layout) -> None:
-    """Let the dense feed-forward layers of `stage` work in `layout.mlp_chunks` pieces, in place; before recomputation."""
+    """Make the dense feed-forward layers of `stage` compute in `layout.mlp_chunks` pieces, in place; call it before
+    recomputation is applied."""
     if layout.mlp_chunks == 1:
         return
     for _, block in stage.blocks():
@@ -76,7 +77,7 @@ class _Chunked(torch.autograd.Function):
 
 
 class _Layer(NamedTuple):
-    """A layer's parameters, and the sums of their gradients; down is the last of each."""
+    """A layer's parameters and the sums of their gradients; down comes last in both."""
 
     activation: str
     weights: Sequence[Tensor]
@@ -85,8 +86,8 @@ class _Layer(NamedTuple):
     of_biases: Sequence[Any]
 
     def backward(self, piece: Tensor, of_out: Tensor, into: Tensor) -> None:
-        """Backward pass of a piece [n, D], from the gradient of its result: its gradient is written to `into`; the weights' are
-        accumulated."""
+        """Backward pass of a piece [n, D], from the gradient of its result: writes the input's gradient to `into` and
+        accumulates the weights' gradients."""
         weights = self.weights
         inner = [output.requires_grad_() for output in _column_linear(piece, weights[:-1], self.biases[:-1])]
         with torch.enable_grad():
@@ -114,7 +115,7 @@ def _linear_into(into: Tensor, product: Tensor, weight: Any, bias: Tensor | None
 
 
 def _add_product(of_weight: Any, of_bias: Tensor | None, of_result: Tensor, inputs: Tensor) -> None:
-    """Add what a piece brings to the gradients of a linear layer."""
+    """Add one piece's contribution to the gradients of a linear layer."""
     if of_weight.dtype == inputs.dtype:
         of_weight.addmm_(of_result.t(), inputs)
     else:

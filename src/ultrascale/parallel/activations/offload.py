@@ -1,18 +1,19 @@
-"""Offload of activations: what a block's operations save waits in the host's memory, and is back before it is read.
+"""Activation offload: tensors that a block saves for the backward pass are copied to host memory, and prefetched before they
+are read.
 
-    forward    block i computes     what block i-1 saved is on its way down
-    backward   block i computes     what block i-1 saved is on its way up
+    forward    block i computes     tensors saved by block i-1 are copied to the host
+    backward   block i computes     tensors saved by block i-1 are copied back
 
-On the device are the block at work and the one before it (`description.layout.OFFLOAD_RESIDENT`), however many blocks there
-are. What went down last and was not let go yet is read where it is. Without a pipeline the last block stays: it is read at
-once.
+The device holds the saved tensors of the current block and the one before it (`description.layout.OFFLOAD_RESIDENT`), however
+many blocks there are. A tensor whose device copy is not freed yet is read from the device. Without a pipeline the last block is
+not offloaded: its backward pass follows at once.
 
-What goes: tensors of `OFFLOAD_FROM_BYTES` or more, each storage once however many views of it are saved. What stays: parameters
-and views of them, angles and masks that all blocks share, and the input of a stage that a pipeline holds anyway. Of a block
-that is recomputed it is its input alone. The sums and their order are the same: gradients are equal to the bit.
+Offloaded: tensors of `OFFLOAD_FROM_BYTES` or more, each storage once however many views of it are saved. Not offloaded:
+parameters and views of them, RoPE angles and masks that all blocks share, and a stage's input, which the pipeline holds anyway.
+A recomputed block offloads only its input. Sums and their order do not change: gradients are equal to the bit.
 
-Why not `torch.autograd.graph.save_on_cpu`: its copies up are asked for when they are needed, so that nothing runs beside them,
-it sends parameters down too, and a tensor as often as it is saved.
+Why not `torch.autograd.graph.save_on_cpu`: it starts the copies back only when they are needed, so that nothing overlaps with
+them; it offloads parameters too, and copies a tensor as many times as it is saved.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ from ultrascale.torch_private import tree_leaves
 
 
 def apply_activation_offload(stage: Decoder, layout: Layout) -> None:
-    """Let what the blocks of `stage` save go to the host, in place; outside recomputation and compilation, inside FSDP2."""
+    """Offload the tensors that the blocks of `stage` save, in place; applied outside recomputation and compilation, inside
+    FSDP2."""
     if not layout.offload_activations:
         return
     travel, blocks = ActivationOffload(), [block for _, block in stage.blocks()]
     for place, block in enumerate(blocks):
         if place == len(blocks) - 1 and layout.pp == 1:
-            break  # read at once: its backward pass follows
+            break  # its backward pass follows at once
         # A pipeline holds a stage's input until its backward pass.
         is_first = place == 0
         forward = partial(travel.run, block, block.forward, is_first=is_first, input_is_kept=is_first and not stage.is_first)
@@ -55,16 +57,16 @@ class Saved:
     """One storage: on the device, on the host, or both."""
 
     device_copy: Tensor | None
-    """All of it, flat."""
+    """The whole storage as a flat tensor."""
     host_copy: Tensor | None = None
     arrived: torch.Event | None = None
     """Event at which `device_copy` has the data copied back to the device."""
     uses: int = 0
-    """Number of times it is saved, and not yet read."""
+    """Number of saved references that have not been read yet."""
 
 
 class View(NamedTuple):
-    """The object that autograd holds in the place of a tensor."""
+    """Handle that autograd holds in place of a tensor."""
 
     saved: Saved
     offloaded: BlockOffload
@@ -75,18 +77,18 @@ class View(NamedTuple):
 
 @dataclass(eq=False)
 class BlockOffload:
-    """The tensors that one block saved of one micro-batch."""
+    """Tensors that one block saved for one micro-batch."""
 
     before: BlockOffload | None
-    """Offload of the block before, which is read next in the backward pass."""
+    """Offload of the previous block, which the backward pass reads next."""
     saved: dict[tuple[int, torch.dtype], Saved] = field(default_factory=dict)
     copied: torch.Event | None = None
-    """Event at which all of it is on the host."""
+    """Event at which all copies to the host are done."""
     is_read: bool = False
 
 
 class ActivationOffload:
-    """Copies to the host and back of a stage's blocks."""
+    """Copies the saved tensors of a stage's blocks to the host and back."""
 
     def __init__(self) -> None:
         self.copying: deque[BlockOffload] = deque()
@@ -98,7 +100,8 @@ class ActivationOffload:
         self, block: nn.Module, forward: Callable[..., Tensor], hidden: Tensor, *shared: Any, is_first: bool,
         input_is_kept: bool, **options: Any,
     ) -> Tensor:  # fmt: skip
-        """The forward pass of a block. `is_first`: of its stage; `input_is_kept`: its input is held by others."""
+        """Run a block's forward pass. `is_first`: it is the stage's first block; `input_is_kept`: its input is held elsewhere
+        anyway."""
         if not torch.is_grad_enabled():
             return forward(hidden, *shared, **options)
         kept_keys = {
@@ -127,7 +130,7 @@ class ActivationOffload:
         return View(saved, offloaded, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def _offload(self, offloaded: BlockOffload) -> None:
-        """Copy to the host; what was sent before the last `OFFLOAD_RESIDENT` - 1 blocks has had its time, and goes."""
+        """Start the copy to the host, and free the device copies of all but the last `OFFLOAD_RESIDENT` - 1 blocks."""
         with self._beside(0) as stream:
             for saved in offloaded.saved.values():
                 assert saved.device_copy is not None
@@ -164,13 +167,13 @@ class ActivationOffload:
         return tensor
 
     def _prefetch(self, offloaded: BlockOffload) -> None:
-        """Copy to the device what is not there, beside what it computes."""
+        """Start copying to the device what is not there; the copy overlaps with computation."""
         on_host = [saved for saved in offloaded.saved.values() if saved.device_copy is None and saved.host_copy is not None]
         if offloaded in self.copying:
             self.copying.remove(offloaded)
         if not on_host:
             return
-        for saved in on_host:  # memory of the stream that computes, and goes back to it
+        for saved in on_host:  # allocated on the compute stream, and freed to it
             assert saved.host_copy is not None
             saved.device_copy = torch.empty_like(saved.host_copy, device=self._device, pin_memory=False)
         with self._beside(1) as stream:
@@ -183,7 +186,7 @@ class ActivationOffload:
 
     @contextmanager
     def _beside(self, direction: int) -> Iterator[torch.Stream | None]:
-        """Inside, on CUDA, copies run on the stream of the way down (0) or up (1), after what the device was asked for."""
+        """On CUDA, run the copies inside on the stream to the host (0) or to the device (1), after all work queued so far."""
         if self._device.type != "cuda":
             yield None
             return
@@ -204,5 +207,5 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_parameter(tensor: Tensor) -> bool:
-    """Also of experts, whose parameters FSDP2 gathers inside the block, and views of them."""
+    """True for parameters and views of them, including experts' parameters, which FSDP2 all-gathers inside the block."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

@@ -1,12 +1,12 @@
-"""Inputs of blocks that are computed again, cut over the ranks of tp that all hold the same one (ZeRO-R's P_a; Rajbhandari et
-al. 2020, section 6.1).
+"""Partitioned activation checkpointing: the inputs of recomputed blocks are sharded over the tp ranks that all hold the same
+one (ZeRO-R's P_a; Rajbhandari et al. 2020, section 6.1).
 
     forward    each rank keeps its positions of the input, [B, S/tp, D]
-    backward   all gather them, [B, S, D], and compute the block again
+    backward   all-gather them, [B, S, D], and recompute the block
 
-Without sequence parallelism the residual stream is whole, and the same bits, on every rank of tp: so are the checkpoints, tp
-times over. Cut, they cost one all-gather of B S D elements a block. With sequence parallelism the stream is cut to begin with,
-norms and all, for no traffic more: it is the better way to the same end.
+Without sequence parallelism every tp rank holds the whole residual stream, with the same bits, so each checkpoint exists tp
+times. Sharding the checkpoints costs one all-gather of B S D elements per block. Sequence parallelism shards the stream from
+the start, norms included, with no extra traffic: it is the better way to the same saving.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 def keep_local_part(
     group: dist.ProcessGroup, forward: Callable[..., Tensor], hidden: Tensor, *shared: Any, **options: Any
 ) -> Tensor:
-    """The forward pass of a recomputed block, of whose input [B, S, D] this rank of `group` keeps a part."""
+    """Forward pass of a recomputed block; this rank of `group` saves only its shard of the input [B, S, D]."""
     if not torch.is_grad_enabled():
         return forward(hidden, *shared, **options)
     storage = hidden.untyped_storage()._cdata

@@ -1,19 +1,19 @@
-"""Activation recomputation: keep less in the forward pass, compute it again in the backward pass.
+"""Activation recomputation: save less in the forward pass, and compute it again in the backward pass.
 
-    none        keep what autograd saves
-    MODULES     keep what autograd saves but what named parts make, such as `norm+moe_act` (`parallel.activations.remade`)
-    selective   those that save most a second in the model at hand (`work.recompute.selective_modules`)
-    sel...+KIND keep results of products and attention but those of a kind, such as `selective+mlp`; compute all else again
-    full        keep each block's input; run the block again
+    none        save what autograd saves
+    MODULES     save it except for the results of named modules, such as `norm+moe_act` (`parallel.activations.remade`)
+    selective   the modules that save most memory per second in this model (`work.recompute.selective_modules`)
+    sel...+KIND save results of GEMMs and attention except those of a kind, such as `selective+mlp`; recompute all else
+    full        save each block's input; run the block again
     every-k     full, for one block of every k
-    blocks      each block its own of these; what "auto" comes down to (`plan.search.recompute_choice`)
+    blocks      one of these per block; "auto" resolves to it (`plan.search.recompute_choice`)
 
-Full costs one forward pass more (a third of the step's FLOPs) and leaves 2 S B D bytes a block in bf16; selective costs up to
-5 percent. `description.recomputed` has the names, `work.recompute` what each keeps. Inside a compiled block autograd sees one
-operation, of which no part can be named: selective keeps the results of products and attention there.
-Source: Chen et al. 2016; Korthikanti et al. 2022; playbook, "Activation recomputation".
-The block's `forward` is wrapped, not the module, so that parameter names stay as they are. Kinds are told apart by where in the
-block an operation runs: the model's seams say so on their way in.
+Full costs one extra forward pass (a third of the step's FLOPs) and leaves 2 S B D bytes a block in bf16; selective costs up to
+5 percent. `description.recomputed` has the names, `work.recompute` what each saves. Inside a compiled block autograd sees one
+operation whose parts cannot be named: there, selective saves the results of GEMMs and attention. Source: Chen et al. 2016;
+Korthikanti et al. 2022; playbook, "Activation recomputation". The block's `forward` is wrapped, not the module, so that
+parameter names do not change. An operation's kind follows from where in the block it runs: the model's seams report it as they
+are entered.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ KEPT_OPS = {
     *all_to_all.KEPT_OPS,
     *context_operation.KEPT_OPS,
 }
-"""Results worth their memory: computing them again costs matrix products, or messages."""
+"""Operations whose results selective recomputation saves: computing them again costs GEMMs or communication."""
 
 
 def apply_recompute(decoder: Decoder, layout: Layout, *, compiled: bool = False) -> None:
-    """Wrap the forward passes of the blocks as `layout` says, in place; after whatever replaces seams of theirs. `compiled`:
-    blocks will be."""
+    """Wrap the forward passes of the blocks as `layout` says, in place; call it after their seams have been replaced.
+    `compiled`: blocks will be compiled."""
     tp = tensor_parallel_of(decoder) if layout.partition_checkpoints else None
     for place, (index, block) in enumerate(decoder.blocks()):
         recompute = layout.block_recompute(index)
@@ -92,7 +92,8 @@ def apply_recompute(decoder: Decoder, layout: Layout, *, compiled: bool = False)
 
 
 def recompute_regions(block: Block, modules: frozenset[str]) -> None:
-    """Let `block` let go of what these of `description.recomputed.MODULES` make, in place."""
+    """Make `block` free the results of these `modules` (`description.recomputed.MODULES`) after the forward pass and recompute
+    them, in place."""
     regions, mlp = RecomputedRegions(), block.mlp
     dense = mlp.shared_experts if isinstance(mlp, MoE) else mlp
     if "norm" in modules:
@@ -125,7 +126,7 @@ def _wrap(regions: RecomputedRegions, module: nn.Module, seam: str) -> None:
 
 
 def _widened(mlp: GatedMLP | MLP, hidden: Tensor) -> Tensor:
-    """[B, S, D] to what `down` reads, [B, S, F]."""
+    """[B, S, D] to the input of `down`, [B, S, F]."""
     return mlp.activate(mlp.activation, *mlp.column_linear(hidden, *mlp.projections))
 
 
@@ -134,7 +135,8 @@ def _fed_forward(mlp: GatedMLP | MLP, widened: Callable[[Tensor], Tensor], hidde
 
 
 def _with_places(sequences: Any, compute: Callable[..., Any], hidden: Tensor) -> Any:
-    """Experts of limited capacity are told where tokens stand, of this micro-batch whenever it is computed."""
+    """Compute with the token positions of this micro-batch, which experts of limited capacity need, whenever it is
+    (re)computed."""
     return compute(hidden, sequences.positions) if isinstance(sequences, WholeSequences) else compute(hidden)
 
 
@@ -168,13 +170,13 @@ def _keep_some_products(
 
 
 class KindTracker:
-    """The kind of `description.recomputed.KINDS` that is being computed; empty: none of them."""
+    """The kind of `description.recomputed.KINDS` that is being computed now; empty if none."""
 
     def __init__(self) -> None:
         self.kind = ""
 
     def watch(self, block: Block) -> None:
-        """Be told by the seams of `block` from now on, in place."""
+        """Track the seams of `block` from now on, in place."""
         for module in block.modules():
             if isinstance(module, Attention | LatentAttention):
                 self._wrap(module, column_linear="qkv", core="attention", row_linear="output")
@@ -206,18 +208,19 @@ class KindTracker:
         try:
             return seam(*arguments, **options)
         finally:
-            self.kind = ""  # also where torch has seen enough, and stops in the middle
+            self.kind = ""  # also if torch stops the recomputation early
 
 
 def _selective(policy: Callable[..., CheckpointPolicy]) -> tuple[Any, Any]:
-    """Torch's own pair of contexts, the second with eyes for kept results only."""
+    """Torch's pair of contexts for selective checkpointing, the second replaced by `_Rerun`."""
     keeping, cached = create_selective_checkpoint_contexts(policy)
     return keeping, _Rerun(policy, cached.storage, False)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Rerun(CachedTorchDispatchMode):
-    """Torch's wants the second pass to make the very calls of the first. FSDP2 of experts, inside a block, makes others: in the
-    backward pass it gathers parameters that were there in the forward pass, or finds there what it had to gather."""
+    """Recomputation mode that matches only saved results. Torch's own requires the second pass to make exactly the calls of the
+    first; FSDP2 of experts, inside a block, makes others: in the backward pass it all-gathers parameters that the forward pass
+    still had, or the reverse."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in KEPT_OPS:

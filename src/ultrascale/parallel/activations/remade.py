@@ -1,15 +1,15 @@
-"""Results that are let go of in the forward pass and made again when the backward pass first asks for one of them.
+"""Results that are freed after the forward pass, and recomputed when the backward pass first reads one of them.
 
-    forward     region(x) -> y     what operations inside save, and y for whoever saves it outside, is a `Cell`: empty
-    backward    a cell is asked    the region runs again, from what it kept of its inputs, and fills all its cells
-                a cell goes        with the last operation that saved it
+    forward     region(x) -> y      tensors saved inside, and y where an operation outside saves it, become empty `Cell`s
+    backward    a cell is read      the region runs again from its saved inputs, and fills all its cells
+                a cell is freed     with the last operation that saved it
 
-It is what Megatron-Core calls recomputation without output, and what torch.utils.checkpoint cannot do: that lets go of what is
-saved inside, but of a norm or an activation function all that matters is the result, which others save. Regions may read what
-other regions make again. The second run is cut off as soon as every cell that somebody still wants is full; its own graph is
-dropped, for the first run's is there.
+Megatron-Core calls this recomputation without output. torch.utils.checkpoint cannot do it: it frees tensors saved inside a
+region, but for a norm or an activation function the tensor that matters is the result, which the next operation saves. Regions
+may read results that other regions recompute. The second run stops as soon as every cell still in use is full; its own graph is
+dropped, for the first run's graph is used.
 
-Costs a Python call for every tensor that a block saves. Nothing random may happen inside a region.
+Costs one Python call per tensor that a block saves. Nothing random may happen inside a region.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class RecomputedRegions:
-    """The regions of one block."""
+    """Recomputed regions of one block."""
 
     def __init__(self) -> None:
         self._pass: _Pass | None = None
 
     def block(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The block's `forward`, in which regions let go of what they make."""
+        """The block's `forward`, in which regions free their results and recompute them."""
 
         def watched(*inputs: Any, **options: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -46,8 +46,8 @@ class RecomputedRegions:
         return watched
 
     def region(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """`forward` as a region of the tensors that it is given by place; inside another, and where nothing is watched (in a
-        second run too), it is just called."""
+        """`forward` as a region whose inputs are its positional tensors. Inside another region, or where nothing is tracked
+        (during recomputation too), it is simply called."""
         return partial(self._enter, forward)
 
     def _enter(self, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
@@ -58,14 +58,14 @@ class RecomputedRegions:
 
 
 class _Pass:
-    """One forward pass of a block: which storages belong to which cells."""
+    """One forward pass of a block: maps storages to cells."""
 
     def __init__(self) -> None:
         self.region: Region | None = None
         self._cells: dict[int, tuple[weakref.ref[Any], Cell]] = {}
 
     def run(self, forward: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
-        """A region, for the first time."""
+        """Run a region for the first time."""
         input_keys = {_key(value) for value in inputs if isinstance(value, Tensor)}
         handles = [
             (self._handle(value), value.requires_grad) if isinstance(value, Tensor) else (value, False) for value in inputs
@@ -92,7 +92,7 @@ class _Pass:
         self._cells[key] = weakref.ref(storage, lambda _: self._cells.pop(key, None)), cell
 
     def _handle(self, tensor: Tensor) -> Any:
-        """The tensor, or where it will be found again."""
+        """The tensor itself, or a handle by which it can be recomputed."""
         entry = self._cells.get(_key(tensor))
         if entry is None or entry[0]() is None:
             return tensor
@@ -100,7 +100,7 @@ class _Pass:
 
 
 class Cell:
-    """A result of a region: empty from the forward pass until it is asked for."""
+    """Result of a region: empty from the forward pass until it is first read."""
 
     def __init__(self, region: Region, place: int | None):
         self.region, self.value = region, None
@@ -118,7 +118,7 @@ class Cell:
 
 
 class _View:
-    """A result as it was saved: autograd saves transposed and flattened ones."""
+    """A view of a result, as autograd saved it (transposed or flattened, for example)."""
 
     def __init__(self, cell: Cell, *geometry: Any):
         self.cell, self.geometry = cell, geometry
@@ -131,20 +131,20 @@ class Region:
     """The inputs and the function needed to run a region again."""
 
     def __init__(self, forward: Callable[..., Any], inputs: list[tuple[Any, bool]], input_keys: set[int]):
-        """`inputs`, each with whether it has a gradient; `input_keys`: their storages."""
+        """`inputs`: pairs of an input and whether it needs a gradient; `input_keys`: their storages."""
         self.forward, self.inputs, self.input_keys = forward, inputs, input_keys
         self.saves: list[weakref.ref[Cell]] = []
-        """Cells in the order in which operations inside save."""
+        """Cells in the order in which operations inside save tensors."""
         self.results: list[tuple[int, weakref.ref[Cell]]] = []
 
     def inside(self) -> Cell:
-        """A cell for a tensor that an operation inside saves."""
+        """Create a cell for a tensor that an operation inside the region saves."""
         cell = Cell(self, None)
         self.saves.append(weakref.ref(cell))
         return cell
 
     def run_again(self) -> None:
-        """Fill the cells that are still there."""
+        """Run the region again and fill the cells still in use."""
         handles, self.inputs = self.inputs, []
         inputs = [_again(*saved) for saved in handles]
         del handles
@@ -173,11 +173,11 @@ class Region:
 
 
 class _AllRecomputed(Exception):
-    """Everything that is wanted has been made."""
+    """Every cell in use has been filled."""
 
 
 def _again(handle: Any, needs_grad: bool) -> Any:
-    """An input for the second run."""
+    """An input of the second run, restored from its handle."""
     return _unpack(handle).detach().requires_grad_(needs_grad) if isinstance(handle, Tensor | _View) else handle
 
 

@@ -1,12 +1,13 @@
-"""Attention whose keys and values are on several ranks, as one function of autograd.
+"""Attention whose keys and values are spread over several ranks, as one autograd function.
 
     forward     for each hop: attend over the blocks this rank's queries see, and join the parts by log-sum-exp
-    backward    for each hop: gradients of the blocks, from the joined out and log-sum-exp; those of queries stay and add up,
-                those of keys and values go home
+    backward    for each hop: gradients of the blocks, from the joined out and log-sum-exp; query gradients add up here,
+                gradients of keys and values are sent back to their ranks
 
 Saved for the backward pass: this rank's queries, keys, values, out, and one number per row and head, as on one process.
-Attention sinks (GPT-OSS), a score per head that draws weight from all keys and has no value, are joined once at the end: they
-lower out and raise the log-sum-exp, and all else follows. In 16 bits, out and gradients are summed over hops in fp32.
+Attention sinks (GPT-OSS) are one score per head that takes weight from all keys and has no value. They are joined once at the
+end: they lower out and raise the log-sum-exp, and the backward pass follows from these. In 16 bits, out and gradients are
+summed over hops in fp32.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from ultrascale.parallel.context.context_ring import KeyValueBlock, Ring, RingGr
 
 
 class Setting(NamedTuple):
-    """Settings that stay the same between calls with one mask."""
+    """Settings shared by all attention calls with one mask."""
 
     mask: ContextMask
     ring: Ring
     gathers: bool
-    """Keys and values are gathered first; otherwise they go round."""
+    """True if keys and values are all-gathered first; otherwise they travel around the ring."""
     scale: float
     core: str = ""
-    """A package's flash attention, for blocks without a mask."""
+    """Flash attention package for blocks without a mask; empty: torch's own."""
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, setting: Setting) -> Tensor:
@@ -62,7 +63,7 @@ class _Attention(torch.autograd.Function):
 def attention_forward(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, setting: Setting
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out [B, H, S/n, E'] in the dtype of the queries, and log-sum-exp [B, H, S/n] in at least fp32, sinks joined."""
+    """out [B, H, S/n, E'] in the dtype of the queries, and log-sum-exp [B, H, S/n] in fp32 or wider, with sinks joined."""
     out, lse = _forward(query, key, value, setting)
     if sinks is not None:
         out, lse = _join_sinks(out, lse, sinks)
@@ -73,13 +74,14 @@ def attention_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor,
     setting: Setting,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Gradients of queries, keys, values and sinks, from what `attention_forward` gave; heads before positions."""
+    """Gradients of queries, keys, values and sinks, from the results of `attention_forward`; the heads dimension precedes
+    positions."""
     grads = _backward(grad_out, query, key, value, out, lse, setting)
     return *grads, None if sinks is None else _sinks_gradient(grad_out, out, lse, sinks)
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
-    """out [B, H, S/n, E'] and lse [B, H, S/n], wide enough to add to."""
+    """out [B, H, S/n, E'] and lse [B, H, S/n], in the dtype of sums (`dtype_of_sums`)."""
     hops = zip(_keys(key, value, setting).hops(), setting.mask.hops, strict=True)
     joined: tuple[Tensor, Tensor] | None = None
     for held, blocks in hops:
@@ -99,9 +101,8 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, setting: Setting) -> tup
 
 
 def _begin(query: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """The first part, copied: what a kernel returned may be kept by others (selective recomputation). Places lie before heads,
-    as in what kernels return, also where heads are filled up: the projection that follows reads it so, and would keep a copy in
-    its own order."""
+    """Copy of the first part, since selective recomputation may hold the kernel's own result. In memory, positions precede
+    heads, as in kernel results (padded heads too): the projection that follows reads this order without another copy."""
     (batch, heads, length, _), dtype = query.shape, dtype_of_sums(query.dtype)
     shape = (batch, length, heads, value.shape[-1])
     if block.queries == slice(0, length) and len(out) == len(query):
@@ -143,7 +144,7 @@ def _backward(
 
 
 class _Total:
-    """A gradient [B, H, S, E] that parts of the slots are added to."""
+    """Gradient [B, H, S, E], accumulated from parts that cover some of the slots."""
 
     def __init__(self, like: Tensor, wide: torch.dtype):
         self.like, self.wide = like, wide
@@ -175,7 +176,7 @@ def _block(query: Tensor, held: KeyValueBlock | None, block: Block) -> tuple[Ten
 
 
 def _packed_over(slots: Slots, parts: list[tuple[Block, Tensor]], batch: int) -> Tensor | None:
-    """Packed gradients of all `slots` of all sequences from those of the blocks."""
+    """Packed gradients of all `slots` of all sequences, summed from the blocks' gradients."""
     if not parts:
         return None
     block, packed = parts[0]
@@ -193,7 +194,7 @@ def _join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
 
 
 def _sinks_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """[H]: a sink's share of the weight, which carries no value, times what out would change by."""
+    """[H]: minus the sink's attention weight times (grad_out . out), summed over rows."""
     share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()
     return -(share * (grad_out.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
 

@@ -1,12 +1,13 @@
-"""All keys and values at once: every rank gathers them before it works, forward and again backward.
+"""All-gather context parallelism: every rank gathers all keys and values before it computes, in the forward and again in the
+backward pass.
 
-Afterwards the gradients for each rank's keys are sent to it, and it sums them: a reduce-scatter (Llama 3, section 3.3.2). A
-rank sends what it would on a ring, nothing runs beside it, and keys and values of the whole sequence (backward: their gradients
-too) are in memory for one layer; in exchange there is one collective where the ring has n - 1 hops to wait for.
+In the backward pass the gradients of each rank's keys are then sent to it and summed there: a reduce-scatter (Llama 3, section
+3.3.2). A rank sends as much as on a ring, without overlap, and keys and values of the whole sequence (in the backward pass
+their gradients too) are in memory for one layer; in exchange there is one collective instead of n - 1 hops.
 
-NCCL's collectives are used on CUDA if all ranks have as many slots. Otherwise messages go from every rank to every other, and
-of gradients only those slots that the sender touched: gloo's all-gather copies all once more, its reduce-scatter sends twice as
-much.
+On CUDA, NCCL's collectives are used if all ranks have equally many slots. Otherwise every rank sends a message to every other,
+with gradients only of slots that the sender touched: gloo's all-gather copies everything once more, its reduce-scatter sends
+twice as much.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from ultrascale.parallel.tags import Tag
 
 
 def runs_collectives(key: Tensor, mask: ContextMask) -> bool:
-    """True if parts are equal and the backend is good at collectives."""
+    """True if the parts are equal and the backend has efficient collectives."""
     return is_cuda(key) and len(set(mask.lengths)) == 1
 
 
 class GatheredKeys:
-    """Keys and values, all at once."""
+    """All keys and values, gathered at once."""
 
     def __init__(self, key: Tensor, value: Tensor, mask: ContextMask, ring: Ring):
         self.key, self.value, self.mask, self.ring = key, value, mask, ring
@@ -42,7 +43,7 @@ class GatheredKeys:
             yield KeyValueBlock(*unpack(packed[self.ring.source(distance)], self.key.shape[-1]), 0)
 
     def _gathered(self) -> list[Tensor]:
-        """Packed keys and values of every place."""
+        """Packed keys and values of every rank of the group."""
         packed, ring = pack(self.key, self.value), self.ring
         whole = buffer_for((0, sum(self.mask.lengths)), self.key, self.value, packed.dtype)
         parts = list(whole.split(self.mask.lengths))
@@ -56,19 +57,19 @@ class GatheredKeys:
 
 
 class ScatteredGradients:
-    """Gradients of keys and values, kept until all are there."""
+    """Gradients of keys and values, collected until all are computed and then reduce-scattered."""
 
     def __init__(self, key: Tensor, value: Tensor, mask: ContextMask, ring: Ring, dtype: torch.dtype):
         self.key, self.value, self.mask, self.ring, self.dtype = key, value, mask, ring, dtype
         self.gradients: dict[int, Tensor] = {}
 
     def add(self, distance: int, gradient: Tensor | None) -> None:
-        """Packed gradients of the keys this rank worked on at hop `distance` (`mask.needs` says which), or None if of none."""
+        """Add the packed gradients of the keys used at hop `distance` (`mask.needs` says which); None if no keys were used."""
         if gradient is not None:
             self.gradients[distance] = gradient
 
     def received(self) -> Iterator[tuple[Slots, Tensor]]:
-        """Gradients that other ranks computed for this rank's own keys: which slots, and packed gradients."""
+        """Gradients that other ranks computed for this rank's own keys: pairs of slots and packed gradients."""
         if runs_collectives(self.key, self.mask):
             yield self._reduced()
             return

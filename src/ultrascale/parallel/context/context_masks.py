@@ -1,19 +1,21 @@
-"""Masks of context parallelism: what a rank works on at each hop of the ring, and what has to travel for it.
+"""Masks of context parallelism: the work of a rank at each hop of the ring, and the keys that must travel for it.
 
-At hop d a rank meets the keys and values of the rank d places on. It works on *blocks*: slots of its queries against slots of
-those keys, all of which see each other, or causally, or with a mask. Every rank knows every order, so all of them know
-without a word which keys anybody still needs further on: only those travel, and a hop that nobody needs is not made.
+At hop d a rank has the keys and values of the rank d places ahead. It works on *blocks*: a range of its query slots against a
+range of those key slots, where all pairs are visible, or the causal half, or those of a mask. Every rank knows the token order
+of all ranks, so all of them know without communication which keys are still needed further on: only those travel, and a hop
+that nobody needs is skipped.
 
-    plain causal, zigzag, at hop d    to ranks before it in the sequence a rank needs all their early keys; to ranks after it
-                                      only its late queries see anything, and they see all: half a square each, no mask
+    plain causal, zigzag, at hop d    ranks earlier in the sequence send their early keys, which all queries see; of ranks
+                                      later in the sequence only late queries see the keys, all of them: half a square each,
+                                      no mask
     window, one document              a block for each piece of queries, with the keys in reach
-    documents                         of long ones a block each, causal on one's own rank and whole to others: no mask, and no
-                                      work for nothing. Many short ones: one block with a mask, as large as what they share,
-                                      where the kernel works through it sooner than so many blocks could be started. What is
-                                      whole on one rank is in none but its own (`work.sharding.context_order` puts it last)
+    documents                         long documents: one block each, causal on the own rank and full to others: no mask and
+                                      no wasted work. Many short documents: one block with a mask over the slots they share,
+                                      where that is faster than launching so many kernels. A document that lies on one rank
+                                      is in that rank's blocks only (`work.sharding.context_order` puts it last)
 
-Masks are made once per micro-batch and shared by layers, from positions and documents on the device, and are never of more than
-`MOST_MASKED` pairs where blocks of documents can do without.
+Masks are built once per micro-batch and shared by layers, from positions and document ids on the device. A mask has at most
+`MOST_MASKED` pairs wherever separate blocks per document can replace it.
 """
 
 from __future__ import annotations
@@ -33,57 +35,57 @@ from ultrascale.kernels.attention.attention_with_lse import additive_mask
 from ultrascale.work.sharding.context_order import Pieces, View, hull, num_slots, ring_order, span, views
 
 Rows = tuple[tuple[Pieces, ...], ...]
-"""The order of each distinct sequence of the micro-batch: [row][place in the ring]."""
+"""Token order of each distinct sequence of the micro-batch: [row][place in the ring]."""
 Slots = tuple[int, int]
-"""First, and one past the last."""
+"""Slot range: the first, and one past the last."""
 NOTHING: Slots = (0, 0)
 PAIRS_OF_A_CALL = 1 << 19
-"""Pairs of a query and a key that are worked through while one more kernel is started: with 32 heads of 128 they are 9 GFLOP,
-30 microseconds at 300 TFLOP/s. By arithmetic; nothing was measured."""
+"""Query-key pairs computed in the time of one more kernel launch: with 32 heads of 128 they are 9 GFLOP, 30 microseconds at 300
+TFLOP/s. By arithmetic, not measured."""
 MOST_MASKED = 1 << 24
-"""Pairs that a mask of documents may have: 32 MB in bf16, one for each window and micro-batch under way."""
+"""Most query-key pairs of a document mask: 32 MB in bf16, one for each window and micro-batch in flight."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Queries and keys that are worked on by one call of a kernel."""
+    """Queries and keys of one kernel call."""
 
     queries: slice
     keys: slice
-    """Slots of the rank that holds them."""
+    """Key slots on the rank that holds them."""
     mask: Tensor | None
-    """[1 or B, 1, queries, keys], added to scores."""
+    """Tensor [1 or B, 1, queries, keys], added to scores; None if no mask is needed beyond causality."""
     is_causal: bool
     sequences: slice
-    """Sequences of the micro-batch."""
+    """Sequences of the micro-batch that the block covers."""
 
 
 @dataclass(frozen=True)
 class ContextMask:
-    """The work of one place of a ring, and the ranks that need its keys and values."""
+    """The work of one rank of a ring, and the keys and values that each hop needs."""
 
     hops: tuple[tuple[Block, ...], ...]
-    """Blocks at hop d: with keys of place (own + d) % n."""
+    """Blocks at each hop d, against the keys of place (own + d) % n."""
     lengths: tuple[int, ...]
-    """Slots of each place."""
+    """Number of slots of each place."""
     needs: tuple[tuple[Slots, ...], ...]
-    """[source][d]: keys of `source` that the place d before it works on, at hop d."""
+    """[source][d]: keys of `source` that are used at hop d, by the place d before it."""
 
     def travels(self, source: int, distance: int) -> Slots:
         """Keys of `source` that are needed at hop `distance` or later."""
         return _span(self.needs[source][distance:])
 
     def gathered(self, source: int, distance: int) -> Slots:
-        """Keys of `source` whose gradients the other ranks have touched once hop `distance` is done."""
+        """Keys of `source` whose gradients other ranks have contributed to once hop `distance` is done."""
         return _span(self.needs[source][1 : distance + 1])
 
     def last_hop(self, source: int) -> int:
-        """The last at which anybody needs keys of `source`."""
+        """Last hop at which any rank needs keys of `source`."""
         return max((d for d, need in enumerate(self.needs[source]) if need != NOTHING), default=0)
 
 
 def document_rows(document_ids: NDArray[np.integer], ring: int) -> Rows:
-    """The order of each sequence of `document_ids` [B, S]; one for all where all are one document."""
+    """Token order of each sequence of `document_ids` [B, S]; a single order if every sequence is one document."""
     length = document_ids.shape[1]
     if length and (document_ids == document_ids[:, :1]).all():
         return (ring_order(length, ring),)
@@ -97,29 +99,29 @@ def positions_of(pieces: Pieces) -> NDArray[np.int64]:
 
 
 class WholeDocuments(NamedTuple):
-    """Document ids of whole sequences, and the order that follows from them: worked out once, whoever asks."""
+    """Document ids of whole sequences and the token order that follows from them, computed once."""
 
     ids: Tensor
-    """[B, S] on the CPU."""
+    """Document ids [B, S], on the CPU."""
     rows: Rows
 
 
 class Documents:
-    """`WholeDocuments` in an object that FSDP2, which takes all tensors and tuples of them to the device, leaves on the CPU."""
+    """`WholeDocuments` wrapped so that FSDP2 leaves it on the CPU: it moves tensors, and tuples of them, to the device."""
 
     def __init__(self, ids: Tensor, ring: int):
         self.whole = WholeDocuments(ids, document_rows(ids.numpy(), ring))
 
 
 def whole_documents(documents: Tensor | Documents, ring: int) -> WholeDocuments:
-    """The documents in either form; ids on a device are waited for."""
+    """`WholeDocuments` from either form; document ids on a device are copied to the host, which waits for them."""
     return (documents if isinstance(documents, Documents) else Documents(documents.cpu(), ring)).whole
 
 
 def context_mask(
     rows: Rows, place: int, *, document_ids: Tensor | None, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> ContextMask:
-    """The mask of `place` of the ring. `document_ids` [B, S] on the CPU: needed where `rows` have more than one document."""
+    """Mask for `place` of the ring. `document_ids` [B, S] on the CPU: required if `rows` have more than one document."""
     ring = len(rows[0])
     hops = []
     for distance in range(ring):
@@ -143,7 +145,7 @@ class _Part(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _blocks(rows: Rows, place: int, source: int, window: int | None) -> tuple[_Part, ...]:
-    """The blocks of queries of `place` and keys of `source`."""
+    """Blocks of the queries of `place` against the keys of `source`."""
     alone = [[*_of_documents(order, place, source, window, _sequence(rows, row))] for row, order in enumerate(rows)]
     if len(rows) == 1 and len({piece.document for pieces in rows[0] for piece in pieces}) == 1:
         return tuple(alone[0])
@@ -164,7 +166,7 @@ def _sequence(rows: Rows, row: int) -> slice:
 
 
 def _of_documents(order: tuple[Pieces, ...], place: int, source: int, window: int | None, sequences: slice) -> Iterator[_Part]:
-    """The blocks of one sequence, document by document."""
+    """Blocks of one sequence, document by document."""
     if place != source or window is not None:
         yield from (_Part(sequences, view, False) for view in views(order[place], order[source], window))
         return
@@ -177,13 +179,13 @@ def _of_documents(order: tuple[Pieces, ...], place: int, source: int, window: in
 
 @lru_cache(maxsize=64)
 def _needs(rows: Rows, window: int | None) -> tuple[tuple[Slots, ...], ...]:
-    """`ContextMask.needs`: the spans of keys of all pairs of pieces of a document, all at once."""
+    """Computes `ContextMask.needs`: the key ranges for all pairs of pieces of one document, vectorised."""
     ring = len(rows[0])
     first, stop = np.full((ring, ring), np.iinfo(np.int64).max), np.zeros((ring, ring), dtype=np.int64)
     for order in rows:
         place, start, end, document, slot = _pieces(order)
         _, of_piece, sizes = np.unique(document, return_inverse=True, return_counts=True)
-        each = sizes[of_piece]  # pieces of its document; they lie together
+        each = sizes[of_piece]  # number of pieces of its document, which are adjacent
         query = np.repeat(np.arange(len(place)), each)
         begins = np.cumsum(sizes) - sizes
         key = np.arange(len(query)) - np.repeat(np.cumsum(each) - each, each) + begins[of_piece[query]]
@@ -200,7 +202,7 @@ def _needs(rows: Rows, window: int | None) -> tuple[tuple[Slots, ...], ...]:
 
 
 def _pieces(order: tuple[Pieces, ...]) -> tuple[NDArray[np.int64], ...]:
-    """All pieces, those of a document together: place, start, stop, document, first slot."""
+    """All pieces, grouped by document, as arrays: place, start, stop, document, first slot."""
     table: list[tuple[int, int, int, int, int]] = []
     for place, pieces in enumerate(order):
         slot = 0

@@ -1,16 +1,17 @@
-"""Ring attention as one operation of torch's, for compiled blocks: the compiler sees a node with shapes, and not inside.
+"""Ring attention as one custom torch operation, for compiled blocks: the compiler sees one node with shapes, and does not trace
+inside.
 
-    block's graph    ... rotate --> ultrascale::ring_attention(query, key, value, sinks, number, scale) --> product ...
-    beside it        number -> who sees whom in this micro-batch, the ring, the kernel        (`_SETTINGS`)
+    block's graph    ... RoPE --> ultrascale::ring_attention(query, key, value, sinks, number, scale) --> product ...
+    outside it       number -> mask of this micro-batch, ring, kernel        (`_SETTINGS`)
 
-Masks, groups and plans of messages are no arguments that an operation may have. So they are noted beside it under a number, a
-tensor that the graph passes on and keeps for its backward pass like any other; another micro-batch brings another number and
-the same graph runs again. What is noted goes when nothing holds its number any more. The number is on the CPU, so that a GPU
-need not be waited for.
+An operation cannot take masks, process groups or message plans as arguments. They are kept in `_SETTINGS` under a number, a
+tensor that the graph passes on and saves for its backward pass like any other; another micro-batch brings another number and
+the same graph runs again. An entry is removed when nothing holds its number any more. The number is on the CPU, so that the
+host need not wait for a GPU.
 
-The alternative, torch's functional collectives in the graph: each hop's messages would be nodes of their own, and the compiler
-could fuse between hops; but which hops there are, and of how many keys, depends on the documents of a micro-batch, and each
-order would be compiled anew.
+The alternative, torch's functional collectives in the graph: each hop's messages would be separate nodes, and the compiler
+could fuse between hops; but the hops and their key counts depend on the documents of a micro-batch, and each order would be
+compiled anew.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from ultrascale.parallel.context.context_attention import Setting, attention_bac
 
 _NUMBERS = count()
 _SETTINGS: dict[int, Setting] = {}
-"""The one state: an operation has no other argument in which these could come to it."""
+"""The only global state here: an operation has no argument that could carry these settings."""
 
 
 def note(setting: Setting) -> Tensor:
-    """The number under which `operation` finds `setting`: 0-d int64 on the CPU."""
+    """Register `setting`; returns the number under which `operation` finds it: 0-d int64 on the CPU."""
     number = next(_NUMBERS)
     noted = torch.tensor(number, device="cpu")
     _SETTINGS[number] = setting
@@ -40,7 +41,7 @@ def note(setting: Setting) -> Tensor:
 
 
 def operation(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, noted: Tensor, scale: float) -> Tensor:
-    """`context_attention.ring_attention` with the setting that is noted: the same shapes, and the same numbers."""
+    """`context_attention.ring_attention` with the setting registered as `noted`: the same shapes and the same numbers."""
     return _Operation.apply(query, key, value, sinks, noted, scale)  # pyright: ignore[reportReturnType]
 
 
@@ -48,7 +49,7 @@ def operation(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, n
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, noted: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """out [B, S/n, H, E'], and log-sum-exp [B, H, S/n] in at least fp32."""
+    """out [B, S/n, H, E'], and log-sum-exp [B, H, S/n] in fp32 or wider."""
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     out, lse = attention_forward(query, key, value, sinks, _setting(noted, scale))
     return out.transpose(1, 2).contiguous(), lse.contiguous()
@@ -79,7 +80,7 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | N
 
 
 KEPT_OPS = (torch.ops.ultrascale.ring_attention.default,)
-"""Results that selective recomputation keeps: attention, and what came over the network."""
+"""Operations whose results selective recomputation saves: attention, with the communication inside."""
 
 
 class _Operation(torch.autograd.Function):

@@ -1,22 +1,21 @@
-"""Context parallelism: every sequence is cut over cp ranks, all of which hold the whole model (or the same part of it).
+"""Context parallelism: every sequence is sharded over cp ranks, all of which hold the whole model (or the same shard of it).
 
-    everything else     works on S/cp tokens of each sequence, at the positions they have in it
-    attention           every query still meets every key: `self_attn.core` and `decoder.make_mask` are replaced
+    everything else     works on S/cp tokens of each sequence, with their positions in the full sequence
+    attention           every query still sees every key: `self_attn.core` and `decoder.make_mask` are replaced
     next targets        of multi-token prediction may be on another rank: `decoder.shift_targets` is replaced
 
     method              places of the ring    ranks that swap heads    keys and values
-    ring                cp                    1                        travel while attention works
-    all-gather          cp                    1                        are gathered first
-    all-to-all          1                     cp                       stay: heads are swapped for sequence
-    ring+all-to-all     cp / cp_heads         cp_heads                 both: swap among neighbours, ring over the rest
+    ring                cp                    1                        sent around while attention computes
+    all-gather          cp                    1                        all-gathered first
+    all-to-all          1                     cp                       all-to-all swaps sequence shards for heads
+    ring+all-to-all     cp / cp_heads         cp_heads                 both: all-to-all among neighbours, ring over the rest
                                                                        (Fang and Zhao 2024, "USP")
 
-Rank i of cp has place i // heads in the ring. Which tokens are whose is `work.sharding.context_order`'s to say, by the
-documents of each sequence: the trainer cuts its batches with `shard_batch`, and masks are made for the same cut. Gradients of
-weights are sums over the ranks of cp as over those of dp: data parallelism must add them up over dp x cp (picotron does not
-where dp is 1).
+Rank i of cp has place i // heads in the ring. `work.sharding.context_order` assigns tokens to ranks, by the documents of each
+sequence: the trainer shards its batches with `shard_batch`, and masks are built for the same assignment. Weight gradients are
+sums over the ranks of cp as over those of dp: data parallelism must sum them over dp x cp (picotron does not where dp is 1).
 
-docs/context-parallelism.md says which method to take when, and what was measured.
+docs/context-parallelism.md says when to use which method, and what was measured.
 """
 
 from __future__ import annotations
@@ -54,12 +53,12 @@ Integers = NDArray[np.int64]
 
 
 class LocalBatch(NamedTuple):
-    """This cp rank's shard of a micro-batch; [B, S/cp] but for the documents."""
+    """This cp rank's shard of a micro-batch; every field but `document_ids` is [B, S/cp]."""
 
     tokens: Integers
     targets: Integers
     positions: Integers
-    """Positions of the tokens in their documents, for RoPE angles: never their slots."""
+    """Positions of the tokens in their documents, for RoPE angles (not slot numbers)."""
     document_ids: Integers | None
     """Document ids of the whole sequences, [B, S]."""
     slots: Integers
@@ -67,22 +66,23 @@ class LocalBatch(NamedTuple):
 
 
 class AllMasks(NamedTuple):
-    """Masks that `core` takes: made for one micro-batch, shared by layers with the same window."""
+    """Masks that `core` takes: built for one micro-batch, shared by layers with the same window."""
 
     mask: ContextMask
     swapped_lengths: tuple[int, ...]
-    """Slots of each rank that swaps heads with this one."""
+    """Number of slots of each rank that swaps heads with this one."""
     noted: Tensor | None = None
-    """The number under which a compiled block's operation finds the mask (`context_operation`)."""
+    """Number under which a compiled block's operation finds the mask (`context_operation`)."""
 
 
 def apply_context_parallel(decoder: Decoder, layout: Layout, mesh: Mesh, *, compiled: bool = False) -> None:
-    """Replace the attention cores and the masks of `decoder`, in place. Does nothing if cp is 1. `compiled`: blocks will be."""
+    """Replace the attention cores and the masks of `decoder`, in place. Does nothing if cp is 1. `compiled`: blocks will be
+    compiled."""
     group = mesh.group("cp")
     if group is None:
         return
     context = ContextParallel(layout, group, compiled=compiled)
-    core = context.core if compiled else torch.compiler.disable(context.core)  # without operations messages are in no graph
+    core = context.core if compiled else torch.compiler.disable(context.core)  # only the custom operation may be traced
     for _, block in decoder.blocks():
         block.self_attn.core = cast(Any, core)
     decoder.make_mask, decoder.shift_targets = cast(Any, context.make_mask), context.shift_targets
@@ -97,10 +97,10 @@ def shard_batch(
     layout: Layout,
     cp_rank: int,
 ) -> LocalBatch:
-    """The part of [B, S] arrays that rank `cp_rank` of cp works on.
+    """Shard of [B, S] arrays that rank `cp_rank` of cp works on.
 
-    Without `document_ids` sequences are one stream: masks are causal over all of it and positions are those in the sequence.
-    Give what comes back to the decoder: its positions, and the document ids of the whole sequences.
+    Without `document_ids` each sequence is one stream: masks are causal over all of it, and positions are those in the
+    sequence. Pass the result to the decoder: its positions, and the document ids of the whole sequences.
     """
     length = tokens.shape[1]
     slots = local_positions(_rows(document_ids, length, layout.cp_grid[0]), layout, cp_rank)  # [1 or B, S/cp]
@@ -118,7 +118,7 @@ def local_positions(rows: Rows, layout: Layout, cp_rank: int) -> Integers:
 
 
 class ContextParallel:
-    """One rank of the attention of a cp group."""
+    """Attention of one rank of a cp group."""
 
     def __init__(self, layout: Layout, group: dist.ProcessGroup, *, compiled: bool = False):
         self.layout, self.gathers, self.compiled = layout, layout.cp_method == "all-gather", compiled
@@ -129,7 +129,7 @@ class ContextParallel:
         self.swap = Swap(group, heads, head_index, first=place * heads)
         self.group = group
         self.slots: list[Integers] = []
-        """Slots of the newest masks: the position in its sequence of each token of each rank, [1 or B, S/cp]."""
+        """Slots of the newest masks: for each rank, the position in its sequence of each token, [1 or B, S/cp]."""
 
     def core(
         self,
@@ -143,7 +143,7 @@ class ContextParallel:
     ) -> Tensor:
         """Attention over all ranks of cp: [B, S/cp, H, E'] from [B, S/cp, H, E], [B, S/cp, K, E] and [B, S/cp, K, E'].
 
-        `sinks` [H]: a score of each head that draws weight and has no value. `scale`: 1 / sqrt(E) unless given.
+        `sinks` [H]: a score of each head that takes attention weight and has no value. `scale`: 1 / sqrt(E) by default.
         """
         factor = float(query.shape[-1] ** -0.5) if scale is None else scale
         if self.swap.size == 1:
@@ -172,11 +172,10 @@ class ContextParallel:
         dtype: torch.dtype,
         device: torch.device,
     ) -> AllMasks:
-        """Masks among the tokens that `shard_batch` gives to the ranks of cp. `num_queries`: this rank's slots.
+        """Masks for the tokens that `shard_batch` assigns to the ranks of cp. `num_queries`: number of this rank's slots.
 
-        `document_ids` [B, S], of whole sequences, best as `Documents`, which know the order. None: one stream of cp times as
-        many tokens as this rank has, and cp must divide it.
-        Raises ValueError if these are not this rank's slots.
+        `document_ids` [B, S] of whole sequences, best as `Documents`, which hold the token order. None: one stream of cp times
+        as many tokens as this rank has, divisible by cp. Raises ValueError if the counts are not those of this rank's slots.
         """
         if document_ids is None:
             ids, length = None, num_queries * self.layout.cp
@@ -197,7 +196,7 @@ class ContextParallel:
         return AllMasks(mask, swapped, note(self._setting(mask, 1.0)) if self.compiled else None)
 
     def shift_targets(self, targets: Tensor) -> Tensor:
-        """The target of the next position in the sequence, [B, S/cp], of the tokens that the newest masks were made for."""
+        """Targets of the next position in the sequence, [B, S/cp], for the tokens of the newest masks."""
         parts = [targets.new_empty(len(targets), slots.shape[1]) for slots in self.slots]
         this_rank = self.group.rank()
         others = [rank for rank in range(len(parts)) if rank != this_rank]

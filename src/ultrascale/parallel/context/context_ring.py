@@ -1,17 +1,18 @@
-"""The ring of context parallelism: keys and values travel to the queries of other ranks hop by hop, and their gradients back to
-the ranks that own them.
+"""The ring of context parallelism: keys and values are sent hop by hop to the queries of other ranks, and their gradients back
+to the ranks that own them.
 
-    forward     at hop d a rank has the keys and values of the rank d places on. Before it works on them it sends them to the
-                rank before it and expects the next: messages travel while it computes (Liu et al. 2023, "Ring Attention")
-    backward    they go round again, and one hop behind the work follow the gradients of keys and values: each rank adds its
-                share and sends them on, the last to add sends them home
+    forward     at hop d a rank has the keys and values of the rank d places ahead. Before it works on them it sends them to
+                the rank before it and posts the next receive: messages overlap with computation (Liu et al. 2023, "Ring
+                Attention")
+    backward    keys and values go round again; their gradients follow one hop behind: each rank adds its contribution and
+                sends them on, and the last contributor sends them to the rank that owns them
 
-Elements that a rank sends in a layer, with C = 2 B S/n K E for its own keys and values: forward (n-1) C, backward as much
-again, and as much for the gradients, which are fp32 on the way if activations are narrower. Only keys that somebody still needs
-go on: in zigzag order the late half of rank r goes r hops and no further, a quarter less in all; a window ends it.
+Elements that a rank sends per layer, with C = 2 B S/n K E for its own keys and values: (n-1) C forward, as much again backward,
+and as much for the gradients, which are sent in fp32 if activations are narrower. Only keys that a later rank needs travel on:
+in zigzag order the late half of rank r goes r hops and no further, a quarter less in all; a sliding window ends it earlier.
 
-Why not send straight to who needs them: a ring crosses the border of a node once per hop, direct messages once per pair. Packed
-tensors are [T, B, K, E + E'], so that a run of slots is one piece of memory.
+Why not send directly to the ranks that need them: a ring crosses the border of a node once per hop, direct messages once per
+pair. Packed tensors are [T, B, K, E + E'], so that a range of slots is contiguous.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ from ultrascale.parallel.time_limits import wait_for
 
 
 class Ring(NamedTuple):
-    """The ranks of a group that join in one attention: every `stride`-th, from `first` on."""
+    """Ranks of a group that form one ring: every `stride`-th, from `first` on."""
 
     group: dist.ProcessGroup | None
-    """Process group of the ring; None where it has one place."""
+    """Process group of the ring; None if the ring has one place."""
     size: int
     place: int
     stride: int = 1
     first: int = 0
 
     def rank(self, place: int) -> int:
-        """Rank in the group of a place; places wrap around."""
+        """Group rank of a place; places wrap around."""
         return self.first + place % self.size * self.stride
 
     def source(self, distance: int) -> int:
-        """The place whose keys are here at hop `distance`."""
+        """Place whose keys this rank holds at hop `distance`."""
         return (self.place + distance) % self.size
 
 
 class KeyValueBlock(NamedTuple):
-    """Keys and values at a hop, [B, K, T, E] and [B, K, T, E'], from slot `first` of their rank on."""
+    """Keys and values held at a hop, [B, K, T, E] and [B, K, T, E'], starting at slot `first` of their own rank."""
 
     key: Tensor
     value: Tensor
@@ -58,7 +59,8 @@ class KeyValueBlock(NamedTuple):
 
 
 class Messages:
-    """Messages under way between this rank and others of a group. What is sent is kept until all have arrived."""
+    """Messages in flight between this rank and others of a group. Sent tensors are kept alive until all messages have
+    arrived."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, tag: Tag, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]
@@ -71,7 +73,7 @@ class Messages:
             self.works = dist.batch_isend_irecv(receiving + sending) if receiving or sending else []
 
     def wait(self) -> None:
-        """Waits until they have arrived and may be overwritten."""
+        """Wait until all messages are complete; their buffers may then be overwritten."""
         with self._waiting():
             while self.works:
                 wait_for(self.works.pop(), self.group)
@@ -82,7 +84,7 @@ class Messages:
 
 
 def pack(key: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """[T, B, K, E + E'] of keys [B, K, T, E] and values [B, K, T, E'], in another `dtype` if asked for."""
+    """Pack keys [B, K, T, E] and values [B, K, T, E'] into [T, B, K, E + E'], converted to `dtype` if given."""
     packed = buffer_for((0, key.shape[2]), key, value, key.dtype if dtype is None else dtype)
     for part, into in zip((key, value), unpack(packed, key.shape[-1]), strict=True):
         into.copy_(part)
@@ -90,26 +92,26 @@ def pack(key: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> Tensor
 
 
 def unpack(packed: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Keys [B, K, T, E = width] and values [B, K, T, E'], views."""
+    """Keys [B, K, T, E = width] and values [B, K, T, E'], as views."""
     heads_first = packed.permute(1, 2, 0, 3)
     return heads_first[..., :width], heads_first[..., width:]
 
 
 def buffer_for(slots: Slots, key: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory for so many packed keys and values."""
+    """Buffer for the packed keys and values of `slots`."""
     batch, heads, _, width = key.shape
     return key.new_empty(slots[1] - slots[0], batch, heads, width + value.shape[-1], dtype=dtype)
 
 
 class RingKeys:
-    """Keys and values that go round."""
+    """Keys and values that travel around the ring."""
 
     def __init__(self, key: Tensor, value: Tensor, mask: ContextMask, ring: Ring):
         self.key, self.value, self.mask, self.ring = key, value, mask, ring
 
     def hops(self) -> Iterator[KeyValueBlock | None]:
-        """This rank's own keys and values, then at each hop those of the next rank, or None where no rank from here on needs
-        any."""
+        """This rank's own keys and values, then at each hop those of the next rank, or None where no rank needs any from here
+        on."""
         held, width = KeyValueBlock(self.key, self.value, 0), self.key.shape[-1]
         packed: Tensor | None = None
         for distance in range(self.ring.size):
@@ -129,14 +131,14 @@ class RingKeys:
             held = None if packed is None else KeyValueBlock(*unpack(packed, width), coming[0])
 
     def _to_send(self, distance: int, *, of_next: bool = False) -> Slots:
-        """The slots that leave this rank, or reach it from the next, as hop `distance` begins."""
+        """Slots that this rank sends (or, `of_next`, receives from the next rank) as hop `distance` begins."""
         if distance + 1 == self.ring.size:
             return NOTHING
         return self.mask.travels(self.ring.source(distance + of_next), distance + 1)
 
 
 class RingGradients:
-    """Gradients of keys and values that follow them round, one hop behind this rank's work."""
+    """Gradients of keys and values that travel around the ring, one hop behind this rank's work."""
 
     def __init__(self, key: Tensor, value: Tensor, mask: ContextMask, ring: Ring, dtype: torch.dtype):
         self.key, self.value, self.mask, self.ring, self.dtype = key, value, mask, ring, dtype
@@ -145,8 +147,8 @@ class RingGradients:
         self.messages = Messages(None, Tag.KEY_GRADIENTS, [], [])
 
     def add(self, distance: int, gradient: Tensor | None) -> None:
-        """Packed gradients of the keys this rank worked on at hop `distance` (`mask.needs` says which), or None if of none.
-        To be called for every hop from 1 on."""
+        """Add the packed gradients of the keys used at hop `distance` (`mask.needs` says which); None if no keys were used.
+        Call it for every hop from 1 on."""
         mask, source, place = self.mask, self.ring.source(distance), self.ring.place
         self.messages.wait()
         before, after = mask.gathered(source, distance - 1), mask.gathered(source, distance)
@@ -162,7 +164,7 @@ class RingGradients:
         self.messages = Messages(self.ring.group, Tag.KEY_GRADIENTS, sends, receives)
 
     def received(self) -> Iterator[tuple[Slots, Tensor]]:
-        """Gradients that the other ranks have summed for this rank's own keys: which slots, and packed gradients."""
+        """Gradients that the other ranks have summed for this rank's own keys: pairs of slots and packed gradients."""
         self.messages.wait()
         if self.home is not None:
             yield self.mask.gathered(self.ring.place, self.ring.size - 1), self.home
@@ -170,7 +172,8 @@ class RingGradients:
     def _expected(
         self, source: int, distance: int, sender: int, receives: list[tuple[int, Tensor]], *, is_home: bool
     ) -> Tensor | None:
-        """Room for gradients of keys of `source` that `sender` has done with at hop `distance`, if they come here."""
+        """Receive buffer for gradients of keys of `source` that `sender` sends on at hop `distance`; None if they do not come
+        here."""
         slots, last = self.mask.gathered(source, distance), self.mask.last_hop(source)
         if slots == NOTHING or (distance != last if is_home else distance >= last):
             return None
@@ -185,7 +188,7 @@ def _part(packed: Tensor, held: KeyValueBlock | None, slots: Slots) -> Tensor:
 
 
 def _sum(parts: list[tuple[Slots, Tensor | None]], slots: Slots) -> Tensor | None:
-    """The parts, each at its own slots, added up over `slots`. May be one of them, changed."""
+    """Sum of the parts, each at its own slots, over `slots`. May modify and return one of the parts."""
     present = [(span, part) for span, part in parts if part is not None]
     if not present:
         return None

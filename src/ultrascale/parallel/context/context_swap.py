@@ -1,15 +1,16 @@
-"""Sequence swapped for heads: ranks that hold parts of a sequence get all of it, of some heads each, and swap back.
+"""Ulysses all-to-all: ranks that each hold a shard of a sequence exchange it for the whole sequence of some heads, and swap
+back afterwards.
 
     [B, S/n, H, E] of every head    --one message to each other rank-->    [B, S, H/n, E] of this rank's heads
 
-(Jacobs et al. 2023, "DeepSpeed-Ulysses".) Queries, keys and values go in one message, so that a layer swaps twice forward and
-twice backward, (n-1)/n of what a rank holds each time: less than a ring sends once n is more than a few, and all of it while
-nothing computes. The attention between is what one process does, with any kernel and mask. n must divide the query heads. Of
-keys and values a rank is sent the heads that its queries read; where n does not divide them some go to several ranks, and their
-gradients add up.
+(Jacobs et al. 2023, "DeepSpeed-Ulysses".) Queries, keys and values share one message, so a layer swaps twice forward and twice
+backward, sending (n-1)/n of a rank's tensors each time. That is less than a ring sends once n exceeds a few, but none of it
+overlaps with computation. The attention between the swaps is ordinary attention, with any kernel and mask. n must divide the
+query heads. A rank receives the key/value heads that its queries read; where n does not divide them some go to several ranks,
+and their gradients add up.
 
-Why not all_to_all_single: the ranks that swap may be some of a group (with a ring joining the others), and a group for each is
-one more to make; NCCL's own all-to-all is the same messages.
+Why not all_to_all_single: the ranks that swap may be a subset of a group (a ring joins the others), and each subset would need
+its own process group; NCCL's own all-to-all is made of the same messages.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ultrascale.torch_private import group_named
 
 
 class Swap(NamedTuple):
-    """`size` consecutive ranks of a group that swap, the first of them `first`; this is the `place`-th."""
+    """Set of `size` consecutive ranks of a group that swap, starting at `first`; this rank is the `place`-th."""
 
     group: dist.ProcessGroup | None
     size: int
@@ -39,7 +40,8 @@ class Swap(NamedTuple):
 def to_heads(query: Tensor, key: Tensor, value: Tensor, swap: Swap, lengths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """[B, S, H/n, E], [B, S, K', E] and [B, S, K', E'] of all slots, from [B, S/n, H, E], [B, S/n, K, E] and [B, S/n, K, E'].
 
-    `lengths`: slots of each rank. K' is K/n, or as many as this rank's query heads read. n must divide H.
+    `lengths`: slots of each rank. K' is K/n, or the number of key/value heads that this rank's query heads read. n must divide
+    H.
     """
     heads = query.shape[2] // swap.size
     read = _heads_read(query.shape[2], key.shape[2], swap.size)
@@ -62,8 +64,8 @@ def to_heads(query: Tensor, key: Tensor, value: Tensor, swap: Swap, lengths: Seq
 def to_sequence(out: Tensor, swap: Swap, lengths: Sequence[int]) -> Tensor:
     """[B, S/n, H, E] of this rank's slots, contiguous, from [B, S, H/n, E] of its heads.
 
-    Whoever reads it as [B, S/n, H*E] then has a view on every rank, whatever its number of slots: where recomputation lets go
-    of it, ranks run the same messages again.
+    Contiguous on every rank, so that [B, S/n, H*E] is a view whatever the number of slots: if recomputation frees the result,
+    all ranks then rerun the same messages.
     """
     batch, _, heads, width = out.shape
     local_length = lengths[swap.place]
@@ -74,14 +76,15 @@ def to_sequence(out: Tensor, swap: Swap, lengths: Sequence[int]) -> Tensor:
 
 
 def local_heads(values: Tensor, swap: Swap) -> Tensor:
-    """This rank's shard of numbers that each head has one of, [H] to [H/n]."""
+    """This rank's shard of per-head numbers, [H] to [H/n]."""
     return values.unflatten(0, (swap.size, -1))[swap.place]
 
 
 def _heads_read(heads: int, groups: int, ranks: int) -> list[int] | None:
-    """Key/value heads in the order in which they are sent, as many to each rank; None for all of them in order.
+    """Key/value heads in the order in which they are sent, equally many to each rank; None for all of them in order.
 
-    Query head h reads head h // (heads / groups). A rank whose queries read whole groups, or one group, gets each once.
+    Query head h reads head h // (heads / groups). A rank whose queries read whole groups, or one group, receives each head
+    once.
     """
     if groups % ranks == 0:
         return None
@@ -91,12 +94,13 @@ def _heads_read(heads: int, groups: int, ranks: int) -> list[int] | None:
 
 
 def _by_rank(x: Tensor, ranks: int) -> Tensor:
-    """[n, S/n, B, features] of heads [B, S/n, H, E]: what each rank is sent."""
+    """Split heads [B, S/n, H, E] by destination rank: [n, S/n, B, features]."""
     return x.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4).contiguous().flatten(3)
 
 
 class _Swapped(torch.autograd.Function):
-    """Parts of `send_sizes` along dim 0 go to ranks in order; parts of `receive_sizes` come from them. Backward reversed."""
+    """All-to-all along dim 0: parts of `send_sizes` go to the ranks in order, parts of `receive_sizes` come from them. Backward
+    is the reverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, send_sizes: list[int], receive_sizes: list[int], swap: Swap) -> Tensor:

@@ -1,12 +1,12 @@
-"""FSDP2's collectives, where its own do more than is needed: over gloo, and over one rank.
+"""Replacements for FSDP2's collectives where those do unnecessary work: over gloo, and over one rank.
 
-    all-gather       every rank sends its part to every other, straight into its place
-    reduce-scatter   every rank sends every other the part that is its to keep, which adds them up in order of ranks
+    all-gather       every rank sends its part to every other, directly into its place
+    reduce-scatter   every rank sends each other rank its part, which that rank sums in rank order
 
-A rank sends P (n-1)/n elements for either, as a ring does, in n-1 messages. gloo's own reduce-scatter is an all-reduce of a
-copy of the input, twice as much sent; its all-gather receives into memory of its own and copies. Measured with two ranks (a
+A rank sends P (n-1)/n elements for either, as in a ring, in n-1 messages. gloo's own reduce-scatter is an all-reduce of a copy
+of the input, which sends twice as much; its all-gather receives into its own memory and copies. Measured with two ranks (a
 bucket of 4M elements, CPU time of a rank): reduce-scatter 7.6 instead of 16.6 ms, all-gather in bf16 2.5 instead of 5. A
-thousand ranks would send a million messages: beyond `MOST_RANKS` gloo's own are used, as NCCL's are on CUDA.
+thousand ranks would send a million messages: beyond `MOST_RANKS` gloo's own collectives are used, as NCCL's are on CUDA.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from ultrascale.parallel.time_limits import wait_for
 from ultrascale.torch_private import AllGather, ReduceScatter
 
 MOST_RANKS = 64
-"""Most ranks: as many as one large machine has cores to spare for."""
+"""Most ranks for direct messages: about as many as one large machine has cores."""
 
 
 class DirectAllGather(AllGather):
-    """All-gather by messages from every rank to every other."""
+    """All-gather by direct messages between all pairs of ranks."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for the whole."""
+        """Allocate the output buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Fill `output_tensor`, n parts in order of ranks. `input_tensor` is this rank's part, in its place there."""
+        """Fill `output_tensor`, n parts in rank order. `input_tensor` is this rank's part, already in its place there."""
         parts = output_tensor.chunk(group.size())
         assert parts[group.rank()].data_ptr() == input_tensor.data_ptr(), "FSDP2 no longer copies its part into place"
         exchange = Exchange([input_tensor] * len(parts), list(parts), group, Tag.PARAMETERS)
@@ -46,10 +46,10 @@ class DirectAllGather(AllGather):
 
 
 class DirectReduceScatter(ReduceScatter):
-    """Reduce-scatter by messages from every rank to every other."""
+    """Reduce-scatter by direct messages between all pairs of ranks."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for the input, and for the output."""
+        """Allocate memory for the input or the output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -60,7 +60,7 @@ class DirectReduceScatter(ReduceScatter):
         op: ReduceOp | ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Set `output_tensor` to the sum of all ranks' parts for this one; `input_tensor` is n parts in order of ranks."""
+        """Set `output_tensor` to the sum of all ranks' parts for this rank; `input_tensor` holds n parts in rank order."""
         assert op == ReduceOp.SUM, op
         sent, this_rank = list(input_tensor.chunk(group.size())), group.rank()
         buffer = input_tensor.new_empty(group.size() - 1, len(output_tensor))
@@ -73,14 +73,14 @@ class DirectReduceScatter(ReduceScatter):
 
 
 class NothingToScatter(ReduceScatter):
-    """Reduce-scatter over one rank: its result is its input. FSDP2 asks for memory for both in turn, and copies one into the
-    other; given the same tensor twice it copies nothing."""
+    """Reduce-scatter over one rank, whose result is its input. FSDP2 allocates input and output in turn, and copies one into
+    the other; given the same tensor twice it copies nothing."""
 
     def __init__(self) -> None:
         self.spare: torch.Tensor | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for the input, and then the same again for the output."""
+        """Allocate the input, and return the same memory for the output."""
         output, self.spare = self.spare, None
         if output is not None:
             return output
@@ -92,7 +92,7 @@ class NothingToScatter(ReduceScatter):
 
 
 class Exchange(dist.Work):
-    """Messages under way between this rank and every other of a group: `sent[rank]` to it, `received[rank]` from it."""
+    """Messages in flight between this rank and every other of a group: `sent[rank]` to it, `received[rank]` from it."""
 
     def __init__(self, sent: list[torch.Tensor], received: list[torch.Tensor], group: dist.ProcessGroup, tag: Tag):
         super().__init__()
@@ -105,7 +105,7 @@ class Exchange(dist.Work):
                     self.under_way.append((rank, start(tensors[rank], rank)))
 
     def wait(self, *timeout: object) -> bool:
-        """Return when all messages have arrived and may be overwritten."""
+        """Wait until all messages are complete; their buffers may then be overwritten."""
         while self.under_way:
             rank, work = self.under_way.pop()
             with waiting(self.tag.what, self.group, [rank]):

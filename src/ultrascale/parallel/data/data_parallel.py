@@ -1,17 +1,18 @@
-"""Data parallelism and ZeRO: FSDP2 with the knobs of `description.layout` turned.
+"""Data parallelism and ZeRO: FSDP2, configured by `description.layout`.
 
-    parameters   p0 p1 p2 ... are cut over the dp_shard ranks, bucket by bucket; a forward pass gathers a bucket before its
-                 first block, and stage 3 lets go of it after the last and gathers again on the way back
-    gradients    when a bucket's backward pass is done it is reduce-scattered over dp_shard and all-reduced over dp_replicate,
-                 while the blocks before it still compute (on CUDA, on streams of their own)
+    parameters   p0 p1 p2 ... are sharded over the dp_shard ranks, bucket by bucket; a forward pass all-gathers a bucket
+                 before its first block; stage 3 frees it after the last and gathers it again in the backward pass
+    gradients    when a bucket's backward pass is done its gradients are reduce-scattered over dp_shard and all-reduced over
+                 dp_replicate, while the backward pass goes on (on CUDA, on separate streams)
 
-Stage 0 is the same with dp_shard = 1: nothing is cut and only the all-reduce is left. Per step and rank a bucket of P
-elements costs P (n-1)/n to gather, as much to reduce-scatter, twice that to all-reduce (`schedules.accumulate` says how often).
-Why not DDP for stage 0 and FSDP2 for the rest: two mechanisms with two numerics, two checkpoint forms and two bugs each.
+Stage 0 is the same with dp_shard = 1: nothing is sharded and only the all-reduce is left. Per step and rank a bucket of P
+elements costs P (n-1)/n to all-gather, as much to reduce-scatter, and twice that to all-reduce (`schedules.accumulate` says how
+often). Why not DDP for stage 0 and FSDP2 for the rest: two mechanisms mean two numerics, two checkpoint formats and two sets of
+bugs.
 
-Experts' weights [X, F, D] are cut between experts, or, where the ranks do not divide these, between rows of all of them
-(`work.sharding.places.zero_shape`): a gather of rows [X F, D] is [X, F, D] already. Cuts of F or D (`Shard(1)`) would do for
-few numbers of ranks, which must divide it, and FSDP2 copies weights and gradients once more there.
+Experts' weights [X, F, D] are sharded by expert, or, where the number of ranks does not divide the experts, by rows of all of
+them (`work.sharding.places.zero_shape`): gathered rows [X F, D] already have the layout of [X, F, D]. Sharding F or D
+(`Shard(1)`) would need ranks that divide it, and FSDP2 then copies weights and gradients once more.
 
 Gradients are *summed*, never averaged: the loss is already divided by the step's global count of valid tokens.
 """
@@ -37,7 +38,7 @@ from ultrascale.work.sharding.places import zero_shape
 
 
 def apply_data_parallel(decoder: Decoder, layout: Layout, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None) -> None:
-    """Cut the parameters of `decoder` over `mesh`, those of its experts over `expert_mesh` if they differ, in place."""
+    """Shard the parameters of `decoder` over `mesh`, and those of its experts over `expert_mesh` if that differs, in place."""
     policy = MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE[layout.precision], reduce_dtype=TORCH_DTYPE[layout.gradient_reduce_dtype]
     )
@@ -47,12 +48,12 @@ def apply_data_parallel(decoder: Decoder, layout: Layout, mesh: DeviceMesh, expe
         fully_shard(experts, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=layout.zero_stage == 3)
     blocks: list[nn.Module] = [block for _, block in decoder.blocks()]
     for block in blocks:
-        if isinstance(block, PredictionBlock):  # this norm is the head's: read after the block has let go of its own
+        if isinstance(block, PredictionBlock):  # the head reads this norm after the block's parameters are freed
             fully_shard(block.shared_head.norm, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for first in range(0, len(blocks), layout.layers_per_bucket):
         bucket = blocks[first : first + layout.layers_per_bucket]
         fully_shard(bucket, mesh=mesh, mp_policy=policy, reshard_after_forward=layout.zero_stage == 3)
-    # The head is used last and again first on the way back: letting go of it in between would gather it twice for nothing.
+    # The head is used last in the forward and first in the backward pass: freeing it in between would gather it twice.
     fully_shard(decoder, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in sharded_modules(decoder):
         module.set_force_sum_reduction_for_comms(True)
@@ -69,7 +70,7 @@ def apply_data_parallel(decoder: Decoder, layout: Layout, mesh: DeviceMesh, expe
 
 
 def _lay_out(experts: Experts, ranks: int) -> None:
-    """Give weights on the meta device the shape in which they are cut over `ranks`, in place."""
+    """Reshape experts' weights on the meta device to the form in which they are sharded over `ranks`, in place."""
     for projection in experts.modules():
         if isinstance(projection, GroupedLinear):
             weight = projection.weight
@@ -88,11 +89,11 @@ def prepare_action(decoder: nn.Module, action: Action) -> None:
 
 
 def release_parameters(decoder: nn.Module) -> None:
-    """Let go of gathered parameters, so that `decoder.parameters()` are the cut ones again (after an evaluation)."""
+    """Free all-gathered parameters, so that `decoder.parameters()` are the sharded ones again (after an evaluation)."""
     for module in sharded_modules(decoder):
         module.reshard()
 
 
 def sharded_modules(decoder: nn.Module) -> list[FSDPModule]:
-    """The modules FSDP2 manages; none when it was not applied."""
+    """Modules that FSDP2 manages; empty if it was not applied."""
     return [module for module in decoder.modules() if isinstance(module, FSDPModule)]

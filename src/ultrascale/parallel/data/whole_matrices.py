@@ -1,14 +1,14 @@
-"""Whole matrices out of the parts that ranks hold, one owner for each, and back: for updates that need all of a matrix.
+"""Gathers sharded matrices onto one owner each, and scatters the results: for updates that need whole matrices (Muon).
 
-    dp_shard   rows of a matrix over the ranks that share a copy of the state   -->  each rank the slices of some matrices
-    tp         rows or columns of it over tensor-parallel ranks                 -->  each rank some whole matrices
-               (experts: expert_tp; those that lie whole on ZeRO's ranks stay, of others rows are brought together first)
-    work on the whole, then the same two exchanges backwards
+    dp_shard   rows of a matrix over the ranks that share one copy of the state   -->  each rank gets slices of some matrices
+    tp         rows or columns of it over tensor-parallel ranks                    -->  each rank gets some whole matrices
+               (experts: expert_tp; experts that are whole on a ZeRO rank stay, sharded ones are gathered by rows first)
+    compute on the whole matrix, then the same two exchanges in reverse
 
-A rank that holds 1/k of every matrix gets every k-th matrix whole: nothing is computed twice inside a copy of the state, and of
-P elements that a rank holds it sends and receives P, twice (each exchange one `all_to_all_single`; `work.sharding.owners` says
-whose). Copies of the state (dp_replicate, or ZeRO 0) each do all of it: the same bits, without a message. The alternative,
-gathering every matrix everywhere, sends n times as much and computes everything n times; orthogonalising parts is another
+A rank that holds 1/k of every matrix gets every k-th matrix whole: nothing is computed twice within a replica, and a rank that
+holds P elements sends and receives P, twice (each exchange is one `all_to_all_single`; `work.sharding.owners` assigns owners).
+Replicas (dp_replicate, or ZeRO 0) each do all of it, with the same bits and no communication. The alternative, all-gathering
+every matrix everywhere, sends n times as much and computes everything n times; orthogonalising shards separately is another
 algorithm.
 """
 
@@ -28,15 +28,15 @@ from ultrascale.work.sharding.owners import Exchange, Span, exchanges, slice_spa
 
 
 class GatheredMatrices:
-    """The exchanges for some weights of a rank; made once. All ranks of the groups make theirs of the same weights."""
+    """Exchanges for a set of weights of a rank; built once. All ranks of the groups build theirs for the same weights."""
 
     def __init__(self, share: Share, held: Sequence[LocalParameter]):
         planned = exchanges([shard.weight for shard in held], share.layout, share.mesh.rank)
         self._stages = [_Stage(exchange, _group(share, held, exchange)) for exchange in planned]
 
     def apply(self, parts: Sequence[Tensor], work: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """`work` on each whole matrix (of experts: on [X, m, n] of those here) of which `parts` are this rank's, in the order
-        of the weights; this rank's parts of the results, of the same shapes. Collective."""
+        """Apply `work` to each whole matrix (experts: to [X, m, n] of the local experts). `parts` are this rank's shards, in
+        the order of the weights; returns this rank's shards of the results, of the same shapes. Collective."""
         tensors: dict[int, Tensor] = dict(enumerate(parts))
         for stage in self._stages:
             tensors = stage.gather_to_owners(tensors)
@@ -47,14 +47,14 @@ class GatheredMatrices:
 
 
 class _Stage:
-    """One exchange there and back. Tensors it does not know pass by."""
+    """One exchange and its reverse. Tensors it does not know pass through unchanged."""
 
     def __init__(self, exchange: Exchange, group: dist.ProcessGroup):
         self.exchange, self.shardings = exchange, exchange.shardings
         self.group, self.rank, self.size = group, group.rank(), group.size()
         assert (self.rank, self.size) == (exchange.rank, len(next(iter(self.shardings.values())).spans))
         self._rest: dict[int, tuple[int, ...]] = {}
-        """Shapes of parts."""
+        """Shapes of the parts."""
 
     def is_owner(self, number: int) -> bool:
         return self.exchange.is_owner(number)
@@ -101,11 +101,11 @@ class _Stage:
         return whole
 
     def _exchange(self, sent: list[list[Tensor]], shapes: list[list[tuple[int, ...]]], like: Tensor) -> list[list[Tensor]]:
-        """Tensors that each rank sent to this one, of these shapes; `sent` goes to each rank, and is emptied."""
+        """Send `sent[rank]` to each rank (and empty it); returns the tensors received from each rank, of these `shapes`."""
         self._like = like.new_empty(0)
         flat = torch.cat([like.new_empty(0), *(part.flatten() for some in sent for part in some)])
         sizes = [sum(part.numel() for part in some) for some in sent]
-        sent.clear()  # copies of results that do not lie in one piece
+        sent.clear()  # frees copies of non-contiguous results
         counts = [sum(prod(shape) for shape in some) for some in shapes]
         received = like.new_empty(sum(counts))
         with waiting("matrices gathered for the optimizer", self.group):
@@ -118,7 +118,7 @@ class _Stage:
 
 
 def spans_over(share: Share, held: LocalParameter, group: dist.ProcessGroup) -> tuple[Span, ...]:
-    """The part that each rank of `group`, along tp or expert_tp, holds of the dimension of a weight that is sharded over it."""
+    """Span of the sharded dimension of a weight that each rank of `group` (tp or expert_tp) holds."""
     return slice_spans(held.weight, share.layout, dist.get_process_group_ranks(group))
 
 

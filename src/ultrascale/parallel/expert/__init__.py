@@ -1,6 +1,6 @@
 """Expert parallelism.
 
-expert_parallel    put on a decoder: begin here
-expert_dispatch    tokens to their experts' ranks, and back
-expert_rows, expert_sequences   order of rows; limited capacity
+expert_parallel    applies it to a decoder: begin here
+expert_dispatch    sends tokens to their experts' ranks, and results back
+expert_rows, expert_sequences   order of rows; limited expert capacity
 """

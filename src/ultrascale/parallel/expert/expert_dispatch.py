@@ -1,20 +1,20 @@
-"""Tokens to the ranks of their experts, and results back.
+"""Dispatch and combine: sends tokens to the ranks of their experts, and results back.
 
-    tokens [N, D]        every rank's own; without sequence parallelism ranks of tp hold the same, and each takes its part
-      | spread           a row for each (token, expert) pair, in the order of experts: R of N k, less those dropped
-      | ep: exchange     rows go to the ranks of their experts; how many was agreed before, in a message of X integers
-      | expert_tp: all_gather  ranks that cut the same experts' F hold each other's rows too
-      | by expert        rows of all sources, next to each other for one grouped product per weight
+    tokens [N, D]        each rank's own; without sequence parallelism all tp ranks hold the same, and each takes a part
+      | spread           a row for each (token, expert) pair, in the order of experts: R of N k, less the dropped ones
+      | ep: exchange     rows go to the ranks of their experts; their counts are exchanged first, in a message of X integers
+      | expert_tp: all_gather  ranks that shard the same experts' F gather each other's rows
+      | by expert        rows of all sources, grouped by expert for one grouped GEMM per weight
     experts              X/ep experts, F/expert_tp of each
-      | expert_tp: reduce_scatter, ep: exchange back, weighted sum, unshard_rows over tp      and so home
+      | expert_tp: reduce_scatter, ep: exchange back, weighted sum, unshard_rows over tp      back at the token's rank
 
-Bytes a layer and rank, in elements of D each way, with balanced experts: N k (ep-1)/ep over ep and N k (expert_tp-1) over
-expert_tp; dispatch and combine, forward and backward: four times that. Sending first and gathering then sends each row once
-over ep, the slower network; gathering tokens before they are copied k times would move less only where k is more than ep.
-The host waits once a layer, to learn how many rows come from whom: nothing is dropped or padded to avoid it.
+Communication per layer and rank, in elements of D per direction, with balanced experts: N k (ep-1)/ep over ep and N k
+(expert_tp-1) over expert_tp; dispatch and combine, forward and backward: four times that. Exchanging first and gathering
+afterwards sends each row once over ep, the slower network; gathering tokens before they are copied k times would send less only
+if k exceeds ep. The host waits once per layer, for the row counts: this avoids dropping or padding.
 
-`start` leaves rows under way while shared experts compute. Nothing is scaled: losses and gradients are sums over tokens, and an
-expert's gradient is whole as soon as every token that visited it has been there.
+`start` leaves rows in flight while shared experts compute. Nothing is scaled: losses and gradients are sums over tokens, and an
+expert's gradient is complete once it has processed all its tokens.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from ultrascale.parallel.expert.expert_rows import order_by_expert, put_back, re
 from ultrascale.work.sharding.places import even_part
 
 Experts = Callable[[Tensor, Tensor], Tensor]
-"""Function from rows [R, D] in the order of this rank's experts, and the number of rows of each, [X/ep] int64, to the results
-[R, D]."""
+"""Function from rows [R, D], grouped by expert, and the number of rows of each local expert, [X/ep] int64, to results [R,
+D]."""
 
 
 class Dispatch:
-    """The `dispatch` of an MoE layer under expert parallelism. Groups that are None have one rank."""
+    """The `dispatch` of an MoE layer under expert parallelism. A group of None stands for a single rank."""
 
     def __init__(
         self,
@@ -48,21 +48,21 @@ class Dispatch:
         expert_tp: dist.ProcessGroup | None = None,
         same_tokens: dist.ProcessGroup | None = None,
     ):
-        """`num_experts`: of the layer, X. `same_tokens`: the ranks of tp, if all of them hold the same tokens."""
+        """`num_experts`: experts of the layer, X. `same_tokens`: the group of tp, if all its ranks hold the same tokens."""
         self.num_experts, self.ep, self.expert_tp, self.same_tokens = num_experts, ep, expert_tp, same_tokens
         ranks = 1 if ep is None else ep.size()
         firsts = [even_part(num_experts, ranks, rank)[0] for rank in range(ranks)]
         self.bounds = [*firsts, num_experts]
-        """The first expert of each rank of ep, and the end."""
+        """First expert of each rank of ep, then X."""
 
     def __call__(self, tokens: Tensor, routing: tuple[Tensor, Tensor], experts: Experts) -> Tensor:
-        """Results of tokens [N, D], each token's summed by their weights, [N, D]."""
+        """Expert outputs of tokens [N, D], summed per token with its routing weights: [N, D]."""
         return self.finish(self.start(tokens, routing), experts)
 
     def start(self, tokens: Tensor, routing: tuple[Tensor, Tensor]) -> UnderWay:
-        """Send tokens [N, D] to their experts, [N, k] int64, whose results will count by weights [N, k].
+        """Start sending tokens [N, D] to their experts, [N, k] int64, with the routing weights [N, k].
 
-        Experts >= X: a pair that was dropped, and is not sent.
+        An expert number >= X marks a dropped pair, which is not sent.
         """
         chosen, weights = routing
         lengths: list[int] = []
@@ -85,7 +85,7 @@ class Dispatch:
         return under_way
 
     def finish(self, under_way: UnderWay, experts: Experts) -> Tensor:
-        """Let the experts compute with what arrives, and bring the results home: [N, D]."""
+        """Compute the experts on the received rows, and return the combined results to the tokens' ranks: [N, D]."""
         exchange = under_way.exchange
         rows = self._compute(self._arrived(under_way), under_way, experts)
         if exchange is not None:
@@ -95,13 +95,14 @@ class Dispatch:
         return tokens if self.same_tokens is None else unshard_rows(tokens, under_way.lengths, self.same_tokens)
 
     def _arrived(self, under_way: UnderWay) -> Tensor:
-        """The rows, for whom it is told alone."""
+        """The received rows; the caller holds the only reference."""
         rows, under_way.rows = under_way.rows, None
         assert rows is not None, "they were taken before"
         return rows if under_way.exchange is None else under_way.exchange.arrive(rows)
 
     def _compute(self, rows: Tensor, under_way: UnderWay, experts: Experts) -> Tensor:
-        """Results of rows by source and expert, in the same order. `rows` holds the only reference to any of them."""
+        """Results of rows ordered by source and expert, in the same order. The name `rows` always holds the only reference, so
+        that each tensor is freed early."""
         arriving, lengths = under_way.arriving, [sum(sizes) for sizes in under_way.from_rank]
         if self.expert_tp is not None:
             rows = all_gather(rows, lengths, self.expert_tp)
@@ -116,8 +117,8 @@ class Dispatch:
         return rows if self.expert_tp is None else reduce_scatter(rows, lengths, self.expert_tp)
 
     def _agree(self, sent: Tensor) -> Tensor:
-        """Exchanges counts: from the rows that this rank sends to each expert, [X], to those that arrive: [expert_tp, ep,
-        X/ep], rows that will be gathered over expert_tp from its other ranks included."""
+        """Exchange counts: from the rows that this rank sends to each expert, [X], to those it receives, [expert_tp, ep, X/ep],
+        including rows that will be gathered from the other ranks of expert_tp."""
         arriving = sent
         if self.ep is not None:
             sizes = [end - first for first, end in pairwise(self.bounds)]
@@ -133,25 +134,25 @@ class Dispatch:
 
 @dataclass
 class UnderWay:
-    """Rows that have been sent and what is known of them."""
+    """Rows in flight, with the metadata to combine their results."""
 
     rows: Tensor | None
     """Rows to send; None once they have been taken."""
     pairs: Tensor
     """Index of the (token, choice) of each sent row, [R] int64."""
     weights: Tensor
-    """[own N, k]."""
+    """Routing weights of this rank's tokens, [N, k]."""
     arriving: Tensor
-    """Rows for each expert of this rank, by the ranks that send them: [expert_tp, ep, X/ep] int64."""
+    """Number of rows for each local expert, by sending rank: [expert_tp, ep, X/ep] int64."""
     from_rank: list[list[int]]
-    """Rows from each rank: sums over experts, on the host."""
+    """Number of rows from each rank (sums over experts), on the host."""
     lengths: list[int]
-    """Tokens of each rank of tp, if all of them hold the same; else none."""
+    """Number of tokens of each tp rank if all hold the same tokens; else empty."""
     exchange: TokenExchange | None = None
 
 
 def _to_host(sent: Tensor, from_rank: Tensor) -> tuple[list[int], list[list[int]]]:
-    """Both as numbers, in one copy."""
+    """Both tensors as Python integers, in one device-to-host copy."""
     numbers = torch.cat([sent, from_rank.flatten()]).tolist()
     width: int = from_rank.shape[1]
     rest: Sequence[int] = numbers[len(sent) :]

@@ -1,16 +1,16 @@
-"""Expert parallelism put on a decoder: which experts a rank holds, and how tokens find them.
+"""Applies expert parallelism to a decoder: which experts a rank holds, and how tokens reach them.
 
-    weight of the experts    cut                               seam
+    weight of the experts    sharding                          seam
     gate, up [X, F, D]       dim 0 over ep, F over expert_tp   MoE.dispatch (`parallel.expert.expert_dispatch`)
     down [X, D, F]           dim 0 over ep, F over expert_tp   the same
-    down's bias [X, D]       dim 0 over ep                     added by the first rank of expert_tp alone
-    router, shared experts   as tp has it, not by ep           router.sum_counts, router.keep
+    down's bias [X, D]       dim 0 over ep                     added by the first rank of expert_tp only
+    router, shared experts   by tp, not by ep                  router.sum_counts, router.keep
                              (`parallel.expert.expert_sequences`)
 
-The ranks of ep and expert_tp are any of the tp x cp x dp plane of a pipeline stage, expert_tp fastest; what is left of the
-plane repeats the experts, and FSDP2 cuts and sums them over these ranks alone (`expert_modules` says which modules). A gradient
-needs no sum over ep: tokens of all its ranks have visited the expert. Ranks of tp without sequence parallelism hold the same
-tokens and share them out first, so that each token still visits an expert once.
+The ranks of ep and expert_tp are any of the tp x cp x dp plane of a pipeline stage, expert_tp fastest. The rest of the plane
+replicates the experts; FSDP2 shards and sums them over these ranks only (`expert_modules` says which modules). A gradient needs
+no sum over ep: tokens of all its ranks have visited the expert. tp ranks without sequence parallelism hold the same tokens and
+split them first, so that each token still visits an expert once.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ultrascale.work.sharding.places import Coordinates, shard_of
 
 
 def apply_expert_parallel(decoder: Decoder, layout: Layout, mesh: Groups) -> None:
-    """Cut the experts of `decoder`, whose weights are still on the meta device, and let its tokens travel, in place.
+    """Shard the experts of `decoder`, whose weights are still on the meta device, and install token dispatch, in place.
 
-    After tensor and context parallelism, before recomputation.
+    Apply after tensor and context parallelism, before recomputation.
     """
     spec, tp = decoder.spec, mesh.group("tp")
     if not spec.num_experts:
@@ -58,9 +58,9 @@ def expert_modules(decoder: nn.Module) -> list[Experts]:
 
 
 def count_groups(layout: Layout, mesh: Groups, scope: str) -> list[dist.ProcessGroup]:
-    """Groups over which, one after the other, counts of choices are summed for a balance loss of this scope.
+    """Groups over which, one after the other, the router's expert counts are summed for a balance loss of this scope.
 
-    "sequence", "micro-batch": the ranks that hold the rest of the same sequences; "global": all with tokens of their own.
+    "sequence", "micro-batch": the ranks that hold the rest of the same sequences; "global": all ranks with distinct tokens.
     """
     groups = [mesh.group("tp") if layout.sequence_parallel else None, mesh.group("cp")]
     groups += [mesh.group("dp")] if scope == "global" else []
@@ -68,7 +68,7 @@ def count_groups(layout: Layout, mesh: Groups, scope: str) -> list[dist.ProcessG
 
 
 def sum_counts(counts: Tensor, *, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """Counts summed over each of `groups` in turn; those given stay as they are. Integers: the order does not matter."""
+    """Counts summed over each of `groups` in turn, out of place. They are integers, so the order does not matter."""
     total = counts.clone() if groups else counts
     for group in groups:
         with waiting("the sum of experts' loads", group):

@@ -1,10 +1,10 @@
-"""The order of rows that came from several ranks: by source and within it by expert, and next to each other by expert.
+"""Reorders rows received from several ranks: from (source, expert) order into expert order.
 
-    arrived      rank 0: e0 e0 e1 | rank 1: e0 e1 e1 e1            counts [[2, 1], [1, 3]]
+    received     rank 0: e0 e0 e1 | rank 1: e0 e1 e1 e1            counts [[2, 1], [1, 3]]
     by expert    e0 e0 e0 e1 e1 e1 e1                              within an expert still by source
 
-A permutation's derivative is its inverse: rows are copied there and back, and nothing is added up. Saved for the backward pass:
-the order, 8 bytes a row.
+The gradient of a permutation is its inverse: rows are copied there and back, and nothing is summed. Saved for the backward
+pass: the order, 8 bytes a row.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from torch.autograd.function import once_differentiable
 
 
 def order_by_expert(counts: Tensor, num_rows: int) -> Tensor:
-    """Indices that bring rows that lie by source and within it by expert, counts [..., X], into the order of experts, [R]
-    int64."""
+    """Indices [R] int64 that reorder rows from (source, expert) order, with counts [..., X], into expert order."""
     expert = torch.arange(counts.shape[-1], device=counts.device).expand_as(counts).flatten()
     return expert.repeat_interleave(counts.flatten(), output_size=num_rows).argsort(stable=True)
 
 
 def reorder(rows: Tensor, order: Tensor) -> Tensor:
-    """[R, D] in another order: row i is what was row `order[i]`."""
+    """Permute rows [R, D]: row i of the result is row `order[i]`."""
     return _Reorder.apply(rows, order)  # pyright: ignore[reportReturnType]
 
 
 def put_back(rows: Tensor, order: Tensor) -> Tensor:
-    """The inverse of `reorder`: row `order[i]` is what was row i."""
+    """Inverse of `reorder`: row `order[i]` of the result is row i."""
     return _PutBack.apply(rows, order)  # pyright: ignore[reportReturnType]
 
 

@@ -1,17 +1,17 @@
-"""Capacity of experts when a sequence's tokens are spread over ranks: the choices that are dropped.
+"""Expert capacity when a sequence's tokens are spread over ranks: which choices are dropped.
 
-Capacity is a share of a whole sequence: to drop what one process drops, a rank needs the choices of all its tokens. Each rank
-of tp (with sequence parallelism) and of cp gives its own, in the order in which it holds them; all put them where they stand in
-the sequence, decide the same, and read the answer for their own tokens.
+Capacity is defined per whole sequence: to drop what one process would drop, a rank needs the choices of all tokens of the
+sequence. Each rank of tp (with sequence parallelism) and of cp contributes its own, in the order in which it holds them. All of
+them reorder the choices by sequence position, make the same decision, and keep the answer for their own tokens.
 
     ranks hold     0 1 6 7 | 2 3 4 5          slots, in zigzag order of two ranks of cp
-    in sequence    0 1 2 3 4 5 6 7            where equal weights are told apart by which token comes first
+    in sequence    0 1 2 3 4 5 6 7            ties between equal weights go to the earlier token
 
-A rank receives 8 B S k bytes a layer (fp32): little beside its B S k D / (tp cp) elements of tokens. Not taken: a decision from
-local tokens alone, as others have it, which drops other tokens in every layout.
+A rank receives 8 B S k bytes a layer (fp32): little beside its B S k D / (tp cp) elements of tokens. Not taken: deciding from
+local tokens only, as other frameworks do, which drops different tokens under each layout.
 
-Where tokens stand comes with the mask, which each block is given: a block that is computed again in the backward pass, when
-other micro-batches have passed through, finds its own.
+Token positions are passed along with the mask that each block is given: a block recomputed in the backward pass, after other
+micro-batches have run, still gets its own.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from ultrascale.work.sharding.places import even_part
 
 
 class Placed(NamedTuple):
-    """A mask, and where in their sequences the tokens of each rank of cp stand: [1 or B, S/cp] int64 each."""
+    """A mask, and the sequence positions of the tokens of each rank of cp: [1 or B, S/cp] int64 each."""
 
     mask: Any
     positions: list[Tensor]
 
 
 def apply_whole_sequences(decoder: Decoder, sequences: WholeSequences) -> None:
-    """Let experts of limited capacity drop what one process drops, in place. After context parallelism has set the masks, and
-    before blocks are wrapped for recomputation."""
+    """Make experts of limited capacity drop what one process would drop, in place. Call it after context parallelism has
+    replaced the masks, and before blocks are wrapped for recomputation."""
     decoder.make_mask = partial(sequences.make_mask, decoder.make_mask)  # pyright: ignore[reportAttributeAccessIssue]
     for _, block in decoder.blocks():
         block.forward = partial(sequences.enter, block.forward)  # pyright: ignore[reportAttributeAccessIssue]
@@ -53,14 +53,14 @@ def apply_whole_sequences(decoder: Decoder, sequences: WholeSequences) -> None:
 
 
 class WholeSequences:
-    """The ranks that hold the tokens of the same sequences. `tp`: with sequence parallelism, else None."""
+    """Ranks that hold the tokens of the same sequences. `tp`: its group with sequence parallelism, else None."""
 
     def __init__(self, layout: Layout, *, cp: dist.ProcessGroup | None, tp: dist.ProcessGroup | None):
         self.layout, self.cp, self.tp = layout, cp, tp
         self.positions: list[Tensor] = []
 
     def make_mask(self, inner: Callable[..., Any], num_queries: int, *others: Any, **options: Any) -> Placed:
-        """The decoder's `make_mask`: the mask of `inner`, with the tokens' places."""
+        """The decoder's `make_mask`: the mask of `inner`, together with the tokens' positions."""
         mask = inner(num_queries, *others, **options)
         if self.cp is None:
             return Placed(mask, [torch.arange(num_queries, device=options["device"])[None]])
@@ -71,15 +71,15 @@ class WholeSequences:
         return Placed(mask, [torch.from_numpy(of_rank).to(options["device"]) for of_rank in positions])
 
     def enter(self, forward: Callable[..., Tensor], hidden: Tensor, angles: Any, placed: Placed, *rest: Any) -> Tensor:
-        """A block's `forward`, with the tokens' places known."""
+        """A block's `forward` with the tokens' positions set."""
         self.positions = placed.positions
         return forward(hidden, angles, placed.mask, *rest)
 
     @torch.no_grad()
     def keep(self, chosen: Tensor, weights: Tensor, num_experts: int, factor: float) -> Tensor:
-        """The choices of this rank's tokens, [B, own S, k], that are kept."""
+        """Mask of the choices of this rank's tokens that are kept, [B, S/(tp cp), k]."""
         choices = chosen.shape[2]
-        local = torch.cat((chosen.to(weights.dtype), weights), 2).transpose(0, 1)  # [own S, B, 2 k]
+        local = torch.cat((chosen.to(weights.dtype), weights), 2).transpose(0, 1)  # [S/(tp cp), B, 2 k]
         gathered = self._gather(local).transpose(0, 1)  # [B, S, 2 k]
         where = torch.cat([of_rank.expand(len(chosen), -1) for of_rank in self.positions], 1)  # [B, S]
         placed = torch.empty_like(gathered).scatter_(1, where[..., None].expand_as(gathered), gathered)
@@ -88,7 +88,7 @@ class WholeSequences:
         return kept.gather(1, positions[..., None].expand_as(chosen))
 
     def _gather(self, local: Tensor) -> Tensor:
-        """The shards of all ranks, by place in cp and then in tp: [S, ...] of [own S, ...]."""
+        """Gather the shards of all ranks, ordered by cp and then tp rank: local [S/(tp cp), ...] to [S, ...]."""
         place = 0 if self.cp is None else self.cp.rank()
         if self.tp is not None:
             length, ranks = self.positions[place].shape[1], self.tp.size()
@@ -96,7 +96,7 @@ class WholeSequences:
         return local if self.cp is None else all_gather(local, [of_rank.shape[1] for of_rank in self.positions], self.cp)
 
     def _local_positions(self) -> Tensor:
-        """[1 or B, own S]."""
+        """Sequence positions of this rank's tokens, [1 or B, S/(tp cp)]."""
         positions = self.positions[0 if self.cp is None else self.cp.rank()]
         if self.tp is None:
             return positions

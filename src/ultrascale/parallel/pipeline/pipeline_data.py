@@ -1,7 +1,9 @@
-"""FSDP2 under a pipeline: gathers in the order of the blocks, and reductions where a backward pass ends without autograd.
+"""FSDP2 under a pipeline: prefetches all-gathers in the order of the blocks, and reduces gradients where a pass ends without an
+autograd backward.
 
-Backward passes B do what FSDP2 does by itself (`parallel.data.data_parallel.prepare_action` tells it when to reduce): buckets
-are reduced while the blocks before them still compute. W is no backward pass to it: gradients appear, and it is told.
+In backward passes B FSDP2 works as usual (`parallel.data.data_parallel.prepare_action` sets when to reduce): buckets are
+reduced while the backward pass goes on. W is no backward pass for FSDP2: gradients are set directly, and the reduction is
+triggered here.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ from ultrascale.torch_private import end_backward, fsdp_buckets, fsdp_state
 
 
 def order_gathers(stage: Decoder) -> None:
-    """Let the backward pass of every bucket start the gather of the next on the way back.
+    """Make the backward pass of every bucket prefetch the all-gather of the bucket that comes next in backward order.
 
-    Left alone FSDP2 goes by the order of past forward passes, and after the first bucket of one micro-batch gathers the last of
-    another.
+    By default FSDP2 follows the order of past forward passes, and after the first bucket of one micro-batch it would gather the
+    last of another.
     """
     if not isinstance(stage, FSDPModule):
         return
@@ -33,20 +35,20 @@ def order_gathers(stage: Decoder) -> None:
     buckets = {fsdp_state(module): module for module in modules}
     for module, following in pairwise(buckets.values()):
         module.set_modules_to_backward_prefetch([following])
-    for module in list(buckets.values())[-1:]:  # itself, which is there: with none named FSDP2 goes by past forward passes
+    for module in list(buckets.values())[-1:]:  # names itself, already gathered: with none FSDP2 uses past forward order
         module.set_modules_to_backward_prefetch([module])
 
 
 def _backward_order(block: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a block in the order of its backward pass, as far as FSDP2 manages them: the norm that is read behind a
-    block of multi-token prediction, the block, its experts."""
+    """FSDP2-managed modules of a block in backward order: the norm after a multi-token prediction block, the block, its
+    experts."""
     if isinstance(block, PredictionBlock):
         yield block.shared_head.norm
     yield from block.modules()
 
 
 def prepare_backward(stage: Decoder, action: Action) -> None:
-    """Prepares FSDP2 for the B or I `action`: what to do with gradients and all-gathered parameters."""
+    """Set what FSDP2 does with gradients and all-gathered parameters in the B or I `action`."""
     prepare_action(stage, action)
     if isinstance(stage, FSDPModule) and action.reduce_gradients:
         for group in fsdp_buckets(stage):
@@ -55,7 +57,7 @@ def prepare_backward(stage: Decoder, action: Action) -> None:
 
 
 def reduce_weight_gradients(stage: Decoder, action: Action) -> None:
-    """Adds the gradients of the W `action` to those of earlier micro-batches, and reduces them if it says so."""
+    """Add the gradients of the W `action` to those of earlier micro-batches, and reduce them if the action says so."""
     if not isinstance(stage, FSDPModule):
         return
     prepare_action(stage, action)
@@ -67,10 +69,10 @@ def reduce_weight_gradients(stage: Decoder, action: Action) -> None:
 
 
 def _widen(group: Any) -> None:
-    """Let every parameter of a bucket have a gradient, in the dtype of the sum.
+    """Give every parameter of a bucket a gradient, in the dtype of the sum.
 
-    FSDP2 reduces what is there, in one dtype, and adds up reductions of one length. A norm's gradient is made in I: at one W
-    there may be several micro-batches' of it, already in the wide dtype, and at the next none.
+    FSDP2 reduces the gradients that exist, in one dtype, and accumulates reductions of equal length. But a norm's gradient is
+    computed in I: at one W there may be those of several micro-batches, already in the wide dtype, and at the next none.
     """
     for parameter in group.fsdp_params:
         if parameter.unsharded_accumulated_grad is None:

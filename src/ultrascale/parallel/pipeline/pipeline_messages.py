@@ -1,13 +1,13 @@
-"""Messages between the stages of a pipeline, sent and received beside the computation.
+"""Messages between the stages of a pipeline, sent and received asynchronously, overlapping with computation.
 
-A send starts when the result exists and nobody waits for it. A receive starts before the action that comes before its reader,
-so that the message travels while that one computes; its memory becomes the stage's input. Between two ranks receives start in
-the order of the sends, which is all that NCCL goes by, and each direction has a process group of its own on CUDA: NCCL orders
-everything between two ranks of a group, and two sends would wait for each other.
+A send starts as soon as the result exists, and nothing waits for it. A receive is posted before the action that precedes its
+reader, so that the message travels while that action computes; its buffer becomes the stage's input. Between two ranks receives
+are posted in the order of the sends, the only matching NCCL has. On CUDA each direction has its own process group: NCCL runs
+all operations between two ranks of a group in order, and two opposite sends would deadlock.
 
-A sent tensor must live until it has left. gloo does not say when; but whatever comes back from a rank was made after it had
-read all that it needed before, so a message that arrives lets go of what its sender has read by then. What is left waits for
-the end of the step: on the way back, when activations go, faster than these come.
+A sent tensor must stay alive until it has been transmitted. gloo does not report that; but a rank sends a message only after it
+has read everything it needed before, so an arriving message allows tensors that its sender has read to be freed. The rest is
+freed at the end of the step: in the backward pass activations are freed faster than sent gradients accumulate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ultrascale.schedules.actions import Action
 from ultrascale.schedules.messages import Message, input_of, output_of, receive_order
 
 BETWEEN_STAGES = "a message between stages"
-"""Name of these messages for profilers."""
+"""Name of these messages in profiler traces."""
 
 
 class PipelineError(LostRankError):
@@ -36,7 +36,7 @@ class PipelineError(LostRankError):
 
 
 class Mailbox:
-    """The messages of one rank in one step."""
+    """Messages of one rank in one step."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class Mailbox:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """`messages` of the whole step, each of `shape`; `groups` of the pipeline's ranks, for messages to higher and to lower
-        ranks (on CPU they may be one)."""
+        """`messages`: of the whole step, each of `shape`; `groups`: of the pipeline's ranks, for messages to higher and to
+        lower ranks (the same group on CPU is allowed)."""
         self.rank, self.groups, self.last_stage = groups[0].rank(), groups, last_stage
         self.shape, self.dtype, self.device = tuple(shape), dtype, device
         self.outgoing = {message.key: message for message in messages if message.sender == self.rank}
@@ -60,12 +60,12 @@ class Mailbox:
         self._leaving: defaultdict[int, deque[tuple[Message, Tensor, dist.Work | None]]] = defaultdict(deque)
 
     def expect(self, position: int) -> None:
-        """Start to receive what `receive_order` says should be on its way when the action at `position` begins."""
+        """Post the receives that `receive_order` assigns to the start of the action at `position`."""
         while self._expected and self._expected[0][0] <= position:
             self._start(self._expected.popleft()[1])
 
     def collect(self, part: Action) -> Tensor | None:
-        """Input that a pass reads from another pass, once it is here; None if it reads none. Raises PipelineError."""
+        """Wait for and return the input that a pass reads from another pass; None if it reads none. Raises PipelineError."""
         key = input_of(part, self.last_stage)
         if key is None:
             return None
@@ -73,7 +73,7 @@ class Mailbox:
         return self._delivered.pop(key) if message is None else self.take(message)
 
     def deliver(self, part: Action, result: Tensor | None) -> None:
-        """Send what a pass has made, or keep it for another stage of this rank. Raises PipelineError."""
+        """Send the result of a pass, or keep it for another stage of this rank. Raises PipelineError."""
         key = output_of(part, self.last_stage)
         if key is None:
             return
@@ -85,20 +85,20 @@ class Mailbox:
             self.send(message, result)
 
     def start(self, key: tuple[bool, int, int]) -> None:
-        """Start to receive the next that is expected, which is this one: with `torch_actions`, instead of `expect`."""
+        """Post the next expected receive, which must be this one: used with `torch_actions`, instead of `expect`."""
         _, message = self._expected.popleft()
         assert message.key == key, (message, key)
         self._start(message)
 
     def take(self, message: Message) -> Tensor:
-        """The tensor of an expected message, once it is here. Raises PipelineError."""
+        """Wait for and return the tensor of an expected message. Raises PipelineError."""
         tensor, work = self._arriving.pop(message.key)
         self._wait(work, f"waited for {message}")
         self._release(message.sender, message.sent_by)
         return tensor
 
     def send(self, message: Message, tensor: Tensor) -> None:
-        """Start to send. Raises PipelineError if the receiver is known to be gone."""
+        """Start sending. Raises PipelineError if the receiver is known to be gone."""
         tensor = tensor.detach().contiguous()
         assert tensor.shape == self.shape and tensor.dtype == self.dtype, (tensor.shape, tensor.dtype, self.shape, self.dtype)
         group = self.groups[message.receiver < self.rank]
@@ -111,8 +111,8 @@ class Mailbox:
         self._release(message.receiver)
 
     def _release(self, receiver: int, position: int = -1) -> None:
-        """Forget what has left for `receiver`, which has come to `position` of its list. NCCL says itself what has left, and to
-        wait for it would be to let the stream that computes wait."""
+        """Free tensors that `receiver` has read, given that it has reached `position` of its list. NCCL tracks completion
+        itself, and waiting for it would block the compute stream."""
         leaving = self._leaving[receiver]
         if is_cuda(self.device):
             while leaving and ((work := leaving[0][2]) is None or work.is_completed()):
@@ -122,7 +122,7 @@ class Mailbox:
             self._wait(leaving.popleft()[2], "sent")
 
     def close(self) -> None:
-        """Wait until all that was sent has left. Raises PipelineError."""
+        """Wait until all sends are complete. Raises PipelineError."""
         assert not self._arriving and not self._expected, "messages that nobody has taken"
         for leaving in self._leaving.values():
             while leaving:

@@ -1,13 +1,14 @@
-"""Pipeline parallelism: the lists of `schedules` executed, one rank's actions one after the other.
+"""Pipeline parallelism: executes the action lists of `schedules`, one rank's actions one after the other.
 
     for each action: wait for its input (`pipeline_messages`), run the pass (`pipeline_passes`), send the result on
-    a forward "beside" a backward (DualPipe) is run before it, not at the same time: there is one stream of computation
+    a forward paired with a backward (DualPipe) runs before it, not concurrently: there is one compute stream
 
-The planner plays the same lists (`plan.pipeline.play`). Of a micro-batch in flight a rank holds what autograd saved and the
-stage's input; its result is let go when it has been sent. Sends and receives run beside the computation (`pipeline_messages`).
-A rank sends one activation, [B, S, D], per micro-batch and border, and as much back.
+The planner simulates the same lists (`plan.pipeline.play`). For a micro-batch in flight a rank holds the tensors that autograd
+saved and the stage's input; the stage's result is freed once it has been sent. Sends and receives overlap with computation
+(`pipeline_messages`). A rank sends one activation, [B, S, D], per micro-batch and stage boundary, and one gradient of that size
+back.
 
-layout.pipeline_runtime = "torch" gives list, passes and messages to the runtime of torch.distributed.pipelining
+With layout.pipeline_runtime = "torch", the runtime of torch.distributed.pipelining executes list, passes and messages
 (`pipeline_torch`) instead of the loop here.
 """
 
@@ -40,16 +41,16 @@ from ultrascale.schedules.sharded import sharded
 
 
 class Executed(NamedTuple):
-    """An action as it was done; seconds of `time.perf_counter`, which all processes of a machine share."""
+    """An executed action, with times in seconds of `time.perf_counter`, a clock shared by all processes of a machine."""
 
     action: Action
     start: float
-    """Time at which its input was there, so that waiting is not counted."""
+    """Time at which its input had arrived, so waiting is not counted."""
     end: float
 
 
 class Orders(NamedTuple):
-    """The actions of a step, for every rank of a pipeline, and the messages that follow from them."""
+    """Actions of a step for every rank of a pipeline, and the messages derived from them."""
 
     schedule: Schedule
     messages: list[Message]
@@ -63,16 +64,16 @@ class Orders(NamedTuple):
 
 
 def build_orders(layout: Layout, num_micro_batches: int) -> Orders:
-    """The step of `layout` with so many micro-batches on each rank. Raises SpecError as `schedule_of`."""
+    """Actions of a training step of `layout` with this many micro-batches. Raises SpecError as `schedule_of`."""
     schedule = schedule_of(layout, num_micro_batches)
     return Orders(schedule, messages(schedule), shape_of(schedule)[0], num_micro_batches)
 
 
 def build_evaluation(layout: Layout, num_micro_batches: int) -> Orders:
-    """The forward passes alone, in the schedule's order.
+    """Actions of an evaluation: the forward passes only, in the schedule's order.
 
-    A schedule from a file is for one number of micro-batches, which an evaluation need not have: then in plain order, on the
-    ranks that the file's pass, one after the other.
+    A schedule from a file is written for one number of micro-batches, which an evaluation need not have. For other numbers the
+    forward passes run in plain order, on the ranks to which the file assigns the stages.
     """
     if is_file(layout.schedule):
         from_file = read_schedule(Path(layout.schedule))
@@ -92,7 +93,7 @@ _training, _evaluation = lru_cache(maxsize=16)(build_orders), lru_cache(maxsize=
 class Pipeline:
     """One rank of a pipeline, with its stages.
 
-    `groups`: the ranks of this pipeline in order, for messages to higher and to lower ranks
+    `groups`: process groups of this pipeline's ranks in order, for messages to higher and to lower ranks
     (`Mesh.pipeline_groups`).
     """
 
@@ -103,7 +104,7 @@ class Pipeline:
     on_action: Callable[[Action], None] = lambda action: None
     """Called with each F, B, I and W before it begins."""
     executed: list[Executed] = field(init=False, default_factory=list)
-    """The actions of the last step."""
+    """Executed actions of the last step."""
     _weights: WeightGradients = field(init=False, default_factory=WeightGradients)
     _splits: bool = field(init=False, default=False)
 
@@ -117,10 +118,10 @@ class Pipeline:
         return self.groups[0].rank()
 
     def train(self, num_micro_batches: int, passes: Passes, *, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Every forward and backward pass of a step; gradients are left in the stages' parameters, reduced.
+        """Run every forward and backward pass of a step; the reduced gradients are left in the stages' parameters.
 
-        `shape`, `dtype`: of the activations between stages. Losses are for `passes` to keep. Raises PipelineError if a rank is
-        lost, and SpecError for a number of micro-batches that the schedule is not made for.
+        `shape`, `dtype`: of the activations between stages. `passes` records the losses. Raises PipelineError if a rank is
+        lost, and SpecError for a number of micro-batches that the schedule does not support.
         """
         orders = _training(self.layout, num_micro_batches)
         if orders.splits and not self._splits:
@@ -130,7 +131,7 @@ class Pipeline:
         self._run(orders, sharded(orders.schedule[self.rank], self.layout.zero_stage), passes, shape, dtype)
 
     def evaluate(self, num_micro_batches: int, passes: Passes, *, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """The forward passes of any number of micro-batches, without gradients; otherwise as `train`."""
+        """Run the forward passes of any number of micro-batches, without gradients; otherwise as `train`."""
         orders = _evaluation(self.layout, num_micro_batches)
         with torch.no_grad():
             self._run(orders, orders.schedule[self.rank], passes, shape, dtype)
@@ -158,9 +159,9 @@ def build_pipeline(
     device: torch.device,
     on_action: Callable[[Action], None] = lambda action: None,
 ) -> Pipeline:
-    """The rank's pipeline with the runtime that `layout` asks for; arguments as of `Pipeline`."""
+    """The rank's pipeline, with the runtime that `layout` selects; arguments as for `Pipeline`."""
     if layout.pipeline_runtime == "torch":
-        from ultrascale.parallel.pipeline.pipeline_torch import TorchPipeline  # seconds to import
+        from ultrascale.parallel.pipeline.pipeline_torch import TorchPipeline  # its import takes seconds
 
         return TorchPipeline(layout, stages, groups, device, on_action)
     return Pipeline(layout, stages, groups, device, on_action)

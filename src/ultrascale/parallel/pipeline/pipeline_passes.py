@@ -1,8 +1,10 @@
-"""F, B, I and W of a rank's stages, and what a micro-batch leaves there between them. When and with what is a runtime's to say.
+"""Passes F, B, I and W of a rank's stages, and the tensors that a micro-batch leaves there between them. The runtime decides
+when each pass runs and with which input.
 
-F   take the stage's input (tokens, a message, or what another stage of this rank made), run the stage
+F   take the stage's input (tokens, a message, or the result of another stage of this rank), run the stage
 B   take the gradient of the result, run the backward pass
-I   the same without the gradients of most weights        W   those; in the first stage, whose I nobody waits for, all of it
+I   the same without most weight gradients               W   those gradients; the first stage, whose I nobody waits for, runs
+                                                             its whole backward pass in W
 """
 
 from __future__ import annotations
@@ -23,34 +25,35 @@ from ultrascale.parallel.pipeline.pipeline_weights import Waiting, WeightGradien
 from ultrascale.schedules.actions import Action, Kind
 
 Passes = Callable[[int, int, Tensor | None], Tensor]
-"""(stage, micro-batch, its input or None for the first stage) to what the next stage takes, of the last one the loss (0-d)."""
+"""Function from (stage, micro-batch, its input or None for the first stage) to the next stage's input; on the last stage, to
+the loss (0-d)."""
 
 
 class _InFlight(NamedTuple):
-    """The tensors that a micro-batch leaves in a stage until its backward pass."""
+    """Tensors that a micro-batch keeps in a stage until its backward pass."""
 
     result: GradientEdge
     received: Tensor | None
-    """The stage's input, a leaf of its graph; None: tokens."""
+    """The stage's input, a leaf of its graph; None for tokens."""
 
 
 @dataclass
 class Passing:
-    """The micro-batches in flight on a rank, in one step."""
+    """Micro-batches in flight on a rank, in one step."""
 
     stages: Mapping[int, Decoder]
     passes: Passes
     weights: WeightGradients
     held: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
-    """[stage, micro-batch]: between F and B or I."""
+    """Tensors between F and B or I, by (stage, micro-batch)."""
     waiting: dict[tuple[int, int], Waiting] = field(default_factory=dict)
-    """[stage, micro-batch]: between I and W."""
+    """Deferred weight gradients between I and W, by (stage, micro-batch)."""
     _deferred: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
-    """[stage, micro-batch]: gradients of results of the first stage, between I and W."""
+    """Gradients of the first stage's results between I and W, by (stage, micro-batch)."""
 
     def do(self, part: Action, received: Tensor | None) -> Tensor | None:
-        """One pass. `received`: its input of another pass (`schedules.messages.input_of`). Returns what the next stage, or the
-        one before, reads of it; of others what is of no use to them."""
+        """Run one pass. `received`: its input from another pass (`schedules.messages.input_of`). Returns the tensor that the
+        next stage (after F) or the previous one (after B or I) reads; after other passes the value has no use."""
         stage, key = self.stages[part.stage], (part.stage, part.micro_batch)
         if part.kind is Kind.INPUT_GRADIENT and part.stage == 0:
             self._deferred[key] = received

@@ -1,13 +1,14 @@
-"""A step of a pipeline by the runtime of torch.distributed.pipelining: the same list, passes and messages in torch's loop.
+"""Pipeline step under the runtime of torch.distributed.pipelining: the same list, passes and messages in torch's loop.
 
-    2RECV_F0  2F0  2SEND_F0  ...     the list of `schedules` with its messages, where a mailbox starts them (`torch_actions`)
-    F, B, I, W                       `pipeline_passes`: W cut in the modules, not in autograd's graph (`pipeline_weights` says
-                                     why), gradients reduced where `schedules.sharded` says
-    SEND, RECV                       `pipeline_messages`: torch's own have no limit of time at the end of a step, hold what was
-                                     sent until then, and with 2.11 meet for the first time in a step, each waiting for another
+    2RECV_F0  2F0  2SEND_F0  ...     the list of `schedules` with its messages, placed where a mailbox starts them
+                                     (`torch_actions`)
+    F, B, I, W                       `pipeline_passes`: W is split in the modules, not in autograd's graph
+                                     (`pipeline_weights` says why); gradients reduced where `schedules.sharded` says
+    SEND, RECV                       `pipeline_messages`: torch's own have no time-out at the end of a step, hold sent tensors
+                                     until then, and with 2.11 connect first within a step, each waiting for another
 
-So bits and memory are those of our own loop, whatever the layout. With it comes what torch has around its own: a range of a
-profiler for each action (`PP:2F0`), TORCH_LOGS, its checks.
+So bits and memory equal those of our own loop, for any layout. In addition it has torch's tooling: a profiler range per action
+(`PP:2F0`), TORCH_LOGS, and torch's checks.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from ultrascale.torch_private import pipeline_runtime
 
 _PipelineScheduleRuntime, _read_action = pipeline_runtime()
 Key = tuple[bool, int, int]
-"""A result, as `Message.key`."""
+"""Key of a result, as `Message.key`."""
 
 
 class TorchPipeline(Pipeline):
-    """One rank of a pipeline, as `Pipeline`."""
+    """One rank of a pipeline, with the interface of `Pipeline`."""
 
     def _run(self, orders: Orders, actions: Sequence[Action], passes: Passes, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.executed = []
@@ -65,7 +66,7 @@ def _is_no_error(record: logging.LogRecord) -> bool:
 
 
 class _Step:
-    """State that the stages of a rank share in one step."""
+    """State shared by the stages of a rank in one step."""
 
     def __init__(self, pipeline: TorchPipeline, mailbox: Mailbox, actions: Sequence[Action], passing: Passing):
         self.pipeline, self.mailbox, self.passing = pipeline, mailbox, passing
@@ -73,10 +74,10 @@ class _Step:
         parts = (part._replace(overlapped_with=None) for action in actions for part in action.parts)
         self._parts = {(part.kind, part.stage, part.micro_batch): part for part in parts}
         self._made: dict[Key, Tensor] = {}
-        """Results that are to be sent."""
+        """Results waiting to be sent."""
 
     def do(self, kind: Kind, stage: int, micro_batch: int) -> None:
-        """One pass with what it reads, once that is here."""
+        """Wait for a pass's input and run the pass."""
         part = self._parts[kind, stage, micro_batch]
         received = self.mailbox.collect(part)
         start = time.perf_counter()
@@ -91,29 +92,29 @@ class _Step:
         self.pipeline.executed.append(Executed(part, start, time.perf_counter()))
 
     def receive(self, key: Key) -> list[Any]:
-        """Start to receive a result. Nothing is left to torch's runtime."""
+        """Start receiving a result. Returns an empty list: torch's runtime has nothing to wait for."""
         self.mailbox.start(key)
         return []
 
     def send(self, key: Key) -> list[Any]:
-        """Start to send one. Nothing is left to torch's runtime."""
+        """Start sending a result. Returns an empty list: torch's runtime has nothing to wait for."""
         self.mailbox.send(self.mailbox.outgoing[key], self._made.pop(key))
         return []
 
 
 class _Runtime(_PipelineScheduleRuntime):
-    """Torch's runtime with the list of one rank."""
+    """Torch's runtime, given the list of one rank."""
 
     def __init__(self, step: _Step, cells: Iterable[str], num_micro_batches: int):
         super().__init__([_Stage(step, index) for index in step.pipeline.stages], num_micro_batches)
         self.pipeline_order_with_comms = {step.pipeline.rank: [_read_action(cell) for cell in cells]}
 
     def _initialize_stages(self, *_: Any, **__: Any) -> None:
-        """Nothing: every message has the shape that the step was given."""
+        """Does nothing: every message has the shape given for the step."""
 
 
 class _Stage(PipelineStage):
-    """A stage for torch's runtime. It is shown no module: what it would do with one is done in `Passing`."""
+    """Stage for torch's runtime. It holds no module; `Passing` runs the passes."""
 
     def __init__(self, step: _Step, index: int):
         super().__init__(nn.Module(), index, step.num_stages, step.pipeline.device, group=step.pipeline.groups[0])
@@ -141,10 +142,10 @@ class _Stage(PipelineStage):
         return self.step.send((True, self.stage_index - 1, bwd_chunk_id))
 
     def set_local_fwd_input(self, *_: Any, **__: Any) -> None:
-        """Nothing: the mailbox has what one stage of a rank makes for another."""
+        """Does nothing: the mailbox passes results between stages of one rank."""
 
     def set_local_bwd_input(self, *_: Any, **__: Any) -> None:
-        """Nothing, as above."""
+        """Does nothing, as above."""
 
     def get_local_bwd_output(self, mb_index: int) -> None:
-        """Nothing, as above."""
+        """Does nothing, as above."""

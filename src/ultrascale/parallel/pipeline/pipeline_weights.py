@@ -1,21 +1,22 @@
-"""Backward passes cut in two: I, the gradient of a stage's input, and W, the weights' gradients, later.
+"""Split backward passes: I computes the gradient of a stage's input, and W the weights' gradients, later (zero-bubble
+schedules).
 
     forward   y = x w^T
-    I         dx = dy w                 x and dy are kept for each weight, everything else of the micro-batch is let go
+    I         dx = dy w                 x and dy are kept for each weight; all other tensors of the micro-batch are freed
     W         dw += dy^T x
 
-What waits is linear layers: all the matrix products but those of attention, which have no weights. Small gradients (norms,
-biases, the embedding's rows), experts' and the head's, which its loss makes in the forward pass, are done in I. In fp8 both
-factors wait rounded, 1 byte an element instead of 2, and W multiplies in fp8.
+Deferred are the weight gradients of linear layers: all GEMMs but attention's, which have no weights. Small gradients (norms,
+biases, the embedding's rows), the experts', and the head's (computed with its loss in the forward pass) are computed in I. In
+fp8 both factors are kept in fp8, 1 byte an element instead of 2, and W multiplies in fp8.
 
-torch's `stage_backward_input` finds the cut in autograd's graph instead and works for any layer. It keeps the graph until W,
-with all that its nodes hold, attention's queries, keys and values too; it walks the graph in Python for every micro-batch; what
-torch.utils.checkpoint recomputes it recomputes twice; and an `autograd.Function` does not know which half is asked for and does
-both each time. In a compiled block autograd sees one operation, and nothing could wait: `apply` refuses the two together.
+torch's `stage_backward_input` instead splits autograd's graph, for any layer. But it keeps the graph until W, with every tensor
+its nodes hold, attention's queries, keys and values included; it walks the graph in Python for every micro-batch; it runs the
+recomputation of torch.utils.checkpoint twice; and an `autograd.Function` does not know which half is wanted and computes both
+each time. In a compiled block autograd sees one operation, of which nothing can be deferred: `apply` refuses the combination.
 
-Under tp with sequence parallelism what waits is this rank's positions: W gathers the others' again. That sends B S D (tp-1)/tp
-elements more for each row product (a column product's input is gathered once either way), and of the input and output of a
-block's halves, 4 B S D a layer and waiting micro-batch, leaves 1/tp.
+Under tp with sequence parallelism only this rank's positions are kept: W gathers the other ranks' again. That sends B S D
+(tp-1)/tp elements more per row-parallel product (a column-parallel product's input is gathered once either way), and keeps only
+1/tp of the input and output of a block's halves, 4 B S D a layer and deferred micro-batch.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from ultrascale.parallel.tensor.tensor_parallel import tensor_parallel_of
 from ultrascale.torch_private import has_hooks
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
-"""Product for a weight's gradient [F, D], from the gradient of an output [N, F] and an input [N, D], both as they waited."""
+"""Product that computes a weight's gradient [F, D] from the gradient of an output [N, F] and an input [N, D], both as kept."""
 Waiting = list[tuple[Tensor, Factor, Factor, Multiply | None]]
-"""(weight [F, D], gradient of the output [N, F], input [N, D]) of products whose weight's gradient is not made yet, and how it
-is made of what is not plain numbers (`parallel.precision.fp8_products`)."""
+"""Deferred products: (weight [F, D], gradient of the output [N, F], input [N, D], and the function that multiplies factors that
+are not plain tensors (`parallel.precision.fp8_products`))."""
 
 
 class WeightGradients:
-    """Puts off the weights' gradients of backward passes that ask for it."""
+    """Defers the weight gradients of backward passes that are split."""
 
     def __init__(self) -> None:
         self.waiting: Waiting | None = None
@@ -51,7 +52,7 @@ class WeightGradients:
 
     @contextmanager
     def defer(self) -> Iterator[Waiting]:
-        """Collect what waits of the backward passes inside."""
+        """Collect the weight gradients deferred by the backward passes inside."""
         self.waiting = collected = []
         self._set_deferral(self.add)
         try:
@@ -61,13 +62,13 @@ class WeightGradients:
             self._set_deferral(None)
 
     def _set_deferral(self, defer: Defer | None) -> None:
-        """Sets the shards' `defer` for this pass only: an undivided backward pass communicates beside the GEMMs of its
-        weights' gradients."""
+        """Set the seams' `defer` for this pass only: an unsplit backward pass overlaps communication with the GEMMs of its
+        weight gradients."""
         for seam in self._seams:
             seam.defer = defer
 
     def add(self, weight: Tensor, grad_output: Factor, input_factor: Factor, multiply: Multiply | None = None) -> Tensor | None:
-        """The gradient of `weight`, for the backward pass of a product that has one; None if it waits."""
+        """Gradient of `weight`, for the backward pass of a product; None if it is deferred."""
         if self.waiting is None:
             return (multiply or _multiply)(grad_output.rows(), input_factor.rows())
         for factor in (grad_output, input_factor):
@@ -76,7 +77,8 @@ class WeightGradients:
         return None
 
     def apply_to(self, stage: Decoder) -> None:
-        """Let every linear layer of `stage` ask here, in place: those that tp cuts through its seams."""
+        """Make every linear layer of `stage` call `add` for its weight gradient, in place; layers sharded by tp do so through
+        their seams."""
         for module in stage.modules():
             if isinstance(module, nn.Linear) and "forward" not in vars(module):
                 setattr(module, "forward", partial(_linear, module, self))  # noqa: B010
@@ -88,13 +90,13 @@ class WeightGradients:
 
 @torch.no_grad()
 def make_gradients(waiting: Waiting) -> None:
-    """W: add all that waits to the weights' gradients, and let go of it one by one."""
+    """W: add all deferred gradients to the weights' gradients, freeing each pair of factors in turn."""
     while waiting:
-        _make_gradient(*waiting.pop(0))  # a factor of no other product goes, and with it what was gathered
+        _make_gradient(*waiting.pop(0))  # frees factors that no other product uses, and their gathered rows
 
 
 def _make_gradient(weight: Tensor, grad_output: Factor, input_factor: Factor, multiply: Multiply | None) -> None:
-    if not weight.is_leaf or has_hooks(weight):  # a copy whose gradient travels on, or somebody who watches
+    if not weight.is_leaf or has_hooks(weight):  # its gradient flows on to the parameter, or a hook reads it
         torch.autograd.backward(weight, (multiply or _multiply)(grad_output.rows(), input_factor.rows()))
     elif weight.grad is None:
         weight.grad = (multiply or _multiply)(grad_output.rows(), input_factor.rows())
@@ -118,7 +120,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, gradients: WeightGradients) -> Tensor:
         ctx.save_for_backward(hidden)
-        # Not saved but held: recomputation would give a copy, and the gradient belongs to this very tensor.
+        # Held as an attribute, not saved: recomputation would return a copy, but the gradient belongs to this tensor.
         ctx.weight, ctx.gradients = weight, gradients
         return F.linear(hidden, weight, bias)
 

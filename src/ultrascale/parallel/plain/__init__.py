@@ -1,11 +1,10 @@
-"""Every axis of parallelism in its shortest exact form: to read before the rooms beside it, which are fast. Nothing trains
-with these.
+"""Every axis of parallelism in its shortest exact form, to read before the fast packages next to it. Nothing trains with these.
 
-data       replicas, and Adam's moments cut over them (ZeRO 1)
-tensor     a feed-forward layer over ranks
-ring       attention over a sequence that is cut
-pipeline   the actions of a schedule, executed
-expert     tokens to their experts and back
+data       replicas, and Adam's moments sharded over them (ZeRO 1)
+tensor     a tensor-parallel feed-forward layer
+ring       ring attention over a sharded sequence
+pipeline   executes the actions of a schedule
+expert     sends tokens to their experts, and results back
 
-Each is held to one process in float64 by a test.
+A test compares each with one process in float64.
 """

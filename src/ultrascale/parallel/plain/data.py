@@ -1,7 +1,7 @@
-"""Data parallelism: every rank has the whole model and its own sequences; gradients are summed, updates are alike.
+"""Data parallelism: every rank has the whole model and its own sequences; gradients are summed, and every rank updates alike.
 
-ZeRO 1 (Rajbhandari et al. 2020): nobody needs all moments of Adam. Each rank keeps those of a part of the parameters, updates
-that part, and the parts are gathered. The same bytes are sent as for one all-reduce: a reduce-scatter and an all-gather.
+ZeRO 1 (Rajbhandari et al. 2020): no rank needs all of Adam's moments. Each keeps those of its shard of the parameters and
+updates it; the shards are then all-gathered. A reduce-scatter and an all-gather send as many bytes as one all-reduce.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Add up every gradient over all ranks, in place. The losses must be divided by what the whole batch has, not the
+    """Sum every gradient over all ranks, in place. Losses must be divided by the token count of the whole batch, not the
     rank's."""
     for parameter in parameters:
         if parameter.grad is not None:
@@ -22,7 +22,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 class ShardedAdam:
-    """Adam whose moments are cut over ranks (ZeRO 1). `parameters`: the same on every rank, with their own gradients."""
+    """Adam with moments sharded over ranks (ZeRO 1). `parameters`: the same on every rank, with the rank's gradients."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, learning_rate: float):
         self.parameters = list(parameters)
@@ -32,7 +32,7 @@ class ShardedAdam:
         self.adam = torch.optim.Adam([self.shard], lr=learning_rate)
 
     def step(self) -> None:
-        """Sum the gradients, each rank its part; update that part; gather all parts."""
+        """Reduce-scatter the gradients, update this rank's shard, and all-gather the shards."""
         self.shard.grad = torch.empty_like(self.shard)
         rows = self._flat([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
         dist.reduce_scatter_tensor(self.shard.grad, rows.flatten())
@@ -47,6 +47,6 @@ class ShardedAdam:
                 parameter.grad = None
 
     def _flat(self, tensors: list[Tensor]) -> Tensor:
-        """All of them end to end, padded: [ranks, size]."""
+        """Tensors flattened end to end and padded: [ranks, size]."""
         joined = torch.cat([tensor.flatten() for tensor in tensors])
         return torch.cat([joined, joined.new_zeros(self.world * self.size - len(joined))]).view(self.world, self.size)

@@ -2,7 +2,7 @@
 
     rows of tokens, in the order of their experts ── all-to-all ──> the experts' rank ── experts ──> all-to-all ──> weighted sum
 
-Ranks first tell each other how many rows come. Backward, the two exchanges are each other's reverse.
+Ranks first exchange the row counts. In the backward pass each of the two exchanges is the other's reverse.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows to ranks: `sent[r]` of them, in order, to rank r, which gets them after those of the ranks before this one."""
+    """Sends `sent[r]` rows, in order, to rank r, which receives them ordered by source rank."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
@@ -28,15 +28,15 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The way back."""
+        """The reverse exchange."""
         return AllToAll.apply(gradient, *ctx.counts), None, None  # pyright: ignore[reportReturnType]
 
 
 def expert_layer(x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[nn.Module]) -> Tensor:
-    """Sum over each token's `chosen` experts of `weights` times what the expert makes of it.
+    """Sum over each token's `chosen` experts of `weights` times the expert's output.
 
-    x [T, D]; chosen [T, k], numbers of experts over all ranks; weights [T, k]. `experts`: this rank's, in order of their
-    numbers; every rank has as many.
+    x [T, D]; chosen [T, k], expert numbers over all ranks; weights [T, k]. `experts`: this rank's, in order of their numbers;
+    every rank has equally many.
     """
     world, num_local = dist.get_world_size(), len(experts)
     order = chosen.flatten().argsort(stable=True)

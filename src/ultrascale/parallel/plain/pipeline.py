@@ -1,8 +1,8 @@
-"""Pipeline parallelism: the actions of a schedule, executed one after the other by the rank that they are for.
+"""Pipeline parallelism: each rank executes its actions of a schedule, one after the other.
 
-A rank holds one stage. F takes what the stage before made, and hands on its own; B takes the gradient of that from the stage
-after, and hands back the gradient of its input. Which of them comes next is all that a schedule says
-(`schedules.kinds.one_f_one_b`).
+A rank holds one stage. F takes the previous stage's output and sends its own to the next stage; B takes the gradient of that
+output from the next stage and sends the gradient of its input to the previous one. A schedule only decides which of them comes
+next (`schedules.kinds.one_f_one_b`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def run_schedule(
     loss: Callable[[Tensor, int], Tensor],
     shape: Sequence[int],
 ) -> list[float]:
-    """Leave the gradients of the losses' sum in `stage`. Returns the losses, on the last rank.
+    """Leave the gradients of the summed losses in `stage`. Returns the losses, on the last rank.
 
-    `micro_batches`: the first stage's inputs. `loss`: of the last stage's output of a micro-batch. `shape`: of what stages
-    hand on.
+    `micro_batches`: the first stage's inputs. `loss`: of the last stage's output and the micro-batch number. `shape`: of the
+    activations between stages.
     """
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     under_way: dict[int, tuple[Tensor, Tensor]] = {}
@@ -45,7 +45,7 @@ def run_schedule(
                 sent.append((dist.isend(output.detach(), rank + 1), output))
             under_way[number] = inputs, output
         else:
-            inputs, output = under_way.pop(number)  # what the stage kept of this micro-batch goes with it
+            inputs, output = under_way.pop(number)  # frees the tensors saved for this micro-batch
             output.backward(None if rank == last else _receive(shape, dtype, rank + 1))
             if rank > 0 and inputs.grad is not None:
                 sent.append((dist.isend(inputs.grad, rank - 1), inputs.grad))

@@ -1,8 +1,8 @@
-"""Ring attention (Liu et al. 2023): a sequence cut over ranks, keys and values go round while each rank works on what it has.
+"""Ring attention (Liu et al. 2023): a sequence is sharded over ranks, and keys and values travel around a ring of them.
 
-Softmax over parts of the keys joins exactly: with m = max(m1, m2) of the rows' largest scores, sums and outputs of either part
-are scaled by exp(m1 - m) and exp(m2 - m) and added up (Milakov and Gimelshein 2018). A causal mask by global positions makes
-the last rank do most of the work; the real ring deals a sequence in zigzag and sends beside its work (`parallel.context`).
+Softmax over parts of the keys combines exactly: with m = max(m1, m2) of the rows' largest scores, sums and outputs of the two
+parts are scaled by exp(m1 - m) and exp(m2 - m) and added (Milakov and Gimelshein 2018). A causal mask by global positions gives
+the last rank most of the work; `parallel.context` uses zigzag order and overlaps its messages.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 
 
 class Shift(torch.autograd.Function):
-    """A tensor to the rank before, for that of the rank after; gradients go the other way."""
+    """Sends a tensor to the previous rank and receives the next rank's; gradients go the other way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """The tensor of the next rank."""
+        """The next rank's tensor."""
         return _exchange(x, to=-1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The gradient that the rank before has for us."""
+        """The gradient from the previous rank."""
         return _exchange(gradient, to=1)
 
 
@@ -38,7 +38,7 @@ def _exchange(x: Tensor, *, to: int) -> Tensor:
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention of this rank's stretch of each sequence, [B, H, S / ranks, E]; rank r holds the r-th stretch."""
+    """Causal attention of this rank's chunk of each sequence, [B, H, S / ranks, E]; rank r holds the r-th chunk."""
     rank, world, length = dist.get_rank(), dist.get_world_size(), query.shape[2]
     rows = torch.arange(length)[:, None] + rank * length
     largest = query.new_full(query.shape[:3], -torch.inf)

@@ -1,9 +1,9 @@
-"""Tensor parallelism (Shoeybi et al. 2019): the first product of a pair is cut by columns, the second by rows.
+"""Tensor parallelism (Shoeybi et al. 2019): the first weight of a pair is sharded by columns, the second by rows.
 
     x ── copy ──> x W1[:, own] ── activation ──> y W2[own, :] ── reduce ──> sum over ranks
          backward: sum                                             backward: copy
 
-Between the two nothing is sent: an activation function works on each column alone. Attention is cut the same way, by heads.
+Nothing is sent between the two: an activation function works on each column alone. Attention is sharded the same way, by heads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class Copy(torch.autograd.Function):
-    """Every rank uses the same tensor: its gradients add up."""
+    """Every rank uses the same tensor: its gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ class Copy(torch.autograd.Function):
 
 
 class Reduce(torch.autograd.Function):
-    """Every rank has a share of a sum: each share gets the whole gradient."""
+    """Every rank has one summand: each gets the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class Reduce(torch.autograd.Function):
 
 
 class ColumnParallel(nn.Module):
-    """y = x W^T, of which this rank has some columns: `weight` is [out / ranks, in]."""
+    """y = x W^T, of which this rank computes some columns: `weight` is [out / ranks, in]."""
 
     def __init__(self, whole: Tensor):
         super().__init__()
@@ -60,7 +60,7 @@ class ColumnParallel(nn.Module):
 
 
 class RowParallel(nn.Module):
-    """y = x W^T, of which this rank has the rows that meet its columns of x: `weight` is [out, in / ranks]."""
+    """y = x W^T as a sum over ranks: this rank multiplies its columns of x; `weight` is [out, in / ranks]."""
 
     def __init__(self, whole: Tensor):
         super().__init__()
@@ -72,12 +72,12 @@ class RowParallel(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x)) over ranks, from whole weights [F, D], [F, D] and [D, F]."""
+    """down(silu(gate(x)) * up(x)), sharded over ranks from whole weights [F, D], [F, D] and [D, F]."""
 
     def __init__(self, gate: Tensor, up: Tensor, down: Tensor):
         super().__init__()
         self.gate, self.up, self.down = ColumnParallel(gate), ColumnParallel(up), RowParallel(down)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., D] -> [..., D]; two sums a layer: one forward, one backward of each column-parallel product."""
+        """x [..., D] -> [..., D]; all-reduces: one forward, and one backward for each column-parallel product."""
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))

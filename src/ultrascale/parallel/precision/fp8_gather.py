@@ -1,17 +1,17 @@
-"""Weights of products in fp8 that FSDP2 gathers as fp8: half of bf16's bytes on the way, and half of its memory while they are
-whole.
+"""fp8 all-gather: FSDP2 gathers the weights of fp8 GEMMs as fp8, with half the traffic of bf16 and half the memory while they
+are unsharded.
 
-    once an update   largest magnitudes of this rank's shards  --one message over shards, one over tp-->  scales of all weights
-    every gather     shard --to bf16, to 8 bits by its scale-->  bytes, beside bf16 of norms  --all-gather-->  [F, D] in fp8
-    products         read them (`kernels.fp8.fp8_linear`); gradients belong to a tensor of the same shape without numbers
+    once an update   amaxes of this rank's shards  --one message over shards, one over tp-->  scales of all weights
+    every gather     shard --to bf16, to fp8 by its scale-->  bytes, together with bf16 norms  --all-gather-->  [F, D] in fp8
+    GEMMs            read them (`kernels.fp8.fp8_linear`); gradients belong to a tensor of the same shape without data
 
-So a rank rounds its shard alone, once a gather, where every rank rounds every whole weight in every pass otherwise. The bits
-are the same: a scale is that of the whole weight, and rounding to bf16 keeps order, so that the largest magnitude of numbers in
-bf16 is the largest magnitude, rounded. Over tp, weights have their scales before products agree on their inputs'. With delayed
-scaling scales are known from the history, and nothing is sent for them once there is one.
+So a rank rounds only its shard, once per gather; without this every rank rounds every whole weight in every pass. The bits are
+the same: a scale covers the whole weight, and rounding to bf16 is monotonic, so the amax of the bf16 values is the rounded
+amax. Over tp, weights have their scales before the products agree on scales of their inputs. With delayed scaling the scales
+come from the history, and cost no communication once there is one.
 
-A bucket of 8 bits and of bf16 travels as bytes. FSDP2 asks each such weight for what it sends, one after the other, where it
-casts all others in one kernel. Masters, gradients, checkpoints and the optimizer know nothing of it.
+A bucket of fp8 and bf16 tensors is sent as bytes. FSDP2 asks each fp8 weight for its bytes one after the other, where it casts
+all others in one kernel. Master weights, gradients, checkpoints and the optimizer are unaffected.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from ultrascale.work.fp8_slots import gathers_fp8, weights_gathered_in_fp8
 from ultrascale.work.sharding.places import row_boxes
 
 _GATHERED = "fp8_gathered"
-"""A projection's attribute: its `GatheredWeight`."""
+"""Attribute of a projection that holds its `GatheredWeight`."""
 
 
 class GatheredWeight:
-    """The weight of a projection, [F, D] or of experts [X, F, D], of which this rank holds some rows (some experts, or rows of
+    """Weight of a projection, [F, D], or of experts, [X, F, D], of which this rank holds some rows (some experts, or rows of
     them: `work.sharding.places.zero_shape`)."""
 
     def __init__(
         self, weight: nn.Parameter, shape: tuple[int, ...], shards: DeviceMesh, scaling: Scaling, dtype: torch.dtype,
         product: Product | None,
     ):  # fmt: skip
-        """`weight`: as FSDP2 has cut and padded it, over `shards`. `shape`: as products read it. `dtype`: of passes. `product`:
-        of delayed scaling."""
+        """`weight`: sharded and padded by FSDP2 over `shards`. `shape`: the shape that products read. `dtype`: of forward and
+        backward passes. `product`: its slots under delayed scaling, else None."""
         self.scaling, self.dtype, self.product = scaling, dtype, product
         self.shape, self.shard = torch.Size(shape), fsdp_shard(weight)
         self.cut_rows, self.padded_rows = len(weight), -(-len(weight) // shards.size())
@@ -66,13 +66,13 @@ class GatheredWeight:
         self.parts = list(row_boxes(shape, tuple(weight.shape), first, len(self.shard)))
         self.has_scales_of_experts = scaling == "tensor" and len(self.shape) == 3
         self.scale = self.shard.new_empty(0)
-        """Current scaling's scale, as products take it: a part of the table of all."""
+        """Scale under current scaling, in the form that products take: a view of the table of all scales."""
         self.values: Tensor | None = None
-        """Values of the whole weight in fp8; without memory while it is not all-gathered."""
+        """fp8 values of the whole weight; its memory is freed while the weight is sharded."""
 
     @property
     def local_scales(self) -> slice:
-        """Range of the scales of this rank's rows among all of the weight's, flattened."""
+        """Index range of this rank's rows among all scales of the weight, flattened."""
         if self.has_scales_of_experts:
             (_, first), (_, last) = self.parts[0], self.parts[-1]
             return slice(first.offsets[0], last.offsets[0] + last.shape[0])
@@ -81,14 +81,14 @@ class GatheredWeight:
 
     @property
     def history_scale(self) -> Tensor | None:
-        """Scale of delayed scaling, once there is a history."""
+        """Scale under delayed scaling; None until there is a history."""
         if self.product is None or not self.product.amaxes.is_known:
             return None
         assert self.product.amaxes.scales is not None
         return self.product.amaxes.scales[self.product.weights].view(self.scale_shape)
 
     def largest(self) -> Tensor:
-        """The largest magnitudes of this rank's rows as passes see them, of the scales `local_scales`."""
+        """Amaxes of this rank's rows in the compute dtype, for the scales `local_scales`."""
         if not self.shard.numel():
             return self.shard.new_zeros(self.local_scales.stop - self.local_scales.start)
         if self.has_scales_of_experts:
@@ -98,7 +98,7 @@ class GatheredWeight:
         return amax.to(self.dtype).to(amax.dtype).flatten()
 
     def _of_local_rows(self, scale: Tensor) -> Tensor:
-        """Scale in the shape that multiplies the shard's rows."""
+        """Scale reshaped to broadcast over the shard's rows."""
         if self.has_one_scale or self.shard.dim() == len(self.shape):
             return scale if self.has_one_scale else scale[self.rows]
         return scale.expand(*self.shape[:-1], 1).flatten(0, 1)[self.rows]
@@ -106,7 +106,7 @@ class GatheredWeight:
     def before_gather(
         self, mesh: DeviceMesh, size: torch.Size, stride: tuple[int, ...], module: nn.Module, policy: object
     ) -> tuple[tuple[Tensor], None]:
-        """FSDP2's `fsdp_pre_all_gather`: the bytes that this rank sends, as many as every other."""
+        """FSDP2's `fsdp_pre_all_gather`: returns the bytes that this rank sends, equally many on every rank."""
         known = self.history_scale
         scale = self.scale if known is None else known
         sent = rounded(self.shard.to(self.dtype), self._of_local_rows(scale)).values.view(torch.uint8)
@@ -116,7 +116,7 @@ class GatheredWeight:
     def after_gather(
         self, gathered: Sequence[Tensor], nothing: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[object, tuple[()]] | None:
-        """FSDP2's `fsdp_post_all_gather`: the values are in the same memory after every gather."""
+        """FSDP2's `fsdp_post_all_gather`: puts the values into the same memory after every gather."""
         if out is not None:
             return None
         self.values = gathered[0].view(FORWARD)[: self.cut_rows].view(self.shape)
@@ -124,12 +124,12 @@ class GatheredWeight:
 
 
 class ScaleTable:
-    """The scales of weights that are cut over one group of ranks, all in one tensor."""
+    """Scales of all weights that are sharded over one group of ranks, in one tensor."""
 
     def __init__(
         self, weights: Sequence[GatheredWeight], shards: dist.ProcessGroup, shared: int, sharing: dist.ProcessGroup | None
     ):
-        """`sharing`: ranks of tp that hold other parts of the first `shared` weights' scales."""
+        """`sharing`: tp ranks that hold other parts of the first `shared` weights, whose scales are common to all of them."""
         self.weights, self.shards, self.sharing = weights, shards, sharing
         sizes = [prod(weight.scale_shape) for weight in weights]
         self.num_shared = sum(sizes[:shared])
@@ -141,7 +141,7 @@ class ScaleTable:
             weight.scale = self.scales[place].view(weight.scale_shape)
 
     def compute_scales(self) -> None:
-        """Set the scales by the weights as they are now. Collective, unless a history has them already."""
+        """Compute the scales from the current weights. Collective, unless a history provides them."""
         largest = torch.zeros_like(self.scales)
         for weight, place in zip(self.weights, self.places, strict=True):
             largest[place][weight.local_scales] = weight.largest()
@@ -154,7 +154,7 @@ class ScaleTable:
             self.largest = largest
 
     def record_amaxes(self) -> None:
-        """Let the history know the magnitudes of the weights that a step reads."""
+        """Record the amaxes of the weights that a step reads in the history."""
         for weight, place in zip(self.weights, self.places, strict=True):
             if weight.product is not None and weight.product.amaxes.largest is not None:
                 seen = weight.product.amaxes.largest[weight.product.weights]
@@ -167,14 +167,15 @@ class ScaleTable:
 
 
 class GatheredWeights:
-    """All weights of a rank that are gathered in fp8."""
+    """All weights of a rank that are all-gathered in fp8."""
 
     def __init__(self, tables: list[ScaleTable]):
         self.tables = tables
         self.forget()
 
     def forget(self) -> None:
-        """Weights may have changed. To be said on all ranks alike: what follows is collective."""
+        """Mark the scales stale, as weights may have changed. All ranks must call it: the recomputation that follows is
+        collective."""
         self.are_known = self.are_recorded = False
 
     @torch.no_grad()
@@ -190,7 +191,7 @@ class GatheredWeights:
         self.are_recorded = True
 
     def begin_pass(self, *unused: object) -> None:
-        """Prepares the forward pass of a stage: reads the scales, and records them in the first pass of a step."""
+        """Prepare a stage's forward pass: compute the scales if stale, and record amaxes in the first pass of a step."""
         if not self.are_known:
             self._compute_scales()
         if torch.is_grad_enabled() and not self.are_recorded:
@@ -198,7 +199,7 @@ class GatheredWeights:
 
 
 def gathered_weights(projections: Iterable[nn.Module], delayed: DelayedScales) -> list[Narrow]:
-    """The weights of `projections` as they were gathered, if that was in fp8. `delayed`: what their call reads of a history."""
+    """Weights of `projections` as gathered, if that was in fp8. `delayed`: the history slots that their call reads."""
     gathered: list[Narrow] = []
     for number, weight in enumerate(vars(p)[_GATHERED] for p in projections if _GATHERED in vars(p)):
         scale = weight.scale
@@ -211,14 +212,14 @@ def gathered_weights(projections: Iterable[nn.Module], delayed: DelayedScales) -
 def gather_in_fp8(
     model: Model, stages: Mapping[int, Decoder], layout: Layout, mesh: Mesh, dtype: torch.dtype
 ) -> GatheredWeights | None:
-    """Let FSDP2 gather the weights of products in fp8 of all `stages`, which it manages, as `layout` says, in place. None if
-    they are gathered like all others. `dtype`: of what is not in fp8."""
+    """Make FSDP2 all-gather the weights of the fp8 GEMMs of all `stages`, which it manages, in fp8 as `layout` says, in place.
+    Returns None if they are gathered like all others. `dtype`: of tensors that are not in fp8."""
     if not gathers_fp8(layout):
         return None
     assert mesh.data is not None, "whoever cuts weights between ranks has a mesh of them"
     scaling: Scaling = "row" if layout.fp8_scaling == "row" else "tensor"
     modules = [module for stage in stages.values() for module in sharded_modules(stage)]
-    for module in modules:  # now, not in the first forward pass: hooks belong to what is kept
+    for module in modules:  # initialise now, so that the hooks attach to the final objects
         pad_shards(module)
     is_shared = weights_gathered_in_fp8(model, layout)
     pairs = [pair for stage in stages.values() for pair in _products(model, stage, is_shared)]
@@ -245,12 +246,12 @@ def gather_in_fp8(
         gather_through(module, hooks)
     weights = GatheredWeights(tables)
     for stage in stages.values():
-        stage.register_forward_pre_hook(weights.begin_pass, prepend=True)  # before FSDP2's, which begins to gather
+        stage.register_forward_pre_hook(weights.begin_pass, prepend=True)  # before FSDP2's, which all-gathers
     return weights
 
 
 def _products(model: Model, stage: Decoder, names: Container[str]) -> Iterator[tuple[Weight, nn.Module]]:
-    """The weights of these names that `stage` has, and where they are read."""
+    """Weights with these names that `stage` has, each with the module that reads it."""
     for number, block in stage.blocks():
         for weight in layer_weights(model, number):
             if weight.name in names:

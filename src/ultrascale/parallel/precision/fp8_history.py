@@ -1,15 +1,16 @@
-"""The history of delayed scaling: largest magnitudes of the last steps, and the scales of this one.
+"""Amax history of delayed scaling: amaxes (largest magnitudes) of the last steps, and the scales of this step.
 
-    in a step     every product notes the largest magnitudes that it sees (`kernels.fp8.fp8_linear`), of every micro-batch
-    at its end    all ranks agree on all of them in one message: 4 bytes a slot, 12 bytes a product of the model
-    update        the step takes its place in the history, the oldest leaves, and new scales follow
-    no update     a step that is passed over, and an evaluation, leave history and scales as they were
+    in a step     every product records the amaxes that it sees (`kernels.fp8.fp8_linear`), over all micro-batches
+    at its end    one all-reduce of all amaxes over all ranks: 4 bytes a slot, 12 bytes a product of the model
+    update        the step's amaxes enter the history, the oldest leave, and new scales are computed
+    no update     a skipped step, and an evaluation, leave history and scales unchanged
 
-Scales hold for a whole step: all its micro-batches, the second forward pass of recomputation, and every rank, whichever axis
-made it. A run begins without a history, and its first step takes scales of the numbers at hand (`fp8_scaling = "tensor"`). A
-slot that was zero in its whole history has a scale of 1.
+Scales hold for a whole step: all its micro-batches, recomputation, and every rank of every axis. A run begins without a
+history, and its first step uses scales of the current tensors (`fp8_scaling = "tensor"`). A slot whose history is all zero has
+a scale of 1.
 
-Every rank holds the whole table of its blocks, of all experts too, to the same bits: so any layout reads what any other wrote.
+Every rank holds the whole table of its blocks, of all experts too, with the same bits: a checkpoint of any layout can be read
+by any other.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ _BLOCK = "fp8_amaxes"
 
 
 class BlockAmaxes:
-    """Largest magnitudes that the products of one block read and record: views of the rank's tables."""
+    """Amaxes that the products of one block read and record: views of the rank's tables."""
 
     def __init__(self, layout: Layout) -> None:
         self.length, self.algorithm = layout.fp8_amax_history_len, layout.fp8_amax_compute_algo
         self.scales: Tensor | None = None
         self.largest: Tensor | None = None
         self.is_known = False
-        """True once there is a history."""
+        """True once a history exists."""
 
 
 class Product:
-    """Slots of a projection, attached to it."""
+    """History slots of a projection, stored on it."""
 
     def __init__(self, amaxes: BlockAmaxes, slots: Slots, first_expert: int, num_experts: int):
         self.amaxes = amaxes
@@ -53,12 +54,12 @@ class Product:
 
     @property
     def weights(self) -> slice:
-        """The slots of its weight."""
+        """Slots of its weight."""
         return slice(self.weight, self.weight + self.count)
 
 
 def attach(block: nn.Module, model: Model, layer: int, layout: Layout, *, first_expert: int) -> None:
-    """Let the projections of `block` know their slots. `first_expert`: the first of those that this rank has."""
+    """Attach history slots to the projections of `block`. `first_expert`: number of this rank's first expert."""
     amaxes = BlockAmaxes(layout)
     vars(block)[_BLOCK] = amaxes
     for name, slots in block_slots(model, layer).items():
@@ -68,12 +69,12 @@ def attach(block: nn.Module, model: Model, layer: int, layout: Layout, *, first_
 
 
 def product_of(projection: nn.Module) -> Product | None:
-    """Slots of a projection; None where scales are not delayed."""
+    """History slots of a projection; None without delayed scaling."""
     return vars(projection).get(_SLOTS)
 
 
 def delayed_scales_of(projections: tuple[nn.Module, ...]) -> DelayedScales | None:
-    """Slots that a call with `projections` reads and records; None where scales are not delayed."""
+    """History slots that a call with `projections` reads and records; None without delayed scaling."""
     products: list[Product] = [vars(projection)[_SLOTS] for projection in projections if _SLOTS in vars(projection)]
     if not products:
         return None
@@ -86,17 +87,17 @@ def delayed_scales_of(projections: tuple[nn.Module, ...]) -> DelayedScales | Non
 
 
 class AmaxHistory:
-    """History of all blocks of a rank, on its device. A rank without blocks in fp8 only joins in the reduction over all."""
+    """Amax history of all blocks of a rank, on its device. A rank without fp8 blocks only joins the all-reduce."""
 
     def __init__(self, model: Model, blocks: dict[int, BlockAmaxes], layout: Layout, device: torch.device):
         self.blocks, self.updates = blocks, 0
-        """Blocks by number; and the steps that went into the history."""
+        """Blocks by number, and the number of steps in the history."""
         first_block, layers = next(iter(blocks.values()), BlockAmaxes(layout)), fp8_layers(model, layout)
         self.length, self.algorithm = first_block.length, first_block.algorithm
         sizes = {layer: num_block_slots(model, layer) for layer in layers}
         self.rows: dict[int, slice] = {}
         self.message_rows: dict[int, slice] = {}
-        """Rows of a block in the tables of this rank, and in the message of all."""
+        """Rows of a block in the tables of this rank, and in the all-reduced message."""
         offset = sent = 0
         for layer, size in sizes.items():
             if layer in blocks:
@@ -111,16 +112,16 @@ class AmaxHistory:
             blocks[layer].scales, blocks[layer].largest = self.scales[rows], self.largest[rows]
 
     def tables(self) -> Iterator[tuple[str, Tensor]]:
-        """The history of every block, [slots, length], by a name that is the same on every layout."""
+        """History of every block, [slots, length], under a name that is the same for every layout."""
         for layer, rows in self.rows.items():
             yield f"layers.{layer}", self.history[rows]
 
     def agree(self, world_size: int) -> None:
-        """Let all ranks have the largest magnitudes of all. Collective; once a step, in one message."""
+        """All-reduce (max) the amaxes over all ranks. Collective; once a step, in one message."""
         if world_size == 1:
             return
         message = self.largest
-        if self.num_sent > len(self.largest):  # a pipeline: others have the other blocks
+        if self.num_sent > len(self.largest):  # under a pipeline other ranks have the other blocks
             message = self.largest.new_zeros(self.num_sent)
             for layer, rows in self.rows.items():
                 message[self.message_rows[layer]] = self.largest[rows]
@@ -131,18 +132,18 @@ class AmaxHistory:
                 self.largest[rows] = message[self.message_rows[layer]]
 
     def accept(self) -> None:
-        """The step updates: it takes its place in the history."""
+        """The step was applied: add its amaxes to the history."""
         self.history[:, self.updates % self.length] = self.largest
         self.updates += 1
         self.forget()
         self._set_scales()
 
     def forget(self) -> None:
-        """Nothing of the step is kept."""
+        """Discard the step's amaxes."""
         self.largest.zero_()
 
     def infinite(self) -> list[str]:
-        """Names of the blocks in which this rank saw non-finite numbers in this step."""
+        """Names of the blocks in which this rank saw non-finite values in this step."""
         return [
             f"input, weight or gradient of a product of layers.{n}"
             for n, r in self.rows.items()
@@ -150,7 +151,7 @@ class AmaxHistory:
         ]
 
     def begin(self, updates: int) -> None:
-        """Go on from a history that was read into `tables`, or from none where `updates` is 0."""
+        """Continue from a history that was read into `tables`; `updates` = 0 starts without one."""
         self.updates = updates
         self.forget()
         if updates == 0:
@@ -165,11 +166,12 @@ class AmaxHistory:
             block.is_known = self.updates > 0
 
     def state(self) -> dict[str, int | list[int]]:
-        """State that a checkpoint needs beside the tables."""
+        """State that a checkpoint saves besides the tables."""
         return {"updates": self.updates, "length": self.length, "layers": [min(self.message_rows), max(self.message_rows)]}
 
     def updates_in(self, state: dict[str, int | list[int]] | None) -> int:
-        """The updates in a checkpoint's history; 0 if it has none of this length of these blocks: then this run begins one."""
+        """Number of steps in a checkpoint's history; 0 if that has other blocks or another length, so that this run starts a
+        new one."""
         current = self.state()
         if state is None or any(state[key] != current[key] for key in ("length", "layers")):
             return 0
@@ -178,7 +180,8 @@ class AmaxHistory:
 
 
 def history_of(model: Model, stages: dict[int, Decoder], layout: Layout, device: torch.device) -> AmaxHistory | None:
-    """The history of all blocks of `stages`, if scales are delayed, made on `device`: on every rank, since all agree."""
+    """Amax history of all blocks of `stages`, on `device`; None without delayed scaling. Created on every rank, since all join
+    its all-reduce."""
     blocks = {
         number: vars(block)[_BLOCK] for stage in stages.values() for number, block in stage.blocks() if _BLOCK in vars(block)
     }
@@ -186,7 +189,7 @@ def history_of(model: Model, stages: dict[int, Decoder], layout: Layout, device:
 
 
 def _limits(model: Model, layer: int) -> Tensor:
-    """The largest number of the format of each slot, [slots]."""
+    """Largest representable value of each slot's format, [slots]."""
     limits = torch.full((num_block_slots(model, layer),), torch.finfo(FORWARD).max, device="cpu")
     for slots in block_slots(model, layer).values():
         limits[slots.gradient : slots.gradient + slots.count] = torch.finfo(GRADIENT).max

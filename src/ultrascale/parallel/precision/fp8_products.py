@@ -1,9 +1,9 @@
-"""fp8 put on a model: the products of its blocks, through the seams around them.
+"""Applies fp8 to a model: the GEMMs of its blocks, through their seams.
 
-In fp8: queries, keys, values and attention's output, gate, up and down, of experts too. In bf16 stay the embedding, the head
-and its loss, norms, attention itself, latent attention's narrow projections, routers, multi-token prediction, and the first and
-last `fp8_keep_blocks` blocks, which are the most sensitive. Parameters, their gradients and what FSDP2 gathers and reduces are
-as with bf16: fp8 is a matter of products alone, unless weights are gathered as products read them
+In fp8: projections to queries, keys and values, attention's output projection, gate, up and down, of experts too. In bf16 stay
+the embedding, the head and its loss, norms, attention itself, latent attention's narrow projections, routers, multi-token
+prediction, and the first and last `fp8_keep_blocks` blocks, which are the most sensitive. Parameters, their gradients and
+FSDP2's collectives are as with bf16: fp8 affects GEMMs only, unless weights are all-gathered in fp8
 (`parallel.precision.fp8_gather`).
 """
 
@@ -32,21 +32,21 @@ from ultrascale.work.fp8_slots import fp8_layers
 
 SEAMS = ("column_linear", "row_linear", "grouped_column_linear", "grouped_row_linear")
 _OWNED = "fp8_seams"
-"""The decoder's attribute that says which they are, whoever wraps them later."""
+"""Attribute of the decoder that lists its fp8 seams, even if they are wrapped later."""
 
 
 class Fp8Seams:
-    """Functions that the seams of a block call. `tp`: the ranks of tp, if they shard its products; `expert_tp`: those of its
-    experts'."""
+    """Functions that a block's seams call. `tp`: the tp group, if tp shards its products; `expert_tp`: the group that shards
+    its experts."""
 
     def __init__(self, scaling: Scaling, tp: TensorParallel | None = None, expert_tp: dist.ProcessGroup | None = None):
         self.scaling: Scaling = scaling
         self.tp, self.expert_tp = tp, expert_tp
         self.defer: Callable[..., Tensor | None] | None = None
-        """Function as `TensorParallel.defer`."""
+        """Function that defers weight gradients, as `TensorParallel.defer`."""
 
     def column_linear(self, hidden: Tensor, *projections: nn.Linear) -> tuple[Tensor, ...]:
-        """Several projections of one input, which is rounded once."""
+        """Several projections of one input, which is quantised once."""
         biases: list[Tensor] = [projection.bias for projection in projections if projection.bias is not None]
         assert len(biases) in (0, len(projections)), "projections of one input all have a bias, or none"
         weights = [projection.weight for projection in projections]
@@ -55,18 +55,18 @@ class Fp8Seams:
         return fp8_linear(hidden, weights, biases, self.scaling, wires, delayed, gathered_weights(projections, delayed))
 
     def row_linear(self, inner: Tensor, projection: nn.Linear) -> Tensor:
-        """The projection back to the residual stream. Over tp the bias, whole on every rank, is added once, to the sum."""
+        """Projection back to the residual stream. Over tp the bias, replicated on every rank, is added once, to the sum."""
         delayed = delayed_scales_of((projection,)) or NO_DELAYED_SCALES
         gathered, wires = gathered_weights((projection,), delayed), self._wires(is_row=True)
         (out,) = fp8_linear(inner, [projection.weight], [], self.scaling, wires, delayed, gathered)
         return out if projection.bias is None else out + projection.bias
 
     def grouped_column_linear(self, rows: Tensor, counts: Tensor, *projections: GroupedLinear) -> tuple[Tensor, ...]:
-        """Several projections of rows in the order of experts, which are rounded once."""
+        """Several projections of rows grouped by expert, which are quantised once."""
         return self._grouped(rows, counts, projections, columns=True)
 
     def grouped_row_linear(self, rows: Tensor, counts: Tensor, projection: GroupedLinear) -> Tensor:
-        """The projection back."""
+        """Projection of rows grouped by expert back to the residual width."""
         return self._grouped(rows, counts, (projection,), columns=False)[0]
 
     def _grouped(
@@ -86,14 +86,14 @@ class Fp8Seams:
         return wires
 
     def _deferred(self, is_row: bool) -> DeferGradients | None:
-        """The function that defers the weights' gradients of one backward pass, if that pass is split."""
+        """Function that defers the weight gradients, if this backward pass is split; else None."""
         return None if self.defer is None else partial(self._defer, is_row)
 
     def _defer(
         self, is_row: bool, weights: Sequence[Tensor], grads: Sequence[Narrow], waited: Narrow, dtype: torch.dtype
     ) -> list[Tensor | None]:
-        """dW of each, or None where it waits for W: with the positions of this rank alone, where others have theirs. The input,
-        which all products have in common, W gathers once."""
+        """dW of each weight, or None where it is deferred to W: only this rank's positions are kept if others have theirs. W
+        gathers the input, shared by all products, once."""
         assert self.defer is not None
         gather = None if self.tp is None else gather_later(self.tp.group.group_name, self.tp.length)
         input_factor, weight_grads = Factor(waited.values, None if is_row else gather), []
@@ -108,12 +108,12 @@ class Fp8Seams:
 
 
 def _multiply(grad_scale: Tensor, input_scale: Tensor, dtype: torch.dtype, grads: Tensor, inputs: Tensor) -> Tensor:
-    """g^T x of [N, F] and [N, D]."""
+    """Scaled product g^T x of [N, F] and [N, D]."""
     return product(Narrow(grads.t(), grad_scale), Narrow(inputs.t(), input_scale), dtype)
 
 
 def apply_fp8(decoder: Decoder, layout: Layout, mesh: Groups) -> None:
-    """Let the blocks of `decoder` compute in fp8 as `layout` says, in place, after they are cut. Does nothing for other
+    """Make the blocks of `decoder` compute in fp8 as `layout` says, in place, after they are sharded. Does nothing for other
     precisions."""
     if layout.precision != "fp8":
         return
@@ -133,5 +133,5 @@ def apply_fp8(decoder: Decoder, layout: Layout, mesh: Groups) -> None:
 
 
 def fp8_seams_of(decoder: Decoder) -> Fp8Seams | None:
-    """The seams of blocks in fp8, if there are any: a schedule with W sets its `defer`."""
+    """fp8 seams of the blocks, if there are any: a schedule with W sets their `defer`."""
     return vars(decoder).get(_OWNED)

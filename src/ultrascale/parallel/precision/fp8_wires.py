@@ -1,13 +1,13 @@
-"""fp8 beside tensor parallelism: what ranks send, and which scales they agree on, so that each rounds what it holds to the bits
-that one process would.
+"""fp8 under tensor parallelism: communication, and the scales that ranks agree on so that each rounds its shard to the bits
+that one process would produce.
 
-                       what has one scale and is cut                    what is sent for it
-    column products    one a tensor: x, W, g; one a row: g (dx)         a maximum forward, one backward
-    row product        x and W, a row or a tensor                       a maximum forward
+                              tensors whose scale is shared over ranks         communication for it
+    column-parallel products  one per tensor: x, W, g; one per row: g (dx)     a max-reduce forward, one backward
+    row-parallel product      x and W, per row or per tensor                   a max-reduce forward
 
-A message is of all projections of one input: 4 bytes a tensor, or 4 bytes a token and projection and a feature of W. Of x the
-column products gather 8 bits instead of 16, in both passes, and scales of rows, 4 bytes a token, once. What is summed over
-ranks stays in 16 bits: partial sums of rounded numbers, rounded once more.
+One message covers all projections of one input: 4 bytes a tensor, or 4 bytes per token and projection and per feature of W.
+Column-parallel products gather x in 8 bits instead of 16, in both passes, and row scales, 4 bytes a token, once. Sums over
+ranks stay in 16 bits: partial sums of fp8 products, rounded once more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ultrascale.torch_private import group_named
 
 @custom_op("ultrascale::largest", mutates_args=())
 def largest(magnitudes: Tensor, group: str) -> Tensor:
-    """The largest of each number over ranks."""
+    """Elementwise maximum over ranks."""
     ranks, most = group_named(group), magnitudes.clone()
     with waiting("the largest magnitudes for scales of fp8", ranks):
         dist.all_reduce(most, dist.ReduceOp.MAX, group=ranks)
@@ -41,7 +41,7 @@ def largest(magnitudes: Tensor, group: str) -> Tensor:
 def scaled_columns(
     values: Tensor, scale: Tensor, matrices: list[Tensor], scales: list[Tensor], group: str, length: int, dtype: torch.dtype
 ) -> list[Tensor]:
-    """[B, S/tp, D] in fp8, scales of all its rows, and matrices [F, D] to [B, S, F] each."""
+    """Column-parallel products of [B, S/tp, D] in fp8, with the scales of all its rows, and matrices [F, D]: [B, S, F] each."""
     whole = _gather(values, group, length)()
     rows = whole.flatten(0, 1)
     pairs = zip(matrices, scales, strict=True)
@@ -54,7 +54,7 @@ def scaled_columns_backward(
     across: list[Tensor], across_scales: list[Tensor], values: Tensor, scale: Tensor,
     group: str, length: int, dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
-    """dx [B, S/tp, D] and dW of each of `across`: x travels during dx, and dx during dW."""
+    """dx [B, S/tp, D], and dW of each of `across`: x is gathered during the GEMM of dx, and dx scattered during that of dW."""
     ranks = group_named(group)
     gathered = _gather(values, group, length) if across else None
     each = zip(along, along_scales, matrices, scales, strict=True)
@@ -76,7 +76,8 @@ def scaled_columns_backward(
 def scaled_row(
     values: Tensor, scale: Tensor, matrix: Tensor, matrix_scale: Tensor, group: str, length: int, dtype: torch.dtype
 ) -> Tensor:
-    """[B, S, F] in fp8 and a matrix [D, F] to the sum over ranks, [B, S/tp, D], or [B, S, D] where `length` is 0."""
+    """Row-parallel product of [B, S, F] in fp8 and a matrix [D, F], summed over ranks: [B, S/tp, D], or [B, S, D] if `length`
+    is 0."""
     ranks = group_named(group)
     partial_sum = multiplied(values.flatten(0, 1), scale, matrix, matrix_scale, dtype).view(*values.shape[:2], -1)
     return (reduce_scatter_sequence(partial_sum, ranks) if length else all_reduce(partial_sum, ranks))()
@@ -112,11 +113,11 @@ def _(
 
 _ops = torch.ops.ultrascale
 KEPT_OPS = (_ops.largest.default, _ops.scaled_columns.default, _ops.scaled_row.default)
-"""Operations whose results selective recomputation keeps: computing these again would send messages again."""
+"""Operations whose results selective recomputation saves: recomputing them would communicate again."""
 
 
 class Agreed(Wires):
-    """Products of which ranks hold parts and send nothing but scales: of experts over expert_tp."""
+    """Sharded products that communicate only scales: those of experts over expert_tp."""
 
     def __init__(self, group: str, *, columns: bool):
         self.group, self.columns = group, columns
@@ -165,12 +166,12 @@ class RowWires(Agreed):
 
 
 def gather_later(group: str, length: int) -> Callable[[Tensor], Tensor] | None:
-    """Function by which W all-gathers the other ranks' positions of tensors in fp8."""
+    """Function by which W all-gathers the other ranks' positions of fp8 tensors."""
     return (lambda local_values: _gather(local_values, group, length)()) if length else None
 
 
 def _gather(values: Tensor, group: str, length: int) -> Finish:
-    """[B, S/tp, ...] in fp8 of every rank to [B, S, ...]. They travel as bytes: gloo and NCCL need not know what these mean."""
+    """All-gather of [B, S/tp, ...] in fp8 to [B, S, ...]. Sent as bytes, so that gloo and NCCL need not support fp8."""
     if not length:
         return lambda: values
     finish = all_gather_sequence(values.view(torch.uint8), length, group_named(group))

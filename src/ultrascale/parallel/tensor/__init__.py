@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022).
 
-tensor_parallel    put on a decoder: begin here
+tensor_parallel    applies it to a decoder: begin here
 tensor_ops         column-parallel and row-parallel products
-tensor_loss        the embedding and the loss over a vocabulary that is cut
-tensor_traffic, tensor_overlap   what is sent, and products beside it
+tensor_loss        embedding and loss with the vocabulary sharded
+tensor_traffic, tensor_overlap   communication, and GEMMs overlapped with it
 """

@@ -1,16 +1,17 @@
-"""A vocabulary cut over ranks: the embedding's rows, and head and cross-entropy without ever gathering logits.
+"""Vocabulary sharded over ranks: the embedding's rows, and head and cross-entropy without all-gathering logits.
 
-    look up    each rank the tokens it has rows of, zeros elsewhere; the sum over ranks is the embedding
+    look up    each rank looks up the tokens whose rows it has, zeros elsewhere; the sum over ranks is the embedding
     loss       logits [rows, V/tp] of a chunk on each rank; three numbers a row are gathered (the maximum, the sum of
-               exponentials below it, the target's logit where it is here), and every rank has the same loss
+               exponentials relative to it, the target's logit where it is local), and every rank has the same loss
 
-In 16 bits on CUDA a large vocabulary is worked through slab by slab, and two numbers of all rows are gathered at once
-(`kernels.loss.cross_entropy_columns`). Elsewhere, as in `kernels.loss.cross_entropy`, a chunk goes all the way to its
-gradients in the forward pass. dh, summed over ranks, and dW wait for the backward pass. Per rank and step: hidden gathered
-once and dh summed once, N D (tp-1)/tp elements each, and one message of 3 numbers a row for each chunk. The alternative,
-gathering the logits, would send V/D times as much.
+In 16 bits on CUDA a large vocabulary is processed in slabs of columns, and two numbers of all rows are gathered at once
+(`kernels.loss.cross_entropy_columns`). Otherwise, as in `kernels.loss.cross_entropy`, a chunk's gradients are computed in the
+forward pass too; dh, summed over ranks, and dW are kept for the backward pass. Per rank and step: hidden is gathered once and
+dh summed once, N D (tp-1)/tp elements each, plus one message of 3 numbers a row for each chunk. The alternative, gathering the
+logits, would send V/D times as much.
 
-An id outside the vocabulary belongs to no rank: without a check it would be a row of zeros, or a loss without its target.
+A token id outside the vocabulary belongs to no rank: without a check it would give a row of zeros, or a loss without its
+target.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from ultrascale.work.work import chunk_rows, slab_columns
 
 
 def look_up(tokens: Tensor, weight: Tensor, *, vocab_size: int, tp: TensorParallel) -> Tensor:
-    """Rows of an embedding whose part [V/tp, D] this rank has: of tokens [B, S], [B, S/tp, D].
+    """Vocabulary-parallel embedding: tokens [B, S] to [B, S/tp, D]; this rank has rows `weight` [V/tp, D].
 
     Raises IndexError on CPU if a token is outside the vocabulary, and trips a device assertion on CUDA.
     """
@@ -61,7 +62,7 @@ def vocabulary_cross_entropy(
     """
     _expect_inside(targets.masked_fill(targets == IGNORED, 0), vocab_size, "a target")
     first = even_part(vocab_size, tp.group.size(), tp.group.rank())[0]
-    # Chunks are of one size on all ranks, whose parts of the vocabulary need not be.
+    # All ranks use one chunk size, even where their shards of the vocabulary differ.
     largest = even_part(vocab_size, tp.group.size(), 0)[1]
     rows = chunk_rows(targets.numel(), largest, kind_of(hidden))
     columns = slab_columns(targets.numel(), largest, hidden.itemsize, kind_of(hidden))
@@ -70,7 +71,7 @@ def vocabulary_cross_entropy(
 
 
 class Chunk(NamedTuple):
-    """Logits that exist at a time: those of so many rows, or, if given, so many columns of all rows."""
+    """Logits in memory at a time: those of so many rows, or, if given, so many columns of all rows."""
 
     rows: int
     columns: int | None
@@ -127,7 +128,7 @@ def _sweep(
     grad_hidden: Tensor | None,
     grad_weight: Tensor | None,
 ) -> Tensor:
-    """The loss of hidden [N, D], `rows` at a time, in memory taken once; fills `grad_hidden` and adds to `grad_weight`."""
+    """Loss of hidden [N, D], computed `rows` at a time in reused buffers; fills `grad_hidden` and adds to `grad_weight`."""
     loss = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
     buffer = hidden.new_empty(rows, len(weight))
     wide_buffer = torch.empty_like(buffer, dtype=loss.dtype) if buffer.dtype != loss.dtype else buffer
@@ -162,7 +163,7 @@ def _sweep(
 
 
 def _join(ranks: Tensor) -> tuple[Tensor, Tensor]:
-    """log of the sum of exponentials over the whole vocabulary, and the loss, [rows, 1] each, of [tp, rows, 3]."""
+    """Combine the ranks' statistics [tp, rows, 3]: log-sum-exp over the whole vocabulary and the loss, [rows, 1] each."""
     maxima, sums, targets = ranks.unsqueeze(-2).unbind(-1)  # [tp, rows, 1] each
     highest = maxima.amax(0)
     normalizer = highest + (sums * torch.exp(maxima - highest)).sum(0).log()
@@ -170,14 +171,15 @@ def _join(ranks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _to_exponentials(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Maxima of [rows, V/tp] and the sums of exponentials below them, [rows, 1] each. `logits` become the exponentials."""
+    """Row maxima of `logits` [rows, V/tp] and sums of exponentials relative to them, [rows, 1] each. `logits` become the
+    exponentials."""
     maxima = logits.amax(1, keepdim=True)
     logits.sub_(maxima).exp_()
     return maxima, logits.sum(1, keepdim=True)
 
 
 def _to_gradient(exponentials: Tensor, scale: Tensor) -> None:
-    """Exponentials below this rank's maxima become probabilities."""
+    """Turn exponentials relative to this rank's maxima into probabilities, in place."""
     exponentials.mul_(scale)
 
 

@@ -1,21 +1,21 @@
-"""Tensor parallelism of a block: several projections cut by columns, then one cut by rows (Shoeybi et al. 2019; with sequence
+"""Tensor parallelism within a block: column-parallel projections, then a row-parallel one (Shoeybi et al. 2019; with sequence
 parallelism Korthikanti et al. 2022).
 
-                          forward                                 backward
-    column products   x   gather [B, S/tp, D] -> [B, S, D]        dx = sum of g W, summed over ranks to [B, S/tp, D]
-    (q k v, gate up)  y   x W^T, F/tp columns of each             dW = g^T x, with x gathered once more meanwhile
-    row product       z   y W^T, summed over ranks to             dy = g W and dW = g^T y, with
-                          [B, S/tp, D]                            g [B, S, D] gathered from [B, S/tp, D]
+                            forward                                 backward
+    column-parallel     x   gather [B, S/tp, D] -> [B, S, D]        dx = sum of g W, summed over ranks to [B, S/tp, D]
+    (q k v, gate up)    y   x W^T, F/tp columns of each             dW = g^T x, with x gathered once more meanwhile
+    row-parallel        z   y W^T, summed over ranks to             dy = g W and dW = g^T y, with
+                            [B, S/tp, D]                            g [B, S, D] gathered from [B, S/tp, D]
 
-Without sequence parallelism both gathers fall away, and the two sums leave [B, S, D] on every rank. Sums are sums, never means:
-the transpose of a gather is a sum, and no factor appears anywhere.
+Without sequence parallelism both gathers disappear, and the two sums leave [B, S, D] on every rank. Sums are sums, never means:
+the transpose of an all-gather is a sum, without any scale factor.
 
-Kept for the backward pass: x as it came, D S/tp wide (gathering again costs (tp-1)/tp of B S D elements and hides behind dx;
-keeping x whole would cost tp times the memory), the weights, and y.
-What is sent while what is computed: in the backward pass of column products x travels during dx, and dx during dW.
+Saved for the backward pass: x as received, D S/tp wide (gathering it again costs (tp-1)/tp of B S D elements and overlaps with
+dx; saving all of x would take tp times the memory), the weights, and y. Overlap: in the backward pass of column-parallel
+products x is gathered during dx, and dx scattered during dW.
 
-Each direction is one operation of torch's (`ultrascale::...`), so that selective recomputation keeps its result and sends
-nothing twice, and the compiler sees one node and need not look inside.
+Each direction is one custom torch operation (`ultrascale::...`), so that selective recomputation can save its result and not
+communicate again, and the compiler sees one node without tracing inside.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from ultrascale.work.sharding.places import even_part
 
 @custom_op("ultrascale::column_products", mutates_args=())
 def column_products(hidden: Tensor, weights: list[Tensor], biases: list[Tensor], group: str, length: int) -> list[Tensor]:
-    """[B, S/tp, D] and weights [F, D] to [B, S, F] each; `length` S, or 0 where `hidden` is [B, S, D] already."""
+    """Column-parallel products: [B, S/tp, D] and weights [F, D] to [B, S, F] each; `length` is S, or 0 where `hidden` is
+    already [B, S, D]."""
     if overlaps(hidden, group, length, group_named(group).size()):
         _, products = gathered_products(hidden, weights, group)
         return [product + bias for product, bias in zip(products, biases, strict=True)] if biases else products
@@ -51,7 +52,7 @@ def column_products(hidden: Tensor, weights: list[Tensor], biases: list[Tensor],
 def column_products_backward(
     grads: list[Tensor], hidden: Tensor, weights: list[Tensor], group: str, length: int, want_weights: bool
 ) -> list[Tensor]:
-    """dx and, if wanted, dW of each weight."""
+    """Backward pass of `column_products`: dx and, if `want_weights`, dW of each weight."""
     ranks = group_named(group)
     gathered = all_gather_sequence(hidden, length, ranks) if length and want_weights else None
     grad = _sum_of_products(grads, weights)
@@ -65,7 +66,8 @@ def column_products_backward(
 
 @custom_op("ultrascale::row_product", mutates_args=())
 def row_product(inner: Tensor, weight: Tensor, group: str, length: int) -> Tensor:
-    """[B, S, F] and weight [D, F] to the sum over ranks of their products, [B, S/tp, D], or [B, S, D] where `length` is 0."""
+    """Row-parallel product: [B, S, F] and weight [D, F] to the sum over ranks, [B, S/tp, D], or [B, S, D] where `length` is
+    0."""
     ranks = group_named(group)
     if overlaps(inner, group, length, ranks.size()):
         return scattered_product(inner, weight, group)
@@ -75,13 +77,13 @@ def row_product(inner: Tensor, weight: Tensor, group: str, length: int) -> Tenso
 
 @custom_op("ultrascale::gathered_sequence", mutates_args=())
 def gathered_sequence(part: Tensor, group: str, length: int) -> Tensor:
-    """[B, S/tp, ...] of every rank to [B, S, ...]."""
+    """All-gather: [B, S/tp, ...] of every rank to [B, S, ...]."""
     return all_gather_sequence(part, length, group_named(group))()
 
 
 @custom_op("ultrascale::summed", mutates_args=())
 def summed(whole: Tensor, group: str, length: int) -> Tensor:
-    """The sum over ranks of [B, S, ...]: this rank's part [B, S/tp, ...], or all of it where `length` is 0."""
+    """Sum over ranks of [B, S, ...]: reduce-scattered to [B, S/tp, ...], or all-reduced where `length` is 0."""
     ranks = group_named(group)
     return (reduce_scatter_sequence(whole, ranks) if length else all_reduce(whole.clone(), ranks))()
 
@@ -114,11 +116,11 @@ def _(whole: Tensor, group: str, length: int) -> Tensor:
 
 _ops = torch.ops.ultrascale
 PRODUCTS = (_ops.column_products.default, _ops.row_product.default, _ops.gathered_sequence.default, _ops.summed.default)
-"""Operations whose results selective recomputation keeps: computing these again would send messages again."""
+"""Operations whose results selective recomputation saves: recomputing them would communicate again."""
 
 
 def local_length(length: int, group: str, is_cut: int) -> int:
-    """Positions of a sequence of `length` that this rank has outside the products."""
+    """Number of positions of a sequence of `length` that this rank has outside the products."""
     ranks = group_named(group)
     return even_part(length, ranks.size(), ranks.rank())[1] if is_cut else length
 
@@ -137,21 +139,21 @@ def _sum_of_products(grads: list[Tensor], weights: list[Tensor]) -> Tensor:
 
 
 class Factor:
-    """A side of the product that makes a weight's gradient: [B, S, F], or this rank's positions and how to get the others'."""
+    """One factor of a weight's gradient: [B, S, F], or only this rank's positions and a function that gathers the others."""
 
     def __init__(self, local: Tensor, gather: Callable[[Tensor], Tensor] | None = None, gathered: Tensor | None = None):
         self.local, self.gather = local.detach(), gather  # without the graph that made it
         self._gathered = self.local if gather is None else gathered
 
     def rows(self) -> Tensor:
-        """[B S, F]. What was gathered stays for the next product of the same factor."""
+        """Rows [B S, F]. A gathered result is cached for the next product of the same factor."""
         if self._gathered is None:
             assert self.gather is not None
             self._gathered = self.gather(self.local)
         return self._gathered.flatten(0, -2)
 
     def keep_local(self) -> None:
-        """Let go of the other ranks' positions until they are wanted."""
+        """Free the other ranks' positions until they are needed again."""
         if self.gather is not None:
             self._gathered = None
 
@@ -161,49 +163,51 @@ Defer = Callable[[Tensor, Factor, Factor], Tensor | None]
 
 @dataclass
 class TensorParallel:
-    """The ranks of tp, and how long the sequences are that they cut. Its methods are what the model's seams call."""
+    """The tp group and the length of the sequences that it shards. Its methods are called by the model's seams."""
 
     group: dist.ProcessGroup
     sequence_parallel: bool
     length: int = 0
-    """Positions of the sequences now passing through; 0 without sequence parallelism, where none is cut."""
+    """Length of the current sequences; 0 without sequence parallelism, where they are not sharded."""
     defer: Defer | None = None
-    """Function for a backward pass that is split: takes a weight, the gradient of its product and the product's input, [B, S,
-    F] and [B, S, D]; returns the weight's gradient, or None to compute it later (`pipeline_weights`)."""
+    """Function for split backward passes: takes a weight, the gradient of its product and the product's input, [B, S, F] and
+    [B, S, D]; returns the weight's gradient, or None to compute it later (`pipeline_weights`)."""
 
     def column_linear(self, hidden: Tensor, *projections: torch.nn.Linear) -> tuple[Tensor, ...]:
-        """Several projections, cut by columns, of one input: of [B, S/tp, D], [B, S, F/tp] each."""
+        """Column-parallel projections of one input: [B, S/tp, D] to [B, S, F/tp] each."""
         weights = [projection.weight for projection in projections]
         biases = [projection.bias for projection in projections if projection.bias is not None]
         assert len(biases) in (0, len(weights)), "projections of one input all have a bias, or none"
         return _ColumnLinear.apply(self, len(weights), hidden, *weights, *biases)  # pyright: ignore
 
     def row_linear(self, inner: Tensor, projection: torch.nn.Linear) -> Tensor:
-        """A projection cut by rows: [B, S, F/tp] to [B, S/tp, D]. The bias, whole on every rank, is added once, to the sum."""
+        """Row-parallel projection: [B, S, F/tp] to [B, S/tp, D]. The bias, replicated on every rank, is added once, to the
+        sum."""
         out: Tensor = _RowLinear.apply(self, inner, projection.weight)  # pyright: ignore
         return out if projection.bias is None else out + projection.bias
 
     def gather_sequence(self, part: Tensor) -> Tensor:
-        """[B, S/tp, ...] to [B, S, ...], of which every rank then uses its own heads: gradients are summed over ranks."""
+        """All-gather [B, S/tp, ...] to [B, S, ...], of which every rank then uses its own heads: gradients are summed over
+        ranks."""
         return _GatherSequence.apply(self.group.group_name, self.length, part)  # pyright: ignore
 
     def reduce_scatter(self, whole: Tensor) -> Tensor:
-        """The sum over ranks of [B, S, D]: [B, S/tp, D]."""
+        """Sum over ranks of [B, S, D], scattered to [B, S/tp, D]."""
         return _ReduceScatterSequence.apply(self.group.group_name, self.length, whole)  # pyright: ignore
 
     def column_linear_to_sequence_shard(self, projection: torch.nn.Linear, hidden: Tensor) -> Tensor:
-        """A projection cut by columns between two shares: [B, S/tp, D] to [B, S/tp, F]."""
+        """Column-parallel projection from one sequence shard to another: [B, S/tp, D] to [B, S/tp, F]."""
         (columns,) = self.column_linear(hidden, projection)  # [B, S, F/tp]
         width = projection.out_features
         first, count = even_part(width, self.group.size(), self.group.rank())
         return self.reduce_scatter(F.pad(columns, (first, width - first - count)))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / rms(x) * weight, of whose last dimension each rank has an equal part; the same one, where there are copies."""
+        """x / rms(x) * weight, where each rank has an equal part of the last dimension (or ranks hold identical copies)."""
         return _RMSNorm.apply(self.group.group_name, self.group.size(), x, weight, eps)  # pyright: ignore
 
     def sequence_shard(self, hidden: Tensor) -> Tensor:
-        """This rank's positions of [B, S, ...]."""
+        """This rank's shard of the positions of [B, S, ...]."""
         if not self.length:
             return hidden
         first, count = even_part(hidden.shape[1], self.group.size(), self.group.rank())
@@ -258,8 +262,8 @@ def _gather_later(group: str, length: int) -> Callable[[Tensor], Tensor] | None:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """`kernels.norm`'s, with two sums over ranks: of squares, and in the backward pass of what lies along the normed input.
-    Saves the same: x, the weight, and one number per row."""
+    """RMSNorm of `kernels.norm` with two sums over ranks: of squares, and in the backward pass of the gradient's projection on
+    the normed input. Saves x, the weight, and one number per row, as that one does."""
 
     @staticmethod
     def forward(ctx: Any, group: str, size: int, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,16 +1,17 @@
-"""Tensor parallelism put on a decoder: every rank holds its slice of the cut weights, and `tensor_ops` fill the model's seams.
+"""Applies tensor parallelism to a decoder: every rank holds its shard of the weights, and `tensor_ops` replace the model's
+seams.
 
-    weight                            cut                        seam
+    weight                            sharded dimension          seam
     q k v, gate and up, MLA's b       rows: heads, features      column_linear
     o, down                           columns                    row_linear
     embedding, head                   rows: the vocabulary       look_up, loss
-    norms, positions, narrow ones     not                        with sequence parallelism each rank its own positions
+    norms, positions, narrow ones     replicated                 with sequence parallelism each rank its own positions
 
-Slices are plain tensors of the sizes in `work.sharding.places`; FSDP2 cuts them further. DTensor would do the same sums, but
+Shards are plain tensors of the sizes in `work.sharding.places`; FSDP2 shards them further. DTensor would compute the same, but
 dispatches every operation of a block anew, which on CPU costs a fifth of a small model's speed (docs/speed.md).
 
-Gradients of weights that are not cut are shares of a sum, one on each rank, wherever `work.sharding.places.shard_of` says
-`is_partial`: whoever applies this sums them over tp, once a step.
+Gradients of replicated weights are partial sums on each rank where `work.sharding.places.shard_of` says `is_partial`: the
+caller must sum them over tp once a step.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from ultrascale.work.sharding.places import Coordinates, shard_of
 
 
 def apply_tensor_parallel(decoder: Decoder, layout: Layout, mesh: Groups) -> TensorParallel | None:
-    """Cut `decoder`, whose weights are still on the meta device, over tp, in place. Does nothing if that is one rank.
+    """Shard `decoder`, whose weights are still on the meta device, over tp, in place. Does nothing if tp is 1.
 
-    Returns what the seams share. Weights of experts are left to `expert_tp`. The forward pass then raises ValueError if it is
-    to give logits, and of a stage that is not the first without positions: with sequence parallelism it could not know how long
-    its sequences are.
+    Returns the state that the seams share. Weights of experts are left to `expert_tp`. The forward pass then raises ValueError
+    if asked for logits, or if a stage other than the first gets no positions: with sequence parallelism it could not know the
+    sequence length.
     """
     group = mesh.group("tp")
     if group is None:
@@ -48,7 +49,7 @@ def apply_tensor_parallel(decoder: Decoder, layout: Layout, mesh: Groups) -> Ten
         for seam in ("column_linear", "row_linear", "gather_sequence"):
             if hasattr(module, seam):
                 setattr(module, seam, getattr(tp, seam))
-        if getattr(module, "norms_whole", False):  # norms over all heads together see those of all ranks
+        if getattr(module, "norms_whole", False):  # a norm over all heads needs those of all ranks
             for norm in (module.q_norm, module.k_norm):
                 setattr(norm, "forward", partial(_rms_norm, norm, tp))  # noqa: B010
         if isinstance(module, PredictionBlock):
@@ -62,13 +63,13 @@ def apply_tensor_parallel(decoder: Decoder, layout: Layout, mesh: Groups) -> Ten
 
 
 def tensor_parallel_of(decoder: Decoder) -> TensorParallel | None:
-    """The state that the seams of `decoder` share, if tp has sharded it: a schedule with W sets its `defer`."""
+    """State that the seams of `decoder` share, if tp has sharded it: a schedule with W sets its `defer`."""
     owner = getattr(decoder.sequence_shard, "__self__", None)
     return owner if isinstance(owner, TensorParallel) else None
 
 
 def shard_parameters(decoder: nn.Module, layout: Layout, coordinates: Coordinates) -> None:
-    """Replace every weight that tp cuts by an empty one of this rank's shape."""
+    """Replace every weight that tp shards by an empty one of this rank's shape."""
     table = {weight.name: weight for weight in weights(decoder.spec)}  # pyright: ignore
     for name, parameter in list(decoder.named_parameters()):
         weight = table[name]
@@ -84,7 +85,7 @@ def _rms_norm(norm: Any, tp: TensorParallel, x: Tensor) -> Tensor:
 
 
 def _measure(tp: TensorParallel, decoder: Decoder, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
-    """Note how long the sequences are that come now."""
+    """Record the length of the sequences of this forward pass."""
     if decoder.is_last and options.get("targets") is None:
         raise ValueError("over several ranks of tp a decoder computes losses; give it targets, or generate in one process")
     if not tp.sequence_parallel:

@@ -1,14 +1,14 @@
-"""Communication of tensor parallelism: parts of sequences, and sums.
+"""Communication of tensor parallelism: all-gather, reduce-scatter and all-reduce of sequences.
 
     all_gather_sequence       [B, S/tp, D] of every rank -> [B, S, D] on every rank             a rank sends (tp-1)/tp of B S D
-    reduce_scatter_sequence   [B, S, D] of every rank -> of their sum [B, S/tp, D] for each     the same
+    reduce_scatter_sequence   [B, S, D] of every rank -> [B, S/tp, D] of their sum              as much
     all_reduce                [B, S, D] of every rank -> their sum on every rank                twice that
 
-Parts are those of `torch.tensor_split`: as even as can be, longer ones first, so a sequence need not divide. Each function only
-starts its messages and returns a function that waits for them, so that matrix products go on meanwhile. On CPU every rank
-writes to every other (`parallel.data.collectives`): two ranks add each other's tensors after one message, where gloo's ring
-takes two; on CUDA NCCL does it, and even parts of one sequence are copied by nobody else. Sums are taken in the order of
-ranks, so that every rank has the same bits.
+Shards are those of `torch.tensor_split`: as even as possible, longer ones first, so tp need not divide a sequence. Each
+function only starts its messages and returns a function that waits for them, so that GEMMs overlap. On CPU every rank writes to
+every other (`parallel.data.collectives`): two ranks add each other's tensors after one message, where gloo's ring takes two; on
+CUDA NCCL does it, and even shards of one sequence need no further copy. Sums are taken in rank order, so that every rank has
+the same bits.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from ultrascale.parallel.tags import Tag
 from ultrascale.work.sharding.places import even_part
 
 _PAIR = 2
-"""Ranks that add each other's whole tensors: with more, parts are less to send."""
+"""Ranks up to which each sends its whole tensor and adds the other's: with more ranks, exchanging parts sends less."""
 
 Finish = Callable[[], Tensor]
-"""Waits for the messages, and returns what they made."""
+"""Function that waits for the messages and returns their result."""
 
 
 def shard_lengths(length: int, group: dist.ProcessGroup) -> list[int]:
-    """Positions of a sequence of `length` on each rank."""
+    """Number of positions of a sequence of `length` on each rank."""
     return [even_part(length, group.size(), rank)[1] for rank in range(group.size())]
 
 
 def all_gather_sequence(part: Tensor, length: int, group: dist.ProcessGroup) -> Finish:
-    """Start to gather [B, S/tp, ...] of every rank to [B, S, ...], S = `length`.
+    """Start an all-gather of [B, S/tp, ...] to [B, S, ...], S = `length`.
 
-    Raises ValueError if this rank's part is not the one of a sequence of that length.
+    Raises ValueError if this rank's part does not have the size it has in a sequence of that length.
     """
     lengths, this_rank = shard_lengths(length, group), group.rank()
     if part.shape[1] != lengths[this_rank]:
@@ -62,13 +62,13 @@ def all_gather_sequence(part: Tensor, length: int, group: dist.ProcessGroup) -> 
 
 
 def reduce_scatter_sequence(whole: Tensor, group: dist.ProcessGroup) -> Finish:
-    """Start to sum [B, S, ...] over the ranks, each keeping its part of the sequence."""
+    """Start a reduce-scatter of [B, S, ...]: each rank keeps its part of the sequence."""
     lengths, this_rank = shard_lengths(whole.shape[1], group), group.rank()
     pieces = list(whole.split(lengths, dim=1))
     if has_collectives(whole):
         total = _like(pieces[this_rank])
         if len(set(lengths)) == 1:
-            by_rank = whole.unflatten(1, (len(lengths), -1)).transpose(0, 1)  # [tp, B, S/tp, ...]; of one sequence: as it lies
+            by_rank = whole.unflatten(1, (len(lengths), -1)).transpose(0, 1)  # [tp, B, S/tp, ...]; of one sequence: a view
             together = by_rank.flatten(0, 1).contiguous()
             return _then(lambda: total, dist.reduce_scatter_tensor(total, together, group=group, async_op=True), group)
         sent = [piece.contiguous() for piece in pieces]
@@ -79,7 +79,7 @@ def reduce_scatter_sequence(whole: Tensor, group: dist.ProcessGroup) -> Finish:
 
 
 def all_reduce(whole: Tensor, group: dist.ProcessGroup) -> Finish:
-    """Start to sum a tensor over the ranks. It may be overwritten."""
+    """Start an all-reduce. `whole` may be overwritten."""
     whole = whole.contiguous()
     if has_collectives(whole) or group.size() > _PAIR:
         return _then(lambda: whole, dist.all_reduce(whole, group=group, async_op=True), group)
@@ -88,7 +88,7 @@ def all_reduce(whole: Tensor, group: dist.ProcessGroup) -> Finish:
 
 
 def all_gather_stacked(local: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """A small tensor of every rank, one after the other: [...] to [tp, ...]. Waits for it."""
+    """Blocking all-gather of a small tensor, stacked: [...] to [tp, ...]."""
     if has_collectives(local):
         together = local.new_empty(group.size(), *local.shape)
         work = dist.all_gather_into_tensor(together.flatten(0, 1), local.contiguous(), group=group, async_op=True)
@@ -98,7 +98,7 @@ def all_gather_stacked(local: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def has_collectives(tensor: Tensor) -> bool:
-    """True if the backend is good at collectives: NCCL's; gloo's copy, or send more than is needed."""
+    """True if the backend has efficient collectives (NCCL); gloo's copy, or send more than needed."""
     return is_cuda(tensor)
 
 
@@ -117,7 +117,7 @@ def _like(piece: Tensor) -> Tensor:
 
 
 def _add(parts: Sequence[Tensor]) -> Tensor:
-    """The sum, in memory of its own."""
+    """Sum of the parts, in new memory."""
     total = torch.add(parts[0], parts[1])
     for part in parts[2:]:
         total += part

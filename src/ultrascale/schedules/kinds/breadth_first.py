@@ -1,8 +1,9 @@
-"""Breadth-first (Lamy-Poirier 2022): all micro-batches through a rank's first stage, then all through its next, and back.
+"""Breadth-first (Lamy-Poirier 2022): all micro-batches run through a rank's first stage, then all through its next, and back.
 
-Idle (p-1)(F+B) of one stage, as interleaved 1F1B, but with the activations of all m micro-batches in all v stages. Its use: a
-stage's weights are needed in one stretch each way, so that ZeRO 3 could gather them, and reduce gradients, once a step. The
-executor does not: it gathers block by block in every pass, for a whole stage at a time is the memory of ZeRO 2.
+Idle (p-1)(F+B) of one stage, as interleaved 1F1B, but with the activations of all m micro-batches in all v stages. Its
+advantage: a stage's weights are used in one stretch per direction, so that ZeRO 3 could gather them, and reduce gradients, once
+a step. The executor does not do so: it gathers block by block in every pass, because gathering a stage at a time takes ZeRO 2's
+memory.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from ultrascale.schedules.actions import Action, backward, forward
 
 
 def breadth_first(pp: int, num_micro_batches: int, virtual_stages: int = 2) -> list[list[Action]]:
-    """The actions of each of `pp` ranks; rank r holds stages r, r + pp, ...: `virtual_stages` of them."""
+    """Actions of each of `pp` ranks; rank r holds stages r, r + pp, ...: `virtual_stages` of them."""
     return [_rank_actions(range(rank, pp * virtual_stages, pp), range(num_micro_batches)) for rank in range(pp)]
 
 

@@ -1,7 +1,7 @@
 """Schedules from files, in the CSV of `torch.distributed.pipelining` (compute only), or the same cells as a JSON list of lists.
 
-0F0,0F1,,0B0,0B1          a line a rank; STAGE KIND MICRO-BATCH with kinds F B I W; empty cells are pauses, which nothing needs:
-1F0,1B0,1F1,1B1           an action starts as soon as it can. (0F4;3B0)OVERLAP_F_B is a forward beside a backward.
+0F0,0F1,,0B0,0B1          one line per rank; STAGE KIND MICRO-BATCH with kinds F B I W; empty cells are pauses and optional:
+1F0,1B0,1F1,1B1           an action starts as soon as it can. (0F4;3B0)OVERLAP_F_B is a forward overlapped with a backward.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ultrascale.schedules.actions import Action, Kind, overlapped
 from ultrascale.schedules.executable import Schedule, check_executable
 
 MOST_TEXT = 4 << 20
-"""Letters of a file: half a million actions, several times as many as are played."""
+"""Most characters of a file: half a million actions, several times as many as are simulated."""
 _PASS = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
 _PAIR = re.compile(r"\(([0-9]{1,6}F[0-9]{1,6});([0-9]{1,6}B[0-9]{1,6})\)OVERLAP_F_B")
 
 
 def read_schedule(path: Path) -> list[list[Action]]:
-    """The schedule in a CSV or JSON file.
+    """Read the schedule in a CSV or JSON file.
 
-    Raises SpecError if it cannot be read, naming every cell that is wrong, or why it cannot be executed.
+    Raises SpecError if it cannot be read, naming every wrong cell, or why it cannot be executed.
     """
     remedy = f"`ultrascale show schedule {USUAL} --csv FILE` writes one to start from."
     try:
@@ -43,7 +43,7 @@ def read_schedule(path: Path) -> list[list[Action]]:
 
 
 def parse_schedule(rows: Iterable[Iterable[str]], *, source: str = "schedule") -> list[list[Action]]:
-    """The schedule in cells as above, checked. Raises SpecError, its keys beginning with `source`."""
+    """Parse and check the schedule in cells as above. Raises SpecError, its keys beginning with `source`."""
     schedule: list[list[Action]] = []
     problems: list[Problem] = []
     for line, row in enumerate(rows, 1):
@@ -71,7 +71,7 @@ def parse_schedule(rows: Iterable[Iterable[str]], *, source: str = "schedule") -
 
 
 def to_csv(schedule: Schedule) -> str:
-    """The file that torch's `_load_csv` and `read_schedule` read."""
+    """CSV text that torch's `_load_csv` and `read_schedule` read."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([action.cell for action in row] for row in schedule)
     return out.getvalue()
@@ -87,7 +87,7 @@ def _action(cell: str) -> Action | None:
 
 
 def _csv_rows(path: Path, text: str) -> list[list[str]]:
-    reader = csv.reader(io.StringIO(text.rstrip()))  # an empty line at the end is no rank more
+    reader = csv.reader(io.StringIO(text.rstrip()))  # a trailing empty line is not a rank
     try:
         return [*reader]
     except csv.Error as error:

@@ -1,4 +1,4 @@
-"""One forward, one backward (PipeDream-flush, Narayanan et al. 2021): a micro-batch goes back as soon as it can.
+"""One forward, one backward (PipeDream-flush, Narayanan et al. 2021): a micro-batch's backward pass runs as soon as it can.
 
     rank 0   F0 F1 .  .  B0 F2 B1 F3 B2 .  B3
     rank 1   .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
@@ -14,7 +14,7 @@ from ultrascale.schedules.actions import Action, backward, forward
 
 
 def one_f_one_b(pp: int, num_micro_batches: int, *, ranks: Sequence[int] = ()) -> list[list[Action]]:
-    """The actions of each of `pp` ranks, or of some `ranks`; rank r holds stage r."""
+    """Actions of each of `pp` ranks, or of some `ranks`; rank r holds stage r."""
     batches = range(num_micro_batches)
     return [
         alternate([forward(rank, k) for k in batches], [backward(rank, k) for k in batches], ahead=pp - 1 - rank)
@@ -23,7 +23,7 @@ def one_f_one_b(pp: int, num_micro_batches: int, *, ranks: Sequence[int] = ()) -
 
 
 def alternate(forwards: list[Action], backwards: list[Action], *, ahead: int) -> list[Action]:
-    """`ahead` forwards first, then a forward and a backward in turn, then the backwards that are left."""
+    """Returns `ahead` forwards, then a forward and a backward in turn, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     actions = forwards[:ahead]
     for pair in zip(forwards[ahead:], backwards, strict=False):

@@ -1,4 +1,4 @@
-"""Actions of a rank through which two streams of micro-batches flow, written down by name."""
+"""Actions of a rank that processes two streams of micro-batches, written by name."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Callable
 from ultrascale.schedules.actions import Action, backward, forward, input_gradient, overlapped, weight_gradient
 
 StreamOrder = Callable[[int], tuple[int, int]]
-"""Stage and micro-batch of the k-th micro-batch of a stream on this rank."""
+"""Function from k to the stage and micro-batch of a stream's k-th micro-batch on this rank."""
 _MAKE = {"F": forward, "B": backward, "I": input_gradient}
 
 
 class Streams:
-    """Names as in the papers: F0 B0 I0 W0 of one stream, F1 B1 I1 W1 of the other, `F0&B1` a pair that runs at the same time.
+    """Names as in the papers: F0 B0 I0 W0 of one stream, F1 B1 I1 W1 of the other; `F0&B1` is an overlapped pair.
 
-    Each stream counts its own micro-batches; W0 and W1 are of the stream's oldest I without one, W of the oldest of both.
+    Each stream counts its own micro-batches; W0 and W1 belong to the stream's oldest I whose W is missing, W to the oldest of
+    both.
     """
 
     def __init__(self, near: StreamOrder, far: StreamOrder):
@@ -26,7 +27,7 @@ class Streams:
         self._num_split = 0
 
     def add(self, steps: str, times: int = 1) -> None:
-        """Append the actions named in `steps`, `times` times over."""
+        """Append the actions named in `steps`, repeated `times` times."""
         named = [[(part[0], int(part[1:] or -1)) for part in step.split("&")] for step in steps.split()]
         for _ in range(times):
             for ahead, *back in named:

@@ -1,10 +1,10 @@
-"""ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"): 1F1B whose backward is cut in two, so that W fills the drain.
+"""ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"): 1F1B with backward passes split, so that W fills the drain.
 
     rank 0   F0 F1 .  .  I0 W0 F2 I1 W1 F3 ...
     rank 1   .  F0 I0 F1 I1 W0 F2 I2 W1 ...
 
-Rank r runs r weight gradients late: every rank then keeps p micro-batches (p-r whole, r of them only what W needs), as many as
-1F1B's first rank, and idles (p-1)(F+I-W), a third of 1F1B's where F = I = W. DeepSeek calls it ZB1P.
+Rank r defers W by r micro-batches: every rank then keeps p micro-batches (p-r fully, r only the inputs of W), as many as 1F1B's
+first rank, and idles (p-1)(F+I-W), a third of 1F1B's where F = I = W. DeepSeek calls it ZB1P.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ultrascale.schedules.actions import Action, forward, input_gradient, weight
 
 
 def zb_h1(pp: int, num_micro_batches: int, *, ranks: Sequence[int] = ()) -> list[list[Action]]:
-    """The actions of each of `pp` ranks, or of some `ranks`; rank r holds stage r."""
+    """Actions of each of `pp` ranks, or of some `ranks`; rank r holds stage r."""
     return [_rank_actions(rank, pp, num_micro_batches) for rank in ranks or range(pp)]
 
 

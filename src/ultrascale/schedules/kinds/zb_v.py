@@ -1,8 +1,9 @@
-"""ZB-V (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", and section 6 of 2023's): two stages a rank, in a V.
+"""ZB-V (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", and section 6 of Qi et al. 2023): two stages per rank,
+in a V.
 
-rank      0  1  2  3        Rank r holds stages r and 2p-1-r: the loss is on rank 0, which can start going back at once,
-stages    0  1  2  3        and every rank's memory is the same: 2p stages' activations, those of 1F1B's first rank.
-          7  6  5  4        Idle 0 where F = I = W; otherwise some, because the order was made for equal times.
+rank      0  1  2  3        Rank r holds stages r and 2p-1-r: the loss is on rank 0, whose backward passes start at once,
+stages    0  1  2  3        and every rank's memory is the same: 2p stages' activations, as on 1F1B's first rank.
+          7  6  5  4        No idle time where F = I = W; otherwise some, because the order assumes equal times.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from ultrascale.schedules.kinds.streams import Streams
 
 
 def zb_v(pp: int, num_micro_batches: int, *, ranks: Sequence[int] = ()) -> list[list[Action]]:
-    """The actions of each of `pp` ranks, or of some `ranks`; rank r holds stages r and 2 pp - 1 - r.
+    """Actions of each of `pp` ranks, or of some `ranks`; rank r holds stages r and 2 pp - 1 - r.
 
-    Fewer than 2 pp - 1 micro-batches are the first ones of a schedule of so many.
+    Fewer than 2 pp - 1 micro-batches run as the first ones of a schedule of 2 pp - 1.
     """
     enough = max(2 * pp - 1, num_micro_batches)
     return [only_micro_batches(_rank_actions(rank, pp, enough), num_micro_batches) for rank in ranks or range(pp)]

@@ -1,6 +1,6 @@
 """Sharding: the part of everything that a rank holds.
 
-places             coordinates of ranks, and their parts of weights
-owners             who gets which matrix whole
-context_order      positions of a sequence under context parallelism
+places             rank coordinates, and shards of weights
+owners             owners of whole matrices (Muon)
+context_order      sequence positions under context parallelism
 """

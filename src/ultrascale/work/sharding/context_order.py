@@ -1,19 +1,19 @@
-"""Order of context parallelism: the positions of a sequence that each rank holds, and what it sees of the others'. Plain
-integers.
+"""Token order of context parallelism: the positions of a sequence that each rank holds, and which of the other ranks' keys it
+sees. Plain integers.
 
-A causal token works in proportion to what it sees, so an even cut by position is uneven work. Zigzag (Brandon et al. 2023,
-"Striped Attention"; Llama 3, section 3.3.2) cuts a document into 2 n pieces and gives rank r the r-th from either end:
+A causal token's work is proportional to the keys it sees, so an even split by position is uneven work. Zigzag (Brandon et al.
+2023, "Striped Attention"; Llama 3, section 3.3.2) cuts a document into 2 n pieces and gives rank r the r-th from either end:
 
     pieces of one document, n = 4     0 1 2 3 4 5 6 7       ranks     0 1 2 3 3 2 1 0
 
-Packed documents are each zigzagged if they are long. Short ones stay whole on one rank, dealt out so that work and tokens come
-out even; their keys and values then never travel. How many of the longest are cut is the least that brings work within
-`GOOD_BALANCE` of even: the others' tokens, which all see fewer, make up what cutting leaves over. Tokens per rank are equal, or
-differ by one where the ranks do not divide the sequence. Not taken: zigzag over the packed sequence, whose work is as uneven as
-its documents; per-document zigzag with padding (Transformer Engine), which computes the padding; and pieces as small as a tile
-(FlexAttention's balancer in torch), which cuts every document and so sends all keys and values to all.
+Long packed documents are each split in zigzag. Short ones stay whole on one rank, assigned so that work and tokens are
+balanced; their keys and values are never sent. As few of the longest as possible are split, until work is within `GOOD_BALANCE`
+of even: the tokens of the others, which see fewer keys, fill the remaining imbalance. Tokens per rank are equal, or differ by
+one where the ranks do not divide the sequence. Not taken: zigzag over the packed sequence, whose work is as uneven as its
+documents; per-document zigzag with padding (Transformer Engine), which computes the padding; and tile-sized pieces
+(FlexAttention's balancer in torch), which split every document and so send all keys and values to all ranks.
 
-Work is that of the causal mask; sliding windows make tokens more equal than these orders assume.
+Work counts the causal mask; sliding windows make tokens more equal than these orders assume.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from typing import NamedTuple
 from ultrascale.work.sharding.places import even_part
 
 GOOD_BALANCE = 0.01
-"""Largest work of a rank over the mean, less one, at which no more documents are cut: half of the promised 2 percent."""
+"""Excess of the busiest rank's work over the mean, as a fraction, at which no more documents are split: half of the promised 2
+percent."""
 
 
 class Piece(NamedTuple):
-    """Positions `start` to `stop` - 1 of a sequence, all of the document that begins at position `document`."""
+    """Positions `start` to `stop` - 1 of a sequence, all in the document that begins at position `document`."""
 
     start: int
     stop: int
@@ -37,7 +38,7 @@ class Piece(NamedTuple):
 
     @property
     def work(self) -> int:
-        """Pairs of these queries and the keys they see."""
+        """Number of pairs of these queries and the keys they see."""
         first, last = self.start - self.document, self.stop - self.document
         return (last * (last + 1) - first * (first + 1)) // 2
 
@@ -48,7 +49,7 @@ Pieces = tuple[Piece, ...]
 
 
 class View(NamedTuple):
-    """The least rectangle around the pairs that see each other: slots of queries, and slots of keys."""
+    """Smallest rectangle around the visible pairs: slots of queries, and slots of keys."""
 
     queries: tuple[int, int]
     keys: tuple[int, int]
@@ -58,7 +59,7 @@ class View(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def ring_order(length: int, ring: int, document_starts: tuple[int, ...] = (0,)) -> tuple[Pieces, ...]:
-    """The pieces of each of `ring` ranks, for a sequence whose documents begin at `document_starts`, ascending from 0."""
+    """Pieces of each of `ring` ranks, for a sequence whose documents begin at `document_starts`, ascending from 0."""
     stops = (*document_starts[1:], length)
     documents = sorted((start - stop, start, stop) for start, stop in zip(document_starts, stops, strict=True))
     longest_first = [Piece(start, stop, start) for _, start, stop in documents]
@@ -78,8 +79,8 @@ def ring_order(length: int, ring: int, document_starts: tuple[int, ...] = (0,)) 
 
 
 def local_pieces(order: Sequence[Pieces], heads: int, rank: int) -> Pieces:
-    """The pieces of rank `rank` of cp = len(order) * heads before `heads` neighbours swap sequence for heads: its run of the
-    slots of their common place in the ring."""
+    """Pieces of rank `rank` of cp = len(order) * heads, before `heads` neighbours swap sequence shards for heads: its range of
+    the slots at their common place in the ring."""
     pieces = order[rank // heads]
     first, length = even_part(num_slots(pieces), heads, rank % heads)
     halves = (
@@ -90,15 +91,15 @@ def local_pieces(order: Sequence[Pieces], heads: int, rank: int) -> Pieces:
 
 
 def num_slots(pieces: Pieces) -> int:
-    """Tokens in them."""
+    """Number of tokens in the pieces."""
     return sum(piece.stop - piece.start for piece in pieces)
 
 
 def views(queries: Pieces, keys: Pieces, window: int | None) -> list[View]:
-    """Views that each piece of `queries` has of `keys` under a causal mask and a sliding window; none for those that see
+    """Views that each piece of `queries` has of `keys` under a causal mask and a sliding window; none for pieces that see
     nothing.
 
-    Neighbours that see all of the same keys become one.
+    Adjacent views that fully see the same keys are merged.
     """
     merged: list[View] = []
     documents: dict[int, list[tuple[int, Piece]]] = {}
@@ -122,16 +123,16 @@ class RingTraffic(NamedTuple):
     """Communication of one place of a ring for one layer: (messages, slots of keys and values in them)."""
 
     keys: tuple[int, int]
-    """Messages and slots each time that keys and values go round."""
+    """Messages and slots for each pass of keys and values around the ring."""
     gradients: tuple[int, int]
     """Messages and slots of gradients on the way back to the ranks that own the keys."""
 
 
 @lru_cache(maxsize=1024)
 def ring_traffic(length: int, ring: int, place: int, window: int | None) -> RingTraffic:
-    """Communication of `place` for a sequence of one document (`parallel.context.context_ring`): of the keys that it holds at a
-    hop those that a later rank needs, and their gradients as far as any rank has added to them, until the last that does
-    returns them to the rank that owns them.
+    """Communication of `place` for a sequence of one document (`parallel.context.context_ring`): at each hop it sends on the
+    keys that a later rank needs, and the gradients accumulated so far, until the last contributor returns them to the rank that
+    owns the keys.
     """
     needs, keys, gradients = _needs(length, ring, window), [], []
     for distance in range(ring):
@@ -145,8 +146,8 @@ def ring_traffic(length: int, ring: int, place: int, window: int | None) -> Ring
 
 @lru_cache(maxsize=1024)
 def gathered_traffic(length: int, ring: int, place: int, window: int | None) -> RingTraffic:
-    """Communication of places that are of different lengths and gather by messages (`parallel.context.context_gather`): all
-    keys to each other place, and back to each the gradients of those that this one worked on."""
+    """Communication of places of different lengths that gather by messages (`parallel.context.context_gather`): all keys to
+    each other place, and to each the gradients of its keys that this one used."""
     needs, slots = _needs(length, ring, window), num_slots(ring_order(length, ring)[place])
     worked_on = [needs[(place + distance) % ring][distance] for distance in range(1, ring)]
     return RingTraffic((ring - 1, (ring - 1) * slots), _messages(worked_on))
@@ -154,7 +155,7 @@ def gathered_traffic(length: int, ring: int, place: int, window: int | None) -> 
 
 @lru_cache(maxsize=1024)
 def pairs_worked_on(length: int, ring: int, place: int, window: int | None) -> int:
-    """Pairs of queries of `place` and keys that kernels are given, those included that a causal mask or a window hides."""
+    """Number of pairs of queries of `place` and keys that kernels compute, including those masked by causality or a window."""
     order = ring_order(length, ring)
     slots = num_slots(order[place])
     pairs = slots * slots if window is None else _pairs(views(order[place], order[place], window))
@@ -163,7 +164,7 @@ def pairs_worked_on(length: int, ring: int, place: int, window: int | None) -> i
 
 @lru_cache(maxsize=1024)
 def rows_made(length: int, ring: int, place: int, window: int | None) -> int:
-    """Rows of results that `place` makes of its queries, hop by hop, before they are merged to one for each query."""
+    """Result rows that `place` computes for its queries, hop by hop, before they are merged into one per query."""
     order = ring_order(length, ring)
     remote_views = [view for keys in (*order[:place], *order[place + 1 :]) for view in views(order[place], keys, window)]
     slots = num_slots(order[place])
@@ -172,7 +173,7 @@ def rows_made(length: int, ring: int, place: int, window: int | None) -> int:
 
 
 class Masks(NamedTuple):
-    """Masks of one window: elements, rows padded, and peak temporary bytes of booleans while they are made, beyond the
+    """Masks of one window: elements, with padded rows, and peak temporary bytes of booleans while they are built, excluding the
     masks."""
 
     elements: int
@@ -181,8 +182,9 @@ class Masks(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def windowed_masks(length: int, ring: int, place: int | None, window: int, row_multiple: int, itemsize: int) -> Masks:
-    """The masks that `place` makes of a sequence of one document, one for each block of queries and keys that a sliding window
-    cuts; None: of the place that has most. Rows take a multiple of `row_multiple` elements of `itemsize` bytes."""
+    """Masks that `place` builds for a sequence of one document, one for each block of queries and keys that the sliding window
+    cuts; `place` None: those of the place with most. Rows are padded to a multiple of `row_multiple` elements of `itemsize`
+    bytes."""
     order = ring_order(length, ring)
     if place is None:
         return max(windowed_masks(length, ring, each, window, row_multiple, itemsize) for each in range(ring))
@@ -192,13 +194,13 @@ def windowed_masks(length: int, ring: int, place: int | None, window: int, row_m
             if not view.is_full:
                 rows, keys = (stop - start for start, stop in (view.queries, view.keys))
                 num_elements += rows * -(-keys // row_multiple) * row_multiple
-                most = max(most, num_elements * itemsize + 2 * rows * keys)  # what is seen, and what is not
+                most = max(most, num_elements * itemsize + 2 * rows * keys)  # visible and masked booleans
     return Masks(num_elements, max(0, most - num_elements * itemsize))
 
 
 @lru_cache(maxsize=64)
 def _needs(length: int, ring: int, window: int | None) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """[source][d]: slots of keys of `source` that the place d before it works on."""
+    """[source][d]: slots of keys of `source` that the place d before it uses."""
     order = ring_order(length, ring)
     return tuple(
         tuple(span([view.keys for view in views(order[source - distance], order[source], window)]) for distance in range(ring))
@@ -220,7 +222,7 @@ def _pairs(visible: Sequence[View]) -> int:
 
 
 def hull(parts: Sequence[View]) -> View:
-    """The least rectangle around all of `parts`, which do not overlap."""
+    """Smallest rectangle around all of `parts`, which do not overlap."""
     queries, keys = span([p.queries for p in parts]), span([p.keys for p in parts])
     area = sum((p.queries[1] - p.queries[0]) * (p.keys[1] - p.keys[0]) for p in parts if p.is_full)
     return View(queries, keys, area == (queries[1] - queries[0]) * (keys[1] - keys[0]))
@@ -263,7 +265,7 @@ def _counts(most: int) -> Iterator[int]:
 
 
 class _Assignment:
-    """The slots that each rank has been given so far."""
+    """Slots assigned to each rank so far."""
 
     def __init__(self, length: int, ring: int):
         self.wanted = [even_part(length, ring, rank)[1] for rank in range(ring)]
@@ -277,12 +279,12 @@ class _Assignment:
             self.work[rank] += piece.work
 
     def zigzag(self, documents: Sequence[Piece]) -> None:
-        """Zigzag each over all ranks."""
+        """Split each document in zigzag over all ranks."""
         ring = len(self.wanted)
         for document in documents:
             each, remainder = divmod(document.stop - document.start, ring)
             fewest_tokens = sorted(range(ring), key=lambda rank: (self.tokens[rank], self.work[rank]))[:remainder]
-            # Of an odd number of tokens the early piece has one more, and later places then do a little more work.
+            # With an odd number of tokens the early piece has one more, and later places do slightly more work.
             most_work_first = sorted(range(ring), key=lambda rank: -self.work[rank])
             lengths = [each + (rank in fewest_tokens) for rank in most_work_first]
             early = [(rank, (length + 1) // 2) for rank, length in zip(most_work_first, lengths, strict=True)]
@@ -293,7 +295,7 @@ class _Assignment:
                 start += size
 
     def deal_whole(self, documents: Sequence[Piece]) -> None:
-        """One whole document to each rank, round after round, the longest to whom has the least work."""
+        """Assign one whole document to each rank, round after round, the longest to the rank with the least work."""
         ring = len(self.wanted)
         for first in range(0, len(documents), ring):
             least_work_first = sorted(range(ring), key=lambda rank: self.work[rank])
@@ -301,8 +303,8 @@ class _Assignment:
                 self.assign(rank, document)
 
     def even_out(self) -> None:
-        """Let every rank have its number of tokens: who has too many gives an end of a piece to who has too few, the one that
-        makes their work most equal."""
+        """Equalise token counts: a rank with too many gives an end of a piece to one with too few, choosing the end that makes
+        their work most equal."""
         while True:
             surplus = [have - want for have, want in zip(self.tokens, self.wanted, strict=True)]
             giver, taker = surplus.index(max(surplus)), surplus.index(min(surplus))
@@ -318,7 +320,7 @@ class _Assignment:
             self.assign(taker, moved)
 
     def _moves(self, giver: int, most: int) -> Iterator[tuple[int, Piece, Piece]]:
-        """(number of a piece, what stays of it, what goes), for either end of each."""
+        """(index of a piece, the part kept, the part given away), for either end of each piece."""
         longest = max(piece.stop - piece.start for piece in self.pieces[giver])
         for number, (start, stop, document) in enumerate(self.pieces[giver]):
             if stop - start >= min(most, longest):
@@ -331,7 +333,8 @@ class _Assignment:
         return lambda gift: abs(difference - 2 * gift[2].work)
 
     def in_slot_order(self) -> tuple[Pieces, ...]:
-        """Pieces of documents that others hold too come first, so that what others see is one run of slots."""
+        """Order slots: pieces of documents split over ranks come first, so that the keys that other ranks see are one slot
+        range."""
         holders: dict[int, set[int]] = {}
         for rank, pieces in enumerate(self.pieces):
             for piece in pieces:

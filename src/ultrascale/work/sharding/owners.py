@@ -1,11 +1,11 @@
-"""Owners of whole matrices, for updates that need all of a matrix, and the communication for it
+"""Owners of whole matrices, for updates that need a whole matrix (Muon), and the communication for it
 (`parallel.data.whole_matrices`).
 
-    shard          rows of a matrix over the ranks that share a copy of the state   -->  each rank the slices of some matrices
-    expert_shard   rows of experts, where ZeRO does not leave them whole            -->  each rank all experts of some weights
-    tp, expert_tp  rows or columns of it over tensor-parallel ranks                 -->  each rank some whole matrices
+    shard          rows of a matrix over the ranks that share one copy of the state  -->  each rank gets slices of some matrices
+    expert_shard   rows of experts, if ZeRO does not leave them whole                -->  each rank gets some weights' experts
+    tp, expert_tp  rows or columns over tensor-parallel ranks                        -->  each rank gets some whole matrices
 
-Trainer and planner both ask here.
+Used by both trainer and planner.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ultrascale.description.layout import Axis, Layout
 from ultrascale.work.sharding.places import Coordinates, shard_of, zero_shape
 
 NEWTON_SCHULZ_STEPS = 5
-"""Steps of the iteration that makes a matrix orthogonal (Jordan et al. 2024)."""
+"""Steps of the iteration that orthogonalises a matrix (Jordan et al. 2024)."""
 
 
 @dataclass(frozen=True)
@@ -33,26 +33,26 @@ class Span:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Division of a tensor among the ranks of a group, and the rank that gets all of it."""
+    """Division of a tensor among the ranks of a group, and the rank that owns all of it."""
 
     dim: int
     spans: tuple[Span, ...]
-    """Span of each rank of the group; several may hold the same."""
+    """Span of each rank of the group; several ranks may hold the same."""
     shape: tuple[int, ...]
-    """Shape of all that the group has together."""
+    """Shape of the tensor that the group holds together."""
     cost: int
-    """Cost of the work on all of it, relative to others'."""
+    """Cost of the update of the whole tensor, relative to others."""
     full_shape: tuple[int, ...]
-    """Shape in which its owner works on it: experts as [X, F, D], though their rows are sharded."""
+    """Shape in which its owner updates it: experts as [X, F, D], even if their rows are sharded."""
     owner: int = 0
 
     def numel(self, rank: int) -> int:
-        """Elements of what a rank holds."""
+        """Number of elements that a rank holds."""
         return prod(self.shape) // self.shape[self.dim] * self.spans[rank].length
 
 
 class Exchange(NamedTuple):
-    """Parts to owners over the groups of an axis; later, with the results, backwards."""
+    """Exchange of parts over the groups of an axis: to the owners, and later, with the results, back."""
 
     axis: Axis
     rank: int
@@ -77,7 +77,7 @@ class Exchange(NamedTuple):
 
 
 def exchanges(some: Sequence[Weight], layout: Layout, rank: int) -> list[Exchange]:
-    """Exchanges that bring `some` matrices of a rank to their owners, one after the other; none where all are whole."""
+    """Exchanges that bring `some` matrices of a rank to their owners, one after the other; empty if all are whole."""
     numbers = range(len(some))
     stages: list[Exchange] = []
     shardings = {n: _zero_sharding(some[n], layout, rank) for n in numbers if not _lies_whole(some[n], layout, rank)}
@@ -85,7 +85,7 @@ def exchanges(some: Sequence[Weight], layout: Layout, rank: int) -> list[Exchang
     for axis, wanted in shards:
         if axis_shardings := {n: zero_sharding for n, zero_sharding in shardings.items() if some[n].is_expert == wanted}:
             stages.append(_exchange(axis, axis_shardings, some, layout, rank))
-    # What this rank owns after these exchanges meets the other slices of it, which their ranks of tp own alike.
+    # The slices that this rank owns now are joined with those that its tp peers own of the same matrices.
     owned = [n for n in numbers if n not in shardings or any(n in stage.shardings and stage.is_owner(n) for stage in stages)]
     axes: tuple[tuple[Axis, bool], ...] = (("tp", False), ("expert_tp", True))
     for axis, wanted in axes:
@@ -96,14 +96,14 @@ def exchanges(some: Sequence[Weight], layout: Layout, rank: int) -> list[Exchang
 
 
 def owned_shapes(some: Sequence[Weight], layout: Layout, rank: int) -> list[tuple[int, ...]]:
-    """Shapes of the whole matrices that a rank works on, of experts [X, m, n] of those that are there."""
+    """Shapes of the whole matrices that a rank updates; of experts, [X, m, n] of the local ones."""
     stages = exchanges(some, layout, rank)
     owned = [n for n in range(len(some)) if all(n not in stage.shardings or stage.is_owner(n) for stage in stages)]
     return [_whole_shape(some[n], layout, rank) for n in owned]
 
 
 def part_shape(weight: Weight, layout: Layout, rank: int) -> tuple[int, ...]:
-    """Shape of the part that a rank holds of a matrix."""
+    """Shape of a rank's part of a matrix."""
     coordinates = Coordinates.of(layout, rank)
     ranks = _sharers(weight, layout, rank)
     rows, *columns = zero_shape(shard_of(weight, layout, coordinates).shape, len(ranks))
@@ -111,7 +111,7 @@ def part_shape(weight: Weight, layout: Layout, rank: int) -> tuple[int, ...]:
 
 
 def orthogonalising_flops(shape: Sequence[int]) -> int:
-    """FLOPs for matrices [..., m, n]: each step makes X X^T, its square, and a product of both with X
+    """FLOPs to orthogonalise matrices [..., m, n]: each step computes X X^T, its square, and the product of both with X
     (`train.optimizers.muon`)."""
     *several, m, n = shape
     short, long = min(m, n), max(m, n)
@@ -119,21 +119,21 @@ def orthogonalising_flops(shape: Sequence[int]) -> int:
 
 
 def members(layout: Layout, axis: Axis, rank: int) -> range:
-    """The ranks of the group along `axis` that `rank` is in."""
+    """Ranks of the group along `axis` that contains `rank`."""
     size, stride = layout.group(axis)
     first = rank - rank // stride % size * stride
     return range(first, first + size * stride, stride)
 
 
 def chunk(rows: int, ranks: int, rank: int) -> Span:
-    """Span of a rank as FSDP2 shards: equal parts, the last ones shorter."""
+    """Span of a rank under FSDP2's sharding: equal parts, the last ones shorter."""
     size = -(-rows // ranks)
     first = min(rank * size, rows)
     return Span(first, min(size, rows - first))
 
 
 def slice_spans(weight: Weight, layout: Layout, ranks: Sequence[int]) -> tuple[Span, ...]:
-    """Span that each of `ranks`, along tp or expert_tp, holds of the dimension of a weight that is sharded over it."""
+    """Span of the sharded dimension of a weight that each of `ranks`, along tp or expert_tp, holds."""
     dim = weight.tp_dim
     assert dim is not None
     places = [shard_of(weight, layout, Coordinates.of(layout, rank)) for rank in ranks]
@@ -141,7 +141,7 @@ def slice_spans(weight: Weight, layout: Layout, ranks: Sequence[int]) -> tuple[S
 
 
 def _exchange(axis: Axis, shardings: dict[int, Sharding], some: Sequence[Weight], layout: Layout, rank: int) -> Exchange:
-    """An owner for each, the dearest first to whoever has least."""
+    """Assign an owner to each matrix, the costliest first to the rank with the least work."""
     ranks, load = members(layout, axis, rank), [0] * layout.group(axis)[0]
     owned: dict[int, Sharding] = {}
     for number in sorted(shardings, key=lambda n: (-shardings[n].cost, some[n].name)):
@@ -152,7 +152,7 @@ def _exchange(axis: Axis, shardings: dict[int, Sharding], some: Sequence[Weight]
 
 
 def _sharers(weight: Weight, layout: Layout, rank: int) -> range:
-    """The ranks over which ZeRO shards what `rank` has of a weight."""
+    """Ranks over which ZeRO shards the part of a weight that `rank` has."""
     return members(layout, "expert_shard" if weight.is_expert else "shard", rank)
 
 
@@ -175,7 +175,7 @@ def _tp_sharding(weight: Weight, axis: Axis, layout: Layout, rank: int) -> Shard
 
 
 def _whole_shape(weight: Weight, layout: Layout, rank: int) -> tuple[int, ...]:
-    """Shape of a whole matrix; of experts, as many as the rank has of them, before or after the exchange of rows."""
+    """Shape of a whole matrix; for experts, of as many as the rank has, before or after rows are exchanged."""
     if not weight.is_expert:
         return weight.shape
     if _lies_whole(weight, layout, rank):

@@ -1,16 +1,16 @@
-"""Coordinates of each rank, and the part of each weight that it holds before data parallelism shards it further.
+"""Coordinates of each rank, and the shard of each weight that it holds before data parallelism shards it further.
 
-    weight                     cut                           ranks that hold the same part
-    column or row parallel     along `tp_dim`, over tp       none; of keys and values tp / heads neighbours, if tp is more
-    other                      not                           all of tp
-    experts                    dim 0 over ep, and `tp_dim`   none but expert data parallelism
+    weight                     sharding                      ranks that hold the same part
+    column or row parallel     along `tp_dim`, over tp       none; for keys and values tp / heads neighbours, if tp is more
+    other                      none                          all of tp
+    experts                    dim 0 over ep, and `tp_dim`   none except expert data parallelism
                                over expert_tp
 
-ZeRO cuts dim 0 of that part in equal parts (`work.sharding.owners.chunk`), of stacked experts whole ones or rows of them
+ZeRO shards dim 0 of that part in equal parts (`work.sharding.owners.chunk`); of stacked experts, whole ones or rows of them
 (`zero_shape`).
 
-Every rank that holds a part computes with it on tokens or heads of its own, so that its gradient is a share of the sum. One
-exception: without sequence parallelism all ranks of tp do the same outside the cut products, and each has the whole sum.
+Every rank that holds a part computes with it on its own tokens or heads, so that its gradient is a partial sum. One exception:
+without sequence parallelism all tp ranks compute the same outside the sharded GEMMs, and each has the whole sum.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ultrascale.description.architecture.weights import Weight
 from ultrascale.description.layout import Layout
 
 HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
-"""Norms that are not sharded, but that each rank of tp applies to its own heads only."""
+"""Norms that are not sharded, but that each tp rank applies only to its own heads."""
 
 
 class Coordinates(NamedTuple):
-    """A rank's place along each axis, counted from 0."""
+    """A rank's index along each axis, from 0."""
 
     pp: int
     dp: int
@@ -49,26 +49,26 @@ class Coordinates(NamedTuple):
 
     @property
     def leads_replica(self) -> bool:
-        """True for the first of the tp ranks that see the same tokens: what all of them know counts once."""
+        """True for the first of the tp ranks that see the same tokens: values that all of them have are counted once."""
         return self.tp == 0
 
 
 class WeightShard(NamedTuple):
-    """A rank's part of a weight."""
+    """A rank's shard of a weight."""
 
     offsets: tuple[int, ...]
     """Offsets of its first element in the whole weight."""
     shape: tuple[int, ...]
     num_replicas: int = 1
-    """Neighbours along tp (of an expert: along expert_tp) that hold the same part."""
+    """Number of neighbours along tp (for experts: along expert_tp) that hold the same part."""
     replica: int = 0
-    """Index of this rank among the copies."""
+    """Index of this rank among those neighbours."""
     is_partial: bool = False
-    """True if the gradient is the sum of what those neighbours compute; otherwise each computes all of it."""
+    """True if the gradient is the sum of those neighbours' partial gradients; otherwise each computes all of it."""
 
 
 def shard_of(weight: Weight, layout: Layout, coordinates: Coordinates) -> WeightShard:
-    """The part of `weight` that the rank at `coordinates` holds of it, data parallelism left aside."""
+    """Shard of `weight` that the rank at `coordinates` holds before data parallelism."""
     offsets, shape = [0] * len(weight.shape), list(weight.shape)
 
     def split(dim: int, ranks: int, rank: int) -> None:
@@ -93,10 +93,11 @@ def shard_of(weight: Weight, layout: Layout, coordinates: Coordinates) -> Weight
 
 
 def zero_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """The shape in which ZeRO cuts a part of a weight, along dim 0, over `ranks`: its own, but of stacked experts [X, F, D]
-    that ranks do not divide [X F, D], the rows of all of them.
+    """Shape in which ZeRO shards a part of a weight along dim 0 over `ranks`: its own; but for stacked experts [X, F, D] whose
+    number the ranks do not divide, [X F, D], the rows of all of them.
 
-    FSDP2 pads the last ranks' parts of dim 0, which would be whole experts: 8 experts over 64 ranks would take the room of 64.
+    FSDP2 pads the last ranks' parts of dim 0, which would be whole experts: 8 experts over 64 ranks would take the memory of
+    64.
     """
     experts, *matrix = shape
     return (experts * matrix[0], matrix[1]) if len(shape) == 3 and experts % ranks else shape
@@ -105,10 +106,11 @@ def zero_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
 def row_boxes(
     shape: tuple[int, ...], stored_shape: tuple[int, ...], first: int, length: int
 ) -> Iterator[tuple[slice, WeightShard]]:
-    """Boxes of a part of `shape`: `length` entries of dim 0 from `first` on of a weight that is sharded as `stored_shape`
-    (`zero_shape`). Each comes with its entries, counted from `first`: one box, but several for rows of several experts.
+    """Boxes of a part of `shape` covered by `length` entries of dim 0 from `first` on, where it is sharded as `stored_shape`
+    (`zero_shape`). Each comes with its entries, counted from `first`. There is one box, unless the entries are rows of several
+    experts.
 
-    Raises ValueError if `stored_shape` is no form of `shape`.
+    Raises ValueError if `stored_shape` is not a form of `shape`.
     """
     if stored_shape == shape:
         yield slice(0, length), WeightShard((first, *(0 for _ in shape[1:])), (length, *shape[1:]))
@@ -128,6 +130,6 @@ def row_boxes(
 
 
 def even_part(length: int, parts: int, part: int) -> tuple[int, int]:
-    """(first, length) of one of `parts` consecutive parts, as even as can be, longer ones first (as `torch.tensor_split`)."""
+    """(first, length) of one of `parts` consecutive parts, as even as possible, longer ones first (as `torch.tensor_split`)."""
     size, longer = divmod(length, parts)
     return part * size + min(part, longer), size + (part < longer)
