@@ -64,13 +64,13 @@ def save(
     compare_copies: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Save `tensors` (tensors, DTensors or `Slice`s, any device, by global name) as the checkpoint of `step`; returns the
-    folder `root/step-...`.
+    """Save `tensors` (tensors, DTensors or `Slice`s, any device, by global name) as the checkpoint of `step`; returns its
+    folder.
 
-    Collective over `process_group` (all ranks by default; alone without torch.distributed). Ranks may have different names. A
-    replica is written once, by one of its ranks; with `compare_copies` every rank first hashes all it holds, and differing
-    replicas are an error. `metadata` must be plain JSON; rank 0's is saved. `root` must be the same folder for all ranks. A
-    checkpoint of the same step is replaced. Raises CheckpointError on every rank if any failed; then nothing has changed.
+    Collective over `process_group` (default: all ranks; alone without torch.distributed). Ranks may have different names. One
+    of a box's replicas is written; with `compare_copies` every rank first hashes its boxes, and differing replicas are an
+    error. `metadata` must be plain JSON; rank 0's is saved. `root` must be the same folder for all ranks. A checkpoint of the
+    same step is replaced. Raises CheckpointError on every rank if any failed; then nothing has changed.
     """
     with coordinating(process_group) as ranks:
         plan = plan_save(Path(root), step, tensors, metadata, ranks=ranks, compare_copies=compare_copies)
@@ -113,8 +113,7 @@ def copy_to_host(plan: Plan) -> Plan:
 
 
 def write_and_publish(plan: Plan, *, ranks: Coordinator) -> Path:
-    """Write the boxes of `plan` and publish them, on one disk or on several. Collective. Raises CheckpointError on every
-    rank."""
+    """Write the boxes of `plan` and publish them on its disks. Collective. Raises CheckpointError on every rank."""
     doing = f"saving step {plan.step} to {plan.root}"
     final = step_folder(plan.root, plan.step)
     disks = plan.disks or NodeDisks(ranks.rank, (0,) * ranks.world)
