@@ -64,13 +64,13 @@ def save(
     compare_copies: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Save `tensors` (tensors, DTensors or `Slice`s, any device, by global name) as the checkpoint of `step`; returns its
+    """Save `tensors` (tensors, DTensors or `Slice`s, any device, by global name) as the checkpoint of `step`. Returns its
     folder.
 
     Collective over `process_group` (default: all ranks; alone without torch.distributed). Ranks may have different names. One
     of a box's replicas is written; with `compare_copies` every rank first hashes its boxes, and differing replicas are an
-    error. `metadata` must be plain JSON; rank 0's is saved. `root` must be the same folder for all ranks. A checkpoint of the
-    same step is replaced. Raises CheckpointError on every rank if any failed; then nothing has changed.
+    error. `metadata` must be plain JSON; rank 0's is saved. `root` must be the same folder for all ranks. A checkpoint of
+    `step` is replaced. Raises CheckpointError on every rank if any failed; then nothing has changed.
     """
     with coordinating(process_group) as ranks:
         plan = plan_save(Path(root), step, tensors, metadata, ranks=ranks, compare_copies=compare_copies)

@@ -54,7 +54,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Ending:
-    """How all processes ended."""
+    """Result of an attempt: the end of all its processes."""
 
     reason: str
     """Empty if all of them succeeded."""
