@@ -1,4 +1,6 @@
-"""`ultrascale check` as a function: proof that a layout computes what one process computes, and faults that it must see."""
+"""`ultrascale check` as a function: proof that a layout computes what one process computes, and planted faults that it must
+detect.
+"""
 
 from __future__ import annotations
 

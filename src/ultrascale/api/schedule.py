@@ -1,4 +1,5 @@
-"""`ultrascale show schedule` as a function: a pipeline schedule played with given costs, or executed here; or all of them."""
+"""`ultrascale show schedule` as a function: a pipeline schedule simulated with given costs, or executed here; or all of
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ultrascale sweep` as a function: many layouts of a run, each measured here, beside the plan."""
+"""`ultrascale sweep` as a function: many layouts of a run, each measured here and compared with the plan."""
 
 from __future__ import annotations
 

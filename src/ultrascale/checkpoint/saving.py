@@ -64,8 +64,7 @@ def save(
     compare_copies: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Save `tensors` (tensors, DTensors or `Slice`s, any device, by global name) as the checkpoint of `step`. Returns its
-    folder.
+    """Save `tensors` (tensors, DTensors, `Slice`s, any device, by global name) as the checkpoint of `step`; returns its folder.
 
     Collective over `process_group` (default: all ranks; alone without torch.distributed). Ranks may have different names. One
     of a box's replicas is written; with `compare_copies` every rank first hashes its boxes, and differing replicas are an

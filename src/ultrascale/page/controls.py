@@ -1,7 +1,7 @@
-"""Controls of the page, and the same question in the words of `ultrascale plan`.
+"""Controls of the page, and their question as arguments of `ultrascale plan`.
 
-A question is a dictionary: names of controls to what stands in them, and a dropped file as {"name": ..., "text": ...}. Nothing
-in it may name a file of the machine that answers: what a browser asks must not read anything.
+A question is a dictionary: each control's name and content, and a dropped file as {"name": ..., "text": ...}. A question can
+never name a file on the server's machine: a browser's request must not read any.
 """
 
 from __future__ import annotations

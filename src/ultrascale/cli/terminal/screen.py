@@ -1,8 +1,8 @@
-"""Output of verbs: tables for people, JSON, and a line that says what a command is at.
+"""Output of verbs: tables for people, JSON, and a line with the current phase of a command.
 
-A terminal gets tables in its own width, a file or a pipe lines as long as they are. What takes longer than a second is named in
-a line on a terminal's stderr, which goes when it ends (`waiting`). A timer's signal draws it, no thread: commands fork, and a
-fork copies none. While a library computes for seconds without returning to Python the line stands still.
+On a terminal, tables have its width; in a file or a pipe, lines are as long as needed. A phase that takes longer than a second
+is named on a terminal's stderr until it ends (`waiting`). A timer's signal draws that line, not a thread, because commands
+fork, and a fork copies no threads. While a library computes for seconds without returning to Python the line does not move.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Folders of the command line that are in a store: brought here to be read, and sent there once they are whole."""
+"""Folders of the command line that are in a store: downloaded to be read, and uploaded once they are complete."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A text file is one document; so is a line of JSONL, a row of Parquet, Arrow or CSV and a sample of WebDataset or MDS. For an
 invalid document the reader yields a `DataError` in its place, and continues; the caller decides whether that ends the run or is
-counted. Lines are split at the byte b"\n" only; `str.splitlines` would also split at U+2028, a form feed or a lone carriage
+counted. Lines are split at the byte b"\\n" only; `str.splitlines` would also split at U+2028, a form feed or a lone carriage
 return. A byte-order mark at the start of a file is dropped. For tables and samples memory holds a row (for Arrow a batch of
 rows); other formats need a few MiB.
 """
