@@ -160,7 +160,7 @@ def _sequences(tokens: Integers, starts: npt.NDArray[np.bool_], numbers: Integer
         return Sequences(inputs, targets, np.ascontiguousarray(places), np.zeros((n, s), np.int64), numbers)
     targets[starts[:, 1:]] = IGNORED
     begins = starts[:, :-1]
-    begins[:, 0] = True  # a document cut by the sequence's start restarts there
+    begins[:, 0] = True  # a document cut by the sequence's start begins anew there
     document_ids = np.cumsum(begins, axis=1, dtype=np.int64) - 1
     first = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
     return Sequences(inputs, targets, places - first, document_ids, numbers)

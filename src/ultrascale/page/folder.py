@@ -57,7 +57,7 @@ TRAINING_PACKAGES = {
 }  # fmt: skip
 """Folders of this package that no plan needs."""
 EXCLUDED_DEPENDENCIES = {"numpy", "pygments", "markdown-it-py", "mdurl"}
-"""Dependencies that come from elsewhere, or that only text in colours needs."""
+"""Dependencies that come from elsewhere, or that only coloured text needs."""
 REQUIRED = re.compile(r"[\w.-]+")
 LOADED = re.compile(r'(?<=[ =])"((?:\./)?\w+\.(?:css|js|mjs))"')
 """Names of files that the page and the worker load: of a build, so that no older one is used that the browser still has."""

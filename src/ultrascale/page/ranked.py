@@ -15,7 +15,7 @@ from ultrascale.plan.view.search_view import batch_words, layout_words, no_layou
 TOP = 10
 """Number of listed layouts."""
 SETTINGS = ("tp", "cp", "pp", "ep", "zero_stage", "micro_batch_size", "recompute", "schedule")
-"""Controls that fix the search to one layout."""
+"""Controls that together fix the search to one layout."""
 
 
 def ranking(result: SearchResult) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class HubStore(Store):
         _limit_requests(self._hub)
         self._type = "dataset" if place[1] else "model"
         self._repo, self._revision = place[2], (place[3] or "main").replace("%2F", "/")
-        self._redirects: dict[str, str] = {}  # by path, the address to which the Hub redirects for a file on another server
+        self._redirects: dict[str, str] = {}  # by URL, the URL to which the Hub redirects for a file on another server
         self._folder = f"{place[4].strip('/')}/" if place[4] else ""
 
     @property

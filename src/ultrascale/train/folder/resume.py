@@ -238,7 +238,7 @@ def _expect_same_run(trainer: Trainer, facts: dict[str, Any], checkpoint: Path, 
     ]
     problems += _optimizer_problem(facts.get("optimizer") or "adamw", run.optimizer.name)
     now = trainer.loader.fingerprint()
-    if not allow_changes and facts["data"] not in (now, now.partition("+")[0]):  # an older release sampled fewer bytes
+    if not allow_changes and facts["data"] not in (now, now.partition("+")[0]):  # an older release took fewer samples
         rule = f"the prepared data is not what {checkpoint.name} was trained on (its fingerprint differs)"
         problems.append(Problem("data.sources", rule, remedy))
     if problems:
