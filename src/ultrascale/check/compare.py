@@ -26,10 +26,10 @@ class Difference:
 
     step: int
     quantity: str
-    """`loss`, `gradient norm`, `gradient`, `weight`, `moment` or `experts` (load, auxiliary losses and balancing biases);
-    `copies`: replicas differ in bits; or `messages`: not waited for, or overwritten in flight."""
+    """`loss`, `gradient norm`, `gradient`, `weight`, `moment` or `experts` (how often each was chosen, losses and biases for
+    balance); `copies`: what ranks hold in common is not the same bits; or `messages`: not waited for, or overwritten."""
     name: str
-    """The parameter; empty for loss and norm; for messages the mistake."""
+    """The parameter; empty for loss and norm; of messages what is wrong."""
     error: float
     """|difference| / |reference|, 2-norms for tensors; see `SMALLEST_SHARE`."""
 

@@ -41,7 +41,7 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """The tokenizer of the ids."""
+    """The tokenizer that gives ids their meaning."""
 
     fingerprint: str
     """sha256 of `tokenizer.json`."""

@@ -38,21 +38,21 @@ class Speed:
     """Measured and planned time and memory. None: not planned for this device, or not counted (compiled blocks on a CPU)."""
 
     step_seconds: list[float]
-    """Seconds of each timed step on rank 0. All ranks finish a step together."""
+    """Seconds of each timed step on rank 0; all ranks end a step together."""
     tokens_per_step: int
     ranks: int
     mfu: float
-    """Model FLOPs utilization: model FLOPs (6N + causal attention) at the median step over `peak_flops`."""
+    """Model FLOPs (6N + causal attention) at the median step over `peak_flops`."""
     peak_flops: float
-    """Peak FLOP/s of one device."""
+    """Per second, of one device."""
     peak_origin: str
     planned_step_seconds: float | None
     planned_peak_bytes: int
-    """Planned peak of live bytes, on the rank that `measured_peak_bytes` belongs to."""
+    """Live bytes, of the rank that `measured_peak_bytes` is of."""
     measured_peak_bytes: int | None
-    """Largest measured peak of any rank."""
+    """The most of any rank."""
     planned_reserved_bytes: int | None
-    """Bytes that CUDA's caching allocator reserves, as planned for the rank with the largest planned peak."""
+    """By CUDA's caching allocator, on the rank that the plan says is the fullest."""
     measured_reserved_bytes: int | None
     fullest_rank: int
     device: str
