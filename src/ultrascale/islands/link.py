@@ -154,12 +154,12 @@ class Link:
             try:
                 self._store.wait(others, self._timeout)
                 return all(self._store.get(key).decode() == HERE for key in others)
-            except dist.DistNetworkError:  # the island that hosted the store has left, so no island can be reached
+            except dist.DistNetworkError:  # the process that hosted the store has left, so no island can be reached
                 return False
 
     def leave(self, step: int) -> None:
         """Announce that no island needs to wait for this one at the outer step after `step` steps."""
-        with suppress(RuntimeError):  # whoever held the store has left before
+        with suppress(RuntimeError):  # the process that hosted the store has left before
             self._store.set(_at(step, self.island), LEFT)
 
 
@@ -170,7 +170,7 @@ def _at(step: int, island: int) -> str:
 @contextmanager
 def _waiting(island: int, timeout: timedelta, what: str) -> Iterator[None]:
     """Context that turns a failed wait into LostIslandError."""
-    beside = threading.current_thread() is not threading.main_thread()  # of training, which goes on
+    beside = threading.current_thread() is not threading.main_thread()  # main: the training thread, which continues
     try:
         with nullcontext() if beside else heartbeat.waits(f"waiting for other islands {what}"):
             yield

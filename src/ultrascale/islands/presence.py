@@ -84,7 +84,7 @@ class Presence:
         count = 0
         while not over.is_set():
             count += 1
-            with suppress(LostStoreError):  # whoever needs it says so
+            with suppress(LostStoreError):  # callers that need the store report it
                 self.store.set(_sign(member, self.rank), str(count))
             over.wait(self.silent_seconds / BEATS)
 

@@ -278,6 +278,6 @@ def _failed(error: object, failure: Path, folder: Path) -> Ending:
 def _prepare_environment(num_processes: int, grace: float) -> None:
     os.environ.setdefault(TORCHRUN_GRACE, str(ceil(grace)))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the agent would open a port that nobody needs
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else the agent would open a port that nothing needs
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "512")  # collectives that torch's flight recorder remembers
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

@@ -39,7 +39,7 @@ def main() -> int:
 
     def say(text: str) -> None:
         for file in dict.fromkeys((lines, sys.stderr)):
-            with suppress(OSError):  # whoever listened has gone, or the disk is full
+            with suppress(OSError):  # the reader is gone, or the disk is full
                 print(text, file=file, flush=True)
 
     def over() -> bool:

@@ -325,7 +325,7 @@ def _first_piece(document: Document) -> str:
     try:
         return next(document.pieces or iter(()), "")
     except DataError:
-        return ""  # told when the document is tokenized
+        return ""  # reported when the document is tokenized
 
 
 def _tasks(shards: list[tuple[Part, ...]], folders: tuple[Path, ...], recipe: Recipe, facts: TokenizerFacts) -> list[ShardTask]:

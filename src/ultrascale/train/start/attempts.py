@@ -77,7 +77,7 @@ def attempt(folder: RunFolder, ranks: Ranks, signs: Signs) -> Iterator[None]:
             elif ranks.is_first:
                 folder.remove(ATTEMPT_FILE)
         raise
-    except RunFolderLostError as error:  # saved elsewhere: ranks that torchrun starts again would begin anew at the old path
+    except RunFolderLostError as error:  # saved elsewhere: ranks that torchrun restarts would begin from step 0 at the old path
         signs.is_kept = False
         if ranks.is_first:
             folder.remove(ATTEMPT_FILE)
