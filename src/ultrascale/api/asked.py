@@ -1,4 +1,4 @@
-"""Keywords of Python as the command line reads its flags: the same names, values and sentences about mistakes.
+"""Keyword arguments in the form of command-line flags: the same names, values and error messages.
 
     zero_stage=3, tp=[4, 8]            the verb's own flags, `--zero-stage 3 --tp 4,8`
     layout={"attention": "sdpa"}       settings of a run, `--layout.attention sdpa`

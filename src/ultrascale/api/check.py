@@ -1,4 +1,6 @@
-"""`ultrascale check` as a function: proof that a layout computes what one process computes, and faults that it must see."""
+"""`ultrascale check` as a function: proof that a layout computes what one process computes, and planted faults that it must
+detect.
+"""
 
 from __future__ import annotations
 
@@ -276,7 +278,7 @@ def _matrix(options: CheckOptions, progress: Progress) -> CheckMatrix:
 
 
 def _planted_faults(options: CheckOptions, progress: Progress) -> Check:
-    """A planted fault, or `all`, each in the least run in which it can be seen."""
+    """Plant a fault, or `all`, each in the smallest run in which it can be detected."""
     from ultrascale.check.prove import prove_all
 
     name = options.plant
@@ -319,7 +321,7 @@ def expect_numbers(options: CheckOptions, settings: list[str]) -> None:
 
 
 def _notes(described: Run, layouts: list[Layout], processes: int | None) -> list[str]:
-    """Lines with what the proof does otherwise than the run."""
+    """Lines on the differences between the proof and the run."""
     from ultrascale.check.small import left_out
 
     run_layout, proven = described.layout, sorted({layout.world_size for layout in layouts})
@@ -342,7 +344,7 @@ def _notes(described: Run, layouts: list[Layout], processes: int | None) -> list
 
 
 def _changed_model(proven: Run, run: Run) -> list[str]:
-    """Changes to the run's model, if that is too large or would leave something out."""
+    """Changes to the run's model, if it is too large or would leave a feature untested."""
     name, length = run.model.name or "the model", proven.batch.sequence_length
     notes = []
     if proven.model.hidden_size != run.model.hidden_size or proven.model.vocab_size != run.model.vocab_size:

@@ -1,4 +1,4 @@
-"""Packages that only some verbs need: which extra of the installation brings each, and the sentence that says so."""
+"""Packages that only some verbs need: the extra that installs each, and the error message that names it."""
 
 from __future__ import annotations
 

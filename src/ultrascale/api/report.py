@@ -1,4 +1,4 @@
-"""`ultrascale report` as a function: a run's folder summed up and drawn."""
+"""`ultrascale report` as a function: summary and pictures of a run's folder."""
 
 from __future__ import annotations
 

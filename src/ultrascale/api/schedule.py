@@ -1,4 +1,5 @@
-"""`ultrascale show schedule` as a function: a pipeline schedule played with given costs, or executed here; or all of them."""
+"""`ultrascale show schedule` as a function: a pipeline schedule simulated with given costs, or executed here; or all of
+them."""
 
 from __future__ import annotations
 
@@ -336,7 +337,7 @@ def play_all(options: ScheduleOptions, settings: Sequence[str] = ()) -> Schedule
 
 
 def _executed(options: ScheduleOptions, program: Program) -> ExecutedSchedule:
-    """The schedule run with the loop of its runtime. Raises SpecError if it is too much for one machine, or not trainable."""
+    """The schedule executed by its runtime. Raises SpecError if it is too large for one machine, or not trainable."""
     _expect_measured(options)
     ranks, problems = len(program.schedule), []
     passes = program.num_stages * program.num_micro_batches
@@ -354,7 +355,7 @@ def _executed(options: ScheduleOptions, program: Program) -> ExecutedSchedule:
 
 
 def _expect_measured(options: ScheduleOptions) -> None:
-    """Raise SpecError for what has no meaning where costs are measured."""
+    """Raise SpecError for options without effect on measured costs."""
     problems = []
     if options.cost != Costs():
         problems.append(Problem("cost", "is measured with --executed", "Leave out one of the two."))
@@ -367,7 +368,7 @@ def _expect_measured(options: ScheduleOptions) -> None:
 
 
 def _program(options: ScheduleOptions) -> Program:
-    """The schedule asked for; a file says itself for how many ranks and micro-batches it is."""
+    """The requested schedule; a file has its own number of ranks and micro-batches."""
     from ultrascale.plan.pipeline.play import compile_schedule, program_of
     from ultrascale.schedules.build import is_file
     from ultrascale.schedules.kinds.custom import read_schedule
@@ -394,7 +395,7 @@ def _check_asked(options: ScheduleOptions) -> None:
 
 
 def _check_size(ranks: int, passes: int, *, remedy: str) -> None:
-    """Raise SpecError for what would take minutes to play and thousands of lines to print."""
+    """Raise SpecError for a size that would take minutes to simulate and thousands of lines to print."""
     problems = []
     if ranks > MOST_RANKS:
         problems.append(Problem("pp", f"{ranks:,} ranks are more than the {MOST_RANKS} that are drawn", "Take fewer."))

@@ -1,4 +1,4 @@
-"""`ultrascale sweep` as a function: many layouts of a run, each measured here, beside the plan."""
+"""`ultrascale sweep` as a function: many layouts of a run, each measured here and compared with the plan."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def _store(place: str) -> Store:
 def _measure(
     places: Sequence[CellPlace], options: SweepOptions, shared: SharedCells | None, done: Callable[[CellPlace], None]
 ) -> None:
-    """Measure what is not measured here, nor by then in the store."""
+    """Measure cells without a local result, unless the store has one by then."""
 
     def both(place: CellPlace) -> None:
         if shared is not None:
@@ -263,7 +263,7 @@ def _default_folder(grid_cells: Sequence[SweepCell]) -> Path:
 
 
 def _prepare(folder: Path, places: Sequence[CellPlace], *, again: bool) -> None:
-    """Every cell's run on disk, for whoever measures it."""
+    """Write every cell's run to disk, for the processes that measure it."""
     if folder.exists() and not folder.is_dir():
         raise mistake("--out", f"{folder} is a file", "Name a folder, new or of an earlier sweep.")
     folder.mkdir(parents=True, exist_ok=True)

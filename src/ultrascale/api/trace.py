@@ -254,7 +254,7 @@ def answer(asked: VerbRequest[TraceOptions], *, report: Callable[[str], None] = 
 
 
 def _described(options: TraceOptions, settings: tuple[str, ...]) -> Run:
-    """The run of the file, or of the model and machines that are given."""
+    """The run of the file, or of the given model and machines."""
     described = ModelAndMachines(options.model, options.gpus, options.seq_len, options.tokens_per_batch)
     if not described.is_given:
         if options.run is None:
@@ -305,7 +305,7 @@ def _expect_possible(options: TraceOptions, run: Run) -> None:
 
 
 def _expect_memory(run: Run, steps: int, *, at_once: int = 1) -> None:
-    """Raises SpecError if so many traces at once would not fit into this machine's memory."""
+    """Raises SpecError if `at_once` simultaneous traces would not fit into this machine's memory."""
     needed, free = at_once * needed_bytes(run, steps), free_bytes()
     if free is not None and needed > free:
         rule = f"would take about {format_bytes(needed)} of this machine's memory, of which {format_bytes(free)} are free"
@@ -313,7 +313,7 @@ def _expect_memory(run: Run, steps: int, *, at_once: int = 1) -> None:
 
 
 def needed_bytes(run: Run, steps: int) -> float:
-    """Bytes that the record of a trace takes here, roughly: it grows with the passes that are traced."""
+    """Approximate bytes that recording a trace takes here: they grow with the traced passes."""
     layout, count = run.layout, num_micro_batches(run.layout, run.batch.sequences_per_batch)
     passes = min(count, 3) if layout.pp == 1 else count
     return BASE_BYTES + BYTES_PER_PASS * steps * passes * -(-run.model.num_hidden_layers // layout.pp)

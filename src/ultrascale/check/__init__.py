@@ -1,9 +1,9 @@
-"""Proof that a layout computes what one process computes.
+"""Proof that a layout computes the same numbers as one process.
 
-prove              the proof of some cases
-small, cases       a run at a size that one machine can prove; its layouts, embeddings and accumulations
-oracle             what one process computes, and how all processes are watched
-compare            what differs
-faults             mistakes that are planted, which the proof must see
-matrix, support    all combinations that are proven; the page that lists them
+prove              the proof of given cases
+small, cases       a run scaled down to one machine; its layouts, embeddings and accumulations
+oracle             the single-process reference, and instruments on all processes
+compare            differences
+faults             planted bugs, which the proof must detect
+matrix, support    all proven combinations; the page that lists them
 """

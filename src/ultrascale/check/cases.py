@@ -12,14 +12,15 @@ from ultrascale.description.layout import Layout
 from ultrascale.description.run import Optimizer, Run
 
 SHARP = Optimizer(learning_rate=1e-2, clip_grad_norm=0.1, warmup_steps=1)
-"""Updates so large that wrong ones show, and gradients always clipped."""
+"""Updates so large that wrong ones show, with gradients always clipped."""
 
 
 def cases(run: Run, *, own_layout: bool = False, processes: int | None = None) -> Iterator[Case]:
-    """Every ZeRO stage over few processes that have the run's own axes, whole and in groups, the embedding tied and untied,
-    with and without accumulation, sequence parallelism on and off. With `own_layout` only the run's own settings of these.
+    """Every ZeRO stage over few processes with the run's own axes, over all ranks and in groups (HSDP), the embedding tied and
+    untied, with and without accumulation, sequence parallelism on and off. With `own_layout` only the run's own settings of
+    these.
 
-    `processes`: how many; None: the run's own number, or what a laptop can start.
+    `processes`: number of processes; None: the run's own number, or what a laptop can start.
     """
     for layout in small_layouts(run.layout, processes):
         base = provable(replace(run, layout=layout), run.layout)
@@ -42,8 +43,8 @@ def _case_name(layout: Layout, accumulation: int, *, tied: bool) -> str:
 
 
 def _every_layout(layout: Layout) -> list[Layout]:
-    """Every ZeRO stage (where ranks share weights), over all ranks and over groups of half of them and of the layout's own
-    size; with tp sequence parallelism on and off."""
+    """Every ZeRO stage (if ranks share weights), over all ranks and over groups of half of them and of the layout's own size;
+    with tp sequence parallelism on and off."""
     groups = {layout.dp // 2} if layout.dp >= 4 and layout.dp % 2 == 0 else set()
     if layout.zero_stage and layout.shard_size < layout.dp:
         groups.add(layout.shard_size)
@@ -54,9 +55,10 @@ def _every_layout(layout: Layout) -> list[Layout]:
 
 
 def with_faults(cases: list[Case], name: str) -> list[Case]:
-    """Each of `cases` with the fault `name`, or one by one with `all` that it can have. Raises SpecError as `expect_fault`.
+    """Each of `cases` with the fault `name`; with `all`, with each fault that applies, one at a time. Raises SpecError as
+    `expect_fault`.
 
-    Settings under which a fault would change nothing are sharpened: clipping bites, weights decay, updates are large.
+    Settings under which a fault would change nothing are changed: gradients are clipped, weights decay, updates are large.
     """
     expect_fault(name, max((case.run for case in cases), key=lambda run: run.batch.sequences_per_batch))
     names = list(FAULTS) if name == "all" else [name]
@@ -74,7 +76,7 @@ def _sharp(base: Optimizer) -> Optimizer:
 
 
 def smallest_run_of(name: str) -> Run:
-    """The least run in which the fault `name` can be seen, with updates so large that wrong ones show, and clipped."""
+    """The smallest run in which the fault `name` can be detected, with large updates and clipping."""
     smallest_run = FAULTS[name].smallest_run
     layout = Layout(micro_batch_size=1, **smallest_run.layout)
     model = replace(shrink_model(PRESETS[smallest_run.preset], layout), **smallest_run.model)

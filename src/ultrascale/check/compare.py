@@ -1,4 +1,4 @@
-"""Two accounts of the same step, side by side: what differs, where, and by how much."""
+"""Comparison of one step between trainer and reference: which quantities differ, where, and by how much."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from ultrascale.check.oracle.reference import StepFacts
 from ultrascale.train.optimizers.optimizer import MOMENTS
 
 SMALLEST_SHARE = {"gradient": 1e-3, "moment": 1e-3, "weight": 0.1}
-"""A tensor's error counts against its own norm, but at least this share of the norm of all tensors of its kind together. Some
-gradients are zero but for rounding (GPT-2's biases of keys: softmax does not see them); noise over noise is no error, and AdamW
-multiplies it by up to 1 / eps on its way into the weights. A fault is seen if it moves 1e-14 of the whole gradient."""
+"""A tensor's error is relative to its own norm, but at least to this share of the norm of all tensors of its kind together.
+Some gradients are zero except for rounding (GPT-2's biases of keys: softmax is invariant to them); a ratio of rounding errors
+is not an error, and AdamW multiplies it by up to 1 / eps on its way into the weights. A fault is detected if it changes 1e-14
+of the global gradient.
+"""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Verdict:
     beyond: tuple[Difference, ...]
     """Every difference above the tolerance, in order of discovery."""
     failure: str = ""
-    """Message of the error that a rank raised before anything could be compared; empty otherwise."""
+    """Message of an error that a rank raised before the comparison; empty otherwise."""
 
     @property
     def holds(self) -> bool:

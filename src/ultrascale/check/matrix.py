@@ -1,9 +1,9 @@
-"""The combinations that are proven, as tables: every pair of axes, every schedule with every ZeRO stage, every context method,
-recomputation and other ways to hold less, families, experts, and layouts of five axes.
+"""The proven combinations, as tables: every pair of axes, every schedule with every ZeRO stage, every context-parallel method,
+recomputation and other ways to save memory, model families, experts, and layouts of five axes.
 
-A cell is proven, refused (the reason is the program's own, and of principle), or untried: it needs more processes than were
-allowed. Cells are the smallest of their kind: two ranks an axis, one sequence a micro-batch, odd sizes wherever nothing must
-divide, two optimizer steps with clipping that bites.
+A cell is proven, refused (with the program's own reason, a matter of principle), or untried: it needs more processes than were
+allowed. Cells are the smallest of their kind: two ranks per axis, one sequence per micro-batch, odd sizes wherever nothing must
+divide, two optimizer steps with gradients that are clipped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ultrascale.description.schedules import SCHEDULES
 from ultrascale.parallel.pipeline.pipeline_parallel import build_orders
 
 LENGTH = 23
-"""Tokens of a sequence: no number of ranks divides it."""
+"""Tokens of a sequence: not divisible by any number of ranks."""
 STEPS = 2
 DENSE, SPARSE = "tiny-llama", "tiny-mixtral"
 NAMED = (
@@ -64,14 +64,14 @@ DEEPEST: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination, at its place in a table."""
+    """One combination, with its position in a table."""
 
     table: str
     row: str
     column: str
     run: Run
     refused: str = ""
-    """Why, if it is."""
+    """Reason for refusal, if it is refused."""
 
     @property
     def name(self) -> str:
@@ -110,9 +110,9 @@ def prove_cells(
     steps: int = STEPS,
     on_verdict: Callable[[Verdict], None] | None = None,
 ) -> list[Outcome]:
-    """Prove the cells of at most so many processes that are not refused; a failing one stops no other."""
+    """Prove the cells that need at most `processes` processes and are not refused; a failure does not stop the others."""
     tried = [cell for cell in todo if not cell.refused and cell.run.layout.world_size <= processes]
-    # Cells of one model follow each other: what one process computes is then computed once.
+    # Cells of one model are adjacent, so that its reference is computed once.
     tried.sort(key=lambda cell: repr(cell.run.model))
     cases = [Case(cell.name, cell.run) for cell in tried]
     verdicts = dict(zip(map(id, tried), prove_all(cases, steps=steps, go_on=True, on_verdict=on_verdict), strict=True))
@@ -134,7 +134,7 @@ def _pairs() -> Iterator[Cell]:
 
 
 def _with_ranks_for_experts(layout: dict[str, Any]) -> dict[str, Any]:
-    """Ranks of experts are cut out of tp x cp x dp; where there are too few, dp makes room."""
+    """Layout with enough ranks for experts, which are cut out of tp x cp x dp: raises dp where there are too few."""
     needed = layout.get("ep", 1) * layout.get("expert_tp", 1)
     plane = layout.get("dp", 1) * layout.get("tp", 1) * layout.get("cp", 1)
     return layout if plane >= needed else layout | {"dp": needed // plane * layout.get("dp", 1)}
@@ -181,7 +181,7 @@ def _recomputation() -> Iterator[Cell]:
 
 
 def _memory() -> Iterator[Cell]:
-    """Other ways to hold less. Activations on the host are not here: at these sizes all are too small to be sent."""
+    """Other ways to save memory. Offloaded activations are absent: at these sizes all are too small to be sent."""
     axes = {key: AXES[key] for key in ("ZeRO 1", "ZeRO 3", "cp", "pp")} | {"ep": {"dp": 2, "ep": 2}}
     tp = {"tp": {"tp": 2}, "dp tp": {"dp": 2, "tp": 2, "zero_stage": 1}, "tp pp": {"tp": 2, "pp": 2}}
     for column, layout in {**axes, **tp}.items():
@@ -275,7 +275,7 @@ def _cell(
 
 
 def _refusal(model: Model, layout: Layout, num_micro_batches: int) -> str:
-    """Why the program does not run this, in its own words; empty if it does."""
+    """The program's own reason for refusing this combination; empty if it runs."""
     problems = [*model.problems(), *layout.problems(), *untrainable(model, layout)]
     problems += parallelism_problems(model, layout, sequence_length=LENGTH)
     if not problems and layout.pp > 1:

@@ -1,12 +1,12 @@
 """The proof: N processes run the trainer, one runs the reference, and every number is compared.
 
-Both compute in float64, where honest layouts agree to about 1e-15 and every classic bug stands out; in bf16 the same bugs hide
-below the rounding. What is proven is the run's own model (or, if that is too large for a laptop, the same kind of model made
-small), axes, schedule, recomputation and optimizer, over several steps, with documents of very uneven length.
+Both compute in float64, where correct layouts agree to about 1e-15 and every classic bug stands out; in bf16 the same bugs are
+smaller than the rounding error. The proof uses the run's own model (or, if that is too large for a laptop, a small model of the
+same kind), axes, schedule, recomputation and optimizer, over several steps, with documents of very uneven length.
 
-Cases share one set of processes (`Pool`), which start once and are started again only if one of them fails. Rank 0 writes each
-verdict down as it is known: what was proven before a failure stays proven, and the case that failed is done once more alone,
-since the other ranks may have been ahead of rank 0 when one of them failed.
+Cases share one set of processes (`Pool`), which are restarted only if one of them fails. Rank 0 writes each verdict at once: a
+later failure does not lose it. The case that failed is repeated alone, since the other ranks may have been ahead of rank 0 when
+one of them failed.
 """
 
 from __future__ import annotations
@@ -49,12 +49,14 @@ __all__ = ["TOLERANCE", "Case", "prove", "prove_all", "shrink_model"]
 
 TOLERANCE = 1e-11
 CLIP_SHARES = (0.8, 1.25)
-"""Clipping thresholds as shares of the reference's gradient norm, step by step in turn: the first step is clipped, the second
-is not. A run's `clip_grad_norm` may lie far above or far below the norms of a small model."""
+"""Clipping thresholds as shares of the reference's gradient norm, alternating over steps: the first step is clipped, the second
+is not. A run's `clip_grad_norm` may lie far above or far below the norms of a small model.
+"""
 
 STEP_SECONDS, SECONDS_A_RANK = 30.0, 4.0
-"""Seconds that a rank waits for another within a step of a small model, a constant plus so many per rank: ranks that share few
-cores take turns."""
+"""Time limit in seconds of a wait for another rank within a step of a small model: a constant, plus a time per rank, because
+ranks share few cores.
+"""
 
 
 def prove(case: Case, *, steps: int = 3) -> Verdict:
@@ -71,11 +73,12 @@ def prove_all(
     against: Literal["transformers"] | None = None,
     tolerance: float | None = None,
 ) -> list[Verdict]:
-    """Prove cases, those of one number of processes together, so that these start once. Verdicts are in the order of `todo`.
+    """Prove cases. Cases with the same number of processes run together, so that these start once. Verdicts are in the order of
+    `todo`.
 
-    `on_verdict` is told each as it is known, in the process of rank 0. Raises RankFailed if a rank does, unless it shall
-    `go_on` with the next case; then the verdict tells. `against`: compare with `check.oracle.transformers_loop`, not the
-    reference.
+    `on_verdict` is called with each verdict, in the process of rank 0. Raises RankFailed if a rank does, unless `go_on`, which
+    continues with the next case and records the failure in the verdict. `against`: compare with
+    `check.oracle.transformers_loop` instead of the reference.
     """
     verdicts: dict[int, Verdict] = {}
     tolerance = TOLERANCE if tolerance is None else tolerance
@@ -88,7 +91,7 @@ def prove_all(
 
 @dataclass
 class _Proving:
-    """The work of each rank on case after case. Rank 0 keeps the last facts that the reference computed."""
+    """Work of each rank on one case after another. Rank 0 caches the facts of the last reference."""
 
     steps: int
     tolerance: float
@@ -98,7 +101,7 @@ class _Proving:
         self.expected: dict[str, list[StepFacts]] = {}
 
     def __call__(self, case: Case, ranks: Ranks) -> Verdict | None:
-        """The verdict on rank 0; other ranks only take part."""
+        """The verdict on rank 0; None on other ranks."""
         loader = _documents(case.run)
         expected = self._expected(case.run, loader) if ranks.is_first else []
         trainer = Trainer(case.run, ranks, loader)
@@ -136,7 +139,7 @@ class _Proving:
 
 @contextmanager
 def _limited(trainer: Trainer, ranks: Ranks) -> Iterator[None]:
-    """While inside, a rank that waits for another one gives up after a part of what it may take to start."""
+    """Context in which waits for other ranks have a shorter limit than during the start."""
     if ranks.timeout is not None:
         trainer.share.mesh.limit_waits(ranks, STEP_SECONDS + SECONDS_A_RANK * ranks.world)
     yield
@@ -145,7 +148,7 @@ def _limited(trainer: Trainer, ranks: Ranks) -> Iterator[None]:
 
 
 def _clipped(trainer: Trainer, step: int, norm: float) -> Trainer:
-    """`trainer`, which clips at its next step by a share of the reference's `norm`, if the run clips at all."""
+    """`trainer`, set to clip its next step at a share of the reference's `norm`, if the run clips at all."""
     optimizer = trainer.run.optimizer
     if optimizer.clip_grad_norm is not None:
         trainer.run = replace(trainer.run, optimizer=replace(optimizer, clip_grad_norm=CLIP_SHARES[step % 2] * norm))
@@ -162,7 +165,7 @@ def _tie_experts(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def trainer_step(trainer: Trainer) -> StepFacts:
-    """All that a step of `trainer` computes, on rank 0. Collective."""
+    """Run one step of `trainer`; returns all its results on rank 0. Collective."""
     result = trainer.compute_gradients()
     share, settings = trainer.share, trainer.run.optimizer
     gradients = parts(share, lambda p: p.grad if p.grad is not None else torch.zeros_like(p))
@@ -189,23 +192,23 @@ def _documents(run: Run) -> RandomDocuments:
 
 
 def _decided_by(run: Run, loader: RandomDocuments) -> str:
-    """All that decides what the reference computes: of the layout only how many sequences a loss for balance is over."""
+    """Everything that determines the reference's results: of the layout only how many sequences a balance loss covers."""
     return f"{replace(run, layout=Layout(), name='')} {rows_together(run)} {loader.fingerprint()}"
 
 
 TIMEOUT_SECONDS = 300
-"""A collective of a proof that takes longer will never end."""
+"""Time limit in seconds of a collective: one that takes longer hangs."""
 
 
 @dataclass
 class Pool:
-    """`world` processes that prove case after case."""
+    """`world` processes that prove one case after another."""
 
     world: int
     prove_case: Callable[[Any, Ranks], Verdict | None]
     on_verdict: Callable[[Verdict], None] | None
     go_on: bool
-    """After a failure, with the next case."""
+    """True to continue with the next case after a failure."""
     tolerance: float
 
     def prove(self, todo: Sequence[Any]) -> list[Verdict]:

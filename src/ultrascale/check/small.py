@@ -1,4 +1,4 @@
-"""A run at a size that one machine can prove: its own axes over a few processes, its own kind of model made small."""
+"""A run scaled down to one machine: its own axes over a few processes, a small model of its own kind."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ultrascale.schedules.kinds.custom import read_schedule
 from ultrascale.work.sharding.places import zero_shape
 
 LARGEST_PARAMETERS = 3_000_000
-"""Models above this are made small before they are proven."""
+"""Models with more parameters are shrunk before they are proven."""
 MOST_PROCESSES = 8
-"""Runs of more processes than this are proven with fewer, unless somebody says how many."""
+"""Runs of more processes are proven with fewer, unless the user says how many."""
 LONGEST = 61
 """Tokens of a sequence in a proof: odd, and prime, so that no axis divides it."""
 HEAD_DIM, DATA_ONLY = 8, 4
@@ -30,9 +30,10 @@ HEAD_DIM, DATA_ONLY = 8, 4
 
 
 def small_layouts(run_layout: Layout, processes: int | None = None) -> list[Layout]:
-    """Layouts of few ranks that together have every axis of `run_layout`, each with as many axes as fit beside each other.
+    """Layouts of few ranks that together have every axis of `run_layout`, each with as many axes as fit.
 
-    One: `run_layout` itself, if a laptop starts it. `processes`: exactly so many ranks; then axes that do not fit are left out.
+    One: `run_layout` itself, if a laptop can start it. `processes`: exactly this many ranks; then axes that do not fit are left
+    out.
     """
     if processes is None and 1 < run_layout.world_size <= MOST_PROCESSES:
         return [run_layout]
@@ -49,10 +50,10 @@ def small_layouts(run_layout: Layout, processes: int | None = None) -> list[Layo
 
 
 def provable(run: Run, target: Layout | None = None, *, longest: int = LONGEST) -> Run:
-    """`run` in float64 and small enough: the same kind of model, layout and optimizer. Its layout is left as it is.
+    """`run` in float64 and small enough: the same kind of model, layout and optimizer. Its layout is unchanged.
 
-    `target`: the layout that it stands for, if that is another. A sequence has at most `longest` tokens. Windows and learned
-    positions are cut to act in it, of a model proven whole too.
+    `target`: the layout that it represents, if that is another. A sequence has at most `longest` tokens. Windows and learned
+    positions are shortened so that they take effect at that length, also for a model that is not shrunk.
     """
     run_layout, whole = run.layout, num_parameters(run.model) <= LARGEST_PARAMETERS
     model = (
@@ -89,7 +90,7 @@ def _recompute_overrides(run_layout: Layout, num_layers: int) -> dict[str, Any]:
 
 
 def micro_batch_counts(layout: Layout) -> tuple[int, ...]:
-    """Micro-batches of a step that are proven: one, and several; of a schedule in a file its own number."""
+    """Numbers of micro-batches per step to prove: one, and several; for a schedule in a file its own number."""
     if layout.pp > 1 and is_file(layout.schedule):
         return (shape_of(read_schedule(Path(layout.schedule)))[1],)
     return (1, 3)
@@ -125,7 +126,7 @@ def left_out(run_layout: Layout, layouts: list[Layout]) -> list[str]:
 
 
 def _groups(groups: int, tp: int) -> int:
-    """Heads of keys and values that tp ranks can cut or copy."""
+    """Key/value heads that tp ranks can shard or replicate."""
     return groups if groups % tp == 0 or tp % groups == 0 else tp
 
 
@@ -162,7 +163,7 @@ def _small_experts(model: Model, layout: Layout, *, shards_rows: bool | None) ->
 
 
 def _fewest_ranks(run_layout: Layout, axis: str) -> int:
-    """The fewest ranks that still do what `run_layout` does along `axis`."""
+    """The fewest ranks that keep the behaviour of `run_layout` along `axis`."""
     size = getattr(run_layout, axis)
     if axis == "pp" and is_file(run_layout.schedule):
         return size  # a file is for so many ranks
@@ -182,7 +183,7 @@ def _fits(subset: tuple[tuple[str, int], ...], most: int, *, exactly: bool) -> b
 
 
 def _shrink_layout(run_layout: Layout, axes: dict[str, int]) -> Layout:
-    """`run_layout` with these axes, and of the others one rank."""
+    """`run_layout` with these axes, and one rank on the others."""
     sizes = {"pp": 1, "cp": 1, "tp": 1, "dp": 1} | axes
     cp_heads = 2 if run_layout.cp_heads > 1 and sizes["cp"] > 1 else 1
     method = run_layout.cp_method if sizes["cp"] > 1 else "ring"
@@ -206,7 +207,7 @@ def _experts(run_layout: Layout, plane: int) -> int:
 
 
 def _shard(run_layout: Layout, dp: int) -> int | None:
-    """Several groups with a copy of the state each stay several where that can be, as large as they were at most."""
+    """Shard size: several HSDP replicas stay several if possible, with shard groups at most as large as before."""
     if run_layout.dp_shard is None or run_layout.dp_replicate == 1:
         return None
     sizes = [size for size in range(1, run_layout.dp_shard + 1) if dp % size == 0 and size < dp]

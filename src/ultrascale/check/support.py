@@ -1,4 +1,4 @@
-"""The outcome of the matrix as a page: a table for each group of combinations, and what was refused and why."""
+"""The outcome of the matrix as a page: a table for each group of combinations, and the refused ones with reasons."""
 
 from __future__ import annotations
 

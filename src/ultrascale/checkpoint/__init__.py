@@ -1,6 +1,6 @@
-"""Training state to disk and back, any layout to any layout; see `saving`, `loading`, `files` and `folders` for how.
+"""Training state saved to disk and loaded again, from any layout to any layout; see `saving`, `loading`, `files` and `folders`.
 
-Nothing is imported before it is used: who lists checkpoints needs no torch.
+Names are imported on first use, so that listing checkpoints needs no torch.
 """
 
 from importlib import import_module
@@ -52,7 +52,7 @@ _MODULES = {
     **dict.fromkeys(("CheckpointError", "LostContactError", "SaveFailedError", "UnknownVersionError"), "errors"),
     **dict.fromkeys(("Slice", "Tensors"), "slices"),
 }  # fmt: skip
-"""Modules of names; of all others `loading`."""
+"""Module of each name; all others are in `loading`."""
 
 
 def __getattr__(name: str) -> Any:

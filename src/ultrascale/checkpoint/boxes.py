@@ -1,8 +1,8 @@
 """Matching of the boxes of all ranks: rank 0 decides, from each rank's offers.
 
-The boxes of a tensor must cover it, each element once. Equal boxes are copies (replicas, heads of keys and values that several
-ranks hold, the tied embedding at both ends of a pipeline), of which one is written; other overlaps are mistakes. DCP's planner
-knows a box by its offsets alone and takes two of different sizes for copies, which is why this is ours.
+The boxes of a tensor must cover it, each element once. Equal boxes are replicas (data-parallel replicas, key/value heads that
+several ranks hold, the tied embedding at both ends of a pipeline), and one of them is written; other overlaps are errors. We do
+not use DCP's planner because it identifies a box by its offsets alone, and treats boxes of different sizes as replicas.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ultrascale.checkpoint.manifest import overlapping_boxes
 
 DIGEST_BYTES = 16
 SMALL = 10_000
-"""Boxes of less than this part of what a rank writes on average are not balanced."""
+"""Boxes smaller than 1/`SMALL` of a rank's average bytes are not balanced."""
 
 
 class Offer(NamedTuple):
-    """A box that a rank holds or wants, as JSON carries it."""
+    """A box that a rank holds or wants, in JSON-able form."""
 
     name: str
     dtype: str
     shape: list[int]
-    """Shape of the whole tensor."""
+    """Shape of the unsharded tensor."""
     offsets: list[int]
     sizes: list[int]
     digest: str | None
-    """Digest of the box's bits, where replicas are to be compared."""
+    """Digest of the box's bits, if replicas are compared."""
 
 
 class Box(NamedTuple):
@@ -59,8 +59,8 @@ def offer_of(piece: Piece, *, with_digest: bool = False) -> Offer:
 
 
 def fit_together(offers: list[list[Offer]]) -> dict[Box, list[Holder]]:
-    """The holders of each box, given every rank's offers. Raises CheckpointError unless the boxes of each tensor cover it
-    exactly once, replicas apart, and replicas have equal digests."""
+    """The holders of each box, from every rank's offers. Raises CheckpointError unless the boxes of each tensor cover it
+    exactly once, not counting replicas, and replicas have equal digests."""
     heads: dict[str, tuple[str, list[int]]] = {}
     holders: dict[Box, list[Holder]] = defaultdict(list)
     for rank, offer in enumerate(offers):
@@ -77,9 +77,9 @@ def fit_together(offers: list[list[Offer]]) -> dict[Box, list[Holder]]:
 
 
 def share_out(offers: list[list[Offer]]) -> list[list[int]]:
-    """For every rank the indices of the boxes that it writes: each box is written once, bytes balanced over the ranks. Copies
-    too small to matter (biases of experts, tables of scales) go to the lowest rank that has them: spread over all, they would
-    have every node of a later start fetch the file of every rank.
+    """For every rank the indices of the boxes that it writes: each box is written once, bytes balanced over the ranks. Replicas
+    too small to matter (biases of experts, tables of scales) go to the lowest rank that holds them: if they were spread over
+    all ranks, every node of a later start would have to fetch every rank's file.
 
     Raises as `fit_together` does.
     """
@@ -90,7 +90,7 @@ def share_out(offers: list[list[Offer]]) -> list[list[int]]:
     }
     small = sum(sizes.values()) / (SMALL * max(1, len(offers)))
     taken, items = [0] * len(offers), [[] for _ in offers]
-    # Boxes without a choice first, then the largest, each to the holder with least to write so far.
+    # Boxes with one holder first, then the largest, each to the holder with the fewest bytes so far.
     for box, several in sorted(holders.items(), key=lambda entry: (len(entry[1]) > 1, -sizes[entry[0]])):
         chosen = several[0] if sizes[box] < small else min(several, key=lambda holder: taken[holder.rank])
         taken[chosen.rank] += sizes[box]

@@ -1,8 +1,9 @@
-"""Messages between ranks while they save and load: JSON over gloo; a failure of one rank becomes a failure of all.
+"""Messages between ranks while they save and load: JSON over gloo. A failure on one rank becomes a failure on all.
 
-Values travel as JSON in byte tensors, not as pickled objects. `agree` is the heart: a step of work runs on every rank, and if
-it failed anywhere, every rank raises the same `CheckpointError`. A rank that has died shows as a broken collective, which
-becomes a `LostContactError`."""
+Values travel as JSON in byte tensors, not as pickled objects. `agree` is the core: it runs a piece of work on every rank, and
+if it failed anywhere, every rank raises the same `CheckpointError`. A crashed rank shows as a broken collective, which becomes
+a `LostContactError`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from ultrascale.contact import meaning_of, names
 T = TypeVar("T")
 MAX_SHOWN = 8
 SLOW_DISK_TIMEOUT = timedelta(minutes=60)
-"""Ranks wait for the slowest writer here, not in a training collective, whose time-out is meant for a step."""
+"""Ranks wait for the slowest writer here, not in a training collective, whose shorter time-out suits a step."""
 
 
 class Coordinator:
@@ -33,9 +34,9 @@ class Coordinator:
         self.world = 1 if group is None else group.size()
 
     def agree(self, doing: str, work: Callable[[], T]) -> T:
-        """Run `work` here and return its result, once it is known to have succeeded on every rank.
+        """Run `work` on this rank and return its result, once it has succeeded on every rank.
 
-        Raises CheckpointError on every rank if it raised on any; `doing` begins the message.
+        Raises CheckpointError on every rank if it raised on any; the message begins with `doing`.
         """
         result, failure = None, None
         try:
@@ -50,7 +51,7 @@ class Coordinator:
         return result  # type: ignore[return-value]
 
     def failures(self, failure: str | None) -> dict[int, str]:
-        """Every rank's failure by rank, on every rank; empty if all is well. One small reduction in that case."""
+        """All failures by rank, the same on every rank; empty if there are none, which costs one small reduction."""
         if self.group is None:
             return {} if failure is None else {0: failure}
         bad = torch.tensor([failure is not None], dtype=torch.int64)
@@ -102,17 +103,19 @@ class Coordinator:
             ) from error
 
     def on_rank_0(self, doing: str, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and give its JSON-able result to all. Raises CheckpointError on every rank if it fails."""
+        """Run `work` on rank 0 and broadcast its JSON-able result. Raises CheckpointError on every rank if it fails."""
         result = self.agree(doing, lambda: work() if self.rank == 0 else None)
         return self.broadcast(result)
 
 
 @contextmanager
 def coordinating(process_group: dist.ProcessGroup | None, *, always_new_group: bool = False) -> Iterator[Coordinator]:
-    """A coordinator over `process_group`, or over all ranks, or over this process alone where torch.distributed is not up.
+    """A coordinator over `process_group`, or over all ranks, or over this process alone if torch.distributed is not
+    initialized.
 
-    A group that cannot reduce CPU tensors (NCCL) gets a gloo group beside it meanwhile; `always_new_group` makes one in
-    any case, for use from another thread. Collective over the group's ranks."""
+    If the group cannot reduce CPU tensors (NCCL), a temporary gloo group is made beside it; `always_new_group` always makes
+    one, for use from another thread. Collective over the group's ranks.
+    """
     if not dist.is_initialized():
         yield Coordinator(None)
         return

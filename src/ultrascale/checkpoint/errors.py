@@ -9,16 +9,17 @@ class CheckpointError(RuntimeError):
 
 
 class SaveFailedError(CheckpointError):
-    """The disk did not take a checkpoint. What was there before is whole, and a later save may succeed."""
+    """The disk refused a checkpoint. Earlier checkpoints are intact, and a later save may succeed."""
 
 
 class UnknownVersionError(CheckpointError):
-    """A checkpoint is of a format that this release does not know. It may well be whole: it is neither passed over for an older
-    one, nor removed."""
+    """A checkpoint has a format that this release does not know. It may well be intact: it is neither skipped in favour of an
+    older one, nor removed."""
 
     WORDS = "another release wrote it"
-    """Phrase in every message: ranks report failures to each other in text alone."""
+    """Phrase in every such message: ranks report failures to each other as text alone."""
 
 
 class LostContactError(CheckpointError):
-    """Another rank ended, or did not answer, while checkpoints were saved or read. Says nothing of the checkpoint."""
+    """Another rank exited, or did not respond, while checkpoints were saved or read. Does not mean that the checkpoint is
+    damaged."""

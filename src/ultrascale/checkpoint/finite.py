@@ -1,5 +1,6 @@
-"""Refusal to save a state that is lost: one NaN in a weight makes every later step NaN, and each save would push a good
-checkpoint out of those that are kept. One pass over memory, two numbers per tensor."""
+"""Check that a state is finite before it is saved: one NaN in a weight makes every later step NaN, and each save would displace
+a good checkpoint. One pass over memory, two numbers per tensor.
+"""
 
 from __future__ import annotations
 

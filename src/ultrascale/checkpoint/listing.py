@@ -1,4 +1,4 @@
-"""Listing of a folder's checkpoints, and of which are complete; for people, and one process."""
+"""List of a folder's checkpoints, and which are complete; for display, in one process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ultrascale.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ultrascale.description.problems import SpecError, mistake
 
 LATEST = 2.0**35
-"""Seconds since 1970 that every system's calendar can name; more is damage."""
+"""Largest time in seconds since 1970 that every system's calendar can represent; a larger one is damage."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One checkpoint."""
+    """Facts about one checkpoint."""
 
     folder: Path
     step: int
@@ -28,13 +28,13 @@ class Summary:
     shards: int | None
     tensors: int | None
     saved_at: float | None
-    """Seconds since 1970: as the checkpoint itself says, or of an older release as its manifest's file does."""
+    """Seconds since 1970, as stored in the checkpoint; for an older release, the modification time of its manifest."""
     problem: str | None
-    """Why it must not be loaded; None if nothing is wrong as far as was looked."""
+    """Why it must not be loaded; None if the checks that were made found nothing."""
 
 
 def find_checkpoints(folder: Path) -> list[Candidate]:
-    """The checkpoints in `folder`, newest first: itself, its own, or those of a run in its `checkpoints`.
+    """The checkpoints in `folder`, newest first: the folder itself, checkpoints in it, or those in a run's `checkpoints`.
 
     Raises CheckpointError if there are none.
     """
@@ -50,22 +50,24 @@ def find_checkpoints(folder: Path) -> list[Candidate]:
 
 
 def summarize(folder: Path, *, read_all: bool) -> Iterator[Summary]:
-    """One summary after the other. `read_all` reads and verifies every byte; otherwise the manifest and the shards' sizes."""
+    """Yields a summary of each checkpoint. `read_all` reads and verifies every byte; otherwise the manifest and the shards'
+    sizes."""
     for candidate in find_checkpoints(folder):
         yield _summary(candidate, read_all)
 
 
 def newest_listed(root: Path, *, without: Collection[str] = ()) -> Path | None:
-    """The newest checkpoint in `root`, but for those of these names, whose manifest and sizes are right. Reads no shard."""
+    """The newest checkpoint in `root`, not named in `without`, whose manifest and sizes are right. Reads no shard."""
     listed = (candidate for candidate in candidates(root) if candidate.path.name not in without)
     return next((candidate.path for candidate in listed if _summary(candidate, read_all=False).problem is None), None)
 
 
 def expect_readable(folder: Path) -> None:
-    """Raise an error if manifests and sizes alone say that nothing in `folder` can be loaded, before torch is imported.
+    """Raise an error if manifests and sizes alone show that nothing in `folder` can be loaded, before torch is imported.
 
-    CheckpointError for the one checkpoint that `folder` names, or of a format that is not known here; SpecError for a run that
-    has only damaged ones."""
+    CheckpointError for the one checkpoint that `folder` names, or for an unknown format; SpecError for a run that has only
+    damaged checkpoints.
+    """
     checkpoints, damage = find_checkpoints(folder), []
     for candidate in checkpoints:
         try:
@@ -80,7 +82,7 @@ def expect_readable(folder: Path) -> None:
 
 
 def only_damaged(root: Path | str, damage: list[str]) -> SpecError:
-    """The error of a run whose checkpoints are all damaged, each for its reason."""
+    """The error for a run whose checkpoints are all damaged; `damage` gives each reason."""
     return mistake(str(root), "\n  ".join(["holds only damaged checkpoints:", *damage]), "Give another folder.")
 
 

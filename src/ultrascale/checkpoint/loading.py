@@ -1,8 +1,8 @@
-"""Loading, and finding what can be loaded.
+"""Loading, and finding a checkpoint that can be loaded.
 
-Every byte of a checkpoint is verified before the first number of a tensor changes. The shards are shared out for that: each is
-read in full by one rank. Then each rank's boxes are cut out of the stored ones (DCP finds the overlaps), whatever cut them when
-they were saved, and read in place.
+Every byte of a checkpoint is verified before any tensor changes. For that, shards are distributed over ranks: one rank reads
+each in full. Then each rank's boxes are assembled from the stored ones (DCP computes the overlaps), whatever the layout of the
+save, and read in place.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ultrascale.failpoints import failpoint
 
 @dataclass(frozen=True)
 class Rejected:
-    """A folder that is named like a checkpoint and must not be loaded."""
+    """A folder that is named like a checkpoint but must not be loaded."""
 
     folder: Path
     step: int
@@ -57,19 +57,22 @@ def load(
     verified: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Fill `tensors` (tensors, DTensors or `Slice`s of any layout, any device) in place from the checkpoint; its metadata.
+    """Fill `tensors` (tensors, DTensors or `Slice`s of any layout, any device) in place from the checkpoint; returns its
+    metadata.
 
-    Collective like `save`; ranks may ask for different names and parts. Together they must ask for every element of the
-    checkpoint; `strict=False` does not ask that, and leaves tensors alone that the checkpoint lacks. `verified` says that
-    `search` or `verify` has just read every byte of it, which is not done again then. Raises CheckpointError on every rank,
-    naming every tensor that is missing, too many, or of another shape or dtype, and every damaged file. No tensor has changed
-    then, unless the disk failed between verifying and reading; the message says so."""
+    Collective like `save`; ranks may request different names and parts. Together they must request every element of the
+    checkpoint; with `strict=False` they need not, and tensors that the checkpoint lacks stay unchanged. `verified`: `search` or
+    `verify` has just read every byte, so verification is skipped. Raises CheckpointError on every rank, naming every tensor
+    that is missing, unexpected, or of another shape or dtype, and every damaged file. Then no tensor has changed, unless the
+    disk failed between verifying and reading; the message says so.
+    """
     with coordinating(process_group) as ranks:
         return _load(Path(folder), tensors, strict, verified, ranks)
 
 
 def load_full(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Every tensor whole, on the CPU, and the metadata; alone, with or without torch.distributed. Raises CheckpointError."""
+    """Every tensor unsharded, on the CPU, and the metadata; on one process, with or without torch.distributed. Raises
+    CheckpointError."""
     folder, alone = Path(folder), Coordinator(None)
     manifest = verify(folder)
     tensors = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in manifest.tensors.items()}
@@ -78,7 +81,7 @@ def load_full(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def shards_read(manifest: Manifest, tensors: Tensors) -> set[str]:
-    """The files that `load` reads on this rank to fill `tensors` from a checkpoint; not for those that it refuses."""
+    """The files that `load` reads on this rank to fill `tensors` from a checkpoint that it accepts."""
     entries = manifest.tensors
     pieces = [
         piece for piece in pieces_of(slices_of(tensors)) if piece.name in entries and piece.shape == entries[piece.name].shape
@@ -87,13 +90,13 @@ def shards_read(manifest: Manifest, tensors: Tensors) -> set[str]:
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
-    """The metadata that was given to `save`. Raises CheckpointError if the manifest is damaged; shards are not read."""
+    """The metadata passed to `save`. Raises CheckpointError if the manifest is damaged; shards are not read."""
     return read_manifest(Path(folder)).metadata
 
 
 def verify(folder: Path, *, process_group: dist.ProcessGroup | None = None, ranks: Coordinator | None = None) -> Manifest:
-    """Read every byte of a checkpoint and compare with its manifest, which is returned. Alone, unless given ranks to share
-    with.
+    """Read every byte of a checkpoint and compare with its manifest, which is returned. On one process, unless given ranks that
+    share the work.
 
     Raises CheckpointError naming all damaged files.
     """
@@ -109,15 +112,15 @@ def verify(folder: Path, *, process_group: dist.ProcessGroup | None = None, rank
 
 
 def newest_valid(root: Path) -> Path | None:
-    """The newest checkpoint in `root` of which every byte verifies; see `search`."""
+    """The newest checkpoint in `root` whose every byte verifies; see `search`."""
     return search(root).folder
 
 
 def search(root: Path, *, process_group: dist.ProcessGroup | None = None) -> Search:
-    """The newest checkpoint of which every byte verifies, and why newer ones were passed over; the same on every rank.
+    """The newest checkpoint whose every byte verifies, and why newer ones were rejected; the same on every rank.
 
-    Collective over `process_group` (all ranks by default); shards are shared out between ranks. Changes nothing on disk.
-    Raises UnknownVersionError for a newer one of a format that is not known here.
+    Collective over `process_group` (all ranks by default); shards are distributed over ranks. Changes nothing on disk. Raises
+    UnknownVersionError if a newer one has an unknown format.
     """
     root = Path(root)
     with coordinating(process_group) as ranks:
@@ -136,7 +139,8 @@ def search(root: Path, *, process_group: dist.ProcessGroup | None = None) -> Sea
 
 
 def damaged_after(folder: Path) -> tuple[Rejected, ...]:
-    """The checkpoints beside `folder`, newer than it, that do not verify; alone. Why a search came down to `folder`."""
+    """Checkpoints beside `folder`, newer than it, that do not verify: the reason why a search chose `folder`. On one
+    process."""
     rejected: list[Rejected] = []
     for candidate in candidates(folder.parent):
         if candidate.path.name == folder.name:
@@ -168,20 +172,20 @@ def _load(folder: Path, tensors: Tensors, strict: bool, verified: bool, ranks: C
 
 
 def _names_of_all(slices: list[tuple[str, Slice]], ranks: Coordinator) -> set[str]:
-    """The names that any rank asks for, on every rank."""
+    """Names that any rank requests, on every rank."""
     gathered = ranks.gather(sorted({name for name, _ in slices}))
     return set(ranks.broadcast(sorted({name for names in gathered or [] for name in names})))
 
 
 def _expect_all_asked_for(gathered: list[list[list[Any]]]) -> None:
-    """On rank 0: raises if a slice is not read. Ranks that ask for one slice, where each should have its own, leave another
-    unread."""
+    """On rank 0: raises if a slice is not read. If ranks request the same slice where each should have its own, another slice
+    stays unread."""
     fit_together([[Offer(*fields) for fields in offer] for offer in gathered])
 
 
 def _check_targets(manifest: Manifest, slices: list[tuple[str, Slice]], asked: set[str] | None) -> None:
-    """Raises CheckpointError for targets that are not in the checkpoint as they are here; with `asked`, the names that any rank
-    asks for, also for names that only one side has."""
+    """Raises CheckpointError for targets that differ from the checkpoint or are missing there; with `asked`, the names that any
+    rank requests, also for names on one side only."""
     wrong = []
     for name, target in sorted(slices, key=lambda entry: entry[0]):
         entry = manifest.tensors.get(name)
@@ -199,7 +203,7 @@ def _check_targets(manifest: Manifest, slices: list[tuple[str, Slice]], asked: s
 
 
 def _reads(manifest: Manifest, pieces: list[Piece]) -> list[tuple[Chunk, Entry, Any, torch.Tensor]]:
-    """Stored boxes that overlap this rank's, by what DCP says of the overlap."""
+    """Stored boxes that overlap this rank's boxes, with the overlaps that DCP computes."""
     stored = {name: _describe(manifest.tensors[name]) for name in {piece.name for piece in pieces}}
     jobs = []
     for piece in pieces:
@@ -213,11 +217,11 @@ def _reads(manifest: Manifest, pieces: list[Piece]) -> list[tuple[Chunk, Entry, 
 
 
 def _read_into(folder: Path, manifest: Manifest, pieces: list[Piece]) -> None:
-    """Copy this rank's boxes in, file by file in the order of the bytes."""
+    """Read this rank's boxes, file by file in byte order."""
     jobs = sorted(_reads(manifest, pieces), key=lambda job: (job[0].file, job[0].begin))
     for file, group in groupby(jobs, key=lambda job: job[0].file):
         with_retries(partial(_read_boxes, folder, file, list(group)))
-    # Bytes are read past autograd, but whoever keeps copies of parameters must see that they have changed.
+    # Bytes are written past autograd, but holders of copies of parameters must notice the change.
     increment_version([piece.tensor for piece in pieces])
 
 

@@ -5,9 +5,10 @@
     "norm.weight":{"dtype":"F32","shape":[6],"chunks":[{"offsets":[0],"sizes":[6],"file":"rank-00000.safetensors","begin":256}]}},
     "metadata":{...}}
 
-The first line holds the checksum of all bytes after it. `begin` is where a chunk's row-major bytes start in its file. Nothing
-in a manifest is believed: every field is typed, every box lies inside its tensor, every byte range inside its file, none
-overlap, and the boxes of a tensor cover it exactly once. So memory for a tensor is bounded by bytes that are on disk."""
+The first line holds the checksum of all bytes after it. `begin` is where a chunk's row-major bytes start in its file. A
+manifest is validated in full: every field has its type, every box lies inside its tensor, every byte range inside its file,
+none overlap, and the boxes of a tensor cover it exactly once. So memory for a tensor is bounded by bytes that are on disk.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +31,20 @@ ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-"""Bytes of an element by the dtype's name, which is safetensors'. `disk.dtypes` has torch's; a list needs none."""
+"""Bytes of an element by the dtype's safetensors name. `disk.dtypes` has torch's dtypes; a list of checkpoints needs no
+torch."""
 MAX_DIMS = 64
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,200}")
 _CHECKSUM = re.compile(r"crc32:[0-9a-f]{8}")
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 HEAD = re.compile(rb'\{"checksum":"crc32:[0-9a-f]{8}",\n"format":"%s","version":%d,' % (FORMAT.encode(), VERSION))
-"""First bytes of a manifest of this format, even of one that is damaged further on."""
+"""First bytes of a manifest of this format, even if it is damaged further on."""
 _FIRST_LINE = re.compile(rb'\{"checksum":"(crc32:[0-9a-f]{8})",')
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, stored in row-major order from byte `begin` of `file` on."""
+    """A box of a tensor, stored in row-major order from byte `begin` of `file`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -69,7 +71,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Shard:
-    """A file with tensor data: its length and the checksum of all of it."""
+    """A file with tensor data: its length, and the checksum of the whole file."""
 
     bytes: int
     checksum: str
@@ -77,10 +79,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of a checkpoint but the numbers."""
+    """Contents of a checkpoint except the tensor data."""
 
     save_id: str
-    """Fresh for every save and repeated in every shard, so that shards of two saves cannot be mixed."""
+    """Unique to every save and repeated in every shard, so that shards of two saves cannot be mixed."""
     step: int
     shards: dict[str, Shard]
     tensors: dict[str, Entry]
@@ -93,7 +95,7 @@ def shard_name(rank: int) -> str:
 
 
 def manifest_of(save_id: str, step: int, parts: list[dict[str, Any]], metadata: dict[str, Any]) -> Manifest:
-    """The manifest of what ranks have written: of each its file, bytes, checksum and boxes."""
+    """The manifest of the shards that ranks have written; `parts` gives each one's file, bytes, checksum and boxes."""
     shards = {part["file"]: Shard(part["bytes"], part["checksum"]) for part in parts}
     chunks: dict[str, list[Chunk]] = {}
     heads: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -106,7 +108,7 @@ def manifest_of(save_id: str, step: int, parts: list[dict[str, Any]], metadata: 
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The file's bytes. Raises CheckpointError if `metadata` would not come back from JSON as it is."""
+    """The file's bytes. Raises CheckpointError if `metadata` would change on the way through JSON."""
     shards = {name: {"bytes": shard.bytes, "checksum": shard.checksum} for name, shard in manifest.shards.items()}
     tensors = {
         name: {"dtype": entry.dtype, "shape": entry.shape, "chunks": [vars(chunk) for chunk in entry.chunks]}
@@ -119,8 +121,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def metadata_text(metadata: dict[str, Any]) -> str:
-    """`metadata` as JSON. Raises CheckpointError unless it survives the way there and back: no NaN, tuples, or keys but
-    strings."""
+    """`metadata` as JSON. Raises CheckpointError unless it survives the round trip: no NaN, no tuples, only string keys."""
     try:
         if not isinstance(metadata, dict):
             raise TypeError(f"is {type(metadata).__name__}")
@@ -137,8 +138,8 @@ def metadata_text(metadata: dict[str, Any]) -> str:
 
 
 def decode(data: bytes, where: str) -> Manifest:
-    """The manifest in `data`, checked in full; `where` names the file in errors. Raises CheckpointError; UnknownVersionError
-    for one of another format, whatever else differs in it."""
+    """The manifest in `data`, validated in full; `where` names the file in errors. Raises CheckpointError; UnknownVersionError
+    for another format, whatever else differs in it."""
     first, _, rest = data.partition(b"\n")
     line = _FIRST_LINE.fullmatch(first)
     if line is None:
@@ -161,7 +162,7 @@ def decode(data: bytes, where: str) -> Manifest:
 
 
 def _expect_known_format(content: Any, where: str) -> None:
-    """Raises UnknownVersionError if `content` says that it is of another format than is read here. What says nothing passes."""
+    """Raises UnknownVersionError if `content` declares a format other than ours. Content that declares none passes."""
     kind, version = (content.get("format"), content.get("version")) if isinstance(content, dict) else (None, None)
     if isinstance(kind, str) and (kind != FORMAT or type(version) is not int or version != VERSION):
         problem = (
@@ -172,7 +173,7 @@ def _expect_known_format(content: Any, where: str) -> None:
 
 
 class _Check:
-    """Turns parsed JSON into a `Manifest`, refusing whatever does not fit."""
+    """Turns parsed JSON into a `Manifest`, and rejects any invalid field."""
 
     def __init__(self, where: str):
         self.where = where
@@ -263,14 +264,14 @@ class _Check:
 
 
 def check_name(name: str, where: str) -> str:
-    """`name` if it can name a tensor. Raises CheckpointError."""
+    """`name` if it is a valid tensor name. Raises CheckpointError."""
     if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= 1000 or name == "__metadata__":
         raise CheckpointError(f"{where}: {name!r:.200} cannot name a tensor; expected 1 to 1000 printable characters.")
     return name
 
 
 def overlapping_boxes(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> str | None:
-    """Two boxes (offsets, sizes) of equal rank that share an element, in words; None if there are none.
+    """Description of two boxes (offsets, sizes) of equal rank that share an element; None if there are none.
 
     A sweep along the dimension with most distinct offsets: near linear for boxes cut along one dimension.
     """
@@ -296,7 +297,7 @@ def _dump(value: Any) -> str:
 
 
 def _lines(items: dict[str, Any]) -> str:
-    """An object with one key a line, so that manifests can be read, searched and compared."""
+    """A JSON object with one key a line, so that manifests can be read, searched and compared."""
     return "{\n" + ",\n".join(f"{_dump(key)}:{_dump(value)}" for key, value in items.items()) + "}"
 
 

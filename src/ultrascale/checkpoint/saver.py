@@ -1,4 +1,4 @@
-"""`Saver`: saving again and again during a run, in the foreground or behind training, and clearing away old checkpoints."""
+"""`Saver`: repeated saves during a run, in the foreground or in the background, and removal of old checkpoints."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ from ultrascale.held_folder import OpenFolder
 class Saver:
     """Saves into `root` and keeps the `keep` newest valid checkpoints (0: all) and every multiple of `keep_every_steps`.
 
-    Nothing is removed for a checkpoint that has not been read back in full: each one is, once, before it first counts.
+    A new checkpoint is read back in full, once, before any older one is removed for it.
 
-    All methods are collective over `process_group` (all ranks by default). At its start it proves that every rank can write and
-    sees what rank 0 writes, and sweeps away what a killed run has left, so one job at a time may own `root`. Rank 0 holds that
-    folder open: once the path leads to it no more, nothing is written or removed there, and each save fails until `use` names a
-    place. With `disks` (`disk.nodes.find_disks`), `root` may be on several: each then has the shards of its own ranks, and its
-    leader does there what rank 0 does elsewhere.
+    All methods are collective over `process_group` (all ranks by default). The constructor checks that every rank can write and
+    sees what rank 0 writes, and removes leftovers of killed runs, so one job at a time may own `root`. Rank 0 holds that folder
+    open: once the path no longer leads to it, nothing is written or removed there, and each save fails until `use` names
+    another place. With `disks` (`disk.nodes.find_disks`), `root` may be on several disks: each then has the shards of its own
+    ranks, and its leader does there what rank 0 does otherwise.
 
-    With `asynchronous`, `save` returns once the numbers are copied to host memory (each rank copies only what it will write)
-    and a thread does the rest through a gloo group of its own. One save is pending at most: the next one waits for it. What
-    went wrong in the background is raised on every rank by the next `save`, `wait` or `close`.
+    With `asynchronous`, `save` returns once the data are copied to host memory (each rank copies only what it will write), and
+    a thread does the rest through its own gloo group. At most one save is pending: the next one waits for it. An error in the
+    background is raised on every rank by the next `save`, `wait` or `close`.
 
-    `published` is told of each checkpoint once it has its name, on every rank, in the thread that wrote it. Those that `spared`
-    names on a rank that removes are not removed yet."""
+    `published` is called with each checkpoint once it is published, on every rank, in the thread that wrote it. Checkpoints
+    that `spared` returns on a rank that removes are not removed yet.
+    """
 
     def __init__(
         self,
@@ -69,34 +70,35 @@ class Saver:
         self._disks = disks or self._expect_one_folder()
         doing = "removing leftovers"
         self.swept: list[str] = self._ranks.agree(doing, lambda: sweep(self.root) if self._disks.leads else [])
-        """Names of unfinished saves and deletions of earlier runs that were removed by this rank."""
+        """Names of unfinished saves and deletions of earlier runs that this rank removed."""
         self._held: OpenFolder | None = None
         self._resources.callback(self._release)
         self.use(self.root)
 
     def _expect_one_folder(self) -> NodeDisks:
-        """Raises CheckpointError on every rank if `root` is another folder for some, as on disks of several nodes."""
+        """Raises CheckpointError on every rank if `root` is a different folder for some ranks, as on local disks of several
+        nodes."""
         disks = find_disks(self.root, self._ranks)
         doing = f"looking for what rank 0 wrote into {self.root}"
         self._ranks.agree(doing, lambda: _expect_seen(disks))
         return disks
 
     def use(self, root: Path) -> None:
-        """Save into `root` from now on, which is made if the folder above it is there. Raises CheckpointError, also for the
-        pending save."""
+        """Save into `root` from now on; creates it if its parent exists. Raises CheckpointError, also for the pending save."""
         self.wait()
         self._verified.clear()
         self.root = Path(root)
         self._ranks.agree(f"opening {self.root}", self._hold)
 
     def fate(self) -> str:
-        """Fate of `root`, as in `was removed`, on a rank that holds it; empty while the path leads to the original folder."""
+        """Event by which `root` was lost, as in `was removed`, on a rank that holds it; empty while the path leads to the
+        original folder."""
         return "" if self._held is None else self._held.fate()
 
     def _hold(self) -> None:
         self._release()
         if self._disks.leads:
-            self.root.mkdir(exist_ok=True, parents=self._ranks.rank > 0)  # a refuge is made on rank 0's disk alone
+            self.root.mkdir(exist_ok=True, parents=self._ranks.rank > 0)  # a refuge is created on rank 0's disk alone
             self._held = OpenFolder(self.root)
 
     def _release(self) -> None:
@@ -105,11 +107,11 @@ class Saver:
             self._held = None
 
     def save(self, step: int, tensors: Tensors, metadata: dict[str, Any], *, finite: bool = False) -> Path:
-        """Save as `checkpoint.save` does; where the checkpoint is, or will be once `wait` returns.
+        """Save as `checkpoint.save` does. Returns the checkpoint's folder, which exists once `wait` returns.
 
         Raises CheckpointError on every rank, SaveFailedError if the disk is to blame, for this save or for the pending one; in
-        the latter case this one was not begun.
-        With `finite` also if any rank holds a NaN or an infinity, so that no good checkpoint is removed for one that is lost.
+        the latter case this save was not begun. With `finite` also if any rank holds a NaN or an infinity, so that no good
+        checkpoint is removed for a corrupt one.
         """
         self.wait()
         plan = plan_save(self.root, step, tensors, metadata, ranks=self._ranks, finite=finite)
@@ -121,12 +123,12 @@ class Saver:
         return step_folder(self.root, step)
 
     def wait(self) -> Path | None:
-        """Wait for the pending save; its folder, None if there was none. Raises its CheckpointError, once."""
+        """Wait for the pending save. Returns its folder, None if there was none. Raises its CheckpointError, once."""
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
 
     def close(self) -> None:
-        """Wait for the pending save and let go of the thread and the group. Raises its CheckpointError."""
+        """Wait for the pending save and free the thread and the group. Raises its CheckpointError."""
         try:
             self.wait()
         finally:
@@ -174,7 +176,7 @@ class Saver:
             self._ranks.agree("removing old checkpoints", lambda: self._discard(doomed) if self._disks.leads else None)
 
     def _discard(self, doomed: list[str]) -> None:
-        """Remove these from this disk, as far as it has them."""
+        """Remove these checkpoints from this disk, as far as it has them."""
         for name in doomed:
             expect_held(self._held)
             if name not in self._spared():
@@ -203,7 +205,7 @@ class Saver:
 
 
 def _newest_first(listed: list[list[tuple[int, str]]]) -> list[tuple[int, str]]:
-    """Checkpoints on any disk, in the order of `candidates`: rank 0's may be new, and lack what the others keep."""
+    """Checkpoints on any disk, in the order of `candidates`: rank 0's disk may be new, and lack what the others hold."""
     return sorted(
         {(step, name) for of_disk in listed for step, name in of_disk},
         key=lambda entry: (-entry[0], entry[1].startswith("."), entry),

@@ -1,12 +1,12 @@
-"""Saving: every rank writes what it alone holds, rank 0 writes down where everything is, and then it gets its name.
+"""Saving: every rank writes its share of the boxes, rank 0 writes the manifest, and a rename publishes the checkpoint.
 
-    plan      each rank lists its boxes; rank 0 sees that they fit together and gives copies to one rank each, evenly by bytes
+    plan      each rank lists its boxes; rank 0 checks that they cover the tensors, and assigns replicas evenly by bytes
     write     each rank streams its boxes into one shard and fsyncs it
     publish   rank 0 checks that every shard is visible and complete, writes the manifest, renames
 
-On nodes with disks of their own the lowest rank of each publishes there, all with one manifest (`disk.nodes`). After each
-stage all ranks agree that all is well. If not, all raise, nothing is published, and temporary folders are removed; a node that
-has given the name already takes it back.
+On nodes with local disks the lowest rank of each node publishes there, all with the same manifest (`disk.nodes`). After each
+stage all ranks agree on success. On a failure all raise, nothing is published, and temporary folders are removed; a node that
+has already published takes that back.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ultrascale.held_folder import OpenFolder
 
 @dataclass(frozen=True)
 class Plan:
-    """One save, agreed between the ranks, with what this rank writes."""
+    """One save, agreed between the ranks, with the boxes that this rank writes."""
 
     root: Path
     step: int
@@ -46,9 +46,9 @@ class Plan:
     """On rank 0: dtype and global shape of every tensor of any rank."""
     metadata: dict[str, Any]
     held: OpenFolder | None = None
-    """On a rank that publishes: the folder that must still be at `root`. None: any, made if it is missing."""
+    """On a rank that publishes: the folder that must still be at `root`. None: no check; it is created if it is missing."""
     disks: NodeDisks | None = None
-    """The disks that `root` is on. None: one for all ranks."""
+    """The disks that hold `root`. None: one for all ranks."""
 
     @property
     def temporary(self) -> Path:
@@ -64,13 +64,13 @@ def save(
     compare_copies: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Save `tensors` (tensors, DTensors or `Slice`s, any device, by global name) as the checkpoint of `step`; the folder
-    `root/step-...`.
+    """Save `tensors` (tensors, DTensors, `Slice`s, any device, by global name) as the checkpoint of `step`; returns its folder.
 
-    Collective over `process_group` (all ranks by default; alone without torch.distributed). Ranks may have different names.
-    What several ranks hold is written once, by one of them; `compare_copies` has every rank hash all it holds first, and
-    refuses copies that differ. `metadata` must be plain JSON; rank 0's is kept. `root` must be the same folder for all ranks. A
-    checkpoint of the same step is replaced. Raises CheckpointError on every rank if any failed; then nothing has changed."""
+    Collective over `process_group` (default: all ranks; alone without torch.distributed). Ranks may have different names. One
+    of a box's replicas is written; with `compare_copies` every rank first hashes its boxes, and differing replicas are an
+    error. `metadata` must be plain JSON; rank 0's is saved. `root` must be the same folder for all ranks. A checkpoint of
+    `step` is replaced. Raises CheckpointError on every rank if any failed; then nothing has changed.
+    """
     with coordinating(process_group) as ranks:
         plan = plan_save(Path(root), step, tensors, metadata, ranks=ranks, compare_copies=compare_copies)
         return write_and_publish(plan, ranks=ranks)
@@ -86,7 +86,7 @@ def plan_save(
     compare_copies: bool = False,
     finite: bool = False,
 ) -> Plan:
-    """Decide which rank writes what. Collective. Raises CheckpointError, with `finite` also for numbers that are not."""
+    """Decide which rank writes what. Collective. Raises CheckpointError, with `finite` also for NaN and infinity."""
     doing = f"saving step {step} to {root}"
 
     def list_boxes() -> tuple[list[Piece], list[Offer]]:
@@ -106,13 +106,13 @@ def plan_save(
 
 
 def copy_to_host(plan: Plan) -> Plan:
-    """The plan with its own copy of the numbers in host memory, so that training may change the originals."""
+    """The plan with a copy of the data in host memory, so that training may change the originals."""
     copies = [replace(piece, tensor=piece.tensor.detach().to("cpu", copy=True)) for piece in plan.pieces]
     return replace(plan, pieces=copies)
 
 
 def write_and_publish(plan: Plan, *, ranks: Coordinator) -> Path:
-    """Write what `plan` says and publish it, on one disk or on several. Collective. Raises CheckpointError on every rank."""
+    """Write the boxes of `plan` and publish them on its disks. Collective. Raises CheckpointError on every rank."""
     doing = f"saving step {plan.step} to {plan.root}"
     final = step_folder(plan.root, plan.step)
     disks = plan.disks or NodeDisks(ranks.rank, (0,) * ranks.world)
@@ -126,7 +126,7 @@ def write_and_publish(plan: Plan, *, ranks: Coordinator) -> Path:
             ranks.agree(doing, lambda: _expect_shards(plan, contents, disks) if disks.leads else None)
         ranks.agree(doing, lambda: _finish(plan, contents, disks, final) if disks.leads else None)
     except BaseException as error:
-        if disks.leads:  # If this fails too, the next start sweeps it away.
+        if disks.leads:  # If this fails too, the next start removes it.
             shutil.rmtree(plan.temporary, ignore_errors=True)
             if not disks.are_one and isinstance(error, CheckpointError) and not isinstance(error, LostContactError):
                 remove_published(final, plan.save_id)
@@ -135,7 +135,7 @@ def write_and_publish(plan: Plan, *, ranks: Coordinator) -> Path:
 
 
 def _share_out(gathered: list[list[list[Any]]]) -> dict[str, Any]:
-    """On rank 0: the indices of the boxes that each rank writes, and what there is to write."""
+    """On rank 0: the indices of the boxes that each rank writes, and the dtype and shape of every tensor."""
     offers = [[Offer(*part) for part in offer] for offer in gathered]
     tensors = {part.name: (part.dtype, part.shape) for offer in offers for part in offer}
     return {"save_id": uuid.uuid4().hex, "items": share_out(offers), "tensors": tensors}
@@ -151,13 +151,13 @@ def _make_temporary(plan: Plan) -> None:
 
 
 def expect_held(held: OpenFolder | None) -> None:
-    """Raises CheckpointError if the path of `held` leads elsewhere now."""
+    """Raises CheckpointError if the path of `held` now leads elsewhere."""
     if held is not None and (fate := held.fate()):
         raise CheckpointError(f"{held.path} {fate} since checkpoints were first saved there.")
 
 
 def _write_pieces(plan: Plan, rank: int) -> dict[str, Any] | None:
-    """This rank's shard; what the manifest must say of it. None if it has nothing to write."""
+    """Write this rank's shard. Returns its entry for the manifest, None if the rank has nothing to write."""
     if not plan.pieces:
         return None
     file = shard_name(rank)
@@ -175,7 +175,7 @@ def _contents(plan: Plan, written: list[dict[str, Any] | None]) -> dict[str, Any
     manifest = manifest_of(plan.save_id, plan.step, [part for part in written if part is not None], plan.metadata)
     data = encode(manifest)
     where = plan.temporary / MANIFEST_NAME
-    decode(data, str(where))  # What a later load would refuse must not be published.
+    decode(data, str(where))  # Never publish a manifest that a later load would refuse.
     stored = {name: (entry.dtype, list(entry.shape)) for name, entry in manifest.tensors.items()}
     planned = {name: (dtype, list(shape)) for name, (dtype, shape) in plan.tensors.items()}
     if stored != planned:
@@ -185,14 +185,14 @@ def _contents(plan: Plan, written: list[dict[str, Any] | None]) -> dict[str, Any
 
 
 def _expect_shards(plan: Plan, contents: dict[str, Any], disks: NodeDisks) -> None:
-    """Raises CheckpointError unless the shards that ranks on this disk wrote are there, each as long as it was written."""
+    """Raises CheckpointError unless the shards that ranks on this disk wrote are there with their full length."""
     on_disk = {shard_name(rank) for rank in disks.mates}
     for file, shard in ((file, Shard(*facts)) for file, *facts in contents["shards"] if file in on_disk):
         verify_size(plan.temporary, file, shard)
 
 
 def _finish(plan: Plan, contents: dict[str, Any], disks: NodeDisks, final: Path) -> None:
-    """On the rank that publishes on this disk: the manifest; then the name."""
+    """On the rank that publishes on this disk: write the manifest, then rename."""
     where, data = plan.temporary / MANIFEST_NAME, contents["manifest"].encode("ascii")
     _expect_shards(plan, contents, disks)
     failpoint("save.shards")

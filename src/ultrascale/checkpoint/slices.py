@@ -1,11 +1,11 @@
 """Slices: the part of a tensor that one of several ranks holds.
 
-    tensor [12, 8]                tensor parallelism: columns 4 to 8       FSDP2 cuts that slice: rows 6 to 12
+    tensor [12, 8]                tensor parallelism: columns 4 to 8       FSDP2 shards that slice: rows 6 to 12
     Slice.shape (12, 8)           Slice.offsets (0, 4)                     Slice.tensor: a DTensor of shape [12, 4]
                                                                            Piece: offsets (6, 4), local tensor [6, 4]
 
-A DTensor knows its place in the slice, a Slice its place in the whole. Files hold pieces, in the coordinates of the whole: who
-cut what, and in which order, is gone there.
+A DTensor knows its offsets in the slice, a Slice its offsets in the unsharded tensor. Files hold pieces, with offsets in the
+unsharded tensor: the layout that wrote them leaves no trace.
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ from ultrascale.checkpoint.manifest import check_name
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of a tensor: the box of the shape of `tensor` that begins at `offsets`."""
+    """A part of a tensor: the box that begins at `offsets` and has the shape of `tensor`."""
 
     tensor: torch.Tensor
-    """Plain, or a DTensor over the ranks that cut the slice once more."""
+    """Plain, or a DTensor over the ranks that shard the slice further."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """Shape of the unsharded tensor."""
     offsets: tuple[int, ...]
-    """Offsets of the slice's first element in the whole tensor."""
+    """Offsets of the slice's first element in the unsharded tensor."""
 
 
 TensorOrSlice = torch.Tensor | Slice
 Tensors = Mapping[str, TensorOrSlice | Sequence[TensorOrSlice]]
-"""The tensors that a rank holds, by global name: a whole tensor (a DTensor: as its ranks hold it together), a slice, or several
-slices, as where both ends of a pipeline are on one rank."""
+"""The tensors that a rank holds, by global name: an unsharded tensor (or a DTensor), a slice, or several slices, such as when
+one rank holds both ends of a pipeline.
+"""
 
 
 def slices_of(tensors: Tensors) -> list[tuple[str, Slice]]:
-    """Everything in `tensors` by name, as slices. Raises CheckpointError, naming what no file can hold."""
+    """Everything in `tensors` by name, as slices. Raises CheckpointError, naming tensors that no file can hold."""
     return [(name, part) for name, held in tensors.items() for part in _slices(check_name(name, "tensors"), held)]
 
 
 def pieces_of(slices: list[tuple[str, Slice]]) -> list[Piece]:
-    """The boxes of this rank, in the coordinates of the whole; tensors share memory with the slices.
+    """The boxes of this rank, with offsets in the unsharded tensors; tensors share memory with the slices.
 
-    Ranks left with nothing of an unevenly cut tensor have no box of it; a tensor without elements keeps an empty one.
+    A rank that holds nothing of an unevenly sharded tensor has no box of it; a tensor without elements has an empty box.
     """
     with torch.no_grad():
         pieces = [
@@ -73,7 +74,7 @@ def _slices(name: str, held: TensorOrSlice | Sequence[TensorOrSlice]) -> Iterato
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
-    """Raises CheckpointError unless the tensor has numbers that a file can hold and that are final."""
+    """Raises CheckpointError unless the tensor has final values that a file can hold."""
     if tensor.dtype not in DTYPE_NAMES:
         raise CheckpointError(f"{name}: dtype {tensor.dtype} has no name on disk; expected one of {list(DTYPE_NAMES)}.")
     if tensor.device.type == "meta" or tensor.layout != torch.strided:
@@ -93,7 +94,7 @@ def _check_place(name: str, part: Slice) -> None:
 
 
 def _local(tensor: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """(offsets, local tensor) of what this rank holds of `tensor`; by the protocol that DCP asks DTensors by."""
+    """(offsets, local tensor) of each part of `tensor` on this rank; by the protocol through which DCP queries DTensors."""
     if not isinstance(tensor, DTensor):
         yield (0,) * tensor.dim(), tensor
         return

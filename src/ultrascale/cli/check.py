@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # imports torch
 
 QUANTITIES = ("loss", "gradient norm", "gradient", "weight", "moment", "experts")
 MANY_PROCESSES = 8
-"""Number of processes above which a proof takes minutes on a small machine, and says how long."""
+"""Number of processes above which a proof takes minutes on a small machine, and prints its progress."""
 BAR_WIDTH = 30
 
 
@@ -72,7 +72,7 @@ def _show_matrix(matrix: CheckMatrix) -> None:
 
 
 def show_verdicts(proof: Check) -> None:
-    """The table of verdicts, what differs, the sum, and what such a proof does not see."""
+    """Print the table of verdicts, the differences, a summary, and the proof's blind spots."""
     from rich.table import Table
 
     console, verdicts = console_for_people(), proof.verdicts
@@ -127,7 +127,7 @@ def progress(
 
 
 class _ProofProgress:
-    """Count of verdicts, in memory that processes forked or spawned later share."""
+    """Count of verdicts, in memory shared with processes that are started later."""
 
     def __init__(self, total: int):
         self.total, self.done, self.started = total, get_context("spawn").Value("i", 0), time.monotonic()

@@ -136,7 +136,7 @@ def _expect_consistent_flags(launcher: str, only_print: bool, to_submit: bool, m
 
 
 def _islands_of(resolved: Resolved, island: int | None) -> list[int | None]:
-    """Islands that are jobs of their own; None for one job."""
+    """Islands that are separate jobs; None for one job."""
     islands = resolved.run.islands
     apart = islands.quorum > 0 and islands.count > 1
     if island is not None and not (apart and 0 <= island < islands.count):
@@ -169,7 +169,7 @@ def _texts(
 
 
 def _meeting_place(run: Run, island: int) -> str:
-    """Meeting place of the islands of a run, for the head of a text."""
+    """Rendezvous of the islands of a run, for the head of a text."""
     kind, _, server = run.islands.meet.partition("://")
     where = {"": "in the run's folder", "file": f"in {server}"}.get(
         kind, f"at {run.islands.meet}: start it there, for all, with"
@@ -181,7 +181,7 @@ def _meeting_place(run: Run, island: int) -> str:
 
 
 def _trainer_flags(overrides: Sequence[str]) -> list[str]:
-    """Flags that the trainer is given too."""
+    """Flags that are also passed to the trainer."""
     flags: list[str] = []
     words = list(overrides)
     while words:
@@ -193,7 +193,7 @@ def _trainer_flags(overrides: Sequence[str]) -> list[str]:
 
 
 def _planned(resolved: Resolved) -> list[str]:
-    """Lines of the plan for the run on the machines that it names. Raises SpecError if they have not enough memory."""
+    """Lines of the plan for the run on the machines that it names. Raises SpecError if their memory does not suffice."""
     run, limit = resolved.run, resolved.launch.time_limit_seconds
     if run.cluster == "auto" or run.cluster.endswith("cpu"):
         return ["No plan: cluster does not name the machines."]
@@ -262,7 +262,7 @@ def _measuring_text(
 
 
 def _expect_unedited(texts: dict[Path, str], launcher: str) -> None:
-    """Raise SpecError if a file is there that was edited: it is not written over."""
+    """Raise SpecError if an existing file was edited: it is not overwritten."""
     for file, text in texts.items():
         if file.is_dir():
             raise mistake("--out", f"{file} is a folder", f"Name a file, such as {file / 'job'}{TEXTS[launcher][1]}.")

@@ -1,11 +1,11 @@
-"""The front of the command line: finds the verb, and turns its outcome into an exit code.
+"""The entry point of the command line: finds the verb, and turns its outcome into an exit code.
 
-    0  done                                     2    the command or the description is wrong
+    0  done                                     2    invalid command or configuration
     1  failed; one message says why             130  stopped by Ctrl-C
 
-A verb is a module with `command(arguments: list[str]) -> int`; nothing but the chosen one is imported, so that `plan` starts
-at once. An exception class defined anywhere in `ultrascale` is meant for people: its text is printed without a traceback.
-ULTRASCALE_TRACEBACK=1 brings tracebacks back.
+A verb is a module with `command(arguments: list[str]) -> int`; only the chosen one is imported, so that `plan` starts at once.
+An exception class defined anywhere in `ultrascale` is addressed to the user: its text is printed without a traceback.
+ULTRASCALE_TRACEBACK=1 prints tracebacks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ EXAMPLES = (
 )
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Errors of a write to disk. Where a file of ours is concerned, the error names it."""
+"""Errors of a write to disk. For a file of ours, the error names it."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_verb(word: str, arguments: list[str]) -> int:
-    """Import the verb's module, run it, and turn whatever it raises into a message on stderr and an exit code."""
+    """Import the verb's module, run it, and turn any exception into a message on stderr and an exit code."""
     try:
         code = import_module(f"ultrascale.cli.{VERBS[word].module}").command(arguments)
         if word == "train":  # what it is for is in the run's folder
@@ -106,14 +106,14 @@ def run_verb(word: str, arguments: list[str]) -> int:
 
 
 def explain(error: Exception, word: str) -> int:
-    """Print what a person can act on and return the exit code; an error that is not meant for people is raised again."""
+    """Print an error that a user can act on and return the exit code; other errors are raised again."""
     code, text = exit_code_and_text(error, word)
     print_error(text, rank=env_rank(os.environ) if env_world_size(os.environ) > 1 and "RANK" in os.environ else None)
     return code
 
 
 def exit_code_and_text(error: Exception, word: str) -> tuple[int, str]:
-    """The exit code and what a person can act on; an error that is not meant for people is raised again."""
+    """The exit code and text of an error that a user can act on; other errors are raised again."""
     if is_for_people(error):
         return explained(error, word)
     if isinstance(error, ModuleNotFoundError) and (lacking := lacked(error, word)):
@@ -136,7 +136,7 @@ def _system_error(key: str, rule: str, remedy: str) -> tuple[int, str]:
 
 
 def unknown_verb(word: str) -> SpecError:
-    """The mistake of a word that is no verb, with the verb that was probably meant."""
+    """The error for an unknown verb, with the most similar one."""
     from difflib import get_close_matches
 
     close = get_close_matches(word, VERBS, n=1, cutoff=0.5)

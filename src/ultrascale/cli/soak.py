@@ -137,7 +137,7 @@ def _row(kind: str, strikes: list[Strike]) -> tuple[str, ...]:
 
 
 def _spread(values: list[float | None]) -> dict[str, float] | None:
-    """Median and maximum of what is known."""
+    """Median and maximum of the known values."""
     known = [value for value in values if value is not None]
     return {"median": round(statistics.median(known), 2), "max": round(max(known), 2)} if known else None
 

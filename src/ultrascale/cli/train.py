@@ -1,6 +1,6 @@
-"""`ultrascale train`: train, or go on where a run stopped.
+"""`ultrascale train`: train, or resume a stopped run.
 
-Whether the run's store can be used is found out here, without torch, before ranks start and anything is written.
+The run's store is tested here, without torch, before ranks start and anything is written.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _train(
 
 
 def _flags(allow_changes: bool, ignore_memory: bool, leave_by: float | None) -> tuple[str, ...]:
-    """Flags that are passed on to the processes started here."""
+    """Flags that are passed to the started processes."""
     return (
         *("--allow-changes",) * allow_changes,
         *("--ignore-memory",) * ignore_memory,
@@ -152,7 +152,7 @@ def _flags(allow_changes: bool, ignore_memory: bool, leave_by: float | None) -> 
 
 
 def _elastic(run: Run, world: int) -> Run:
-    """`run` with a layout for `world` processes, which is printed if it is another."""
+    """`run` with a layout for `world` processes; prints the layout if it changes."""
     from ultrascale.measure.machine.ceilings import this_gpu
     from ultrascale.parallel.mesh import choose_device
     from ultrascale.plan.search.elastic import elastic_layout
@@ -169,7 +169,7 @@ def _elastic(run: Run, world: int) -> Run:
 
 
 def _fetched_run(path: str, settings: list[str]) -> tuple[str, list[str]]:
-    """A run named by the place where it is kept: a folder on this machine to go on in, and flags with where it is kept."""
+    """A run named by its store: a local folder to resume in, and flags with the store's URL."""
     url = url_of(path)
     if url is None:
         return path, settings
@@ -181,7 +181,7 @@ def _fetched_run(path: str, settings: list[str]) -> tuple[str, list[str]]:
 
 
 def _place_flags(path: str, settings: list[str]) -> list[str]:
-    """Flags that keep a run in the folder it is named by, also if that was moved or renamed since."""
+    """Flags that keep a run in the folder it is named by, even if that was moved or renamed."""
     folder = Path(path)
     if not folder.is_dir():
         return []
@@ -243,13 +243,14 @@ def _summary(run: Run, code: int) -> dict[str, object]:
 
 
 START_PATIENCE_SECONDS = 20.0
-"""A server that is away for a moment is waited for; one that is not there is told soon."""
+"""Time to wait for a server that is briefly unreachable; an absent one is reported soon."""
 
 
 def expect_store(run: Run) -> None:
-    """Write, read, list and remove an object where `run` is to be kept, if it is kept in a store; the Hub is asked instead.
+    """Test that `run` can be kept in its store, if it has one: write, read, list and remove an object; the Hub is only queried.
 
-    Raises SpecError if its name cannot be one, StorageError, in one sentence, if it cannot be used."""
+    Raises SpecError if the store's name is invalid, StorageError, in one sentence, if it cannot be used.
+    """
     remedy = 'Name a folder of this machine there, and the store in the run\'s file: [checkpoint] store = "s3://..."'
     if url_of(run.folder) is not None:
         raise mistake("folder", f"is {run.folder!r}, but checkpoints are on disk first", remedy)

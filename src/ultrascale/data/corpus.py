@@ -1,13 +1,13 @@
 """A source of tokens: the shards of a prepared folder, or one foreign prefix, as one stream of documents in stored order.
 
-Of a prepared folder in a store the indexes are brought here, and token ids come in blocks when they are needed, or before:
+For a prepared folder in a store, indexes are downloaded, and token ids are fetched in blocks on demand or ahead of time:
 
-    index     of a shard that is opened: whole, compared with its checksum, in a folder that goes with the process
-    ids       blocks of 64 KiB in memory, 256 MiB of them at most, those used longest ago leave first
-    ahead     the sequences of the next step are known, since their order is a function of the step: they are asked for while
-              this one is computed, all at once
+    index     of a shard that is opened: whole, compared with its checksum, in a temporary folder of the process
+    ids       blocks of 64 KiB in memory, 256 MiB of them at most, least recently used evicted first
+    ahead     the sequences of the next step are known, since their order is a function of the step: they are requested, all at
+              once, while the current step is computed
 
-Its order and bits are those of the same folder on a disk: only where the bytes come from differs.
+Its order and bits are those of the same folder on a disk: only the source of the bytes differs.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class Corpus:
     """The stream of one source.
 
     `path` is a folder made by `ultrascale data prepare`, also in a store (`s3://...`), or a Megatron prefix (`x` for `x.bin`
-    and `x.idx`).
-    Raises DataError, naming the file, if it is neither, is not complete, or a shard is missing or has another size.
+    and `x.idx`). Raises DataError, naming the file, if it is neither, is incomplete, or a shard is missing or has another size.
     """
 
     def __init__(self, path: str | Path):
@@ -63,7 +62,7 @@ class Corpus:
                 _expect_size(prefix, count * np.dtype(self.manifest.dtype).itemsize)
         else:
             self.prefixes, counts = [_foreign_prefix(self.path)], []
-        # Not a method, which would tie the cache to the corpus in a circle and keep files open until the next collection.
+        # Not a method: that would create a reference cycle with the cache and keep files open until the next collection.
         opened = partial(_open_shard, tuple(self.prefixes), tuple(counts)) if self.streamed is None else self.streamed.shard
         self.shard = lru_cache(maxsize=OPEN_SHARDS)(opened)
         if self.manifest is None:
@@ -78,7 +77,7 @@ class Corpus:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all `.bin` and `.idx`."""
+        """Total bytes of all `.bin` and `.idx` files."""
         headers = [self.shard(0).header] if self.manifest is None else [
             Header(self.manifest.dtype, shard.documents, shard.documents + 1) for shard in self.manifest.shards
         ]  # fmt: skip
@@ -95,13 +94,14 @@ class Corpus:
 
     @property
     def tokenizer_path(self) -> Path | None:
-        """`tokenizer.json` beside the shards, if there."""
+        """`tokenizer.json` beside the shards, if it exists."""
         folder = self.path if self.streamed is None else self.streamed.folder
         path = (folder if self.manifest else self.path.parent) / "tokenizer.json"
         return path if path.is_file() else None
 
     def pieces(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """The shards that hold tokens start..start+count-1 of the stream, as (shard, first, last) in the shard's own tokens."""
+        """The shards that hold tokens start..start+count-1 of the stream, as (shard, first, last) in token offsets of the
+        shard."""
         index = int(np.searchsorted(self.offsets, start, "right")) - 1
         while count > 0:
             first = start - int(self.offsets[index])
@@ -111,7 +111,8 @@ class Corpus:
             count, start, index = count - (last - first), start + (last - first), index + 1
 
     def read_into(self, tokens: npt.NDArray[Any], starts: npt.NDArray[np.bool_], start: int) -> None:
-        """Copies tokens from `start` of the stream into `tokens` [n], and marks in `starts` [n] those that begin a document."""
+        """Copies tokens from `start` of the stream into `tokens` [n], and marks in `starts` [n] the first token of each
+        document."""
         position = 0
         for index, first, last in self.pieces(start, len(tokens)):
             shard = self.shard(index)
@@ -121,7 +122,7 @@ class Corpus:
             position += last - first
 
     def expect(self, start: int, count: int) -> None:
-        """Begin to fetch tokens start..start+count-1, if they are in a store."""
+        """Start fetching tokens start..start+count-1, if they are in a store."""
         for index, first, last in self.pieces(start, count) if self.streamed is not None else ():
             tokens = self.shard(index).tokens
             if isinstance(tokens, StreamedTokens):
@@ -138,11 +139,12 @@ class Corpus:
         raise IndexError(f"{self.path} has documents 0 to {first - 1}, not {number}")
 
     def fingerprint(self) -> str:
-        """Fingerprint of the recorded ids and document boundaries, independent of where the files are. `data.preparing.verify`
-        checks it against the content.
+        """Fingerprint of the recorded ids and document boundaries, independent of the location of the files.
+        `data.preparing.verify` compares it with the content.
 
-        A prepared folder has checksums of all it holds. Of a foreign prefix the sizes, the first and last MiB and, after a plus
-        sign, which older releases did not write, 256 blocks of 4 KiB of both files are taken, as they were when it was opened.
+        For a prepared folder it covers the checksums of all its content. For a foreign prefix it covers sizes, the first and
+        last MiB and, after a plus sign, which older releases did not write, 256 blocks of 4 KiB of both files, as they were
+        when opened.
         """
         return self.manifest.content if self.manifest else self._foreign_fingerprint
 
@@ -197,14 +199,14 @@ _COPY = "Copy it there again from where it was prepared."
 
 
 class StoredPath(PosixPath):
-    """A URL where a path is expected, for messages and names: it leads to nothing on this machine."""
+    """A URL where a path is expected, for messages and names. It does not exist as a file on this machine."""
 
     def __str__(self) -> str:
         return url_of(super().__str__()) or super().__str__()
 
 
 class BlockCache:
-    """Blocks of objects, fetched by several threads; the least recently used leave first."""
+    """LRU cache of blocks of objects, fetched by several threads."""
 
     def __init__(self, most_bytes: int = CACHE_BYTES):
         self.most_blocks = max(1, most_bytes // BLOCK_BYTES)
@@ -213,7 +215,7 @@ class BlockCache:
         self._pool = ThreadPoolExecutor(STREAMS, "data")
 
     def expect(self, store: Store, key: str, begin: int, end: int) -> list[Future[bytes]]:
-        """Begin to fetch what is lacking of bytes `begin` to `end` - 1 of an object; the blocks that they are in."""
+        """Start fetching the blocks with bytes `begin` to `end` - 1 of an object, unless they are cached."""
         blocks = []
         with self._lock:
             for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
@@ -229,7 +231,7 @@ class BlockCache:
         return blocks
 
     def read(self, store: Store, key: str, begin: int, end: int) -> bytes:
-        """Bytes `begin` to `end` - 1. Raises DataError if they do not come."""
+        """Bytes `begin` to `end` - 1. Raises DataError if they cannot be fetched."""
         try:
             blocks = [block.result() for block in self.expect(store, key, begin, end)]
         except StorageError as error:
@@ -242,7 +244,7 @@ class BlockCache:
 
 
 class StreamedTokens:
-    """The ids of one `.bin` in a store, read as an array is: by length and by slices."""
+    """The ids of one `.bin` in a store, with an array's length and slices."""
 
     def __init__(self, store: Store, key: str, dtype: npt.DTypeLike, size: int, cache: BlockCache):
         self.store, self.key, self.cache = store, key, cache
@@ -257,7 +259,7 @@ class StreamedTokens:
         return np.frombuffer(self.cache.read(self.store, self.key, *self._bytes(first, last)), self.dtype)
 
     def expect(self, first: int, last: int) -> None:
-        """Begin to fetch ids first..last-1."""
+        """Start fetching ids first..last-1."""
         self.cache.expect(self.store, self.key, *self._bytes(first, last))
 
     def _bytes(self, first: int, last: int) -> tuple[int, int]:
@@ -265,8 +267,8 @@ class StreamedTokens:
 
 
 class StreamedShard(Shard):
-    """A shard whose index is a file here and whose ids are in a store. Raises DataError as `Shard` does, and if a sample of the
-    ids, or the index, is not what the manifest says."""
+    """A shard whose index is a local file and whose ids are in a store. Raises DataError as `Shard` does, and if a sample of
+    the ids, or the index, differs from the manifest."""
 
     def __init__(self, store: Store, record: ShardRecord, folder: Path, cache: BlockCache):
         self._store, self._key, self._record = store, f"{record.name}.bin", record
@@ -285,7 +287,7 @@ class StreamedShard(Shard):
             raise DataError(store.where(record.name), problem, _COPY)
 
     def expect_whole(self) -> None:
-        """Nothing is mapped that could be cut short."""
+        """No check: no file is mapped that could be truncated."""
 
     def _bin_size(self) -> int:
         size = self._ask(lambda: self._store.size(self._key))
@@ -298,7 +300,7 @@ class StreamedShard(Shard):
         return b""
 
     def _sample(self, index: bytes, size: int) -> str:
-        """Digest of sampled blocks, as `verify.sample_of`, of an object and a file."""
+        """Digest of sampled blocks, as in `verify.sample_of`, of an object and a local file."""
         digest = hashlib.sha256()
         for length, block_at in (
             (size, lambda offset: self._store.read_range(self._key, offset, min(offset + SAMPLE_BYTES, size)) if size else b""),
@@ -321,7 +323,8 @@ class StreamedShard(Shard):
 
 
 class StreamedFolder:
-    """A folder made by `ultrascale data prepare`, in a store. Raises DataError if it is none, or does not answer."""
+    """A folder made by `ultrascale data prepare`, in a store. Raises DataError if it is not one, or the store does not
+    respond."""
 
     def __init__(self, url: str):
         self._scratch = tempfile.TemporaryDirectory(prefix="ultrascale-data-")

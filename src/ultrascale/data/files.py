@@ -1,4 +1,4 @@
-"""Files of prepared data that are either whole or not there, and `DataError`, the one error of this package.
+"""Atomic writes of prepared data, and `DataError`, the error of this package.
 
 A file is written under a temporary name, then fsync, rename, fsync of the folder.
 """
@@ -23,7 +23,7 @@ BLOCK_BYTES = 1 << 20
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns an OSError of the body into a DataError that names `path` and says that nothing finished is lost."""
+    """Context that turns an OSError into a DataError that names `path` and says that finished files are intact."""
     try:
         yield
     except OSError as error:
@@ -32,7 +32,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Replaces `path` with `content` in one step; `durable`: and waits until it would survive a loss of power.
+    """Atomically replaces `path` with `content`; with `durable`, waits until it would survive a loss of power.
 
     Raises DataError if the disk is full or the folder is read-only.
     """
@@ -62,7 +62,7 @@ def make_names_durable(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
-    """Writes JSON with sorted keys, whole or not at all."""
+    """Writes JSON with sorted keys, atomically."""
     write_whole(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode(), durable=durable)
 
 
@@ -78,7 +78,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def sha256_of(path: Path, after_block: Callable[[int], None] = lambda num_bytes: None) -> str:
-    """Checksum of a file, in hex. `after_block`: told the bytes of each block read."""
+    """Checksum of a file, in hex. `after_block`: called with the bytes of each block read."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(BLOCK_BYTES):
@@ -88,10 +88,10 @@ def sha256_of(path: Path, after_block: Callable[[int], None] = lambda num_bytes:
 
 
 class DataError(ValueError):
-    """Something is wrong with input text, a shard, or where it is to be written.
+    """Error in input text, in a shard, or in the place to write to.
 
-    `where` names the file, with the line, byte or token it is about; `problem` says what was expected and found; `remedy` says
-    what to do; `reason` is the short name under which `--on-bad skip` counts it ("" when it cannot be skipped).
+    `where` names the file, with line, byte or token; `problem` says what was expected and found; `remedy` says what to do;
+    `reason` is the short name under which `--on-bad skip` counts it ("" if it cannot be skipped).
     """
 
     def __init__(self, where: str, problem: str, remedy: str, reason: str = ""):
@@ -100,7 +100,7 @@ class DataError(ValueError):
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """Mistakes as the command line lists them."""
+        """The error as the command line lists it."""
         return (Problem(self.where, self.problem, self.remedy),)
 
     def __str__(self) -> str:
@@ -108,13 +108,13 @@ class DataError(ValueError):
 
 
 class DataCommandError(DataError):
-    """The command is wrong, and not what was read: a path that is not there or of another kind, a place out of range."""
+    """Error in the command, not in the data: a path that does not exist or is of another kind, an index out of range."""
 
     is_asked = True
 
 
 class SeveralDataErrors(DataError):
-    """Mistakes that can be told together; `where` and the rest are those of the first."""
+    """Several errors reported together; `where` and the other fields are those of the first."""
 
     def __init__(self, errors: list[DataError]):
         first = errors[0]

@@ -1,4 +1,4 @@
-"""Megatron's `.bin/.idx` pair: `.bin` is token ids end to end, `.idx` says where each sequence and document begins.
+"""Megatron's `.bin/.idx` pair: `.bin` holds concatenated token ids, `.idx` where each sequence and document begins.
 
     .idx     9 bytes  magic, "MMIDIDX" and two zeros
              u64      version, 1                       u8   dtype of the ids (1 uint8 ... 8 uint16)
@@ -48,7 +48,7 @@ def best_dtype(vocab_size: int) -> str:
 
 @dataclass(frozen=True)
 class Header:
-    """The facts that an `.idx` records about itself."""
+    """The header of an `.idx`."""
 
     dtype: str
     num_sequences: int
@@ -69,7 +69,7 @@ def prefix_paths(prefix: str | Path) -> tuple[Path, Path]:
 
 
 def read_header(path: Path) -> Header:
-    """Reads and judges the header of an `.idx`. Raises DataError if it is not one, or not of token ids, or has another size."""
+    """Reads and validates the header of an `.idx`. Raises DataError if it is not one, not of token ids, or has another size."""
     try:
         with open(path, "rb") as file:
             raw, size = file.read(HEADER.size), os.fstat(file.fileno()).st_size
@@ -91,9 +91,9 @@ def read_header(path: Path) -> Header:
 
 
 class Shard:
-    """One open `.bin/.idx`, read-only and memory-mapped.
+    """One open `.bin/.idx` pair, read-only and memory-mapped.
 
-    Raises DataError if a file is missing, is not what it says, or `.bin` is shorter or longer than `.idx` promises.
+    Raises DataError if a file is missing or invalid, or the size of `.bin` does not match `.idx`.
     """
 
     def __init__(self, prefix: str | Path):
@@ -121,8 +121,8 @@ class Shard:
         return self.header.num_documents
 
     def expect_whole(self) -> None:
-        """Raises DataError if a file was cut short since it was opened: reading on would end the process by SIGBUS, without a
-        word. Costs two calls of fstat."""
+        """Raises DataError if a file was truncated since it was opened: reading on would end the process by SIGBUS, without a
+        message. Costs two calls of fstat."""
         for path, mapped in ((self.bin_path, self._bin), (self.idx_path, self._idx)):
             if isinstance(mapped, mmap.mmap) and mapped.size() < len(mapped):
                 problem = f"is {mapped.size()} bytes, and was {len(mapped)} when this run opened it"
@@ -149,7 +149,7 @@ class Shard:
         return self.tokens[ends[0] : ends[1]]
 
     def verify_index(self) -> None:
-        """Reads the whole index in blocks. Raises DataError, with the place, where sequences do not follow each other."""
+        """Reads the whole index in blocks. Raises DataError, with the position, if sequences are not contiguous."""
         expected, n = 0, self.header.num_sequences
         for first in range(0, n, _BLOCK):
             lengths = self._part(self._lengths_at, "<i4", first, min(n, first + _BLOCK)).astype(np.int64)
@@ -169,12 +169,12 @@ class Shard:
             last = int(documents[-1])
 
     def verify_ids(self, vocab_size: int) -> None:
-        """Reads all ids in blocks. Raises DataError with the token where one is not in 0..vocab_size-1."""
+        """Reads all ids in blocks. Raises DataError with the position of an id outside 0..vocab_size-1."""
         for first in range(0, self.num_tokens, _BLOCK):
             self.check_ids(first, min(self.num_tokens, first + _BLOCK), vocab_size)
 
     def check_ids(self, first: int, last: int, vocab_size: int) -> None:
-        """Raises DataError with the token where one of first..last-1 is not in 0..vocab_size-1."""
+        """Raises DataError with the position if one of first..last-1 is not in 0..vocab_size-1."""
         ids = self.tokens[first:last].astype(np.int64)
         wrong = (ids < 0) | (ids >= vocab_size)
         if wrong.any():
@@ -219,7 +219,7 @@ def _map(path: Path, size: int) -> mmap.mmap | bytes:
 
 @dataclass(frozen=True)
 class Written:
-    """The result of a writer."""
+    """Facts about a finished shard."""
 
     documents: int
     tokens: int
@@ -228,9 +228,9 @@ class Written:
 
 
 class ShardWriter:
-    """Writes one shard, document by document. Nothing has the final name before `finish`; memory is 4 bytes a document.
+    """Writes one shard, document by document. Files get their final names only in `finish`. Memory: 4 bytes per document.
 
-    Raises DataError, naming the file, when the disk is full or the folder is not writable.
+    Raises DataError, naming the file, if the disk is full or the folder is not writable.
     """
 
     def __init__(self, prefix: str | Path, dtype: str):
@@ -243,7 +243,7 @@ class ShardWriter:
             self._file = open(self._partial(self.bin_path), "wb")  # noqa: SIM115 (closed by finish and discard)
 
     def append(self, ids: npt.ArrayLike) -> None:
-        """Adds ids to the document being written."""
+        """Appends ids to the current document."""
         content = np.asarray(ids, self.dtype)
         if self._length == 0:
             self._whole = self._digest.copy()
@@ -255,12 +255,12 @@ class ShardWriter:
         self._digest.update(content.data)
 
     def end_document(self) -> None:
-        """The document being written is complete."""
+        """Completes the current document."""
         self._lengths.append(self._length)
         self._length = 0
 
     def abandon_document(self) -> None:
-        """Takes back what was appended since the last complete document."""
+        """Discards ids appended since the last complete document."""
         if self._length:
             with writing(self.bin_path):
                 self._file.seek(-self._length * self.dtype.itemsize, os.SEEK_CUR)
@@ -268,13 +268,13 @@ class ShardWriter:
             self._digest, self._length = self._whole, 0
 
     def add_documents(self, ids: npt.ArrayLike, lengths: Iterable[int]) -> None:
-        """Adds whole documents that lie end to end in `ids`."""
+        """Adds complete documents, concatenated in `ids`."""
         self.append(ids)
         self._length = 0
         self._lengths.extend(lengths)
 
     def finish(self) -> Written:
-        """Makes the contents of both files durable, then gives them their names."""
+        """Makes both files durable, then renames them."""
         assert self._length == 0, "a document was not ended"
         lengths = np.frombuffer(self._lengths, "i4") if self._lengths else np.empty(0, "i4")
         tokens = int(lengths.sum(dtype=np.int64))
@@ -291,7 +291,7 @@ class ShardWriter:
         return Written(len(lengths), tokens, self._digest.hexdigest(), idx_digest)
 
     def discard(self) -> None:
-        """Removes what `finish` has not named. Safe to call at any time."""
+        """Removes unfinished files. Safe to call at any time."""
         with suppress(OSError):  # a full disk refuses the buffered rest as well; the file goes away anyhow
             self._file.close()
         for path in (self.bin_path, self.idx_path):

@@ -1,24 +1,24 @@
 """Global sequence number -> sequence. A pure function of (sources' content, seed, number), so there is no state to save.
 
-A source is one stream, its documents in stored order, cut every S tokens; each sequence reads one token more than it predicts
-from, so every token but the stream's first is predicted once an epoch. At most S tokens at the stream's end are left over. Any
-split of a step's numbers over ranks and micro-batches therefore gives the same global batch, and a run resumes at any step by
-asking for that step's numbers (`description.progress.step_span`).
+A source is one stream, its documents in stored order, cut every S tokens; each sequence reads one token more than it has
+inputs, so every token but the stream's first is predicted once an epoch. At most S tokens at the stream's end are left over.
+Any split of a step's numbers over ranks and micro-batches therefore gives the same global batch, and a run resumes at any step
+by reading that step's numbers (`description.progress.step_span`).
 
-With `document_mask`, documents packed into one sequence are kept apart: `document_ids` tells attention, `positions` restart,
-and the last token of a document predicts nothing.
+With `document_mask`, documents packed into one sequence are separated: `document_ids` masks attention, `positions` restart, and
+the last token of a document has no target.
 
-Which sequence of which source has global number n is a pure function of (seed, n):
+The source and sequence with global number n are a pure function of (seed, n):
 
 Blend. Numbers come in blocks of 10,000. A table gives each number of a block its source: quotas by largest remainder (a share
 is within one sequence of exact in every block, and exact for weights of up to four decimals), spread evenly over the block. So
-how many numbers of a source came before n is known without looking at them.
+the count of a source's numbers before n is known in closed form.
 
-Shuffle. The k-th number of a source with m sequences is in epoch k // m at place k % m; the place goes through a permutation
-of 0..m-1 keyed by (seed, source, epoch). The permutation is a Feistel network over Z_a x Z_b with a*b just above m (Black and
-Rogaway 2002, "Ciphers with arbitrary finite domains"): no table, so memory does not grow with the corpus, and places outside
-0..m-1 (about one in sqrt(m)) walk on along their cycle. A table (`random.permutation`) would cost 8 bytes a sequence on every
-rank.
+Shuffle. The k-th number of a source with m sequences is in epoch k // m at index k % m; the index goes through a permutation of
+0..m-1 keyed by (seed, source, epoch). The permutation is a Feistel network over Z_a x Z_b with a*b just above m (Black and
+Rogaway 2002, "Ciphers with arbitrary finite domains"): no table, so memory does not grow with the corpus, and values outside
+0..m-1 (about one in sqrt(m)) are permuted again until they fall inside (cycle walking). A table (`random.permutation`) would
+cost 8 bytes a sequence on every rank.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from ultrascale.failpoints import failpoint
 
 BLOCK_TOKENS = 1 << 20
 IGNORED = -100
-"""Target of a position that predicts nothing; torch's `ignore_index`."""
+"""Target of a position without a prediction; torch's `ignore_index`."""
 Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences as the model takes them: int64 arrays [N, S]."""
+    """Sequences as model inputs: int64 arrays [N, S]."""
 
     tokens: Integers
     targets: Integers
     """The next token, or -100."""
     positions: Integers
-    """Within the sequence, or within the document when documents are kept apart."""
+    """Position in the sequence, or in the document with `document_mask`."""
     document_ids: Integers
-    """0, 1, 2, ... within a sequence; all 0 when documents are not kept apart."""
+    """0, 1, 2, ... within a sequence; all 0 without `document_mask`."""
     numbers: Integers
     """The global number of each sequence, [N]."""
 
@@ -61,8 +61,8 @@ class Sequences:
 class Loader:
     """Reads sequences by their global numbers.
 
-    Raises DataError at once if there is no source, one is missing, damaged or shorter than one sequence, was made with another
-    tokenizer than the first one, has more ids than `vocab_size`, or with `document_mask` no token that is ever predicted.
+    The constructor raises DataError if there is no source, one is missing, damaged or shorter than one sequence, has another
+    tokenizer than the first one, has more ids than `vocab_size`, or with `document_mask` has no token that is ever predicted.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Loader:
     def read(self, numbers: Iterable[int]) -> Sequences:
         """The sequences with these global numbers, in the order given; int64 arrays [N, S].
 
-        Raises DataError, with shard and offset, if an id is not in the vocabulary; ValueError for a negative number.
+        Raises DataError, with shard and offset, if an id is outside the vocabulary; ValueError for a negative number.
         """
         numbers = np.fromiter(numbers, np.int64)
         source, inside = self.locate(numbers)
@@ -123,7 +123,7 @@ class Loader:
         return _sequences(tokens, starts, numbers, self.document_mask)
 
     def expect(self, numbers: Iterable[int]) -> None:
-        """Begin to fetch the sequences with these global numbers, where they are in a store; they are to be read soon."""
+        """Start fetching the sequences with these global numbers from a store, for a read soon after."""
         if all(corpus.streamed is None for corpus in self.corpora):
             return
         source, inside = self.locate(numbers)
@@ -131,10 +131,10 @@ class Loader:
             self.corpora[place].expect(sequence * self.sequence_length, self.sequence_length + 1)
 
     def fingerprint(self) -> str:
-        """Fingerprint of the sources' content and weights, so that a resumed run on other data can be refused. Paths do not
-        enter.
+        """Fingerprint of the sources' content and weights, so that a resumed run on other data can be refused. Independent of
+        paths.
 
-        With foreign prefixes a second digest follows after a plus sign, of samples; older releases wrote the first alone.
+        With foreign prefixes a second digest of samples follows after a plus sign; older releases wrote the first alone.
         """
         prints = [corpus.fingerprint().partition("+") for corpus in self.corpora]
         parts = [f"{first}:{source.weight!r}" for (first, _, _), source in zip(prints, self.sources, strict=True)]
@@ -175,7 +175,7 @@ def _count_sequences(corpus: Corpus, sequence_length: int) -> int:
 
 
 def _expect_a_target(corpus: Corpus) -> None:
-    """Raises DataError if every token begins a document: none is predicted from the one before."""
+    """Raises DataError if every token begins a document, so that no token is predicted from the previous one."""
     if corpus.num_documents < corpus.num_tokens:
         return
     for first in range(1, corpus.num_tokens, BLOCK_TOKENS):
@@ -209,7 +209,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Blend:
-    """Global number -> (source, how many numbers of that source came before)."""
+    """Global number -> (source, count of that source's numbers before it)."""
 
     def __init__(self, weights: tuple[float, ...]):
         self.quotas = np.array(block_quotas(weights), dtype=np.int64)
@@ -229,7 +229,7 @@ class Blend:
 def block_quotas(weights: tuple[float, ...]) -> list[int]:
     """Sequences of each source in a block of 10,000, by largest remainder; ties go to the earlier source.
 
-    Raises ValueError, naming the source by its place, for a weight that is not positive and finite or is too small to be seen.
+    Raises ValueError, naming the source by its index, for a weight that is not positive and finite or is too small to count.
     """
     for place, weight in enumerate(weights):
         if not 0 < weight < float("inf"):
@@ -247,18 +247,18 @@ def block_quotas(weights: tuple[float, ...]) -> list[int]:
 
 
 def source_key(seed: int, source: int) -> int:
-    """64 bits that key the permutations of one source."""
+    """64-bit key of the permutations of one source."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{source}".encode(), digest_size=8).digest(), "little")
 
 
 def shuffled(counts: Numbers, *, size: int, key: int) -> Numbers:
-    """The sequence [N] met at each count [N] of a source of `size` sequences; each once in every `size` counts."""
+    """The sequence [N] at each count [N] of a source of `size` sequences; each occurs once in every `size` counts."""
     epochs, places = np.divmod(counts, size)
     return permuted(places, epochs.astype(np.uint64), size=size, key=key)
 
 
 def permuted(places: Numbers, epochs: npt.NDArray[np.uint64], *, size: int, key: int) -> Numbers:
-    """The place [N] to which the permutation of each epoch [N] sends each place [N] of 0..size-1."""
+    """The index [N] to which the permutation of each epoch [N] maps each index [N] of 0..size-1."""
     rows = isqrt(size - 1) + 1
     columns = -(-size // rows)
     keys = _mix(np.uint64(key) ^ _mix(epochs * _GOLDEN + _GOLDEN))  # [N]

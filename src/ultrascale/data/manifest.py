@@ -1,4 +1,4 @@
-"""`manifest.json`: what a prepared folder holds and what it was made from. Its presence says that the folder is complete."""
+"""`manifest.json`: the content of a prepared folder and its inputs. A folder with a manifest is complete."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class ShardRecord:
     sample_sha256: str = ""
     """Digest of some blocks of both files (`data.preparing.verify`); empty if an older release prepared it."""
     sources: tuple[Mapping[str, Any], ...] = ()
-    """The files it was made from, with the range of bytes (row groups for Parquet), size and modification time."""
+    """Its input files, with the range of bytes (row groups for Parquet), size and modification time."""
     skipped: Mapping[str, int] = field(default_factory=dict)
-    """Documents left out, by reason."""
+    """Number of skipped documents by reason."""
     skipped_first: Mapping[str, str] = field(default_factory=dict)
-    """First place at which each reason for a skip was met."""
+    """First location of a skipped document, by reason."""
     inexact_cuts: int = 0
-    """Cuts of very long documents where ids may differ from those of the document tokenized whole."""
+    """Number of window borders in very long documents at which ids may differ from those of the document tokenized whole."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Manifest:
     tokenizer: TokenizerFacts
     shards: tuple[ShardRecord, ...]
     request: Mapping[str, Any]
-    """The request that prepared the folder; the same command may come again, another one is refused."""
+    """The request that prepared the folder; the same command may be repeated, another one is refused."""
 
     @property
     def documents(self) -> int:
@@ -71,7 +71,7 @@ class Manifest:
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Documents left out, by reason."""
+        """Number of skipped documents by reason."""
         total: dict[str, int] = {}
         for shard in self.shards:
             for reason, count in shard.skipped.items():
@@ -84,7 +84,7 @@ class Manifest:
         return hashlib.sha256("".join(s.bin_sha256 + s.idx_sha256 for s in self.shards).encode()).hexdigest()
 
     def summary(self) -> dict[str, Any]:
-        """The facts a reader wants first, JSON-able."""
+        """The main facts for display, JSON-able."""
         return {
             "documents": self.documents, "tokens": self.tokens, "dtype": self.dtype, "num_shards": len(self.shards),
             "skipped": self.skipped, "inexact_cuts": sum(s.inexact_cuts for s in self.shards), "content": self.content,
@@ -93,7 +93,7 @@ class Manifest:
 
 
 def save_manifest(manifest: Manifest, folder: Path) -> None:
-    """Writes `manifest.json`, whole or not at all."""
+    """Writes `manifest.json` atomically."""
     shards = [asdict(shard) for shard in manifest.shards]
     write_json(folder / NAME, {"format": FORMAT, **manifest.summary(), "request": dict(manifest.request), "shards": shards})
 
@@ -119,8 +119,8 @@ def load_manifest(folder: Path) -> Manifest:
 
 
 def record_from(value: Mapping[str, Any]) -> ShardRecord:
-    """A record from its JSON. Raises TypeError or KeyError if a field is missing, unknown or not of its kind: a shard's name is
-    no path, and counts are not negative."""
+    """A record from its JSON. Raises TypeError or KeyError if a field is missing, unknown or invalid: a shard's name must not
+    be a path, and counts must not be negative."""
     record = ShardRecord(**{**value, "sources": tuple(_is(value["sources"], list))})
     if not _SHARD_NAME.fullmatch(_is(record.name, str)):
         raise TypeError(f"{record.name!r:.80} is no name of a shard")
@@ -135,7 +135,7 @@ def _typed(item: Any, **kinds: type) -> Any:
 
 
 def _is(value: Any, kind: type) -> Any:
-    """`value`, if it is of this kind; whole numbers are from 0 to 2^62. Raises TypeError."""
+    """`value`, if it is of type `kind`; integers must be from 0 to 2^62. Raises TypeError."""
     if type(value) is not kind or (kind is int and not 0 <= value < 2**62):
         raise TypeError(f"{value!r:.80} is no {'count' if kind is int else kind.__name__}")
     return value

@@ -1,12 +1,12 @@
-"""Text to ids. Any `tokenizer.json`, or byte-level BPE (Sennrich et al. 2016; Radford et al. 2019) trained on the spot.
+"""Text to ids. Any `tokenizer.json`, or byte-level BPE (Sennrich et al. 2016; Radford et al. 2019) trained on the input.
 
-Text is text: a document that spells a special token ("<|endoftext|>") gets ids of its characters, so that it cannot forge the
-end of a document. Truncation and padding that a `tokenizer.json` may ask for are switched off.
+A document that spells a special token ("<|endoftext|>") gets the ids of its characters, so that it cannot forge the end of a
+document. Truncation and padding settings of a `tokenizer.json` are switched off.
 
-Very long documents are tokenized in windows that overlap: a window's first and last 4,096 characters are context, and only
-tokens that begin between them are kept. A token that depends on no more than the context is the same as in the whole document;
-that two windows agree on the tokens around their common edge is checked each time, and an edge where they do not (a run of
-thousands of characters without any place to cut) is counted.
+Very long documents are tokenized in overlapping windows: a window's first and last 4,096 characters are context, and only
+tokens that begin between them are kept. A token that depends on no more than the context is the same as in the whole document.
+At each border the tokens of both windows are compared, and a border where they differ (a run of thousands of characters without
+any place to cut) is counted.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Token = tuple[int, int, int]  # id, and the characters it begins and ends at
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """A `tokenizer.json`, set to encode all of a text and nothing but it. Raises DataError if it cannot be read."""
+    """Loads a `tokenizer.json`, set to encode all of a text without additions. Raises DataError if it cannot be read."""
     if not Path(path).is_file():
         rule = "is no file" if Path(path).exists() else "is not there"
         raise DataCommandError(str(path), rule, "Give a tokenizer.json with --tokenizer, or use --train-tokenizer.")
     try:
         tokenizer = Tokenizer.from_file(str(path))
-        tokenizer.encode("a \N{SNOWMAN}")  # some that cannot be used are found out only then
+        tokenizer.encode("a \N{SNOWMAN}")  # some invalid files are detected only here
     except Exception as error:  # the library raises bare Exception
         raise DataError(str(path), f"is not a tokenizer.json: {error}", "Copy it again from its model.") from error
     tokenizer.no_truncation()
@@ -48,7 +48,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def tokenizer_facts(path: Path, eod: str | None = None) -> TokenizerFacts:
-    """Fingerprint, vocabulary size and end-of-document token (`eod`, or the first of the usual ones that it has).
+    """Fingerprint, vocabulary size and end-of-document token (`eod`, or the first of the usual ones in the vocabulary).
 
     Raises DataError if it has none of them.
     """
@@ -62,7 +62,8 @@ def tokenizer_facts(path: Path, eod: str | None = None) -> TokenizerFacts:
 
 
 def vocabulary_problem(vocab_size: int) -> DataError | None:
-    """Why no tokenizer of so many ids is trained: it holds the 256 bytes and the end of documents, and no absurd number."""
+    """Error for a vocabulary size that cannot be trained: too small for 256 bytes and the end-of-document token, or far too
+    large."""
     if SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY:
         return None
     rule = (
@@ -74,9 +75,9 @@ def vocabulary_problem(vocab_size: int) -> DataError | None:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE with `<|endoftext|>` as id 0. The same texts give the same tokenizer.
+    """Trains byte-level BPE with `<|endoftext|>` as id 0. Deterministic for the same texts.
 
-    The tokenizer has fewer ids if the texts do not give so many. Raises DataError as `vocabulary_problem` says.
+    The vocabulary is smaller if the texts do not suffice. Raises DataError as in `vocabulary_problem`.
     """
     if problem := vocabulary_problem(vocab_size):
         raise problem
@@ -99,18 +100,18 @@ def encode_all(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 
 class LongEncoder:
-    """Ids of one document that is too long to be tokenized at once."""
+    """Tokenizes one document that is too long to be tokenized at once."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self.inexact_cuts = 0
-        """Edges where neighbouring windows disagreed: ids may differ there from those of the whole document."""
+        """Borders at which neighbouring windows disagreed: ids may differ there from those of the whole document."""
 
     def encode(self, pieces: Iterable[str]) -> Iterator[list[int]]:
-        """The ids of the document that `pieces` make up, window by window."""
+        """The ids of the document, given as `pieces`, window by window."""
         source, buffer, ended = iter(pieces), "", False
         done = 0  # in the buffer: where the last token kept ends
-        kept_from = 0  # in the buffer: tokens that begin before this are done; what precedes it is context
+        kept_from = 0  # in the buffer: tokens that begin before this are done; the text before it is context
         expected: list[Token] | None = None
         while True:
             while not ended and len(buffer) < kept_from + WINDOW + CONTEXT:
@@ -134,18 +135,18 @@ class LongEncoder:
 
 
 def _index(window: Encoding, character: int) -> int:
-    """The first token that begins at a character or after it. Asks for few offsets: a list of all of them takes long."""
+    """Index of the first token that begins at or after a character. Reads few offsets: a list of all of them is slow."""
     return bisect_left(range(len(window)), character, key=lambda index: _span(window, index)[0])
 
 
 def _around(window: Encoding, edge: int) -> list[Token]:
-    """The tokens that begin around an edge."""
+    """The tokens that begin near a border."""
     ids, indices = window.ids, range(_index(window, edge - _AGREE), _index(window, edge + _AGREE))
     return [(ids[index], *_span(window, index)) for index in indices]
 
 
 def _span(window: Encoding, index: int) -> tuple[int, int]:
-    """The characters a token begins and ends at."""
+    """First and last character position of a token."""
     span = window.token_to_chars(index)
     assert span is not None, "every token comes from the text"
     return span[0], span[1]

@@ -1,10 +1,10 @@
-"""Admission: an island knocks, and the others let it in.
+"""Admission of islands: an island requests to join (a knock), and the others admit it.
 
-    knock         as a new member, until there is an answer, one for all of the island's ranks
-    a new era     begins with all who knock, where nobody takes part: at the first start, or when all have died
-    a state       is given to who knocks by the first of those who did the outer step after which that is agreed
+    knock         as a new member, until it is answered; one knock for all of the island's ranks
+    a new era     begins with all islands that knock, if no member is active: at the first start, or when all have died
+    a state       is sent to the new member by the first member of the outer step after which its admission is agreed
 
-An island that was left out knocks like one that was started again.
+An island that was left out knocks like one that was restarted.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ultrascale.parallel.time_limits import START_SECONDS
 
 LOOK_SECONDS = 0.01
 RANKS_A_LOOK = 16
-"""More of them look less often: all of them ask one store."""
+"""Islands with more ranks poll less often, because all ranks query the same store."""
 RESTART_HINT = "Start it again: it takes the state of one that takes part."
 BUSY = "gives its state"
 
 
 class LeftOutError(LostIslandError):
-    """The others have gone on without this island, as `message` says."""
+    """The other islands have continued without this one, as `message` says."""
 
     def __init__(self, message: str):
         super().__init__(f"{message}. {RESTART_HINT}")
@@ -42,18 +42,18 @@ class LeftOutError(LostIslandError):
 
 @dataclass(frozen=True)
 class Decision:
-    """Islands that take part in an attempt at an outer step."""
+    """Members of an attempt at an outer step."""
 
     members: tuple[str, ...]
     """In order of their islands."""
     joining: tuple[str, ...] = ()
-    """Members that knock, and are given a state after it."""
+    """Members that knock, and receive a state after the step."""
     gone: dict[str, str] = field(default_factory=dict)
-    """Members that were expected and do not take part, each with the reason."""
+    """Expected members that do not take part, each with the reason."""
 
     @classmethod
     def read(cls, word: str) -> Decision:
-        """The decision that `word` is."""
+        """Parse the decision in `word`."""
         fields = json.loads(word)
         return cls(tuple(fields["members"]), tuple(fields["joining"]), fields["gone"])
 
@@ -66,15 +66,15 @@ class Answer(NamedTuple):
     """Answer to a knock."""
 
     kind: str
-    """`era`: all begin together; `give`: `giver` gives its state after the outer step `step`; `stop`: this island was asked to
-    stop meanwhile; `finished`: the others have reached the run's end."""
+    """`era`: all start together; `give`: `giver` sends its state after the outer step `step`; `stop`: this island received a
+    stop request meanwhile; `finished`: the others have reached the run's end."""
     era: int = 0
     step: int = 0
     giver: str = ""
 
 
 class Admission:
-    """This rank's part. All ranks of an island come to the same calls and learn the same."""
+    """Admission for this rank. All ranks of an island make the same calls and get the same results."""
 
     def __init__(self, run: Run, ranks: Ranks, *, timeout_seconds: float, wants_to_stop: Callable[[], bool]):
         assert ranks.meeting is not None
@@ -84,13 +84,13 @@ class Admission:
         self.presence = Presence(self.store, ranks.island, ranks.rank, run.worlds, run.islands.silent_seconds)
         self.era = -1
         self.last = Decision(())
-        """Members of the last outer step, and those who joined them after it."""
+        """Members of the last outer step, and those that joined after it."""
         self.present = 0
         """Islands that took part in the last outer step."""
 
     @property
     def member(self) -> str:
-        """This start of this island."""
+        """Member name of this start of this island."""
         return self.presence.member
 
     @property
@@ -98,7 +98,7 @@ class Admission:
         return f"island {self.ranks.island}"
 
     def knock(self, steps: int) -> Answer:
-        """Wait until this island is let into the run of `steps` steps. Collective over its ranks."""
+        """Wait until this island is admitted to the run of `steps` steps. Collective over its ranks."""
         drawn = f"{self.ranks.island}-{uuid.uuid4().hex[:8]}"
         self.presence.begin(self.ranks.gather_text(drawn)[0])
         began, word = time.monotonic(), None
@@ -130,29 +130,29 @@ class Admission:
         return Answer(answer[0], self.era, int(answer[1]) if answer[0] == "finished" else 0)
 
     def enter(self) -> None:
-        """Take part from now on."""
+        """Become an active member."""
         self.presence.say(TAKES_PART)
 
     def group_of_era(self) -> Group | None:
-        """The group of all who begin the era; None on a rank that has no like."""
+        """The group of all islands that start the era; None on a rank without counterparts."""
         return self._group_of_ranks(self.last.members, f"{self.era}/begin")
 
     def group_of_two(self, giver: str, taker: str) -> Group | None:
-        """The group of the one who gives its state and the one who takes it; None on a rank that has no like."""
+        """The group of the island that sends its state and the one that receives it; None on a rank without counterparts."""
         return self._group_of_ranks((giver, taker), f"give/{taker}")
 
     def _group_of_ranks(self, members: tuple[str, ...], name: str) -> Group | None:
-        """Group of rank r of each island; where islands differ, of first ranks alone, which speak for the others."""
+        """Group of rank r of each island; if islands differ in dp, of the first ranks alone, on behalf of the others."""
         return self.group(members, name, str(self.ranks.rank)) if self.ranks.is_first or not self.islands.uneven_dp else None
 
     def takers(self, step: int) -> Iterator[str]:
-        """Members that must be given this island's state after the outer step after `step` steps."""
+        """Members that must receive this island's state after the outer step after `step` steps."""
         decision = self.decision(f"{self.era}/{step}/0/members")
         if decision.members[0] != self.member:
             return
         for taker in decision.joining:
             word = f"give {self.era} {step} {self.member}"
-            # One rank may see it gone and another not: what is said first holds for all of this island.
+            # One rank may see the member as gone and another not: the first word written decides for the whole island.
             said = self.store.first(f"gives/{self.member}/{taker}", "no" if self.presence.end_of(taker) else "yes")
             if said == "yes" and self.store.first(self._answer(taker), word) == word:
                 self.store.set(f"busy/{self.member}", BUSY)
@@ -160,7 +160,7 @@ class Admission:
                 self.store.forget(f"busy/{self.member}")
 
     def has_taken(self, taker: str) -> bool:
-        """Wait until `taker` has said that all of its ranks have the state; False if it is gone."""
+        """Wait until all ranks of `taker` report that they have the state; False if it is gone."""
         for _ in self.poll(f"until island {island_of(taker)} has the state"):
             if (word := self.store.get(f"took/{taker}")) is not None:
                 return word == "yes"
@@ -169,13 +169,13 @@ class Admission:
         raise AssertionError
 
     def took(self) -> None:
-        """Say that this rank has the state, and wait for the island's others. Raises LostIslandError if one has not."""
+        """Report that this rank has the state, and wait for the island's other ranks. Raises LostIslandError if one fails."""
         self.ranks.barrier()
         if self.store.first(f"took/{self.member}", "yes") != "yes":
             raise LostIslandError(f"{self.here} took the state of another too late. {RESTART_HINT}")
 
     def _begin_era(self, waited: float) -> None:
-        """Begin with all who knock, once they are all, or have been waited for as long as starts are."""
+        """Start an era with all islands that knock, once all have, or the time limit for starts has passed."""
         knocking = [member for i in range(self.islands.count) if (member := self.knocking(i)) is not None]
         if len(knocking) < self.islands.count and waited < START_SECONDS:
             return
@@ -184,7 +184,7 @@ class Admission:
         self.store.first(f"{self.era + 1}/begin", Decision(tuple(knocking)).word)
 
     def decision(self, name: str) -> Decision:
-        """One that was made."""
+        """The recorded decision of this name."""
         word = self.store.get(name)
         assert word is not None, name
         return Decision.read(word)
@@ -225,7 +225,7 @@ class Admission:
         self.store.first(self._answer(member), word)
 
     def poll(self, what: str) -> Iterator[None]:
-        """Look again and again, more seldom with time; says to who watches this rank that it waits and lives."""
+        """Poll repeatedly, at growing intervals, while reporting to this rank's watchdog that it is alive and waiting."""
         pause, beaten = LOOK_SECONDS / 10, 0.0
         while True:
             if time.monotonic() - beaten > 1.0:

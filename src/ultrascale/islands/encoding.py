@@ -1,10 +1,10 @@
-"""Moves as bytes: whole, in bf16, or in 8 or 4 bits with a scale for every 128 elements.
+"""Moves (weight deltas) as bytes: unquantized, in bf16, or in 8 or 4 bits with a scale for every 128 elements.
 
-    int8, int4    round(x / s) with s = largest |x| of the 128 / 127, or / 7; two of int4 in a byte. Scales first, in fp32
+    int8, int4    round(x / s) with s = largest |x| of the 128 / 127, or / 7; two int4 values per byte. Scales first, in fp32
 
-A number rounds to the nearest that can be said, and who encodes knows what was rounded off: it is added to what is sent the
-next time (error feedback, Seide et al. 2014), so that nothing is lost for good. Without it, moves smaller than half a step of a
-scale would never be seen.
+A number rounds to the nearest representable value, and the sender keeps the rounding error: it is added to its next message
+(error feedback, Seide et al. 2014), so that nothing is lost permanently. Without it, moves smaller than half a quantization
+step would never be sent.
 """
 
 from __future__ import annotations

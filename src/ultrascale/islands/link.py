@@ -1,13 +1,13 @@
-"""A rank and its like on the other islands: rank r of each is in one group, and they send one another what rank r holds.
-Where islands differ in dp a rank is in a group for each kind of weights (experts, others) that it sends a piece of.
+"""Communication of a rank with its counterparts: rank r of each island is in one group, in which they exchange rank r's state.
+Where islands differ in dp, a rank is in one group for each kind of weights (experts, others) of which it sends a piece.
 
-    arrive    who is here for an outer step; an island that was told to stop says that it has left, so that nobody waits for it
-    mean      two rounds of pieces. Of the buffer, cut in N, island k has piece k sent by all the others, adds them up in their
-              order, and sends the mean to all: 2 (N - 1) / N of the buffer leaves each rank, and all have the same bits. Both
-              rounds go straight to whom they are for: a ring, as gloo's own all-gather, would take N - 1 flights of light
+    arrive    which islands are here for an outer step; a stopping island says that it has left, so that no island waits for it
+    mean      a reduce-scatter and an all-gather. The buffer is cut in N; the others send piece k to island k, which adds them
+              in island order, and sends the mean to all: 2 (N - 1) / N of the buffer leaves each rank, and all have the same
+              bits. Messages go directly to their target: a ring, as in gloo's all-gather, would take N - 1 network latencies
 
-Every piece is encoded twice, as a move and as a mean. Of the first the error is the sender's; of the second it is N times what
-island k must add to its own next move to make it good, and so both are in one buffer.
+Every piece is quantized twice, as a move and as a mean. The sender keeps the error of the first. Island k compensates that of
+the second by adding N times the error to its next move. One buffer holds both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HERE, LEFT = "here", "left"
 
 
 class LostIslandError(LostRankError):
-    """Another island does not answer."""
+    """Another island does not respond."""
 
 
 class Mean(NamedTuple):
@@ -44,15 +44,17 @@ class Mean(NamedTuple):
     values: Tensor
     """[n], the same bits on every island."""
     lost: Tensor
-    """[n], what was rounded off and this island has to add to the next buffer."""
+    """[n], rounding error that this island must add to the next buffer."""
     sent_bytes: int
     """Bytes sent to the other islands."""
 
 
 class Group:
-    """A rank and its like on `islands`, of which it is number `index`. All build theirs at the same time.
+    """A rank and its counterparts on `islands`; `index` is its position among them. All construct their groups at the same
+    time.
 
-    `divisor`: of the sum of moves in the mean; None: the number of islands."""
+    `divisor`: of the sum of moves in the mean; None: the number of islands.
+    """
 
     def __init__(self, store: Store, islands: Sequence[int], index: int, timeout: timedelta, divisor: int | None = None):
         self.islands, self.index, self.count, self.timeout = [*islands], index, len(islands), timeout
@@ -62,7 +64,7 @@ class Group:
             self._group: Any = dist.ProcessGroupGloo(store, index, self.count, timeout)
 
     def mean(self, move: Tensor, wire: Wire) -> Mean:
-        """Mean over the islands of `move`, [n], by the divisor. Sends messages, and waits for the others'."""
+        """Mean over the islands of `move`, [n]: the sum over the divisor. Sends messages, and waits for those of the others."""
         n, piece = len(move), piece_of(len(move), self.count, wire)
         whole = move if n == piece * self.count else pad(move, (0, piece * self.count - n))
         pieces = whole.view(self.count, -1)
@@ -70,7 +72,7 @@ class Group:
         lost = pieces - decode(message, wire, move.dtype)
         received = decode(self._swap(message), wire, move.dtype)
         total = received[0].clone()
-        for other in received[1:]:  # in the order of islands, on whichever of them
+        for other in received[1:]:  # in island order, on whichever island
             total += other
         mean = (total / self.divisor)[None]
         result = encode(mean, wire)
@@ -83,7 +85,7 @@ class Group:
         return self._gather(tensor[None])
 
     def broadcast(self, tensor: Tensor, index: int) -> None:
-        """Fill `tensor` with what number `index` of the islands has in its own."""
+        """Fill `tensor` on every island with its values on the island at `index`."""
         host = tensor.cpu().contiguous()
         options = dist.BroadcastOptions()
         options.rootRank = index
@@ -94,11 +96,11 @@ class Group:
             tensor.copy_(host)
 
     def _swap(self, message: Tensor, what: str = "for their moves") -> Tensor:
-        """Row k of `message` [N, n] to island k, for what each island has for this one."""
+        """All-to-all: send row k of `message` [N, n] to island k, and receive each island's row for this one."""
         host = message.cpu()
         received = host.clone()
         others = [(self.index + i) % self.count for i in range(1, self.count)]
-        with self._waiting(what):  # receives first: gloo's word that one is ready must not queue behind what is sent
+        with self._waiting(what):  # receives first: gloo's ready-notification must not queue behind outgoing data
             works = [self._group.recv([received[other]], other, 0) for other in reversed(others)]
             works += [self._group.send([host[other]], other, 0) for other in others]
             for work in works:
@@ -106,7 +108,7 @@ class Group:
         return received.to(message.device)
 
     def _gather(self, row: Tensor) -> Tensor:
-        """The `row` [1, ...] of each island, one below the other."""
+        """All-gather of `row` [1, ...], stacked by island."""
         return self._swap(row.expand(self.count, *row.shape[1:]).contiguous(), "for the mean of moves")
 
     def _waiting(self, what: str) -> AbstractContextManager[None]:
@@ -114,26 +116,27 @@ class Group:
 
 
 Groups = Mapping[str, Group]
-"""Groups that a rank sends in, by the name of its like."""
+"""Groups in which a rank sends, by the name of its set of counterparts."""
 
 
 def make_groups(likes: Mapping[str, bool], make: Callable[[str], Group]) -> Groups:
-    """The groups of a rank. `likes`: names of its like, in the same order on all ranks, and whether it sends among them."""
+    """The groups of a rank. `likes`: names of its sets of counterparts, in the same order on all ranks, and True if it sends
+    there."""
     return {like: make(like) for like, sends in likes.items() if sends}
 
 
 def mean_among(groups: Groups, like: str, move: Tensor, wire: Wire) -> Mean:
-    """Mean over the islands of `move`, [n]; of a rank that sends nothing among its like, what it has."""
+    """Mean over the islands of `move`, [n]; on a rank that sends nothing in this group, `move` itself."""
     return groups[like].mean(move, wire) if like in groups else Mean(move, move, 0)
 
 
 class Link:
-    """This rank's end of the link of all islands that were started together."""
+    """This rank's connection to all islands, if they were started together."""
 
     def __init__(
         self, ranks: Ranks, count: int, *, timeout_seconds: float, likes: Mapping[str, bool], divisor: int | None = None
     ):
-        """`likes`: as `make_groups` has them; who is here is learnt under the first."""
+        """`likes`: as in `make_groups`; arrival is checked in the first group."""
         assert ranks.store is not None
         store, timeout = PrefixStore("between islands", ranks.store), timedelta(seconds=timeout_seconds)
         self.island, self.count, self._timeout = ranks.island, count, timeout
@@ -151,12 +154,12 @@ class Link:
             try:
                 self._store.wait(others, self._timeout)
                 return all(self._store.get(key).decode() == HERE for key in others)
-            except dist.DistNetworkError:  # whoever held the store has left, and nobody can be met any more
+            except dist.DistNetworkError:  # the process that hosted the store has left, so no island can be reached
                 return False
 
     def leave(self, step: int) -> None:
-        """Let nobody wait for this island at the outer step after `step` steps."""
-        with suppress(RuntimeError):  # whoever held the store has left before
+        """Announce that no island needs to wait for this one at the outer step after `step` steps."""
+        with suppress(RuntimeError):  # the process that hosted the store has left before
             self._store.set(_at(step, self.island), LEFT)
 
 
@@ -166,8 +169,8 @@ def _at(step: int, island: int) -> str:
 
 @contextmanager
 def _waiting(island: int, timeout: timedelta, what: str) -> Iterator[None]:
-    """Let what is awaited inside fail in words. Raises LostIslandError."""
-    beside = threading.current_thread() is not threading.main_thread()  # of training, which goes on
+    """Context that turns a failed wait into LostIslandError."""
+    beside = threading.current_thread() is not threading.main_thread()  # main: the training thread, which continues
     try:
         with nullcontext() if beside else heartbeat.waits(f"waiting for other islands {what}"):
             yield

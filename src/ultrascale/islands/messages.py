@@ -1,4 +1,5 @@
-"""The thread that sends moves beside the one that trains: one for each set of islands, which ends with it."""
+"""The communication thread that exchanges moves while training continues: one for each set of islands, with the same
+lifetime."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ T = TypeVar("T")
 
 
 class Messages:
-    """Groups and the thread that speaks for them. Gloo cannot be stopped: a thread that is given up waits for its time-out."""
+    """Groups, and the thread that communicates in them. Gloo calls cannot be interrupted: an abandoned thread waits for its
+    time-out."""
 
     def __init__(self, members: tuple[str, ...], make: Callable[[], Groups]):
         self.members, self.broken = members, False
@@ -22,18 +24,18 @@ class Messages:
         threading.Thread(target=self._work, daemon=True, name="islands").start()
 
     def submit(self, job: Callable[[Groups], T]) -> Future[T]:
-        """Have `job` done after those before it."""
+        """Queue `job` behind those submitted before it."""
         future: Future[T] = Future()
         self._jobs.put((job, future))
         return future
 
     def give_up(self) -> None:
-        """Do nothing more; what was not begun fails."""
+        """Abandon the thread; jobs that have not started fail."""
         self.broken = True
         self.end()
 
     def end(self) -> None:
-        """Do nothing more after what was asked for."""
+        """Stop after the queued jobs."""
         self._jobs.put(None)
 
     def _work(self) -> None:

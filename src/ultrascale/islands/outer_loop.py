@@ -1,14 +1,14 @@
-"""The outer loop of one rank: what the trainer calls after each step, and what a checkpoint holds of it.
+"""The outer loop of one rank (DiLoCo): called by the trainer after each step, and its state in a checkpoint.
 
-    begin        all islands are in the same round, from the same anchor: those that are not take the state of one that is
-    after_step   apply what has come back, send what is due
-    leave        stop before the next outer step: the others are told, stop too, and owe it to the islands' next start
+    begin        all islands are in the same round, from the same anchor: others receive the state of an island that is
+    after_step   apply the means that have arrived, send moves that are due
+    leave        stop before the next outer step: the other islands stop too, and do the step after the next start
 
-With a quorum (`islands.quorum`) the others go on instead; who was left out comes back in `_come_back`, with all of its state
-taken from another island.
+With a quorum (`islands.quorum`) the others continue instead; an island that was left out rejoins in `_come_back`, with all of
+its state received from another island.
 
-Steps between two outer steps need no agreement: islands that were stopped at different steps of a round go on from there, and
-meet at its end with the same bits as if nobody had stopped.
+Between two outer steps islands need no agreement: if they stopped at different steps of a round, they resume there, and reach
+its end with the same bits as without the stop.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Whole = tuple[Callable[[], Tensors], Callable[[], Facts], Restore]
 
 
 class OuterLoop:
-    """One rank's. All islands make theirs at once."""
+    """Outer loop of one rank. All islands construct theirs at once."""
 
     def __init__(self, run: Run, ranks: Ranks, share: Share, *, wants_to_stop: Callable[[], bool] = lambda: False):
         self.islands, self.steps, self.ranks = run.islands, run.steps, ranks
@@ -51,7 +51,7 @@ class OuterLoop:
         self.link: Link | None = None
         """Link of islands that were started together."""
         self.quorum: Quorum | None = None
-        """Quorum of islands that were started apart."""
+        """Quorum of islands that were started separately."""
         likes = self.state.likes()
         if ranks.meeting:
             self.quorum = Quorum(run, ranks, likes, timeout_seconds=limit, wants_to_stop=wants_to_stop)
@@ -59,13 +59,13 @@ class OuterLoop:
             divisor = run.islands.divisor(range(run.islands.count))
             self.link = Link(ranks, run.islands.count, timeout_seconds=limit, likes=likes, divisor=divisor)
         self.outer_steps = 0
-        """Outer steps so far, each fragment's counted."""
+        """Outer steps so far, counted per fragment."""
         self.owes = False
-        """True if due outer steps could not be done, because another island had left."""
+        """True if outer steps are overdue because another island had left."""
         self.stops = False
-        """True if this island was not let in, and stops."""
+        """True if this island was not admitted, and stops."""
         self.under_way: dict[int, int] = {}
-        """Fragments that were sent, and after which step they are applied."""
+        """Fragments in flight, each with the step after which it is applied."""
         self.sent_bytes = 0
         """Bytes sent by all ranks of this island to other islands, in moves and means, since the run's first step."""
         self._moves: dict[int, list[Future[Mean]]] = {}
@@ -76,8 +76,8 @@ class OuterLoop:
         self._beside = ThreadPoolExecutor(1, "islands")
 
     def after_step(self, steps_done: int) -> bool:
-        """Apply what is to be applied after this step, and send what is due. False: another island has left, so that this one
-        must stop too. Raises LostIslandError."""
+        """Apply the fragments that are due after this step, and send the next. Returns False if another island has left, so
+        that this one must stop too. Raises LostIslandError."""
         try:
             self._apply(steps_done)
         except LeftOutError as error:
@@ -86,7 +86,7 @@ class OuterLoop:
         return self.settle(steps_done)
 
     def settle(self, steps_done: int) -> bool:
-        """Do the outer steps that are owed, if any; False if they still are."""
+        """Do overdue outer steps, if any; False if they are still overdue."""
         try:
             return not self.owes or self.meet(steps_done)
         except LeftOutError as error:
@@ -111,7 +111,7 @@ class OuterLoop:
         return True
 
     def leave(self, steps_done: int) -> None:
-        """Tell the others that this island stops before its next outer step."""
+        """Tell the other islands that this one stops before its next outer step."""
         if self.quorum is not None:
             for fragment in sorted(self._moves):
                 self._await(fragment)
@@ -125,29 +125,29 @@ class OuterLoop:
         return {"outer/steps": self.outer_steps, "outer/sent_bytes": self.sent_bytes, "outer/islands": present}
 
     def lines(self) -> list[str]:
-        """Lines to be told since this was asked last."""
+        """Log lines since the last call."""
         if self.quorum is None:
             return []
         messages, self.quorum.lines = self.quorum.lines, []
         return messages
 
-    # What a checkpoint holds.
+    # Contents of a checkpoint.
 
     def tensors(self) -> Iterator[tuple[str, LocalParameter, Tensor]]:
-        """The state kept of each weight, after waiting for communication in flight."""
+        """The outer state of each weight, after waiting for communication in flight."""
         for fragment in sorted(self._moves):
             self._await(fragment)
         return ((f"islands.{kind}", part.held, tensor) for part in self.state.parts() for kind, tensor in part.tensors())
 
     def facts(self) -> dict[str, Any]:
-        """The JSON beside them."""
+        """The JSON metadata of the state."""
         return {
             "count": self.islands.count, "fragments": self.islands.fragments, "outer_steps": self.outer_steps,
             "sent_bytes": self.sent_bytes, "owes": int(self.owes), "under_way": [[*pair] for pair in self.under_way.items()],
         }  # fmt: skip
 
     def expect(self, facts: dict[str, Any] | None) -> None:
-        """Make room for what such a checkpoint holds, before it is read. Raises SpecError if it cannot be gone on with."""
+        """Allocate the tensors that a checkpoint with these facts holds. Raises SpecError if it cannot be resumed from."""
         waiting = [] if facts is None else facts["under_way"]
         if waiting and facts is not None and facts["fragments"] != self.islands.fragments:
             rule = f"is {self.islands.fragments}, but the checkpoint has some of {facts['fragments']} fragments under way"
@@ -156,7 +156,8 @@ class OuterLoop:
             self.state.allow_overlap()
 
     def restored(self, facts: dict[str, Any] | None) -> None:
-        """Go on from a checkpoint whose tensors were read; None: of a run without islands, which begin with its weights."""
+        """Resume from a checkpoint whose tensors are loaded; None: from a run without islands, whose weights become the
+        anchor."""
         if facts is None:
             self.state.anchor_here()
             return
@@ -164,13 +165,14 @@ class OuterLoop:
         self.sent_bytes = facts["sent_bytes"]
         self.under_way = {fragment: step for fragment, step in facts["under_way"]}
 
-    # How islands begin.
+    # Start of islands.
 
     def begin(self, steps_done: int, tensors: Callable[[], Tensors], facts: Callable[[], Facts], restore: Restore) -> str:
-        """Bring all islands into one round, from one anchor: of those that are furthest the first gives its state to every one
-        that is elsewhere. What was done, empty if nothing. Raises SpecError if islands were described in different ways.
+        """Bring all islands into one round, from one anchor: the first of the islands that are furthest sends its state to
+        every island that differs. Returns a description, empty if there was nothing to do. Raises SpecError if descriptions
+        differ.
 
-        `tensors` and `facts` are what a checkpoint would hold of this rank now; `restore` is told the facts of who gave.
+        `tensors` and `facts` return what a checkpoint of this rank would hold now; `restore` receives the sender's facts.
         """
         self._whole = tensors, facts, restore
         if self.link is not None:
@@ -182,7 +184,7 @@ class OuterLoop:
         return self._let_in(self.quorum.knock(self.steps), steps_done)
 
     def _compare(self, group: Group | None, steps_done: int) -> str:
-        """All of `group` go on from the state of the first of those that are furthest."""
+        """Make all of `group` continue from the state of the first of those that are furthest."""
         meets = steps_done if self.owes else self.islands.next_outer_step(steps_done, self.steps)
         status = torch.tensor([meets, steps_done, self._digest(), self._description])
         islands, entries = self._answer_of_first(
@@ -191,7 +193,7 @@ class OuterLoop:
         self._expect_one_description([entry[3] for entry in entries], islands)
         leader = max(range(len(entries)), key=lambda index: (*entries[index][:2], -index))
         joining = {i for i, entry in enumerate(entries) if (entry[0], entry[2]) != (entries[leader][0], entries[leader][2])}
-        # A weight that differs may be held by some ranks only, and all of an island must do the same.
+        # Only some ranks may hold a weight that differs, and all ranks of an island must act alike.
         joining_text = " ".join(self.ranks.gather_text(" ".join(map(str, sorted(joining)))))
         joining = {int(index) for index in joining_text.split()}
         if not joining:
@@ -202,12 +204,12 @@ class OuterLoop:
         return f"{which} took the state of island {islands[leader]}, at step {entries[leader][1]}"
 
     def _answer_of_first(self, ask: Callable[[], list[Any]]) -> list[Any]:
-        """Answer to this rank; where islands differ that to rank 0, which speaks for all. Collective then."""
+        """Answer for this rank; if islands differ in dp, that of rank 0 for all. Collective in that case."""
         return json.loads(self.ranks.gather_text(json.dumps(ask()))[0]) if self.islands.uneven_dp else ask()
 
     def _hand_over(self, group: Group | None, leader: int, *, gives: bool, takes: bool, state: Tensors | None = None) -> None:
-        """The whole state of number `leader` of `group`, which `gives`, goes to those who take it. `state`: the leader's
-        tensors, if it has them at hand."""
+        """Send the full state of member `leader` of `group`, which `gives`, to those that take it. `state`: the leader's
+        tensors, if it has them already."""
         tensors, facts, restore = self._whole
         leader_facts = self._answer_of_first(lambda: [] if group is None else [self._facts_of(group, leader, facts())])[0]
         if takes:
@@ -231,17 +233,17 @@ class OuterLoop:
         group.broadcast(encoded, leader)
         return json.loads(bytes(encoded.tolist()))
 
-    # How islands come back, and are let in.
+    # Rejoining, and admitting islands.
 
     def _come_back(self, steps_done: int, error: LeftOutError) -> bool:
-        """Be let in again; False if this island must stop instead."""
+        """Rejoin after being left out; False if this island must stop instead."""
         assert self.quorum is not None
         self.quorum.lines.append(error.message)
         self.quorum.lines.append(self._let_in(self.quorum.knock(self.steps), steps_done))
         return not self.stops and self.settle(self._whole[1]()["steps_done"])
 
     def _let_in(self, answer: Answer, steps_done: int) -> str:
-        """Do what the answer to a knock says; what was done."""
+        """Act on the answer to a knock. Returns a description."""
         quorum = self.quorum
         assert quorum is not None
         self.stops = answer.kind in ("stop", "finished")
@@ -276,12 +278,12 @@ class OuterLoop:
         return group.all_gather(torch.tensor([self._description])).flatten().tolist()
 
     def _give(self, steps_done: int) -> None:
-        """Give the state of this island to those that it is to let in, if any."""
+        """Send this island's state to those that it must admit, if any."""
         quorum = self.quorum
         if quorum is None:
             return
         for taker in quorum.admission.takers(steps_done):
-            state = self._whole[0]()  # with all that is under way, which the ranks of this island wait for together
+            state = self._whole[0]()  # including moves in flight, for which the ranks of this island wait together
             try:
                 self._give_to(quorum, taker, state)
             except LostIslandError as error:
@@ -323,7 +325,7 @@ class OuterLoop:
             raise mistake("islands", rule, "Start all islands with the same description.")
 
     def _digest(self) -> int:
-        """Digest of this rank's anchors; where islands differ of the island's, the same on all of its ranks."""
+        """Digest of this rank's anchors; if islands differ in dp, of the island's anchors, the same on all of its ranks."""
         bits = [(place, [part.contiguous().view(-1).view(torch.uint8).numpy().data for part in some])
                 for place, some in self.state.anchors()]  # fmt: skip
         if not self.islands.uneven_dp:
@@ -331,7 +333,7 @@ class OuterLoop:
         lines = "\n".join(f"{index}, {place}: {_number(*some)}" for index, (place, some) in enumerate(bits))
         return _number("\n".join(sorted({*"\n".join(self.ranks.gather_text(lines)).split("\n")})).encode())
 
-    # What goes between them.
+    # Messages between islands.
 
     def _send(self, steps_done: int, fragments: list[int], *, beside: bool) -> None:
         wire = self.islands.dtype
@@ -352,7 +354,7 @@ class OuterLoop:
                 self._moves[fragment] = [_done(mean_among(groups, like, move, wire)) for like, move in moves]
 
     def _await(self, fragment: int) -> None:
-        """Keep the means of a fragment, once they have arrived."""
+        """Store the means of a fragment, once they have arrived."""
         means = [future.result() for future in self._moves[fragment]]
         del self._moves[fragment]
         for bucket, mean in zip(self.state.fragments[fragment], means, strict=True):
@@ -360,7 +362,7 @@ class OuterLoop:
         self.sent_bytes += int(self.ranks.sum(torch.tensor([sum(mean.sent_bytes for mean in means)])))
 
     def _apply(self, steps_done: int) -> None:
-        """The outer steps of fragments that are applied after this step, in the order in which they were sent."""
+        """The outer steps of fragments that are due after this step, in the order in which they were sent."""
         for fragment in [fragment for fragment, step in self.under_way.items() if step <= steps_done]:
             if fragment in self._moves:
                 self._await(fragment)

@@ -1,20 +1,20 @@
-"""The state of the outer steps that a rank keeps in host memory, for each part of a weight that it holds between steps
+"""The state of the outer optimizer in host memory, for each part of a weight that a rank holds between steps
 
     anchor       the last common weights                             always
     momentum     of the outer optimizer                              with momentum
-    residual     what was rounded off of moves, to be sent later     in bf16, int8, int4
-    snapshot     the weights as they were when a fragment was sent   with overlap
+    residual     rounding error of sent moves, to be sent later      in bf16, int8, int4
+    snapshot     the weights when a fragment was sent                with overlap
     mean         of the islands' moves, until it is applied          with overlap
-    moves        under way, kept for whoever is still to have them   with a quorum
+    moves        in flight, kept in case the exchange is repeated    with a quorum
 
-in the dtype of weights between steps: 4 to 24 bytes a parameter that the rank holds, and none of the device's.
+in the dtype of weights between steps: 4 to 24 bytes per parameter that the rank holds, and no device memory.
 
-A bucket is what is sent at once: the parts of a fragment that the same ranks of the island hold alike (replicas, of HSDP or
-ZeRO stage 0). Each of those sends its piece of the bucket, and what comes back they gather within the island.
+A bucket is sent at once: the parts of a fragment that the same ranks of the island hold as replicas (of HSDP or ZeRO stage 0).
+Each of these ranks sends one piece of the bucket, and they all-gather the results within the island.
 
-Where islands differ in dp, no rank of one holds what a rank of another does. All ranks at one place of pp and tp (of experts:
-of pp, ep and expert_tp) then gather what they hold together, and the first of them, as many as there are in the smallest
-island, each send a piece of that. A move counts by its island's dp.
+Where islands differ in dp, ranks of different islands hold different shards. All ranks at one pp and tp coordinate (for
+experts: pp, ep and expert_tp) then all-gather their shards, and the first of them, as many as the smallest island has, each
+send one piece. Each island's move is weighted by its dp.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ultrascale.parallel.share import LocalParameter, Share, local
 
 @dataclass
 class Part:
-    """This rank's part of one weight, and the outer state of it."""
+    """This rank's part of one weight, and its outer state."""
 
     held: LocalParameter
     anchor: Tensor
@@ -50,22 +50,22 @@ class Part:
 
     @property
     def weights(self) -> Tensor:
-        """The weights as they are now."""
+        """The current weights."""
         return local(self.held.parameter.detach())
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the table above that this part keeps, by name."""
+        """The tensors of the table above that this part has, by name."""
         for name in ("anchor", "momentum", "residual", "snapshot", "mean"):
             if (tensor := getattr(self, name)) is not None:
                 yield name, tensor
 
     def allow_overlap(self) -> None:
-        """Make room for what is under way."""
+        """Allocate the tensors for moves in flight."""
         if self.snapshot is None:
             self.snapshot, self.mean = self.anchor.clone(), torch.zeros_like(self.anchor)
 
     def step(self, islands: Islands) -> None:
-        """The outer step: the anchor moves by the mean, and the weights to it, with what they moved since they were sent."""
+        """The outer step: move the anchor by the mean, and set the weights to it plus their change since they were sent."""
         assert self.mean is not None
         gradient, outer = self.mean, islands.outer
         if self.momentum is not None:
@@ -80,27 +80,27 @@ class Part:
 
 @dataclass
 class Bucket:
-    """Parts of a fragment that are sent at once."""
+    """Parts of a fragment that are sent together."""
 
     parts: list[Part]
     num_senders: int
-    """Ranks of this island that hold the same, and send a piece each."""
+    """Number of this island's ranks that hold the same parts, and send one piece each."""
     sender: int
-    """Index of this rank among them; one past their last has no piece."""
+    """Index of this rank among the senders; from `num_senders` on, the rank has no piece."""
     elements: int
-    """Elements of a sender's piece, padded to a whole number of pieces, one for each island."""
+    """Elements of a sender's piece, padded to a multiple of the number of islands."""
     place: str
-    """Name of the ranks that hold the same together, alike on all islands."""
+    """Name of the set of ranks that hold the same parts, the same on all islands."""
     grid: DeviceMesh | None
-    """Ranks that hold parts (dp_shard) and copies of them (dp_replicate); None where that is this rank alone."""
+    """Ranks that hold shards (dp_shard) and replicas of them (dp_replicate); None if that is this rank alone."""
     gathers_shards: bool = False
-    """True where islands differ in dp, so that parts are put together before they are sent."""
+    """True if islands differ in dp, so that shards are all-gathered before they are sent."""
     weight: float = 1.0
-    """Factor of the moves of this island in their sum."""
+    """Weight of this island's moves in their sum."""
 
     @property
     def like(self) -> str:
-        """Name of this rank's like on all islands."""
+        """Name of this rank's set of counterparts on all islands."""
         return f"{self.sender % self.num_senders} at {self.place}"
 
     @property
@@ -109,7 +109,7 @@ class Bucket:
         return self.sender < self.num_senders
 
     def moves(self) -> Tensor:
-        """This replica's share of the move since the anchor plus earlier rounding residuals, [elements]."""
+        """This rank's piece of the move since the anchor plus earlier rounding residuals, [elements]."""
         flat = [part.anchor - part.weights.to(part.anchor.device) for part in self.parts]
         flat = [move if part.residual is None else move + part.residual for move, part in zip(flat, self.parts, strict=True)]
         for part in self.parts:
@@ -122,7 +122,7 @@ class Bucket:
         return rows[self.sender].contiguous() if self.sends else whole.new_zeros(1).expand(self.elements)
 
     def receive(self, mean: Tensor, lost: Tensor) -> None:
-        """Keep the mean of this rank's piece, and what was rounded off; collective among ranks that hold the same."""
+        """Store the mean of this rank's piece, and the rounding error; collective among ranks that hold the same parts."""
         for part, part_mean in zip(self.parts, self._split(self._gather(mean)), strict=True):
             if part.mean is None:
                 part.mean = part_mean.clone()
@@ -134,7 +134,8 @@ class Bucket:
                 part.residual.copy_(part_lost if self.weight == 1.0 else part_lost / self.weight)
 
     def gathered(self, parts: list[Tensor]) -> list[Tensor]:
-        """`parts` of this bucket's weights as they are sent: put together, flat, where islands differ; collective then."""
+        """`parts` of this bucket's weights in the form in which they are sent: all-gathered and flat if islands differ in dp;
+        collective then."""
         if not self.gathers_shards or self.grid is None:
             return parts
         rows = [pad(shard.flatten(), (0, size - shard.numel())) for shard, size in zip(parts, self._sizes, strict=True)]
@@ -143,13 +144,13 @@ class Bucket:
 
     @property
     def _sizes(self) -> list[int]:
-        """Elements of the largest shard of each weight, by whole rows as FSDP2 shards."""
+        """Elements of the largest shard of each weight, in whole rows as FSDP2 shards them."""
         assert self.grid is not None
         shards, weights = self.grid.size(1), [part.held.parameter for part in self.parts]
         return [-(-len(weight) // shards) * (weight.numel() // len(weight)) for weight in weights]
 
     def _gather(self, piece: Tensor) -> Tensor:
-        """Every sender's piece, in order."""
+        """Every sender's piece, in order: an all-gather."""
         rows = piece[None]
         if self.grid is not None:
             for axis in ("dp_shard", "dp_replicate")[not self.gathers_shards :]:
@@ -157,7 +158,7 @@ class Bucket:
         return rows[: self.num_senders].flatten()
 
     def _gathered(self, rows: Tensor, axis: str) -> Tensor:
-        """The `rows` [n, m] of all ranks along an axis of the grid, in order."""
+        """All-gather of `rows` [n, m] along an axis of the grid, in rank order."""
         assert self.grid is not None
         group, device = self.grid.get_group(axis), self.parts[0].weights.device
         if group.size() == 1:
@@ -168,7 +169,7 @@ class Bucket:
         return whole.to(rows.device)
 
     def _split(self, flat: Tensor) -> Iterator[Tensor]:
-        """This rank's parts of a whole bucket."""
+        """This rank's parts of an all-gathered bucket."""
         together = self.gathers_shards and self.grid is not None
         shard, first = self.grid.get_local_rank("dp_shard") if self.grid is not None else 0, 0
         sizes = self._sizes if together else [part.anchor.numel() for part in self.parts]
@@ -180,7 +181,7 @@ class Bucket:
 
 @dataclass
 class OuterState:
-    """All of a rank, by fragment."""
+    """Outer state of a rank, by fragment."""
 
     islands: Islands
     share: Share
@@ -194,8 +195,8 @@ class OuterState:
         self.fragments = [[self._bucket(parts, apart) for apart, parts in fragment.items()] for fragment in fragments]
 
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends in one round, every fragment once, counted from the encoded size of the messages; nothing
-        is sent."""
+        """Bytes that this rank sends in one round, every fragment once, computed from the encoded size of the messages without
+        sending."""
         count, sent = self.islands.count, 0
         for bucket in self.buckets():
             message = encode(bucket.moves().view(count, -1), self.islands.dtype)
@@ -203,8 +204,8 @@ class OuterState:
         return sent
 
     def host_bytes(self) -> int:
-        """Bytes of host memory at most: all tensors, and with a quorum moves under way, which are needed again if an exchange
-        fails. After the run's last step these are of all fragments."""
+        """Peak bytes of host memory: all tensors, and with a quorum moves in flight, which are kept in case an exchange fails.
+        After the run's last step these are of all fragments."""
         kept = sum(tensor.nbytes for part in self.parts() for _, tensor in part.tensors())
         return kept + sum(bucket.moves().nbytes * bucket.sends for bucket in self.buckets() if self.islands.quorum)
 
@@ -217,26 +218,27 @@ class OuterState:
         return (part for bucket in self.buckets() for part in bucket.parts)
 
     def likes(self) -> dict[str, bool]:
-        """Names of this rank's like, in a fixed order, and whether it sends among them."""
+        """Names of this rank's sets of counterparts, in a fixed order, and True if it sends there."""
         return {bucket.like: bucket.sends for bucket in self.buckets()}
 
     def allow_overlap(self) -> None:
-        """Make room for fragments under way."""
+        """Allocate the tensors for fragments in flight."""
         for part in self.parts():
             part.allow_overlap()
 
     def forget_residuals(self) -> None:
-        """Zeroes the residuals: they belong to another island, which sends them itself."""
+        """Zero the residuals: they belong to another island, which sends them itself."""
         for part in self.parts():
             if part.residual is not None:
                 part.residual.zero_()
 
     def anchors(self) -> Iterator[tuple[str, list[Tensor]]]:
-        """Anchors as all islands hold them alike, by the place of the ranks that do; collective where islands differ."""
+        """Anchors in the form that is equal on all islands, by the set of ranks that hold them; collective if islands differ in
+        dp."""
         return ((bucket.place, bucket.gathered([part.anchor for part in bucket.parts])) for bucket in self.buckets())
 
     def anchor_here(self) -> None:
-        """Take the weights as they are for the common ones."""
+        """Set the anchors to the current weights."""
         for part in self.parts():
             part.anchor.copy_(part.weights)
 
@@ -247,7 +249,7 @@ class OuterState:
                 part.step(self.islands)
                 if not self.islands.overlap_steps and part.snapshot is None:
                     part.mean = None
-        increment_version(self.share.parameters())  # copies of narrow precision are made anew
+        increment_version(self.share.parameters())  # low-precision copies are refreshed
         self.share.expect_other_weights()
 
     def _part(self, held: LocalParameter) -> Part:

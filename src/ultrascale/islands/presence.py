@@ -1,9 +1,9 @@
-"""Signs of life of islands that were started apart.
+"""Signs of life of islands that were started separately.
 
-A member is one start of one island, as `2-5f01c3`: an island that was started again, or let in again, is another member, and
-what was agreed with the one before does not bind it. Each of its ranks counts on in the store; whoever sees a count stand still
-for `islands.silent_seconds`, on its own clock, takes the member for gone. That one may live and only have been silent: it finds
-itself left out, and is let in again as another member.
+A member is one start of one island, such as `2-5f01c3`: an island that was restarted or readmitted is another member, and
+agreements of the earlier one do not bind it. Each of its ranks increments a counter in the store. A rank that sees a counter
+unchanged for `islands.silent_seconds`, on its own clock, treats the member as gone. That member may be alive and only have been
+silent: it discovers that it was left out, and is readmitted as another member.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ultrascale.islands.store import IslandStore, LostStoreError
 
 KNOCKS, TAKES_PART, HAS_LEFT = "knocks", "takes part", "has left"
 BEATS = 10
-"""Signs of life in the time after which silence is an end."""
+"""Signs of life per `islands.silent_seconds`."""
 
 
 class Presence:
-    """This rank's signs of life, and what it sees of its like on the other islands."""
+    """This rank's signs of life, and its view of its counterparts on the other islands."""
 
     def __init__(self, store: IslandStore, island: int, rank: int, worlds: Sequence[int], silent_seconds: float):
         """`worlds`: ranks of each island."""
@@ -30,11 +30,11 @@ class Presence:
         self.member = ""
         self._over = threading.Event()
         self._seen: dict[str, tuple[str | None, float]] = {}
-        """The last sign of each rank that this one looks at, and when it was first seen."""
+        """The last sign of each observed rank, and when it was first seen."""
         self._looked: dict[str, tuple[float, str]] = {}
 
     def begin(self, member: str) -> None:
-        """Be there as `member` from now on."""
+        """Be present as `member` from now on."""
         self._over.set()
         self.member, self._over = member, threading.Event()
         self.say(KNOCKS)
@@ -42,20 +42,20 @@ class Presence:
         threading.Thread(target=self._live, args=(member, self._over), daemon=True, name="presence").start()
 
     def say(self, state: str) -> None:
-        """Tell the others what this island does."""
+        """Publish this island's state."""
         self.store.set(f"state/{self.member}", state)
 
     def leave(self) -> None:
-        """Give no more signs."""
+        """Stop giving signs of life."""
         self._over.set()
         self.say(HAS_LEFT)
 
     def current(self, island: int) -> str | None:
-        """The member that `island` is now; None before it was ever started."""
+        """The current member of `island`; None if it has never started."""
         return self.store.get(f"current/{island}")
 
     def state(self, member: str) -> str | None:
-        """State that a member has told last."""
+        """Last state that a member has published."""
         return self.store.get(f"state/{member}")
 
     def end_of(self, member: str) -> str:
@@ -84,7 +84,7 @@ class Presence:
         count = 0
         while not over.is_set():
             count += 1
-            with suppress(LostStoreError):  # whoever needs it says so
+            with suppress(LostStoreError):  # callers that need the store report it
                 self.store.set(_sign(member, self.rank), str(count))
             over.wait(self.silent_seconds / BEATS)
 

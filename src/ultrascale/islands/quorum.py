@@ -1,18 +1,18 @@
-"""A quorum: the islands that are there do an outer step, whoever else there ever was.
+"""A quorum: the islands that are present do an outer step, without waiting for lost ones.
 
-    knock     an island that comes, for the first time or again, waits until it is let in: with all others where a new era
-              begins (none of the era before is left), or by one that takes part, which gives it the state of its own
-    arrive    at an outer step all who are expected are waited for, but not who is gone, or later than
-              `collective_timeout_seconds`; the first rank that has nobody to wait for says who takes part, for all
-    send      moves go among those, by a thread beside the one that trains
-    means     the exchange counts once every rank of every member has all of it; where one has not, none takes any of it, and
-              those who are left do it again, with the same moves, until all who take part have it
-    give      after the outer step the first of those who took part gives its whole state to who has knocked, and they meet at
+    knock     an island that starts or restarts waits for admission: with all others if a new era begins (no member of the
+              last one is left), or by a member, which sends it a state
+    arrive    at an outer step the members wait for all that are expected, but not for one that is gone, or later than
+              `collective_timeout_seconds`; the first rank with nothing left to wait for decides the members for all
+    send      members exchange moves, in a thread beside training
+    means     the exchange counts once every rank of every member has all of it; if one has not, none uses it, and the
+              remaining members repeat it, with the same moves, until all of them have it
+    give      after the outer step the first of its members sends its full state to an island that knocks, and they meet at
               the next one
 
-Every agreement is the first word under a name in the store, so that all read the same whoever writes it, also a rank that was
-stopped for an hour in the middle of it: it reads there that it was left out, knocks, and is let in again as another member.
-Names begin with era, step and attempt. What is agreed is kept for a thousand outer steps, what leads to it for a few.
+Every agreement is the first word written under a name in the store, so that all ranks read the same whoever writes it. Even a
+rank that was suspended for an hour reads there that it was left out, knocks, and is readmitted as another member. Names begin
+with era, step and attempt. Agreements are kept for a thousand outer steps, the words that lead to them for a few.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from ultrascale.parallel.time_limits import SLOW_SECONDS
 STEPS_KEPT = 1000
 """Outer steps whose agreements are kept."""
 MOST_ATTEMPTS = 8
-"""Exchanges of one outer step that may fail: each leaves an island out, or the lines between those that live are broken."""
+"""Most failed exchanges of one outer step. Each removes an island; otherwise connections between live islands are broken."""
 COMPLETE = "complete"
 
 
 Move = tuple[str, Tensor]
-"""The name of a rank's like, and what is sent among them."""
+"""Name of a rank's set of counterparts, and the tensor sent among them."""
 
 
 @dataclass
 class OuterStep:
-    """One outer step that was begun and is not applied."""
+    """One outer step that has started and is not applied yet."""
 
     step: int
     decision: Decision
@@ -61,22 +61,22 @@ class OuterStep:
 
 
 class Quorum:
-    """This rank's part. All ranks of an island come to the same calls and learn the same."""
+    """The quorum for this rank. All ranks of an island make the same calls and get the same results."""
 
     leaves_out: Callable[[int, int], bool] = staticmethod(lambda step, island: False)
-    """True if an island is left out of the outer step after `step` steps although it is there. For proofs: what others compute
-    then is what they compute where it has died."""
+    """True if an island is left out of the outer step after `step` steps although it is present. For tests: the others then
+    compute what they would if it had died."""
 
     def __init__(
         self, run: Run, ranks: Ranks, likes: Mapping[str, bool], *, timeout_seconds: float, wants_to_stop: Callable[[], bool]
     ):
-        """`likes`: as `islands.link.make_groups` has them."""
+        """`likes`: as in `islands.link.make_groups`."""
         self.islands, self.ranks, self.worlds, self.wants_to_stop = run.islands, ranks, run.worlds, wants_to_stop
         self.timeout_seconds, self._likes = timeout_seconds, likes
         self.admission = Admission(run, ranks, timeout_seconds=timeout_seconds, wants_to_stop=wants_to_stop)
         self.store, self.presence = self.admission.store, self.admission.presence
         self.lines: list[str] = []
-        """Lines to be told of islands that came and went."""
+        """Log lines about islands that joined or left."""
         self._last_step = -1
         self._outer_steps: dict[int, OuterStep] = {}
         self._messages: Messages | None = None
@@ -84,14 +84,14 @@ class Quorum:
         self._agreed: list[list[str]] = []
 
     def knock(self, steps: int) -> Answer:
-        """Give up all that is under way, and wait until this island is let into the run of `steps` steps."""
+        """Abandon everything in flight, and wait until this island is admitted to the run of `steps` steps."""
         self._outer_steps.clear()
         self._abandon_exchanges()
         return self.admission.knock(steps)
 
     def arrive(self, step: int) -> bool:
-        """Agree on who does the outer step after `step` steps. False: this island was asked to stop, and others have left, so
-        that it owes the step. Raises LeftOutError, and LostIslandError if too few are left."""
+        """Agree on the members of the outer step after `step` steps. False: this island received a stop request, and others
+        have left, so the step is overdue. Raises LeftOutError, and LostIslandError if too few are left."""
         decision = self._decide(step, 0, self.admission.last)
         if decision is None:
             return False
@@ -104,14 +104,14 @@ class Quorum:
         return True
 
     def send(self, step: int, moves: Sequence[Move], wire: Wire) -> list[Future[Mean]]:
-        """Send `moves` among those who take part. The means of all of them are there once one of these is asked."""
+        """Send `moves` to the members. Waiting for one of the returned means waits for all of them."""
         pending = self._outer_steps[step]
         pending.moves, pending.wire = [*moves], wire
         self._exchange(pending)
         return [_LazyMean(self, pending, index) for index in range(len(moves))]
 
     def means(self, pending: OuterStep) -> list[Mean]:
-        """The means of an outer step, once all who take part have them. Raises LeftOutError, LostIslandError."""
+        """The means of an outer step, once all members have them. Raises LeftOutError, LostIslandError."""
         while pending.means is None:
             if self._is_complete(pending):
                 assert pending.exchange is not None
@@ -124,15 +124,15 @@ class Quorum:
         return pending.means
 
     def finish(self, steps: int) -> None:
-        """Say that the run's last outer step is done."""
+        """Record that the run's last outer step is done."""
         self.store.set(f"{self.admission.era}/finished", str(steps))
 
     def leave(self) -> None:
-        """Let nobody wait for this island."""
+        """Announce that no island needs to wait for this one."""
         self.presence.leave()
 
     def _decide(self, step: int, attempt: int, before: Decision) -> Decision | None:
-        """Decide who takes part in this attempt, of those who did `before` and those who joined them; None if this island stops
+        """Decide the members of this attempt, from those of `before` and those that joined them; None if this island stops
         instead."""
         key = f"{self.admission.era}/{step}/{attempt}"
         self._mark(f"{key}/here/{self.admission.member}")
@@ -147,7 +147,7 @@ class Quorum:
             self._retry_failed(step)
             if (word := self.store.get(f"{key}/members")) is None:
                 missing = [member for member in before.members if self.store.get(f"{key}/here/{member}") is None]
-                # Asked after who is here: who gives a state comes here only once that has been taken.
+                # Checked after arrival: a sender of a state arrives here only once that was received.
                 joined = [member for member in before.joining if self.store.get(f"took/{member}") == "yes"]
                 missing += [member for member in joined if self.store.get(f"{key}/here/{member}") is None]
                 expected = sorted([*before.members, *joined], key=island_of)
@@ -182,7 +182,7 @@ class Quorum:
         return Decision(members, joining, gone | skipped)
 
     def _have_returned(self, step: int) -> bool:
-        """True if islands that are told to be let in after this outer step have knocked."""
+        """True if the islands that are to be admitted after this outer step have knocked."""
         islands = range(self.islands.count)
         away = set(islands) - {island_of(member) for member in self.admission.last.members}
         returning = [i for i in away if self.leaves_out(step, i) and not self.leaves_out(self._next(step), i)]
@@ -192,7 +192,7 @@ class Quorum:
         return self.islands.next_outer_step(step, step + self.islands.every_steps)
 
     def _end_of(self, member: str, waited: float) -> str:
-        """Why `member` is waited for no longer; empty while it is."""
+        """Reason to stop waiting for `member`; empty while there is none."""
         if end := self.presence.end_of(member):
             return end
         limit = self.timeout_seconds
@@ -224,7 +224,7 @@ class Quorum:
         pending.exchange = self._messages.submit(exchanged)
 
     def _is_complete(self, pending: OuterStep) -> bool:
-        """Wait until an attempt is known to be complete on all who take part in it, or to have failed."""
+        """Wait until an attempt is known to be complete on all members, or to have failed."""
         assert pending.exchange is not None
         verdict = f"{self.admission.era}/{pending.step}/{pending.attempt}/verdict"
         for _ in self.admission.poll(f"for the mean of moves after step {pending.step}"):
@@ -251,7 +251,7 @@ class Quorum:
         return all(self.store.get(f"{key}/{member}/{rank}") is not None for member, rank in ranks)
 
     def _forget_agreements(self, pending: OuterStep) -> None:
-        """Forget what was agreed many outer steps ago: who has slept that long learns from later ones that it was left out."""
+        """Remove agreements of many outer steps ago: a rank suspended that long learns from later ones that it was left out."""
         attempts = [f"{self.admission.era}/{pending.step}/{attempt}" for attempt in range(pending.attempt + 1)]
         self._agreed.append([f"{attempt}/{topic}" for attempt in attempts for topic in ("members", "verdict")])
         if len(self._agreed) > STEPS_KEPT:
@@ -259,7 +259,7 @@ class Quorum:
                 self.store.forget(name)
 
     def _retry(self, pending: OuterStep) -> None:
-        """Another attempt, of those of the last one that are there."""
+        """Another attempt, with the members of the last one that are present."""
         pending.attempt += 1
         if pending.attempt > MOST_ATTEMPTS:
             reason = f"{MOST_ATTEMPTS} exchanges of the outer step after step {pending.step} failed"
@@ -276,7 +276,7 @@ class Quorum:
         self._exchange(pending)
 
     def _retry_failed(self, step: int) -> None:
-        """Do other outer steps that have failed again: who waits for this island there may be waited for here."""
+        """Repeat other outer steps that have failed again: an island awaited here may be waiting for this one there."""
         for pending in list(self._outer_steps.values()):
             if pending.step != step and pending.means is None and pending.exchange is not None:
                 verdict = f"{self.admission.era}/{pending.step}/{pending.attempt}/verdict"
@@ -304,7 +304,7 @@ class Quorum:
 
 
 class _LazyMean(Future[Mean]):
-    """One mean of an outer step, which is agreed on when it is asked for."""
+    """One mean of an outer step; agreement is reached when its result is read."""
 
     def __init__(self, quorum: Quorum, pending: OuterStep, index: int):
         super().__init__()

@@ -1,13 +1,13 @@
-"""Store through which islands that were started apart agree: a few words under names, which all of their ranks can read.
+"""Store through which islands that were started separately agree: short words under names, which all of their ranks can read.
 
-    file:///FOLDER      a folder that all of them see: a file a name. Nobody holds it, so nobody's end takes it away
+    file:///FOLDER      a shared folder: one file per name. No process hosts it, so no process's end removes it
     tcp://HOST:PORT     a server in memory: `python -m ultrascale.islands.store HOST PORT`, on a machine that all of them reach
 
-A word is written whole or not at all, and of several that are first under a name one wins, the same for all. Here only
-agreements are kept, some hundred bytes for each outer step; moves and states go from island to island.
+Writes are atomic, and of several first writes under a name one wins, the same for all. The store holds only agreements, some
+hundred bytes for each outer step; moves and states go from island to island.
 
-The server trusts whoever reaches it, as torch's own rendezvous does: open its port to the machines of the run alone. Once it
-has ended nobody can agree on anything: all islands end with a sentence, and go on from their checkpoints with the next one.
+The server trusts every client, as torch's rendezvous does: open its port to the machines of the run alone. Once it has ended no
+agreement is possible: all islands end with an error message, and resume from their checkpoints with the next server.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ultrascale.torch_private import FileStore, PrefixStore, Store, TCPStore
 
 
 class LostStoreError(LostRankError):
-    """The store between islands does not answer."""
+    """The store between islands does not respond."""
 
 
 class IslandStore(Protocol):
-    """Words under names. All methods may be called by several threads, and raise LostStoreError."""
+    """Words under names. All methods are thread-safe, and raise LostStoreError."""
 
     def set(self, name: str, word: str) -> None:
-        """Keep `word`, in the place of another."""
+        """Set `word`, replacing an earlier one."""
         ...
 
     def get(self, name: str) -> str | None:
@@ -44,15 +44,15 @@ class IslandStore(Protocol):
         ...
 
     def first(self, name: str, word: str) -> str:
-        """The first word that was ever given for `name`: this one, if none was."""
+        """The first word ever written for `name`: this one, if there was none."""
         ...
 
     def forget(self, name: str) -> None:
-        """Remove what is under `name`, if anything is."""
+        """Remove the word under `name`, if there is one."""
         ...
 
     def for_group(self, name: str, size: int) -> Store:
-        """A store of torch's in which the `size` ranks of one process group find each other."""
+        """A torch store through which the `size` ranks of one process group connect."""
         ...
 
 
@@ -66,7 +66,7 @@ def open_store(url: str, timeout: timedelta) -> IslandStore:
 
 
 class FolderStore:
-    """In a folder. A process that is stopped or killed in the middle of a call holds nobody up: there are no locks."""
+    """Store in a folder. It has no locks, so a process that is suspended or killed in the middle of a call blocks no other."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -74,7 +74,7 @@ class FolderStore:
             (folder / "groups").mkdir(parents=True, exist_ok=True)
 
     def set(self, name: str, word: str) -> None:
-        """Keep `word`, in the place of another."""
+        """Set `word`, replacing an earlier one."""
         with self._reached():
             self._written(word).replace(self._path(name))
 
@@ -87,7 +87,7 @@ class FolderStore:
                 return None
 
     def first(self, name: str, word: str) -> str:
-        """The first word that was ever given for `name`: this one, if none was."""
+        """The first word ever written for `name`: this one, if there was none."""
         with self._reached():
             if (existing := self.get(name)) is not None:
                 return existing
@@ -98,12 +98,12 @@ class FolderStore:
             return self._path(name).read_text()
 
     def forget(self, name: str) -> None:
-        """Remove what is under `name`, if anything is."""
+        """Remove the word under `name`, if there is one."""
         with self._reached():
             self._path(name).unlink(missing_ok=True)
 
     def for_group(self, name: str, size: int) -> Store:
-        """A store of torch's in which the `size` ranks of one process group find each other."""
+        """A torch store through which the `size` ranks of one process group connect."""
         return FileStore(str(self.folder / "groups" / name.replace("/", ".")), size)
 
     def _path(self, name: str) -> Path:
@@ -123,7 +123,7 @@ class FolderStore:
 
 
 class TcpStore:
-    """At a server."""
+    """Store on a server."""
 
     def __init__(self, host: str, port: int, timeout: timedelta):
         self._at, self._timeout = (host, port), timeout
@@ -131,8 +131,8 @@ class TcpStore:
             self._store = self._connected()
 
     def set(self, name: str, word: str) -> None:
-        """Keep `word`, in the place of another. Others see it from now on: torch sends and does not wait, so that what is asked
-        next, and answered, says that it was there."""
+        """Set `word`, replacing an earlier one. Visible to others on return: torch sends without waiting, so a following query,
+        once answered, confirms the write."""
         with self._reached():
             self._store.set(name, word)
             self._store.check([name])
@@ -143,18 +143,18 @@ class TcpStore:
             return self._store.get(name).decode() if self._store.check([name]) else None
 
     def first(self, name: str, word: str) -> str:
-        """The first word that was ever given for `name`: this one, if none was."""
+        """The first word ever written for `name`: this one, if there was none."""
         with self._reached():
             return self._store.compare_set(name, "", word).decode()
 
     def forget(self, name: str) -> None:
-        """Remove what is under `name`, if anything is."""
+        """Remove the word under `name`, if there is one."""
         with self._reached():
             self._store.delete_key(name)
 
     def for_group(self, name: str, size: int) -> Store:
-        """A store of torch's in which the `size` ranks of one process group find each other: with a connection of its own,
-        since a wait in it would hold up all else."""
+        """A torch store through which the `size` ranks of one process group connect. It has its own connection, since a wait
+        would block other calls."""
         with self._reached():
             return PrefixStore(f"groups/{name}", self._connected())
 
@@ -176,7 +176,7 @@ def _lost(where: str, cause: str) -> str:
 
 
 def serve(host: str, port: int) -> TCPStore:
-    """A server that listens at `host` and nowhere else; by itself torch's would on every interface."""
+    """A server that listens at `host` alone; torch's default listens on every interface."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.create_server((host, port), family=family)
     at = listening.getsockname()[1]
@@ -184,7 +184,7 @@ def serve(host: str, port: int) -> TCPStore:
 
 
 def main() -> None:
-    """Keep a store until this process is ended."""
+    """Run the server until this process is ended."""
     parser = argparse.ArgumentParser()
     parser.add_argument("host")
     parser.add_argument("port", type=int)

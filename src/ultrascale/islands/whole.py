@@ -1,11 +1,11 @@
-"""The state of an island as whole tensors, for islands of another dp, whose ranks hold other parts of them.
+"""The state of an island as unsharded tensors, for islands with another dp, whose ranks hold other shards.
 
-    giver    each rank puts the boxes that it is the first to hold into zeros of the whole shape; their sum is the tensor
-    line     from rank 0 to rank 0, a tensor at a time
-    taker    rank 0 has what came and the others zeros; their sum is the tensor again, of which each cuts its own boxes
+    giver    each rank writes the boxes that it is the first to hold into zeros of the full shape; their sum is the tensor
+    line     from rank 0 to rank 0, one tensor at a time
+    taker    rank 0 has the received tensor and the others zeros; their sum is the tensor, and each rank cuts its boxes from it
 
-Sums are of bytes, so that every bit arrives. In host memory there is one whole tensor at a time, on each rank. Islands of one
-dp send rank to rank instead (`outer_loop`), as many lines at once as there are ranks.
+Sums are of bytes, so that every bit is preserved. Host memory holds one unsharded tensor at a time on each rank. Islands with
+equal dp send rank to rank instead (`outer_loop`), with as many connections at once as there are ranks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def hand_over(
     ranks: Ranks, group: Group | None, leader: int, tensors: Mapping[str, Sequence[Slice]], *, gives: bool, takes: bool
 ) -> None:
-    """Give `tensors` of number `leader` of `group` to the islands that take them; all ranks of each come with their own.
+    """Send `tensors` from member `leader` of `group` to the islands that take them; all ranks of each island call it.
 
-    `group`: rank 0's with those of the other islands; None on another rank. Raises LostIslandError on a rank 0 whose group
-    fails; a giver does so at the end, once its other ranks have come through.
+    `group`: rank 0's group with the other islands; None on another rank. Raises LostIslandError on a rank 0 whose group fails;
+    a giver raises at the end, once its other ranks have finished.
     """
     by_rank = [
         json.loads(word) for word in ranks.gather_text(json.dumps({n: _description(some) for n, some in tensors.items()}))
@@ -66,7 +66,7 @@ def hand_over(
 
 
 def _description(slices: Sequence[Slice]) -> tuple[tuple[int, ...], str, list[Box]]:
-    """Shape and dtype of the whole tensor, and the boxes of it."""
+    """Shape and dtype of the unsharded tensor, and its boxes."""
     dtype = str(slices[0].tensor.dtype).removeprefix("torch.")
     return slices[0].shape, dtype, [_box(part) for part in slices if part.tensor.numel()]
 

@@ -1,8 +1,8 @@
 """Liveness probe for the ranks on this machine: `python -m ultrascale.jobs.alive`, exit code 0 or 1.
 
-Reads the signs of life that ranks leave for their watchdog (`ultrascale.heartbeat`), which names and kills a rank that hangs.
-This is for when the watchdog is gone or cannot: a rank whose next beat is overdue by `SLACK_SECONDS` more. Without any signs
-nothing has begun, and that is no fault: what comes before has its own time limits.
+Reads the signs of life that ranks write for their watchdog (`ultrascale.heartbeat`), which names and kills a rank that hangs.
+The probe covers a watchdog that is gone or cannot act: it fails for a rank whose next beat is overdue by another
+`SLACK_SECONDS`. Without any signs nothing has started, which is not an error: earlier phases have their own time limits.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ultrascale.heartbeat import DONE, Heartbeat, read
 from ultrascale.launch.scratch import SIGNS_PREFIX, scratch_places
 
 SLACK_SECONDS = 120.0
-"""The watchdog writes stacks first."""
+"""Time for the watchdog, which writes stacks first."""
 
 
 def overdue() -> list[Heartbeat]:
-    """The last beat of each living rank here that should have given another one long ago."""
+    """The last beat of each live rank here whose next beat is long overdue."""
     folders = [folder for place in scratch_places() for folder in place.glob(f"{SIGNS_PREFIX}*") if folder.is_dir()]
     beats = [beat for folder in folders for beat in read(folder) if beat.doing != DONE and _lives(beat.pid)]
     return [beat for beat in beats if beat.overdue > SLACK_SECONDS]
@@ -35,7 +35,7 @@ def _lives(pid: int) -> bool:
 
 
 def main() -> int:
-    """Name those that are overdue."""
+    """Print the overdue ranks."""
     late = overdue()
     for beat in late:
         print(f"rank {beat.rank} has given no sign of life for {beat.overdue:.0f} s more than it may: {beat.doing}")

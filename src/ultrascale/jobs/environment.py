@@ -1,6 +1,6 @@
-"""Variables that every rank has, each with its reason. None that torch or NCCL set well by themselves.
+"""Environment variables of every rank, each with its reason. None that torch or NCCL set well by themselves.
 
-What stands in `launch.environment` comes last and wins.
+Variables in `launch.environment` come last and override.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ultrascale.jobs.job import Job
 
 @dataclass(frozen=True)
 class Variable:
-    """One of them."""
+    """One environment variable."""
 
     name: str
     value: str
@@ -22,7 +22,7 @@ class Variable:
 
 
 def variables(job: Job) -> list[Variable]:
-    """Variables in the order of the text; a name only once."""
+    """Variables in the order of the text; each name once."""
     by_name = {var.name: var for var in (*_default_variables(job), *_configured_variables(job))}
     return list(by_name.values())
 

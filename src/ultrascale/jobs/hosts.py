@@ -1,4 +1,4 @@
-"""Texts for machines without a batch system: what to run on each, and a script that does it over ssh."""
+"""Texts for machines without a batch system: a script for each node, and one that starts it over ssh."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ultrascale.jobs.text import exports, fill, head, quoted, setup, train_words
 
 
 def torchrun_text(job: Job, file: Path) -> str:
-    """The script that every node runs, with its number and the first node's name."""
+    """The script that every node runs, with its node rank and the first node's name."""
     if job.nodes == 1:
         usage = [f"  bash {file}"]
     else:
@@ -20,7 +20,7 @@ def torchrun_text(job: Job, file: Path) -> str:
 
 
 def ssh_text(job: Job, file: Path) -> str:
-    """The script that starts the other one on every host. Raises SpecError if there are not as many hosts as nodes."""
+    """The script that starts the other one on every host. Raises SpecError unless there are as many hosts as nodes."""
     nodes = [job.nodes] if job.island is None else [world // job.ranks_per_node for world in job.run.worlds]
     hosts, islands = job.launch.hosts, len(nodes)
     if len(hosts) != sum(nodes):

@@ -1,6 +1,6 @@
-"""A run as a job: how many nodes with how many ranks, for how long, and what that makes of the run's own times.
+"""A run as a job: the number of nodes and ranks, the time limit, and the resulting time limits of the run.
 
-Everything that can be wrong is told here, before a text is written or anything submitted.
+All errors are reported here, before a text is written or anything submitted.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from ultrascale.launch.events import longest_seconds
 from ultrascale.train.folder.island_folder import island_folder
 
 SAFETY = 2.0
-"""Factor over the longest step and save so far, for the time that they may take."""
+"""Safety factor over the longest step and save so far."""
 FIRST_PORT, PORTS = 20_000, 10_000
 """Below the system's own range for outgoing connections (from 32,768)."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run on so many nodes."""
+    """One run on a number of nodes."""
 
     run: Run
     launch: Launch
     file: Path
     """The run's TOML, as the job will read it."""
     settings: tuple[str, ...]
-    """Flags that follow it."""
+    """Flags after the file."""
     nodes: int
     ranks_per_node: int
     command: str
-    """Command that was typed, for the text's head."""
+    """The command as typed, for the head of the text."""
     notes: tuple[str, ...] = ()
-    """Lines of the plan, for the text's head."""
+    """Lines of the plan, for the head of the text."""
     island: int | None = None
-    """Number of the island that this job is, of a run whose islands live apart (`islands.quorum`)."""
+    """Number of this job's island, for a run whose islands are started separately (`islands.quorum`)."""
 
     @property
     def name(self) -> str:
@@ -57,31 +57,31 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """The run's, or its island's."""
+        """The folder of the run or of its island."""
         return island_folder(self.run, self.island or 0)
 
     @property
     def port(self) -> int:
-        """Port at which nodes meet, where no batch system numbers its jobs."""
+        """Rendezvous port of the nodes, if no batch system numbers its jobs."""
         fixed_port = self.launch.port and self.launch.port + (self.island or 0)
         return fixed_port or FIRST_PORT + zlib.crc32(str(self.folder).encode()) % PORTS
 
     @cached_property
     def step_and_save_seconds(self) -> float | None:
-        """The longest of this run so far; None before it has saved for the first time."""
+        """Seconds of the longest step and save of this run so far; None before its first save."""
         metrics = self.folder / "metrics.jsonl"
         save = longest_seconds(metrics, "perf/save_s")
         return save + longest_seconds(metrics, "perf/step_s") if save else None
 
     @property
     def grace(self) -> int:
-        """Seconds from a stop signal until the ranks are gone: what a collective that hangs takes, or more if a step and a save
+        """Seconds from a stop signal until the ranks are gone: the time limit of a collective, or more if a step and a save
         have taken more."""
         return ceil(max(grace_seconds(self.run), SAFETY * (self.step_and_save_seconds or 0.0)))
 
     @property
     def grace_reason(self) -> str:
-        """Source of that number."""
+        """Reason for the value of `grace`."""
         if self.step_and_save_seconds is None:
             return f"{self.grace} s until a first save is measured; make this text again then"
         return f"{self.grace} s: a step and a save of this run took up to {format_seconds(self.step_and_save_seconds)}"
@@ -98,8 +98,8 @@ def job_of(
     notes: Sequence[str] = (),
     island: int | None = None,
 ) -> Job:
-    """The job of `run`, or of one `island` of it, on `nodes` (else `launch.nodes`). Raises SpecError if they do not give its
-    layout."""
+    """The job of `run`, or of one `island` of it, on `nodes` (else `launch.nodes`). Raises SpecError if the nodes do not fit
+    its layout."""
     num_nodes = num_nodes_of(nodes, launch)
     ranks = ranks_per_node(run, launch)
     together = island is None and run.islands.count > 1
@@ -113,7 +113,7 @@ def job_of(
 
 
 def num_nodes_of(nodes: int | None, launch: Launch) -> int:
-    """`nodes`, else `launch.nodes`. Raises SpecError if neither is a number of machines."""
+    """`nodes`, else `launch.nodes`. Raises SpecError if neither is a valid number of machines."""
     num_nodes = nodes if nodes is not None else launch.nodes
     if num_nodes is None:
         raise mistake("--nodes", "is missing: nothing says how many", "Give --nodes N, or [launch] nodes = N.")
@@ -123,7 +123,7 @@ def num_nodes_of(nodes: int | None, launch: Launch) -> int:
 
 
 def ranks_per_node(run: Run, launch: Launch) -> int:
-    """Ranks of one node: what is said, or the accelerators of a node of the cluster. Raises SpecError if nobody knows."""
+    """Ranks of one node: as set in `launch`, or the accelerators of a node of the cluster. Raises SpecError if unknown."""
     if launch.gpus_per_node is not None:
         return launch.gpus_per_node
     if run.cluster != "auto" and not run.cluster.endswith("cpu"):
@@ -133,7 +133,7 @@ def ranks_per_node(run: Run, launch: Launch) -> int:
 
 
 def _fit(run: Run, nodes: int, ranks: int, wanted: int) -> list[Problem]:
-    """`wanted`: ranks of the layout, or of all islands that are started together."""
+    """Problems if nodes do not provide the `wanted` ranks: those of the layout, or of all islands that are started together."""
     layout, have = run.layout, nodes * ranks
     if have == wanted:
         return []
@@ -161,7 +161,7 @@ def _time(run: Run, launch: Launch) -> list[Problem]:
 
 
 def _ports(launch: Launch, islands: int) -> list[Problem]:
-    """Each island that is a job of its own has the port after the one before."""
+    """Problems with ports: each island that is a separate job uses the port after the previous one's."""
     last = (launch.port or 0) + islands - 1
     if last <= LAST_PORT:
         return []

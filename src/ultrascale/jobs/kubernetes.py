@@ -1,7 +1,7 @@
-"""Texts for kubectl: a TrainJob with its runtime (Kubeflow Trainer 2), or the plain JobSet that would come of it.
+"""Texts for kubectl: a TrainJob with its runtime (Kubeflow Trainer 2), or the plain JobSet that results from it.
 
-Both have the same JobSet inside: one Indexed Job whose pods are the nodes, each with one torchrun. Names follow from it: the
-first pod is NAME-node-0-0.NAME, where the ranks meet.
+Both contain the same JobSet: one Indexed Job whose pods are the nodes, each with one torchrun. Names follow from it: the first
+pod is NAME-node-0-0.NAME, where the rendezvous takes place.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ultrascale.jobs.text import block, fill, head, no_time_limit, quoted, setup
 from ultrascale.storage import url_of
 
 LEAVING_SECONDS = 60
-"""Seconds for torchrun and the shell to end when the ranks have."""
+"""Seconds for torchrun and the shell to exit after the ranks."""
 MAX_RESTARTS = 20
-"""Restarts of all pods for other reasons than that the cluster wanted a node."""
+"""Restarts of all pods, not counting those because the cluster reclaimed a node."""
 LONGEST_NAME = 40
-"""Longest name: of a label's 63 letters some are for what JobSet adds."""
+"""Longest name: JobSet appends to it, and a label has 63 characters."""
 MARK = 9
-"""Letters of a longer one that tell it from others with the same beginning."""
+"""Characters of a hash that distinguish shortened names."""
 
 RUN_FILE = """\
 ---
@@ -40,7 +40,7 @@ data:
 
 
 def kubernetes_text(job: Job, file: object) -> str:
-    """Everything to apply. Raises SpecError if the run names no image."""
+    """Manifest to apply. Raises SpecError if the run names no image."""
     config, image = job.launch.kubernetes, job.launch.container
     if image is None:
         remedy = 'Build one with the repository\'s Containerfile, and name it: [launch] container = "registry/ultrascale:1".'
@@ -64,7 +64,7 @@ def kubernetes_text(job: Job, file: object) -> str:
 
 
 def expect_server(job: Job, key: str) -> None:
-    """Raise SpecError if islands are to meet in a folder, but have no volume in common (`key`)."""
+    """Raise SpecError if the islands' store is a folder, but they share no volume (`key`)."""
     if job.island is not None and not job.run.islands.meet.startswith("tcp://"):
         rule = f"is a folder, and each island has a volume of its own ({key})"
         remedy = "Name a server that all of them reach, tcp://HOST:PORT: python -m ultrascale.islands.store HOST PORT."
@@ -72,7 +72,7 @@ def expect_server(job: Job, key: str) -> None:
 
 
 def _expect_store(job: Job) -> None:
-    """Raise SpecError with everything that keeps a run from living in a store behind its pod's disk."""
+    """Raise SpecError with everything that prevents keeping the run in a store, if its pods have only local disks."""
     run, config, key = job.run, job.launch.kubernetes, "launch.kubernetes.volume"
     problems = []
     if run.checkpoint.store is None or url_of(run.checkpoint.store) is None:
@@ -89,7 +89,7 @@ def _expect_store(job: Job) -> None:
 
 
 def object_name(name: str) -> str:
-    """A run's name as Kubernetes takes those of services: lower-case letters, digits and dashes, a letter first."""
+    """A run's name in the form that Kubernetes requires of services: lower-case letters, digits and dashes, a letter first."""
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     slug = slug if slug[0].isalpha() else f"run-{slug}"
     if len(slug) <= LONGEST_NAME:
@@ -121,7 +121,7 @@ def _jobset_spec(job: Job, name: str, claim: str) -> str:
 
 
 def _volume(job: Job, name: str, claim: str) -> str:
-    """The volume that the run lives on, and where no claim has it, its file."""
+    """The volume for the run's folder, and without a claim that has it, for its file."""
     if job.launch.kubernetes.volume == "claim":
         return f"- name: run\n  persistentVolumeClaim:\n    claimName: {_text(claim)}"
     disk = "# Each pod's own, and goes with it: the next one goes on from checkpoint.store.\n- name: run\n  emptyDir: {}"
@@ -137,8 +137,8 @@ def _mount(job: Job) -> str:
 
 
 def node_script(job: Job, *, first: str, number: str) -> str:
-    """The shell of one node among several that were started together; `first` and `number`: its shell's words for where the
-    ranks meet, and which node this is."""
+    """Shell commands of one node among several that start together; `first` and `number`: shell expressions for the rendezvous
+    host and the node's rank."""
     return fill(
         "node.sh", setup=setup(job), folder=quoted([job.folder]), nodes=job.nodes, ranks=job.ranks_per_node, first=first,
         gpus_wanted=f" --gpus {job.ranks_per_node}" if job.on_gpus else "", restarts=job.launch.restarts,
@@ -153,10 +153,10 @@ def _env(job: Job) -> str:
 
 
 def _literal(text: str) -> str:
-    """Text in which the kubelet replaces nothing: $(NAME) is a variable to it, $$ a dollar, and other $(...) are left alone."""
+    """Escape text for the kubelet, which expands $(NAME) as a variable and $$ as a dollar; other $(...) are unchanged."""
     return re.sub(r"\$\$|\$\(\w+\)|(\$\([^)]*\))", lambda match: match[1] or match[0].replace("$", "$$"), text)
 
 
 def _text(value: object) -> str:
-    """A text of YAML: JSON's are."""
+    """A YAML string, written as JSON."""
     return json.dumps(str(value), ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""A text for SkyPilot: a managed job, whose machines are replaced when a cloud takes them away."""
+"""A text for SkyPilot: a managed job, whose machines are replaced when the cloud reclaims them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ file_mounts:
     {source}
     mode: MOUNT_CACHED"""
 RESTARTS_ON_ERRORS = 5
-"""Restarts of the whole job when its own commands fail; those that a cloud takes away are not counted."""
+"""Restarts of the whole job when its own commands fail; preemptions by the cloud do not count."""
 NAMES = {
     "h100-sxm": "H100", "a100-40": "A100", "a100-80": "A100-80GB", "v100-16": "V100", "v100-32": "V100-32GB",
     "a6000": "RTXA6000", "rtx-6000-ada": "RTX6000-Ada",
 }  # fmt: skip
-"""SkyPilot's, where they are not ours in capitals."""
+"""SkyPilot's accelerator names, where they are not ours in capitals."""
 
 
 def skypilot_text(job: Job, file: Path) -> str:
-    """The task. Raises SpecError if nothing says which accelerator, or nothing keeps the run of several nodes."""
+    """The task. Raises SpecError if the accelerator is unknown, or a run on several nodes has no shared storage."""
     bucket, store = job.launch.skypilot.bucket, job.run.checkpoint.store
     expect_server(job, "launch.skypilot.bucket")
     name = object_name(job.name)

@@ -1,6 +1,6 @@
-"""Texts for sbatch: a run that queues itself again until it is complete, and an array that measures cells.
+"""Texts for sbatch: a run that requeues itself until it is complete, and an array that measures cells.
 
-What the job does is shell, in the template; here are its options and what depends on the run.
+The template holds the job's shell code; this file adds its options and everything that depends on the run.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ultrascale.jobs.job import FIRST_PORT, PORTS, Job
 from ultrascale.jobs.text import comment, exports, fill, head, quoted, setup, train_words
 
 LEAVING_SECONDS = 60
-"""Seconds for torchrun and srun to end when the ranks have."""
+"""Seconds for torchrun and srun to exit after the ranks."""
 
 
 def slurm_text(job: Job, file: Path) -> str:
-    """The batch script of a run, to be written into `file`."""
+    """The batch script of a run, for the file `file`."""
     return fill("slurm.sh", text_file=file, train=train_words(job), folder=quoted([job.folder]), log=_log(job, "JOBID"),
                 may_requeue=str(job.launch.slurm.requeue).lower(), restarts=job.launch.restarts,
                 gpus_wanted=f" --gpus {job.ranks_per_node}" if job.on_gpus else "",
@@ -44,7 +44,7 @@ def _shared(job: Job, options: list[tuple[str, str]]) -> dict[str, object]:
 
 
 def _options(job: Job, *, array: bool = False) -> Iterator[tuple[str, str]]:
-    """Options of sbatch, each with its reason if that is not plain."""
+    """Options of sbatch, each with its reason unless obvious."""
     config, launch = job.launch.slurm, job.launch
     yield "", f"--job-name={job.name}"
     yield "", f"--nodes={job.nodes}"
@@ -91,7 +91,7 @@ def _log(job: Job, number: str) -> str:
 
 
 def _container(job: Job) -> str:
-    """Words between srun and what it runs."""
+    """Words between srun and its command."""
     image, folder = job.launch.container, str(Path.cwd())
     if image is None:
         return ""
@@ -105,5 +105,5 @@ def _container(job: Job) -> str:
 
 
 def _on_one_node(job: Job) -> str:
-    """Prefix of a command that needs ultrascale outside the ranks: it may be in the container alone."""
+    """Prefix of a command that needs ultrascale outside the ranks: the package may exist only in the container."""
     return "" if job.launch.container is None else f"srun --nodes=1 --ntasks=1{_container(job)} "

@@ -1,10 +1,10 @@
-"""State of a run, as a word that a job's script can ask for: `python -m ultrascale.jobs.state out/first`.
+"""State of a run as one word, for job scripts: `python -m ultrascale.jobs.state out/first`.
 
     complete  0     its last step is done and saved
-    stopped   75    saved and left in order; the same command goes on
-    failed    1     anything else: begun and not ended, or never begun
+    stopped   75    saved and exited in order; the same command resumes it
+    failed    1     anything else: started and not ended, or never started
 
-torchrun's own exit code does not tell the first two apart, and after a signal is an error for both.
+torchrun's own exit code does not distinguish the first two, and after a signal is an error for both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def state_of(folder: Path) -> str:
 
 
 def _has_all(start: Event, folder: Path) -> bool:
-    """True if all steps were done when it last started."""
+    """True if all steps were done at its last start."""
     try:
         return start.step is not None and start.step >= resolve(folder).run.steps
     except SpecError:

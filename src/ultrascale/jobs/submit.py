@@ -1,4 +1,4 @@
-"""The launcher's own command on a text that is written."""
+"""Submission of a written text by the launcher's own command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMMANDS = {
     "ssh": ["bash"], "torchrun": ["bash"],
 }  # fmt: skip
 NEEDS = {"ssh": "ssh"}
-"""Programs that are not the first word."""
+"""Required programs other than the command's first word."""
 FROM = {
     "sbatch": "Submit from a login node of the cluster.", "kubectl": "Install it, and point it at the cluster.",
     "sky": "pip install 'skypilot[aws]' (or another cloud) in an environment of its own.", "ssh": "Install OpenSSH's client.",
@@ -21,7 +21,7 @@ FROM = {
 
 
 class LauncherError(RuntimeError):
-    """The launcher's command refused the text; what it said comes with it."""
+    """The launcher's command refused the text; includes its output."""
 
 
 def expect_launcher(launcher: str, nodes: int) -> None:
@@ -36,7 +36,7 @@ def expect_launcher(launcher: str, nodes: int) -> None:
 
 
 def submit(launcher: str, file: Path) -> str:
-    """Give `file` to the launcher; what it said. Raises LauncherError if it refuses."""
+    """Submit `file` to the launcher; returns its output. Raises LauncherError if it refuses."""
     words = [*COMMANDS[launcher], str(file)]
     if launcher in ("ssh", "torchrun"):  # they are the run itself, in the foreground
         code = subprocess.run(words).returncode
@@ -45,7 +45,7 @@ def submit(launcher: str, file: Path) -> str:
         return ""
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode != 0:
-        # In one line: each that begins with a name would be told as a mistake of its own.
+        # In one line: a line that begins with a name would be listed as a separate error.
         said = "; ".join((done.stderr or done.stdout).strip().splitlines())
         raise LauncherError(f"{' '.join(words)}: refused it: {said}")
     return done.stdout.strip()

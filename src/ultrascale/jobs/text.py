@@ -22,28 +22,28 @@ class _Text(Template):
 
 
 def fill(template: str, /, **values: object) -> str:
-    """The template of this name with all `values`; lines that came out as blanks only are left empty."""
+    """The template of this name with all `values`; lines that become blank are left empty."""
     text = _Text((TEMPLATES / template).read_text(encoding="utf-8")).substitute(values)
     return "\n".join(line.rstrip(" ") for line in text.split("\n"))
 
 
 def quoted(words: Iterable[object]) -> str:
-    """Words for a shell."""
+    """Words, quoted for a shell."""
     return " ".join(shlex.quote(str(word)) for word in words)
 
 
 def comment(lines: Sequence[str]) -> str:
-    """Lines of a comment."""
+    """Lines as a shell comment."""
     return "\n".join(f"# {part}".rstrip() for line in lines for part in wrap(line, WIDTH) or [""])
 
 
 def exports(job: Job) -> str:
-    """The variables as shell, each below its reason."""
+    """The variables as shell exports, each below its reason."""
     return "\n".join(f"{comment([var.reason])}\nexport {var.name}={shlex.quote(var.value)}" for var in variables(job))
 
 
 def head(job: Job) -> str:
-    """Head of the text: what is trained, on what, and what the plan says of it, as a comment."""
+    """Head of the text, as a comment: what is trained, on which machines, and lines of the plan."""
     ranks = count_of(job.ranks_per_node, "GPU" if job.on_gpus else "process")
     first = f"{job.name}: {count_of(job.run.steps, 'step')} on {count_of(job.nodes, 'node')} of {ranks}"
     return comment([first, f"Made by: {job.command}", "Edit it as you like: nothing reads it but the launcher.", *job.notes])
@@ -55,13 +55,13 @@ def setup(job: Job, *, default: Sequence[str] = ()) -> str:
 
 
 def train_words(job: Job) -> str:
-    """The command of one rank behind torchrun's own words."""
+    """The command of one rank, after torchrun's own arguments."""
     island = [] if job.island is None else ["--island", job.island]
     return quoted(["-m", "ultrascale", "train", job.file, *job.settings, *island])
 
 
 def no_time_limit(job: Job) -> Job:
-    """`job` with a note, for launchers that end nothing by the clock."""
+    """`job` with a note, for launchers without a time limit."""
     if job.launch.time_limit is None:
         return job
     note = f"launch.time_limit = {job.launch.time_limit} is of no effect: nothing here ends by the clock."
@@ -69,5 +69,5 @@ def no_time_limit(job: Job) -> Job:
 
 
 def block(text: str, spaces: int) -> str:
-    """Text inside a block of YAML, so far to the right; the first line stands where the template has it."""
+    """Text indented for a block of YAML; the template indents the first line."""
     return indent(text.rstrip("\n"), " " * spaces).lstrip(" ")

@@ -1,9 +1,9 @@
-"""Starting the processes of a run, and ending them.
+"""Start and end of a run's processes.
 
-local              processes on this machine, through torchrun's agent, started again when one dies
-watchdog           a process of its own that sees when ranks show no more signs of life
-restarts           how often is started again, and what that cost
+local              processes on this machine, through torchrun's agent, restarted when one dies
+watchdog           a separate process that detects when ranks stop giving signs of life
+restarts           limit on restarts, and their cost
 stopping, orphans  signals to a launcher; ranks whose launcher is gone
 forked, warm       ranks that start in tenths of a second
-scratch            temporary folders, swept away if whoever made them was killed
+scratch            temporary folders, removed later if their creator was killed
 """

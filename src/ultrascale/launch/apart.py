@@ -1,7 +1,7 @@
-"""Islands of this machine, each by a command of its own: one that dies is started again by its own launcher, and ends no other.
+"""Islands of this machine, each with its own command: an island that dies is restarted by its own launcher, without the others.
 
 ultrascale train RUN.TOML              starts, for every island,
-    ultrascale train RUN.TOML --island N       which starts the island's processes, again and again (`launch.local`)
+    ultrascale train RUN.TOML --island N       which starts and restarts the island's processes (`launch.local`)
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ultrascale.launch.stopping import handled_by
 
 
 def launch_islands(run_toml: str, run: Run, flags: tuple[str, ...]) -> int:
-    """Train the resolved `run`, which the text `run_toml` describes, on all of its islands here; the highest of their exit
-    codes. A stop signal is passed on to all of them, which save and leave.
+    """Train the resolved `run`, given as text in `run_toml`, on all of its islands on this machine. Returns the highest of
+    their exit codes. A stop signal is forwarded to all of them, which save and exit.
 
-    Raises SpecError if there are GPUs, but not one for each rank.
+    Raises SpecError if there are GPUs, but fewer than ranks.
     """
     count, ranks, devices = run.islands.count, run.num_processes, _devices() if run.device != "cpu" else []
     if 0 < len(devices) < ranks:
@@ -49,7 +49,7 @@ def launch_islands(run_toml: str, run: Run, flags: tuple[str, ...]) -> int:
 
 
 def _devices() -> list[str]:
-    """GPUs of this machine that whoever started this command lets it use."""
+    """GPUs of this machine that this command may use."""
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -57,7 +57,7 @@ def _devices() -> list[str]:
 
 
 def _start(words: list[str], devices: dict[str, str], threads: str) -> subprocess.Popen[bytes]:
-    """A command in a session of its own: what a terminal sends comes to it from here alone."""
+    """Start a command in its own session: signals of the terminal reach it only through this process."""
     return subprocess.Popen(
         words,
         stdin=subprocess.DEVNULL,

@@ -1,7 +1,7 @@
-"""Rows of a run's `events.jsonl`: how a moment is stamped, and what can be made of a file that nobody vouches for.
+"""Rows of a run's `events.jsonl`: their time stamps, and tolerant reading of a file that may be damaged.
 
-A wall clock may be set, back or forth. The machine's monotonic clock may not, but starts anew at each boot: two moments are
-compared by it where both were stamped since the same boot, and by the wall clock elsewhere.
+A wall clock may be set back or forward. The machine's monotonic clock may not, but restarts at each boot: two times are
+compared by the monotonic clock if both were taken since the same boot, and by the wall clock otherwise.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ NEEDED = {
     "rewind": ("step", "to"),
     "failure": (),
 }
-"""Kinds that the account of restarts reads, and the numbers of steps each must have. Others are for people."""
+"""Kinds of events that the account of restarts reads, and the step fields each must have. Others are for people."""
 MOST_STEPS, MOST_SECONDS = 2**53, 1e12
 """Upper bounds of numbers: steps, and seconds (some 30,000 years)."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """A row that could be read."""
+    """A valid row."""
 
     kind: str
     time: float
     """Seconds of the wall clock."""
     monotonic: float | None = None
-    """Seconds of the machine's own clock since it was started."""
+    """Seconds of the monotonic clock since boot."""
     boot: str = ""
     """Identifier of the machine's boot; empty if not known."""
     step: int | None = None
@@ -46,11 +46,11 @@ class Event:
     rank: int | None = None
     node: str = ""
     again: bool = True
-    """For a failure: True if the launcher started the ranks again."""
+    """For a failure: True if the launcher restarted the ranks."""
 
 
 def stamp() -> dict[str, Any]:
-    """Now, for a row."""
+    """Current time, as fields of a row."""
     return {"time": time.time(), "monotonic": time.monotonic(), "boot": _boot()}
 
 
@@ -64,7 +64,7 @@ def seconds_between(earlier: Event, later: Event) -> float | None:
 
 
 def read_rows(path: Path) -> Iterable[object]:
-    """The file's lines as JSON; None for each that is none, such as one that a crash tore."""
+    """The file's lines as JSON; None for each invalid line, such as one truncated by a crash."""
     for line in path.read_text(errors="replace").splitlines():
         if line.strip():
             try:
@@ -74,14 +74,14 @@ def read_rows(path: Path) -> Iterable[object]:
 
 
 def longest_seconds(metrics: Path, key: str) -> float:
-    """The most that rows of a run's metrics tell of `key`, such as `perf/save_s`; 0 where they tell nothing."""
+    """Largest value of `key`, such as `perf/save_s`, in rows of a run's metrics; 0 if there is none."""
     rows = read_rows(metrics) if metrics.is_file() else ()
     values = [row.get(key) for row in rows if isinstance(row, dict)]
     return max((float(value) for value in values if isinstance(value, int | float) and _is_seconds(value)), default=0.0)
 
 
 def is_event(row: object) -> bool:
-    """True if this is a row of any kind, including those that do not matter here."""
+    """True if this is a row of any kind, including kinds that are not read here."""
     return (
         isinstance(row, dict)
         and isinstance(row.get("event"), str)
@@ -90,7 +90,7 @@ def is_event(row: object) -> bool:
 
 
 def event_of(row: object) -> Event | None:
-    """The event of a row; None for one of another kind, or that does not hold what its kind must."""
+    """The event of a row; None if it is of another kind, or lacks a field of its kind."""
     if not isinstance(row, dict) or not isinstance(row.get("event"), str) or row["event"] not in NEEDED:
         return None
     kind, when, monotonic = row["event"], row.get("time"), row.get("monotonic")
@@ -119,7 +119,7 @@ def _is_count(value: object) -> bool:
 
 @cache
 def _boot() -> str:
-    """Eight digits of the number that Linux draws at each start."""
+    """Eight digits of Linux's random boot id."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
     except OSError:

@@ -1,13 +1,13 @@
-"""Ranks on this machine in tenths of a second: forked from a process that has torch loaded already.
+"""Ranks on this machine in tenths of a second: forked from a process that has already imported torch.
 
-For short jobs on the CPU, such as a proof. torchrun starts each rank from nothing and watches over it: ten seconds.
+For short CPU jobs, such as `ultrascale check`. torchrun starts and supervises fresh processes, which takes ten seconds.
 
-Where torch is built for a GPU, its first backward pass starts threads without which a fork cannot do one: a notebook that has
-trained something. Ranks are forked from a process of their own then.
+If torch is built for a GPU, its first backward pass starts threads, and a fork of a process with such threads (a notebook that
+has trained something) cannot run a backward pass. Ranks are then forked from a separate process.
 
-A fork also takes along the locks that other threads hold at that instant. The C library's resolver has one that nothing frees
-in the child, and that even the end of a thread asks for which has looked up a name: each of gloo's. A rank that finds it held
-is forked again.
+A fork also copies locks that other threads hold at that instant. The C library's resolver has one that nothing releases in the
+child, and even the end of a thread that has looked up a name (as gloo's threads do) acquires it. A rank that finds it held is
+forked again.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from typing import Any
 from ultrascale.launch.scratch import scratch_folder
 
 OTHERS_SECONDS = 5.0
-"""Time that a rank which another one lost has to end; then what that other one says is all that is known."""
+"""Time for a rank that lost another one to exit; after that the other's report is used alone."""
 PROBE_SECONDS = 60.0
-"""Time that a fork has for a backward pass of one number: it may wait for a lock of a thread that was not forked."""
+"""Time limit of a backward pass of one number in a fork: it may wait for a lock of a thread that was not forked."""
 LOCK_SECONDS = 10.0
-"""Time that a rank has to look up `localhost`, on a busy machine."""
+"""Time limit of a lookup of `localhost` in a rank, on a busy machine."""
 AMID_LOOKUP, MOST_RETRIES = 87, 2
-"""Exit code of a rank that was forked while another thread looked up a name, and how often one is taken for such: where that
-comes again and again names are slow, and no lock is held."""
+"""Exit code of a rank that was forked while another thread looked up a name, and how often a rank is forked again for it: if
+that repeats, lookups are slow and no lock is held.
+"""
 _forks_here = True
-"""False once a fork of this process could not compute: its threads stay."""
+"""False once a fork of this process failed to compute: its threads stay."""
 
 
 class RankFailed(RuntimeError):
@@ -52,8 +53,8 @@ class RankFailed(RuntimeError):
 def run_forked(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Call `function(rendezvous, *arguments)` in `world` processes and return their JSON-able results in order of rank.
 
-    Each process finds RANK, LOCAL_RANK and WORLD_SIZE in its environment, and meets the others at `rendezvous`, a file:// URL.
-    Raises RankFailed with the traceback of the first rank that failed, or of the one that it lost.
+    Each process has RANK, LOCAL_RANK and WORLD_SIZE in its environment, and joins the others at `rendezvous`, a file:// URL.
+    Raises RankFailed with the traceback of the first rank that failed, or of the rank whose loss made it fail.
     """
     global _forks_here
     _forks_here = _forks_here and forks_compute()
@@ -61,7 +62,7 @@ def run_forked(world: int, function: Callable[..., Any], *arguments: Any) -> lis
 
 
 def forks_compute() -> bool:
-    """True if a fork of this process can do a backward pass, as a first one finds out."""
+    """True if a fork of this process can run a backward pass, as tested by a first fork."""
     import torch
 
     if (process := os.fork()) == 0:
@@ -81,7 +82,7 @@ def forks_compute() -> bool:
 
 
 def _run_apart(world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
-    """Let a process that has computed nothing yet fork the ranks; `function` and `arguments` go there by pickle."""
+    """Fork the ranks from a fresh process that has computed nothing; `function` and `arguments` are pickled to it."""
     with scratch_folder("forking") as folder:
         process = multiprocessing.get_context("spawn").Process(target=_fork_ranks, args=(folder, world, function, arguments))
         main = sys.modules["__main__"]
@@ -103,7 +104,7 @@ def _run_apart(world: int, function: Callable[..., Any], arguments: tuple[Any, .
 
 
 def _fork_ranks(folder: Path, world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told as well, and ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives the signal too, and ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         results = _run_here(world, function, arguments)
@@ -147,7 +148,7 @@ def _run_here(world: int, function: Callable[..., Any], arguments: tuple[Any, ..
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Fork inside: until it calls `keep_to_own_garbage`, no process collects what it has from its caller."""
+    """Context for forking: until it calls `keep_to_own_garbage`, no process garbage-collects objects of its caller."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -158,7 +159,7 @@ def nothing_collected() -> Iterator[None]:
 
 
 def leave_if_amid_lookup() -> None:
-    """End this process, which was forked, with AMID_LOOKUP if nobody here will ever give back the resolver's lock."""
+    """End this forked process with AMID_LOOKUP if the resolver's lock is held by a thread that was not forked."""
 
     def look_up() -> None:
         with suppress(OSError):
@@ -172,14 +173,14 @@ def leave_if_amid_lookup() -> None:
 
 
 def keep_to_own_garbage() -> None:
-    """Leave all that was there before the fork alone: stores of torch's wait for threads, which are not forked, and looking at
-    all of a large process copies it."""
+    """Exclude objects from before the fork from garbage collection: torch's stores wait for threads that were not forked, and
+    traversing a large process copies its pages."""
     gc.freeze()
     gc.enable()
 
 
 def _first_cause(folder: Path, failed: int, processes: list[Any]) -> str:
-    """Why `failed` did; if it lost another rank, which may still be on its way out, why that one did."""
+    """Cause of the failure of rank `failed`; if it lost another rank, which may still be exiting, the cause of that one."""
     if (folder / f"{failed}.lost").exists():
         deadline, running = time.monotonic() + OTHERS_SECONDS, {child.sentinel: rank for rank, child in enumerate(processes)}
         while ended := wait(list(running), timeout=max(0.0, deadline - time.monotonic())):
@@ -196,7 +197,7 @@ def _first_cause(folder: Path, failed: int, processes: list[Any]) -> str:
 
 
 def _ending(exit_code: int) -> str:
-    """Description of the end of a process that reported nothing itself."""
+    """Description of the end of a process that wrote no report."""
     return f"was ended by {signal.Signals(-exit_code).name}\n" if exit_code < 0 else f"ended with exit status {exit_code}\n"
 
 
@@ -204,7 +205,7 @@ def _rank_main(
     folder: Path, rank: int, world: int, function: Callable[..., Any], arguments: tuple[Any, ...], looks_up: bool
 ) -> None:
     keep_to_own_garbage()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told as well, and ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives the signal too, and ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if looks_up:
         leave_if_amid_lookup()
@@ -223,7 +224,7 @@ def _rank_main(
 
 
 def _end_with_parent() -> None:
-    """Wait until whoever called `run_forked` is gone. (The last rank sees it first: the others' pipes are open in it too.)"""
+    """Wait until the caller of `run_forked` is gone. (The last rank sees it first: the others' pipes are open in it too.)"""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,10 +1,11 @@
 """Processes on this machine, through torchrun's agent.
 
-The agent starts the ranks, watches them, and ends all of them when one dies. They are then started again with a rendezvous of
-their own, and go on from the newest whole checkpoint. (The agent could restart them itself, but keeps its store while it does,
-in which new workers of torch 2.11 to 2.13 find the addresses of dead ones: pytorch#135712.)
+The agent starts the ranks, watches them, and ends all of them when one dies. They are then restarted with a new rendezvous, and
+resume from the newest complete checkpoint. (The agent could restart them itself, but it would keep its store, in which new
+workers of torch 2.11 to 2.13 find the addresses of dead ones: pytorch#135712.)
 
-All of them are on one machine, so they meet in a file and talk over loopback: no port is open to the network.
+All of them are on one machine, so their rendezvous is a file and they communicate over loopback: no port is open to the
+network.
 """
 
 from __future__ import annotations
@@ -45,37 +46,37 @@ from ultrascale.launch.watchdog import HANG_FILE, disagreement, keep_hang, meanw
 
 WORKER = "ultrascale.train.worker"
 QUIET = ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api", "torch.multiprocessing.spawn")
-"""Loggers of torch. The second has a level of its own, which the first one's does not reach."""
+"""Loggers of torch. The second sets its own level, so that the first one's does not apply."""
 LEFT_TO_TORCH = "SIGQUIT"
-"""The signal that its agent handles; the others are ours (`stopping`)."""
+"""The signal that torch's agent handles; the others are ours (`stopping`)."""
 INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of all processes."""
+    """Result of an attempt: the end of all its processes."""
 
     reason: str
-    """Empty when all of them ended well."""
+    """Empty if all of them succeeded."""
     exit_code: int = 1
     """Exit code of the command: 1 failed, 2 invalid configuration, 130 stopped by Ctrl-C before it could save."""
     stopped: bool = False
-    """True if this process was asked to stop, and passed that on."""
+    """True if this process received a stop signal, and forwarded it."""
     saved: bool = False
-    """Stopped in order: the ranks have said that everything is saved."""
+    """True if it stopped in order: the ranks reported that everything is saved."""
     explained: bool = False
-    """A rank has said what is wrong, and it would be wrong again."""
+    """True if a rank reported an error that a restart would repeat."""
     rank: int | None = None
-    """The one that failed first, or hung."""
+    """The rank that failed first, or hung."""
     step: int | None = None
-    """Steps done when it failed; None before any was begun."""
+    """Steps done at the failure; None before any step began."""
     after_failures: bool = False
-    """An earlier attempt of the same command has failed."""
+    """True if an earlier attempt of the same command has failed."""
 
     @property
     def refused(self) -> bool:
-        """A rank has said what is wrong before any attempt began a step or failed, such as a description or data that do not
-        fit: the run has neither failed nor lost anything."""
+        """True if a rank reported an error, such as an invalid description or data that do not fit, before any attempt began a
+        step or failed: the run has neither failed nor lost anything."""
         return self.explained and self.step is None and not self.after_failures
 
 
@@ -92,13 +93,13 @@ def launch_local(
     grace: float = GRACE_SECONDS,
     worker: str = WORKER,
 ) -> Ending:
-    """Train the resolved run that the text `run_toml` describes on `num_processes` processes of this machine, again after each
-    crash. Each attempt is given the text in a folder of its own, where nobody else writes.
+    """Train the resolved run given as text in `run_toml` on `num_processes` processes of this machine, with restarts after
+    crashes. Each attempt reads the text from its own folder, to which nothing else writes.
 
-    `max_restarts`: without a new checkpoint in between, which `progress` names. `record` is given each failure as a row of the
-    run's events. What the ranks of a hang left is copied into a folder of its own under `keep`. `grace`: seconds that ranks
-    have after a stop signal until they are killed. `worker`: the module that is one rank. Raises SpecError for more processes
-    than one machine starts.
+    `max_restarts`: without a new checkpoint in between; `progress` names the newest one. `record` is called with each failure
+    as a row of the run's events. Reports of hung ranks are copied into a new folder under `keep`. `grace`: seconds from a stop
+    signal until ranks are killed. `worker`: the module that each rank runs. Raises SpecError for more processes than one
+    machine starts.
     """
     expect_processes(num_processes)
     attempt = Attempt(run_toml, num_processes, worker_arguments, worker, grace, keep)
@@ -108,7 +109,7 @@ def launch_local(
 
 @dataclass(frozen=True)
 class Attempt:
-    """The processes that `launch_local` starts, new for each attempt."""
+    """The processes that `launch_local` starts in one attempt."""
 
     run_toml: str
     num_processes: int
@@ -160,7 +161,7 @@ def _run_attempt(attempt: Attempt, stop_requests: StopRequests) -> Ending:
 
 
 def _stopped_between_attempts(number: signal.Signals, before: Ending) -> Ending:
-    """Stopped while no rank was there to save: they had just failed."""
+    """The ending if a stop signal arrived when no rank was running, just after a failure."""
     reason = f"stopped by {number.name} before the ranks were started again"
     return Ending(reason, _exit_code(number), stopped=True, step=before.step)
 
@@ -170,7 +171,7 @@ def _exit_code(number: int) -> int:
 
 
 def _launch_once(attempt: Attempt, folder: Path, stop_requests: StopRequests) -> Ending:
-    """`folder` is empty and for this attempt alone."""
+    """Run one attempt. `folder` is empty and used by this attempt alone."""
     import torch
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -184,8 +185,8 @@ def _launch_once(attempt: Attempt, folder: Path, stop_requests: StopRequests) ->
     except LostForkServer as error:
         return Ending(str(error))
     for name in QUIET:
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # we tell the same in one line
-    # Older releases take no choice and handle SIGTERM and Ctrl-C themselves, in nearly the same way.
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # we report the same in one line
+    # Older releases have no such option and handle SIGTERM and Ctrl-C themselves, in nearly the same way.
     ours: dict[str, Any] = (
         {"signals_to_handle": LEFT_TO_TORCH} if "signals_to_handle" in LaunchConfig.__dataclass_fields__ else {}
     )
@@ -193,7 +194,7 @@ def _launch_once(attempt: Attempt, folder: Path, stop_requests: StopRequests) ->
         min_nodes=1, max_nodes=1, nproc_per_node=num_processes, run_id=uuid.uuid4().hex, max_restarts=0, monitor_interval=0.1,
         start_method="forkserver",
         rdzv_backend="c10d", rdzv_endpoint=str(folder / "agent-store"), rdzv_configs={"store_type": "file"},
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),  # its own choice is a folder that nobody removes
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),  # its default is a folder that nothing removes
         **ours,
     )  # fmt: skip
     run_file, failure, saved = folder / "run.toml", folder / "failure.json", folder / "saved"
@@ -211,7 +212,7 @@ def _launch_once(attempt: Attempt, folder: Path, stop_requests: StopRequests) ->
     except LostForkServer as error:
         return Ending(str(error), step=_steps_done(read(folder)))
     except ChildFailedError as error:
-        if stop_requests.passed_on is not None:  # it has come to the ranks, but not through torch's agent to here
+        if stop_requests.passed_on is not None:  # the ranks received it, but torch's agent did not pass it to us
             return _stopped(stop_requests.passed_on, failure, saved)
         return _failed(error, failure, folder)
     except SignalException as error:
@@ -223,7 +224,7 @@ def _launch_once(attempt: Attempt, folder: Path, stop_requests: StopRequests) ->
 
 
 def _stopped(number: signal.Signals, failure: Path, saved: Path) -> Ending:
-    """The ending after a signal to this process. Torch does not tell how the ranks took it; what they wrote does."""
+    """The ending after a signal to this process. Torch does not report how the ranks responded; their files do."""
     reason = f"stopped by {number.name}"
     step = _steps_done(read(failure.parent))
     if failure.exists():
@@ -238,13 +239,13 @@ def _stopped(number: signal.Signals, failure: Path, saved: Path) -> Ending:
 
 
 def _steps_done(beats: Iterable[Heartbeat]) -> int | None:
-    """Steps done by the rank that is furthest; None if none has begun a step."""
+    """Steps done by the rank that is furthest; None if no rank has begun a step."""
     return max((beat.steps_done for beat in beats if beat.started_at >= 0), default=None)
 
 
 def _failed(error: object, failure: Path, folder: Path) -> Ending:
-    """The ending when ranks failed: a hang comes first, then one that a signal ended, then one that died of itself and not for
-    want of another."""
+    """The ending when ranks failed. Blame in this order: a hang; a rank ended by a signal; a rank that failed for another
+    reason than the loss of a peer."""
     beats = {beat.rank: beat for beat in read(folder)}
     step = _steps_done(beats.values())
     if failure.exists():
@@ -264,7 +265,7 @@ def _failed(error: object, failure: Path, folder: Path) -> Ending:
     if root_cause is not None:
         return Ending(f"rank {root_cause['rank']} failed: {root_cause['text']}", rank=root_cause["rank"], step=step)
     dissent = disagreement([*beats.values()])
-    if dissent is not None and first.exitcode in (1, -signal.SIGABRT):  # gloo raises or aborts where messages do not fit
+    if dissent is not None and first.exitcode in (1, -signal.SIGABRT):  # gloo raises or aborts if message sizes differ
         return Ending(f"the ranks do not agree: {dissent[1]}", rank=min(dissent[0]), step=step)
     if first.exitcode < 0:
         missed = sorted(cause["text"].partition(": ")[2] for cause in causes if cause["rank"] != rank)
@@ -277,6 +278,6 @@ def _failed(error: object, failure: Path, folder: Path) -> Ending:
 def _prepare_environment(num_processes: int, grace: float) -> None:
     os.environ.setdefault(TORCHRUN_GRACE, str(ceil(grace)))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the agent would open a port that nobody needs
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else the agent would open a port that nothing needs
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "512")  # collectives that torch's flight recorder remembers
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

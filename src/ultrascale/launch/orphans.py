@@ -1,12 +1,12 @@
-"""Processes that do not outlive whoever started them.
+"""Ranks end when their launcher does.
 
-If a launcher is killed outright, nobody is left to end its ranks: they would train on, and meet the same command started again.
-So each rank has a thread that waits for the end of its launcher, stops the rank as SIGTERM does, and soon after at any price:
+If a launcher is killed with SIGKILL, its ranks would train on, and collide with a restart of the same command. So each rank has
+a thread that waits for the end of its launcher, requests a stop as SIGTERM does, and soon after ends the process:
 
-ours          holds a lock on a file for as long as it lives, which the system lets go of however it ends. (The parent of a rank
-              tells nothing: that is the fork server, which outlives the launcher while it has children.)
-another's     torchrun, srun, mpirun, a script: the nearest ancestor whose environment does not name this rank, so that a shell
-              in between counts as little as it does.
+ours          holds a lock on a file while it lives, which the system releases however it ends. (The parent of a rank is no
+              indicator: it is the fork server, which outlives the launcher while it has children.)
+another's     torchrun, srun, mpirun, a script: the nearest ancestor whose environment does not name this rank, which skips
+              shells in between.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ultrascale import console
 
 LOCK_FILE, RANKS_FILE = "launcher.lock", "ranks.lock"
 LOOK_SECONDS = 1.0
-"""Seconds between two looks at a process that is no child, whose end the system lets nobody wait for."""
+"""Polling interval in seconds for a process that is not a child, so that the system offers no way to wait for its end."""
 GRACE_SECONDS = 6.0
-"""Time to stop in order, saving included. What a save leaves unfinished is swept away at the next start."""
+"""Time to stop in order, saving included. The next start removes an unfinished save."""
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -39,8 +39,8 @@ _held: list[IO[str]] = []
 
 @contextmanager
 def launcher_here(folder: Path) -> Iterator[None]:
-    """While inside, this process is the launcher of the ranks that were given `folder`. At the end none of them is left: those
-    that whoever forked them has lost sight of stop by themselves, and are waited for."""
+    """Context in which this process is the launcher of the ranks that use `folder`. At the end none of them is left: ranks that
+    their parent no longer tracks stop by themselves, and are waited for."""
     try:
         with open(folder / LOCK_FILE, "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -54,18 +54,18 @@ def launcher_here(folder: Path) -> Iterator[None]:
 
 def end_with_launcher(folder: Path) -> None:
     """Stops this process, first as at SIGTERM and soon after unconditionally, once the launcher of `folder` is gone."""
-    with suppress(OSError):  # the launcher has taken its folder away
+    with suppress(OSError):  # the launcher has removed its folder
         _held.append(open(folder / RANKS_FILE, "w"))  # noqa: SIM115  (as long as the process lives)
         fcntl.flock(_held[-1], fcntl.LOCK_SH)
     _watch(lambda: _wait_for_lock(folder / LOCK_FILE))
 
 
 def end_with_starter() -> None:
-    """Stops as above a rank that something else has started, which the environment calls one of several.
+    """Stops this rank in the same way if another program started it as one of several, according to its environment.
 
-    A rank that torchrun has not started may outlive its parent if it is meant to: under `nohup`, or in a session of its own.
-    Where there are agents of torchrun on other nodes this node ends like one that dies, without a stop in order, which agents
-    elsewhere would take for the end of the run: they start their ranks again and wait for this node.
+    A rank that torchrun has not started may outlive its parent on purpose: under `nohup`, or in its own session. If torchrun's
+    agents run on other nodes, this node ends as if it had crashed, without an orderly stop, which the other agents would take
+    for the end of the run: they restart their ranks and wait for this node.
     """
     is_detached = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN or os.getsid(0) == os.getpid()
     if "RANK" not in os.environ or (is_detached and TORCHRUN not in os.environ):
@@ -76,7 +76,7 @@ def end_with_starter() -> None:
 
 
 def terminate_with_parent() -> None:
-    """Let SIGTERM come to this process when the thread that started it has ended: for `preexec_fn`. On Linux alone."""
+    """Deliver SIGTERM to this process when the thread that started it has ended: for `preexec_fn`. On Linux alone."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -116,7 +116,7 @@ def _wait_for_process(pid: int) -> None:
 
 
 def _starter() -> int:
-    """The process that started this rank; at most 1 where it is not to be seen, or gone."""
+    """The process that started this rank; at most 1 if it cannot be determined, or is gone."""
     variables = {f"{name}={os.environ[name]}".encode() for name in ("RANK", TORCHRUN) if name in os.environ}
     pid = os.getppid()
     with suppress(OSError, IndexError):  # another user's, or no /proc: it is the one that was looked at

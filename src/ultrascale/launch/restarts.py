@@ -1,11 +1,11 @@
-"""Restarts of a run and their cost: a budget, and the account kept in the run's `events.jsonl`.
+"""Restarts of a run and their cost: a limit, and the account kept in the run's `events.jsonl`.
 
-    failure     the launcher saw ranks end: cause, rank, node, step; whether it started them again
-    start       rank 0 has found the newest checkpoint and goes on from its step
+    failure     the launcher saw ranks end: cause, rank, node, step; and whether it restarted them
+    start       rank 0 has found the newest checkpoint and resumes from its step
     stepped     rank 0 has done its first step since
 
-The budget is for restarts without a new checkpoint between them: a run that gets on may be started again for weeks. A step
-that fails again and again is poison, whatever it dies of: once more would be no better.
+The limit is on restarts without a new checkpoint between them: a run that makes progress may be restarted for weeks. A step
+that fails several times in a row, for whatever reason, is not tried again: another restart would not help.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ultrascale.description.units import count_of
 from ultrascale.launch.events import Event, event_of, is_event, read_rows, seconds_between
 
 MOST_AT_A_STEP = 3
-"""Failures in a row at the same step before it is given up."""
+"""Failures in a row at the same step before the launcher gives up."""
 
 
 @dataclass
@@ -38,8 +38,8 @@ class Budget:
         return self.max_restarts - self.used
 
     def refusal(self, step: int | None, progress: str) -> str:
-        """Count a failure in `step` (None: before any) while the newest checkpoint is `progress`. Why not to start again; empty
-        if it should be tried."""
+        """Count a failure in `step` (None: before any) while the newest checkpoint is `progress`. Returns the reason not to
+        restart; empty to restart."""
         if progress != self._progress:
             self._progress, self.used = progress, 0
         self._at_step = self._at_step + 1 if step == self._step else 1
@@ -57,7 +57,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Restart:
-    """One restart of a run, as its events tell."""
+    """One restart of a run, according to its events."""
 
     cause: str
     rank: int | None
@@ -65,9 +65,9 @@ class Restart:
     failed_step: int
     """Steps done when it failed."""
     resumed_step: int | None
-    """Steps done in the checkpoint that it went on from; None if it did not."""
+    """Steps done in the checkpoint that it resumed from; None if it did not resume."""
     seconds: float | None
-    """Seconds from the failure to the end of the next step; None if unknown, or if somebody gave the command again."""
+    """Seconds from the failure to the end of the next step; None if unknown, or if a user gave the command again."""
 
     @property
     def steps_lost(self) -> int:
@@ -80,17 +80,17 @@ class RestartAccount:
 
     restarts: tuple[Restart, ...] = ()
     useful_seconds: float = 0.0
-    """Seconds of the steps that count, each once, at the run's own mean pace."""
+    """Seconds of the steps that count, each once, at the run's mean pace."""
     wall_seconds: float = 0.0
     """Seconds in the run's commands, from starts to ends; the time between two commands is left out."""
     unknown_spans: int = 0
-    """Stretches of time that are not in these, because the clock was set back."""
+    """Number of time spans that are not included, because the clock was set back."""
     unreadable: int = 0
-    """Rows that were passed over."""
+    """Number of rows that could not be read."""
 
     @property
     def goodput(self) -> float | None:
-        """Goodput between 0 and 1; None if it cannot be known."""
+        """Goodput between 0 and 1; None if it cannot be computed."""
         if self.unknown_spans or self.wall_seconds <= 0:
             return None
         return min(1.0, self.useful_seconds / self.wall_seconds)
@@ -102,7 +102,7 @@ class RestartAccount:
 
 @dataclass
 class _Stretch:
-    """A stretch from a start to a failure, a stop or the end."""
+    """The time from a start to a failure, a stop or the end."""
 
     start: Event
     stepped: Event | None = None
@@ -118,7 +118,7 @@ class _Stretch:
 
     @property
     def pace(self) -> tuple[float, int]:
-        """Seconds and number of its steps, the first left out: it holds warm-up."""
+        """Seconds and number of its steps, without the first: it includes warm-up."""
         if self.stepped is None or self.end is None:
             return 0.0, 0
         steps = (self.end.step or 0) - (self.stepped.step or 0)
@@ -132,7 +132,7 @@ def read_account(events: Path) -> RestartAccount:
 
 
 def account_of(rows: Iterable[object]) -> RestartAccount:
-    """The account of a run from rows of its events in order. Those that cannot be read are passed over, and counted."""
+    """The account of a run from rows of its events in order. Invalid rows are skipped, and counted."""
     rows = list(rows)
     unreadable = sum(not is_event(row) for row in rows)
     stretches = _stretches(event for row in rows if (event := event_of(row)) is not None)
@@ -167,7 +167,7 @@ def _stretches(events: Iterable[Event]) -> list[_Stretch]:
 
 
 def summary(account: RestartAccount) -> list[str]:
-    """Every restart in a line, and what all of them cost; empty if there is nothing to tell."""
+    """One line for every restart, and one with the total cost; empty if there is nothing to report."""
     lines = [f"restart {number}: {_describe(restart)}" for number, restart in enumerate(account.restarts, 1)]
     if lines:
         total = (

@@ -1,11 +1,11 @@
-"""Temporary folders on a disk that has room for them, which do not outlive those who use them.
+"""Temporary folders on a disk with free space, which are removed with the processes that use them.
 
-$TMPDIR may be full while the run's own disk is healthy, and a run must not end, or fail to be started again, by that.
+$TMPDIR may be full while the run's own disk is healthy; that must neither end a run nor prevent a restart.
 
-Whoever makes a folder holds a lock in it for as long as it lives. What a killed process has left is swept away when the next
-one is made: folders of this user with a lock that nobody holds any more, nor any other in them, such as that of ranks which are
-still leaving; and the semaphores that were named after them. Signs of life of ranks that torchrun had started have no such
-lock, for the next attempt reads them: they go once they are an hour old and none of their ranks lives.
+The creator of a folder holds a lock in it while it lives. When a folder is created, leftovers of killed processes are removed:
+this user's folders whose lock is free, and in which no other lock is held, such as that of ranks that are still exiting; and
+the semaphores named after them. Signs of life of ranks that torchrun started have no such lock, because the next attempt reads
+them: they are removed once they are an hour old and none of their ranks lives.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ SPARE_BYTES = 1 << 16
 
 
 def scratch_places(*others: Path | None) -> Iterator[Path]:
-    """Folders in which a temporary one may be made, the usual one first, then memory and `others`."""
-    with suppress(FileNotFoundError):  # where none of the places that Python tries can be written
+    """Folders in which a temporary one may be created: the default first, then memory and `others`."""
+    with suppress(FileNotFoundError):  # if none of Python's candidates is writable
         yield Path(tempfile.gettempdir())
     yield from (place for place in (MEMORY, *others) if place is not None and place.is_dir())
 
 
 def folder_with_space(prefix: str, ranks: int, *others: Path | None, first: Path | None = None) -> Path:
-    """A new temporary folder that has room for the signs of life of so many ranks: in `first`, if given, else in one of
-    `scratch_places`. Says where it is, if not in the usual place.
+    """A new temporary folder with space for the signs of life of `ranks` ranks: in `first`, if given, else in one of
+    `scratch_places`. Prints the place, if it is not the default.
 
-    Raises OSError if no place has room.
+    Raises OSError if no place has space.
     """
     failure = OSError(errno.ENOENT, "no temporary folder can be made", "TMPDIR")
     places = [*([] if first is None else [first]), *scratch_places(*others)]
@@ -81,7 +81,7 @@ def _expect_space(file: Path, size: int) -> None:
 
 @contextmanager
 def scratch_folder(purpose: str) -> Iterator[Path]:
-    """An empty folder among the temporary ones, until the end of the block. Raises OSError if it can be made nowhere."""
+    """A new temporary folder until the end of the block. Raises OSError if none can be created."""
     sweep()
     with ExitStack() as leaving:
         yield _locked(f"{PREFIX}{purpose}-", leaving)
@@ -96,7 +96,7 @@ def _locked(prefix: str, leaving: ExitStack, places: Iterable[Path] | None = Non
             lock = folder / f"{OWNER}.new"
             owner = leaving.enter_context(lock.open("w"))
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            lock.rename(folder / OWNER)  # once it is held: nobody sweeps a folder away that has none
+            lock.rename(folder / OWNER)  # once locked: a folder without a lock is never removed
             return folder
         except OSError as error:
             failure = error
@@ -105,7 +105,7 @@ def _locked(prefix: str, leaving: ExitStack, places: Iterable[Path] | None = Non
 
 @cache
 def launcher_scratch() -> Path:
-    """The one of this process as a launcher, until it ends. What multiprocessing makes is put there and named after it."""
+    """The launcher's temporary folder, until this process ends. Files of multiprocessing are put there and named after it."""
     leaving = ExitStack()
     atexit.register(leaving.close)
     folder = leaving.enter_context(scratch_folder("launch"))
@@ -120,7 +120,7 @@ def launcher_scratch() -> Path:
 
 
 def sweep() -> None:
-    """Remove what killed processes of this user have left."""
+    """Remove leftovers of this user's killed processes."""
     for place in scratch_places():
         with suppress(OSError), os.scandir(place) as entries:
             for entry in entries:
@@ -147,8 +147,7 @@ def _sweep(entry: os.DirEntry[str]) -> None:
 
 
 def _is_left(signs: Path, changed: float) -> bool:
-    """True if the signs of life belong to ranks that are long gone, and hold nothing that somebody may want to read, such as a
-    stack."""
+    """True if the signs of life belong to ranks that are long gone, and hold nothing worth keeping, such as a stack."""
     if time.time() - changed < SIGNS_KEPT_SECONDS or any(
         path.suffix != SUFFIX and path.stat().st_size for path in signs.iterdir()
     ):

@@ -1,7 +1,7 @@
-"""Signals to a launcher: the first one asks its ranks to save and leave.
+"""Signals to a launcher: the first one requests that its ranks save and exit.
 
-Whoever is in a hurry sends a second one. A terminal, a batch system and torchrun may each deliver the same wish twice, so that
-one within seconds is the same, and only a later one ends the ranks without a save.
+A second signal ends the ranks without a save. A terminal, a batch system and torchrun may each deliver the same request twice,
+so a second signal within seconds counts as the same request.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from types import FrameType
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""SIGHUP: the terminal is gone. SIGUSR1: what Slurm is mostly asked to send some time before the end of a job."""
+"""SIGHUP: the terminal is gone. SIGUSR1: the usual choice for Slurm's warning some time before the end of a job."""
 SAME_REQUEST_SECONDS = 10.0
-"""Counted from handler to handler: where a machine is busy, or a rank writes to its disk, one runs seconds after its signal."""
+"""Counted from handler to handler: on a busy machine, or while a rank writes to disk, a handler runs seconds after its
+signal."""
 STARTING, PUT_OFF_SECONDS = "_start_workers", 0.1
-"""Name of the function in which torch's agents start ranks, and the delay after which a signal that comes meanwhile is sent
-again."""
+"""Name of the function in which torch's agents start ranks, and the delay after which a signal that arrives meanwhile is sent
+again.
+"""
 
 
 def is_ignored(number: signal.Signals) -> bool:
-    """True if whoever started this process wants it to outlive this signal, as `nohup` does of SIGHUP. (A shell ignores SIGINT
-    for what runs in its background, where one comes only on purpose.)"""
+    """True if this process was started to survive this signal, as with `nohup` and SIGHUP. (A shell ignores SIGINT for
+    background processes, which receive one only on purpose.)"""
     return number is not signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN
 
 
@@ -36,9 +38,9 @@ def is_ignored(number: signal.Signals) -> bool:
 def handled_by(
     handler: Callable[[int, FrameType | None], None], *, and_after: Callable[[], bool] = lambda: False
 ) -> Iterator[dict[int, Any]]:
-    """While inside, stop signals that are not ignored are `handler`'s. Gives what handled each before, and will again, unless
-    `and_after` says at the end that `handler` is to stay. If it still says so when Python ends, which forgets handlers long
-    before the process is gone, the signals are ignored from there."""
+    """Context in which `handler` handles the stop signals that are not ignored. Yields the earlier handlers, which are restored
+    at the end, unless `and_after` then returns True. If it still does when Python exits, which resets handlers long before the
+    process ends, the signals are ignored from there."""
     before: dict[int, Any] = {number: signal.signal(number, handler) for number in STOP_SIGNALS if not is_ignored(number)}
     try:
         yield before
@@ -64,16 +66,15 @@ def _is_starting_ranks(frame: FrameType | None) -> bool:
 
 @dataclass
 class StopRequests:
-    """Requests to stop that came while there were no ranks to ask."""
+    """Stop requests that arrived while no ranks were running."""
 
     first: signal.Signals | None = None
     are_kept: bool = False
-    """True once requests are kept. Until then a signal keeps its earlier effect: nothing has been trained that could be
-    lost."""
+    """True once requests are kept. Before that a signal has its default effect: nothing has been trained yet."""
     heard_at: float | None = None
-    """Time at which the ranks were last asked, or the first request was kept, by `time.monotonic`."""
+    """Time of the last request to the ranks, or of the first one kept, by `time.monotonic`."""
     passed_on: signal.Signals | None = None
-    """Signal that was last passed on to the ranks."""
+    """Signal that was last forwarded to the ranks."""
 
     @property
     def heard_just_now(self) -> bool:
@@ -83,9 +84,9 @@ class StopRequests:
 
 @contextmanager
 def stop_signals_kept() -> Iterator[StopRequests]:
-    """While inside, and not inside `stop_signals_raise`, a stop signal is kept for who asks. Only in a main thread.
+    """Context in which stop signals are kept for a later query, except inside `stop_signals_raise`. Main thread only.
 
-    Afterwards the wish that ended it all may still come again, while the process tells how it went: that is passed over.
+    Afterwards repeats of the request that ended the run may still arrive while the process reports: they are ignored.
     """
     stop_requests = StopRequests()
     if threading.current_thread() is not threading.main_thread():
@@ -110,9 +111,9 @@ def stop_signals_kept() -> Iterator[StopRequests]:
 
 @contextmanager
 def stop_signals_raise(stop_requests: StopRequests) -> Iterator[None]:
-    """While inside, a stop signal raises torch's SignalException, which its agent passes on to the ranks; once in some seconds.
-    At once, if one has been kept before. While ranks are being started a signal is put off, for tenths of a second: the agent
-    would not know of those that it has.
+    """Context in which a stop signal raises torch's SignalException, which its agent forwards to the ranks; once in some
+    seconds. A signal that was kept before raises at once. While ranks are being started a signal is delayed by tenths of a
+    second, because the agent does not know its ranks yet.
 
     Only a main thread may handle signals; elsewhere this does nothing.
     """

@@ -1,14 +1,14 @@
-"""Ranks that start warm: forked by a process that has imported everything already and does nothing else.
+"""Warm ranks: forked by a process that has imported everything already and does nothing else.
 
-Importing torch and the trainer takes a rank four seconds of processor time, at every restart. A fork server does it once, and
-a rank then starts in tenths of a second. It has no threads and has not touched a device. Where there is CUDA ranks start cold
-all the same: a driver that something imported has woken does not survive a fork.
+Importing torch and the trainer takes a rank four seconds of CPU time at every restart. A fork server imports once, and a rank
+then starts in tenths of a second. It has no threads and has not touched a device. With CUDA, ranks always start cold: a driver
+that an import has initialized does not survive a fork.
 
     python -m ultrascale.launch.warm WORKER ARGUMENT...        one rank that starts cold
 
 A terminal that is closed or a Ctrl-C in it signals all its processes, and so do services and batch systems. Ranks save and
-leave; the fork server and Python's resource tracker must outlive them, and run with these signals blocked. A new rank takes
-them as the system does until training handles them: it ends at once and without a word, also while it imports.
+exit; the fork server and Python's resource tracker must outlive them, and run with these signals blocked. In a new rank they
+have their default effect until training handles them: it ends at once without a message, also while it imports.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ultrascale.launch.stopping import STOP_SIGNALS
 
 LEAVING_SECONDS = 0.5
 FOLDER_VARIABLE = "ULTRASCALE_SIGNS_OF_LIFE"
-"""Environment variable with the folder that the launcher has made for the attempt."""
+"""Environment variable with the folder that the launcher created for the attempt."""
 LOST_EXIT_CODE = 255
 """Exit code that multiprocessing reports for a process whose fork server is gone."""
 LOST_SECONDS = 5.0
-"""Most seconds between the end of a process's pipes and that of the process, on a busy machine."""
+"""Most seconds between the end of a process's pipes and of the process, on a busy machine."""
 
 
 class LostForkServer(RuntimeError):
@@ -54,14 +54,14 @@ def prepare(worker: str, *, warm: bool) -> None:
             try:
                 first.start()
                 first.join()
-            except KeyboardInterrupt:  # it would import to the end before it saw that we are gone
+            except KeyboardInterrupt:  # it would finish its imports before it noticed that we are gone
                 os.kill(_fork_server(), signal.SIGKILL)
                 raise
 
 
 @contextmanager
 def fork_server_watched() -> Iterator[None]:
-    """While inside, an error of its pipes is a LostForkServer if it has ended."""
+    """Context that turns an error of the fork server's pipes into a LostForkServer if the server has ended."""
     try:
         yield
     except (EOFError, OSError):
@@ -71,7 +71,7 @@ def fork_server_watched() -> Iterator[None]:
 
 
 def fork_server_ending() -> str:
-    """The end of the fork server, perhaps a moment ago, in words; empty if it lives or was never started."""
+    """Description of how the fork server ended, perhaps a moment ago; empty if it lives or was never started."""
     if (pid := _fork_server()) == 0 or not hasattr(os, "waitid"):
         return ""
     until = time.monotonic() + LOST_SECONDS
@@ -91,7 +91,7 @@ def _fork_server() -> int:
 
 
 def entry(worker: str, arguments: tuple[str, ...], folder: Path, *, warm: bool) -> tuple:
-    """The function that torchrun's agent is to start, and its arguments. `folder`: the attempt's."""
+    """The function that torchrun's agent starts, and its arguments. `folder`: the attempt's."""
     if warm:
         return run_worker, (worker, arguments, str(folder))
     os.environ[FOLDER_VARIABLE] = str(folder)
@@ -125,7 +125,8 @@ def _nothing() -> None:
 
 @contextmanager
 def _blocked() -> Iterator[None]:
-    """While inside, what this thread starts has the stop signals blocked; here those that come are met at the end."""
+    """Context in which child processes of this thread start with the stop signals blocked; signals to this process wait until
+    its end."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -134,14 +135,14 @@ def _blocked() -> Iterator[None]:
 
 
 def leave_soon() -> None:
-    """Let this process, once it has returned, wait for half a second and no longer until the agent has read what."""
+    """Limit the time that this process, after its return, waits for the agent to read its result to half a second."""
     setattr(synchronize.Event, "wait", _wait_a_little)  # noqa: B010
 
 
 def _wait_a_little(read: synchronize.Event, timeout: float | None = None) -> bool:
-    """torch has a rank wait until the agent has read what it returns, and an agent that was asked to stop never does.
+    """Wait in slices: torch has a rank wait until the agent has read its result, and an agent that is stopping never does.
 
-    This asks again and again: whoever sets an event waits for all that sleep in it, for ever if one of them has died.
+    A process that sets an event waits for all that sleep on it, forever if one of them has died.
     """
     end = time.monotonic() + LEAVING_SECONDS
     while not read.is_set():

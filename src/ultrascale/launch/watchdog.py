@@ -1,11 +1,11 @@
-"""The watchdog of a node: a process of its own that reads the ranks' signs of life, and knows when they have stopped.
+"""The watchdog of a node: a separate process that reads the ranks' signs of life, and detects when they stop.
 
     python -m ultrascale.launch.watchdog FOLDER --parent PID
 
-It shares nothing with the ranks but their files (`ultrascale.heartbeat`), so that a rank which is stopped, spins, or holds the
-interpreter's lock cannot hold it up. When a rank is overdue it has every rank write down its stack (faulthandler does that in
-C, without the lock) and torch's flight recorder, says in `hang.json` which rank, which collective and which line, and kills
-the culprits: the others then lose contact at once, and whoever started them starts them again.
+It shares only files with the ranks (`ultrascale.heartbeat`), so that a rank which is suspended, spins, or holds the
+interpreter's lock cannot block it. When a rank is overdue it makes every rank write its stack (faulthandler does that in C,
+without the lock) and torch's flight recorder, writes rank, collective and source line to `hang.json`, and kills the culprits:
+the others then lose contact at once, and the launcher restarts them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from ultrascale.heartbeat import SKIPPED_FILES, Heartbeat, read
 
 LOOK_SECONDS = 0.25
 DUMP_SECONDS = 1.5
-"""Seconds for a rank that does not wait for others to write its flight recorder; it cannot, where the interpreter's lock is
-held."""
+"""Seconds for a rank that does not wait for others to write its flight recorder; it cannot while the interpreter's lock is
+held.
+"""
 MOST_DUMP_SECONDS = 10.0
-"""Most seconds for all stacks, and the flight recorders of ranks that wait: they can, but a busy machine may take so long."""
+"""Most seconds for all stacks, and for the flight recorders of waiting ranks: they can write, but a busy machine may be
+slow."""
 MOST_WOKEN_SECONDS = 60.0
-"""Most seconds for a stopped rank to write its stack while the others stand still, where the machine or its disk is very
-busy."""
+"""Most seconds for a suspended rank to write its stack while the others are stopped, for very busy machines or disks."""
 STACK_SIGNAL = signal.SIGUSR2
 MOST_ARRIVALS, MOST_WAITING = 8, 2
 HANG_FILE, DUMP_MARK, RECORDED = "hang.json", "dump", "recorded"
@@ -50,19 +51,19 @@ class Hang:
     """The findings about an overdue rank."""
 
     culprits: tuple[int, ...]
-    """Ranks that the others waited for; all, if that cannot be told."""
+    """Ranks that the others waited for; all ranks if unknown."""
     reason: str
     """One line."""
     ranks: dict[int, str]
-    """State of each rank, and the source line it was at."""
+    """State of each rank, and its current source line."""
     steps_done: int
 
 
 def watch(folder: Path, is_wanted: Callable[[], bool]) -> Hang | None:
-    """Look until a rank of `folder` is overdue, and deal with it; None if nobody wants to know any more before."""
+    """Poll until a rank of `folder` is overdue, and handle the hang; None if `is_wanted` becomes False before."""
     while is_wanted():
         if _is_overdue(folder):
-            time.sleep(LOOK_SECONDS)  # a machine that slept wakes its ranks a little after its clock
+            time.sleep(LOOK_SECONDS)  # after a sleep, a machine wakes its ranks a little later than its clock
             if _is_overdue(folder):
                 return _declare(folder)
         time.sleep(LOOK_SECONDS)
@@ -76,7 +77,7 @@ def _is_overdue(folder: Path) -> bool:
 def _declare(folder: Path) -> Hang:
     beats = [beat for beat in read(folder) if _state(beat.pid)]
     stopped = [beat.rank for beat in beats if _state(beat.pid) in ("T", "t")]
-    with suppress(OSError):  # a full disk: the culprit is killed all the same
+    with suppress(OSError):  # a full disk: kill the culprit all the same
         (folder / DUMP_MARK).touch()
     before = {beat.pid: _writing_stacks(beat.pid) for beat in beats}
     for beat in beats:
@@ -100,7 +101,7 @@ def _declare(folder: Path) -> Hang:
 
 
 def _wait_for_dumps(folder: Path, beats: list[Heartbeat], before: dict[int, set[str]]) -> None:
-    """Waits until every rank has written its stack and its flight recorder, or has had time enough for it."""
+    """Waits until every rank has written its stack and its flight recorder, or its time is over."""
     began = time.monotonic()
     while (waited := time.monotonic() - began) < MOST_DUMP_SECONDS:
         stacks = all(_has_written(folder, beat, before[beat.pid]) for beat in beats if _state(beat.pid))
@@ -111,9 +112,9 @@ def _wait_for_dumps(folder: Path, beats: list[Heartbeat], before: dict[int, set[
 
 
 def _wake_for_its_stack(folder: Path, beat: Heartbeat, before: set[str]) -> None:
-    """A stopped process takes no signal but to go on, and then the one that is waiting first: its stack. It is stopped again as
-    soon as that is written, and woken again if it stops before: whoever stopped it may still be at it, and the thread that
-    writes need not be the one that trains. (What a debugger holds does not wake.)"""
+    """Continue a suspended process until it has handled the pending signal that writes its stack, then suspend it again. If it
+    is suspended again before that, it is continued again: the one who suspends it may still be active, and the writing thread
+    need not be the training thread. (A process held by a debugger does not continue.)"""
     deadline = time.monotonic() + (MOST_WOKEN_SECONDS if _state(beat.pid) == "T" else 0.0)
     with suppress(ProcessLookupError):
         os.kill(beat.pid, signal.SIGCONT)
@@ -126,7 +127,7 @@ def _wake_for_its_stack(folder: Path, beat: Heartbeat, before: set[str]) -> None
 
 @contextmanager
 def _stopped_processes(beats: list[Heartbeat]) -> Iterator[None]:
-    """While inside, these ranks are stopped: a culprit that is woken must not get on with them."""
+    """Context in which these ranks are suspended, so that a culprit that is continued cannot make progress with them."""
     try:
         for beat in beats:
             with suppress(ProcessLookupError):
@@ -139,13 +140,13 @@ def _stopped_processes(beats: list[Heartbeat]) -> Iterator[None]:
 
 
 def _has_written(folder: Path, beat: Heartbeat, before: set[str]) -> bool:
-    """True if a rank's stack is there and complete: faulthandler writes it line by line, in the handler of the signal."""
+    """True if a rank's stack is complete: faulthandler writes it line by line, in its signal handler."""
     return bool(_stack(folder, beat.rank)) and not _writing_stacks(beat.pid) - before
 
 
 def _writing_stacks(pid: int) -> set[str]:
-    """Threads of a process that have the signal for a stack before them or block it, as they do while they handle it. Empty
-    where there is no /proc to tell."""
+    """Threads of a process with a pending or blocked stack signal, which is blocked while they handle it. Empty without
+    /proc."""
     threads = set()
     for path in Path(f"/proc/{pid}/task").glob("*/status"):
         with suppress(OSError):
@@ -156,7 +157,7 @@ def _writing_stacks(pid: int) -> set[str]:
 
 
 def judge(beats: list[Heartbeat], stopped: list[int], lines: dict[int, str]) -> Hang:
-    """The ranks to blame for a hang. `stopped`: ranks whose processes are stopped; `lines`: the source line of each rank."""
+    """Find the ranks to blame for a hang. `stopped`: ranks whose processes are suspended; `lines`: each rank's source line."""
     doing = {beat.rank: _doing(beat, lines.get(beat.rank, "")) for beat in beats}
     steps = min((beat.steps_done for beat in beats), default=0)
     prefix = f"no sign of life in step {steps}"
@@ -182,9 +183,9 @@ def judge(beats: list[Heartbeat], stopped: list[int], lines: dict[int, str]) -> 
 
 
 def keep_hang(folder: Path, keep: Path) -> None:
-    """Copy stacks, flight recorders and the verdict: the folder they are in goes with the attempt."""
+    """Copy stacks, flight recorders and the verdict to `keep`, because `folder` is removed with the attempt."""
     target = keep / f"hang-{time.strftime('%Y%m%d-%H%M%S')}"
-    with suppress(OSError):  # a full disk, or a run's folder that was removed meanwhile
+    with suppress(OSError):  # a full disk, or a run's folder that was removed
         target.mkdir(exist_ok=True)
         for pattern in (HANG_FILE, "*.stack", "*.trace.json"):
             for file in folder.glob(pattern):
@@ -192,20 +193,20 @@ def keep_hang(folder: Path, keep: Path) -> None:
 
 
 def _first_waiting(beats: list[Heartbeat], stopped: list[int]) -> list[int]:
-    """One of those that the stopped ranks keep waiting."""
+    """One of the ranks that wait for the stopped ranks."""
     return [beat.rank for beat in beats if beat.waiting and beat.rank not in stopped][:1]
 
 
 def meanwhile(beats: list[Heartbeat], rank: int, missed: list[str]) -> str:
-    """Continuation of the news that `rank` died: where it was, and who waited for what. `missed`: what ranks reported of that
-    before they were ended; of those that could not report it, their signs of life do."""
+    """Continuation of the report that `rank` died: its last state, and which ranks waited for what. `missed`: reports of ranks
+    before they were ended; for ranks without one, their signs of life."""
     where = [f" (its last sign of life: {beat.doing})" for beat in beats if beat.rank == rank]
     waited = [f"rank {beat.rank} {_doing(beat, '')}" for beat in beats if beat.rank != rank and beat.waiting]
     return "".join(where) + "".join(f"; {text}" for text in [*missed, *waited][:MOST_WAITING])
 
 
 def _elsewhere(beats: list[Heartbeat]) -> str:
-    """Whom ranks of this node wait for that this watchdog does not see."""
+    """Ranks of other nodes, unseen by this watchdog, that ranks of this node wait for."""
     groups = {beat.collectives[-1].group for beat in beats if beat.waiting and beat.collectives}
     beyond = sorted(group for group in groups if (size := _SIZE.search(group)) and int(size[1]) > len(beats))
     if not beyond:
@@ -214,8 +215,8 @@ def _elsewhere(beats: list[Heartbeat]) -> str:
 
 
 def disagreement(beats: list[Heartbeat]) -> tuple[tuple[int, ...], str] | None:
-    """The first collective of a group of ranks that not all of them came to in the same order, and the odd ones out: all of
-    them if there is no majority."""
+    """The first collective of a group that its ranks did not all call in the same order, and the ranks that differ: all of them
+    if there is no majority."""
     came: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
     for beat in beats:
         for group, number, what, _ in beat.collectives:
@@ -232,7 +233,7 @@ def disagreement(beats: list[Heartbeat]) -> tuple[tuple[int, ...], str] | None:
 
 
 def _behind(beats: list[Heartbeat]) -> list[int]:
-    """Ranks that wait elsewhere while others wait in a collective that they have not come to; none if all are."""
+    """Ranks that wait elsewhere while others wait in a collective that they have not reached; none if that holds for all."""
     ahead: dict[str, int] = {}
     for beat in beats:
         if beat.collectives and beat.collectives[-1].what.startswith(beat.doing):
@@ -248,8 +249,8 @@ def _behind(beats: list[Heartbeat]) -> list[int]:
 
 
 def innermost_line(stack: str) -> str:
-    """The innermost line of ours in a faulthandler stack of all threads, of the thread that trains: the one that is deepest in
-    our code. Empty if there is none."""
+    """The innermost line of our code in a faulthandler stack of all threads, for the training thread: the one deepest in our
+    code. Empty if there is none."""
     best: list[str] = []
     for thread in stack.split("\n\n"):
         if "_bootstrap_inner" in thread:
@@ -282,7 +283,7 @@ def _names(ranks: list[int]) -> str:
 
 
 def _state(pid: int) -> str:
-    """The letter of a process's state in /proc; `?` where there is no /proc but the process, empty if it is gone or dead."""
+    """The letter of a process's state in /proc; `?` for a live process without /proc, empty if it is gone or dead."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return "" if state in ("Z", "X") else state
@@ -297,13 +298,13 @@ def _state(pid: int) -> str:
 
 
 def main() -> int:
-    """Watch until the parent has gone or a rank is overdue."""
+    """Watch until the parent is gone or a rank is overdue."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--parent", type=int, required=True)
     arguments = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # a terminal's or batch system's wish is for the run, which we outlast
+        signal.signal(number, signal.SIG_IGN)  # signals of a terminal or batch system are for the run, which we outlast
     hang = watch(arguments.folder, lambda: os.getppid() == arguments.parent)
     if hang is not None:
         console.print_line(f"ultrascale: hang: {hang.reason}", "stderr")

@@ -1,18 +1,18 @@
 """The planner in a browser: `ultrascale page`, and one plan as one file, `plan --html`.
 
-There is no planner in JavaScript. A control changes a question, a dictionary of words; Python turns the question into the words
-of `ultrascale plan`, plans, and answers with what is to be drawn; the page draws it and knows nothing else.
+There is no planner in JavaScript. A control changes a question, a dictionary of words; Python turns the question into the
+arguments of `ultrascale plan`, plans, and returns what is to be drawn; the page only draws it.
 
-controls     what can be asked: name, unit, range; a question as words of the command line
-shown        a plan as what is drawn: numbers with their text
-ranked       the same of a search: ranking, front, scaling, reasons
-server       the page on 127.0.0.1, to whoever has the token
+controls     possible questions: name, unit, range; a question as command-line arguments
+shown        a plan as data to draw: numbers with their text
+ranked       a search as data to draw: ranking, front, scaling, reasons
+server       the page on 127.0.0.1, for clients with the token
 folder       the page as a folder of files, planning in the browser
-step         what happens inside the step: memory of each pipeline rank, messages by axis, the roofline
-documents    what other verbs found, as sections
+step         details of a step: memory of each pipeline rank, messages by axis, the roofline
+documents    results of other verbs, as sections
 one_file     a plan, or such a document, as one HTML file
 pictures     a plan's charts as PNGs
 static       HTML, CSS and JavaScript, as they are served
 
-What plans is handed in by `cli.plan.page`, above.
+`cli.plan.page`, a layer above, passes in the planner.
 """

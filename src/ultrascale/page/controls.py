@@ -1,7 +1,7 @@
-"""Controls of the page, and the same question in the words of `ultrascale plan`.
+"""Controls of the page, and their question as arguments of `ultrascale plan`.
 
-A question is a dictionary: names of controls to what stands in them, and a dropped file as {"name": ..., "text": ...}. Nothing
-in it may name a file of the machine that answers: what a browser asks must not read anything.
+A question is a dictionary: each control's name and content, and a dropped file as {"name": ..., "text": ...}. A question can
+never name a file on the server's machine: a browser's request must not read any.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.schedules import SCHEDULES
 
 LARGEST_FILE = 1_000_000
-"""Bytes of a dropped file: config.json of the largest models has 5 thousand."""
+"""Most bytes of a dropped file: config.json of the largest models has 5 thousand."""
 LONGEST_VALUE = 200
-"""Letters of what stands in a control."""
+"""Most characters of a control's content."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Control:
     label: str
     unit: str
     range: str
-    """Accepted values, in words; the planner checks them."""
+    """Accepted values, as text; the planner checks them."""
     default: str = ""
-    """Empty: searched, or what the planner takes by itself."""
+    """Empty: searched, or the planner's default."""
     choices: tuple[str, ...] = ()
-    """All that may stand in it; of `suggests`, some."""
+    """All allowed values; with `suggests`, some of them."""
     slider: tuple[int, int] | None = None
     """Lowest and highest exponent of a slider over powers of two."""
     group: str = "Question"
@@ -69,17 +69,18 @@ CONTROLS = (
 )  # fmt: skip
 BY_NAME = {control.name: control for control in CONTROLS}
 OTHER_KEYS = ("file", "why", "part")
-"""Parts of a question that are no controls: a dropped file; with reasons, other numbers of devices and other machines; one part
-of the answer alone (`page.shown.PARTS`)."""
+"""Keys of a question that are not controls: a dropped file; a request for reasons, other numbers of devices and other machines;
+a request for one part of the answer (`page.shown.PARTS`).
+"""
 
 
 def controls_json() -> dict[str, Any]:
-    """The form, as the page builds it, and the bytes that a dropped file may have."""
+    """The form, as the page builds it, and the size limit of a dropped file."""
     return {"controls": [asdict(control) for control in CONTROLS], "largest_file": LARGEST_FILE}
 
 
 def words_of(question: dict[str, Any], folder: Path) -> list[str]:
-    """The question in words of `ultrascale plan`; a dropped file is put into `folder`. Raises SpecError."""
+    """The question as arguments of `ultrascale plan`; writes a dropped file to `folder`. Raises SpecError."""
     problems = [Problem(str(name), "is no control of the page", f"There are {', '.join(BY_NAME)}.")
                 for name in question if name not in (*BY_NAME, *OTHER_KEYS)]  # fmt: skip
     values = {name: str(value).strip() for name, value in question.items() if name in BY_NAME and value is not None}
@@ -107,7 +108,7 @@ def words_of(question: dict[str, Any], folder: Path) -> list[str]:
 
 
 def _unreadable(name: str, value: str) -> list[Problem]:
-    """Why this must not reach the planner: it is the name of a file, or might be taken for one."""
+    """Problems with a value that must not reach the planner: it is, or resembles, the name of a file."""
     if len(value) > LONGEST_VALUE:
         return [Problem(name, f"has {len(value):,} letters, and at most {LONGEST_VALUE} are read", "Drop a file instead.")]
     if name == "model" and value not in PRESETS:
@@ -121,12 +122,12 @@ def _unreadable(name: str, value: str) -> list[Problem]:
 
 
 def _without_rack_count(machine: str) -> str:
-    """A machine's name without how many of each rack are used, such as `gb200-nvl72/64`."""
+    """A machine's name without the number of used accelerators per rack, as in `gb200-nvl72/64`."""
     return re.sub(r"/\d+$", "", machine)
 
 
 def _dropped(file: Any, folder: Path) -> Path:
-    """A config.json or run.toml as a file of the planner's; of one that is too large the page gives the size alone."""
+    """Writes a config.json or run.toml for the planner. For a file that is too large the page sends only the size."""
     size = file.get("size") if isinstance(file, dict) else None
     if isinstance(size, int) and size > LARGEST_FILE:
         raise SpecError([_too_large(size)])
@@ -160,7 +161,7 @@ def _too_large(num_bytes: int) -> Problem:
 
 
 def _expect_no_paths(text: str) -> None:
-    """Raises SpecError if a run's file has the planner read another file."""
+    """Raises SpecError if a run's file would make the planner read another file."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError:

@@ -1,14 +1,13 @@
 """Results of other verbs as sections that a page draws: a trace, a sweep, a profiled step, a run.
 
-Each is made of the JSON that the verb prints with --json, so that a file says what the JSON says. A section has a title, a
-sentence, and parts:
+Each is made from the verb's --json output, so that the page agrees with the JSON. A section has a title, a sentence, and parts:
 
 facts    names and values
 table    columns and rows of text
-bars     rows of parts one after another, each with its colour
-areas    layers one above the other, over operations in order
+bars     rows of adjacent parts, each with its colour
+areas    stacked layers, over operations in order
 lines    values by step, and marks at steps
-points   one quantity against another, on a diagonal where they agree
+points   one quantity against another, on the diagonal if they agree
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ COLOURS = {
     "other": 7, "matrix products": 4, "attention": 0, "element-wise": 1, "recomputation": 5, "dp": 3, "tp": 2, "cp": 6, "pp": 8,
     "ep": 5, "all ranks": 6, "launch gaps": 7, "data wait": 8, "idle": 7,
 }  # fmt: skip
-"""Numbers of the page's palette, by category of memory and of time."""
+"""Indices into the page's palette, by category of memory and of time."""
 COMPARED = ["", "traced", "planned", "planned over traced"]
 MOST_ROWS = 200
-"""Most rows of a table in a file that is mailed."""
+"""Most rows of a table in a self-contained file."""
 MOST_POINTS = 1000
 """Most points of a line."""
 SMOOTHED = ("train/loss", "perf/tokens_per_s")
-"""Series that are drawn faint, and smoothed over that, as the pictures of a run are."""
+"""Series that are drawn faint, with a smoothed curve on top, as in the pictures of a run."""
 Document = dict[str, Any]
 
 
@@ -177,8 +176,8 @@ def step_document(profile: Mapping[str, Any]) -> Document:
 def run_document(
     lines: Iterable[tuple[str, str]], metrics: Sequence[Mapping[str, Any]], folder: str, marks: Sequence[Mark] = ()
 ) -> Document:
-    """The lines that `ultrascale report` prints, and rows of metrics.jsonl; `marks` say where the run was killed, went on, or
-    changed its layout."""
+    """The page of a run: the lines that `ultrascale report` prints, and rows of metrics.jsonl; `marks` say where the run was
+    killed, resumed, or changed its layout."""
     charts = (
         ("Loss", "Nats per token, by step.", r"train/loss|val/.*loss", "{:.4f}"),
         ("Tokens per second", "All ranks together, by step.", r"perf/tokens_per_s", "{:,.0f}"),
@@ -202,7 +201,7 @@ def _document(verb: str, title: str, facts: Iterable[tuple[str, str, str]], sect
 
 
 def _section(title: str, about: str, part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A section; None where there is nothing to draw."""
+    """A section; None if there is nothing to draw."""
     return None if part is None or part.get("rows") == [] else {"title": title, "about": about, "part": part}
 
 
@@ -215,7 +214,7 @@ def _table(columns: list[str], rows: list[list[str]]) -> dict[str, Any]:
 
 
 def _bar(label: str, parts: Iterable[tuple[str, str, float]], text: Any, note: str = "") -> dict[str, Any]:
-    """`parts`: category, name and value of each."""
+    """A bar; `parts`: category, name and value of each part."""
     segments = [{"colour": COLOURS.get(key, 7), "label": name, **_number(value, text)} for key, name, value in parts]
     total = text(sum(segment["value"] for segment in segments))
     return {"label": label, "parts": segments, "text": f"{total}, {note}" if note else total}
@@ -250,9 +249,9 @@ def _point(words: str, x: float, y: float, text: Any) -> dict[str, Any]:
 
 
 def _series(metrics: Sequence[Mapping[str, Any]], key: str, text: str) -> Iterator[dict[str, Any]]:
-    """A series of points, and of what the pictures smooth that series too: of a step that was run twice the later run; a long
-    line is thinned evenly."""
-    from ultrascale.measure.plots import smoothed  # here: the page in a browser's Python has nothing of `measure`
+    """A series of points, and its smoothed version where the pictures have one. For a step that was run twice the later run
+    counts; a long line is thinned evenly."""
+    from ultrascale.measure.plots import smoothed  # imported here: the page in a browser's Python lacks `measure`
 
     known = {int(row["step"]): float(row[key]) for row in metrics if isinstance(row.get(key), int | float)}
     steps = sorted(step for step, value in known.items() if abs(value) < float("inf"))

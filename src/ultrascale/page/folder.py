@@ -1,12 +1,12 @@
-"""The page as a folder that any web server serves, and that plans inside the browser: CPython of Pyodide in a Web Worker.
+"""The page as static files that plan inside the browser: CPython of Pyodide in a Web Worker.
 
     pyodide.asm.*   the interpreter, from npm's pyodide; the WebAssembly is gzipped, and the worker unpacks it
     stdlib.zip      its standard library
-    site.zip        NumPy, from emscripten-forge's npm package; this package; what it needs, as it is installed here
+    site.zip        NumPy, from emscripten-forge's npm package; this package; its dependencies, as they are installed here
 
 NumPy has no wheel for Pyodide on PyPI. emscripten-forge builds it with the compiler of Pyodide 0.24, Emscripten 3.1.45, for the
-same Python: it loads there. The one function that it misses is `backtrace`: NumPy asks it whether memory of temporaries may be
-reused, and here it finds nothing.
+same Python: it loads there. Its one missing function is `backtrace`, with which NumPy decides whether memory of temporaries may
+be reused; the substitute here finds no frames.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ TRAINING_PACKAGES = {
 }  # fmt: skip
 """Folders of this package that no plan needs."""
 EXCLUDED_DEPENDENCIES = {"numpy", "pygments", "markdown-it-py", "mdurl"}
-"""Dependencies that come from elsewhere, or that only text in colours needs."""
+"""Dependencies that come from elsewhere, or that only coloured text needs."""
 REQUIRED = re.compile(r"[\w.-]+")
 LOADED = re.compile(r'(?<=[ =])"((?:\./)?\w+\.(?:css|js|mjs))"')
 """Names of files that the page and the worker load: of a build, so that no older one is used that the browser still has."""
@@ -95,7 +95,7 @@ def build(folder: Path, parts: Path | None) -> str:
 
 
 def digest(folder: Path) -> str:
-    """A digest of every file of `folder`: answers that a browser keeps are of one build."""
+    """Digest of every file of `folder`, so that answers cached by a browser belong to one build."""
     combined = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         combined.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())

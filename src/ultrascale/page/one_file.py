@@ -1,4 +1,4 @@
-"""A verb's result as one HTML file: the page's own drawing with the answer inside, no planner, no network, under 1 MB."""
+"""A verb's result as one HTML file: the page's drawing code with the answer embedded, no planner, no network, under 1 MB."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ addEventListener("resize", () => {{ if (innerWidth !== before) {{ before = inner
 
 
 def one_file(answer: dict[str, Any]) -> str:
-    """An answer of `page.shown`, drawn wherever it is opened."""
+    """An answer of `page.shown` as a self-contained page."""
     title = f"{answer['title']['model']}: {answer['title']['layout']}"
     return _filled(answer, title=title, verb="plan", command=answer["command"], scripts=("charts.js",), draw="draw")
 
 
 def document_file(document: Document, command: str) -> str:
-    """A document of `page.documents`, drawn wherever it is opened. `command`: the line that made it."""
+    """A document of `page.documents` as a self-contained page. `command`: the command line that made it."""
     verb, scripts = document["verb"], ("charts.js", "document.js")
     return _filled(document, title=document["title"], verb=verb, command=command, scripts=scripts, draw="drawDocument")
 
 
 def expect_writable(path: str | Path | None) -> None:
-    """Raises SpecError if a file of this name cannot be written, before hours are spent on what is to be in it."""
+    """Raises SpecError if a file of this name cannot be written, before hours of work on its content."""
     if path is None:
         return
     if Path(path).is_dir():

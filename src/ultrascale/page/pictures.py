@@ -15,7 +15,7 @@ COLOURS = {
     "tensor_parallel": "#e69f00", "context_parallel": "#e8d838", "expert_parallel": "#8a4f7d", "data_parallel": "#cc79a7",
     "pipeline_sends": "#56b4e9", "bubble": "#d55e00", "rest": "#9aa2ab",
 }  # fmt: skip
-"""Colours as in page.css: Okabe and Ito's, distinguishable with every kind of colour vision."""
+"""Colours as in page.css: Okabe and Ito's palette, distinguishable with every kind of colour vision."""
 KINDS = {"matrix products": ("#009e73", "o"), "attention": ("#0072b2", "s")}
 
 PASSES = {
@@ -26,7 +26,7 @@ PASS = re.compile(r"\d+([FIWB])\d+")
 
 
 def write_pictures(answer: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write what there is of memory, ranks, time, schedule, sent, roofline, front and scaling, each as NAME.png into `folder`.
+    """Write the available charts of memory, ranks, time, schedule, sent, roofline, front and scaling as NAME.png into `folder`.
 
     Raises ModuleNotFoundError without matplotlib (extra `plot`).
     """

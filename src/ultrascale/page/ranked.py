@@ -1,4 +1,4 @@
-"""A search as what is drawn: the ranking, the front of time and memory, other numbers of devices, and reasons in sentences."""
+"""A search as data to draw: the ranking, the front of time and memory, other numbers of devices, and reasons as sentences."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ultrascale.plan.time.price import Prediction
 from ultrascale.plan.view.search_view import batch_words, layout_words, no_layout_fits
 
 TOP = 10
-"""Layouts that are listed."""
+"""Number of listed layouts."""
 SETTINGS = ("tp", "cp", "pp", "ep", "zero_stage", "micro_batch_size", "recompute", "schedule")
-"""Controls that hold the search to one way of cutting the model."""
+"""Controls that together fix the search to one layout."""
 
 
 def ranking(result: SearchResult) -> dict[str, Any]:
-    """The fastest layouts, those that nothing beats in both time and memory, and what was searched."""
+    """The fastest layouts, the front of time and memory, and the extent of the search."""
     priced, ours = result.priced, result.workload.stack.name == "ultrascale"
     rows = [_row(prediction, result, ours=ours) for prediction in distinct(result.ranked)[:TOP]]
     tied = result.num_tied if result.ranked else 0
@@ -32,7 +32,8 @@ def ranking(result: SearchResult) -> dict[str, Any]:
 
 
 def _front(result: SearchResult) -> list[Prediction]:
-    """The front, with what is known better of the ranked: those are played action by action, and their memory is replayed."""
+    """The front, with the better estimates of ranked layouts: their schedules are played action by action, and memory is
+    replayed."""
     known = {prediction.layout: prediction for prediction in (*result.front, *result.ranked)}.values()
     front, least = [], float("inf")
     for prediction in sorted(known, key=lambda prediction: (prediction.step_seconds, float(prediction.memory.needed))):
@@ -72,7 +73,7 @@ def settings_of(prediction: Prediction) -> dict[str, str]:
 
 
 def reasons(result: SearchResult, json: dict[str, Any]) -> list[dict[str, Any]]:
-    """Why this layout, in sentences under titles; more of them where the reasons were asked for."""
+    """Reasons for this layout, as sentences under titles; more of them with `explain`."""
     best, known = result.best, json["search"].get("explanation")
     if best is None:
         return [{"title": "", "lines": [no_layout_fits(result)]}]
@@ -111,7 +112,7 @@ def _change(change: dict[str, Any], best: Prediction) -> str:
 
 
 def scaling_rows(json: dict[str, Any]) -> list[dict[str, Any]]:
-    """The best layout on an eighth to eight times the devices, where it was asked for."""
+    """The best layout on an eighth to eight times the devices, if requested."""
     known = json["search"].get("explanation")
     if known is None:
         return []

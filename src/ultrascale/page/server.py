@@ -1,11 +1,11 @@
-"""The page on 127.0.0.1, for whoever has its link.
+"""The page on 127.0.0.1, for users with its link.
 
-Any program of this machine, and any web page open in a browser here, can talk to a port of 127.0.0.1. So:
+Any program of this machine, and any web page open in a browser here, can connect to a port of 127.0.0.1. So:
 
-token    random, the first part of every path: without it all is 404
-Host     must be 127.0.0.1 or localhost with our port: a name that somebody points at 127.0.0.1 (DNS rebinding) is refused
+token    random, the first part of every path: without it every response is 404
+Host     must be 127.0.0.1 or localhost with our port: another name that resolves to 127.0.0.1 (DNS rebinding) is refused
 files    those of `static`, by name; no path is ever joined
-answers  POST of application/json, which a foreign page cannot send without asking first; Origin must be ours
+answers  POST of application/json, which a foreign page cannot send without a preflight request; Origin must be ours
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STATIC = {
     "": ("index.html", "text/html"), "page.css": ("page.css", "text/css"), "charts.js": ("charts.js", "text/javascript"),
     "page.js": ("page.js", "text/javascript"), "server.js": ("server.js", "text/javascript"),
 }  # fmt: skip
-"""All that is served: path behind the token to file and type."""
+"""All served files: path behind the token to file and type."""
 LARGEST_BODY = 2 * LARGEST_FILE
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -40,7 +40,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Headers that forbid scripts, pictures and answers from elsewhere, and keep the token out of every Referer."""
+"""Headers that forbid scripts, pictures and responses from elsewhere, and keep the token out of every Referer."""
 
 
 def static_text(name: str) -> str:
@@ -49,7 +49,7 @@ def static_text(name: str) -> str:
 
 
 class PageServer(ThreadingHTTPServer):
-    """Answers questions, one at a time: a search has all of the processor."""
+    """Answers questions one at a time: a search uses all cores."""
 
     daemon_threads = True
 
@@ -58,7 +58,7 @@ class PageServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that has gone while it was answered is no error."""
+        """Ignore a browser that disconnected before its answer."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
@@ -75,7 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: PageServer
     server_version, sys_version = "ultrascale", ""
     timeout = 60
-    """Seconds that a silent browser may take."""
+    """Time limit in seconds for a silent browser."""
 
     def do_GET(self) -> None:
         path = self._allowed_path()
@@ -130,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a line a request would hide the link, and holds the token."""
+        """Logs nothing: a line per request would hide the link, and contains the token."""
 
 
 def serve(question: Question, *, port: int, opens_browser: bool) -> None:

@@ -1,7 +1,7 @@
-"""One plan as what is drawn: numbers in bytes and seconds, each with its text, so that the page formats nothing by itself.
+"""One plan as data to draw: numbers in bytes and seconds, each with its text, so that the page formats nothing by itself.
 
-`answer` is the whole of what a browser gets. Its `json` is the text that `ultrascale plan --json` prints of the same question.
-What takes longer than a slider may is a part of its own, `REST`: a browser asks for it when the first is drawn.
+`answer` is everything that a browser receives. Its `json` is the output of `ultrascale plan --json` for the same question.
+Results that take longer than a slider may are a separate part, `REST`: a browser requests it once the first is drawn.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ultrascale.plan.view.search_view import layout_words
 from ultrascale.plan.view.step_timeline import step_timeline
 
 DRAWN_TURNS = 4
-"""Micro-batches drawn for each rank of a pipeline: fill, steady state and drain are all in them, and numbers can be read."""
+"""Micro-batches drawn for each rank of a pipeline: enough for fill, steady state and drain, with readable numbers."""
 MOST_DRAWN_RANKS = 64
 """Ranks of a pipeline that are drawn."""
 FIRST, REST = PARTS = ("first", "rest")
@@ -68,7 +68,7 @@ class PagePlan:
 
 
 def answer(planned: PagePlan, words: list[str], *, parts: Collection[str] = PARTS) -> dict[str, Any]:
-    """Everything that is drawn of a plan, JSON-able. `words`: those of the command line that asks the same."""
+    """Everything that is drawn of a plan, JSON-able. `words`: the equivalent arguments of the command line."""
     document: dict[str, Any] = {"schema": "ultrascale/page/1", "command": " ".join(["ultrascale plan", shlex.join(words)])}
     if FIRST in parts:
         document |= _first(planned)
@@ -132,7 +132,7 @@ def _verdict(chosen: RunPlan) -> dict[str, Any]:
 
 
 def _facts(planned: PagePlan) -> list[dict[str, str]]:
-    """Name, value and note of what is said in numbers."""
+    """Name, value and note of each fact that is shown as a number."""
     chosen, prediction = planned.chosen, planned.chosen.prediction
     batch = chosen.run.batch
     tokens = batch.sequences_per_batch * batch.sequence_length
@@ -171,8 +171,7 @@ def _facts(planned: PagePlan) -> list[dict[str, str]]:
 
 
 def _memory(planned: PagePlan) -> dict[str, Any]:
-    """Memory by category at the peak, for the layout as it is and with each ZeRO stage, against the device; and per pipeline
-    stage."""
+    """Memory by category at the peak, for the layout and with each ZeRO stage, against the device; and per pipeline stage."""
     chosen = planned.chosen
     bars = []
     for stage, plan in _stages_of_zero(planned).items():
@@ -195,7 +194,7 @@ def _memory(planned: PagePlan) -> dict[str, Any]:
 
 
 def _stages_of_zero(planned: PagePlan) -> dict[int, RunPlan]:
-    """The chosen layout under ZeRO 0 to 3, those that are legal; none where no time is known."""
+    """The chosen layout under ZeRO stages 0 to 3, the valid ones; empty if its time is unknown."""
     chosen, plans = planned.chosen, {}
     if chosen.prediction is None:
         return plans
@@ -232,7 +231,7 @@ def _known_parts(known: dict[str, float]) -> list[dict[str, Any]]:
 
 
 def _waterfall(prediction: Prediction) -> list[dict[str, Any]]:
-    """Waterfall of the step's time, in the planner's order; `axis`: whose communication it is."""
+    """Waterfall of the step's time, in the planner's order; `axis`: the axis of a communication."""
     return [
         {"name": name, "label": TIMES[name][0], "share": f"{seconds / prediction.step_seconds:.1%}", "axis": AXES.get(name, ""),
          **_number(seconds, format_seconds(seconds))}
@@ -266,7 +265,7 @@ def _roofline(prediction: Prediction) -> dict[str, Any] | None:
 
 
 def _sent(chosen: RunPlan) -> dict[str, Any]:
-    """Bytes that a rank sends in a step, by axis and kind of message; no rows where our trainer does not run the layout."""
+    """Bytes that a rank sends in a step, by axis and kind of message; no rows if our trainer does not run the layout."""
     assert chosen.prediction is not None
     rank, rows = communication_per_step(chosen.run, chosen.prediction)
     note = f"Rank {rank} of {chosen.run.layout.world_size:,}, as our trainer sends it: what leaves the rank, hidden or not."
@@ -285,7 +284,7 @@ def _sent(chosen: RunPlan) -> dict[str, Any]:
 
 
 def _schedule(prediction: Prediction) -> dict[str, Any] | None:
-    """The pipeline's actions as they were played, as many micro-batches as can be drawn; None without a pipeline."""
+    """The pipeline's actions as played, for as many micro-batches as can be drawn; None without a pipeline."""
     layout = prediction.layout
     if not 1 < layout.pp <= MOST_DRAWN_RANKS or layout.schedule not in SCHEDULES:
         return None
@@ -305,7 +304,7 @@ def _schedule(prediction: Prediction) -> dict[str, Any] | None:
 
 
 def _flags(chosen: RunPlan) -> dict[str, dict[str, str]]:
-    """The plan as the settings of every trainer that writes some: `text`, or `lacks`, why that trainer cannot run it."""
+    """The plan as settings of every supported trainer: `text`, or `lacks`, why that trainer cannot run it."""
     flags: dict[str, dict[str, str]] = {}
     names = [name for name in ("megatron", "torchtitan", "nanotron", "deepspeed") if stack_file(name).writes in WRITERS]
     for name in dict.fromkeys([chosen.stack.name, *names]):

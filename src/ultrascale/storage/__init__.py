@@ -1,8 +1,8 @@
 """Storage of files: a folder, or a bucket of an object store, behind one class.
 
-store    what both can do: read, conditional put, list by prefix, remove
+store    the common interface: read, conditional put, list by prefix, remove
 files    a folder
-objects  s3://, gs://, az:// through obstore, whose one wheel has no dependencies, retries, and puts on a condition
+objects  s3://, gs://, az:// through obstore: one wheel without dependencies, with retries and conditional puts
 hub      hf://, a repository of the Hugging Face Hub, read at one commit; hub_branch: written by commits
 parts    a large file as many objects, each with its checksum
 """

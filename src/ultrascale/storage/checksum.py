@@ -1,7 +1,7 @@
-"""CRC-32 as zlib and gzip have it: of bytes, and of two pieces end to end from those of each.
+"""CRC-32 as in zlib and gzip: of bytes, and of a concatenation from the checksums of its two pieces.
 
-Intel's ISA-L (the package isal) takes it at 10 GB/s a core, zlib at 1.4 to 2.3: both give the same number, and zlib stands in
-where there is no wheel of the other.
+Intel's ISA-L (the package isal) computes it at 10 GB/s a core, zlib at 1.4 to 2.3: both give the same number, and zlib is used
+where isal has no wheel.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _POLYNOMIAL = 0xEDB88320
 
 
 def combine_crc32(first: int, second: int, second_bytes: int) -> int:
-    """CRC-32 of two pieces end to end, from those of each and the second one's length."""
+    """CRC-32 of a concatenation, from the CRC-32 of both pieces and the length of the second."""
     if crc32_combine is not None:
         return crc32_combine(first, second, second_bytes) & 0xFFFFFFFF
     return _combine(first, second, second_bytes)
 
 
 def _combine(first: int, second: int, second_bytes: int) -> int:
-    """`first` times x^(8 * second_bytes) modulo the polynomial, plus `second`: bits that follow shift what was before."""
+    """`first` times x^(8 * second_bytes) modulo the polynomial, plus `second`: appended bits shift the earlier ones."""
     power, bits = 1 << 30, 8 * second_bytes  # x^1
     while bits:
         if bits & 1:

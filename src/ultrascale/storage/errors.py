@@ -2,15 +2,15 @@
 
 
 class StorageError(RuntimeError):
-    """A store could not be reached, or refused. What was published before is whole, and a later attempt may succeed."""
+    """A store could not be reached, or refused. What was published before is intact, and a later attempt may succeed."""
 
 
 class MissingError(StorageError):
-    """The object does not exist. The store itself is there."""
+    """The object does not exist, although the store does."""
 
 
 class ConflictError(StorageError):
-    """Somebody else has written the object that was to be made or replaced; it is as they left it."""
+    """Another writer has created or replaced the object first; its version is untouched."""
 
 
 class DamagedError(StorageError):
@@ -18,4 +18,4 @@ class DamagedError(StorageError):
 
 
 class RefusedError(StorageError):
-    """The store answers, and refuses: to ask again would not help."""
+    """The store responds with a refusal: a retry would not help."""

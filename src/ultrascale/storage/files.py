@@ -1,4 +1,4 @@
-"""A folder as a store: what a shared disk offers, under the rules of an object store."""
+"""A folder as a store: a shared disk under the rules of an object store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BLOCK_BYTES = 256 << 10
 
 
 class FileStore(Store):
-    """The folder `root`, which is made with the first object."""
+    """The folder `root`, which is created with the first object."""
 
     def __init__(self, root: Path):
         self.root = root.absolute()
@@ -113,7 +113,7 @@ class FileStore(Store):
 
     @contextmanager
     def _partial(self, key: str) -> Iterator[Path]:
-        """A name beside the object's for what is not whole yet."""
+        """Temporary name, beside the object's, for an incomplete file."""
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{_PARTIAL}{uuid.uuid4().hex}")
@@ -125,7 +125,7 @@ class FileStore(Store):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """While inside, no other process publishes here."""
+        """Context in which no other process publishes here."""
         with open(self._path(_LOCK), "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield

@@ -1,10 +1,10 @@
-"""Repositories of the Hugging Face Hub, to be read: `hf://datasets/USER/NAME/FOLDER`, `hf://USER/NAME` for a model's.
+"""Repositories of the Hugging Face Hub, read only: `hf://datasets/USER/NAME/FOLDER`, `hf://USER/NAME` for a model's.
 
-A process reads all of a repository at one commit: that which the revision (`NAME@REVISION`, else main) leads to when it is
-first asked for. Nothing is written so: `hub_branch` has the branch that a run is kept on.
+A process reads all of a repository at one commit: the one that the revision (`NAME@REVISION`, else main) resolves to at the
+first request. `hub_branch` writes; it has the branch that a run is kept on.
 
-The Hub takes 10,000 files in a folder, and notes each large one in .gitattributes, which must stay small, unless a pattern
-there names it. So the part SAVE/FILE.00012-1a2b3c4d of a save has the path SAVE/FILE/00012-1a2b3c4d.bin there.
+The Hub accepts 10,000 files in a folder, and lists each large one in .gitattributes, which must stay small, unless a pattern
+there matches it. So the part SAVE/FILE.00012-1a2b3c4d of a save has the path SAVE/FILE/00012-1a2b3c4d.bin there.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ COMMITS: dict[tuple[str, str, str], str] = {}
 """Commits that this process reads, by type and name of the repository, and revision."""
 _LOCK = threading.Lock()
 LIMITS = {"connect": 30.0, "read": 120.0, "write": 120.0}
-"""Seconds after which a request that goes no further fails; huggingface_hub waits for ever."""
+"""Time limits in seconds for a stalled request; huggingface_hub has none."""
 UNTIL: ContextVar[float] = ContextVar("UNTIL", default=math.inf)
-"""If set, the moment after which no request begins, and one that the Hub refuses for now fails at once: whoever sets it asks
-again, in place of huggingface_hub, which does so for as long as it likes."""
+"""If set, the time after which no request starts, and a temporary refusal of the Hub fails at once: the code that sets it
+retries, in place of huggingface_hub, which retries without a limit of ours.
+"""
 _FOR_NOW = (408, 429, 500, 502, 503, 504)
 _PART = re.compile(r"^((?:.*/)?[0-9a-f]{32}/[^/]+)\.(\d{5,}-[0-9a-f]{8})$")
 _PATH = re.compile(r"^((?:.*/)?[0-9a-f]{32}/[^/]+)/(\d{5,}-[0-9a-f]{8})\.bin$")
@@ -57,11 +58,11 @@ class HubStore(Store):
         self._hub: Any = huggingface_hub
         self._utils: Any = utils
         self._errors: Any = errors
-        utils.logging.set_verbosity_error()  # its warnings quote addresses that are signed
+        utils.logging.set_verbosity_error()  # its warnings quote signed addresses
         _limit_requests(self._hub)
         self._type = "dataset" if place[1] else "model"
         self._repo, self._revision = place[2], (place[3] or "main").replace("%2F", "/")
-        self._redirects: dict[str, str] = {}  # by address, where the Hub sends for a file that another server keeps
+        self._redirects: dict[str, str] = {}  # by URL, the URL to which the Hub redirects for a file on another server
         self._folder = f"{place[4].strip('/')}/" if place[4] else ""
 
     @property
@@ -145,7 +146,7 @@ class HubStore(Store):
         return self._hub.hf_hub_url(self._repo, self._path(key), repo_type=self._type, revision=self._commit)
 
     def _get(self, key: str, headers: dict[str, str]) -> Any:
-        """The answer to a request for a file; those that may succeed later are sent again by huggingface_hub."""
+        """Response to a request for a file; huggingface_hub retries requests that may succeed later."""
         headers = {"Accept-Encoding": "identity", **headers}
         address = self._address(key)
         if redirect := self._redirects.get(address):
@@ -185,7 +186,7 @@ class HubStore(Store):
 
 @cache
 def _limit_requests(package: Any) -> None:
-    """Have each client that huggingface_hub makes from now on, also by a factory that a user has set, keep LIMITS and UNTIL."""
+    """Apply LIMITS and UNTIL to each client that huggingface_hub creates from now on, also by a user's factory."""
     make = package.utils._http._GLOBAL_CLIENT_FACTORY
 
     def before(request: Any) -> None:

@@ -1,12 +1,12 @@
-"""Branches of the Hub's repositories as stores of runs: what is written appears with a commit.
+"""Branches of the Hub's repositories as stores of runs: writes become visible with a commit.
 
-The Hub takes some hundred commits an hour, and a checkpoint is a part for every 16 MiB. So a part is uploaded at once, as
-content that no commit names yet, and its name waits here for the next commit: that of `publish`, `remove` or `flush`, or of
-another process that it is handed to (`take_pending`). A checkpoint of any number of ranks is then one commit, its index and
-parts together. `publish` is on the Hub's own condition, `parentCommit`: the branch still is where the object was looked at.
+The Hub accepts some hundred commits an hour, and a checkpoint has a part for every 16 MiB. So a part is uploaded at once, as
+content without a commit, and its name waits in this process for the next commit: by `publish`, `remove` or `flush`, or by
+another process that takes it over (`take_pending`). A checkpoint of any number of ranks is then one commit, with its index and
+parts. `publish` uses the Hub's own condition, `parentCommit`: the branch has not moved since the object was read.
 
-A reader sees the branch as it is when it asks for an object or a listing; a part, which never changes, is read where it was
-last seen.
+A reader sees the branch as it is when it requests an object or a listing; a part, which never changes, is read at the commit
+where it was last seen.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ultrascale.storage.hub import UNTIL, HubStore, T
 from ultrascale.storage.store import PAUSE_SECONDS, Stored, Version
 
 COMMIT_FILES = 1000
-"""Files of one commit: with many more the Hub's answer takes longer than its own limit."""
+"""Most files of one commit: with many more the Hub's response exceeds its own time limit."""
 MOST_PAUSE_SECONDS = 10.0
 MOST_WORDS = 200
 _MAY_PASS = (408, 409, 412, 425, 429)
@@ -36,8 +36,8 @@ _MAY_PASS = (408, 409, 412, 425, 429)
 
 
 class HubBranch(HubStore):
-    """A folder of a branch, to be written and read. Requests that fail in a way that may pass are sent again for
-    `patience_seconds`. Raises StorageError if huggingface_hub is not installed."""
+    """A folder of a branch, writable. Transient failures are retried for `patience_seconds`. Raises StorageError if
+    huggingface_hub is not installed."""
 
     def __init__(self, url: str, *, patience_seconds: float):
         super().__init__(url)
@@ -45,7 +45,7 @@ class HubBranch(HubStore):
         self._patience_seconds = patience_seconds
         self._head: str | None = None
         self._pending: dict[str, dict[str, Any]] = {}
-        """Operations of the next commit, by path, as the Hub takes them."""
+        """Operations of the next commit, by path, in the Hub's format."""
         self._held: tuple[str, Version] | None = None
         self._lock = threading.RLock()
 
@@ -120,12 +120,12 @@ class HubBranch(HubStore):
         above = f"{commonpath(folders)}/".removeprefix(self._folder)
         existing = {entry.path for entry in self._tree(above, recursive=len(folders) > 1)}
         doomed = [path for path in paths if path in existing]
-        if doomed:  # the Hub takes no removal of what is not there
+        if doomed:  # the Hub refuses to remove a missing file
             lines = [{"key": "deletedFile", "value": {"path": path}} for path in doomed]
             self._send(lines, f"Remove {len(doomed)} files", parent=parent)
 
     def flush(self, *, least: int = 1) -> None:
-        """Commit what waits, if it is as much as `least` files."""
+        """Commit pending files, if there are at least `least`."""
         with self._lock:
             while len(self._pending) >= least:
                 batch = dict([*self._pending.items()][:COMMIT_FILES])
@@ -142,7 +142,7 @@ class HubBranch(HubStore):
             self._pending |= pending
 
     def expect_usable(self, probe: str) -> None:
-        """Ask whether the key may write, and list: no commit is made to find out. Raises RefusedError if it may not."""
+        """Check write permission, and list, without making a commit. Raises RefusedError if the key may not write."""
         address = f"{self._api}/auth-check/write"
         self._do("", lambda: self._ask("GET", address))
         refs = self._do("", lambda: self._hub.HfApi().list_repo_refs(self._repo, repo_type=self._type))
@@ -155,7 +155,7 @@ class HubBranch(HubStore):
         return f"{self._hub.HfApi().endpoint}/api/{self._type}s/{self._repo}"
 
     def _read_head(self) -> str:
-        """The commit that the branch leads to now."""
+        """The branch's current commit."""
         with self._lock:
             query = {"revision": self._revision, "repo_type": self._type, "expand": ["sha"]}  # no list of files
             return self._set_head(self._hub.HfApi().repo_info(self._repo, **query).sha)
@@ -167,7 +167,7 @@ class HubBranch(HubStore):
         return head
 
     def _refresh(self, key: str) -> None:
-        """Have what is read or listed at or under `key` next be what the branch holds now, own writes included."""
+        """Make the next read or listing at or under `key` see the branch's current state, own writes included."""
         self._flush_under(key)
         self._do(key, self._read_head)
 
@@ -184,7 +184,8 @@ class HubBranch(HubStore):
             self.flush(least=COMMIT_FILES)
 
     def _upload(self, key: str, content: bytes | Path) -> dict[str, Any]:
-        """The operation that makes a file; large content is on the Hub by then, small content goes with the commit."""
+        """The operation that creates a file; large content is uploaded to the Hub first, small content is sent with the
+        commit."""
         file = self._hub.CommitOperationAdd(self._path(key), content)
         place = {"repo_type": self._type, "revision": self._revision}
         self._hub.HfApi().preupload_lfs_files(self._repo, [file], **place, gitignore_content="# nothing")
@@ -194,14 +195,14 @@ class HubBranch(HubStore):
         return {"key": "file", "value": {"path": path, "encoding": "base64", "content": file.b64content().decode()}}
 
     def _now(self, key: str) -> bytes | None:
-        """An object as it was at the last look."""
+        """An object at the last refresh."""
         try:
             return self._get(key, {}).content
         except self._errors.EntryNotFoundError:
             return None
 
     def _send(self, operations: list[dict[str, Any]], title: str, *, parent: str | None = None) -> None:
-        """One commit. With `parent`: status 412 if the branch leads elsewhere by then."""
+        """Send one commit. With `parent`: status 412 if the branch has moved since."""
         if self._held is not None:
             key, version = self._held
             parent = parent or self._read_head()
@@ -265,7 +266,7 @@ class HubBranch(HubStore):
 
 
 def _retry_after_seconds(error: Exception) -> float:
-    """Seconds for which the Hub asks to be left alone; 0 if it does not. RateLimit is on every answer."""
+    """Seconds that the Hub asks to wait; 0 if it does not. Every response has RateLimit headers."""
     answer = getattr(error, "response", None)
     if answer is None:
         return 0.0
@@ -279,7 +280,7 @@ def _retry_after_seconds(error: Exception) -> float:
 
 
 def _words(error: Exception) -> str:
-    """First line of what the Hub itself says, without addresses and keys; empty if it says nothing, or another server does."""
+    """First line of the Hub's own message, without addresses and keys; empty if there is none, or another server responded."""
     answer = getattr(error, "response", None)
     if answer is None or "json" not in answer.headers.get("Content-Type", ""):
         return ""

@@ -13,14 +13,14 @@ from ultrascale.storage.store import Store
 
 SCHEMES = ("s3", "gs", "az")
 PATIENCE_SECONDS = 120.0
-"""Requests that fail in a way that may pass are sent again for so long."""
+"""Time in seconds for which transient failures are retried."""
 _NO_NAME = re.compile(r"--|\.\.|\.git$|(?:^|/)[-.]|[-.](?:/|$)|[^/]{97}")
-"""In names of the Hub's users and repositories, what it does not take."""
+"""Names that the Hub refuses for users and repositories."""
 _URL = re.compile(r"([a-z][a-z0-9+.-]*):/{1,3}(.*)", re.DOTALL)
 
 
 def url_of(place: str | Path) -> str | None:
-    """The URL in `place`; None for a plain path. One that went through `Path`, which takes a slash away, is mended."""
+    """The URL in `place`; None for a plain path. Restores a URL that lost a slash in `Path`."""
     match = _URL.fullmatch(str(place))
     if match is None:
         return None
@@ -34,13 +34,13 @@ def join_url(url: str, *names: str) -> str:
 
 
 def obstacle(folder: Path) -> Path | None:
-    """Path that keeps `folder` from being written: the nearest at or above it that exists, if that is a file or read-only."""
+    """Path that prevents writing `folder`: its nearest existing ancestor, or itself, if that is a file or read-only."""
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     return None if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK) else nearest
 
 
 def url_problem(place: str, *, to_write: bool = False) -> str | None:
-    """Why `place` cannot name a store, one that is written; None if it can, as far as can be seen without asking it."""
+    """Why `place` cannot name a store (with `to_write`: a writable one); None if it can, as far as can be checked offline."""
     url = url_of(place)
     if url is None:
         return None if place else "is empty"
@@ -65,8 +65,8 @@ def url_problem(place: str, *, to_write: bool = False) -> str | None:
 
 
 def open_store(place: str | Path, *, patience_seconds: float = PATIENCE_SECONDS, to_write: bool = False) -> Store:
-    """The store at a URL or path; nothing is asked of it yet. One of the Hub is read at one commit, unless it is opened to be
-    written. Raises StorageError if it cannot be one."""
+    """The store at a URL or path, without any request yet. A Hub store is read at one commit, unless opened to write. Raises
+    StorageError if `place` cannot be a store."""
     problem = url_problem(str(place), to_write=to_write)
     if problem is not None:
         raise StorageError(f"{place}: {problem}.")

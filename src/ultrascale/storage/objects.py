@@ -1,9 +1,9 @@
-"""Buckets, through obstore: Amazon's S3 and what speaks like it, Google's and Azure's.
+"""Buckets, through obstore: Amazon's S3 and compatible stores, Google's and Azure's.
 
-Why obstore and not fsspec: one wheel for all three, the same conditional put for all, no cache of listings that must be told to
-forget, and threads instead of an event loop beside torch's. Credentials are looked for where the makers' own tools look: the
-environment, the shared file of profiles, the machine's own role. None is ever taken from a URL or a run's file, and what a
-server says is cut down to its code before it is shown, because requests are quoted there.
+Why obstore and not fsspec: one wheel for all three, the same conditional put for all, no cache of listings to invalidate, and
+threads instead of an event loop beside torch's. Credentials come from the vendors' usual places: the environment, the shared
+file of profiles, the machine's role. None is ever read from a URL or a run's file, and a server's message is reduced to its
+error code before it is shown, because messages quote requests.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ultrascale.storage.store import PAUSE_SECONDS, READS, Block, Store, Stored,
 
 T = TypeVar("T")
 CONNECT_SECONDS, REQUEST_SECONDS = 10, 300
-"""A part of 16 MiB passes at 1 Mbit/s in half the latter."""
+"""A part of 16 MiB at 1 Mbit/s takes half the latter."""
 MULTIPART_BYTES, MULTIPART_STREAMS = 16 << 20, 8
 BLOCK_BYTES = 256 << 10
-"""An object that is read by blocks comes in these: larger ones leave the processor's caches between two uses."""
+"""Block size for streamed reads: larger blocks leave the CPU caches between two uses."""
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3}[ \w]*)")
 _FULL = re.compile(r"507|Insufficient ?Storage|Quota ?Exceeded|XMinioStorageFull|No space", re.IGNORECASE)
@@ -54,7 +54,7 @@ class ObjectStore(Store):
             raise StorageError(f"{url} needs the package obstore, which is not installed. {remedy}.") from error
         self.url = url
         self._obstore: Any = obstore
-        make: Any = from_url  # its types want one vendor's settings, known before the URL is
+        make: Any = from_url  # its types expect one vendor's settings, known before the URL is
         self._errors = (BaseError, OSError)
         try:
             self._store: Any = make(
@@ -114,7 +114,7 @@ class ObjectStore(Store):
                 return _version(self._obstore.put(self._store, key, data, mode=mode))
             except self._errors as error:
                 failure = error
-            # A refusal may be the answer to a second sending of what the first has done; no answer says nothing at all.
+            # A refusal may answer a retry of a request that succeeded; no response leaves the outcome unknown.
             try:
                 now, version = self.read_version(key)
                 if now == data:
@@ -144,7 +144,7 @@ class ObjectStore(Store):
                 self._do(key, lambda key=key: self._obstore.delete(self._store, key))
 
     def _read(self, key: str, work: Callable[[], T]) -> T:
-        """An answer that breaks off in its middle is asked for again."""
+        """Result of `work`; a response that breaks off is requested again."""
         for attempt in range(1, READS + 1):
             try:
                 return self._do(key, work)
@@ -215,7 +215,7 @@ def _profile() -> dict[str, str]:
 
 
 def _allows_http() -> bool:
-    """True if a server without encryption was asked for, such as one beside this machine."""
+    """True if the user asked for a server without encryption, such as a local one."""
     endpoints = (os.environ.get(f"AWS_ENDPOINT{end}", "") for end in ("", "_URL", "_URL_S3"))
     return any(endpoint.startswith("http://") for endpoint in endpoints) or os.environ.get("AWS_ALLOW_HTTP") == "true"
 
@@ -239,7 +239,7 @@ def _name(path: str) -> str:
 
 
 def _short(text: str) -> str:
-    """The message of a server or of the connection, without the request that is quoted around it."""
+    """The message of a server or connection error, without the quoted request."""
     details = [match[1].strip() for match in (_STATUS.search(text), _CODE.search(text)) if match]
     if details:
         return ", ".join(details)

@@ -1,8 +1,8 @@
-"""A large file as parts: objects of 16 MiB, each named by its place and checksum, and each read back against that.
+"""A large file as parts: objects of 16 MiB, each named by its index and checksum, and verified against it when read.
 
-Why not a store's own multipart upload: what a killed one leaves cannot be seen in a listing, every vendor ends one in another
-way, and nothing of it can be gone on with. A part is an object like any other: it is sent again alone, found again by its name
-after a kill, listed and collected by its prefix, and checked alone. The file is its parts end to end.
+Why not a store's own multipart upload: leftovers of a killed one are invisible in a listing, every vendor ends one differently,
+and it cannot be resumed. A part is an ordinary object: it is retried alone, found by its name after a kill, listed and removed
+by its prefix, and verified alone. The file is the concatenation of its parts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 PART_BYTES = 16 << 20
-"""Parts of 32 MiB cost both sides a third more processor time: less of one is still in the caches when it is used again."""
+"""Parts of 32 MiB cost both sides a third more CPU time: less of a part is still in cache at its second use."""
 STREAMS = 8
-"""Parts on their way at once. Those that go there are held whole, 128 MiB at most; those that come pass in small blocks."""
+"""Parts in flight at once. Uploads hold whole parts, 128 MiB at most; downloads stream in small blocks."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,10 @@ def crc_of(parts: Iterable[Part]) -> int:
 
 
 def upload_file(store: Store, path: Path, prefix: str, *, resuming: bool = False) -> tuple[Part, ...]:
-    """Write the file's parts under `prefix`; what they are, as the file was read.
+    """Upload the file's parts under `prefix`; returns the parts as read from the file.
 
-    `resuming`: some may be there from an attempt that was cut off; they are not sent again. Raises StorageError, OSError."""
+    `resuming`: parts that an interrupted attempt has uploaded are not sent again. Raises StorageError, OSError.
+    """
 
     size = path.stat().st_size
     free: list[mmap.mmap] = []  # to touch fresh memory costs as much as to send what it holds
@@ -72,7 +73,7 @@ def upload_file(store: Store, path: Path, prefix: str, *, resuming: bool = False
         if not (resuming and _is_there(store, key, part.bytes)):
             store.write(key, data)
         failpoint("upload.part")
-        with suppress(BufferError, SystemError):  # a connection that was given up may still be reading from it
+        with suppress(BufferError, SystemError):  # an abandoned connection may still be reading from it
             data.release()
             buffer.resize(len(buffer))  # refused while anybody holds it; some systems never can
             free.append(buffer)
@@ -82,9 +83,10 @@ def upload_file(store: Store, path: Path, prefix: str, *, resuming: bool = False
 
 
 def download_files(store: Store, files: Mapping[Path, tuple[str, Sequence[Part]]]) -> None:
-    """Make each file of its parts, each checked, and fsync it; `files` gives prefix and parts of each.
+    """Write each file from its verified parts, and fsync it; `files` gives prefix and parts of each.
 
-    Raises StorageError, OSError; then none of them is there."""
+    Raises StorageError, OSError; then none of them exists.
+    """
     created: list[Path] = []
     try:
         for path in files:
@@ -122,13 +124,13 @@ def read_parts(store: Store, parts: Sequence[Part], prefix: str) -> bytes:
 
 
 def _in_parallel(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
-    """Results in the order of the items. The first failure is raised; what has not begun by then never does."""
+    """Results in the order of the items. The first failure is raised; work that has not started by then is cancelled."""
     with ThreadPoolExecutor(STREAMS, "parts") as pool:
         return list(pool.map(work, items))
 
 
 def _placed(prefix: str, parts: Sequence[Part]) -> list[tuple[str, Part, int]]:
-    """Each part's key, and where in the file it begins."""
+    """Each part with its key, and its offset in the file."""
     pieces, offset = [], 0
     for index, part in enumerate(parts):
         pieces.append((part.key(prefix, index), part, offset))
@@ -137,7 +139,7 @@ def _placed(prefix: str, parts: Sequence[Part]) -> list[tuple[str, Part, int]]:
 
 
 def _download_part(store: Store, path: Path, key: str, part: Part, begin: int) -> None:
-    """A part into its place in a file; it is on its way to the disk while others still come."""
+    """Write a part at its offset in a file, and start its way to disk while others still arrive."""
     fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
 
     def put(block: Block, offset: int) -> None:
@@ -155,9 +157,10 @@ def _download_part(store: Store, path: Path, key: str, part: Part, begin: int) -
 
 
 def _read_part(store: Store, key: str, part: Part, put: Callable[[Block, int], None]) -> None:
-    """Give each block of a part, and where in the part it begins, to `put`; check the whole.
+    """Call `put` with each block of a part and its offset in the part; verify the part.
 
-    One that comes cut short or changed on the way is asked for again, and given again from its begin."""
+    A part that arrives truncated or corrupted is requested again, and passed to `put` again from its start.
+    """
     failure: StorageError | None = None
     for attempt in range(READS):
         time.sleep(PAUSE_SECONDS * (attempt > 0))

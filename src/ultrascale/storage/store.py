@@ -1,7 +1,7 @@
-"""`Store`: the one seam to where files are kept. Keys are relative and joined by `/`.
+"""`Store`: the only interface to stored files. Keys are relative and joined by `/`.
 
-A reader sees an object whole or not at all. Nothing is ever renamed: what must appear in one piece is made of objects that
-nobody looks for, and then of one that names them, which `publish` writes on a condition.
+Readers see an object complete or not at all. Nothing is ever renamed: a set of objects that must appear atomically is written
+first, and then an object that names them, which `publish` writes conditionally.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ultrascale.storage.errors import DamagedError, MissingError, RefusedError, 
 
 Block: TypeAlias = bytes | memoryview
 READS = 3
-"""Attempts to read an answer that breaks off; a request that gets none is sent again beneath."""
+"""Attempts to read a response that breaks off; requests without a response are retried below this level."""
 PAUSE_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class Version:
-    """One state of one object: the tag of its content, and where the store counts versions, the number."""
+    """One version of an object: its content tag, and where the store numbers versions, the number."""
 
     tag: str
     number: str | None = None
@@ -37,16 +37,16 @@ class Stored:
     key: str
     bytes: int
     tag: str = ""
-    """Text that differs once the content does."""
+    """Text that changes with the content."""
 
 
 class Store(ABC):
-    """A place for files. All methods may be called from any thread, and raise StorageError."""
+    """Storage of objects. All methods are thread-safe, and raise StorageError."""
 
     url: str
-    """URL as a person writes it, without a trailing `/`."""
+    """URL as a user writes it, without a trailing `/`."""
     listings_lag = True
-    """False if every listing shows what was published before it."""
+    """False if every listing shows everything published before it."""
 
     def where(self, key: str) -> str:
         """The URL of an object."""
@@ -58,30 +58,31 @@ class Store(ABC):
 
     @abstractmethod
     def read_version(self, key: str) -> tuple[bytes, Version]:
-        """All of an object, and which state of it that is. Raises MissingError if there is none."""
+        """All of an object, and its version. Raises MissingError if there is none."""
 
     @abstractmethod
     def read_range(self, key: str, begin: int, end: int) -> bytes:
-        """Bytes `begin` to `end` - 1 of an object; fewer where it ends before. Raises MissingError if there is none."""
+        """Bytes `begin` to `end` - 1 of an object; fewer if it ends earlier. Raises MissingError if there is none."""
 
     @abstractmethod
     def blocks(self, key: str) -> Iterator[Block]:
-        """All of an object, some hundred KiB at a time, as they come. Raises MissingError if there is none; an answer that
-        breaks off raises after what came of it."""
+        """Stream an object in blocks of some hundred KiB. Raises MissingError if there is none; a response that breaks off
+        raises after the blocks that arrived."""
 
     @abstractmethod
     def look_up(self, key: str) -> Stored:
-        """An object as a listing has it. Raises MissingError if there is none."""
+        """An object's entry as in a listing. Raises MissingError if there is none."""
 
     def size(self, key: str) -> int:
         """Length in bytes. Raises MissingError if there is none."""
         return self.look_up(key).bytes
 
     def fetch(self, stored: Stored, path: Path, after_block: Callable[[int], None] = lambda num_bytes: None) -> None:
-        """Make or replace the file `path` with an object. What comes cut short is asked for again.
+        """Write an object to the file `path`, replacing it. A truncated response is requested again.
 
-        `after_block`: told the bytes of each block; those that come again are told as none. Raises DamagedError if what
-        comes has another length than the listing says, OSError."""
+        `after_block`: called with the bytes of each block; repeated blocks do not count. Raises DamagedError if the length
+        differs from the listing's, OSError.
+        """
         failure: StorageError | None = None
         reported = 0
         for attempt in range(READS):
@@ -108,53 +109,54 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, key: str, data: bytes | memoryview) -> None:
-        """Make or replace an object. It can be read here at once, elsewhere after the next `flush`, `publish` or `remove`."""
+        """Create or replace an object. This process can read it at once, others after the next `flush`, `publish` or
+        `remove`."""
 
     @abstractmethod
     def write_file(self, key: str, path: Path) -> None:
-        """Make or replace an object with what a file holds, however large. Raises OSError if the file cannot be read."""
+        """Create or replace an object with the content of a file of any size. Raises OSError if the file cannot be read."""
 
     @abstractmethod
     def publish(self, key: str, data: bytes, *, replacing: Version | None) -> Version:
-        """Make an object, or replace that state of it; the new state. Raises ConflictError if it is there already, or is in
-        another state. Done again after an answer was lost, it succeeds: what is there is the same then."""
+        """Create an object, or replace that version of it; returns the new version. Raises ConflictError if it already exists,
+        or has another version. A retry after a lost response succeeds, because the content is then the same."""
 
     def hold(self, key: str, version: Version) -> None:  # noqa: B027 - most stores cannot ask for it
-        """Let nothing more that is written here appear once this object is in another state: what would show it raises
-        ConflictError. Stores that cannot ask so together with a write do as ever."""
+        """Make later writes conditional on the version of this object: once it has changed, operations that would make them
+        visible raise ConflictError. No effect on stores without such a condition."""
 
     @abstractmethod
     def names(self, prefix: str) -> tuple[list[Stored], list[str]]:
-        """Objects right under the folder `prefix`, and names of the folders there, both by their own names."""
+        """Objects directly under the folder `prefix`, and the names of its subfolders."""
 
     @abstractmethod
     def walk(self, prefix: str) -> Iterator[Stored]:
-        """Every object anywhere under the folder `prefix`, by its key."""
+        """Every object at any depth under the folder `prefix`, by its key."""
 
     def files(self) -> list[Stored]:
-        """Every object, apart from the markers of folders that consoles make: empty, and named as a folder is."""
+        """Every object, except empty ones named like a folder, which web consoles create as markers."""
         objects = list(self.walk(""))
         folders = {str(above) for stored in objects for above in PurePosixPath(stored.key).parents} | {""}
         return [stored for stored in objects if stored.bytes or stored.key not in folders]
 
     @abstractmethod
     def remove(self, keys: Iterable[str]) -> None:
-        """Remove objects; those that are not there are passed over."""
+        """Remove objects; missing ones are ignored."""
 
     def flush(self) -> None:  # noqa: B027 - most stores have nothing to do
-        """See that all that was written can be read by others. Where each write can at once there is nothing to do."""
+        """Make all writes visible to others. No effect where each write is visible at once."""
 
     def take_pending(self) -> dict[str, Any]:
-        """Writes that others cannot read yet, JSON-able, for another process's `add_pending`: whatever that one publishes next
-        shows them. None where each write can be read at once."""
+        """Writes that others cannot read yet, JSON-able, for another process's `add_pending`; its next publish makes them
+        visible. Empty where each write is visible at once."""
         return {}
 
     def add_pending(self, pending: dict[str, Any]) -> None:
-        """Take over what another process has written to this store, and could not be read yet."""
+        """Take over another process's writes to this store that are not visible yet."""
         assert not pending
 
     def expect_usable(self, probe: str) -> None:
-        """Prove that objects can be written, read, listed and removed here, with one of the name `probe`."""
+        """Test that objects can be written, read, listed and removed here, with a test object named `probe`."""
         content = probe.encode()
         self.write(probe, content)
         if self.read(probe) != content:

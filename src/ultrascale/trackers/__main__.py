@@ -1,7 +1,7 @@
-"""`python -m ultrascale.trackers RUN_FOLDER`: give trackers what they lack of a run.
+"""`python -m ultrascale.trackers RUN_FOLDER`: send trackers the rows of a run that they lack.
 
-Rank 0 starts it with `--beside`, and it ends with rank 0. By hand it sends what could not be sent: from a machine that has a
-network, of a run on machines that have none.
+Rank 0 starts it with `--beside`, and it ends with rank 0. Started by hand, it sends what could not be sent: from a machine with
+a network, for a run on machines without one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOCK = ".trackers.lock"
 
 
 def main() -> int:
-    """Follow, or send the rest; 0 if every tracker has every row."""
+    """Follow the run, or send the remaining rows; 0 if every tracker has every row."""
     parser = argparse.ArgumentParser(prog="python -m ultrascale.trackers", description="Give trackers what they lack of a run.")
     parser.add_argument("folder", type=Path, metavar="RUN_FOLDER")
     help_text = f"of {', '.join(SINKS)}; else those of the run"
@@ -39,7 +39,7 @@ def main() -> int:
 
     def say(text: str) -> None:
         for file in dict.fromkeys((lines, sys.stderr)):
-            with suppress(OSError):  # whoever listened has gone, or the disk is full
+            with suppress(OSError):  # the reader is gone, or the disk is full
                 print(text, file=file, flush=True)
 
     def over() -> bool:
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def _launcher_stream():
-    """Standard output for our lines alone; what libraries print there goes where errors go."""
+    """Standard output for our lines alone; output of the libraries is redirected to stderr."""
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return lines
@@ -71,7 +71,7 @@ def _at_end(file: int) -> bool:
 
 @contextmanager
 def _only_follower(folder: Path) -> Iterator[None]:
-    """While inside, no other process feeds this run's trackers: the one of the attempt before is waited for."""
+    """Context in which no other process feeds this run's trackers: waits for the one of the previous attempt."""
     with open(folder / LOCK, "w") as file:
         for _ in range(int((CLOSE_SECONDS + 5) * 10)):
             try:

@@ -1,6 +1,6 @@
-"""Hands rows of a growing `metrics.jsonl` to trackers, each in a thread of its own, and tries again what fails.
+"""Sends rows of a growing `metrics.jsonl` to trackers, each in its own thread, and retries failures.
 
-Beside them it hands over what this machine does: processor, memory, disk and GPUs, from /proc and nvidia-smi without a package.
+Also sends figures of this machine: CPU, memory, disk and GPUs, from /proc and nvidia-smi without a package.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from ultrascale.trackers.tracker import RunFacts, TrackedRecord, Tracker
 
 OPEN = {"wandb": "WandbRun", "mlflow": "MlflowRun", "trackio": "TrackioRun", "tensorboard": "TensorboardRun"}
 LOOK_SECONDS = 0.5
-"""Seconds between two looks at the file."""
+"""Polling interval of the file in seconds."""
 FIRST_WAIT, LONGEST_WAIT = 1.0, 300.0
-"""Seconds from a failure to the next try, doubled each time."""
+"""Seconds from a failure to the first retry, doubled up to the longest."""
 LIVE_SECONDS = 60.0
-"""A row that is older says nothing of the machine as it is now."""
+"""Age in seconds up to which a row gets current figures of this machine."""
 MOST_READ = 2**20
-"""Bytes at a time."""
+"""Bytes read at a time."""
 
 
 @dataclass
 class Rows:
-    """Rows of a file that grows, and that is replaced by a shorter one when a run goes back to a checkpoint."""
+    """Rows of a growing file, which is replaced by a shorter one when a run goes back to a checkpoint."""
 
     path: Path
     _inode: int = field(default=-1, init=False)
     _position: int = field(default=0, init=False)
 
     def new(self) -> list[dict[str, Any]]:
-        """Whole rows since the last call; of a file that was replaced, all of them again."""
+        """Complete rows since the last call; all of them again if the file was replaced."""
         try:
             with open(self.path, "rb") as file:
                 stat = os.fstat(file.fileno())
@@ -57,7 +57,7 @@ class Rows:
         return [row for row in map(_row, whole.splitlines()) if row]
 
     def again(self) -> None:
-        """Begin at the first row once more."""
+        """Restart at the first row."""
         self._position = 0
 
 
@@ -71,7 +71,7 @@ def _row(line: bytes) -> dict[str, Any]:
 
 @dataclass
 class Feed:
-    """One tracker of a run."""
+    """Sends rows to one tracker of a run."""
 
     sink: str
     facts: RunFacts
@@ -92,7 +92,7 @@ class Feed:
         self._system = System(self.facts.folder)
 
     def run(self) -> None:
-        """Give the tracker every row until the run is over. A failure is said once, and tried again ever more rarely."""
+        """Send the tracker every row until the run is over. Reports a failure once, and retries at growing intervals."""
         wait = FIRST_WAIT
         while True:
             try:
@@ -122,7 +122,7 @@ class Feed:
                 self._note()
 
     def _send_new(self) -> bool:
-        """Give new rows. Whether those were the last."""
+        """Send new rows. Returns True if those were the last."""
         assert self._tracker is not None
         over = self.over.is_set()  # before looking, so that nothing that came in between is left out
         rows = self._rows.new()
@@ -144,7 +144,7 @@ class Feed:
             self.record.save(self.sink, self._tracker.id, self._last)
 
     def _values(self, row: dict[str, Any]) -> dict[str, float]:
-        """Finite numbers of a row, with the plan's beside them and, of a row of now, the machine's."""
+        """Finite numbers of a row, with the plan's values and, for a current row, the machine's figures."""
         values = {key: value for key, value in row.items() if key not in ("step", "time")} | self.facts.plan
         if self.facts.run.log.system_metrics and self.sink != "wandb" and time.time() - row["time"] < LIVE_SECONDS:
             values |= self._system.sample()
@@ -172,7 +172,8 @@ class Feed:
 def follow(
     folder: Path, say: Callable[[str], None], over: Callable[[], bool], *, close_seconds: float, sinks: Iterable[str] = ()
 ) -> bool:
-    """Feed the trackers of the run in `folder` until `over`, and then for at most `close_seconds`. Whether all have all."""
+    """Feed the trackers of the run in `folder` until `over`, and then for at most `close_seconds`. Returns True if all have all
+    rows."""
     facts = RunFacts.read(folder)
     record, lock = TrackedRecord.read(folder, facts.run.name), threading.Lock()
     feeds = [Feed(sink, facts, record, say, lock, ending=lambda: last_event(folder)) for sink in sinks or facts.run.log.sinks]
@@ -206,7 +207,7 @@ def last_event(folder: Path) -> str:
 
 GIB = 2**30
 EVERY_SECONDS = 10.0
-"""Seconds between two looks; rows in between have no values."""
+"""Seconds between two samples; rows in between have no values."""
 GPU_FIELDS = {
     "utilization.gpu": "utilization_percent", "memory.used": "memory_mib", "temperature.gpu": "temperature_c",
     "power.draw": "power_w", "clocks.sm": "sm_clock_mhz",
@@ -222,7 +223,7 @@ class System:
     _ticks: tuple[int, int] | None = field(default=None, init=False)
 
     def sample(self) -> dict[str, float]:
-        """Values by `system/...`; empty if the last look was just now."""
+        """Values by `system/...`; empty if the last sample is too recent."""
         if time.monotonic() - self._sampled_at < EVERY_SECONDS:
             return {}
         self._sampled_at = time.monotonic()
@@ -233,7 +234,7 @@ class System:
         return {f"system/{name}": value for name, value in values.items()}
 
     def _processor(self) -> dict[str, float]:
-        """Share of the processors' time since the last look, in percent."""
+        """CPU utilization since the last sample, in percent."""
         fields = [int(text) for text in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
         total, idle = sum(fields), fields[3] + fields[4]
         before, self._ticks = self._ticks, (total, idle)
@@ -254,7 +255,7 @@ def _memory() -> dict[str, float]:
 
 
 def _gpus() -> dict[str, float]:
-    """Figures of each GPU, by its number; none where there is no nvidia-smi."""
+    """Figures of each GPU, by its number; empty without nvidia-smi."""
     if which("nvidia-smi") is None:
         return {}
     words = ["nvidia-smi", f"--query-gpu=index,{','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
@@ -263,7 +264,7 @@ def _gpus() -> dict[str, float]:
 
 
 def read_gpus(printed: str) -> dict[str, float]:
-    """Values of the table that nvidia-smi prints; a field that a GPU does not have is left out."""
+    """Values from the table that nvidia-smi prints; fields that a GPU does not have are omitted."""
     figures = {}
     for line in printed.splitlines():
         index, *values = (word.strip() for word in line.split(","))

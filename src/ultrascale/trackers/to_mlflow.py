@@ -1,4 +1,4 @@
-"""MLflow, through its client: no run of its fluent API is left open."""
+"""MLflow, through its client, so that no run of its fluent API stays open."""
 
 from __future__ import annotations
 

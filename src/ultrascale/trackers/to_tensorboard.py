@@ -9,7 +9,7 @@ from ultrascale.trackers.tracker import RunFacts, new_id
 
 
 class TensorboardRun:
-    """A folder of event files. They are not read again: the run's folder says which step they have."""
+    """A folder of event files. They are not read back: the run's folder records the last step."""
 
     last_step = None
 

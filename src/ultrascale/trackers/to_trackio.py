@@ -1,4 +1,4 @@
-"""Trackio. It knows a run by its name, which is therefore made unlike those of earlier runs."""
+"""Trackio. It identifies a run by its name, which is therefore made unique among earlier runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ultrascale.trackers.tracker import RunFacts, new_id
 
 
 class TrackioRun:
-    """A run of Trackio. What is on this machine says which step it has; a space does not, and the run's folder does."""
+    """A run of Trackio. Local data show the last step; for a space the run's folder records it."""
 
     def __init__(self, facts: RunFacts, known: str | None):
         settings, self.id = facts.run.log.trackio, known or new_id(facts.run.name)

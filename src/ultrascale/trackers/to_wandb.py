@@ -1,4 +1,4 @@
-"""Weights & Biases. Its own background process samples the machine, so that it is not given our system metrics."""
+"""Weights & Biases. Its own background process samples the machine, so it does not receive our system metrics."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from ultrascale.trackers.tracker import RunFacts, new_id
 
 INIT_SECONDS = 60.0
-"""Seconds that the server may take to answer."""
+"""Seconds to wait for the server's response."""
 
 
 class WandbRun:
-    """A run of Weights & Biases. Online the server says which step it has; offline it is the run's folder."""
+    """A run of Weights & Biases. Online the server knows the last step; offline the run's folder records it."""
 
     def __init__(self, facts: RunFacts, known: str | None):
         import wandb  # pyright: ignore[reportMissingImports]

@@ -1,4 +1,4 @@
-"""The interface of a tracker, and what it is given about a run."""
+"""The interface of a tracker, and the facts that it receives about a run."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ultrascale.config.resolve import resolve
 from ultrascale.description.run import Run
 
 FILE = "tracked.json"
-"""File in the run's folder: the name under which each tracker knows the run, and the last step that each was given."""
+"""File in the run's folder: the run's id in each tracker, and the last step sent to it."""
 SCHEMA = "ultrascale/tracked/1"
 
 
 class Tracker(Protocol):
-    """A tracked run that is open."""
+    """An open tracked run."""
 
     id: str
-    """Identifier by which the tracker finds the run again."""
+    """Identifier to resume the tracked run."""
     last_step: int | None
-    """The last step it has; 0 or less: none. None if it cannot say."""
+    """The last step it has; 0 or less: none. None if unknown."""
 
     def write(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
-        """Take the values of a step, the `step`th of the run, that ended at `seconds` of the wall clock."""
+        """Record the values of the `step`th step of the run, which ended at `seconds` of the wall clock."""
 
     def close(self, ending: str) -> None:
         """Finish: `end`, the run is complete; `stop`, it stopped in order; `crash`."""
@@ -35,14 +35,14 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run, as trackers are told of it."""
+    """Facts about a run for trackers."""
 
     run: Run
     folder: Path
     settings: dict[str, Any]
-    """Every value of the run's file, nested as there."""
+    """Every value of the run's TOML file, nested as there."""
     plan: dict[str, float]
-    """Predicted values, by the names of the measured ones: `plan/step_s` beside `perf/step_s`."""
+    """Predicted values, named like the measured ones: `plan/step_s` for `perf/step_s`."""
 
     @classmethod
     def read(cls, folder: Path) -> RunFacts:
@@ -51,12 +51,12 @@ class RunFacts:
         return cls(resolve(folder / "run.toml").run, folder, settings, plan_values(_json(folder / "plan.json")))
 
     def flat(self) -> dict[str, Any]:
-        """Settings and plan by dotted keys, without settings that say nothing."""
+        """Settings and plan by dotted keys, without empty settings."""
         return {key: value for key, value in _flat(self.settings).items() if value not in ("none", "", [])} | self.plan
 
 
 def plan_values(plan: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers of a `plan.json` by the names of the metrics that they predict; its memory is in every row already."""
+    """Numbers of a `plan.json` by the names of the metrics that they predict; without memory, which every row has already."""
     time = plan.get("time") or {}
     predicted = {
         "plan/step_s": time.get("seconds_per_step"),
@@ -68,9 +68,9 @@ def plan_values(plan: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass
 class TrackedRecord:
-    """The run's record of its trackers, kept in `tracked.json` in its folder.
+    """The run's record of its trackers, stored as `tracked.json` in its folder.
 
-    It holds for one run: a copy of a folder under another name begins tracked runs of its own.
+    It is valid for one run: a copy of a folder under another name starts new tracked runs.
     """
 
     folder: Path
@@ -86,22 +86,21 @@ class TrackedRecord:
         return cls(folder, name, by_sink)
 
     def id(self, sink: str, wanted_id: str | None) -> str | None:
-        """Identifier of the tracked run to resume; None to begin one."""
+        """Identifier of the tracked run to resume; None to start one."""
         return wanted_id or self.by_sink.get(sink, {}).get("id")
 
     def last_step(self, sink: str, identity: str) -> int:
-        """The last step that this tracked run was given; 0: none."""
+        """The last step sent to this tracked run; 0: none."""
         known = self.by_sink.get(sink, {})
         return known.get("step", 0) if known.get("id") == identity else 0
 
     def behind(self, sink: str, identity: str) -> int:
-        """Number of steps by which the tracked run's own numbers are lower than the run's: 1 after an earlier release, until it
-        is given a row."""
+        """Offset between the run's step numbers and the tracked run's: 1 after an earlier release, until a row is sent."""
         known = self.by_sink.get(sink, {})
         return known.get("behind", 0) if known.get("id") == identity else 0
 
     def save(self, sink: str, identity: str, step: int) -> None:
-        """Note the last step of a tracked run, of which the tracker has the number. Raises OSError."""
+        """Record the last step that a tracked run has. Raises OSError."""
         self.by_sink[sink] = {"id": identity, "step": step}
         partial = self.folder / f".{FILE}.tmp"
         partial.write_text(json.dumps({"schema": SCHEMA, "name": self.name, "trackers": self.by_sink}, indent=1) + "\n")
@@ -109,7 +108,7 @@ class TrackedRecord:
 
 
 def new_id(name: str) -> str:
-    """`demo-9f86d081`: a name that no earlier run of the same name has."""
+    """`demo-9f86d081`: the name with a unique suffix."""
     return f"{name}-{secrets.token_hex(4)}"
 
 

@@ -1,4 +1,4 @@
-"""The corpora of a run and the one tokenizer that they share. Needs no torch."""
+"""The corpora of a run and the tokenizer that they share. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ultrascale.storage import url_of
 
 
 def with_absolute_paths(run: Run) -> Run:
-    """`run` with the same data and tokenizer, named so that they are found from any folder."""
+    """`run` with absolute paths to its data and tokenizer, so that they resolve from any working directory."""
 
     def absolute(sources: tuple[Source, ...]) -> tuple[Source, ...]:
         return tuple(replace(source, path=url_of(source.path) or os.path.abspath(source.path)) for source in sources)
@@ -46,8 +46,8 @@ def build_loader(run: Run, sources: tuple[Source, ...]) -> Loader:
 
 
 def expect_startable(run: Run) -> None:
-    """Raise SpecError or DataError if the run's device or data are missing, or its prepared folders cannot be trained on:
-    before any rank starts. Stores and foreign prefixes are opened by the ranks, and so is everything if they are there."""
+    """Raise SpecError or DataError if the run's device or data are missing, or its prepared folders cannot be trained on. Runs
+    before any rank starts. Stores and foreign prefixes are left to the ranks; so is everything if this process is a rank."""
     expect_ready(run)
     if env_world_size(os.environ) > 1:
         return
@@ -62,9 +62,9 @@ def expect_startable(run: Run) -> None:
 
 
 def validation_loaders(run: Run) -> dict[str, Loader]:
-    """A loader for each held-out corpus, by the name of its metric: val/loss, or val/loss/CORPUS if there are several.
+    """A loader for each validation corpus, by the name of its metric: val/loss, or val/loss/CORPUS if there are several.
 
-    CORPUS is the corpus's own name, or where several have one name, what differs of their paths.
+    CORPUS is the corpus's name; where several corpora share a name, the part of the path in which they differ.
     """
     sources = run.data.validation
     if len(sources) == 1:
@@ -77,8 +77,8 @@ def validation_loaders(run: Run) -> dict[str, Loader]:
 
 
 def expect_one_tokenizer(run: Run, training: Loader, validation: dict[str, Loader]) -> None:
-    """Raises SpecError if a held-out corpus was made with another tokenizer than training's, or if `data.tokenizer` is missing
-    or not the one. Foreign corpora, which do not say, pass."""
+    """Raises SpecError if a validation corpus was prepared with another tokenizer than the training corpus, or if
+    `data.tokenizer` is missing or differs. Foreign corpora, which do not record a tokenizer, pass."""
     corpora = [*training.corpora, *(corpus for loader in validation.values() for corpus in loader.corpora)]
     known = [(corpus.path, corpus.tokenizer.fingerprint) for corpus in corpora if corpus.tokenizer is not None]
     problems = []

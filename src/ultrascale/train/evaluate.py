@@ -1,4 +1,4 @@
-"""Loss on held-out text, always the same sequences."""
+"""Validation loss, always over the same sequences."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ultrascale.train.watch.signs_of_life import slow_part
 
 
 class HeldOut(LoopObserver):
-    """Evaluates every `evaluation.every_steps`, and at the end."""
+    """Evaluates every `evaluation.every_steps` steps, and at the end."""
 
     def __init__(self, validation: dict[str, Loader]):
         self.validation = validation
-        """Held-out data, by the name of its metric."""
+        """Loaders of validation data, by the name of the metric."""
         self.has_evaluated = False
 
     def after_step(self, session: Session, done: StepDone) -> None:
@@ -41,8 +41,8 @@ class HeldOut(LoopObserver):
 def evaluate(trainer: Trainer, loader: Loader, num_sequences: int) -> float | None:
     """Mean loss in nats over the first `num_sequences` sequences of `loader`, on every rank; None if none has a valid target.
 
-    All ranks do the same number of forward passes, because each one gathers parameters from all of them. Sequences too many are
-    computed and have no valid targets.
+    All ranks run the same number of forward passes, because each pass all-gathers parameters from all ranks. Surplus sequences
+    are computed, but have no valid targets.
     """
     layout, coordinates = trainer.run.layout, trainer.share.mesh.coordinates
     together = layout.dp * layout.micro_batch_size

@@ -1,13 +1,13 @@
 """A run from start to end: join, restore, step, save, leave.
 
 train(run)
-  joined             processes meet, build what they need and restore the newest checkpoint    (session)
-  steps              one after the other; saved where that is due
+  joined             processes join the process group, build their state and restore the newest checkpoint    (session)
+  steps              step after step, with a checkpoint where one is due
   finish             the last checkpoint
   export             the Hugging Face folder
 
-Everything rare (metrics, evaluation, stragglers, comparisons of replicas, going back, deadlines, stores) is a `LoopObserver`,
-told of the moments that `session.moments` names, and is not there where a run does not ask for it.
+Every optional feature (metrics, evaluation, stragglers, comparison of replicas, rewinding, deadlines, stores) is a
+`LoopObserver`. It is called at the moments that `session.moments` defines, and exists only if the run asks for it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def train(
     leave_by: float | None = None,
     island: int | None = None,
 ) -> Outcome:
-    """Train `run`, or go on with it, in this process and those that were started beside it, which meet at `rendezvous`.
+    """Train `run`, or resume it, in this process and its peers, which join at `rendezvous`.
 
-    `ignore_memory`: start although the plan says that it does not fit its devices. `leave_by`: second of the wall clock by
-    which the processes must be gone, saved. `island`: the number of the island that these processes are, where each is started
-    by itself (`islands.quorum`).
+    `ignore_memory`: start even if the plan says that the run does not fit its devices. `leave_by`: wall-clock time in seconds
+    by which the processes must have saved and exited. `island`: number of this island, if each island is started by itself
+    (`islands.quorum`).
 
     Raises SpecError (the run does not fit the processes, the data or the checkpoint), DataError, CheckpointError,
     NonFiniteError, RunFolderLostError.
@@ -70,13 +70,13 @@ def train(
                     outcome = steps(session)
                 outcome = finish(session, outcome)
         if run.checkpoint.export and session.ranks.is_first and not outcome.stopped:
-            # After the ranks have parted: writing a large model takes longer than the others would wait for.
+            # After the process group is closed: writing a large model takes longer than the other ranks would wait.
             export(session)
     return outcome
 
 
 def steps(session: Session) -> Outcome:
-    """Step until the run is done or a signal came."""
+    """Step until the run is complete or a stop signal arrives."""
     trainer, last_loss = session.trainer, None
     heartbeat.steps_done(trainer.steps_done)
     with ExitStack() as until_end:
@@ -93,7 +93,7 @@ def steps(session: Session) -> Outcome:
 
 
 def step(session: Session) -> float:
-    """One step and what follows it; the loss."""
+    """One step and the observers' work after it. Returns the loss."""
     for observer in session.observers:
         observer.before_step(session)
     started = time.perf_counter()
@@ -108,13 +108,13 @@ def step(session: Session) -> float:
 
 
 def go_back(session: Session, error: AnomalousStepError | CorruptStateError) -> None:
-    """Raise `error`, unless an observer makes good for it."""
+    """Raise `error`, unless an observer rewinds the session to an earlier step."""
     if not any(observer.failed(session, error) for observer in session.observers):
         raise error
 
 
 def save(session: Session, *, last: bool = False) -> None:
-    """Save the state as it is now. Raises RunFolderLostError after that if the run's folder was lost."""
+    """Save the current state. Then raises RunFolderLostError if the run's folder was lost."""
     started, trainer = time.perf_counter(), session.trainer
     heartbeat.beat("saving a checkpoint", extra_seconds=SLOW_SECONDS)
     session.place.save(trainer.steps_done, tensors_of(trainer), facts_of(trainer), last=last)
@@ -124,7 +124,7 @@ def save(session: Session, *, last: bool = False) -> None:
 
 
 def finish(session: Session, outcome: Outcome) -> Outcome:
-    """Keep what there is; how the run ended."""
+    """Save the final state, if no checkpoint holds it yet. Returns how the run ended."""
     trainer, saves = session.trainer, session.saves
     heartbeat.beat("waiting for a save", extra_seconds=SLOW_SECONDS)
     saves.settle(trainer.steps_done)
@@ -134,7 +134,7 @@ def finish(session: Session, outcome: Outcome) -> Outcome:
             for observer in session.observers:
                 observer.before_stop(session)
         except CorruptStateError as error:
-            go_back(session, error)  # and leave it at that
+            go_back(session, error)  # nothing more is done about it
             outcome = outcome._replace(steps_done=trainer.steps_done)
     heartbeat.beat("saving the last checkpoint", extra_seconds=SLOW_SECONDS)
     if saves.saved_at != trainer.steps_done:

@@ -1,4 +1,4 @@
-"""The sequences of a step, as the forward passes of one rank see them."""
+"""The sequences of a step, as one rank's forward passes read them."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from ultrascale.work.sharding.places import Coordinates, even_part
 
 
 class ReadsSequences(Protocol):
-    """Interface of a loader for the trainer (`data.loader.Loader`)."""
+    """Interface of a loader that the trainer needs (`data.loader.Loader`)."""
 
     def read(self, numbers: Iterable[int]) -> Sequences:
         """The sequences with these global numbers."""
         ...
 
     def fingerprint(self) -> str:
-        """Text of everything that the sequences depend on."""
+        """Text that identifies everything the sequences depend on."""
         ...
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Inputs of one rank's forward passes, on the device, int64; S is this rank's share of the sequence under cp."""
+    """Inputs of one rank's forward passes, on the device, int64. Under cp, S is the rank's share of the sequence."""
 
     tokens: torch.Tensor
     """[B, S]"""
@@ -42,17 +42,17 @@ class MicroBatch:
     positions: torch.Tensor | None
     """[S] or [B, S]; None: 0, 1, 2, ..."""
     document_ids: torch.Tensor | PackedIds | Documents | None
-    """[B, length of whole sequences]; on CUDA with where documents end; with cp on the CPU, and the order that they are cut in.
-    None: one stream."""
+    """[B, length of the full sequences]. On CUDA with the ends of documents; under cp on the CPU, with the order in which the
+    sequence is cut. None: one stream without document boundaries."""
     num_targets: int
-    """Targets that count."""
+    """Number of valid targets."""
     dropout_keys: torch.Tensor | None = None
-    """[B, S] (`kernels.dropout.token_keys`), read in training only; None: the model drops nothing."""
+    """[B, S] (`kernels.dropout.token_keys`), read in training only. None: no dropout."""
 
 
 def sequence_numbers(span: StepSpan, layout: Layout, coordinates: Coordinates) -> list[range]:
-    """Global numbers of the sequences in each micro-batch of a rank: micro-batch j of data-parallel rank r takes the
-    (j dp + r)-th run of micro_batch_size numbers."""
+    """Global numbers of the sequences in each micro-batch of a rank: micro-batch j of data-parallel rank r takes the (j dp +
+    r)-th block of micro_batch_size numbers."""
     size, end = layout.micro_batch_size, span.first_sequence + span.num_sequences
     starts = range(span.first_sequence + coordinates.dp * size, end, layout.dp * size)
     return [range(start, start + size) for start in starts]
@@ -67,9 +67,9 @@ def micro_batch(
     device: torch.device,
     dropout_seed: int | None = None,
 ) -> MicroBatch:
-    """Micro-batch of `sequences` of the rank at `coordinates`, on `device`; no documents if they are one stream (not `packed`).
+    """The micro-batch of the rank at `coordinates` from `sequences`, on `device`. Without document ids if not `packed`.
 
-    `dropout_seed`: with it and a token's place in the data it is decided what is dropped; None: nothing is.
+    `dropout_seed`: together with a token's position in the data it decides which elements are dropped. None: no dropout.
     """
 
     def moved(array: np.ndarray) -> torch.Tensor:
@@ -82,12 +82,12 @@ def micro_batch(
         tokens, targets, positions = local.tokens, local.targets, moved(local.positions)
         keys = None if keys is None else np.take_along_axis(keys, local.slots, axis=1)
         if ids is None and sequences.tokens.shape[1] % layout.cp:
-            ids = np.zeros_like(sequences.tokens)  # one document: only ids tell how long sequences are of uneven parts
+            ids = np.zeros_like(sequences.tokens)  # one document: ids carry the sequence length for uneven parts
     elif packed:
         tokens, positions = sequences.tokens, moved(sequences.positions)
     else:
         tokens, positions = sequences.tokens, None
-    if positions is None and layout.world_size > layout.dp:  # activations may be shorter than what they stand for
+    if positions is None and layout.world_size > layout.dp:  # activations may be shorter than the sequence they represent
         positions = torch.arange(tokens.shape[1], device=device)
     documents: torch.Tensor | PackedIds | Documents | None = None
     if ids is not None:
@@ -104,7 +104,7 @@ def micro_batch(
 
 
 def activation_shape(batch: MicroBatch, width: int, layout: Layout, coordinates: Coordinates) -> tuple[int, int, int]:
-    """[B, S, D] of what one pipeline stage of the rank at `coordinates` hands to the next; `width`: D."""
+    """[B, S, D] of the activations that one pipeline stage of the rank at `coordinates` sends to the next; `width`: D."""
     rows, length = batch.tokens.shape
     if layout.tp > 1 and layout.sequence_parallel:
         length = even_part(length, layout.tp, coordinates.tp)[1]

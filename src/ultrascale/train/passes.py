@@ -1,4 +1,4 @@
-"""The forward and backward passes of a step, on one rank: the actions of `schedules` played, with or without a pipeline."""
+"""The forward and backward passes of a step on one rank: executes the actions of `schedules`, with or without a pipeline."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from ultrascale.schedules.actions import Action, Kind
 from ultrascale.train.micro_batches import MicroBatch, activation_shape
 
 EVALUATED_TOGETHER = 4
-"""Micro-batches for each pipeline rank that an evaluation runs at once: over gloo, what a rank sends it keeps until the end."""
+"""Micro-batches per pipeline rank that an evaluation runs at once. Over gloo a rank keeps every sent tensor until the end."""
 
 
 @dataclass
 class Passes:
-    """Runs micro-batches through this rank's share of the model."""
+    """Runs micro-batches through this rank's part of the model."""
 
     share: Share
     on_action: Callable[[Action], None] = lambda action: None
-    """Called with each action before it begins."""
+    """Called with each action before it starts."""
     after_backward: Callable[[int], None] = lambda micro_batch: None
-    """Called with the micro-batch whose backward pass is done; not called in a pipeline."""
+    """Called with the index of the micro-batch whose backward pass has finished; not called in a pipeline."""
     loss_scale: float = 1.0
-    """Factor on the losses before their backward passes, for fp16; gradients that `train` leaves are larger by it."""
+    """Factor on the losses before their backward passes, for fp16. Gradients after `train` are larger by this factor."""
     pipeline: Pipeline | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -42,8 +42,8 @@ class Passes:
             self.pipeline = build_pipeline(share.layout, share.stages, groups, device, lambda action: self.on_action(action))
 
     def train(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> list[Tensor]:
-        """Leave the gradients of (sum of losses) / `num_targets` x `loss_scale` in the parameters. Returns the losses, summed
-        over valid targets, 0-d each; in a pipeline only on ranks that hold the last stage (DualPipe: at both ends)."""
+        """Accumulate the gradients of (sum of losses) / `num_targets` x `loss_scale` in the parameters. Returns the losses,
+        summed over valid targets, 0-d each; in a pipeline only on ranks that hold the last stage (DualPipe: at both ends)."""
         losses: list[Tensor] = []
         scale = self.loss_scale / max(1, num_targets)
         for stage in self.share.stages.values():
@@ -59,7 +59,7 @@ class Passes:
                 loss = self.forward(micro_batches[action.micro_batch])
                 losses.append(loss.detach())
                 under_way[action.micro_batch] = loss * scale
-                del loss  # else its graph, and what that refers to (masks), would live until the next loss
+                del loss  # else its graph and the tensors it references (masks) would live until the next loss
             else:
                 under_way.pop(action.micro_batch).backward()
                 self.after_backward(action.micro_batch)
@@ -67,7 +67,7 @@ class Passes:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Losses as `train` gives them, without gradients."""
+        """Losses as returned by `train`, without gradients."""
         if self.pipeline is None:
             return [self.forward(batch) for batch in micro_batches]
         losses: list[Tensor] = []
@@ -77,8 +77,8 @@ class Passes:
         return losses
 
     def forward(self, batch: MicroBatch, *, stage: int = 0, received: Tensor | None = None) -> Tensor:
-        """Output of a stage: of the last, the loss summed over the valid targets of `batch`, 0-d; of others, activations for
-        the next stage. `received`: activations of the stage before."""
+        """Output of a stage. Last stage: the loss summed over the valid targets of `batch`, 0-d; other stages: activations for
+        the next stage. `received`: activations of the previous stage."""
         if not torch.is_grad_enabled():
             heartbeat.beat("evaluating")
         decoder, inputs = self.share.stages[stage], batch.tokens if received is None else received
@@ -90,7 +90,7 @@ class Passes:
     def _through(
         self, run: Callable[..., None], micro_batches: Sequence[MicroBatch], losses: list[Tensor], scale: float
     ) -> None:
-        """Let the pipeline `run` the micro-batches; the last stage's losses are added to `losses`."""
+        """Call the pipeline's `run` on the micro-batches; appends the last stage's losses to `losses`."""
         layout, last = self.share.layout, self.share.layout.num_stages - 1
 
         def run_stage(stage: int, micro_batch: int, received: Tensor | None) -> Tensor:

@@ -1,10 +1,10 @@
-"""Speed and memory of a run on this machine, compared with its plan: its first steps, with no profiler.
+"""Speed and memory of a run on this machine, compared with its plan: the run's first steps, without a profiler.
 
     steps 1 to 2            live memory: on a CPU tensor by tensor, on CUDA by the allocator
-    up to `warm`            nothing watches
-    as many as `steps`      timed
+    up to `warm`            warm-up, not measured
+    the next `steps`        timed
 
-One JSON object, `Speed`, is what comes of it.
+The result is one JSON object, `Speed`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ultrascale.train.start.fit import cluster_of
 from ultrascale.train.trainer import Trainer
 
 MEMORY_STEPS = 2
-"""The second is the first with everything there that stays between steps."""
+"""The second step is the first to hold everything that persists between steps."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Speed:
 
     @property
     def tokens_per_second_per_rank(self) -> float:
-        """At the median step."""
+        """Tokens per second and rank, at the median step."""
         return self.tokens_per_step / self.median_seconds / self.ranks
 
     @classmethod
@@ -75,10 +75,11 @@ class Speed:
 
 
 def measure_speed(run: Run, steps: int, out: Path, *, warm: int, rendezvous: str = "env://") -> Speed | None:
-    """Time `steps` steps of `run` after `warm` others, in this process and those started beside it, into the file `out`.
+    """Time `steps` steps of `run` after `warm` warm-up steps, in this process and its peers. Writes the result to the file
+    `out`.
 
-    Returns what rank 0 wrote, None on others. Raises SpecError (the run does not fit the processes or the data), DataError,
-    OutOfDeviceMemory.
+    Returns the result on rank 0, None on other ranks. Raises SpecError (the run does not fit the processes or the data),
+    DataError, OutOfDeviceMemory.
     """
     with begun_aside(run, warm + steps, out.parent, rendezvous=rendezvous) as trainer:
         ranks = trainer.ranks
@@ -87,7 +88,7 @@ def measure_speed(run: Run, steps: int, out: Path, *, warm: int, rendezvous: str
         for _ in range(warm - watched):
             trainer.train_step()
         seconds = timed_steps(trainer, steps)
-        if ranks.device.type == "cuda":  # of all steps: the allocator may still have grown
+        if ranks.device.type == "cuda":  # maximum over all steps: the allocator may have grown after the first ones
             memory = _Memory(memory.planned, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
         memories = [_Memory(*json.loads(text)) for text in ranks.gather_text(json.dumps(list(asdict(memory).values())))]
         if not ranks.is_first:
@@ -107,10 +108,10 @@ class _Memory:
 
 
 def _memory(trainer: Trainer, steps: int) -> _Memory:
-    """Do `steps` steps and say what they took."""
+    """Run `steps` steps. Returns the memory they took."""
     planned = planned_memory(trainer, steps).peak.total
     if trainer.ranks.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()  # drawing the initial weights took more than a step may
+        torch.cuda.reset_peak_memory_stats()  # drawing the initial weights may take more memory than a step
         for _ in range(steps):
             trainer.train_step()
         return _Memory(planned, None)
@@ -127,7 +128,7 @@ def _speed(trainer: Trainer, seconds: list[float], memories: list[_Memory]) -> S
     named = run if is_here(run.cluster, ranks.device) else replace(run, cluster="auto")  # planned for where it is timed
     try:
         prediction = plan_run(named, cluster_of(named, ranks.device)).prediction
-    except SpecError:  # so many do not fill nodes of the catalogue: what is measured is not lost for that
+    except SpecError:  # as many ranks may not fill whole nodes of the catalogue; the measurement is kept without a plan
         prediction = None
     return Speed(
         step_seconds=seconds,
@@ -148,7 +149,7 @@ def _speed(trainer: Trainer, seconds: list[float], memories: list[_Memory]) -> S
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
-    """In one piece: whoever looks finds all of it or nothing."""
+    """Write the file atomically: readers find the complete file or none."""
     partial = path.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(value, indent=1) + "\n")
     partial.replace(path)

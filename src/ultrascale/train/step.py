@@ -1,14 +1,14 @@
 """One training step on one rank: read, count, passes, norm, clip, update.
 
-Everything rare (fp16's scale, anomalies, repeated passes, the noise scale, experts' load) is an `Observer` in
-`train.observers`, which is told of a step's moments in this order, and is not there where a run does not ask for it:
+Everything optional (fp16's scale, anomalies, repeated passes, the noise scale, experts' load) is an `Observer` in
+`train.observers`. It exists only if the run asks for it, and is called at these moments, in this order:
 
-    around           the passes are played inside
+    around           called instead of the passes; runs them
     after_backward   of a micro-batch
-    reduced          the gradient of all ranks is in the parameters
-    measured         loss and norm are known; it may say what is wrong with the step, or raise
-    updated          the weights are new; or
-    passed_over      they are not
+    reduced          gradients are reduced over all ranks
+    measured         loss and norm are known; the observer may mark the step as anomalous, or raise
+    updated          the weights are updated; or
+    passed_over      the step was skipped
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ if TYPE_CHECKING:
 
 
 class StopRequested(Exception):
-    """Some rank was asked to stop; raised on all of them before the same step."""
+    """Some rank received a stop request. Raised on all ranks before the same step."""
 
 
 @dataclass
 class Step:
-    """State of a step while it runs; numbers are equal on every rank."""
+    """State of a running step. Numbers are equal on every rank."""
 
     step: int
-    """Steps done before it."""
+    """Steps completed before this one."""
     span: StepSpan
     micro_batches: list[MicroBatch]
-    """This rank's."""
+    """Micro-batches of this rank."""
     data_seconds: float
     num_targets: int = 0
     """Valid targets of the global batch."""
     sums: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
-    """[4] fp64, on the CPU, until they are summed over ranks: this rank's summed loss, and three numbers for observers."""
+    """[4] fp64 on the CPU: summed loss, and three numbers for observers. This rank's until they are summed over ranks."""
     loss: float = nan
     """Mean over the valid targets of the global batch, in nats; NaN if there is none."""
     norm: float = nan
-    """2-norm of the whole gradient, before clipping, and without fp16's scale."""
+    """2-norm of the global gradient, before clipping, and without fp16's scale."""
     overflowed: bool = False
     """True if the scaled gradient overflowed fp16."""
     anomaly: str = ""
-    """Anomaly in words, for which the step is passed over; empty if there is none."""
+    """Description of the anomaly for which the step is skipped; empty if there is none."""
     loss_scale: float | None = None
-    """By which the loss was multiplied; None: by nothing."""
+    """Factor on the loss; None: not scaled."""
     noise_scale_tokens: float | None = None
     expert_balance: ExpertBalance | None = None
-    """Expert load; None without experts, and in a step that did not update."""
+    """Load of the experts; None without experts, and in a step that did not update."""
 
     @property
     def num_sequences(self) -> int:
@@ -80,48 +80,48 @@ class Step:
 
 
 class StepResult(NamedTuple):
-    """A step that is done."""
+    """Result of a completed step."""
 
     gradients: Step
     learning_rate: float
     skipped_steps: int = 0
     """Steps of the run so far that updated nothing."""
     outer: Mapping[str, int] = MappingProxyType({})
-    """Outer steps and bytes of islands, by the name of the metric."""
+    """Outer steps and bytes of islands (DiLoCo), by the name of the metric."""
 
     @property
     def expert_balance(self) -> ExpertBalance | None:
-        """Expert load; None without experts, and in a step that did not update."""
+        """Load of the experts; None without experts, and in a step that did not update."""
         return self.gradients.expert_balance
 
 
 class Observer:
-    """Observer of steps. Each moment does nothing unless a subclass overrides it; all ranks have the same observers."""
+    """Observer of steps. Every method does nothing unless a subclass overrides it. All ranks have the same observers."""
 
     def around(self, step: Step, play: Callable[[], None]) -> None:
-        """Let the passes be played, which leaves the gradient of all ranks in the parameters and `step.sums` of this rank."""
+        """Call `play`, which runs the passes, reduces gradients into the parameters, and fills this rank's `step.sums`."""
         play()
 
     def after_backward(self, step: Step, micro_batch: int) -> None:
-        """The backward pass of a micro-batch is done; not told in a pipeline."""
+        """The backward pass of a micro-batch has finished; not called in a pipeline."""
 
     def reduced(self, step: Step) -> None:
-        """The gradient of all ranks is in the parameters."""
+        """The gradients in the parameters are reduced over all ranks."""
 
     def measured(self, step: Step) -> None:
-        """`loss`, `norm` and `sums` are those of all ranks. May set what `is_passed_over` reads, or raise."""
+        """`loss`, `norm` and `sums` are reduced over all ranks. May set the fields that `is_passed_over` reads, or raise."""
 
     def updated(self, step: Step) -> None:
-        """The weights are new, and the gradients gone."""
+        """The weights are updated, and the gradients freed."""
 
     def passed_over(self, step: Step) -> None:
-        """The gradients are gone, and nothing else has changed."""
+        """The step was skipped: the gradients are freed, and nothing else has changed."""
 
 
 def compute_gradients(trainer: Trainer) -> Step:
-    """Read, count, passes, norm: the gradient of the next step is left in the parameters.
+    """Read, count, passes, norm: leaves the reduced gradient of the next step in the parameters.
 
-    Raises StopRequested (nothing done) if any rank was asked to stop, and what observers raise (nothing updated).
+    Raises StopRequested (nothing done) if any rank received a stop request, and errors of observers (nothing updated).
     """
     span = step_span(trainer.run.batch, trainer.steps_done).of_island(trainer.ranks.island, trainer.run.degrees)
     started = time.perf_counter()
@@ -144,20 +144,20 @@ def compute_gradients(trainer: Trainer) -> Step:
 
 
 def play_passes(trainer: Trainer, step: Step) -> None:
-    """Play the step's actions; leaves the gradient of all ranks in the parameters, and this rank's `step.sums`."""
+    """Run the step's actions. Leaves the reduced gradients in the parameters, and fills this rank's `step.sums`."""
     step.sums.zero_()
     step.sums[0] = forward_backward(trainer, step)
     trainer.share.finish_gradients()
 
 
 def forward_backward(trainer: Trainer, step: Step) -> Tensor:
-    """Play the step's actions up to what ranks still sum at its end. Returns this rank's summed loss, 0-d fp64 on the CPU."""
+    """Run the step's actions, without the reduction at its end. Returns this rank's summed loss, 0-d fp64 on the CPU."""
     trainer.passes.after_backward = partial(_notify_backward, trainer, step)
     return trainer.counted(trainer.passes.train(step.micro_batches, step.num_targets))
 
 
 def update(trainer: Trainer, norm: float) -> float:
-    """Clip by the gradient's `norm`, update the weights, forget the gradients. Returns the learning rate used."""
+    """Clip by the gradient's `norm`, update the weights, free the gradients. Returns the learning rate used."""
     heartbeat.beat("optimizer")
     trainer.on_phase("optimizer", trainer.steps_done)
     clip_gradients(trainer.share.parameters(), norm, trainer.run.optimizer.clip_grad_norm)
@@ -169,8 +169,8 @@ def update(trainer: Trainer, norm: float) -> float:
 
 
 def apply(trainer: Trainer, step: Step) -> StepResult:
-    """The rest of a step: update the weights, unless it must be passed over. Then its sequences were read, and its learning
-    rate is used up, all the same."""
+    """The rest of a step: update the weights, unless the step must be skipped. A skipped step still consumes its sequences and
+    its place in the learning-rate schedule."""
     if step.is_passed_over:
         trainer.skipped_steps += 1
         rate = learning_rate(trainer.run.optimizer, trainer.steps_done, trainer.run.steps)
@@ -194,7 +194,7 @@ def _notify_backward(trainer: Trainer, step: Step, micro_batch: int) -> None:
 
 
 def agree_on_targets(trainer: Trainer, micro_batches: list[MicroBatch]) -> int:
-    """Valid targets of all ranks. Of the ranks that see the same tokens only the first counts them."""
+    """Valid targets of all ranks. Among ranks that see the same tokens, only the first counts them."""
     at = trainer.share.mesh.coordinates
     local_targets = sum(batch.num_targets for batch in micro_batches) if at.pp == 0 and at.leads_replica else 0
     targets, stop = trainer.ranks.sum(torch.tensor([local_targets, int(trainer.stop_requested)])).tolist()

@@ -1,4 +1,4 @@
-"""One rank of a run: everything that exists between steps. The step itself is `train.step`."""
+"""One rank of a run: all state that exists between steps. The step itself is `train.step`."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ class Trainer:
     ranks: Ranks
     loader: ReadsSequences
     kernels: Mapping[str, str] | None = None
-    """Forms of norm, rotary positions, SwiGLU and loss, where they were measured; else what the run says, or torch's."""
+    """Implementations of norm, rotary positions, SwiGLU and loss, if they were measured; else those of the run, or torch's."""
     draw_on_device: bool = False
-    """Draw initial weights where they live: faster, and other numbers than the CPU's, which are the same everywhere."""
+    """Draw initial weights on the device: faster, but with other values than on the CPU, where they are the same on any
+    machine."""
     share: Share = field(init=False)
     passes: Passes = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
@@ -52,20 +53,20 @@ class Trainer:
     """Dynamic loss scale of fp16; None for other precisions."""
     steps_done: int = field(init=False, default=0)
     skipped_steps: int = field(init=False, default=0)
-    """Steps among those done that updated nothing."""
+    """Number of completed steps that updated nothing."""
     imported_dtype: str | None = field(init=False, default=None)
-    """`bf16` or `fp16` if the run began with a Hugging Face folder in it, which export then writes again."""
+    """`bf16` or `fp16` if the run started from a Hugging Face folder in that dtype; export uses it again."""
     outer: OuterLoop | None = field(init=False, default=None)
     """Outer loop of DiLoCo; None for a single island."""
     norms: Norms = field(init=False)
     to_pass_over: set[int] = field(init=False, default_factory=set)
-    """Steps that update nothing if they are anomalous again, whatever `faults.on_anomaly` says: going back did not help."""
+    """Steps to skip if they are anomalous again after a rewind, whatever `faults.on_anomaly` says."""
     stop_requested: bool = field(init=False, default=False)
-    """Set by a signal handler; all ranks act on it before the next step."""
+    """Set by a signal handler; all ranks check it before the next step."""
     observers: list[Observer] = field(init=False)
-    """Observers of steps, in the order of their calls (`train.step`)."""
+    """Observers of steps, in the order in which they are called (`train.step`)."""
     on_phase: Callable[[str, int], None] = field(init=False, default_factory=lambda: lambda phase, step: None)
-    """Called with the phase that comes next (`forward`, `backward`, `optimizer`, `between`) and its step."""
+    """Called with the next phase (`forward`, `backward`, `optimizer`, `between`) and its step."""
 
     def __post_init__(self) -> None:
         run = self.run
@@ -95,7 +96,7 @@ class Trainer:
         self.observers = self._observers()
 
     def _observers(self) -> list[Observer]:
-        """Observers that this run asks for; fp16's loss scale first, since an overflow is no anomaly."""
+        """Observers that this run asks for; fp16's loss scale first, since an overflow is not an anomaly."""
         run, share = self.run, self.share
         kinds: list[tuple[bool, Callable[[Trainer], Observer]]] = [
             (self.loss_scale is not None, LossScaling),
@@ -110,18 +111,18 @@ class Trainer:
 
     @property
     def decoder(self) -> Decoder:
-        """The model on this rank, where that is one stage. Raises ValueError if it is several."""
+        """The model on this rank, if the rank holds one stage. Raises ValueError if it holds several."""
         return self.share.decoder
 
     def request_stop(self) -> None:
-        """Stop before the next step, with all ranks."""
+        """Request that all ranks stop before the next step."""
         self.stop_requested = True
 
     def train_step(self) -> StepResult:
-        """Do the next step.
+        """Run the next step.
 
-        Raises StopRequested (nothing done) if any rank was asked to stop, and NonFiniteError (nothing updated) if the loss or a
-        gradient is NaN or infinite.
+        Raises StopRequested (nothing done) if any rank received a stop request, and NonFiniteError (nothing updated) if the
+        loss or a gradient is NaN or infinite.
         """
         result = self.apply(self.compute_gradients())
         if self.outer is not None:
@@ -144,7 +145,7 @@ class Trainer:
         return sequences
 
     def to_device(self, sequences: Sequences) -> MicroBatch:
-        """`sequences` as this rank's forward pass sees them."""
+        """The micro-batch that this rank's forward pass reads from `sequences`."""
         return micro_batch(
             sequences,
             packed=self.run.data.document_mask,
@@ -162,7 +163,7 @@ class Trainer:
     def counted(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """Contribution of this rank to the sum of losses over all ranks, 0-d fp64 on the CPU.
 
-        Of the ranks that see the same tokens only the first adds its losses; the others add zero.
+        Among ranks that see the same tokens, only the first adds its losses; the others add zero.
         """
         if not losses or not self.share.mesh.coordinates.leads_replica:
             return torch.zeros((), dtype=torch.float64)

@@ -1,4 +1,5 @@
-"""One rank of a run, as the launcher starts it from one resolved file. Imports nothing that a bare GPU machine may lack."""
+"""One rank of a run. The launcher starts it with the path of a resolved run. Imports only packages that a bare GPU machine
+has."""
 
 from __future__ import annotations
 
@@ -25,11 +26,13 @@ from ultrascale.train.loop import train
 from ultrascale.train.watch.signs_of_life import has_launcher, signs_folder
 
 YIELD_SECONDS = 0.5
-"""Whoever lost contact leaves so much later than whoever died: the agent, which looks ten times a second, tells of one."""
+"""A rank that lost contact exits this many seconds later than a rank that died, so that the agent, which polls ten times a
+second, reports the one that died.
+"""
 
 
 def main() -> int:
-    """Train the run in the file named first; returns the process's exit code."""
+    """Train the run in the file given as first argument; returns the process's exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run", type=Path)
     parser.add_argument("--rendezvous", default="env://")
@@ -73,9 +76,9 @@ def train_or_explain(
     leave_by: float | None = None,
     island: int | None = None,
 ) -> int:
-    """Train, and return the exit code: 0 complete or stopped in order, 1 failed, 2 the description is wrong.
+    """Train, and return the exit code: 0 complete or stopped in order, 1 failed, 2 invalid configuration.
 
-    An error meant for people is printed with its rank, and written to `failure`: it would repeat itself.
+    An error addressed to the user is printed with its rank and written to `failure`, so that the launcher does not retry.
     """
     return _or_explain(
         lambda: train(
@@ -89,7 +92,7 @@ def train_or_explain(
 def profile_or_explain(
     run: Run, first: int, last: int, folder: Path, *, rendezvous: str = "env://", failure: Path | None = None
 ) -> int:
-    """Profile steps `first` to `last` into `folder`, in the same way."""
+    """Profile steps `first` to `last` into `folder`; exit codes as `train_or_explain`."""
     from ultrascale.train.observers.profile import profile_run
 
     return _or_explain(lambda: profile_run(run, first, last, folder, rendezvous=rendezvous), failure)
@@ -98,7 +101,7 @@ def profile_or_explain(
 def speed_or_explain(
     run: Run, warm: int, steps: int, out: Path, *, rendezvous: str = "env://", failure: Path | None = None
 ) -> int:
-    """Time `steps` steps after `warm` others into the file `out`, in the same way."""
+    """Time `steps` steps after `warm` warm-up steps into the file `out`; exit codes as `train_or_explain`."""
     from ultrascale.train.speed import measure_speed
 
     return _or_explain(lambda: measure_speed(run, steps, out, warm=warm, rendezvous=rendezvous), failure)
@@ -118,7 +121,7 @@ def _or_explain(work: Callable[[], object], failure: Path | None) -> int:
         rank = env_rank(os.environ)
         text = str(error) if is_for_people(error) else f"lost contact with another rank: {meaning_of(error)}"
         code, message = explained(error if is_for_people(error) else text, "train")
-        # Ranks mostly fail together and with the same words: one of them says it.
+        # Ranks mostly fail together with the same message: one of them prints it.
         if rank == 0 or f"rank {rank}" in text:
             print_error(message, rank=rank)
         if failure is not None and not has_lost_contact:
@@ -127,14 +130,14 @@ def _or_explain(work: Callable[[], object], failure: Path | None) -> int:
 
 
 def _has_lost_contact(error: Exception) -> bool:
-    """True if a collective failed because another rank is gone; gloo says so in words only."""
+    """True if a collective failed because another rank is gone; gloo reports that only in the message text."""
     return isinstance(error, dist.DistError | LostRankError | LostContactError) or (
         isinstance(error, RuntimeError) and "gloo" in str(error)
     )
 
 
 def _write_cause(error: Exception) -> None:
-    """Leave what this rank died of where the launcher reads it, or the next attempt."""
+    """Write the cause of this rank's failure where the launcher or the next attempt reads it."""
     folder, rank = signs_folder(), env_rank(os.environ)
     if folder is not None:
         text = (str(error).strip().splitlines() or [""])[0]
@@ -144,7 +147,7 @@ def _write_cause(error: Exception) -> None:
 
 def _write_failure(path: Path, facts: dict[str, object]) -> None:
     partial = path.with_suffix(f".{os.getpid()}")
-    with suppress(OSError):  # without it the launcher tries once more, and no harm is done
+    with suppress(OSError):  # without the file the launcher only retries once more
         partial.write_text(json.dumps(facts))
         partial.replace(path)
 

@@ -1,8 +1,8 @@
 """`us.plan`, `us.search`, `us.compare`.
 
 plan               begin here
-plan_request       a question: its words, units and defaults
-plan_conflicts, run_of   what cannot be asked together; the run that is asked about
+plan_request       a question: its options, units and defaults
+plan_conflicts, run_of   options that exclude each other; the run that a question is about
 plan_search        the search
-plan_result        what is given back (plan_page: as a page draws it)
+plan_result        results (plan_page: for drawing on a page)
 """

@@ -1,6 +1,6 @@
-"""`ultrascale plan` as a function: of a run's file the plan of its layout, of a model and machines that of the best layout.
+"""`ultrascale plan` as a function: for a run's file the plan of its layout, for a model and machines that of the best layout.
 
-Three ways, by what is asked:
+Three kinds of question:
 
     a run's file                       its own layout
     a model on accelerators            a search over all layouts (`api.planning.plan_search`)
@@ -157,7 +157,7 @@ def _plan_of_file(request: PlanRequest, stack: Stack) -> Plan:
 
 
 def _compared(request: PlanRequest) -> Plan:
-    """Compare ZeRO stages and ways to recompute on devices whose speed nobody has listed."""
+    """Compare ZeRO stages and recomputation on devices of unknown speed."""
     options, gpus = request.options, request.options.gpus
     assert gpus is not None
     if options.dp_shard is not None and options.zero_stage is None:
@@ -172,7 +172,7 @@ def _compared(request: PlanRequest) -> Plan:
 
 
 def _refuse_what_the_trainer_lacks(chosen: RunPlan) -> None:
-    """Raises SpecError if the run's layout is none that its trainer can be asked for."""
+    """Raises SpecError if the trainer cannot run the run's layout."""
     from ultrascale.plan.flags.trainers import cannot_express
     from ultrascale.plan.report import workload_of
 
@@ -185,7 +185,7 @@ def _refuse_what_the_trainer_lacks(chosen: RunPlan) -> None:
 
 
 def _ranks_left(run: Run, gpus: str) -> int:
-    """Data-parallel ranks of as many devices, the other axes as the run has them."""
+    """Data-parallel ranks on these devices, with the run's other axes."""
     count, other_ranks = parse_cluster(gpus).num_accelerators, run.layout.world_size // run.layout.dp
     if count % other_ranks:
         rule = (
@@ -196,7 +196,7 @@ def _ranks_left(run: Run, gpus: str) -> int:
 
 
 def _machines(request: PlanRequest) -> Cluster:
-    """The machines that are named. Raises SpecError with everything that is missing."""
+    """The named machines. Raises SpecError with everything that is missing."""
     options = request.options
     if options.model is None:
         remedy = "Give a run's TOML file, or --model llama-3-8b --gpus 8xh100."

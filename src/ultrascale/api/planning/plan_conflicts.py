@@ -1,5 +1,6 @@
-"""Conflicts: requests to `ultrascale plan` that do not go together, or cannot be written. All are reported at once, before any
-work."""
+"""Conflicts: options of `ultrascale plan` that exclude each other, or files that cannot be written. All are reported at once,
+before any work.
+"""
 
 from __future__ import annotations
 

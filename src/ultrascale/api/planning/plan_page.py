@@ -1,4 +1,4 @@
-"""A plan as what a page draws, and `plan --html`'s one file."""
+"""A plan as data for the page, and as `plan --html`'s one file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A question to the planner, as the command line and `ultrascale.plan` ask it: its words, their defaults and what they mean."""
+"""A question to the planner, from the command line or `ultrascale.plan`: its options, their defaults and meanings."""
 
 from __future__ import annotations
 

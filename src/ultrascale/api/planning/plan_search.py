@@ -1,4 +1,4 @@
-"""The search behind `ultrascale plan --model ... --gpus ...`: from what was asked to the best layout of the machines."""
+"""The search behind `ultrascale plan --model ... --gpus ...`: from the question to the best layout on the machines."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ SEARCHED_FIELDS = (
     "dp_shard", "micro_batch_size", "recompute", "recompute_every", "ep", "expert_tp", "tp_overlap",
 )  # fmt: skip
 MIN_BATCH_GAIN = 0.01
-"""Fraction of the tokens asked for: a batch that is nearer by less is not worth a second search."""
+"""Least relative improvement towards the requested tokens per batch that is worth a second search."""
 UNPRICED_FIELDS = ("attention", "pipeline_runtime", "fp8_amax_compute_algo")
-"""Settings of one's own that no price depends on beyond what the workload says: the chosen layout has them again."""
+"""Settings on which the price does not depend beyond the workload: they are restored in the chosen layout."""
 
 
 @dataclass(frozen=True)

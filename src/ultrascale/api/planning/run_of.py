@@ -1,6 +1,6 @@
-"""The run that a question to the planner is about, its machines and its circumstances.
+"""The run that a question to the planner is about, with its machines and conditions.
 
-Where `--model ... --gpus ...` stand for a run's file, it is the run whose layout `ultrascale plan` of the same words chooses.
+If `--model ... --gpus ...` replace a run's file, it is the run whose layout `ultrascale plan` chooses for the same options.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keys of every JSON that a verb prints: the one description, of which the JSON Schemas in the package are made.
+"""Keys of every JSON output of a verb: the single description from which the package's JSON Schemas are generated.
 
 Bytes, seconds, FLOPs and tokens unless a key says otherwise. The key `schema` is added to each document (`api.schemas.stamp`).
 """

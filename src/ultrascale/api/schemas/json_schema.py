@@ -1,7 +1,8 @@
-"""JSON Schemas (draft 2020-12), made of one description each: of what verbs print (`api.schemas.documents`), and of run.toml.
+"""JSON Schemas (draft 2020-12), each generated from one description: of verbs' output (`api.schemas.documents`), and of
+run.toml.
 
-They are files of the package, `schemas/plan-2.json`, which `python -m ultrascale.api.schemas.json_schema` writes anew; a test
-says that they are what would be written.
+They are files of the package, such as `schemas/plan-2.json`, which `python -m ultrascale.api.schemas.json_schema` regenerates;
+a test checks that they are up to date.
 """
 
 from __future__ import annotations

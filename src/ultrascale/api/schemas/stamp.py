@@ -1,7 +1,8 @@
-"""Stamp of the schema that each JSON of a verb follows, in the key `schema` of the object: `ultrascale/plan/2`.
+"""Stamp of the schema that each JSON output of a verb follows, in the key `schema` of the object: `ultrascale/plan/2`.
 
-The number grows when a key goes, or means something else; a further key does not change it. Of a list, or of objects by name,
-each object has the key. The schemas are in the package (`ultrascale show schema`), and `api.schemas.documents` describes them.
+The number increases when a key is removed, or changes its meaning; a new key does not change it. In a list, or in objects by
+name, each object has the key. The schemas are in the package (`ultrascale show schema`), and `api.schemas.documents` describes
+them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Stub of `import ultrascale` for type checkers and editors: every flag of a verb as a keyword, with its type and default.
 
-`python -m ultrascale.api.schemas.stub` writes `__init__.pyi` from the options of the verbs, and a test says that it is what
-would be written: the names, defaults and texts of flags are in one place.
+`python -m ultrascale.api.schemas.stub` generates `__init__.pyi` from the options of the verbs, and a test checks that it is up
+to date: names, defaults and texts of flags have a single source.
 """
 
 from __future__ import annotations

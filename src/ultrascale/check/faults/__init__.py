@@ -1,5 +1,5 @@
-"""Planted faults: classic ways to be wrong, each of which the proof must see.
+"""Planted faults: classic bugs, each of which the proof must detect.
 
-table                what each is and which runs can have it
-plants, all_faults   the code that plants it, from the files of each part of the program
+table                each fault, and the runs that it applies to
+plants, all_faults   the code that plants it, in one file for each part of the program
 """

@@ -1,7 +1,7 @@
-"""Planted faults: the classic ways to be wrong, each of which the proof must see. A proof that cannot fail proves nothing.
+"""Planted faults: classic bugs, each of which the proof must detect. A proof that cannot fail proves nothing.
 
 They are in `faults_step` (batch, loss, norm, update), `faults_dropout`, `faults_data`, `faults_tensor`, `faults_context`,
-`faults_pipeline` and `faults_experts`; each names the peer that had it, if one is known. All are planted into a finished
+`faults_pipeline` and `faults_experts`; each names the project that had it, if one is known. All are planted into a finished
 trainer, in memory.
 """
 
@@ -29,7 +29,7 @@ CLASSIC = ("missing-reduce", "mean-of-means", "counted-twice", "shifted-batch")
 
 @contextmanager
 def planted(fault: str | None, trainer: Trainer) -> Iterator[None]:
-    """While inside, `trainer` has the fault. None plants nothing. Raises KeyError for a fault that is not known."""
+    """Context in which `trainer` has the fault. None plants nothing. Raises KeyError for an unknown fault."""
     if fault is None:
         yield
         return

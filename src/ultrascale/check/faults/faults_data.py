@@ -21,7 +21,7 @@ from ultrascale.train.trainer import Trainer
 def _scattered_alone(
     reduce: Any, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
 ) -> None:
-    """This rank's own part, without the others'."""
+    """Keep this rank's own part, without reducing over the others."""
     output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
 
 
@@ -99,7 +99,7 @@ def _accumulation_reset(trainer: Trainer) -> Iterator[None]:
 
 
 def _forget(stage: Any) -> None:
-    """Drop what FSDP2 has accumulated before it is reduced, or reduced and not yet summed over copies."""
+    """Drop gradients that FSDP2 has accumulated but not reduced, or reduced but not yet summed over replicas."""
     for module in sharded_modules(stage):
         for group in buckets_of_module(module):
             group._partial_reduce_output = None

@@ -1,4 +1,4 @@
-"""Faults of dropout: bits that follow a rank's own count of things, or that are others in the backward pass."""
+"""Faults of dropout: random bits that depend on a rank's own counters, or differ in the backward pass."""
 
 from __future__ import annotations
 

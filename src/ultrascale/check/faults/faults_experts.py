@@ -19,7 +19,7 @@ from ultrascale.train.trainer import Trainer
 
 
 def _after_backward(trainer: Trainer, change: Callable[[Tensor], Any]) -> Any:
-    """Let `change` have each expert weight's gradient before gradients are finished."""
+    """Call `change` on each expert weight's gradient before gradients are reduced."""
     finish = trainer.share.finish_gradients
 
     def changed() -> None:

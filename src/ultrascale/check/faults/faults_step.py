@@ -1,4 +1,4 @@
-"""Faults of a step as a whole: which sequences, divided by what, clipped by which norm, updated how often."""
+"""Faults of a step as a whole: wrong sequences, wrong divisor, wrong clipping norm, wrong number of updates."""
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@ from ultrascale.work.sharding.places import even_part
 
 
 def _seams(trainer: Trainer, seam: str) -> list[tuple[Any, Any]]:
-    """Every module with a seam, and what fills it."""
+    """Every module with a seam, and the function that fills it."""
     modules = [module for stage in trainer.share.stages.values() for module in stage.modules()]
     return [(module, getattr(module, seam)) for module in modules if seam in vars(module)]
 
 
 def _refilled(trainer: Trainer, seam: str, other: Callable[[Any], Any]) -> Iterator[None]:
-    """While iterated, `other(what fills it)` fills every such seam."""
+    """Context in which `other(current function)` fills every such seam."""
     filled = _seams(trainer, seam)
     for module, function in filled:
         setattr(module, seam, other(function))
@@ -35,7 +35,7 @@ def _refilled(trainer: Trainer, seam: str, other: Callable[[Any], Any]) -> Itera
 
 
 def _local_slice(whole: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """This rank's positions of what should have been summed first."""
+    """This rank's positions of a tensor that should have been reduced first."""
     first, length = even_part(whole.shape[1], group.size(), group.rank())
     return lambda: whole[:, first : first + length].contiguous()
 

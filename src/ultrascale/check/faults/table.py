@@ -1,6 +1,6 @@
-"""Every planted fault: its name, the mistake and who made it, the runs it can occur in, and the least run that shows it.
+"""Every planted fault: its name, the mistake and its source, the runs it can occur in, and the smallest run that shows it.
 
-The code that plants one is registered under its name in the module of its part, `faults_*`, which needs torch; this needs none.
+The code that plants a fault is registered under its name in a module `faults_*`, which needs torch; this file needs none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ultrascale.schedules.ends import has_mirrors
 
 @dataclass(frozen=True)
 class SmallestRun:
-    """The least run in which a fault can be seen."""
+    """The smallest run in which a fault can be detected."""
 
     preset: str = "tiny-llama"
     layout: dict[str, Any] = field(default_factory=dict)
@@ -29,13 +29,13 @@ class SmallestRun:
 
 @dataclass(frozen=True)
 class Fault:
-    """A mistake that the proof must see."""
+    """A mistake that the proof must detect."""
 
     name: str
     what: str
-    """The mistake in words, with the trainer or issue it was reported in."""
+    """Description of the mistake, with the trainer or issue it was reported in."""
     needs: str
-    """In words."""
+    """Description of the runs that it applies to."""
     fits: Callable[[Run], bool]
     smallest_run: SmallestRun
 
@@ -267,7 +267,7 @@ FAULTS: dict[str, Fault] = {fault.name: fault for fault in _ALL}
 
 
 def suitable(run: Run) -> list[str]:
-    """The faults that a run can have, one process proving nothing about those between processes."""
+    """The faults that a run can have; a single process shows nothing about faults between processes."""
     return [name for name, fault in FAULTS.items() if fault.fits(run)]
 
 

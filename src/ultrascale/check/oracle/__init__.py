@@ -1,6 +1,6 @@
-"""References that the trainer is proven against, and instruments that watch both.
+"""References for the proof, and instruments that watch trainer and reference.
 
-reference, transformers_loop   one process in float64; a loop of transformers
-documents          made-up sequences that meet the edges
-gathered, messages whole tensors out of parts; messages under watch
+reference, transformers_loop   one process in float64; a training loop around transformers
+documents          synthetic sequences with edge cases
+gathered, messages unsharded tensors from shards; monitored messages
 """

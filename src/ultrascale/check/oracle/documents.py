@@ -1,13 +1,13 @@
-"""Made-up sequences that meet the edges of a parallel layout: documents of very uneven length, so that every micro-batch and
-rank has another number of valid targets, and ids and document ends where ranks' parts begin and end.
+"""Synthetic sequences with the edge cases of a parallel layout: documents of very uneven length, so that every micro-batch and
+rank has another number of valid targets, and ids and document ends at the borders of ranks' parts.
 
-    sequence number, modulo 6     what it is
-    0, 4, 5                       one document that fills it and goes on after it: it is cut at every border of ranks
+    sequence number, modulo 6     content
+    0, 4, 5                       one document that fills it and continues after it: it is cut at every border of ranks
     1                             documents of 1 and 2 tokens, and documents that end where halves, thirds and quarters of the
                                   sequence do; all begin with the same token, so that experts' scores of these are ties
     2, 3                          from one document to one every two tokens, and up to half of it padding
 
-The first and the last id of every rank's part of the vocabulary are every second token, one after the other.
+Every second token is the first or the last id of a rank's part of the vocabulary, one after the other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ultrascale.data.loader import Sequences
 from ultrascale.work.sharding.places import even_part
 
 PERIOD, WHOLE, AT_BORDERS = 6, (0, 4, 5), 1
-"""Sequences 4 and 5 are alike so that they are so also as one micro-batch of two."""
+"""Sequences 4 and 5 are alike so that they also are as one micro-batch of two."""
 PARTS = (2, 3, 4, 8)
 """Parts of the vocabulary whose edges are drawn whatever the layout, so that layouts share what the reference computes."""
 
@@ -67,7 +67,7 @@ class RandomDocuments:
 
 
 def vocabulary_edges(vocab_size: int, parts: Iterable[int]) -> np.ndarray:
-    """The first and the last id of each part of a vocabulary that is cut into so many, for each of `parts` in turn."""
+    """The first and the last id of each part of a vocabulary cut into n parts, for each n of `parts` in turn."""
     spans = [even_part(vocab_size, count, part) for count in parts for part in range(count)]
     return np.array(list(dict.fromkeys(edge for first, length in spans if length for edge in (first, first + length - 1))))
 

@@ -1,4 +1,4 @@
-"""Whole tensors out of the parts that ranks hold, and whether parts that several ranks hold are equal."""
+"""Unsharded tensors from the parts that ranks hold, and whether replicas are equal."""
 
 from __future__ import annotations
 

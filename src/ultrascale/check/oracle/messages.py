@@ -1,8 +1,8 @@
-"""Messages under watch: whether a rank waits for what it reads, and leaves alone what it sends.
+"""Monitored messages: whether a rank waits before it reads, and does not overwrite data in flight.
 
-Without its wait a message has mostly arrived anyway on a machine that proves, and nothing differs; or the next wait is for
-something that never comes. Here a receive fills memory of its own, and the caller's holds `POISON` until it has waited; what
-was sent is compared with what it was, once it has left. What is never waited for is kept, so that nobody waits for ever.
+Without its wait a message has usually arrived anyway on a test machine, and nothing differs. So here a receive fills a separate
+buffer, and the caller's tensor holds `POISON` until it has waited; a sent tensor is compared with its earlier value once the
+send completes. Messages that are never waited for are kept, so that no rank waits forever.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import ultrascale
 from ultrascale.torch_private import modules_of_collectives
 
 POISON = 7
-"""A number that is finite: after a NaN the step would end, and nothing be compared. Of integers 1."""
+"""A finite number: a NaN would end the step before the comparison. For integers 1."""
 PACKAGE = str(Path(ultrascale.__file__).parent)
 OWN = str(Path(__file__).parents[1])
 
@@ -85,7 +85,7 @@ class Watch:
 
 
 class _Watched(dist.Work):
-    """A message under way."""
+    """A message in flight."""
 
     def __init__(self, work: dist.Work, name: str, sent: Tensor | None, filled: tuple[Tensor, Tensor] | None, watch: Watch):
         super().__init__()
@@ -93,7 +93,7 @@ class _Watched(dist.Work):
         self.copy = None if sent is None else sent.detach().clone()
 
     def wait(self, *timeout: Any) -> bool:
-        """Until it has arrived, or left; only then is what arrived where the caller expects it."""
+        """Wait for completion; only then copy received data to the caller's tensor."""
         self.work.wait(*timeout)
         if self in self.watch.under_way:
             self.watch.under_way.remove(self)
@@ -108,7 +108,7 @@ class _Watched(dist.Work):
 
 
 def _poisoned(tensor: Tensor, *, keep: bool = False) -> Tensor:
-    """Memory in the place of `tensor`, with what was in that if to `keep`; `tensor` itself is poisoned."""
+    """Buffer in place of `tensor`, with its content if `keep`; `tensor` itself is poisoned."""
     if not tensor.is_contiguous():
         return tensor  # torch refuses it
     buffer = tensor.detach().clone() if keep else torch.empty_like(tensor)

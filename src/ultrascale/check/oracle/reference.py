@@ -1,7 +1,7 @@
-"""The oracle: a run on one process. Plain PyTorch in float64, one sequence at a time, and the optimizers written out.
+"""The reference: a run on one process. Plain PyTorch in float64, one sequence at a time, with explicit optimizers.
 
-It shares the decoder's code, the initial weights and the rounding of narrow moments with the trainer and nothing else: no
-FSDP2, no schedule, no micro-batches, no fused optimizer, no norm over shards; Muon's iterations by singular values.
+It shares with the trainer only the decoder's code, the initial weights and the rounding of narrow moments: no FSDP2, no
+schedule, no micro-batches, no fused optimizer, no norm over shards; Muon's iterations by singular values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ultrascale.work.sharding.owners import NEWTON_SCHULZ_STEPS
 
 @dataclass(frozen=True)
 class StepFacts:
-    """All that a step computes, float64 on the CPU, by global names."""
+    """All results of a step, float64 on the CPU, by global names."""
 
     loss: float
     norm: float
@@ -43,13 +43,13 @@ class StepFacts:
     """Load balance of models with experts: `load.<block>` (choices of the step), `bias.<block>` after it, and `auxiliary`
     (weighted load-balancing losses per valid target)."""
     differing: tuple[str, ...] = ()
-    """Names of tensors that several ranks hold and that are not the same bits on all of them."""
+    """Names of tensors whose replicas differ in bits between ranks."""
     messages: tuple[str, ...] = ()
-    """Mistakes of ranks with messages in flight, in words (`check.oracle.messages`)."""
+    """Mistakes of ranks with messages in flight, as text (`check.oracle.messages`)."""
 
 
 def rows_together(run: Run) -> int:
-    """Sequences in one forward pass of the reference: one, unless a loss for balance is defined over several."""
+    """Sequences in one forward pass of the reference: one, unless a balance loss is defined over several."""
     model, layout = run.model, run.layout
     if not model.balance_loss_coef:
         return 1
@@ -84,7 +84,7 @@ class Reference:
         return {name: parameter.detach() for name, parameter in self.decoder.named_parameters()}
 
     def train_step(self, clip_share: float | None = None) -> StepFacts:
-        """Do the next step, and clip by the run's own limit or, if given, by that share of the gradient's norm."""
+        """Run the next step, and clip at the run's own limit or, if given, at that share of the gradient's norm."""
         loss, gradients, num_targets = self._gradients()
         norm = sqrt(sum(float((g * g).sum()) for g in gradients.values()))
         limit = self.run.optimizer.clip_grad_norm if clip_share is None else clip_share * norm
@@ -133,7 +133,7 @@ class Reference:
 
     @torch.no_grad()
     def _update(self, gradients: dict[str, torch.Tensor]) -> None:
-        """Decay, scaled by the learning rate as torch does, and then the optimizer's own step."""
+        """Weight decay, scaled by the learning rate as in torch, and then the optimizer's update."""
         settings = self.run.optimizer
         rate = learning_rate(settings, self.steps_done, self.run.steps)
         for name, weight in self.named_weights().items():

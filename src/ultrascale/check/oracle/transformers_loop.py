@@ -1,11 +1,11 @@
-"""A reference that shares nothing with the trainer but the initial weights: a plain training loop around transformers' model.
+"""A reference that shares only the initial weights with the trainer: a plain training loop around transformers' model.
 
-    model            read by transformers from our export, in float64, widened where it rounds to fp32 whatever it is told
+    model            read by transformers from our export, in float64; parameters that it always makes fp32 are widened
     documents        one at a time, so that nothing is packed or masked; summed losses over the global number of targets
     optimizer        torch's AdamW; weight decay for matrices that are not biases; learning rates written out as a table
     after each step  loss, gradient norm, and the weights, read back from what transformers saves
 
-The run is changed where transformers has no such thing (`comparable`). Nothing else in the package imports transformers.
+Features that transformers lacks are removed from the run (`comparable`). Nothing else in the package imports transformers.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ WITHOUT: dict[str, Any] = {
 
 
 def comparable(run: Run, steps: int) -> tuple[Run, list[str]]:
-    """`run` with what transformers can do too, and as long as what is compared, so that the warm-up, if there is one, and the
-    decay of the learning rate are in that; and what was changed, in words.
+    """`run` without the features that transformers lacks, and with the number of steps compared, so that these include the
+    warm-up, if there is one, and the decay of the learning rate; and a description of the changes.
 
     Raises SpecError if transformers lacks the family.
     """
@@ -113,7 +113,7 @@ class TransformersLoop:
         self.optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=settings.eps)
 
     def train_step(self, clip_share: float | None = None) -> StepFacts:
-        """Do the next step. `clip_share`: of the gradient's norm, where it is clipped."""
+        """Run the next step. `clip_share`: clip at this share of the gradient's norm."""
         batch = self.loader.read(step_span(self.run.batch, self.steps_done).numbers)
         count = max(1, int((batch.targets >= 0).sum()))
         loss_sum = 0.0
@@ -160,7 +160,7 @@ def _expect_family(family: str) -> None:
 
 @torch.no_grad()
 def _widen_parameters(model: torch.nn.Module, folder: Path) -> None:
-    """Read again in float64 what transformers makes in fp32 whatever it is told: routers, since 5.24."""
+    """Read again in float64 the parameters that transformers always makes fp32: routers, since 5.24."""
     narrow = {name: parameter for name, parameter in model.named_parameters() if parameter.dtype != torch.float64}
     for file in folder.glob("*.safetensors") if narrow else ():
         with safe_open(file, "pt") as stored:
@@ -173,7 +173,7 @@ def _decays(name: str, parameter: Tensor) -> bool:
 
 
 class _Widened(TorchFunctionMode):
-    """Leaves float64 as wide as it is, where a model asks for fp32 by name."""
+    """Keeps float64 wherever a model asks for fp32 by name."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}

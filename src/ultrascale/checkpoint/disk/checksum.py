@@ -1,8 +1,8 @@
-"""The checksum of everything on disk: CRC-32, as zlib and gzip have it.
+"""The checksum of everything on disk: CRC-32, as in zlib and gzip.
 
-It finds every flipped bit and every burst of up to 32 bits, and costs least: 10 GB/s a core here, where SHA-256 passes at 1.3,
-the pace of the disk itself. It is no defence against forgery; nothing here executes what it reads, so there is little to gain
-by forging.
+It detects every flipped bit and every burst of up to 32 bits, and is the cheapest: 10 GB/s a core here, where SHA-256 runs at
+1.3, the speed of the disk itself. It does not protect against forgery; nothing here executes what it reads, so forging would
+gain little.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Damage that shows without a tensor: a manifest, the names beside it, and the bytes of its shards. Needs no torch."""
+"""Damage that can be detected without reading tensors: in a manifest, file names, and the bytes of shards. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VERIFY_THREADS = 4
 
 
 def expected_manifest(folder: Path) -> Manifest:
-    """The manifest, if it belongs to the folder's step and there are no shards it does not know. Raises CheckpointError."""
+    """The manifest, if it matches the folder's step and lists every shard that is there. Raises CheckpointError."""
     manifest = read_manifest(folder)
     named = [candidate for candidate in _as_candidate(folder) if candidate.step != manifest.step]
     if named:

@@ -1,9 +1,9 @@
 """Bytes on disk: shards are written as a stream, read in ranges, and never reached through a symbolic link.
 
-A shard is a safetensors file (8 bytes of length, a JSON header, raw row-major data). Data goes to the file from the tensor's
-own memory, block by block, each checksummed as it goes by, while it is in the processor's cache: that costs a tenth of copying
-it, and less than telling another thread to. Nothing is copied but what must come from a device or be made contiguous, one
-tensor at a time. Reading likewise; the kernel fetches what comes next meanwhile.
+A shard is a safetensors file (8 bytes of length, a JSON header, raw row-major data). Data are written from the tensor's own
+memory, block by block, and each block is checksummed while it is in the CPU cache: that costs a tenth of copying it, and less
+than handing it to another thread. Only data from a device or in a non-contiguous layout are copied, one tensor at a time.
+Reading works the same way, with the kernel's read-ahead.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from ultrascale.checkpoint.manifest import (
 )
 from ultrascale.failpoints import failpoint
 
-if TYPE_CHECKING:  # a list of checkpoints needs none
+if TYPE_CHECKING:  # listing checkpoints needs no torch
     import torch
 
 BLOCK_BYTES = 1 << 20
-"""Small enough for the cache of a core, large enough that calls cost nothing beside it."""
+"""Small enough for a core's cache, large enough that system calls cost next to nothing."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one tensor that one rank writes: the box at `offsets` with the shape of `tensor`."""
+    """The part of one tensor that one rank writes: the box that begins at `offsets` and has the shape of `tensor`."""
 
     name: str
     shape: tuple[int, ...]
-    """Global."""
+    """Shape of the unsharded tensor."""
     offsets: tuple[int, ...]
     tensor: torch.Tensor
 
@@ -61,11 +61,11 @@ class Piece:
 
 
 def write_shard(folder: Path, file: str, pieces: list[Piece], *, save_id: str, step: int) -> tuple[Shard, list[int]]:
-    """Write `pieces` (any device) to `folder/file` and fsync it; its length and checksum, and where each piece begins in it.
+    """Write `pieces` (any device) to `folder/file` and fsync it. Returns length and checksum, and where each piece begins.
 
-    Written anew after an error that may pass. Raises OSError as the disk does, FileExistsError if somebody else has this file.
+    Rewritten from the start after a transient error. Raises OSError from the disk, FileExistsError if the file exists already.
     """
-    # Widest dtype first keeps every tensor aligned, as safetensors' own readers want it.
+    # Widest dtype first keeps every tensor aligned, as safetensors' readers expect.
     order = sorted(range(len(pieces)), key=lambda i: -pieces[i].tensor.dtype.itemsize)
     header, data_begins = _header([pieces[i] for i in order], {"save_id": save_id, "step": str(step), "file": file})
     begins = dict(zip(order, (len(header) + begin for begin in data_begins), strict=True))
@@ -83,7 +83,7 @@ def write_shard(folder: Path, file: str, pieces: list[Piece], *, save_id: str, s
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Create `path` with `data` and fsync it, anew after an error that may pass. Raises OSError, also when it exists."""
+    """Create `path` with `data` and fsync it; starts over after a transient error. Raises OSError, also if the file exists."""
 
     def write() -> None:
         with _created(path) as fd:
@@ -94,7 +94,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 @contextmanager
 def _created(path: Path) -> Iterator[int]:
-    """A descriptor of the new file `path`, fsynced in the end. If that fails there is no file."""
+    """A descriptor of the new file `path`, fsynced at the end. On failure the file is removed."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
         yield fd
@@ -118,12 +118,12 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def opened(folder: Path, file: str) -> Iterator[int]:
-    """A descriptor of the regular file `folder/file`. Raises CheckpointError for links and whatever else is there or fails."""
+    """A descriptor of the regular file `folder/file`. Raises CheckpointError for links, other file types and errors."""
     path = folder / file
     folder_fd = fd = -1
     try:
         folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        # Non-blocking, so that a pipe put in a file's place cannot stop us; it means nothing to a regular file.
+        # Non-blocking, so that a pipe in place of a file cannot block us; no effect on a regular file.
         fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder_fd)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise CheckpointError(f"{path}: expected a regular file. Use another checkpoint.")
@@ -148,8 +148,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def is_understood(folder: Path) -> bool:
-    """True if the folder has a manifest that begins as this format's do, even if it is damaged further on. A folder without one
-    may be anybody's, and must not be removed."""
+    """True if the folder has a manifest that begins as in this format, even if it is damaged further on. A folder without one
+    may belong to something else, and must not be removed."""
     try:
         with opened(folder, MANIFEST_NAME) as fd:
             return HEAD.match(os.pread(fd, 4096, 0)) is not None
@@ -168,13 +168,13 @@ def _manifest_bytes(folder: Path) -> bytes:
 
 
 def verify_size(folder: Path, file: str, shard: Shard) -> None:
-    """Raises CheckpointError unless the file is there and as long as the manifest says."""
+    """Raises CheckpointError unless the file exists with the length in the manifest."""
     with opened(folder, file) as fd:
         _expect_size(fd, folder / file, shard)
 
 
 def verify_shard(folder: Path, file: str, shard: Shard, save_id: str) -> None:
-    """Read the whole file. Raises CheckpointError unless length, save and checksum are those of the manifest."""
+    """Read the whole file. Raises CheckpointError unless length, save id and checksum match the manifest."""
     with_retries(lambda: _verify_shard(folder, file, shard, save_id))
 
 
@@ -198,7 +198,7 @@ def _verify_shard(folder: Path, file: str, shard: Shard, save_id: str) -> None:
 def read_box(fd: int, entry: Entry, chunk: Chunk, starts: tuple[int, ...], target: torch.Tensor, *, path: Path) -> None:
     """Fill `target` (any device and strides, dtype of `entry`) with the box of its shape at `starts` inside `chunk`.
 
-    Reads the one run of bytes from the box's first element to its last; straight into `target` where the memory layouts agree.
+    Reads one range of bytes, from the box's first element to its last; straight into `target` if the memory layouts agree.
     """
     import torch
 
@@ -216,7 +216,7 @@ def read_box(fd: int, entry: Entry, chunk: Chunk, starts: tuple[int, ...], targe
 
 
 def _header(pieces: list[Piece], about: dict[str, str]) -> tuple[bytes, list[int]]:
-    """The safetensors header, length included, and where each piece begins in the data that follows."""
+    """The safetensors header, length included, and where each piece begins in the following data."""
     from ultrascale.checkpoint.disk.dtypes import DTYPE_NAMES
 
     entries: dict[str, object] = {"__metadata__": about}
@@ -242,7 +242,7 @@ def view_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _write_blocks(fd: int, data: memoryview, crc: int = 0) -> int:
-    """Write `data`; the checksum `crc` of what came before it, gone on with over it."""
+    """Write `data`. Returns the checksum `crc` of the preceding data, extended over `data`."""
     for start in range(0, len(data), BLOCK_BYTES):
         block = data[start : start + BLOCK_BYTES]
         crc, written = crc32(block, crc), 0
@@ -263,7 +263,7 @@ def _read_exactly(fd: int, buffer: memoryview, begin: int, path: Path) -> None:
 
 
 def _read_ahead(fd: int) -> None:
-    """Have the kernel fetch the file while it is worked on."""
+    """Ask the kernel to read the file ahead."""
     if hasattr(os, "posix_fadvise"):  # macOS has none
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
@@ -276,7 +276,7 @@ def _expect_size(fd: int, path: Path, shard: Shard) -> None:
 
 
 def _expect_save(head: bytes, path: Path, save_id: str) -> None:
-    """A shard of another save says so in its header; damage to the header itself is left to the checksum."""
+    """Raises if a shard's header names another save; damage to the header itself is left to the checksum."""
     length = int.from_bytes(head[:8], "little")
     try:
         about = json.loads(head[8 : 8 + length])["__metadata__"]

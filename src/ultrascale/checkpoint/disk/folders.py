@@ -1,8 +1,8 @@
-"""Folders of checkpoints: how one appears, is replaced and goes away, so that a kill at any instant leaves whole ones only.
+"""Folders of checkpoints: publishing, replacing and removing them so that a kill at any instant leaves only complete ones.
 
-    step-00000120                 a checkpoint: complete since the moment it has this name
+    step-00000120                 a checkpoint: complete from the moment it has this name
     .step-00000120.tmp-1f2e3d4c   being written
-    .step-00000120.old-1f2e3d4c   whole, moved aside while a new save of the same step takes its name; still a checkpoint
+    .step-00000120.old-1f2e3d4c   complete, moved aside while a new save of the same step is published; still a checkpoint
     .step-00000120.del-1f2e3d4c   being deleted
 
 Publishing: files and manifest are fsynced, then the temporary folder, then it is renamed, then the root is fsynced.
@@ -56,7 +56,7 @@ def candidates(root: Path) -> list[Candidate]:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give the finished folder `temporary` the name `final`, replacing what is there. Raises OSError."""
+    """Rename the finished folder `temporary` to `final`, replacing an existing one. Raises OSError."""
     sync_folder(temporary)
     failpoint("publish.before")
     if os.path.lexists(final):
@@ -72,8 +72,8 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a checkpoint: it loses its name first, so that half of one is never found. What is no checkpoint of this format
-    stays: another release, or somebody else, may need it."""
+    """Remove a checkpoint: it is renamed first, so that a partial one is never found. A folder not of this format stays,
+    because another release or program may need it."""
     if not is_understood(folder):
         return
     step_name = folder.name.lstrip(".").split(".")[0]
@@ -86,7 +86,7 @@ def discard(folder: Path) -> None:
 
 
 def sweep(root: Path) -> list[str]:
-    """Remove what killed saves and deletions have left in `root`; the names removed.
+    """Remove leftovers of killed saves and deletions in `root`. Returns the removed names.
 
     Only for the one job that saves into `root`, at its start: another job's save in progress looks the same.
     """
@@ -106,7 +106,7 @@ def _is_of_another_release(folder: Path) -> bool:
 
 
 def make_folder(folder: Path) -> None:
-    """Make `folder` and those above it that are missing, so that a power cut cannot take the names away. Raises OSError."""
+    """Create `folder` and its missing parents durably, so that a power cut cannot lose their names. Raises OSError."""
     missing = [folder, *folder.parents]
     missing = missing[: next((depth for depth, path in enumerate(missing) if path.is_dir()), 0)]
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,9 +115,9 @@ def make_folder(folder: Path) -> None:
 
 
 def check_writable(root: Path) -> None:
-    """Make `root` and prove that a checkpoint could be published there: write, fsync, rename, remove.
+    """Create `root` and test that a checkpoint could be published there: write, fsync, rename, remove.
 
-    Raises CheckpointError, so that a run stops at its start and not at its first save.
+    Raises CheckpointError, so that a run fails at its start and not at its first save.
     """
     probe = root / f".write-test-{uuid.uuid4().hex}"
     try:

@@ -1,10 +1,9 @@
-"""Nodes with disks of their own: which ranks see one folder, and a checkpoint whose shards lie on several disks.
+"""Nodes with local disks: which ranks see one folder, and checkpoints whose shards lie on several disks.
 
     ranks      0  1 | 2  3        each node's ranks write their shards under their own `root`; the lowest of them, the node's
-    leaders    0  0 | 2  2        leader, makes the folder there, writes the manifest (the same on all disks) and gives the name
+    leaders    0  0 | 2  2        leader, creates the folder there, writes the manifest (the same on all disks) and publishes
 
-Such a checkpoint is whole if each of its shards is on some disk. One disk for all, as on a shared file system, is the case of
-one leader.
+Such a checkpoint is complete if each of its shards is on some disk. A shared file system is the case of one leader.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class NodeDisks:
 
     rank: int
     leaders: tuple[int, ...]
-    """By rank: the lowest rank that sees the same folder."""
+    """For each rank, the lowest rank that sees the same folder."""
 
     @property
     def are_one(self) -> bool:
@@ -45,12 +44,12 @@ class NodeDisks:
 
     @property
     def mates(self) -> list[int]:
-        """Ranks on this rank's disk, with itself."""
+        """Ranks on this rank's disk, including itself."""
         return [rank for rank, leader in enumerate(self.leaders) if leader == self.leaders[self.rank]]
 
 
 def find_disks(root: Path, ranks: Coordinator) -> NodeDisks:
-    """Find out which ranks see one folder `root`, which is there on every disk. Collective; raises CheckpointError."""
+    """Determine which ranks see the same folder `root`, which exists on every disk. Collective; raises CheckpointError."""
     if ranks.world == 1:
         return NodeDisks(0, (0,))
     leaders: dict[int, int] = {}
@@ -63,16 +62,17 @@ def find_disks(root: Path, ranks: Coordinator) -> NodeDisks:
             seen = ranks.broadcast(ranks.gather(ranks.agree(doing, mark.exists)))
         finally:
             if ranks.rank == leader:
-                with suppress(OSError):  # the next start sweeps it away
+                with suppress(OSError):  # the next start removes it
                     mark.rmdir()
         leaders |= {rank: leader for rank, sees in enumerate(seen) if sees and rank not in leaders}
     return NodeDisks(ranks.rank, tuple(leaders[rank] for rank in range(ranks.world)))
 
 
 def verify_on_disks(folder: Path, *, ranks: Coordinator, disks: NodeDisks) -> None:
-    """Read every byte of a checkpoint whose shards are on several disks, each of its disk's ranks a share. Collective.
+    """Read every byte of a checkpoint whose shards are on several disks; the ranks of each disk share the work. Collective.
 
-    Raises CheckpointError naming what is damaged, or on no disk."""
+    Raises CheckpointError naming shards that are damaged, or on no disk.
+    """
     doing = f"verifying {folder}"
     manifest = ranks.agree(doing, lambda: expected_manifest(folder))
     present = ranks.agree(doing, lambda: [shard for shard in manifest.shards.items() if (folder / shard[0]).exists()])
@@ -83,15 +83,15 @@ def verify_on_disks(folder: Path, *, ranks: Coordinator, disks: NodeDisks) -> No
 
 
 def _expect_all(gathered: list[tuple[str, list[str]]], save_id: str, shards: set[str]) -> None:
-    """On rank 0: raises CheckpointError unless the disks have all shards of one save."""
+    """On rank 0: raises CheckpointError unless the disks together have all shards of one save."""
     lacking = sorted(shards.difference(*(files for of, files in gathered if of == save_id)))
     if lacking:
         raise CheckpointError(f"{lacking[:20]} of this save are on no node's disk. Use another checkpoint.")
 
 
 def shards_to_bring(read: Sequence[Collection[str]], shards: Collection[str], disks: NodeDisks) -> list[list[str]]:
-    """By rank, the shards that it brings to the disk that it leads: those that ranks there read (`read`, by rank). What nobody
-    reads goes to the first disk, so that all disks together have the checkpoint."""
+    """For each rank, the shards that it fetches to the disk that it leads: those that its disk's ranks read (`read`, by rank).
+    Shards that no rank reads go to the first disk, so that all disks together hold the checkpoint."""
     by_rank: list[set[str]] = [set() for _ in read]
     for leader, files in zip(disks.leaders, read, strict=True):
         by_rank[leader].update(files)
@@ -100,7 +100,7 @@ def shards_to_bring(read: Sequence[Collection[str]], shards: Collection[str], di
 
 
 def remove_published(folder: Path, save_id: str) -> None:
-    """Remove the checkpoint that got its name on this disk although another disk failed to give it."""
+    """Remove a checkpoint that was published on this disk although publishing on another disk failed."""
     with suppress(CheckpointError, OSError):
         if read_manifest(folder).save_id == save_id:
             discard(folder)

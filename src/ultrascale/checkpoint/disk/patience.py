@@ -1,6 +1,6 @@
-"""Once more after an error that may pass: a disk behind a network drops a request now and then, and a run of weeks should not
-end by it. Only what can be done again from its beginning may be given here; an fsync that failed cannot (the kernel may have
-dropped what it could not write, and says so once), so a file is then written anew.
+"""Retries after transient errors: a network disk drops a request now and then, which should not end a run of weeks. The work
+must be repeatable from its start. A failed fsync is not (the kernel may have dropped the data, and reports that once), so a
+file is then rewritten.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import TypeVar
 
 T = TypeVar("T")
 TRANSIENT_ERRORS = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOLINK}
-"""A full disk, a quota or a missing permission does not pass."""
+"""Errors that may pass; a full disk, a quota or a missing permission does not."""
 PAUSES_SECONDS = (0.1, 1.0)
 """Pauses before the second and the third attempt, which is the last."""
 
 
 def with_retries(work: Callable[[], T]) -> T:
-    """The result of `work`, tried up to three times while it fails with an error that may pass. Raises the last error."""
+    """The result of `work`, tried up to three times while it fails with a transient error. Raises the last error."""
     for pause in PAUSES_SECONDS:
         try:
             return work()
@@ -32,7 +32,7 @@ def with_retries(work: Callable[[], T]) -> T:
 
 
 def is_transient(error: BaseException | None) -> bool:
-    """True if an OSError that may pass is behind `error`."""
+    """True if `error` was caused by a transient OSError."""
     while error is not None:
         if isinstance(error, OSError):
             return error.errno in TRANSIENT_ERRORS
@@ -41,8 +41,8 @@ def is_transient(error: BaseException | None) -> bool:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename patiently. On a network file system the first attempt may have been carried out although it failed: then the
-    second finds no source. Raises OSError."""
+    """Rename with retries. On a network file system the first attempt may have succeeded although it reported an error; the
+    second then finds no source. Raises OSError."""
     tries = 0
 
     def attempt() -> None:

@@ -1,7 +1,7 @@
-"""Out of a store: which checkpoints are there, whether every byte is as it was saved, and one of them onto a disk.
+"""Reading from a store: which checkpoints exist, whether every byte is as it was saved, and the download of one to a disk.
 
-What is there is read by name: a listing only proposes, together with the note of what was last published, so that one that
-lags behind hides nothing and shows nothing that is gone.
+Checkpoints are read by name. A listing only gives candidates, together with the note of the last published steps, so that a
+listing that lags behind neither hides a checkpoint nor shows a removed one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StoredCheckpoint:
 
 
 def steps_listed(store: Store) -> set[int]:
-    """Steps that a listing shows, or the note of the newest; some may be gone."""
+    """Steps in a listing or in the note of the newest; some may have been removed."""
     steps = {step_of(entry.key) for entry in store.names(FOLDER)[0] if entry.key.endswith(".json")}
     with suppress(MissingError, ValueError, TypeError, KeyError):
         noted = json.loads(store.read(NEWEST))
@@ -79,11 +79,12 @@ def stored_checkpoint(store: Store, step: int) -> StoredCheckpoint | None:
 
 
 def fetch(store: Store, index: Index, root: Path, *, only: Collection[str] | None = None) -> Path:
-    """Bring a checkpoint into the folder `root`, where it appears whole or not at all; its folder. Shards of the same save that
-    are there and verify are not brought again. With `only`, these shards and the manifest: to whoever asks for the others the
-    folder is one of a node's disk, which lacks them.
+    """Download a checkpoint into the folder `root`, where it appears atomically. Returns its folder. Shards of the same save
+    that are there and verify are not downloaded again. With `only`: these shards and the manifest, as on one node's local disk;
+    the folder then lacks the others.
 
-    Raises StorageError, OSError, and CheckpointError if its manifest is not the one that was uploaded with it."""
+    Raises StorageError, OSError, and CheckpointError if its manifest is not the one that was uploaded with it.
+    """
     make_folder(root)
     final = step_folder(root, index.step)
     at_hand = _intact_files(final, index)
@@ -112,7 +113,7 @@ def fetch(store: Store, index: Index, root: Path, *, only: Collection[str] | Non
 
 
 def _intact_files(folder: Path, index: Index) -> set[str]:
-    """Files of a stored checkpoint that `folder` has, every byte as it was saved."""
+    """Files of a stored checkpoint that `folder` has intact."""
     intact: set[str] = set()
     with suppress(CheckpointError):
         manifest = expected_manifest(folder)
@@ -126,7 +127,7 @@ def _intact_files(folder: Path, index: Index) -> set[str]:
 
 
 def stored_manifest(store: Store, index: Index) -> Manifest:
-    """The manifest among a stored checkpoint's files. Raises CheckpointError if it is another one's, StorageError."""
+    """The manifest of a stored checkpoint. Raises CheckpointError if it belongs to another one, StorageError."""
     data = read_parts(store, index.files[MANIFEST_NAME], index.prefix(MANIFEST_NAME))
     manifest = decode_manifest(data, store.where(index.prefix(MANIFEST_NAME)))
     _expect_same(index, manifest.step, manifest.save_id, store)
@@ -136,7 +137,8 @@ def stored_manifest(store: Store, index: Index) -> Manifest:
 def verify_stored(store: Store, index: Index) -> None:
     """Read every byte of a stored checkpoint, and compare with the checksums of its parts and of its manifest.
 
-    Raises CheckpointError naming what is damaged, StorageError if the store does not answer."""
+    Raises CheckpointError naming what is damaged, StorageError if the store does not respond.
+    """
     where, manifest = store.where(index.prefix(MANIFEST_NAME)), stored_manifest(store, index)
     for file, shard in manifest.shards.items():
         if file not in index.files:
@@ -151,7 +153,7 @@ def verify_stored(store: Store, index: Index) -> None:
 
 def summarize_stored(store: Store, *, read_all: bool) -> Iterator[Summary]:
     """A summary of each stored checkpoint, newest first. `read_all` reads and verifies every byte; otherwise the index, and
-    whether every part is there and as long as it says. Raises CheckpointError if there are none, StorageError."""
+    whether every part exists with its full length. Raises CheckpointError if there are none, StorageError."""
     checkpoints = stored_checkpoints(store)
     if not checkpoints:
         raise CheckpointError(f"{store.url}: no checkpoints here. Give the place of a run's folder.")

@@ -1,7 +1,7 @@
-"""The object that is a stored checkpoint: every file of its folder, by parts, in JSON, put last and on a condition.
+"""The index object of a stored checkpoint: every file of its folder, by parts, in JSON, put last and conditionally.
 
-The first line holds the checksum of all bytes after it, as in a folder's manifest. Nothing in it is believed: names are those
-that a checkpoint's folder may have, lengths add up, and the parts' own checksums are compared with what is read.
+The first line holds the checksum of all bytes after it, as in a folder's manifest. The index is validated: names are those
+allowed in a checkpoint's folder, lengths add up, and the parts' checksums are compared with the data.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def name_of(step: int) -> str:
 
 
 def key_of(step: int) -> str:
-    """The object that publishes a step."""
+    """Key of the object that publishes a step."""
     return f"{FOLDER}/{name_of(step)}.json"
 
 
@@ -67,7 +67,7 @@ def folder_of(step: int, save_id: str) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step that `step-00000120` or `step-00000120.json` is of; None if it is no such name."""
+    """The step in `step-00000120` or `step-00000120.json`; None for another name."""
     match = _NAME.fullmatch(name.removesuffix(".json"))
     return None if match is None else int(match[1])
 

@@ -1,6 +1,6 @@
-"""Into a store: parts of every file, then the index on a condition; and out of it again.
+"""Upload to a store: parts of every file, then the index, put conditionally; and removal from it.
 
-Which ranks write which files is the caller's affair: each writes those that it has, and one publishes once all are there.
+The caller decides which ranks write which files: each writes those it has, and one publishes once all are there.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ def files_of(manifest: Manifest) -> list[str]:
 
 
 def upload_files(store: Store, folder: Path, files: Collection[str], *, resuming: bool = False) -> Files:
-    """Write the parts of these files of a checkpoint's folder; what they are.
+    """Upload the parts of these files of a checkpoint's folder. Returns each file's parts.
 
-    Raises CheckpointError if a shard on disk is not what its manifest says: nothing of it is ever published then. Raises
-    StorageError, OSError."""
+    Raises CheckpointError if a shard on disk does not match its manifest: then nothing of it is ever published. Raises
+    StorageError, OSError.
+    """
     manifest = read_manifest(folder)
     uploaded: Files = {}
     failpoint("upload.start")
@@ -52,8 +53,8 @@ def upload_files(store: Store, folder: Path, files: Collection[str], *, resuming
 
 
 def publish_stored(store: Store, manifest: Manifest, files: Files, *, before: Version | None) -> Index:
-    """Make the checkpoint of `manifest`, all of whose parts are written, appear in the store; `before` is what was last seen of
-    that step there. Raises ConflictError if that is another one by now, CheckpointError, StorageError."""
+    """Publish in the store the checkpoint of `manifest`, whose parts are all uploaded; `before` is the version of that step
+    last seen there. Raises ConflictError if the version has changed, CheckpointError, StorageError."""
     lacking = sorted(set(files_of(manifest)) - set(files))
     if lacking:
         problem = f"{name_of(manifest.step)}: {lacking[:20]} were not uploaded, so that it is not published in {store.url}."
@@ -63,7 +64,7 @@ def publish_stored(store: Store, manifest: Manifest, files: Files, *, before: Ve
     index = Index(manifest.step, manifest.save_id, saved_at, len(manifest.tensors), files)
     key = key_of(index.step)
     data = encode(index)
-    decode(data, store.where(key))  # What a later load would refuse must not be published.
+    decode(data, store.where(key))  # Never publish an index that a later load would refuse.
     failpoint("store.before")
     store.publish(key, data, replacing=before)
     failpoint("store.published")
@@ -74,7 +75,7 @@ def publish_stored(store: Store, manifest: Manifest, files: Files, *, before: Ve
 
 
 def published_version(store: Store, step: int) -> tuple[Version | None, str | None]:
-    """The published state of a step and its save; the latter is None also if it cannot be read."""
+    """Version and save id of the published step; the save id is None also if it cannot be read."""
     key = key_of(step)
     try:
         data, version = store.read_version(key)
@@ -87,16 +88,17 @@ def published_version(store: Store, step: int) -> tuple[Version | None, str | No
 
 
 def write_newest(store: Store, step: int) -> None:
-    """Note which steps there are, for readers whose listing lags behind."""
+    """Write the note of existing steps, for readers whose listing lags behind."""
     steps = sorted({*steps_listed(store), step}, reverse=True)[:1000]
     store.write(NEWEST, json.dumps({"steps": steps, "last": step}).encode())
 
 
 def prune_stored(store: Store, step: int, *, keep: int, keep_every_steps: int | None, verified: set[str]) -> list[str]:
-    """Remove checkpoints older than the `keep` newest up to `step` (0: none), as on disk; names removed.
+    """Remove checkpoints older than the `keep` newest up to `step` (0: none), as on disk. Returns the removed names.
 
-    Nothing is removed before the newest was read back in full, once; `verified` remembers its save. Later steps stay.
-    Raises CheckpointError if it does not verify, StorageError."""
+    Nothing is removed before the newest was read back in full, once; `verified` remembers its save id. Later steps stay. Raises
+    CheckpointError if it does not verify, StorageError.
+    """
     checkpoints = [stored for stored in stored_checkpoints(store) if stored.step <= step] if keep else []
     doomed: list[StoredCheckpoint] = []
     num_kept = 0
@@ -117,16 +119,17 @@ def prune_stored(store: Store, step: int, *, keep: int, keep_every_steps: int | 
         if stored.index is None and stored.is_of_another_release:
             continue
         failpoint("store.prune")
-        store.remove([key_of(stored.step)])  # It loses its name first, so that half of one is never found.
+        store.remove([key_of(stored.step)])  # The index goes first, so that a partial checkpoint is never found.
         failpoint("store.unnamed")
         _remove_under(store, f"{FOLDER}/{name_of(stored.step)}")
     return [name_of(stored.step) for stored in doomed]
 
 
 def collect_leftovers(store: Store, *, busy: Collection[str] = ()) -> int:
-    """Remove parts of saves that were never published, or were replaced; how many objects. `busy`: saves that stay.
+    """Remove parts of saves that were never published, or were replaced. Returns the number of objects. `busy`: saves to keep.
 
-    Only for the one job that owns the run, after it has published: another's upload under way looks the same."""
+    Only for the one job that owns the run, after it has published: another job's upload in progress looks the same.
+    """
     removed = 0
     for name in store.names(FOLDER)[1]:
         step = step_of(name)
@@ -138,7 +141,7 @@ def collect_leftovers(store: Store, *, busy: Collection[str] = ()) -> int:
             continue
         version, published = published_version(store, step)
         if version is not None and published is None:
-            continue  # it cannot be read, or another release wrote it: it is not ours to judge
+            continue  # it cannot be read, or another release wrote it: keep it
         for save in stale:
             if save != published:
                 removed += _remove_under(store, f"{FOLDER}/{name}/{save}")

@@ -1,8 +1,7 @@
-"""Saves on nodes with disks of their own, of a run that is kept in a store: which of them can still be uploaded, and by whom.
+"""Saves on local disks of nodes, for a run kept in a store: which of them can still be uploaded, and by which rank.
 
-A save whose shards are all on some node's disk is not lost, even if the job ended before it was in the store: the next start
-uploads it, whatever numbers its ranks have by then. With a node that is gone its shards are gone: the newest is then the one
-that the store has.
+A save whose shards are all on some node's disk is not lost, even if the job ended before the upload: the next start uploads it,
+whatever numbers its ranks have by then. The shards of a lost node are lost: the newest checkpoint is then the store's.
 """
 
 from __future__ import annotations
@@ -16,13 +15,14 @@ from ultrascale.checkpoint.disk.nodes import NodeDisks
 from ultrascale.checkpoint.manifest import MANIFEST_NAME, Manifest
 
 Save = tuple[int, str, list[str], list[str]]
-"""Step, save, its shards, and those of them on a disk."""
+"""Step, save id, its shards, and those of them on a disk."""
 
 
 def saves_on(root: Path) -> list[Save]:
-    """The saves in `root` whose manifest can be read, with the shards that are as long as it says; newest first.
+    """The saves in `root` whose manifest can be read, with the shards of the expected length; newest first.
 
-    Raises UnknownVersionError if another release wrote a newer one than these."""
+    Raises UnknownVersionError if another release wrote a newer one than these.
+    """
     return [
         (step, manifest.save_id, list(manifest.shards), [file for file in manifest.shards if _is_there(root, manifest, file)])
         for step, manifest in _manifests(root)
@@ -30,8 +30,9 @@ def saves_on(root: Path) -> list[Save]:
 
 
 def whole_saves(gathered: list[list[Save]], disks: NodeDisks) -> list[tuple[int, str, list[list[str]]]]:
-    """Saves that are whole on the disks of all nodes together, newest first: step, save, and by rank the files that it uploads.
-    `gathered`: by rank, `saves_on` of leaders. No disk need have all of them: one that was lost is empty, rank 0's too."""
+    """Saves that are complete on the disks of all nodes together, newest first: step, save id, and by rank the files to upload.
+    `gathered`: `saves_on` of each leader, by rank. No single disk needs all of them: a replaced disk is empty, even rank 0's.
+    """
     holders: dict[tuple[int, str], dict[str, set[int]]] = {}
     for leader, saves in enumerate(gathered):
         for step, save_id, shards, present in saves:

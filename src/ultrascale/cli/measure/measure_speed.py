@@ -87,7 +87,8 @@ def _measured(run: Run, steps: int, warm: int, file: Path) -> int:
 def launched_once(
     run_toml: str, num_processes: int, worker_arguments: tuple[str, ...], *, worker: str = "ultrascale.train.worker"
 ) -> int:
-    """Start the ranks of a measurement here, without another try; the exit code. `worker`: the module of one rank."""
+    """Start the ranks of a measurement here, without restarts; returns the exit code. `worker`: the module that each rank
+    runs."""
     from ultrascale.launch.local import launch_local
 
     ending = launch_local(run_toml, num_processes, worker_arguments=worker_arguments, max_restarts=0, worker=worker)
@@ -104,7 +105,7 @@ def _show(document: dict, file: Path) -> None:
 
 
 def lines(measured: Speed) -> list[tuple[str, str]]:
-    """Names and values for people."""
+    """Names and values for display."""
     slowest, fastest = max(measured.step_seconds), min(measured.step_seconds)
     spread = f"{fastest * 1e3:,.2f} to {slowest * 1e3:,.2f} of {len(measured.step_seconds)}"
     planned = "" if measured.planned_step_seconds is None else f", {measured.planned_step_seconds * 1e3:,.2f} ms planned"

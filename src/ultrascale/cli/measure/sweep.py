@@ -19,7 +19,7 @@ from ultrascale.sweep.grid import Axis, SweepCell, names_of, split_axes
 from ultrascale.sweep.held import Held, MeasuredCell
 
 MOST_REFUSED = 8
-"""Reasons that are printed."""
+"""Most reasons printed."""
 
 
 def command(arguments: list[str]) -> int:
@@ -37,7 +37,7 @@ def command(arguments: list[str]) -> int:
 
 
 class _Progress:
-    """A line of what is to be done, and one for every cell as it is done."""
+    """Prints the planned cells, and a line for every finished one."""
 
     def __init__(self, stream: Any):
         self._count, self._stream, self._done = 0, stream, 0
@@ -68,7 +68,7 @@ def words_of(cell: SweepCell) -> str:
 
 @contextmanager
 def _stopping_on_sigterm() -> Iterator[None]:
-    """While inside, SIGTERM ends this process as Ctrl-C does: with the one it has started."""
+    """Context in which SIGTERM ends this process and its child, as Ctrl-C does."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt

@@ -1,6 +1,6 @@
 """`ultrascale page`: the planner in a browser, on this machine; and `question`, the one function behind every page.
 
-This file is where the page meets the planner: it reads the words of a question as `ultrascale plan` does, and plans.
+This file connects page and planner: it reads the words of a question as `ultrascale plan` does, and plans.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ SYNONYMS = {
     "presets": "models", "preset": "models", "gpus": "clusters", "machines": "clusters", "accelerators": "clusters",
     "trainers": "stacks", "frameworks": "stacks", "settings": "keys", "config": "keys",
 }  # fmt: skip
-"""Synonyms of the things that can be shown."""
+"""Synonyms of the words for things that can be shown."""
 
 
 def show(
@@ -106,7 +106,7 @@ def command(arguments: list[str]) -> int:
 
 
 def _expect_known(what: str) -> None:
-    """Raise SpecError for a word that is neither a file nor anything that can be shown, with what was probably meant."""
+    """Raise SpecError for a word that is neither a file nor something that can be shown, with the most similar one."""
     if Path(what).exists() or what.endswith(".toml") or "/" in what:
         return
     closest = [SYNONYMS[what]] if what in SYNONYMS else get_close_matches(what, SHOWN, n=1)
@@ -117,7 +117,7 @@ def _expect_known(what: str) -> None:
 
 
 def _expect_schedule(run: Run) -> None:
-    """Raise SpecError if the run's schedule is a file that is not there, or does not suit it."""
+    """Raise SpecError if the run's schedule is a file that does not exist, or does not suit the run."""
     from ultrascale.plan.memory.replay import num_micro_batches
     from ultrascale.schedules.build import is_file
     from ultrascale.schedules.for_layout import schedule_of

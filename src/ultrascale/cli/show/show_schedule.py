@@ -1,6 +1,6 @@
-"""`ultrascale show schedule`: a pipeline schedule played and drawn; `ultrascale show schedules`: all of them on one table.
+"""`ultrascale show schedule`: a pipeline schedule simulated and drawn; `ultrascale show schedules`: all of them in one table.
 
-With `--executed` the step as it was run on this machine, below the step as it was planned.
+With `--executed` the step as it ran on this machine, below the planned step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ultrascale.cli.terminal.screen import console_for_people, drawing_width, pr
 from ultrascale.description.units import count_of
 
 MOST_BLOCKS = 4
-"""Lines a rank on the terminal; of longer steps the middle is left out."""
+"""Most lines per rank on the terminal; the middle of longer steps is omitted."""
 MOST_LINES = 256
 """Most lines of the picture on the terminal: with many ranks fewer blocks are shown."""
 
@@ -99,7 +99,7 @@ if TYPE_CHECKING:
 
 
 def show_executed(result: ExecutedSchedule) -> None:
-    """Print both, and what each rank waits."""
+    """Print the planned and the executed step, and each rank's waits."""
     from ultrascale.plan.view.draw_schedule import draw_beside
 
     console, pair = console_for_people(), result.pair

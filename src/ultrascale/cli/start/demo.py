@@ -53,7 +53,7 @@ def command(arguments: list[str]) -> int:
 
 @contextmanager
 def _leaving_like_ctrl_c() -> Iterator[None]:
-    """Ctrl-C (also where a shell has it ignored), SIGTERM and a closed terminal end the training that was started."""
+    """Context in which Ctrl-C (even if a shell ignores it), SIGTERM and a closed terminal also end the started training."""
 
     def leave(number: int, frame: object) -> None:
         raise KeyboardInterrupt

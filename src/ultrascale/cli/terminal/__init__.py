@@ -1,6 +1,6 @@
-"""Words in and tables out, for all verbs.
+"""Parsing of arguments and printing of tables, for all verbs.
 
 parse              a verb's function as its command line
 screen             consoles; progress after a second
-stores             paths that may be a bucket's
+stores             paths that may be in a bucket
 """

@@ -1,12 +1,12 @@
 """A verb's function as its command line: positional words, flags and help come from the signature and its docstring.
 
-What is typed is read here; the parser library, which takes 0.3 s of CPU to import, only prints the help.
+Arguments are parsed here; the parser library, which takes 0.3 s of CPU to import, only prints the help.
 
     --seq-len 128k, --seq-len=128k, --seq_len 128k      the value of one option
     --json                                              of an option that is off or on
     --out a.png b.json, --exclude a --exclude b         of one that holds several
 
-Values are read as those of a run's settings are, and mistakes are told as theirs: all at once, each with what to do.
+Values are parsed like those of a run's settings, and errors are reported in the same way: all at once, each with a remedy.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ultrascale.description.problems import Problem, SpecError, mistake
 
 T = TypeVar("T")
 BOOLEAN_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
-"""Words accepted for a setting that is on or off; which of them it takes is checked where it is read."""
+"""Words accepted for a boolean setting; the setting itself checks which of them it takes."""
 NEARLY_BOOLEAN = (*BOOLEAN_WORDS, "enabled", "disabled", "maybe")
-"""Words that say so, or were meant to, and those that are like them."""
+"""Boolean words, and words that were probably meant as one."""
 
 
 def parse(
@@ -60,7 +60,7 @@ def parse_with_overrides(
     settings, words = split_settings(arguments, verb_flags=signature(verb).parameters.keys(), short=short or {})
     try:
         result, unknown = read_words(verb, name, words, positional=positional or {}, settings=True)
-    except SpecError as error:  # told with what is wrong with the names of settings
+    except SpecError as error:  # reported together with unknown names of settings
         keys = (word[2:].partition("=")[0].replace("-", "_") for word in settings if word.startswith("--"))
         wrong = [unknown_key(key, "flag") for key in keys if key not in leaves() and key not in STAND_INS]
         raise SpecError([*wrong, *error.problems]) from None
@@ -85,8 +85,8 @@ def take_settings(arguments: list[str], prefix: str) -> tuple[dict[str, str], li
 
 
 def description_of(verb: Any) -> str | None:
-    """The docstring above its arguments, examples right below what they are of: tyro begins a line of its own for each, and
-    would put two empty ones above that. None for a choice of verbs, each of which has its own."""
+    """The docstring above its arguments, with examples directly below their sentences: tyro starts a new line for each, and
+    would put two empty ones above it. None for a choice of verbs, each of which has its own."""
     if get_origin(verb) in (Union, UnionType):
         return None
     return (getdoc(verb) or "").partition("\n\nArgs:")[0].replace("\n\n    ", "\n    ")
@@ -95,10 +95,10 @@ def description_of(verb: Any) -> str | None:
 def split_settings(
     arguments: list[str], *, verb_flags: Collection[str], short: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[list[str], list[str]]:
-    """Flags of a run's settings, with their values, and all other words. `verb_flags`: the verb's own; `short`: other
-    names of settings, which are returned by their own.
+    """Flags of a run's settings, with their values, and all other words. `verb_flags`: the verb's own; `short`: short names of
+    settings, which are returned by their full names.
 
-    A setting that is on or off takes the next word only if that says so.
+    A boolean setting takes the next word only if that is a boolean word.
     """
     sections = {key.partition(".")[0] for key in leaves() if "." in key}
     settings: list[str] = []
@@ -123,8 +123,8 @@ def split_settings(
 
 
 def _switches(word: str, following: str = "--") -> bool:
-    """True if `word` says whether a setting is on, or was meant to: nearly one of `NEARLY_BOOLEAN`, before a flag or the
-    end, that is no file."""
+    """True if `word` is a setting's boolean value, or was meant as one: nearly one of `NEARLY_BOOLEAN`, followed by a flag or
+    the end, and not a file."""
     is_last = following.startswith("--") and not Path(word).exists()
     meant = is_last and word.isalpha() and get_close_matches(word.lower(), NEARLY_BOOLEAN, n=1, cutoff=MIN_SIMILARITY) != []
     return word.lower() in BOOLEAN_WORDS or meant
@@ -150,7 +150,7 @@ def _print_help(
 
 
 def _prepare(verb: Any, positional: Mapping[str, str | None]) -> None:
-    """Mark what has no flag, in a verb that knows nothing of command lines; and see `_set_metavars`."""
+    """Mark positional arguments, in a verb without annotations for the command line; and see `_set_metavars`."""
     import tyro
 
     hints = get_type_hints(verb) if positional else {}
@@ -160,9 +160,9 @@ def _prepare(verb: Any, positional: Mapping[str, str | None]) -> None:
 
 
 def _set_metavars(verb: Any) -> None:
-    """Let the help of a setting that may be left out say what to give, `INT`, and not `{None}|INT ... (default: None)`.
+    """Make the help of an optional setting show the expected value, `INT`, instead of `{None}|INT ... (default: None)`.
 
-    Changes the annotations of `verb`, which are there for its command line.
+    Changes the annotations of `verb`, which exist for its command line.
     """
     import tyro
 
@@ -212,9 +212,10 @@ class Option:
 def read_words(
     verb: Callable[..., Any] | Any, name: str, words: list[str], *, positional: Mapping[str, str | None], settings: bool = False
 ) -> tuple[Any, list[str]]:
-    """Call `verb` (a function, a dataclass, or a choice of dataclasses) with what `words` say; and what they do not know.
+    """Call `verb` (a function, a dataclass, or a choice of dataclasses) with the parsed `words`; returns its result and unknown
+    words.
 
-    `settings`: whether settings of a run may stand among them, which are left to `config.resolve`. Raises SpecError.
+    `settings`: True if settings of a run may be among them, which are left to `config.resolve`. Raises SpecError.
     """
     if get_origin(verb) in (Union, UnionType):
         return _chosen(get_args(verb), name, words)
@@ -292,7 +293,7 @@ def _sort(options: Mapping[str, Option], words: deque[str], name: str, problems:
 
 
 def _take(option: Option, words: deque[str], problems: list[Problem]) -> None:
-    """The words after a flag: one, or of an option that holds several all up to the next flag."""
+    """Take the words after a flag: one, or for an option that holds several, all up to the next flag."""
     if not words or _is_flag(words[0]):
         problems.append(Problem(option.flag, "is given without a value", f"Write {option.flag} {option.metavar}."))
         return
@@ -302,7 +303,7 @@ def _take(option: Option, words: deque[str], problems: list[Problem]) -> None:
 
 
 def _place(options: Mapping[str, Option], loose: deque[str], name: str, problems: list[Problem], settings: bool) -> list[str]:
-    """Give words without a flag to the options that have none; what is left over is wrong, or a run's."""
+    """Assign words without a flag to positional options; the rest is an error, or a run's settings."""
     for option in (option for option in options.values() if option.is_positional):
         while loose and (option.holds_several or not option.values):
             option.values.append(loose.popleft())
@@ -313,7 +314,7 @@ def _place(options: Mapping[str, Option], loose: deque[str], name: str, problems
 
 
 def _value(option: Option, name: str, problems: list[Problem]) -> Any:
-    """Value given, as the option's type; the default if none is."""
+    """The parsed value, of the option's type; the default if there is none."""
     key = option.metavar if option.is_positional else option.flag
     if not option.values:
         if option.default is MISSING:
@@ -330,7 +331,7 @@ def _value(option: Option, name: str, problems: list[Problem]) -> Any:
 
 
 def _call(verb: Any, values: dict[str, Any]) -> Any:
-    """`verb` with the values, dotted ones put together again."""
+    """Call `verb` with the values; regroups dotted names."""
     parameters, hints = signature(verb).parameters, get_type_hints(verb)
     together: dict[str, Any] = {}
     for name, value in values.items():

@@ -1,8 +1,8 @@
-"""Output of verbs: tables for people, JSON, and a line that says what a command is at.
+"""Output of verbs: tables for people, JSON, and a line with the current phase of a command.
 
-A terminal gets tables in its own width, a file or a pipe lines as long as they are. What takes longer than a second is named in
-a line on a terminal's stderr, which goes when it ends (`waiting`). A timer's signal draws it, no thread: commands fork, and a
-fork copies none. While a library computes for seconds without returning to Python the line stands still.
+On a terminal, tables have its width; in a file or a pipe, lines are as long as needed. A phase that takes longer than a second
+is named on a terminal's stderr until it ends (`waiting`). A timer's signal draws that line, not a thread, because commands
+fork, and a fork copies no threads. While a library computes for seconds without returning to Python the line does not move.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 PAGE_WIDTH = 80
 FILE_WIDTH = 200
-"""Columns that a file or a pipe has: wider than any table, and a paragraph still ends somewhere."""
+"""Columns of a file or a pipe: wider than any table, but a limit for paragraphs."""
 
 
 def console_for_people() -> Console:
-    """A console that colours what we colour, and no numbers by itself. What is no terminal is neither cut to 80 columns (unless
+    """A console that colours only marked text, not numbers. Output that is not a terminal is neither cut to 80 columns (unless
     COLUMNS says so) nor padded with blanks at the ends of lines."""
     from rich.console import Console
 
@@ -45,18 +45,18 @@ def print_json(document: Any, name: str | None = None, *, indent: int | None = N
 
 
 def drawing_width(console: Console) -> int:
-    """Columns of a drawing that is cut into blocks: of a terminal all, of a file as many as a page has, or as COLUMNS says."""
+    """Columns of a drawing that is split into blocks: those of a terminal, of a page for a file, or COLUMNS."""
     return console.width if console.is_terminal or "COLUMNS" in os.environ else PAGE_WIDTH
 
 
 AFTER_SECONDS = 1.0
 Words = str | Callable[[], str]
-"""Text, or what makes it anew each time."""
+"""Text, or a function that returns the current text."""
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[Callable[[Words], None]]:
-    """While inside, after a second, print `what` and the seconds it takes; what is yielded changes the words."""
+    """Context that, after a second, prints `what` and the elapsed seconds; the yielded function changes the text."""
     usable = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer") and sys.stderr.isatty()
     if not usable:
         yield lambda words: None

@@ -1,4 +1,4 @@
-"""Folders of the command line that are in a store: brought here to be read, and sent there once they are whole."""
+"""Folders of the command line that are in a store: downloaded to be read, and uploaded once they are complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 
 
 def store_of(place: Path, *, to_write: bool = False) -> Store | None:
-    """The store that `place` names; None if it is a folder of this machine. Raises SpecError if it can be none."""
+    """The store that `place` names; None if it is a local folder. Raises SpecError if `place` cannot be a store."""
     url = url_of(place)
     if url is not None and (problem := url_problem(url, to_write=to_write)):
         raise mistake(url, problem, "Give another place.")
@@ -26,9 +26,10 @@ def store_of(place: Path, *, to_write: bool = False) -> Store | None:
 
 @contextmanager
 def fetched(place: Path) -> Iterator[Path]:
-    """`place`, or while inside a folder with what it holds: a Hugging Face folder, or a run's newest whole checkpoint.
+    """`place` itself, or a temporary folder with its content: a Hugging Face folder, or a run's newest complete checkpoint.
 
-    Raises SpecError if the store holds neither, StorageError, CheckpointError."""
+    Raises SpecError if the store holds neither, StorageError, CheckpointError.
+    """
     store = store_of(place)
     if store is None:
         yield place
@@ -46,7 +47,7 @@ def fetched(place: Path) -> Iterator[Path]:
 
 
 def fetch_newest_checkpoint(store: Store, run: Path) -> None:
-    """Bring the newest whole checkpoint of the run in `store` into the run's folder `run`, and its tokenizer."""
+    """Download the newest complete checkpoint of the run in `store`, and its tokenizer, to the run's folder `run`."""
     from ultrascale.checkpoint import CheckpointError
     from ultrascale.checkpoint.listing import only_damaged
     from ultrascale.checkpoint.stored import fetch, stored_checkpoints
@@ -72,10 +73,11 @@ def fetch_newest_checkpoint(store: Store, run: Path) -> None:
 
 @contextmanager
 def uploaded(place: Path, *, overwrite: bool) -> Iterator[Path]:
-    """`place`, or while inside a folder whose files go to the store after that, `config.json` last. For hf:// the folder is the
-    caller's to push, and stays if that fails.
+    """`place` itself, or a temporary folder whose files are uploaded afterwards, `config.json` last. For hf:// the caller
+    uploads the folder, which stays if that fails.
 
-    Raises SpecError if something is there already and is not to be overwritten, or is no export; StorageError."""
+    Raises SpecError if something exists there already and must not be overwritten, or is no export; StorageError.
+    """
     store = store_of(place)
     if store is None:
         yield place

@@ -53,7 +53,7 @@ class Verify:
 
 
 def command(arguments: list[str]) -> int:
-    """Parse, look, print. Returns 1 if any checkpoint is damaged."""
+    """Parse, check, print. Returns 1 if any checkpoint is damaged."""
     options = parse(List | Verify, "checkpoint", arguments, about=ABOUT)
     if store_of(options.folder) is None:
         expect_checkpoints(options.folder)
@@ -88,7 +88,7 @@ def collect(folder: Path, *, read_all: bool) -> list[Summary]:
 
 
 def print_table(summaries: list[Summary], *, verified: bool) -> None:
-    """A line for each checkpoint; then what is wrong, in full."""
+    """A line for each checkpoint; then all damage, in full."""
     from rich.markup import escape
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""`ultrascale export`: a checkpoint as a Hugging Face folder, whose model card tells of the training run."""
+"""`ultrascale export`: a checkpoint as a Hugging Face folder, whose model card describes the training run."""
 
 from __future__ import annotations
 

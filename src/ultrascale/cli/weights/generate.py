@@ -101,7 +101,7 @@ def _expect_none(problems: list[Problem]) -> None:
 
 
 def _text_problems(prompt: str) -> list[Problem]:
-    """Python reads bytes of the command line that are no text as lone surrogates, which no tokenizer takes."""
+    """Problems with a prompt that is not text: Python reads invalid bytes as lone surrogates, which no tokenizer accepts."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
@@ -133,7 +133,7 @@ def _tokenizer_file(trained: Trained, file: Path | None) -> Path:
 
 
 def _read_tokenizer(file: Path) -> tuple[Tokenizer, int | None]:
-    """The tokenizer, and the token that ends a document if it has one."""
+    """The tokenizer, and the end-of-document token if it has one."""
     from ultrascale.data.tokenizer import load_tokenizer
     from ultrascale.models.files.tokenizer_files import special_tokens
 
@@ -142,7 +142,8 @@ def _read_tokenizer(file: Path) -> tuple[Tokenizer, int | None]:
 
 
 def _vocabulary_problems(trained: Trained, file: Path, vocabulary: Tokenizer) -> list[Problem]:
-    """Why the ids of `vocabulary` are not those the model was trained on; a mere difference in number is told on stderr."""
+    """Problems if the ids of `vocabulary` are not those of the training data; a difference in size alone is printed on
+    stderr."""
     remedy = "Use the tokenizer that the model was trained with."
     size, known = max(vocabulary.get_vocab().values(), default=-1) + 1, trained.model.vocab_size
     if size > known:
@@ -156,8 +157,7 @@ def _vocabulary_problems(trained: Trained, file: Path, vocabulary: Tokenizer) ->
 
 
 def _fingerprints(trained: Trained) -> set[str]:
-    """Fingerprints of the tokenizer that made the training data, from its manifests; or else of the file that goes with the
-    model."""
+    """Fingerprints of the tokenizer that made the training data, from its manifests; else of the model's own tokenizer file."""
     from ultrascale.config.resolve import run_from_toml
     from ultrascale.data.manifest import NAME, load_manifest
     from ultrascale.train.folder.facts import read_facts
@@ -171,7 +171,7 @@ def _fingerprints(trained: Trained) -> set[str]:
 
 
 def _document_start(stop: int | None) -> list[int]:
-    """A new document follows the end of another one."""
+    """Tokens before a new document: the end of another one."""
     if stop is None:
         rule = "is empty, and the tokenizer has no token that ends a document"
         raise mistake("prompt", rule, 'Give a text to continue, such as --prompt "Once".')
@@ -179,7 +179,7 @@ def _document_start(stop: int | None) -> list[int]:
 
 
 def _write(text: str, *, silent: bool) -> None:
-    """Text appears as it is made."""
+    """Write text as it is generated."""
     if not silent:
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Opening of trained weights for `generate` and `export`, with a warning about newer ones that had to be passed over."""
+"""Opening of trained weights for `generate` and `export`, with a warning about newer checkpoints that were damaged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def folder_problems(path: Path) -> list[Problem]:
-    """A problem if there is no folder at `path`, or nothing in it, before seconds go by with importing torch."""
+    """A problem if the folder at `path` is missing or empty, before torch is imported, which takes seconds."""
     if path.is_dir() and ((path / "config.json").exists() or has_checkpoints(path)):
         return []
     rule = "holds neither config.json with weights nor a checkpoint" if path.is_dir() else "is no folder"
@@ -26,8 +26,8 @@ def folder_problems(path: Path) -> list[Problem]:
 
 
 def expect_contents(path: Path) -> None:
-    """Raise SpecError or CheckpointError if a config.json, names of files, manifests and sizes say that the folder cannot be
-    read, before torch is imported."""
+    """Raise SpecError or CheckpointError if config.json, file names, manifests and sizes show that the folder cannot be read,
+    before torch is imported."""
     if (path / "config.json").exists():
         expect_trainable(from_hf(path))
         weight_files(path)

@@ -1,6 +1,6 @@
 """Text files to a folder of shards.
 
-prepare            all of it, killed and given again: begin here
-shards, workers    one shard; tasks over processes
-inspect, verify    what a folder holds; whether it still does
+prepare            the whole preparation, restartable: begin here
+shards, workers    one shard; tasks distributed over processes
+inspect, verify    display and verification of a folder's content
 """

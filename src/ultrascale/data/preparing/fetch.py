@@ -1,8 +1,8 @@
-"""Inputs that are in a store: brought to `OUTPUT.inputs` on this machine, file by file, and removed once the output is whole.
+"""Inputs in a store: downloaded to `OUTPUT.inputs` on this machine, file by file, and removed once the output is complete.
 
-Below a folder, files keep their names, by which documents are held out: the result is that of the same folder on a disk. A file
-that is there already, with the length and the tag that it has in the store, is not brought again, so that a killed preparation
-goes on. The tag is kept as the time of the file: a file that has changed in the store has changed here, too.
+Below a folder, files keep their names, which decide the held-out documents: the result is that of the same folder on a disk. A
+file that exists already, with the length and the tag that it has in the store, is not downloaded again, so that a killed
+preparation resumes. The tag is stored as the modification time of the file: a file that changes in the store changes here, too.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ultrascale.storage.location import url_problem
 
 STREAMS = 8
 MARK = ".brought"
-"""File in a folder of inputs that was made here, and may be removed; locked by the process that uses it."""
+"""Marker file in a folder of downloaded inputs, which may be removed; locked by the process that uses it."""
 
 
 @dataclass(frozen=True)
 class _FetchTask:
-    """Objects that are asked for at one URL, and the folder that they go to."""
+    """Objects to download from one URL, and their target folder."""
 
     url: str
     store: Store
@@ -49,10 +49,11 @@ def fetched_inputs(
     exclude: tuple[str, ...],
     report: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
 ) -> Iterator[tuple[list[Path], dict[Path, str]]]:
-    """The inputs as paths of this machine, and the URLs of those that come from a store. `report`: told of bytes brought, and
-    of all.
+    """The inputs as local paths, and the URLs of those from a store. `report`: called with downloaded and total bytes.
 
-    Raises DataError if one is not there, the store does not answer, or `OUTPUT.inputs` is somebody else's or in use."""
+    Raises DataError if an input does not exist, the store does not respond, or `OUTPUT.inputs` belongs to something else or is
+    in use.
+    """
     inputs = list(inputs)
     urls = {item: url for item in inputs if (url := url_of(item)) is not None}
     if not urls:
@@ -81,7 +82,7 @@ def fetched_inputs(
 
 @contextmanager
 def locked(lock: Path, output: Path) -> Iterator[None]:
-    """One preparation of `output` at a time, with the lock in the file `lock`; the system lets go of it when a process dies."""
+    """One preparation of `output` at a time, by a lock on the file `lock`; the system releases it when a process dies."""
     with writing(lock):
         file = open(lock, "w")  # noqa: SIM115 (closed below, in another `with`)
     with file:
@@ -128,7 +129,7 @@ def _list_input(url: str, folder: Path, glob: str, exclude: tuple[str, ...]) -> 
 
 
 def _fetch_all(inputs: list[_FetchTask], report: Callable[[int, int], None]) -> None:
-    """Make the folders hold what is asked for, and nothing else."""
+    """Make the folders hold the requested files, and no others."""
     total, done, lock = sum(item.bytes for task in inputs for item in task.objects), 0, threading.Lock()
 
     def after(num_bytes: int) -> None:

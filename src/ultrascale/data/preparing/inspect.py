@@ -1,4 +1,4 @@
-"""Contents of a prepared folder or a Megatron prefix, for people: facts, documents and sequences with their boundaries."""
+"""Content of a prepared folder or a Megatron prefix for display: facts, documents and sequences with their boundaries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ultrascale.data.preparing.verify import expect_whole
 
 
 def folder_facts(path: str | Path) -> dict[str, Any]:
-    """Headers and counts, JSON-able. Raises DataError if a shard is missing or has another size than it should."""
+    """Headers and counts, JSON-able. Raises DataError if a shard is missing or has the wrong size."""
     corpus = Corpus(path)
     shards = []
     for index, prefix in enumerate(corpus.prefixes):
@@ -41,7 +41,7 @@ def folder_facts(path: str | Path) -> dict[str, Any]:
 
 
 def verify_folder(path: str | Path) -> None:
-    """Reads everything: checksums, indexes and ids. Raises DataError, naming the shard, at the first that is wrong."""
+    """Verifies all checksums, indexes and ids. Raises DataError at the first error, naming the shard."""
     corpus = Corpus(path)
     for index, prefix in enumerate(corpus.prefixes):
         corpus.shard(index).verify_index()
@@ -52,7 +52,7 @@ def verify_folder(path: str | Path) -> None:
 
 
 def document_sample(path: str | Path, number: int) -> dict[str, Any]:
-    """One document: its ids and, where there is a tokenizer, its text."""
+    """One document: its ids and, if there is a tokenizer, its text."""
     corpus = Corpus(path)
     try:
         ids = corpus.document(number).tolist()

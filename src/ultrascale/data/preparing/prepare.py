@@ -1,12 +1,12 @@
-"""Text files to a folder of shards and a manifest. The same command may be killed and given again at any time.
+"""Text files to a folder of shards and a manifest. The command may be killed and repeated at any time.
 
     1  find the files and cut them into shards           (names and sizes only: the same for any number of workers)
-    2  write tokenizer.json, then unfinished.json        (what was asked for: another request for this folder is refused)
+    2  write tokenizer.json, then unfinished.json        (the request: another request for this folder is refused)
     3  make the shards in parallel                       (each: .bin, .idx, then its record; kept if its checksums are right)
     4  write manifest.json, remove records and unfinished.json
 
-Every file is written under a temporary name, fsynced and renamed, so whatever has its final name is whole; names are made
-durable before the manifest says that all is there. What an earlier run left is believed only if its checksums are right.
+Every file is written under a temporary name, fsynced and renamed, so a file with its final name is complete; names are made
+durable before the manifest declares the folder complete. Files of an earlier run are reused only if their checksums are right.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ultrascale.storage.location import obstacle
 
 TOKENIZER, UNFINISHED, LOCK = "tokenizer.json", "unfinished.json", ".lock"
 TRAINING_CHARACTERS = 32 << 20
-"""Text a tokenizer is trained on: the first of every shard, in equal shares."""
+"""Characters of text that a tokenizer is trained on: the start of every shard, in equal shares."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The request, apart from inputs and output."""
+    """The settings of a preparation, without inputs and output."""
 
     tokenizer: Path | None = None
     """A `tokenizer.json`; or else:"""
@@ -92,7 +92,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The manifest of the output folder, and of the folder of held-out documents if there is one."""
+    """The manifests of the output folder, and of the folder of held-out documents if there is one."""
 
     manifest: Manifest
     validation: Manifest | None
@@ -107,11 +107,11 @@ def prepare(
     workers: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Prepared:
-    """Makes `output` (and `validation`, by default `output`/validation, if documents are held out) from text files of
-    this machine or a store.
+    """Makes `output` (and `validation`, by default `output`/validation, if documents are held out) from text files of this
+    machine or a store.
 
-    The result does not depend on `workers` (None: all cores), nor on whether an earlier run was killed.
-    Raises DataError for bad input, an output that was made from something else or cannot be written, or no documents at all.
+    The result does not depend on `workers` (None: all cores), nor on whether an earlier run was killed. Raises DataError for
+    bad input, an output that was made from other inputs or cannot be written, or no documents at all.
     """
     _expect_sense(recipe, Path(output), workers, validation)
     inputs, notify = list(inputs), on_progress or (lambda progress: None)
@@ -192,7 +192,7 @@ def _expect_sense(recipe: Recipe, folder: Path, workers: int | None, validation:
 
 
 def _expect_ready(inputs: list[str | Path], folder: Path, recipe: Recipe) -> None:
-    """Tells what can be known to be wrong before anything comes from a store."""
+    """Raises errors that can be detected before anything is downloaded from a store."""
     if (folder / LOCK).exists():
         with locked(folder / LOCK, folder):
             pass
@@ -216,7 +216,7 @@ def _expect_outside(files: list[InputFile], folders: tuple[Path, ...]) -> None:
 
 
 def _expect_both(shards: list[tuple[Part, ...]], recipe: Recipe) -> None:
-    """Reads until one document is held out and one is not, before a shard is written. Bad ones are told when met again."""
+    """Reads until one document is held out and one is not, before a shard is written. Bad documents are reported later."""
     count, sides = 0, set[bool]()
     for part in chain.from_iterable(shards) if recipe.validation_fraction else ():
         for item in PartReader(part, field=recipe.field, spool=Path(gettempdir())):
@@ -293,7 +293,7 @@ def _no_longer(name: str, folder: Path) -> DataError:
 
 
 def _expect_same_inputs(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
-    """Checks that the files are the same as before; in a folder that is not complete, they may have been repaired since."""
+    """Checks that the files are unchanged; in an incomplete folder, they may have been repaired since."""
     complete = (folder / NAME).exists()
     earlier_files = {file["file"]: file for file in before.get("inputs", [])}
     for file in now["inputs"]:
@@ -325,7 +325,7 @@ def _first_piece(document: Document) -> str:
     try:
         return next(document.pieces or iter(()), "")
     except DataError:
-        return ""  # told when the document is tokenized
+        return ""  # reported when the document is tokenized
 
 
 def _tasks(shards: list[tuple[Part, ...]], folders: tuple[Path, ...], recipe: Recipe, facts: TokenizerFacts) -> list[ShardTask]:

@@ -1,4 +1,4 @@
-"""One shard, start to end, in one process: read its parts, tokenize, write, and say what was done."""
+"""One shard in one process: read its parts, tokenize, write, and return its record."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class ShardTask:
-    """All that one process needs to make one shard, in the output folder and in that of held-out documents, if there is one."""
+    """Everything that one process needs to make one shard, in the output folder and in that of held-out documents, if there is
+    one."""
 
     name: str
     parts: tuple[Part, ...]
@@ -57,9 +58,9 @@ class _Tally:
 
 
 def make_shard(task: ShardTask, report: Report) -> tuple[ShardRecord, ...]:
-    """Makes the shard, or keeps it if it is there and its checksums are right; the record of each folder.
+    """Makes the shard, or keeps it if it exists and its checksums are right. Returns the record of each folder.
 
-    Raises DataError for bad input (when `on_bad` is fail), changed input, or a disk that cannot be written.
+    Raises DataError for bad input (if `on_bad` is fail), changed input, or a disk that cannot be written.
     """
     kept_records = [_kept_record(task, place) for place in range(len(task.folders))]
     if all(kept_records):
@@ -88,8 +89,8 @@ def record_path(folder: Path, name: str) -> Path:
 
 
 def is_held_out(key: str, fraction: float) -> bool:
-    """True if a document is for validation: decided by a hash of its file and place, the same in every run and for every
-    worker."""
+    """True if a document is held out for validation: decided by a hash of its file and place, the same in every run and for
+    every worker."""
     if fraction <= 0:
         return False
     digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
@@ -176,7 +177,7 @@ def _write_long(
 
 
 def _cut(text: str) -> Iterator[str]:
-    """`text` in pieces: of all at once the encoder would copy the rest for every window."""
+    """`text` in pieces: with one piece, the encoder would copy the rest for every window."""
     return (text[first : first + LONG_TEXT] for first in range(0, len(text), LONG_TEXT))
 
 
@@ -210,7 +211,7 @@ def _record(task: ShardTask, place: int, writer: ShardWriter, tally: _Tally) -> 
 
 
 def _kept_record(task: ShardTask, place: int) -> ShardRecord | None:
-    """The record of a shard finished by an earlier run, if the files are still what it says."""
+    """The record of a shard finished by an earlier run, if its files still match."""
     folder, record = task.folders[place], task.known[place]
     path = record_path(folder, task.name)
     try:

@@ -1,11 +1,10 @@
-"""Verification that shards still hold the content that was prepared: some blocks of each at once, all blocks where there is
-time.
+"""Verification that shards still hold the prepared content: a sample of blocks at once, all blocks where there is time.
 
     sample_sha256            the sizes of `.bin` and `.idx`, and 8 blocks of 4 KiB of each, from its first byte to its last
     bin_sha256, idx_sha256   everything
 
-A sample costs the same however large a shard is. It sees another shard in its place, and one that was written anew; a token
-that was replaced between two blocks only the checksum of everything sees.
+A sample costs the same however large a shard is. It detects a swapped or rewritten shard; only the full checksum detects a
+changed token between two blocks.
 """
 
 from __future__ import annotations
@@ -36,14 +35,15 @@ def sample_of(prefix: Path, num_blocks: int = BLOCKS) -> str:
 
 
 def expect_sample(prefix: Path, record: ShardRecord) -> None:
-    """Raises DataError if the sample is not the manifest's; one that older releases wrote has none."""
+    """Raises DataError if the sample differs from the manifest's; manifests of older releases have none."""
     if record.sample_sha256 and sample_of(prefix) != record.sample_sha256:
         problem = f"does not hold what was prepared: of {BLOCKS} blocks of its .bin and .idx some are not the manifest's"
         raise DataError(str(prefix), problem, REMEDY)
 
 
 def expect_whole(prefix: Path, record: ShardRecord, after_block: Callable[[int], None] = lambda num_bytes: None) -> None:
-    """Raises DataError, naming the file, if a checksum is not the manifest's. `after_block`: told the bytes of each block."""
+    """Raises DataError, naming the file, if a checksum differs from the manifest's. `after_block`: called with each block's
+    bytes."""
     for file, expected in zip(prefix_paths(prefix), (record.bin_sha256, record.idx_sha256), strict=True):
         if sha256_of(file, after_block) != expected:
             raise DataError(str(file), "has another checksum than the manifest says", REMEDY)

@@ -1,8 +1,8 @@
-"""Tasks over processes. `concurrent.futures` does not do: its workers outlive a parent that is killed, it cannot stop a running
-task, and it has no way for one to tell its progress.
+"""Tasks distributed over processes. `concurrent.futures` is unsuitable: its workers outlive a parent that is killed, it cannot
+stop a running task, and a task cannot report progress.
 
-Processes come from a fork server: a plain fork of a process in which `tokenizers` has already used its threads may hang.
-Each worker ends itself when its parent is gone, so a killed run leaves nothing behind.
+Processes come from a fork server: a plain fork of a process in which `tokenizers` has already used its threads may hang. Each
+worker ends itself when its parent is gone, so a killed run leaves no processes behind.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def run_tasks(
 ) -> list[Result]:
     """The result of each task, in order. Tasks start in the order given; the first error ends all of them and is raised.
 
-    `work` is a function of a module; it gets a task and a function to tell two numbers as it goes, which `report` passes on
-    with the task's place. Where there are fewer tasks than `workers`, each process tokenizes with several threads.
-    Raises DataError if a worker dies.
+    `work` is a module-level function; it receives a task and a function that reports two numbers of progress, which `report`
+    gets with the task's index. If there are fewer tasks than `workers`, each process tokenizes with several threads. Raises
+    DataError if a worker dies.
     """
     num_processes = max(1, min(workers, len(tasks)))
     threads = max(1, workers // num_processes)
@@ -109,8 +109,8 @@ def _death(process: ForkServerProcess) -> DataError:
 
 
 def _serve(connection: Connection, work: Work[Any, Any], threads: int) -> None:
-    """The life of a worker: task in, result or error out."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told as well, and ends us
+    """Main loop of a worker: receive a task, send its result or error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives the signal too, and ends us
     end_with_parent()
     os.environ.update(_thread_variables(threads))
     map_large_blocks()
@@ -131,7 +131,7 @@ def _serve(connection: Connection, work: Work[Any, Any], threads: int) -> None:
 
 
 def end_with_parent() -> None:
-    """End this process, which multiprocessing has started, once its parent is gone."""
+    """End this multiprocessing child process once its parent is gone."""
     threading.Thread(target=_leave_after_parent, daemon=True).start()
 
 

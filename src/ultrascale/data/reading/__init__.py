@@ -1,5 +1,5 @@
-"""Documents out of files.
+"""Documents read from files.
 
-documents          one after the other, in bounded memory (compressed, long_lines, samples), each judged
-inputs             which files, cut into which shards
+documents          one at a time, in bounded memory (compressed, long_lines, samples), each validated
+inputs             choice of files, and their split into shards
 """

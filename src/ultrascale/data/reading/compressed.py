@@ -1,4 +1,4 @@
-"""Bytes of a file, decompressed on the way. Output comes in bounded pieces, and a file cut short is an error, not an end."""
+"""Decompressed bytes of a file, as a stream. Output comes in bounded pieces, and a truncated file is an error, not an end."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any, BinaryIO
 from ultrascale.data.files import DataError
 
 _INPUT_BYTES = 1024
-"""zstd: compressed bytes taken at a time. A block of 4 bytes may become 128 KiB, so this bounds a piece to 32 MiB."""
+"""zstd: compressed bytes read at a time. A block of 4 bytes may become 128 KiB, so this bounds a piece to 32 MiB."""
 
 
 def import_extra(module: str) -> Any:
-    """A module of the extra `data`. Raises DataError, saying what to install, if it is not there."""
+    """A module of the extra `data`. Raises DataError, naming the package to install, if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -29,9 +29,9 @@ def import_extra(module: str) -> Any:
 
 @contextmanager
 def open_bytes(path: Path, compression: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Opens a file; gives the decompressed stream, and the file itself, whose position tells progress.
+    """Opens a file; yields the decompressed stream, and the raw file, whose position measures progress.
 
-    Reading may raise what `damage` recognises.
+    Reads may raise errors that `damage` recognises.
     """
     with open(path, "rb") as raw:
         if compression == "gz":
@@ -55,7 +55,7 @@ def damage(error: Exception) -> str | None:
 
 
 class _Zstd(io.RawIOBase):
-    """Frames of zstd end to end. python-zstandard's own stream reader takes a truncated file for a complete one."""
+    """Concatenated zstd frames. python-zstandard's stream reader treats a truncated file as complete."""
 
     def __init__(self, file: BinaryIO):
         self._new_frame = import_extra("zstandard").ZstdDecompressor().decompressobj

@@ -1,10 +1,10 @@
-"""Documents out of files, one after the other, with memory that does not grow with the file, the line or the document.
+"""Documents read from files one at a time, with memory independent of the size of the file, the line or the document.
 
-A text file is one document; a line of JSONL, a row of Parquet, Arrow or CSV and a sample of WebDataset or MDS are one each.
-What is wrong with one comes out in its place as a `DataError`, and the reader goes on; whether that ends the run or is counted
-is up to the caller. Lines are split at the byte b"\\n" only; `str.splitlines` would also split at U+2028, a form feed or a lone
-carriage return. A byte-order mark at the start of a file is dropped. Of tables and samples memory holds a row (of Arrow a batch
-of rows); the others need a few MiB.
+A text file is one document; so is a line of JSONL, a row of Parquet, Arrow or CSV and a sample of WebDataset or MDS. For an
+invalid document the reader yields a `DataError` in its place, and continues; the caller decides whether that ends the run or is
+counted. Lines are split at the byte b"\\n" only; `str.splitlines` would also split at U+2028, a form feed or a lone carriage
+return. A byte-order mark at the start of a file is dropped. For tables and samples memory holds a row (for Arrow a batch of
+rows); other formats need a few MiB.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ultrascale.data.reading.samples import mds_texts, tar_samples
 
 PIECE_BYTES = 1 << 20
 LONGEST_CELL = 1 << 30
-"""Bytes of one cell of a CSV, which memory holds."""
+"""Most bytes of one CSV cell, which is held in memory."""
 LONGEST_LINE = 4 << 20
 """Longer lines are not held in memory; see `long_lines`."""
 _MAGICS = {b"\x1f\x8b": ("gzip", ".gz"), b"\x28\xb5\x2f\xfd": ("zstd", ".zst"), b"PAR1": ("Parquet", ".parquet")}
@@ -46,14 +46,14 @@ _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 class PartReader:
     """The documents of one part.
 
-    `line_numbers`: tell lines of a JSONL file even in a part that is not its first, which costs reading what is before it.
-    `spool`: a folder with room for one long line.
+    `line_numbers`: report line numbers of a JSONL file even in a later part of it, which costs reading the file up to there.
+    `spool`: a folder with space for one long line.
     """
 
     def __init__(self, part: Part, *, field: str, spool: Path, line_numbers: bool = False):
         self.part, self.field, self.spool, self.line_numbers = part, field, spool, line_numbers
         self.consumed_bytes = 0
-        """Progress, of `part.weight_bytes`."""
+        """Progress, in units of `part.weight_bytes`."""
 
     def __iter__(self) -> Iterator[Document | DataError]:
         read = {"text": self._text, "jsonl": self._jsonl, "parquet": self._parquet, "csv": self._csv, "arrow": self._arrow,
@@ -120,7 +120,7 @@ class PartReader:
                 yield DataError(str(file.path), "is empty", REPAIR, "empty_file")
 
     def _csv(self) -> Iterator[Document | DataError]:
-        """The column `field` of a table with a header, a row each; tabs between columns in a .tsv."""
+        """The column `field` of a table with a header, one document per row; a .tsv has tabs between columns."""
         file = self.part.file
         csv.field_size_limit(LONGEST_CELL)
         with open_bytes(file.path, file.compression) as (stream, raw):
@@ -140,7 +140,7 @@ class PartReader:
                 yield DataError(f"{file.path}:{table.line_num}", f"is no row of a table: {error}", REPAIR, "broken_csv")
 
     def _arrow(self) -> Iterator[Document | DataError]:
-        """Rows of a shard of `datasets`, which is a stream of batches and ends with a mark."""
+        """Rows of a shard of `datasets`, which is a stream of record batches with an end mark."""
         file, row = self.part.file, 0
         pyarrow = import_extra("pyarrow")
         try:
@@ -187,7 +187,7 @@ class PartReader:
                 yield judged(text, f"{file.path}, sample {number}", f"{file.name}:{number}", 0)
 
     def _first_line(self, stream: BinaryIO) -> int:
-        """Moves to the first line that begins in this part, and gives its position; the part's end if there is none."""
+        """Seeks to the first line that begins in this part, and returns its position; the part's end if there is none."""
         position = self.part.start - 1
         stream.seek(position)
         while position < self.part.end:
@@ -242,7 +242,7 @@ class PartReader:
 
 
 def _expect_named_kind(file: InputFile) -> None:
-    """Raises DataError if a plain file starts as a compressed or Parquet file does."""
+    """Raises DataError if the content of a plain file starts like a compressed or Parquet file."""
     if file.compression or file.kind in ("parquet", "arrow", "mds"):
         return
     with open(file.path, "rb") as raw:
@@ -271,7 +271,7 @@ def _spool(folder: Path) -> Iterator[BinaryIO]:
 
 
 def _spool_line(begun: bytes, stream: BinaryIO, spooled: BinaryIO, folder: Path) -> int:
-    """Copies the rest of a line to a file; its length with the newline."""
+    """Copies the rest of a line to a file; returns the line's length with the newline."""
     length = 0
     while begun:
         with writing(folder):

@@ -1,8 +1,8 @@
-"""Choice of the files to read, and how they are split into shards: decided before anything is read, from names and sizes alone.
+"""Choice of the files to read, and their split into shards: decided from names and sizes alone, before anything is read.
 
 A shard is the unit of work and of restart: one process makes it from a list of parts, streaming. A part is a whole file, or a
-range of bytes of a JSONL file, or a range of row groups of a Parquet file. Shards get clamp(total / 256, 2 MiB, 256 MiB) of
-input, so that there are enough to share and not too many to keep; the number of processes has no say.
+range of bytes of a JSONL file, or a range of row groups of a Parquet file. A shard takes clamp(total / 256, 2 MiB, 256 MiB) of
+input, so that there are enough shards to distribute but not too many files; the number of processes does not matter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KINDS: dict[str, Kind] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv",
     ".arrow": "arrow", ".tar": "tar", ".tgz": "tar", ".mds": "mds",
 }  # fmt: skip
-"""By a name's ending, before that of a compression; all others are text."""
+"""Kind by a name's suffix, without that of a compression; all other files are text."""
 COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".tgz": "gz", ".zst": "zst", ".zstd": "zst"}
 SIDES: dict[str, Kind] = {
     "index.json": "mds",
@@ -33,38 +33,38 @@ SIDES: dict[str, Kind] = {
     "state.json": "arrow",
     "dataset_dict.json": "arrow",
 }
-"""Files that say something of those of a kind, and hold no text themselves."""
+"""Index files of a kind's shards, which hold no text themselves."""
 SMALLEST_SHARD, LARGEST_SHARD, USUAL_NUM_SHARDS = 2 << 20, 256 << 20, 256
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """One file to read, as it was when the run was planned."""
+    """One file to read, as it was when shards were planned."""
 
     path: Path
     name: str
-    """Relative to the folder it was found in; decides, with the place inside, which documents are held out."""
+    """Relative to the folder in which it was found; with the place inside, it decides which documents are held out."""
     kind: Kind
     compression: Compression
     size: int
     mtime_ns: int
     url: str = ""
-    """URL that it was brought from; empty for a file of this machine."""
+    """URL that it was downloaded from; empty for a local file."""
 
     def facts(self) -> dict[str, Any]:
-        """The facts that must stay the same for a restart."""
+        """The facts that must be unchanged for a restart."""
         return {"file": self.url or str(self.path), "size": self.size, "mtime_ns": self.mtime_ns}
 
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of a file: bytes for JSONL, row groups for Parquet, otherwise all of it."""
+    """A range of a file: bytes for JSONL, row groups for Parquet, otherwise all of it."""
 
     file: InputFile
     start: int
     end: int
     weight_bytes: int
-    """Bytes of the file on disk that this shard stands for, for progress and for splitting."""
+    """Bytes of the file on disk that this part represents, for progress and for splitting."""
 
     def facts(self) -> dict[str, Any]:
         return {**self.file.facts(), "start": self.start, "end": self.end}
@@ -75,9 +75,9 @@ def find_files(
 ) -> list[InputFile]:
     """The files named, and those under the folders named whose name matches `glob`, in order of name.
 
-    `exclude` are patterns of file and folder names left out below a folder. Symbolic links to folders are not followed.
-    `urls` says of inputs that were brought from a store, where from.
-    Raises DataError if an input is missing, unreadable, named twice, or nothing matches.
+    `exclude`: patterns of file and folder names that are skipped below a folder. Symbolic links to folders are not followed.
+    `urls`: source URL of each downloaded input. Raises DataError if an input is missing, unreadable, named twice, or nothing
+    matches.
     """
     files: list[InputFile] = []
     seen: set[tuple[int, int]] = set()
@@ -130,7 +130,7 @@ def _cut_file(file: InputFile, size: int) -> Iterator[Part]:
 
 
 def _cut_row_groups(file: InputFile, size: int) -> Iterator[Part]:
-    """Consecutive row groups, up to `size` of the file on disk together."""
+    """Consecutive row groups, together up to `size` bytes on disk."""
     parquet = import_extra("pyarrow.parquet")
     try:
         facts = parquet.read_metadata(file.path)
@@ -148,7 +148,7 @@ def _cut_row_groups(file: InputFile, size: int) -> Iterator[Part]:
 
 
 def _without_sides(files: list[InputFile]) -> Iterator[InputFile]:
-    """The files but for those that only say which others there are. Raises DataError if a shard that is named is not there."""
+    """The files without index files. Raises DataError if a shard named in an index does not exist."""
     kinds = {(file.path.parent, file.kind) for file in files}
     for file in files:
         below = any(kind == SIDES.get(file.path.name) and folder.is_relative_to(file.path.parent) for folder, kind in kinds)
@@ -159,7 +159,7 @@ def _without_sides(files: list[InputFile]) -> Iterator[InputFile]:
 
 
 def _expect_shards(index: Path) -> None:
-    """Every shard that MosaicML's index names must be there, in one of its forms."""
+    """Raises DataError unless every shard that MosaicML's index names exists, in one of its forms."""
     try:
         shards = json.loads(index.read_bytes())["shards"]
         forms = [[shard[form]["basename"] for form in ("raw_data", "zip_data") if shard.get(form)] for shard in shards]
@@ -182,7 +182,7 @@ def _walk(folder: Path, glob: str, exclude: tuple[str, ...]) -> Iterator[tuple[P
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """True if the name is that of one of the patterns."""
+    """True if the name matches one of the patterns."""
     return any(fnmatch(name, pattern) for pattern in patterns)
 
 

@@ -1,4 +1,4 @@
-"""Judgement of what was read: a `Document`, or the `DataError` that says what is wrong with it."""
+"""Validation of read data: a `Document`, or a `DataError` that says what is wrong."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ REPAIR = "Repair it, or leave such documents out with --on-bad skip."
 
 @dataclass(frozen=True)
 class Document:
-    """One document, whole or as pieces of text that are read as they are asked for (and may raise DataError then)."""
+    """One document, whole or as pieces of text that are read lazily (which may raise DataError)."""
 
     where: str
     key: str
-    """Names it for ever: file and place inside."""
+    """Permanent name: file and place inside."""
     text: str | None
     pieces: Iterator[str] | None = None
 
@@ -57,7 +57,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_consta
 
 
 def judged(content: bytes, where: str, key: str, offset: int) -> Document | DataError:
-    """The document of these bytes, which begin at byte `offset` of `where`."""
+    """The document in these bytes, which begin at byte `offset` of `where`."""
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -66,7 +66,7 @@ def judged(content: bytes, where: str, key: str, offset: int) -> Document | Data
 
 
 def judged_text(value: Any, where: str, key: str) -> Document | DataError:
-    """The document of a value that should be text."""
+    """The document in a value that should be text."""
     if not isinstance(value, str):
         kind = "null" if value is None else type(value).__name__
         return DataError(where, f"the text is {kind}, expected a string", REPAIR, "not_text")
@@ -79,7 +79,7 @@ def judged_text(value: Any, where: str, key: str) -> Document | DataError:
 
 
 def judge_piece(text: str, where: str) -> str:
-    """`text`. Raises DataError if a tokenizer should not see it: a NUL, half a surrogate pair."""
+    """Returns `text`. Raises DataError if it is not valid input for a tokenizer: a NUL, half a surrogate pair."""
     if (position := text.find("\0")) >= 0:
         raise DataError(where, f"has a NUL (U+0000) at character {position}, as binary data do", REPAIR, "nul")
     if not text.isascii():
@@ -92,7 +92,7 @@ def judge_piece(text: str, where: str) -> str:
 
 
 def invalid_utf8(where: str, at: int | None, error: UnicodeDecodeError, of: str = "byte") -> DataError:
-    """The error for bytes that are no text, at place `at` if that is known."""
+    """The error for bytes that are not UTF-8, at position `at` if known."""
     place = "" if at is None else f", at {of} {at}"
     problem = f"is not UTF-8: {error.reason} (0x{error.object[error.start]:02x}){place}"
     return DataError(where, problem, f"Convert it to UTF-8. {REPAIR}", "invalid_utf8")

@@ -1,8 +1,8 @@
-"""A JSON line too long for memory: the one long string in it is found and streamed, the rest is judged by `json` as usual.
+"""A JSON line too long for memory: its one long string is found and streamed, the rest is parsed by `json` as usual.
 
-The line is copied to a file without a name. One pass over it replaces every long string by a short mark and remembers where the
-string lies; what remains is a small line of JSON. If the wanted field's value is such a mark, its string is decoded in pieces.
-So a document of 1 GB in one line costs 1 GB of disk for a while, and no memory.
+The line is copied to an anonymous file. One pass over it replaces every long string by a short mark and records its position;
+the result is a small line of JSON. If the wanted field's value is such a mark, its string is decoded in pieces. So a document
+of 1 GB in one line temporarily costs 1 GB of disk, and no memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _UNITS = re.compile(
 
 
 def shorten(file: BinaryIO, limit: int) -> tuple[bytes, list[tuple[int, int]]] | None:
-    """The line with its long strings replaced by marks, and where those lie (first and last byte, without the quotes).
+    """The line with its long strings replaced by marks, and their positions (first and last byte, without the quotes).
 
     None if more than `limit` bytes remain, or the line ends inside a string.
     """
@@ -67,7 +67,7 @@ def shorten(file: BinaryIO, limit: int) -> tuple[bytes, list[tuple[int, int]]] |
 
 
 def marked(value: object) -> int | None:
-    """Index of the long string that a decoded value stands for, if it is a mark."""
+    """Index of the long string that a decoded value represents, if it is a mark."""
     mark = json.loads(f'"{_MARK}"')
     return int(value[len(mark) :]) if isinstance(value, str) and value.startswith(mark) else None
 

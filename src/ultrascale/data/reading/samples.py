@@ -1,10 +1,10 @@
-"""Samples of WebDataset's and MosaicML Streaming's shards, in their order; both are read once, from begin to end.
+"""Samples of WebDataset and MosaicML Streaming shards, in order; both are read once, from start to end.
 
     web-0000.tar    files NAME.EXT one after the other; neighbours of one NAME are a sample: 7.txt 7.json, 8.txt 8.json
-    shard.0.mds     number of samples n; n + 1 offsets; columns, as JSON; samples, each begun by its values' lengths
+    shard.0.mds     number of samples n; n + 1 offsets; columns, as JSON; samples, each with its values' lengths first
 
-An archive has a mark at its end, and a shard's last offset is its length, so that neither passes for whole where it is cut off.
-Memory holds one sample.
+An archive has an end mark, and a shard's last offset is its length, so that a truncated file of either kind is detected. Memory
+holds one sample.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ultrascale.data.files import DataError
 from ultrascale.data.reading.judged import REPAIR
 
 MOST_SAMPLES = 1 << 26
-"""Samples of a MDS shard; a larger number is damage."""
+"""Most samples of a MDS shard; a larger number is damage."""
 LONGEST_COLUMNS = 1 << 20
-"""Bytes of a MDS shard's columns; more are damage."""
+"""Most bytes of a MDS shard's columns; more are damage."""
 
 
 class _Member(tarfile.TarInfo):
-    """A header; tarfile takes a damaged one, or none, for the end of the archive."""
+    """A header that rejects damage; tarfile treats a damaged or missing header as the end of the archive."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> tarfile.TarInfo:
@@ -34,12 +34,12 @@ class _Member(tarfile.TarInfo):
             return super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as error:
             if len(buf) == tarfile.BLOCKSIZE and not any(buf):
-                raise  # the mark of an end
+                raise  # the end mark
             raise tarfile.ReadError(str(error)) from error
 
 
 def tar_samples(stream: BinaryIO, where: str) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Name of each sample, and its files by extension. Raises DataError if the archive is damaged or cut off."""
+    """Name of each sample, and its files by extension. Raises DataError if the archive is damaged or truncated."""
     name, files = "", {}
     try:
         with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as archive:
@@ -90,7 +90,7 @@ def mds_texts(stream: BinaryIO, field: str, where: str) -> Iterator[bytes]:
 
 
 def _columns(text: bytes, field: str, where: str) -> tuple[list[str], list[int | None]]:
-    """Names and sizes of a shard's columns; `field` must be one that holds text."""
+    """Names and sizes of a shard's columns; `field` must be a text column."""
     try:
         facts: dict[str, Any] = json.loads(text)
         names, kinds, sizes = (list(facts[f"column_{key}"]) for key in ("names", "encodings", "sizes"))
@@ -109,7 +109,7 @@ def _columns(text: bytes, field: str, where: str) -> tuple[list[str], list[int |
 
 
 def _read(stream: BinaryIO, size: int, where: str) -> bytes:
-    """So many bytes, which may come in pieces."""
+    """Exactly `size` bytes, which may arrive in pieces."""
     content = bytearray()
     while len(content) < size and (piece := stream.read(size - len(content))):
         content += piece

@@ -15,11 +15,11 @@ from ultrascale.plan.search.replayed import categories_of
 from ultrascale.plan.time.price import Prediction
 
 MOST_REPLAYED = 16
-"""Ranks of a pipeline that are replayed; of a longer one so many, evenly spread."""
+"""Most replayed ranks of a pipeline; of a longer one this many, evenly spread."""
 
 
 def rank_memories(prediction: Prediction) -> list[tuple[str, dict[str, float]]]:
-    """Name and bytes by category of each rank of the pipeline that is looked at; none without a pipeline."""
+    """Name and bytes by category of each replayed rank of the pipeline; empty without a pipeline."""
     if prediction.layout.pp == 1 or prediction.layout.schedule not in SCHEDULES:
         return []
     try:

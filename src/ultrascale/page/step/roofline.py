@@ -1,9 +1,9 @@
-"""The operations of a step against the device's roofline: FLOPs per byte of memory traffic across, FLOPs per second up.
+"""The operations of a step on the device's roofline: x is FLOPs per byte of memory traffic, y is FLOP/s.
 
 Seconds are the planner's own (`plan.time.blocks.compute_seconds`, one operation at a time), so that the rows of a rank add up
-to the computing of its step. Bytes are the least that an operation reads and writes in the device's memory: a product its two
-factors and its result, attention queries, keys, values and what they make (flash attention keeps scores on the chip),
-element-wise work what it moves. FLOPs of attention are those of the pairs that a mask leaves. Forward and backward together.
+to the compute time of its step. Bytes are the minimum that an operation reads and writes in device memory: a matrix product its
+operands and result, attention queries, keys, values and output (flash attention keeps scores on the chip), an element-wise
+operation its tensors. FLOPs of attention count only unmasked pairs. Forward and backward together.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ultrascale.plan.workload import Workload
 from ultrascale.work.ops import Op, Shape
 
 PASSES = 3
-"""A product and its two gradients, each as large."""
+"""A matrix product and its two gradients, with equal FLOPs."""
 
 
 class OperationCost(NamedTuple):
@@ -37,7 +37,7 @@ class OperationCost(NamedTuple):
     kind: str
     """One of `plan.time.step_parts.KINDS`."""
     count: float
-    """Times in a step, forward."""
+    """Number of forward executions in a step."""
     seconds: float
     flops: float
     num_bytes: float
@@ -49,7 +49,7 @@ class OperationCost(NamedTuple):
 
 
 def operation_costs(prediction: Prediction) -> list[OperationCost]:
-    """Operations of the rank whose step it is, without what is computed again, the longest first."""
+    """Operations of the slowest rank, whose step is shown, without recomputation, the longest first."""
     workload, layout = prediction.workload, prediction.layout
     table = LayoutTable.of([layout])
     stages, blocks = partition_stages(workload, table, layout.layers_per_stage), price_blocks(workload, table)
@@ -72,14 +72,14 @@ def operation_costs(prediction: Prediction) -> list[OperationCost]:
 
 
 def peak_flops(prediction: Prediction) -> float:
-    """Per second, dense, of the dtype that products are made in."""
+    """Peak dense FLOP/s in the dtype of matrix products."""
     precision = prediction.layout.precision
     dtype = "fp8" if precision in NARROW and "fp8" in prediction.workload.cluster.accelerator.peak_flops else precision
     return prediction.workload.cluster.accelerator.peak_flops_per_second(dtype)
 
 
 def _works_of(workload: Workload, shape: Shape, op: Op, is_head: bool) -> Iterator[OperationCost]:
-    """Product, attention and element-wise part of an operation, those that take time."""
+    """Matrix product, attention and element-wise part of an operation, those that take time."""
     for inner in op.inside:
         for work in _works_of(workload, shape, inner, is_head):
             yield OperationCost(work.name, work.kind, *(op.pieces * value for value in work[2:]))

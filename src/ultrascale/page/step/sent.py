@@ -1,7 +1,7 @@
-"""Communication of a rank in a step, by axis of the layout: messages and bytes as the replay of its step counts them.
+"""Communication of a rank in a step, by axis of the layout: messages and bytes as counted by the replay of its step.
 
-The same counts are held, message by message, to what our trainer sends (`ultrascale trace`); so they are told of layouts that
-it runs, planned for it, and of no others.
+Tests compare these counts, message by message, with what our trainer sends (`ultrascale trace`); so they are shown only for
+layouts that it runs, planned for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ultrascale.trace.planned import planned_rank
 
 NAMES = {"shard": "dp: shards", "replicate": "dp: replicas", "dp x cp": "dp and cp", "all": "all ranks"}
 LEAST_BYTES = 1024
-"""A step's norm and the like are not told."""
+"""Smaller messages, such as the step's norm, are not shown."""
 
 
 class CommunicationVolume(NamedTuple):
@@ -31,11 +31,11 @@ class CommunicationVolume(NamedTuple):
     """`node` or `network`."""
     count: int
     num_bytes: int
-    """Bytes that leave the rank: of an all-gather all but its own part, of an all-reduce in a ring twice that."""
+    """Bytes that leave the rank: for an all-gather all but its own part, for a ring all-reduce twice that."""
 
 
 def communication_per_step(run: Run, prediction: Prediction) -> tuple[int, list[CommunicationVolume]]:
-    """The rank that is told of, one of the middle of the pipeline, and what it sends, the most first."""
+    """The rank shown, one in the middle of the pipeline, and its communication, the largest first."""
     workload, layout = prediction.workload, prediction.layout
     rank = (layout.pp // 2) * (layout.world_size // layout.pp)
     refused = untrainable(workload.model, layout)

@@ -1,7 +1,7 @@
-"""Ownership of a run's store: which run it holds, and which start of it writes there.
+"""Ownership of a run's store: which run it holds, and which start of that run writes to it.
 
-A start takes the run over, and an older one can publish no more: no clock is asked who is alive. The folder on each disk says
-which run of the store it is of, so that two runs of one name are not mixed.
+A new start takes the store over, and older starts can no longer publish; this needs no clock and no liveness check. The folder
+on each disk records which run of the store it belongs to, so that two runs of one name are not mixed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from ultrascale.train.folder.run_folder import RunFolder
 T = TypeVar("T")
 CLAIM = "run.json"
 LOCAL = ".store.json"
-"""In the run's folder: which run of the store it is, and the last start whose history is there."""
+"""File in the run's folder: the run of the store that it belongs to, and the last start whose history it holds."""
 HISTORY = ("metrics.jsonl", "events.jsonl", "log.txt")
 
 
 def take_over(store: Store, run: Run, folder: RunFolder, *, allow_changes: bool = False) -> str:
-    """Make this start of `run` the one that writes to the store; the name that it is known by there.
+    """Make this start of `run` the writer of the store. Returns the name of this start in the store.
 
-    Raises CheckpointError if the store holds another run than the folder or `run`, StorageError."""
+    Raises CheckpointError if the store holds another run than the folder or `run`, StorageError.
+    """
     claimed, version = read_claim(store)
     if claimed is not None:
         _expect_same_id(store, folder, claimed["run_id"])
@@ -52,13 +53,13 @@ def take_over(store: Store, run: Run, folder: RunFolder, *, allow_changes: bool 
 
 
 def _known(folder: RunFolder) -> dict[str, Any]:
-    """As was noted in the folder: the run of a store that it is of, and a start; empty if it is of none."""
+    """Record in the folder of a run of a store and a start; empty if there is none."""
     local = folder.read_json(LOCAL)
     return local if isinstance(local, dict) else {}
 
 
 def _expect_same_id(store: Store, folder: RunFolder, run_id: str) -> None:
-    """Raises CheckpointError if the folder is of another run than the store's."""
+    """Raises CheckpointError if the folder belongs to another run than the store."""
     known = _known(folder).get("run_id")
     if known != run_id and (known is not None or candidates(folder.checkpoints)):
         problem = f"{store.url} holds another run than {folder.path}"
@@ -66,7 +67,7 @@ def _expect_same_id(store: Store, folder: RunFolder, run_id: str) -> None:
 
 
 def _bring_history(store: Store, folder: RunFolder) -> None:
-    """Copies the run's history from the store into a folder that lacks some of it: the run went on elsewhere."""
+    """Copies the run's history from the store into a folder that lacks part of it, because the run continued elsewhere."""
     for name in HISTORY:
         path = folder.path / name
         with suppress(MissingError):
@@ -76,8 +77,8 @@ def _bring_history(store: Store, folder: RunFolder) -> None:
 
 
 def join_disks(store: Store, folder: RunFolder, ranks: Coordinator, writer: str) -> NodeDisks:
-    """The disks that the ranks save to. Collective; raises CheckpointError if one of several holds another run, or if a node
-    sees another store than rank 0, as a folder that is on its disk alone."""
+    """The disks that the ranks save to. Collective. Raises CheckpointError if one of several disks holds another run, or if a
+    node sees another store than rank 0, such as a folder on its local disk."""
     if ranks.world == 1:
         return NodeDisks(0, (0,))
     ranks.agree("before the first save", lambda: check_writable(folder.checkpoints))
@@ -96,8 +97,8 @@ def join_disks(store: Store, folder: RunFolder, ranks: Coordinator, writer: str)
 
 
 def read_claim(store: Store) -> tuple[dict[str, Any] | None, Version | None]:
-    """Claim of a store (its run's id and its writer) and the claim's version; None each if there is none. Raises
-    CheckpointError if it is no claim of a run, StorageError."""
+    """The claim on a store (run id and writer) and the claim's version; (None, None) if there is none. Raises CheckpointError
+    if the object is not a claim, StorageError."""
     try:
         data, version = store.read_version(CLAIM)
     except MissingError:
@@ -112,7 +113,7 @@ def read_claim(store: Store) -> tuple[dict[str, Any] | None, Version | None]:
 
 
 def _expect_same_run(store: Store, run: Run, parts: tuple[str, ...]) -> None:
-    """Raises CheckpointError if the store's run differs in one of these parts; `restore` tells each in full."""
+    """Raises CheckpointError if the store's run differs in one of `parts`; `restore` later reports each difference in full."""
     try:
         text = store.read("run.toml").decode()
         stored = decisive_parts(run_from_toml(text, where=store.where("run.toml")))
@@ -126,7 +127,7 @@ def _expect_same_run(store: Store, run: Run, parts: tuple[str, ...]) -> None:
 
 
 def as_checkpoint_error(work: Callable[[], T]) -> T:
-    """Result of `work`. Raises CheckpointError, which ranks report to each other, for a StorageError."""
+    """Result of `work`. Converts a StorageError to CheckpointError, which ranks report to each other."""
     try:
         return work()
     except StorageError as error:

@@ -1,7 +1,7 @@
-"""Differences between facts of a run that are kept in its folder and those of now.
+"""Differences between the facts of a run stored in its folder and the current ones.
 
-A release adds fields, each with the default that does as releases before it did. So a key that was not kept has its default:
-a run goes on under a newer release, and takes again what was chosen for it.
+A release adds fields, each with a default that keeps the behaviour of earlier releases. So a key that was not stored has its
+default: a run resumes under a newer release, and reuses its earlier choices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Item = TypeVar("Item")
 
 
 def with_defaults(item: Item) -> Item:
-    """The dataclass `item`, and those in it, with the default of every field that has one."""
+    """The dataclass `item` and its nested dataclasses, with every field that has a default set to it."""
     values = {}
     for field in fields(item):  # pyright: ignore[reportArgumentType]
         value = getattr(item, field.name)
@@ -25,8 +25,8 @@ def with_defaults(item: Item) -> Item:
 
 
 def differences(before: Any, now: Any, defaults: Any, key: str = "") -> list[tuple[str, Any, Any]]:
-    """Keys with their values before and now, where these differ. All three are plain data of one form; a key that `before`
-    lacks has its value in `defaults`."""
+    """Keys with their values before and now, where these differ. All three are plain data of one form; a key that is missing
+    from `before` takes its value from `defaults`."""
     if isinstance(before, dict) and isinstance(now, dict):
         other = defaults if isinstance(defaults, dict) else {}
         keys = sorted(before.keys() | now.keys())

@@ -18,9 +18,9 @@ from ultrascale.storage import MissingError, open_store, url_of
 from ultrascale.train.folder.run_folder import RunFolder
 
 NARROW = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-"""Dtypes of folders that training widens."""
+"""Dtypes of imported folders that training widens."""
 PREFIX = "model."
-"""Begins the names of what makes up the model; the others are the optimizer's."""
+"""Prefix of the names of model tensors; the others belong to the optimizer."""
 
 
 def export_checkpoint(root: Path, target: Path, *, run: Run) -> Path:
@@ -37,18 +37,18 @@ def export_checkpoint(root: Path, target: Path, *, run: Run) -> Path:
 
 
 def dtype_of(facts: Mapping[str, Any]) -> torch.dtype | None:
-    """Dtype of an export if none is given: that of the imported folder; None: the checkpoint's."""
+    """Default dtype of an export: that of the imported folder; None: the checkpoint's."""
     return next((dtype for dtype, name in NARROW.items() if name == facts.get("imported_dtype")), None)
 
 
 def weights_in(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights among a checkpoint's tensors and the biases that balance experts, under the names of
+    """The weights among a checkpoint's tensors and the biases that balance experts, named as in
     `description.architecture.weights`."""
     return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
 
 
 def tokenizer_of(run: Run) -> Path | None:
-    """The tokenizer.json that belongs to a run's data, if there is one; else the run folder's copy of it."""
+    """The tokenizer.json of a run's data, if there is one; else the copy in the run's folder."""
     if run.data.tokenizer is not None and Path(run.data.tokenizer).exists():
         return find_tokenizer(run.data.tokenizer)
     places = [*(Path(source.path) for source in run.data.sources), RunFolder.of(run).path]
@@ -56,9 +56,9 @@ def tokenizer_of(run: Run) -> Path | None:
 
 
 def keep_tokenizer(run: Run) -> None:
-    """Copy the run's tokenizer, if there is one, into its folder, so that the folder is enough to generate from.
+    """Copy the run's tokenizer, if there is one, into its folder, so that the folder suffices for generation.
 
-    Raises SpecError if it is no tokenizer.
+    Raises SpecError if the file is not a tokenizer.
     """
     folder, tokenizer = RunFolder.of(run).path, tokenizer_of(run)
     if tokenizer is None and run.data.sources and url_of(run.data.sources[0].path) is not None:

@@ -1,6 +1,6 @@
-"""The JSON beside a checkpoint's tensors, as `resume.facts_of` writes it: looked at key by key before any of it is used.
+"""The JSON metadata of a checkpoint, as `resume.facts_of` writes it: validated key by key before any of it is used.
 
-A checkpoint may be whole and still not be one of a run: `checkpoint.save` takes any metadata.
+A checkpoint may be intact and still not belong to a run: `checkpoint.save` accepts any metadata.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 def expect_facts(facts: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """`facts`, if they are those of a run. Raises CheckpointError otherwise."""
+    """`facts`, if they are valid facts of a run. Raises CheckpointError otherwise."""
     for key in sorted(facts.keys() - _REQUIRED.keys() - _OPTIONAL.keys()):
         raise _wrong(folder, key, "is not known to this release")
     for key, kinds in _REQUIRED.items():
@@ -73,7 +73,7 @@ def expect_facts(facts: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _bounds(steps_done: int) -> dict[str, tuple[float, float]]:
-    """The least and the most that each number can be; NaN is in no range."""
+    """Lower and upper bound of each number; NaN is outside every range."""
     steps, finite = (0, min(steps_done, MOST)), (-float_info.max, float_info.max)
     return {
         "steps_done": (0, MOST), "skipped_steps": steps, "loss_scale.steps_since_change": steps,

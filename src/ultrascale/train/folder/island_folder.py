@@ -1,4 +1,4 @@
-"""The part of a run that this process's island does: its folder, and what only the first island does for all."""
+"""One island's part of a run (DiLoCo): its folder, and what only the first island does."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from ultrascale.description.run import Evaluation, Run
 from ultrascale.storage import join_url
 
 FOLDER = "islands"
-"""In the run's folder: those of the other islands, each with its metrics and checkpoints, by number."""
+"""Subfolder of the run's folder: the folders of the other islands by number, each with its metrics and checkpoints."""
 
 
 def island_folder(run: Run, island: int | None = None) -> Path:
-    """The folder of this process's island, which need not be there yet. `island`: its number, if it was started by itself."""
+    """The folder of this process's island, which may not exist yet. `island`: its number, if the island was started by
+    itself."""
     number, folder = _number(run, island), Path(run.folder) / run.name
     return folder / FOLDER / str(number) if number else folder
 
@@ -30,11 +31,12 @@ def _number(run: Run, island: int | None) -> int:
 
 
 def of_island(run: Run, island: int | None = None) -> Run:
-    """`run` as the island of this process does it. The first has the run's own folder, evaluates and exports; another keeps its
-    checkpoints and metrics in a folder of its own, `islands/N` (the same in the run's store), so that islands need no file
-    system in common.
+    """`run` as this process's island trains it. The first island uses the run's folder, evaluates and exports. Every other
+    island keeps its checkpoints and metrics in `islands/N` (also in the run's store), so that islands need no shared file
+    system.
 
-    `island`: its number, if it was started by itself."""
+    `island`: its number, if it was started by itself.
+    """
     folder = island_folder(run, island)
     run = replace(run, layout=replace(run.layout, dp=run.degrees[_number(run, island)])) if run.islands.dp else run
     if folder == Path(run.folder) / run.name:
@@ -52,8 +54,8 @@ def of_island(run: Run, island: int | None = None) -> Run:
 
 
 def where_they_meet(run: Run, island: int | None) -> tuple[int, str] | None:
-    """The number of an island that was started by itself, and where it meets the others; None for islands that were started
-    together. Raises SpecError if the run asks for the other way."""
+    """Number of an island that was started by itself, and the address where islands connect; None for islands that were started
+    together. Raises SpecError if the run asks for the other way of starting."""
     if not run.islands.quorum or run.islands.count == 1:
         if island is None:
             return None

@@ -1,13 +1,13 @@
 """Response to a run's folder that is removed, moved or replaced while the run trains.
 
     rank 0 looks      every second, and all ranks before each save: does the path still lead to the folder that is held open?
-    the run stops     before its next step, as at SIGTERM, and saves once more: in the folder where that is now if it was moved,
-                      else in a new one beside its path, NAME-rescued-TIME. Nothing is written at the old path, where another
-                      run may have begun
-    it says so        in one sentence that names the place, with exit code 1; nobody starts its ranks again
+    the run stops     before its next step, as at SIGTERM, and saves once more: in the moved folder if it was moved, else in a
+                      new one beside its path, NAME-rescued-TIME. Nothing is written at the old path, where another run may
+                      have begun
+    error             one sentence that names the place, with exit code 1; ranks are not restarted
 
-Where only the folder of the checkpoints was removed or replaced, in a folder that is still the run's own, that is told, and
-the next ones are saved in the one that is there, or in a new one; so it is on the disk of any node.
+If only the folder of the checkpoints was removed or replaced, and the run's folder is still in place, the run reports that and
+saves the next checkpoints in the folder that is there, or in a new one. The disks of other nodes are handled the same way.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class Loss:
 
 @dataclass
 class CheckpointPlace:
-    """Destination of a run's checkpoints: its folder, or a refuge once that is lost."""
+    """Destination of a run's checkpoints: its folder, or a refuge once the folder is lost."""
 
     run: Run
     folder: RunFolder
     saves: Saves
     ranks: Ranks
     report: Callable[[int, str], None]
-    """Given the step and what became of the folder of the checkpoints."""
+    """Called with the step and a message about the lost folder of the checkpoints."""
     loss: Loss | None = None
-    """Loss of the run's whole folder; None while the run has it."""
+    """Loss of the run's whole folder; None while the run owns it."""
 
     def save(self, step: int, tensors: Tensors, facts: dict[str, Any], *, last: bool = False) -> None:
-        """As `Saves.save`. Collective; raises RunFolderLostError after that if the run's folder was lost."""
+        """As `Saves.save`. Collective; then raises RunFolderLostError if the run's folder was lost."""
         self.settle(step)
         try:
             self.saves.save(step, tensors, facts, last=last or self.loss is not None)
@@ -68,7 +68,7 @@ class CheckpointPlace:
             raise RunFolderLostError(f"{problem}; `ultrascale train {quote(str(self.loss.refuge))}` goes on from there.")
 
     def settle(self, step: int) -> None:
-        """Give the saves another place if the folder they go to is no longer what it was. Collective.
+        """Redirect saves to another place if their folder was removed or replaced. Collective.
 
         Raises CheckpointError on every rank if there is no other place.
         """
@@ -91,16 +91,16 @@ class CheckpointPlace:
         self.report(step, f"WARNING: {lost}: what was saved is not there; saving in it goes on")
 
     def _fate_and_refuge(self) -> tuple[str, str]:
-        """Pair: fate of the folder, and the refuge if it is lost; each empty if not."""
+        """Pair: event by which the folder was lost, and the refuge; empty strings if it was not lost."""
         if fate := self.folder.lost():
             return fate, str(_prepared(self.folder.refuge(), self.run))
         return "", ""
 
 
 def _prepared(refuge: Path, run: Run) -> Path:
-    """`refuge` with what `ultrascale train` needs beside a checkpoint to go on there."""
+    """`refuge`, with the files beside a checkpoint that `ultrascale train` needs to resume there."""
     moved = replace(run, folder=str(refuge.parent), name=refuge.name)
     RunFolder(refuge).write_text("run.toml", to_toml(moved))
-    with suppress(OSError, SpecError):  # the data has it, too
+    with suppress(OSError, SpecError):  # the tokenizer is also with the data
         keep_tokenizer(moved)
     return refuge

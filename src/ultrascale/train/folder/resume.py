@@ -1,8 +1,8 @@
 """Checkpoints of a run: their contents, and resuming from one.
 
-Tensors go by global names (`model.layers.0.mlp.up_proj.weight`, `optimizer.exp_avg.layers.0.mlp.up_proj.weight`), so any layout
-can read what any other wrote. Beside them stands JSON: steps done, the resolved run, and what the data was. Nothing else
-decides the next step: its sequences follow from the step alone, and no random number is drawn in training.
+Tensors have global names (`model.layers.0.mlp.up_proj.weight`, `optimizer.exp_avg.layers.0.mlp.up_proj.weight`), so any layout
+can read what any other wrote. JSON metadata holds steps done, the resolved run, and facts on the data. Nothing else decides the
+next step: its sequences follow from the step alone, and training draws no random numbers.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from ultrascale.train.trainer import Trainer
 from ultrascale.work.fp8_slots import num_block_slots
 
 AMAXES = "fp8.amax_history."
-"""Prefix of the names of delayed scaling's history."""
+"""Prefix of the names of the amax history of fp8 delayed scaling."""
 
 
 def tensors_of(trainer: Trainer) -> dict[str, list[Slice]]:
-    """Weights, their moments and the biases that balance experts, by global name, as the parts that training on this rank uses.
+    """Weights, their moments and the biases that balance experts, by global name, as this rank's local slices.
 
-    A pipeline's first and last stage may both be here, and each has a tied embedding.
+    A rank may hold both the first and the last stage of a pipeline, and each has a copy of a tied embedding.
     """
     tensors: dict[str, list[Slice]] = defaultdict(list)
     for held in trainer.share.local_parameters:
@@ -64,7 +64,7 @@ def tensors_of(trainer: Trainer) -> dict[str, list[Slice]]:
 
 
 def _unread_tables(model: Model, saved_history: dict[str, Any] | None) -> dict[str, list[Slice]]:
-    """Places for a history in the checkpoint that this run has no use for: what is there must be loaded."""
+    """Placeholders for an amax history in the checkpoint that this run does not use: every stored tensor must be loaded."""
     first, last = saved_history["layers"] if saved_history is not None else (0, -1)
     shapes = {
         layer: (num_block_slots(model, layer), saved_history["length"])
@@ -75,7 +75,7 @@ def _unread_tables(model: Model, saved_history: dict[str, Any] | None) -> dict[s
 
 
 def _take_back(trainer: Trainer, tensors: dict[str, list[Slice]]) -> None:
-    """Keep what was loaded into copies."""
+    """Store values that were loaded into copies back into the trainer."""
     if isinstance(trainer.optimizer, CompactAdamW):
         waiting = {name: iter(slices) for name, slices in tensors.items()}
         for held in trainer.share.local_parameters:
@@ -85,16 +85,16 @@ def _take_back(trainer: Trainer, tensors: dict[str, list[Slice]]) -> None:
 
 
 def _slices(held: LocalParameter, tensor: Tensor) -> list[Slice]:
-    """Slices of a weight or a moment that this rank's part of it consists of."""
+    """Slices of a weight or a moment that this rank holds."""
     return [Slice(box, held.weight.shape, offsets) for offsets, box in shard_boxes(held.parameter, held.place, tensor)]
 
 
 def facts_of(trainer: Trainer) -> dict[str, Any]:
-    """The JSON beside the tensors."""
+    """The JSON metadata of a checkpoint."""
     noise = trainer.noise_scale
     return {
         "steps_done": trainer.steps_done,
-        "saved_at": time.time(),  # the file's own time changes when a checkpoint is copied
+        "saved_at": time.time(),  # the file's modification time changes when a checkpoint is copied
         "run": to_toml(trainer.run),
         "decides": decisive_parts(trainer.run),
         "data": trainer.loader.fingerprint(),
@@ -110,7 +110,7 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def restore(trainer: Trainer, checkpoint: Path, *, allow_changes: bool = False, verified: bool = False) -> None:
-    """Set `trainer` to the state in `checkpoint`, whatever layout wrote it; `verified`: of which every byte was just read.
+    """Set `trainer` to the state in `checkpoint`, whatever layout wrote it. `verified`: True if every byte was just read.
 
     Raises SpecError if the run or its data are not those of the checkpoint (with `allow_changes`: if its batch is not), and
     CheckpointError if the files are damaged; nothing is changed then.
@@ -121,7 +121,7 @@ def restore(trainer: Trainer, checkpoint: Path, *, allow_changes: bool = False, 
     if outer is not None:
         outer.expect(outer_facts)
     tensors, amax_updates = _targets(trainer, facts)
-    # With islands, or of them, there are outer tensors that only one of the two has.
+    # If the run or the checkpoint has islands, only one of the two may have outer tensors.
     load(checkpoint, tensors, strict=outer is None and outer_facts is None, verified=verified)
     _take_back(trainer, tensors)
     _take_facts(trainer, facts)
@@ -130,12 +130,13 @@ def restore(trainer: Trainer, checkpoint: Path, *, allow_changes: bool = False, 
 
 
 def shards_for(trainer: Trainer, manifest: Manifest) -> set[str]:
-    """The files of a checkpoint that `restore` reads on this rank. Raises CheckpointError if it is not one of a run."""
+    """The files of a checkpoint that `restore` reads on this rank. Raises CheckpointError if the checkpoint is not from a
+    run."""
     return shards_read(manifest, _targets(trainer, expect_facts(manifest.metadata, step_folder(Path(), manifest.step)))[0])
 
 
 def _targets(trainer: Trainer, facts: dict[str, Any]) -> tuple[dict[str, list[Slice]], int]:
-    """The tensors that a checkpoint of these facts is read into, and the updates that delayed scaling's history has in it."""
+    """The tensors to load for a checkpoint with these facts, and the number of updates in its delayed-scaling history."""
     tensors, history = tensors_of(trainer), trainer.share.amax_history
     saved_history = facts.get("fp8_amax_history")
     amax_updates = 0 if history is None else history.updates_in(saved_history)
@@ -146,7 +147,7 @@ def _targets(trainer: Trainer, facts: dict[str, Any]) -> tuple[dict[str, list[Sl
 
 
 def _take_facts(trainer: Trainer, facts: dict[str, Any]) -> None:
-    """Go on from the JSON of a checkpoint whose tensors are here."""
+    """Restore the state in a checkpoint's JSON metadata, once its tensors are loaded."""
     trainer.share.expect_other_weights()
     trainer.steps_done = facts["steps_done"]
     trainer.skipped_steps = facts.get("skipped_steps") or 0
@@ -162,8 +163,8 @@ def _take_facts(trainer: Trainer, facts: dict[str, Any]) -> None:
 
 
 def begin_islands(trainer: Trainer) -> str:
-    """Bring this island into one round with the others, and do the outer step that it owes since it stopped; what was done, in
-    words. Collective over all islands, where there are several."""
+    """Bring this island into the same round as the others, and do any outer step that is due since it stopped. Returns a
+    description. Collective over all islands, where there are several."""
     outer = trainer.outer
     if outer is None:
         return ""
@@ -189,11 +190,11 @@ def begin_islands(trainer: Trainer) -> str:
 def restore_newest(
     trainer: Trainer, root: Path, *, allow_changes: bool = False, search: Callable[..., Search] = search
 ) -> Search:
-    """Restore the newest checkpoint under `root` that is whole, if there is one. Says which, and why newer ones were not.
+    """Restore the newest intact checkpoint under `root`, if there is one. Returns which one, and why newer ones were rejected.
 
     `search` finds it, as `checkpoint.search` does.
 
-    Raises as `restore` does, and CheckpointError if there are checkpoints and none of them is whole.
+    Raises as `restore` does, and CheckpointError if there are checkpoints but all are damaged.
     """
     newest = search(root, process_group=trainer.ranks.host_group)
     if newest.folder is None and newest.rejected:
@@ -206,12 +207,12 @@ def restore_newest(
 
 
 def decisive_parts(run: Run) -> dict[str, Any]:
-    """Settings that must not change when a run resumes, as plain data. A fingerprint stands for the paths of data."""
+    """Settings that must not change when a run resumes, as plain data. A fingerprint replaces the paths of data."""
     model = asdict(run.model)
     model.pop("name")
     data = {"weights": [source.weight for source in run.data.sources], "document_mask": run.data.document_mask}
     parts = {"model": model, "batch": asdict(run.batch), "data": data, "seed": run.seed}
-    return json.loads(json.dumps(parts))  # tuples as the lists they are read back as
+    return json.loads(json.dumps(parts))  # tuples become lists, as JSON reads them
 
 
 def changes_since(checkpoint: Path, run: Run) -> list[str]:
@@ -245,7 +246,7 @@ def _expect_same_run(trainer: Trainer, facts: dict[str, Any], checkpoint: Path, 
 
 
 def _optimizer_problem(was: str, is_now: str) -> list[Problem]:
-    """Moments of another kind, or of a dtype of their own, cannot be gone on with; 8 bits are saved as AdamW's are."""
+    """Problem if moments are of another kind or dtype and cannot be resumed from; 8-bit moments are saved like AdamW's."""
     if was == is_now or {was, is_now} == {"adamw", "adamw-8bit"}:
         return []
     rule = f"is {is_now!r}, but the checkpoint has the moments of {was}"
@@ -255,8 +256,8 @@ def _optimizer_problem(was: str, is_now: str) -> list[Problem]:
 def _batch_remedy(key: str, before: Any) -> str:
     """Remedy for a changed batch, which cannot be allowed; empty for another key.
 
-    Which sequences were read, and how many tokens, follows from the step and the batch: with another one some would be skipped
-    or read twice, and the count of tokens would be false.
+    The step and the batch determine which sequences were read, and how many tokens: with another batch some sequences would be
+    skipped or read twice, and the count of tokens would be wrong.
     """
     if not key.startswith("batch."):
         return ""

@@ -1,14 +1,14 @@
-"""The folder a run lives in. Everything about a run is here, and what is here is enough to go on with it.
+"""The folder of a run. It holds everything about the run, and is sufficient to resume it.
 
 run.toml          the resolved run, as `ultrascale train` would read it again
-plan.json         what was predicted          metrics.jsonl     one row a logged step
+plan.json         the prediction              metrics.jsonl     one row a logged step
 memory.json       live memory, first steps    events.jsonl      starts, resumes, saves, stops
-environment.json  machine and versions        log.txt           what was said
+environment.json  machine and versions        log.txt           console output
 checkpoints/      step-*/                     export/           the Hugging Face folder, at the end
-tokenizer.json    a copy of the data's        recompute.json    what recompute = "auto" came down to
-compiled.bin      compiled blocks, with `compile`        chosen_kernels.json   by their speed
-tracked.json      as what trackers know it  tracked.log       what their libraries print
-attempt.json      under torchrun, while ranks train: where their signs of life are
+tokenizer.json    a copy of the data's        recompute.json    resolution of recompute = "auto"
+compiled.bin      compiled blocks, with `compile`        chosen_kernels.json   kernels chosen by speed
+tracked.json      the trackers' run ids       tracked.log       output of the trackers' libraries
+attempt.json      under torchrun, while ranks train: the location of their signs of life
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from ultrascale.launch.events import read_rows
 from ultrascale.run_rows import metric_row
 
 RANK_LOCK = ".lock"
-"""Held by the rank that writes here."""
+"""Lock file, held by the rank that writes to this folder."""
 ORPHAN_SECONDS, LOOK_SECONDS = 10.0, 0.2
-"""Ranks whose launcher was killed have gone after so long (`launch.orphans`)."""
+"""Time after which ranks whose launcher was killed have exited (`launch.orphans`), and the polling interval."""
 WATCH_SECONDS = 1.0
 RESCUED = "-rescued-"
-"""Separator of a run's name and the time, in the name of a folder with what was saved after the run's folder was lost."""
+"""Separator between a run's name and the time, in the name of the folder to which a run saves after its own folder was lost."""
 
 
 class RunFolderLostError(RuntimeError):
@@ -49,7 +49,7 @@ class RunFolderLostError(RuntimeError):
 
 
 class Claim:
-    """This process's claim to a run's folder: the folder, held open, and a locked file in it.
+    """This process's claim on a run's folder: a descriptor of the folder, and a locked file in it.
 
     Raises BlockingIOError if another process holds the lock, FileNotFoundError if there is no folder.
     """
@@ -64,8 +64,8 @@ class Claim:
             raise
 
     def lost(self) -> str:
-        """Event by which this process lost the folder, as in `was removed`; empty while it holds it. A lock file that was
-        deleted is made and locked again, unless another process has been quicker."""
+        """Event by which this process lost the folder, as in `was removed`; empty while it owns it. A deleted lock file is
+        created and locked again, unless another process did so first."""
         with self._one_at_a_time:
             if fate := self.folder.fate():
                 return fate
@@ -74,7 +74,7 @@ class Claim:
                     return ""
             except FileNotFoundError:
                 pass
-            except OSError:  # a disk that fails says nothing of who owns the folder
+            except OSError:  # a failing disk does not tell who owns the folder
                 return ""
             try:
                 before, self._file = self._file, self._locked()
@@ -86,7 +86,7 @@ class Claim:
             return ""
 
     def close(self) -> None:
-        """Let go of both."""
+        """Release the lock and the folder."""
         os.close(self._file)
         self.folder.close()
 
@@ -107,7 +107,7 @@ class Claim:
 class RunFolder:
     """Paths and plain files of one run. Only rank 0 writes, except for checkpoints.
 
-    Of a folder that is claimed, files are written through the descriptor: never into another one that was put in its place.
+    Files of a claimed folder are written through its descriptor, so never into another folder at the same path.
     """
 
     path: Path
@@ -115,7 +115,7 @@ class RunFolder:
 
     @classmethod
     def of(cls, run: Run) -> RunFolder:
-        """The folder of `run`, which need not be there yet."""
+        """The folder of `run`, which may not exist yet."""
         return cls(Path(run.folder) / run.name)
 
     @property
@@ -132,10 +132,10 @@ class RunFolder:
 
     @contextmanager
     def commanded(self) -> Iterator[RunFolder]:
-        """While inside, this process is the one command that trains here, also between two attempts of its ranks. Yields the
-        folder, claimed.
+        """Context in which this process is the only command that trains here, also between two attempts of its ranks. Yields
+        the folder, claimed.
 
-        Raises SpecError if another command is, or if ranks of one that was killed have not gone after some seconds.
+        Raises SpecError if another command is active, or if ranks of a killed command have not exited after some seconds.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with self._claimed(".command.lock") as claimed:
@@ -152,10 +152,10 @@ class RunFolder:
 
     @contextmanager
     def owned(self) -> Iterator[RunFolder]:
-        """While inside, no other process may own this folder; the lock goes with the process, however it ends. Yields the
-        folder, claimed.
+        """Context in which no other process may own this folder; the operating system frees the lock when the process ends.
+        Yields the folder, claimed.
 
-        Raises SpecError if another one does: two runs writing one folder would mix their metrics and checkpoints.
+        Raises SpecError if another process owns it: two runs in one folder would mix their metrics and checkpoints.
         """
         with self._claimed(RANK_LOCK) as claimed:
             yield claimed
@@ -176,12 +176,12 @@ class RunFolder:
             claim.close()
 
     def lost(self) -> str:
-        """Event by which the run lost this folder, as in `was removed`; empty while the run holds or has not claimed it."""
+        """Event by which the run lost this folder, as in `was removed`; empty while the run owns it or has not claimed it."""
         return "" if self.claim is None else self.claim.lost()
 
     @contextmanager
     def watched(self, when_lost: Callable[[], None]) -> Iterator[None]:
-        """While inside, look every second whether the folder is still the run's own; call `when_lost` once it is not."""
+        """Context that checks every second whether the run still owns the folder; calls `when_lost` once it does not."""
         over = threading.Event()
 
         def look() -> None:
@@ -196,11 +196,11 @@ class RunFolder:
             yield
         finally:
             over.set()
-            if self.claim is not None:  # its descriptors are about to be closed; a disk that does not answer is not waited for
+            if self.claim is not None:  # its descriptors are about to be closed; do not wait for a disk that hangs
                 thread.join(WATCH_SECONDS)
 
     def refuge(self) -> Path:
-        """A folder for what must be saved once this one is lost: this one where it is now, or a new one beside its path."""
+        """Folder for the state of a run that lost this one: this folder at its new path, or a new one beside the old path."""
         folder = None if self.claim is None else self.claim.folder
         place = folder.place() if folder is not None and folder.fate() else None
         if place is None:
@@ -209,13 +209,13 @@ class RunFolder:
         return place
 
     def rescued(self) -> list[Path]:
-        """Folders that hold what was saved when a folder at this path was lost."""
+        """Folders saved after a folder at this path was lost."""
         beside = self.path.parent
         names = os.listdir(beside) if beside.is_dir() else []
         return sorted(beside / name for name in names if name.startswith(f"{self.path.name}{RESCUED}"))
 
     def write_text(self, name: str, text: str) -> None:
-        """Replace a file of the folder in one piece."""
+        """Replace a file of the folder atomically."""
         if self.claim is None:
             self.path.mkdir(parents=True, exist_ok=True)
         partial, final = self._at(f".{name}.tmp"), self._at(name)
@@ -224,18 +224,18 @@ class RunFolder:
         os.replace(partial, final, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def write_json(self, name: str, value: Any) -> None:
-        """Replace a JSON file of the folder in one piece."""
+        """Replace a JSON file of the folder atomically."""
         self.write_text(name, json.dumps(value, indent=1) + "\n")
 
     def read_json(self, name: str) -> Any:
-        """A JSON file of the folder; None if it is not there, or torn."""
+        """A JSON file of the folder; None if it is missing or truncated."""
         try:
             return json.loads((self.path / name).read_text())
         except (OSError, json.JSONDecodeError):
             return None
 
     def append(self, name: str, line: str) -> None:
-        """Add a line to a file of the folder, after the last one even if a crash tore that."""
+        """Append a line to a file of the folder, on a new line even if a crash truncated the last one."""
         with self._open(name, "a+b") as file:
             file.write(b"\n" * _is_torn(file.fileno()) + f"{line}\n".encode())
 
@@ -249,16 +249,16 @@ class RunFolder:
         return None if self.claim is None else self.claim.folder.fd
 
     def _at(self, name: str) -> str:
-        """A file of the folder, as seen from the descriptor if there is one."""
+        """Path of a file of the folder, through the descriptor if there is one."""
         return name if self.claim is not None else str(self.path / name)
 
     def _open(self, name: str, mode: str) -> IO[Any]:
         return open(self._at(name), mode, opener=partial(os.open, mode=0o666, dir_fd=self._fd))
 
     def progress(self) -> str:
-        """The newest checkpoint that looks whole, without those that the last start found damaged; `none` if there is none.
+        """The newest checkpoint that looks complete, without those that the last start found damaged; `none` if there is none.
 
-        Raises RunFolderLostError if this folder is no longer the run's own.
+        Raises RunFolderLostError if the run no longer owns this folder.
         """
         from ultrascale.checkpoint.listing import newest_listed
 
@@ -271,13 +271,13 @@ class RunFolder:
         return "none" if newest is None else newest.name
 
     def metric_rows(self) -> list[dict[str, Any]]:
-        """Rows of `metrics.jsonl`, without those that a crash or a full disk tore; none if it is not there."""
+        """Rows of `metrics.jsonl`, without rows truncated by a crash or a full disk; empty if the file is missing."""
         rows = read_rows(self.metrics) if self.metrics.exists() else ()
         return [row for row in map(metric_row, rows) if row is not None]
 
     def forget_metrics_from(self, steps_done: int) -> None:
-        """Drop rows of steps after `steps_done`, which will be done again, and a row torn by a crash, so that every step stands
-        there once."""
+        """Drop rows of steps after `steps_done`, which will be repeated, and a truncated row, so that every step has one
+        row."""
         if not self.metrics.exists():
             return
         kept = [json.dumps(row) for row in self.metric_rows() if row["step"] <= steps_done]
@@ -285,7 +285,7 @@ class RunFolder:
 
 
 def environment() -> dict[str, Any]:
-    """Machine and versions, without anything secret: no environment variables, no user or host name."""
+    """Machine and versions, without secrets: no environment variables, no user or host name."""
     import torch
 
     facts: dict[str, Any] = {
@@ -302,6 +302,6 @@ def environment() -> dict[str, Any]:
 
 
 def _is_torn(file: int) -> bool:
-    """True if a file's last line lacks its newline."""
+    """True if a file's last line has no newline."""
     size = os.fstat(file).st_size
     return size > 0 and os.pread(file, 1, size - 1) != b"\n"  # of no plain file the size is 0

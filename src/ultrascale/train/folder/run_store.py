@@ -1,15 +1,15 @@
-"""A run kept in a store (`checkpoint.store`): each checkpoint is on disk first, and goes to the store behind training.
+"""A run kept in a store (`checkpoint.store`): each checkpoint is written to disk first, then uploaded while training continues.
 
-    STORE/NAME/run.json       which run this is, and which start of it writes here: the last one that took it over
+    STORE/NAME/run.json       the run's id, and the start of it that may write here: the last one that took the store over
     STORE/NAME/checkpoints/   see `checkpoint.stored`
-    STORE/NAME/run.toml ...   the folder's small files, as they were at the last upload; export/ at the end
+    STORE/NAME/run.toml ...   the folder's small files, as of the last upload; export/ at the end
 
-Ranks upload the shards that they wrote, each in a thread; rank 0 publishes once all are there. One checkpoint is on its way at
-a time: one that is saved meanwhile stays on disk, and the newest is uploaded at the end. A start takes the run over, and what
-an older one has under way is refused from then on: no clock is asked who is alive. An upload that fails is told, and training
-goes on; only at the end it is an error.
+Each rank uploads the shards that it wrote, in a thread; rank 0 publishes once all are there. One upload is in flight at a time:
+a checkpoint saved meanwhile stays on disk, and the newest is uploaded at the end. A start takes the store over, and uploads of
+older starts are refused from then on, without a clock or liveness check. A failed upload is reported, and training continues;
+only at the end of the run is it an error.
 
-Nodes may have disks of their own (`checkpoint.disk.nodes`): each uploads what is on its disk, and a start brings to each the
+Nodes may have local disks (`checkpoint.disk.nodes`): each node uploads what is on its disk, and a start downloads to each the
 shards that its ranks read and its disk lacks.
 """
 
@@ -61,16 +61,17 @@ from ultrascale.train.session.moments import LoopObserver, Outcome, Session, Ste
 LOOKING = "looking into the run's store"
 BEAT_SECONDS = 5.0
 Reads = Callable[[Manifest], set[str]]
-"""The shards of a checkpoint that this rank reads when it goes on from it."""
+"""The shards of a checkpoint that this rank reads when it resumes."""
 SMALL = ("run.toml", "plan.json", "environment.json", "memory.json", "metrics.jsonl", "events.jsonl", "log.txt",
          "tokenizer.json")  # fmt: skip
 
 
 @contextmanager
 def opened_store(run: Run, ranks: Ranks, folder: RunFolder, *, allow_changes: bool) -> Iterator[RunStore | None]:
-    """The run's store, taken over by this start of it; None if it has none. Collective.
+    """The run's store, taken over by this start of the run; None if the run has none. Collective.
 
-    Raises CheckpointError on every rank if it cannot be used or holds another run."""
+    Raises CheckpointError on every rank if the store cannot be used or holds another run.
+    """
     if run.checkpoint.store is None:
         yield None
         return
@@ -87,7 +88,7 @@ def opened_store(run: Run, ranks: Ranks, folder: RunFolder, *, allow_changes: bo
 
 @dataclass(frozen=True)
 class Upload:
-    """One rank's part in uploading a save that some nodes' disks have, whoever wrote it."""
+    """One rank's part in uploading a save from nodes' disks, whichever rank wrote it."""
 
     step: int
     save_id: str
@@ -95,7 +96,7 @@ class Upload:
 
 
 class RunStore(LoopObserver):
-    """The store as one rank uses it."""
+    """The store, as one rank uses it."""
 
     def __init__(self, store: Store, run: Run, folder: RunFolder, ranks: Coordinator, writer: str, disks: NodeDisks):
         self.store, self.run, self.folder, self.disks = store, run, folder, disks
@@ -104,19 +105,21 @@ class RunStore(LoopObserver):
         self._pending: Future[None] | None = None
         self._sending: str | None = None
         self._uploaded: Path | None = None
-        """The last one that is published there."""
+        """Last checkpoint that is published in the store."""
         self._verified: set[str] = set()
         self._lines: list[str] = []
         self._rejected: list[Rejected] = []
         self._failure: str | None = None
         self._may_have_leftovers = True
-        """True if an earlier start or a failed upload may have left files there."""
+        """True if an earlier start or a failed upload may have left files in the store."""
 
     def search(self, root: Path, *, reads: Reads, process_group: dist.ProcessGroup | None = None) -> Search:
-        """As `checkpoint.search`, with what the store has and the disk lacks: a newer checkpoint there is brought here; to
-        disks of nodes that do not see each other, the shards that their ranks read.
+        """As `checkpoint.search`, but downloads a newer checkpoint that the store has and the disk lacks; to disks of nodes
+        that do not share a file system, the shards that their ranks read.
 
-        Raises CheckpointError also if the store does not answer or takes nothing: a run must not begin anew because of that."""
+        Raises CheckpointError also if the store does not respond or refuses writes: a run must not restart from scratch for
+        that.
+        """
         if not self.disks.are_one:
             return self._search_disks(root, reads)
         while True:
@@ -128,8 +131,9 @@ class RunStore(LoopObserver):
                 return Search(on_disk.folder, (*on_disk.rejected, *rejected))
 
     def _search_disks(self, root: Path, reads: Reads) -> Search:
-        """Bring to each node's disk its share of the newest whole one; that is uploaded first if it is on all of them together,
-        and not in the store. If that fails the search does: an older one must not be taken because of it."""
+        """Download each node's share of the newest complete checkpoint to its disk. If the disks together hold one that the
+        store lacks, it is uploaded first; if that fails, so does the search, because an older checkpoint must not be used
+        instead."""
         self._wait()
         ranks, lead = self._ranks, self.disks.leads
         gathered = ranks.gather(ranks.agree(LOOKING, lambda: saves_on(root) if lead else []))
@@ -144,7 +148,7 @@ class RunStore(LoopObserver):
                 if problem := self._damage(folder, shares[ranks.rank]):
                     self._reject(damaged, folder, number, problem)
                     continue
-                is_new = number not in {known.step for known in rejected}  # else parts there are not to be relied on
+                is_new = number not in {known.step for known in rejected}  # else parts in the store are unreliable
                 self._upload_and_publish(folder, is_new, Upload(number, save_id, shares[ranks.rank]))
                 step = number
             if step is None:
@@ -159,8 +163,8 @@ class RunStore(LoopObserver):
             self._reject(rejected, Path(key_of(step)), step, problem)
 
     def _share(self, step: int, reads: Reads) -> list[str] | None:
-        """Shards of the store's checkpoint that belong on the disk that this rank leads; None, for all of them, if it cannot be
-        read, which `_bring` then tells. Collective."""
+        """Shards of the store's checkpoint that belong on the disk that this rank leads; None, for all of them, if the
+        checkpoint cannot be read, which `_bring` then reports. Collective."""
         ranks = self._ranks
         text = ranks.on_rank_0(LOOKING, partial(as_checkpoint_error, partial(self._manifest_text, step)))
         if not text:
@@ -192,14 +196,14 @@ class RunStore(LoopObserver):
         self._lines.append(f"damaged checkpoint passed over: {problem}")
 
     def _next_step(self, rejected: list[Rejected]) -> int | None:
-        """On rank 0: the newest step in the store but for these."""
+        """On rank 0: the newest step in the store that is not in `rejected`."""
         return next(
             (stored.step for stored in stored_checkpoints(self.store) if stored.step not in {known.step for known in rejected}),
             None,
         )
 
     def _fetch_newer(self, root: Path, step: int) -> bool:
-        """On rank 0: bring the newest whole checkpoint after `step` here, if there is one."""
+        """On rank 0: download the newest intact checkpoint after `step`, if there is one."""
         known = {rejected.step for rejected in self._rejected}
         for stored in stored_checkpoints(self.store):
             if stored.step <= step or stored.step in known:
@@ -212,9 +216,11 @@ class RunStore(LoopObserver):
         return False
 
     def _bring(self, step: int, root: Path, only: list[str] | None = None) -> str:
-        """Bring the store's checkpoint of `step` here, or `only` these shards of it; why it is damaged, else empty.
+        """Download the store's checkpoint of `step`, or only the shards `only`. Returns why it is damaged, else an empty
+        string.
 
-        Raises StorageError, UnknownVersionError."""
+        Raises StorageError, UnknownVersionError.
+        """
         stored = stored_checkpoint(self.store, step)
         if stored is not None and stored.is_of_another_release:
             raise UnknownVersionError(stored.problem)
@@ -231,16 +237,18 @@ class RunStore(LoopObserver):
         return ""
 
     def bring_newest(self) -> None:
-        """Have all of the store's newest checkpoint on this node's disk, for one rank that reads it alone, as an export does.
+        """Download all of the store's newest checkpoint to this node's disk, for one rank that reads it alone, such as an
+        export.
 
-        Raises CheckpointError."""
+        Raises CheckpointError.
+        """
         if not self.disks.are_one and (step := as_checkpoint_error(partial(self._next_step, []))) is not None:
             problem = as_checkpoint_error(partial(self._bring, step, self.folder.checkpoints))
             if problem:
                 raise CheckpointError(problem)
 
     def catch_up(self, newest: Path | None) -> None:
-        """Upload the checkpoint that the run goes on from, if an earlier start could not. Collective."""
+        """Upload the checkpoint that the run resumes from, if an earlier start could not. Collective."""
         if newest is None:
             return
         lacking = self._ranks.on_rank_0(LOOKING, lambda: as_checkpoint_error(lambda: self._lacks(newest)))
@@ -250,7 +258,8 @@ class RunStore(LoopObserver):
             self._uploaded = newest
 
     def write_node_event(self, kind: str, step: int) -> None:
-        """Note on a disk that rank 0 does not see that the run starts or ends there, for what asks there (`jobs.state`)."""
+        """Record the run's start or end on a disk that rank 0 does not see, for commands that query that node
+        (`jobs.state`)."""
         if self.disks.leads and self._ranks.rank:
             self.folder.append("events.jsonl", event_line({**stamp(), "event": kind, "step": step}))
 
@@ -259,7 +268,7 @@ class RunStore(LoopObserver):
         return published_version(self.store, manifest.step)[1] != manifest.save_id
 
     def upload_later(self, folder: Path, ranks: Coordinator) -> None:
-        """Begin to upload a checkpoint that was just saved, unless another is on its way on any rank. Collective."""
+        """Start uploading a checkpoint that was just saved, unless an upload is in flight on any rank. Collective."""
         busy = self._pending is not None and not self._pending.done()
         if ranks.failures("busy" if busy else None):
             self._lines.append(f"{folder.name} is on disk only for now: {self._sending} is still on its way to the store")
@@ -267,17 +276,17 @@ class RunStore(LoopObserver):
         self._send(folder)
 
     def spared(self) -> tuple[str, ...]:
-        """The checkpoint that is being read."""
+        """The checkpoint that is being uploaded."""
         return () if self._sending is None else (self._sending,)
 
     def after_step(self, session: Session, done: StepDone) -> None:
-        """Say what there is to say since the last step."""
+        """Log messages of uploads since the last step."""
         lines, self._lines = self._lines, []
         for line in lines:
             session.metrics.line(line)
 
     def ended(self, session: Session, outcome: Outcome) -> None:
-        """See that the last checkpoint is in the store. Collective; raises CheckpointError."""
+        """Ensure that the last checkpoint is in the store. Collective; raises CheckpointError."""
         heartbeat.beat("uploading the last checkpoint", extra_seconds=SLOW_SECONDS)
         newest = step_folder(self.folder.checkpoints, session.trainer.steps_done)
         self._wait()
@@ -289,13 +298,14 @@ class RunStore(LoopObserver):
         self.write_node_event("stop" if outcome.stopped else "end", outcome.steps_done)
 
     def keep_export(self, export: Path) -> None:
-        """Put the exported folder there, and the small files as they are at the end. On rank 0, after `ended`.
+        """Upload the exported folder, and the small files in their final state. On rank 0, after `ended`.
 
-        Raises CheckpointError."""
+        Raises CheckpointError.
+        """
         as_checkpoint_error(lambda: (put_folder(self.store, "export", export), self._keep_small_files(), self.store.flush()))
 
     def close(self) -> None:
-        """Leave what is on its way to the next start."""
+        """Leave an unfinished upload to the next start."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _wait(self) -> None:
@@ -303,7 +313,7 @@ class RunStore(LoopObserver):
         while pending is not None:
             try:
                 return pending.result(BEAT_SECONDS)
-            except TimeoutError:  # each request has a limit of its own
+            except TimeoutError:  # each request has its own time limit
                 heartbeat.beat("uploading the last checkpoint", extra_seconds=SLOW_SECONDS)
 
     def _send(self, folder: Path, *, resuming: bool = False) -> None:
@@ -315,13 +325,13 @@ class RunStore(LoopObserver):
             self._upload_and_publish(folder, resuming)
         except CheckpointError as error:
             self._failure, self._may_have_leftovers = str(error), True
-            self.store.take_pending()  # a later save must not be refused for what this one was
+            self.store.take_pending()  # the failure of this upload must not refuse a later save
             self._lines.append(f"WARNING: {error} It stays on disk; the next checkpoint is tried again.")
         finally:
             self._sending = None
 
     def _upload_and_publish(self, folder: Path, resuming: bool, upload: Upload | None = None) -> None:
-        """Upload and publish what ranks wrote of a checkpoint, or `upload`. Collective; raises CheckpointError."""
+        """Upload and publish the shards of a checkpoint that ranks wrote, or `upload`. Collective; raises CheckpointError."""
         ranks, doing = self._ranks, f"keeping {folder.name} in {self.store.url}"
         mine = ranks.agree(doing, lambda: as_checkpoint_error(lambda: self._upload_mine(folder, resuming, upload)))
         gathered = ranks.gather((mine, self.store.take_pending() if ranks.rank else {})) or []
@@ -344,7 +354,7 @@ class RunStore(LoopObserver):
         self._keep_small_files()
         if upload is None:
             manifest = read_manifest(folder)
-        else:  # this disk may have nothing of it
+        else:  # this disk may hold none of its files
             manifest = stored_manifest(self.store, Index(upload.step, upload.save_id, None, 0, files))
         before, _ = published_version(self.store, manifest.step)
         self._expect_still_claimed()
@@ -366,23 +376,24 @@ class RunStore(LoopObserver):
                 self.store.write(name, path.read_bytes())
 
     def _expect_still_claimed(self) -> None:
-        """Raises CheckpointError if another start of the run has taken it over."""
+        """Raises CheckpointError if another start of the run has taken the store over."""
         claim, _ = read_claim(self.store)
         if claim is None or claim["writer"] != self._writer:
             raise CheckpointError(f"{self.store.url} was taken over by another start of this run. Stop one of the two.")
 
 
 def put_folder(store: Store, prefix: str, folder: Path) -> None:
-    """Every file of a folder and those below; what readers look for first, `config.json`, is the last to appear."""
+    """Upload every file of a folder and its subfolders; `config.json`, which readers look for first, is uploaded last."""
     files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: (path.name == "config.json", path))
     for path in files:
         store.write_file("/".join(part for part in (prefix, path.relative_to(folder).as_posix()) if part), path)
 
 
 def fetch_run(url: str, into: Path) -> Path:
-    """A folder `into`/NAME with the run.toml of the run kept at `url`, so that it goes on there; an older folder stays.
+    """A folder `into`/NAME with the run.toml of the run kept at `url`, so that it resumes there; an existing folder stays.
 
-    Raises SpecError if no run is kept there, or the folder is of another run, StorageError."""
+    Raises SpecError if no run is kept there, or the folder is of another run, StorageError.
+    """
     base, _, name = url.rstrip("/").rpartition("/")
     store = open_store(url, to_write=True)
     try:

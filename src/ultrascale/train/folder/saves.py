@@ -1,14 +1,14 @@
-"""Checkpoints of a run while a disk may fail: what is done when one cannot be written.
+"""Checkpoints of a run on a disk that may fail: the response to a failed save.
 
-A save that fails after its own retries (`checkpoint.disk.patience`) has changed nothing: what was saved before is whole. A run
-of weeks should not end because a disk was full for a minute, and should not train on for days without a net either:
+A save that fails after its own retries (`checkpoint.disk.patience`) has changed nothing: earlier checkpoints are intact. A run
+of weeks should not end because a disk was full for a minute, nor should it train for days without a checkpoint:
 
-    told      a line on the console, an event, and to which step the run would go back
-    again     after a tenth of the interval, in the foreground, so that its outcome is known
-    the end   after `checkpoint.failures_allowed` in a row: by default the interval's length after the first one failed
+    report    a line on the console, an event, and the step to which the run would go back
+    retry     after a tenth of the interval, in the foreground, so that its outcome is known
+    abort     after `checkpoint.failures_allowed` failures in a row: by default one interval after the first failure
 
-Every rank counts alike, since `checkpoint` fails on all ranks together. A state that cannot be saved for what it is (a NaN,
-parts that do not fit) ends the run at once, as does the last save of all: nothing would come after it.
+Every rank counts alike, since `checkpoint` fails on all ranks together. A state that cannot be saved because of its contents (a
+NaN, parts that do not fit) ends the run at once, as does a failure of the last save: there would be no retry.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ RETRIES_AN_INTERVAL = 10
 
 @dataclass
 class Saves:
-    """When to save, and what to make of a failure."""
+    """Decides when to save, and how to respond to a failure."""
 
     saver: Saver
     settings: Checkpoint
     report: Callable[[int, str], None]
-    """Given the step and what to say of a save that failed."""
+    """Called with the step and a message about a failed save."""
     saved_at: int
     """Steps done at the newest checkpoint; -1 if there is none."""
     failed: int = 0
-    """Saves in a row."""
+    """Failed saves in a row."""
     retry_at: int | None = None
     _known: int = field(init=False)
-    """As `saved_at`, of what is known to be on disk; a save in the background may be under way."""
+    """As `saved_at`, but only saves known to be on disk; a save in the background may be in flight."""
 
     def __post_init__(self) -> None:
         self._known = self.saved_at
@@ -47,17 +47,18 @@ class Saves:
         self.saved_at, self._known, self.retry_at = step, step, None
 
     def is_due(self, steps_done: int) -> bool:
-        """True if a save, or another try of a failed one, is due after so many steps."""
+        """True if a save, or the retry of a failed one, is due after so many steps."""
         every = self.settings.every_steps
         return (every is not None and steps_done % every == 0) or steps_done == self.retry_at
 
     def save(self, step: int, tensors: Tensors, facts: dict[str, Any], *, last: bool = False) -> None:
-        """Save the state of `step`. Raises CheckpointError if it cannot be saved and that must not go on; `last`: at all."""
+        """Save the state of `step`. Raises CheckpointError if it fails and training must not go on; with `last`, on any
+        failure."""
         waits = last or self.failed > 0 or not self.settings.asynchronous
 
         def once() -> None:
             self.saver.save(step, tensors, facts, finite=True)
-            self._known = self.saved_at  # whatever was under way is done
+            self._known = self.saved_at  # a pending save is finished by now
             if waits:
                 self.saver.wait()
                 self._known, self.failed = step, 0
@@ -69,7 +70,7 @@ class Saves:
         self.saved_at, self.retry_at = step, None
 
     def settle(self, step: int) -> None:
-        """Wait for a save in the background; if it fails that is told, and `saved_at` is what was before."""
+        """Wait for a save in the background. If it fails, that is reported, and `saved_at` returns to its earlier value."""
         try:
             self.saver.wait()
             self._known = self.saved_at

@@ -1,11 +1,11 @@
-"""Steps whose loss or gradient cannot be right: NaN, infinity, a norm far above those before, or no target at all.
+"""Anomalous steps: a loss or gradient that is NaN or infinite, a spike of the gradient norm, or no valid target.
 
-Loss and norm have the same bits on every rank after one sum over all of them, and so has what is kept here: every rank decides
-alike at the same step, without a message. `faults.on_anomaly` says what is done:
+Loss and norm have the same bits on every rank after one sum over all ranks, and so has the history kept here: every rank
+decides alike at the same step, without a message. `faults.on_anomaly` sets the response:
 
     stop      nothing is updated or saved, the run ends and names the rank and the parameter
-    skip      the step updates nothing: weights, moments and the count of updates keep their bits; its sequences are passed over
-    rewind    back to the newest checkpoint and once more; what was the machine's fault goes away, to the bits of a run without
+    skip      the step updates nothing: weights, moments and the count of updates keep their bits; its sequences are skipped
+    rewind    back to the newest checkpoint, and retry: after a transient machine fault, this gives the bits of a run without
               it. If the same step fails again it is skipped
 """
 
@@ -18,10 +18,10 @@ from math import isfinite
 from ultrascale.description.run import Faults
 
 KEPT = 64
-"""Norms of updates that a spike is measured by."""
+"""Number of past gradient norms against which a spike is judged."""
 FEWEST = 16
 MOST_IN_A_ROW = 8
-"""Steps passed over one after the other before that is no way to go on."""
+"""Most skipped steps in a row before the run fails."""
 
 
 class AnomalousStepError(RuntimeError):
@@ -33,20 +33,20 @@ class NonFiniteError(AnomalousStepError):
 
 
 class CorruptStateError(RuntimeError):
-    """Ranks that must hold the same bits do not; raised on every rank."""
+    """Replicas that must hold the same bits differ; raised on every rank."""
 
 
 class Norms:
-    """The norms of the last updates, equal on every rank."""
+    """Gradient norms of the last updates, equal on every rank."""
 
     def __init__(self, settings: Faults):
         self.settings = settings
         self.last: deque[float] = deque(maxlen=KEPT)
         self.in_a_row = 0
-        """Steps passed over since the last update."""
+        """Steps skipped since the last update."""
 
     def judge(self, loss: float, norm: float) -> str:
-        """Anomaly of a step in words: loss or gradient norm not finite, or a spike of the norm; empty if there is none."""
+        """Description of a step's anomaly: loss or gradient norm not finite, or a spike of the norm; empty if there is none."""
         if not (isfinite(loss) and isfinite(norm)):
             return f"loss {loss:g}, norm of the gradient {norm:g}"
         factor = self.settings.spike_factor
@@ -61,7 +61,7 @@ class Norms:
         self.in_a_row = 0
 
     def pass_over(self, step: int, reason: str) -> None:
-        """Count a step without one. Raises AnomalousStepError if there are too many."""
+        """Count a skipped step. Raises AnomalousStepError if there are too many in a row."""
         self.in_a_row += 1
         if self.in_a_row > MOST_IN_A_ROW:
             problem = f"step {step}: {reason}; so were the {MOST_IN_A_ROW} steps before, which were passed over"
@@ -72,5 +72,5 @@ class Norms:
         return list(self.last)
 
     def load_state(self, state: list[float]) -> None:
-        """Go on from `state`."""
+        """Restore `state`."""
         self.last, self.in_a_row = deque(state, KEPT), 0

@@ -1,11 +1,11 @@
-"""Silent corruption: ranks that hold the same part of the same tensor must hold the same bits.
+"""Silent data corruption: ranks that hold the same part of the same tensor must hold the same bits.
 
-    digest     64 bits for each part, on its device: rows of 64-bit words are summed, and the sums with odd weights once more,
-               modulo 2^64. One pass over memory. A flipped bit always shows: a power of two times an odd number is not zero
-    compare    all ranks give theirs to all, 16 bytes for each part; equal parts have equal keys
-    blame      the majority is right; of two that differ both are named
+    digest     64 bits for each part, on its device: rows of 64-bit words are summed, then their sums with odd weights, modulo
+               2^64. One pass over memory. A single flipped bit always shows: a power of two times an odd number is not zero
+    compare    all-gather of the digests, 16 bytes for each part; equal parts have equal keys
+    blame      the majority is right; if only two ranks differ, both are named
 
-State that ZeRO has cut into parts of one copy has nothing to be compared with; then nothing is.
+State that ZeRO shards over all ranks has no replica, and is not compared.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.mesh import Ranks
 
 ROW = 4096
-"""Words of 64 bits."""
+"""Number of 64-bit words in a row."""
 MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of comparing replicas; equal on every rank, but for the tensors that `differing` names."""
+    """Result of comparing replicas; equal on every rank, except for the tensors that `differing` names."""
 
     num_compared: int
     """Parts that more than one rank holds."""
     differing: dict[str, tuple[int, ...]]
-    """Ranks to blame by the name of the tensor, of those that this rank knows."""
+    """Ranks to blame by the name of the tensor, for tensors that this rank holds."""
     blamed: tuple[int, ...]
 
     def text(self, step: int) -> str:
-        """One line about what differs."""
+        """One line about the difference."""
         several = len(self.blamed) > 1
         ranks = (
             f"ranks {', '.join(map(str, self.blamed))} do not hold the same bits"
@@ -51,7 +51,7 @@ class Comparison:
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """64 bits of the bits of `tensor`, any dtype and device: 0-d int64."""
+    """64-bit digest of the bits of `tensor`, any dtype and device: 0-d int64."""
     data = tensor.detach().contiguous().flatten().view(torch.uint8)
     whole = len(data) // 8 * 8
     words = data[:whole].view(torch.int64) if data.data_ptr() % 8 == 0 else data[:whole].clone().view(torch.int64)
@@ -71,7 +71,7 @@ def compare(tensors: dict[str, list[Slice]], ranks: Ranks) -> Comparison:
 
 
 def judge(of_ranks: list[list[tuple[int, int]]], names: dict[int, str]) -> Comparison:
-    """`of_ranks`: every rank's keys and digests, in order of rank. `names`: what keys stand for, as far as known."""
+    """Find the ranks to blame. `of_ranks`: every rank's keys and digests, by rank. `names`: tensor name of each known key."""
     digests: dict[int, dict[int, int]] = defaultdict(dict)
     for rank, pairs in enumerate(of_ranks):
         for key, value in pairs:
@@ -96,7 +96,7 @@ def _key(name: str, part: Slice) -> int:
 
 
 def _gathered(keys: list[int], digests: list[int], ranks: Ranks) -> list[tuple[list[int], list[int]]]:
-    """Every rank's, in order of rank."""
+    """Every rank's keys and digests, by rank."""
     if ranks.host_group is None:
         return [(keys, digests)]
     counts = torch.zeros(ranks.world, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Load balance of experts in a step, over all ranks, and the update of the biases that follows from it."""
+"""Load of the experts in a step, over all ranks, and the resulting update of the balancing biases."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ class ExpertBalance(NamedTuple):
     """Expert load and auxiliary loss of one step, equal on every rank."""
 
     load: Tensor
-    """[layers, experts] int64: how often each was chosen, dropped choices included. Layers without experts have zeros."""
+    """[layers, experts] int64: number of tokens routed to each expert, dropped ones included. Layers without experts have
+    zeros."""
     auxiliary_loss: float
-    """Weighted losses for balance, per valid target, summed over layers."""
+    """Weighted auxiliary losses for balance, per valid target, summed over layers."""
 
     @property
     def worst(self) -> float:
-        """The busiest expert of any layer over the mean of its layer: 1 is even; the step waits for it."""
+        """Load of the busiest expert of any layer over the mean of its layer: 1 is even. The step waits for this expert."""
         return self._over_mean(self.load.amax(dim=1)).amax().item()
 
     @property
     def idlest(self) -> float:
-        """The least busy expert of any layer over the mean of its layer; 0: a token never came."""
+        """Load of the least busy expert of any layer over the mean of its layer; 0: it received no token."""
         return self._over_mean(self.load.amin(dim=1)).amin().item()
 
     def _over_mean(self, chosen: Tensor) -> Tensor:
@@ -41,22 +42,22 @@ class ExpertBalance(NamedTuple):
 
 
 def balance_experts(share: Share, ranks: Ranks, num_targets: int) -> ExpertBalance | None:
-    """Sum the loads of a step's backward passes over all ranks, and move the biases that even them out. None without experts.
+    """Sum the loads of a step's backward passes over all ranks, and update the biases that balance them. None without experts.
 
-    Collective; after the update, once a step.
+    Collective; call once a step, after the update.
     """
     if not share.model.num_experts:
         return None
     layers = share.model.num_hidden_layers + share.model.num_nextn_predict_layers
     sums = torch.zeros(layers * share.model.num_experts + 1, dtype=torch.float64)  # exact for counts below 2^53
     load = sums[:-1].view(layers, -1)
-    # Without sequence parallelism all ranks of tp see the same tokens, and one of them counts.
+    # Without sequence parallelism all ranks of tp see the same tokens, so one of them counts.
     counts = share.layout.sequence_parallel or share.mesh.coordinates.leads_replica
     if counts:
         load[:], sums[-1] = _local_sums(share, load.shape)
     forget_load(share)
     ranks.sum(sums)
-    on_device = load.to(share.mesh.device)  # once, not layer by layer
+    on_device = load.to(share.mesh.device)  # one message, not one per layer
     for stage in share.stages.values():
         update_expert_bias(stage, dict(enumerate(on_device)))
     return ExpertBalance(load.long(), sums[-1].item() / max(1, num_targets))
@@ -65,7 +66,7 @@ def balance_experts(share: Share, ranks: Ranks, num_targets: int) -> ExpertBalan
 def _local_sums(share: Share, shape: torch.Size) -> tuple[Tensor, Tensor]:
     """Sums over this rank's backward passes: loads [layers, experts] and the auxiliary losses, 0-d; fp64 on the CPU.
 
-    They come from the device in one copy: each would be a wait for all that is under way there.
+    One copy from the device for all of them, because each copy waits for all work queued there.
     """
     auxiliary = torch.zeros(1, dtype=torch.float64, device=share.mesh.device)
     numbers: list[int] = []
@@ -81,7 +82,7 @@ def _local_sums(share: Share, shape: torch.Size) -> tuple[Tensor, Tensor]:
 
 
 def forget_load(share: Share) -> None:
-    """Drop what the last passes have counted."""
+    """Reset the counts of the last passes."""
     for _ in _take_loads(share):
         pass
 
@@ -91,15 +92,15 @@ def _take_loads(share: Share) -> Iterable[tuple[dict[int, Tensor], Tensor]]:
 
 
 class BalancedExperts(Observer):
-    """Moves the biases that even experts' loads, after an update."""
+    """Updates the biases that balance the experts' loads, after an update of the weights."""
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
 
     def updated(self, step: Step) -> None:
-        """Sum the loads over all ranks and move the biases."""
+        """Sum the loads over all ranks and update the biases."""
         step.expert_balance = balance_experts(self.trainer.share, self.trainer.ranks, step.num_targets)
 
     def passed_over(self, step: Step) -> None:
-        """Drop what the passes have counted."""
+        """Reset the counts of the passes."""
         forget_load(self.trainer.share)

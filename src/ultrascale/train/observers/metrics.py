@@ -1,7 +1,6 @@
-"""Metrics of a run: rows of numbers, one line on the console, a bar on a terminal.
+"""Metrics of a run: rows of numbers, one line on the console, a progress bar on a terminal.
 
-`metrics.jsonl` is the truth; a process that rank 0 has beside itself feeds the trackers that the run names with its rows
-(`trackers`).
+`metrics.jsonl` is the reference; a child process of rank 0 feeds its rows to the trackers that the run names (`trackers`).
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ def expect_trackers(run: Run) -> None:
 
 
 class Metrics:
-    """Rows to `metrics.jsonl` and trackers, lines to the console and log.txt. Only rank 0 has one that writes.
+    """Rows to `metrics.jsonl` and trackers, lines to the console and log.txt. Only rank 0's instance writes.
 
-    A full disk does not end a run that is otherwise well: it is told once, and the next checkpoint will say the rest. Nor does
-    a console that is gone: log.txt has every line.
+    A full disk does not end a healthy run: it is reported once, and the next checkpoint reports a lasting problem. Nor does a
+    closed console: log.txt has every line.
     """
 
     def __init__(self, run: Run, folder: RunFolder, *, first_step: int, writes: bool):
@@ -51,7 +50,7 @@ class Metrics:
         self.has_console = True
 
     def row(self, step: int, values: Row, *, tables: Mapping[str, list[list[int]]] | None = None) -> None:
-        """Record the values of the `step`th step of the run. `tables` are kept beside them, not given to trackers."""
+        """Record the values of the `step`th step of the run. `tables` are stored with them, but not sent to trackers."""
         known = {key: value for key, value in values.items() if value is not None}
         self._append(self.folder.metrics.name, metric_line(step, {"time": time.time(), **known, **(tables or {})}))
         self._print_lines(self.follower.lines() if self.follower is not None else [])
@@ -61,12 +60,12 @@ class Metrics:
         self._append("events.jsonl", event_line({**stamp(), "event": kind, **facts}))
 
     def save_failed(self, step: int, message: str) -> None:
-        """Say that a checkpoint could not be written."""
+        """Report that a checkpoint could not be written."""
         self.line(message)
         self.event("save failed", step=step, cause=message)
 
     def checkpoints_lost(self, step: int, message: str) -> None:
-        """Say that the folder of the checkpoints is not what it was."""
+        """Report that the folder of the checkpoints was removed or replaced."""
         self.line(message)
         self.event("checkpoints lost", step=step, cause=message)
 
@@ -75,7 +74,7 @@ class Metrics:
         self._try(name, partial(self.folder.write_json, name, value))
 
     def line(self, text: str) -> None:
-        """Say one line."""
+        """Print and log one line."""
         if not self.writes:
             return
         self._try("log.txt", partial(self.folder.append, "log.txt", text))
@@ -83,22 +82,22 @@ class Metrics:
             self._lose_console(why)
 
     def advance(self, steps_done: int) -> None:
-        """Move the progress bar."""
+        """Advance the progress bar."""
         if self.bar is not None and self.has_console:
             self.bar.update(self.bar.task_ids[0], completed=steps_done)
 
     def close(self) -> None:
-        """Take the bar off the terminal and let trackers finish."""
+        """Remove the bar from the terminal and let trackers finish."""
         self._stop_bar()
         self._print_lines(self.follower.close() if self.follower is not None else [])
 
     def _print_lines(self, texts: Sequence[str]) -> None:
-        """Pass on what trackers have to say."""
+        """Print the trackers' messages."""
         for text in texts:
             self.line(text)
 
     def _show(self, text: str) -> str:
-        """Put a line on the console; empty, or why that failed."""
+        """Print a line on the console. Returns an empty string, or why that failed."""
         if self.bar is None:
             return console.print_line(text)
         try:
@@ -118,7 +117,7 @@ class Metrics:
 
     def _stop_bar(self) -> None:
         if self.bar is not None:
-            with suppress(OSError):  # a terminal that is gone
+            with suppress(OSError):  # a closed terminal
                 self.bar.stop()
 
     def _append(self, name: str, line: str) -> None:
@@ -192,13 +191,13 @@ def _bar(first_step: int, steps: int) -> Any:
 
 
 WAIT_SECONDS = 10.0
-"""Seconds that the end of a run waits for trackers; the process itself goes on for some more."""
+"""Seconds that the end of a run waits for trackers; their process continues for some more."""
 LOG = "tracked.log"
 """Log in the run's folder: the output of the trackers' libraries."""
 
 
 class Follower:
-    """A process that ends some seconds after this one, however this one ends."""
+    """The trackers' process, which exits some seconds after this process, however this one ends."""
 
     def __init__(self, folder: Path):
         words = [sys.executable, "-m", "ultrascale.trackers", str(folder.resolve()), "--beside", str(os.getpid())]
@@ -225,7 +224,7 @@ class Follower:
         return [line.decode(errors="replace") for line in whole]
 
     def close(self) -> list[str]:
-        """Say that no more rows will come, wait a little, and return what it has said."""
+        """Signal that no more rows will come, wait a little, and return its output."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()
@@ -237,7 +236,7 @@ class Follower:
 
 
 RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Environment variables to remove: a library that reads them would take this process for a rank."""
+"""Environment variables to remove: a library that reads them would treat this process as a rank."""
 
 
 def _open_log(path: Path) -> int:

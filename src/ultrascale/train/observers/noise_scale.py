@@ -1,8 +1,8 @@
-"""The gradient noise scale: how large a batch still pays (McCandlish et al. 2018, appendix A.1).
+"""The gradient noise scale: the batch size up to which a larger batch pays off (McCandlish et al. 2018, appendix A.1).
 
 Two estimates of the squared gradient norm, from small batches (one micro-batch of one rank) and from the whole step, separate
-signal |G|^2 from noise S = tr(covariance). Their ratio S / |G|^2 is the critical batch size: far below it more batch buys
-proportionally fewer steps, far above it nothing. Here in tokens, smoothed over steps, as numerator and denominator apart.
+signal |G|^2 from noise S = tr(covariance). Their ratio S / |G|^2 is the critical batch size: far below it a larger batch saves
+proportionally many steps, far above it none. Measured in tokens; numerator and denominator are smoothed separately over steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class NoiseScale:
-    """Takes in squared gradient norms of micro-batches and of steps, and keeps the running estimate."""
+    """Running estimate from the squared gradient norms of micro-batches and of steps."""
 
     def __init__(self, *, smoothing: float = 0.95):
         self.smoothing = smoothing
@@ -29,7 +29,7 @@ class NoiseScale:
         self._squares: list[torch.Tensor] = []
 
     def see(self, name: str, gradient: torch.Tensor) -> None:
-        """Take note of one parameter's gradient from one micro-batch; for `gradients.watched_gradients`."""
+        """Add one parameter's gradient from one micro-batch; for `gradients.watched_gradients`."""
         self._squares.append(gradient.detach().square().sum(dtype=torch.float64))
 
     def take_small_square(self) -> float:
@@ -39,11 +39,11 @@ class NoiseScale:
         return total
 
     def update(self, *, small_square: float, small_tokens: float, big_square: float, big_tokens: float) -> float | None:
-        """Take in one step and return the noise scale in tokens, or None while it is not yet known.
+        """Add one step and return the noise scale in tokens, or None until it can be estimated.
 
         `small_square` is the mean over micro-batches of |gradient of the mean loss of its tokens|^2, `big_square` the same for
-        the whole step. `small_tokens` is the *harmonic* mean of the micro-batches' tokens: then E[small_square] =
-        |G|^2 + S / small_tokens also when documents are masked and micro-batches unequal.
+        the whole step. `small_tokens` is the *harmonic* mean of the micro-batches' tokens: then E[small_square] = |G|^2 + S /
+        small_tokens also when documents are masked and micro-batches unequal.
         """
         if big_tokens > small_tokens > 0:
             signal = (big_tokens * big_square - small_tokens * small_square) / (big_tokens - small_tokens)
@@ -57,15 +57,15 @@ class NoiseScale:
         return {"signal": self.signal, "noise": self.noise}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Go on from `state`."""
+        """Restore `state`."""
         self.signal, self.noise = state["signal"], state["noise"]
 
 
 class NoiseMeasured(Observer):
-    """Squared norms of micro-batches' gradients beside that of the step.
+    """Measures squared norms of micro-batches' gradients and of the step's gradient.
 
-    In `step.sums`, over this rank's micro-batches that have targets: their number, 1 / targets, and the squared norm of the
-    gradient of their own mean.
+    `step.sums` holds, over this rank's micro-batches that have targets: their number, 1 / targets, and the squared norm of the
+    gradient of their mean loss.
     """
 
     def __init__(self, trainer: Trainer):
@@ -73,7 +73,7 @@ class NoiseMeasured(Observer):
 
     @property
     def estimate(self) -> NoiseScale:
-        """The run's."""
+        """The run's noise scale."""
         assert self.trainer.noise_scale is not None
         return self.trainer.noise_scale
 
@@ -90,7 +90,7 @@ class NoiseMeasured(Observer):
             step.sums[1:] += torch.tensor([1, 1 / targets, square * factor**2], dtype=torch.float64)
 
     def measured(self, step: Step) -> None:
-        """Take in the step."""
+        """Add the step to the estimate."""
         _, count, inverse_targets, squares = step.sums.tolist()
         if count and not step.anomaly and isfinite(step.norm):
             step.noise_scale_tokens = self.estimate.update(

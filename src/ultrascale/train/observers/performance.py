@@ -28,10 +28,10 @@ GIB = 2**30
 
 
 class Performance(LoopObserver):
-    """Turns steps into metrics, and the first steps of a new run into a comparison of planned and measured memory.
+    """Turns steps into metrics, and compares planned with measured memory in the first steps of a new run.
 
     On the CPU live memory is counted tensor by tensor, which slows those steps; their speed is not reported. Nor is that of the
-    first step after a start, which holds warm-up or compilation.
+    first step after a start, which includes warm-up or compilation.
     """
 
     def __init__(self, run: Run, ranks: Ranks, metrics: Metrics):
@@ -55,14 +55,14 @@ class Performance(LoopObserver):
         self._last_watched = 0
 
     def started(self, session: Session, until_end: ExitStack) -> None:
-        """Watch the memory of the first `log.memory_steps` steps, if this is the start of the run."""
+        """Measure the memory of the first `log.memory_steps` steps, if the run is new."""
         trainer = session.trainer
         until_end.enter_context(self._watching)
         self._say_what_mfu_means()
         if trainer.steps_done == 0:
             self._last_watched = min(self.run.log.memory_steps, self.run.steps)
         if self.ranks.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # drawing the initial weights took more than a step may
+            torch.cuda.reset_peak_memory_stats()  # drawing the initial weights may take more memory than a step
         elif self._last_watched and self.run.compile:
             self._last_watched = 0
             self.metrics.line("memory is not counted: blocks are compiled, and counting on the CPU would keep them from it")
@@ -139,7 +139,7 @@ class Performance(LoopObserver):
         self._warned_of_peak = True
 
     def _compare_memory(self) -> None:
-        # Those of the ramp's first stretch, if there is a ramp.
+        # Values of the batch-size ramp's first stage, if there is a ramp.
         sequences = step_span(self.run.batch, 0).num_sequences
         plan = self._plan(sequences, steps=self._last_watched, keeps_timeline=True)
         if self.memory is not None:

@@ -1,14 +1,15 @@
-"""Chosen steps of a real run under torch's profiler, on every rank: where the time went, and what memory the first steps took.
+"""Chosen steps of a real run under torch's profiler, on every rank: the time spent in each part, and the memory of the first
+steps.
 
-    steps 1 to 4        live memory by category; on CUDA the allocator's own history too
-    ...                 nothing watches
-    first - 1           the profiler runs, and what it saw is thrown away: it has a warm-up of its own
+    steps 1 to 4        live memory by category; on CUDA also the allocator's history
+    ...                 not measured
+    first - 1           the profiler runs, and its output is discarded: it has its own warm-up
     first to last       profiled
-    as many again       nobody watches: how long a step takes without the profiler
+    as many again       not profiled: time of a step without the profiler
 
-Nothing of the run's folder is read or written: a step's time does not depend on its weights, so the run begins anew, and is
-forgotten. What goes into a trace beside torch's own events: steps, phases, reading of data, attention, blocks that are
-recomputed, and what is waited for (`parallel.lost.waiting`). Inside compiled blocks only what the compiler leaves can be told.
+The run's folder is neither read nor written: a step's time does not depend on its weights, so a fresh run starts, and its state
+is discarded. Besides torch's events a trace has ranges for steps, phases, reading of data, attention, recomputed blocks, and
+waits for other ranks (`parallel.lost.waiting`). Inside compiled blocks only ranges that the compiler keeps are visible.
 """
 
 from __future__ import annotations
@@ -50,18 +51,18 @@ from ultrascale.train.trainer import Trainer
 REPORT = "report.json"
 MEMORY_STEPS = 4
 SNAPSHOT_ENTRIES = 200_000
-"""Most entries of the CUDA allocator's history: some steps of a large model; older ones are dropped."""
+"""Most entries of the CUDA allocator's history: some steps of a large model; older entries are dropped."""
 MERGED_RANKS = 16
-"""In the trace of all ranks: as many tracks as one looks at."""
+"""Most ranks in the merged trace, one track each."""
 
 
 def profile_run(
     run: Run, first: int, last: int, folder: Path, *, rendezvous: str = "env://", pictures: bool = True
 ) -> StepReport | None:
-    """Profile steps `first` to `last` (counted from 1) of `run` in this process and those started beside it.
+    """Profile steps `first` to `last` (counted from 1) of `run` in this process and its peers.
 
-    Traces and what memory took go into `folder`. Returns the report on rank 0, None on others.
-    Raises SpecError (the run does not fit the processes or the data), DataError.
+    Traces and memory measurements go into `folder`. Returns the report on rank 0, None on others. Raises SpecError (the run
+    does not fit the processes or the data), DataError.
     """
     with begun_aside(run, 2 * last, folder, rendezvous=rendezvous) as trainer:
         run, ranks = trainer.run, trainer.ranks
@@ -74,7 +75,7 @@ def profile_run(
 
 
 def _steps(trainer: Trainer, first: int, last: int, trace: Path) -> float:
-    """All that the head of this file lists; what a step takes that nobody watches."""
+    """Run all phases listed at the top of this file. Returns the seconds of a step without the profiler."""
     _watch_memory(trainer, min(MEMORY_STEPS, first - 2), trace.parent)
     while trainer.steps_done < first - 2:
         trainer.train_step()
@@ -83,7 +84,7 @@ def _steps(trainer: Trainer, first: int, last: int, trace: Path) -> float:
 
 
 def _watch_memory(trainer: Trainer, steps: int, folder: Path) -> None:
-    """Write what the first `steps` took, beside the plan."""
+    """Write the memory of the first `steps` steps, with the plan."""
     ranks = trainer.ranks
     on_cuda = ranks.device.type == "cuda"
     if on_cuda:
@@ -125,7 +126,7 @@ def _profiled_steps(trainer: Trainer, count: int, path: Path) -> None:
 
 @contextmanager
 def _ranges_in(trainer: Trainer) -> Iterator[None]:
-    """Let `trainer` name what it does in a profiler's trace while this is entered."""
+    """Context in which `trainer` names its work in a profiler's trace."""
     phases = _Phases()
     read, to_device = trainer.read_micro_batches, trainer.to_device
     trainer.on_phase = phases.begin
@@ -147,7 +148,7 @@ def _ranges_in(trainer: Trainer) -> Iterator[None]:
 
 
 def _name_parts(stage: nn.Module) -> Iterator[Callable[[], None]]:
-    """Name attention's core, and the inside of blocks that are recomputed; yields what takes the names away again."""
+    """Name the attention core, and the inside of recomputed blocks, in the trace; yields a function that removes the names."""
     run_again = Region.run_again
     setattr(Region, "run_again", _named(RECOMPUTED, run_again))  # noqa: B010
     yield partial(setattr, Region, "run_again", run_again)
@@ -171,26 +172,26 @@ def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Phases:
-    """Ranges from one mark to the next."""
+    """Ranges in the trace, each from one phase to the next."""
 
     def __init__(self) -> None:
         self._now: record_function | None = None
 
     def begin(self, phase: str, step: int) -> None:
-        """A new phase, as `Trainer.on_phase` tells it."""
+        """Start a new phase, for `Trainer.on_phase`."""
         self.end()
         self._now = record_function(f"{PHASE}{phase}")
         self._now.__enter__()
 
     def end(self) -> None:
-        """No phase from here on."""
+        """End the current phase."""
         if self._now is not None:
             self._now.__exit__(None, None, None)
         self._now = None
 
 
 def _report(run: Run, ranks: Ranks, trace: Path, steps: list[int], unprofiled: float) -> StepReport | None:
-    """Each rank reads its own trace; the first one puts together what they found."""
+    """Read each rank's trace on that rank; rank 0 combines the results."""
     events = read_trace(trace)
     breakdown = waterfall(events)
     local_steps = RankSteps.of(ranks.rank, breakdown, top(events))
@@ -212,7 +213,7 @@ def _report(run: Run, ranks: Ranks, trace: Path, steps: list[int], unprofiled: f
 
 
 def planned_parts(run: Run, device: torch.device) -> tuple[dict[str, float], str]:
-    """Seconds of a step by category as planned, and what the plan is: of a CPU only a bound of what it computes."""
+    """Planned seconds of a step by category, and the kind of plan: for a CPU only a bound on its computation."""
     plan = plan_run(run, cluster_of(run, device))
     if plan.prediction is not None:
         return step_parts(plan.prediction), f"`ultrascale plan` for {plan.cluster.accelerator.title}"
@@ -226,7 +227,7 @@ def planned_parts(run: Run, device: torch.device) -> tuple[dict[str, float], str
 
 
 def write_report(report: StepReport, folder: Path, *, pictures: bool = True) -> None:
-    """`report.json`, and the pictures if they are wanted and matplotlib is there."""
+    """Write `report.json`, and the pictures if they are wanted and matplotlib is installed."""
     (folder / REPORT).write_text(json.dumps(report.to_json(), indent=1) + "\n")
     if not pictures or find_spec("matplotlib") is None:
         return

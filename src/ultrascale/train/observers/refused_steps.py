@@ -1,4 +1,4 @@
-"""Steps that must not update: judged by loss and norm (`train.observers.anomalies`), and explained before the run ends."""
+"""Steps that must not update: judged by loss and norm (`train.observers.anomalies`), and diagnosed before the run ends."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ NO_TARGET = "no token is a valid target, so there is no loss to train on"
 
 
 class RefusalLines(LoopObserver):
-    """Says which steps were passed over, and why."""
+    """Logs which steps were skipped, and why."""
 
     def after_step(self, session: Session, done: StepDone) -> None:
-        """Say so."""
+        """Log a skipped step."""
         if cause := done.result.gradients.anomaly:
             session.metrics.line(f"step {session.trainer.steps_done} passed over: {cause}")
             session.metrics.event("skip", step=session.trainer.steps_done, cause=cause)
 
 
 class RefusedSteps(Observer):
-    """Passes over an anomalous step, or raises what is known of it, as `faults.on_anomaly` says."""
+    """Skips an anomalous step, or raises an error with its diagnosis, as `faults.on_anomaly` says."""
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
@@ -62,11 +62,11 @@ class RefusedSteps(Observer):
         return AnomalousStepError(f"{where}: {step.anomaly}. Nothing was updated. {remedy}.")
 
     def _not_finite(self, step: Step) -> NonFiniteError:
-        """The error for this step. The reduced gradient does not tell where it went wrong, so the step is done once more."""
+        """The error for this step. The reduced gradient does not show where the fault began, so the step is run once more."""
         trainer = self.trainer
         reduced = name_bad_gradients(trainer.share.named())
         trainer.optimizer.zero_grad(set_to_none=True)
-        bad: dict[str, None] = {}  # in the order of the backward pass: the first is where it began
+        bad: dict[str, None] = {}  # in the order of the backward pass: the fault began in the first
 
         def see(name: str, gradient: torch.Tensor) -> None:
             if not gradient.isfinite().all():

@@ -1,15 +1,15 @@
-"""A step's gradient computed twice: arithmetic that went wrong once does not go wrong twice alike.
+"""A step's gradient computed twice, to detect transient arithmetic errors: they do not repeat with the same bits.
 
-Digests (`train.observers.digests`) compare copies; what a rank adds to a gradient that all of them sum has no copy, and a
-wrong product there reaches every replica alike. In the same layout the same step gives the same bits, so its passes are played
-twice, and of both are compared, bit by bit,
+Digests (`train.observers.digests`) compare replicas; a rank's contribution to a summed gradient has no replica, and a wrong
+product there reaches every replica alike. In the same layout the same step gives the same bits, so its passes run twice, and
+these are compared bit by bit:
 
-    a rank's own gradients    before any sum over ranks: they name the rank
-    the summed gradients      which also tell of a sum that went wrong on the way
+    a rank's local gradients  before any reduction over ranks: they name the rank
+    the reduced gradients     which also reveal an error in the reduction
     the loss
 
-Nothing has been updated then. It costs the passes of one step in `faults.repeat_every_steps`, no memory to speak of, and finds
-what happens in those steps alone. On GPUs kernels that add in any order would be taken for faults, so it is refused there.
+Nothing has been updated then. It costs the passes of one step in `faults.repeat_every_steps`, hardly any memory, and detects
+only errors in those steps. On GPUs, kernels that add in any order would look like faults, so it is refused with them.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ class Passes:
     """Gradient digests and losses of one execution of a step's passes on this rank."""
 
     local: dict[str, Tensor] = field(default_factory=dict)
-    """By parameter the sum, modulo 2^64, of the digests of its gradients of all micro-batches."""
+    """Per parameter, the sum modulo 2^64 of the digests of its gradients over all micro-batches."""
     summed: dict[str, Tensor] = field(default_factory=dict)
     loss: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     def see(self, name: str, gradient: Tensor) -> None:
-        """Take note of one parameter's gradient of one micro-batch."""
+        """Add one parameter's gradient of one micro-batch."""
         bits = digest(gradient)
         self.local[name] = self.local[name] + bits if name in self.local else bits
 
 
 def expect_repeatable(trainer: Trainer) -> None:
-    """Raises SpecError where bits need not repeat."""
+    """Raises SpecError if bits need not repeat."""
     if trainer.run.faults.repeat_every_steps is not None and trainer.ranks.device.type != "cpu":
         rule = f"compares bits, which need not repeat on {trainer.ranks.device.type}: some kernels add in any order"
         raise mistake("faults.repeat_every_steps", rule, "Leave it out on GPUs.")
 
 
 class RepeatedSteps(Observer):
-    """Plays the passes of every `faults.repeat_every_steps`th step twice."""
+    """Runs the passes of every `faults.repeat_every_steps`th step twice."""
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
 
     def around(self, step: Step, play: Callable[[], None]) -> None:
-        """Play once, or twice if it is due."""
+        """Run the passes once, or twice if that is due."""
         if step.step % (self.trainer.run.faults.repeat_every_steps or 1) == 0:
             _played_twice(self.trainer, step, play)
         else:
@@ -72,7 +72,8 @@ class RepeatedSteps(Observer):
 
 
 def _played_twice(trainer: Trainer, step: Step, play: Callable[[], None]) -> None:
-    """Collective. Raises CorruptStateError on every rank if anything differed on any; then no gradient is left."""
+    """Run the passes twice. Collective. Raises CorruptStateError on every rank if any rank found a difference; gradients are
+    freed."""
     first = _observed(trainer, step, play)
     trainer.optimizer.zero_grad(set_to_none=True)
     forget_load(trainer.share)
@@ -106,7 +107,7 @@ def _difference(first: Passes, second: Passes) -> str:
 
 
 def _problem_text(step: int, reports: list[str]) -> str:
-    """Ranks where it began; if none, those to which a sum came out differently."""
+    """Ranks where the error arose; if none, ranks whose reduced gradients differ."""
     began = [f"rank {rank}: {text.removeprefix('own ')}" for rank, text in enumerate(reports) if text.startswith("own ")]
     summed = [f"rank {rank}: {text}" for rank, text in enumerate(reports) if text]
     where = "; ".join(began or summed)

@@ -1,16 +1,16 @@
-"""Slow ranks, named while the run goes on.
+"""Slow ranks, reported while the run continues.
 
-In a step every rank takes as long as the slowest, so wall time tells nothing. What tells is a rank's time without its waits for
-others (`heartbeat.waited_seconds`). Of each few steps a rank gives the median, which a pause or two do not move. It is compared
-with the ranks that compute the same stage of the pipeline, over the last WINDOWS windows together:
+In a step every rank takes as long as the slowest, so wall time does not identify it. A rank's time without its waits for others
+does (`heartbeat.waited_seconds`). Every few steps (a window) each rank reports its median, which a pause or two do not change.
+It is compared with the ranks that compute the same pipeline stage, over the last WINDOWS windows together:
 
-    slowness    mean of log(own median / median of the others'), each window for no more than log(MOST): two bad windows name
-                nobody, three of a rank that is twice as slow or more do
-    slow        slowness above log(LIMIT), and further from the others' own than DEVIATIONS of their spread
+    slowness    mean of log(rank's median / median of its peers), each window clipped to log(MOST): two bad windows name no
+                rank, three windows of a rank that is at least twice as slow do
+    slow        slowness above log(LIMIT), and further from the peers' than DEVIATIONS of their spread
 
-A mean of four windows has half the noise of one, so a limit that no chance reaches still finds a rank 2.0 times slower: of
-3,000 simulated ones with heavy-tailed noise 2,993 were named within 20 steps. Three windows in a row above the limit, each
-judged for itself, missed one in ten.
+A mean of four windows has half the noise of one, so a limit high enough to exclude chance still detects a rank 2.0 times
+slower: of 3,000 simulated ones with heavy-tailed noise 2,993 were named within 20 steps. Requiring three windows in a row above
+the limit, each on its own, missed one in ten.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from ultrascale.train.session.moments import LoopObserver, Session, StepDone
 LIMIT, MOST, RECOVERED = 1.5, 2.0, 1.2
 DEVIATIONS = 4.0
 MAD_TO_SIGMA = 1.4826
-"""Median absolute deviation to standard deviation, of a normal distribution."""
+"""Ratio of standard deviation to median absolute deviation, for a normal distribution."""
 FLOOR_SECONDS = 0.002
-"""Difference in seconds that the operating system's scheduler may cause; a smaller one counts as none."""
+"""Smallest difference in seconds that counts; smaller ones may come from the operating system's scheduler."""
 WINDOWS = 4
-"""Judged together. With windows of 4 steps a rank is named 12 to 20 steps after it became slow."""
+"""Windows judged together. With windows of 4 steps a rank is named 12 to 20 steps after it became slow."""
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that is slow, or is so no longer."""
+    """A rank that has become slow, or has recovered."""
 
     rank: int
     times: float
-    """Its time over the median of the others'; 1 once it has recovered."""
+    """Its time over the median of its peers; 1 once it has recovered."""
     recovered: bool = False
 
     def text(self, steps: int) -> str:
-        """One line."""
+        """One line about the rank."""
         if self.recovered:
             return f"rank {self.rank} is as fast as the others again"
         return f"rank {self.rank} is slow: its own part of the last {steps} steps took {self.times:.1f} times the others'"
@@ -56,15 +56,15 @@ class Straggler:
 
 @dataclass
 class Judge:
-    """Windows in, stragglers out."""
+    """Finds stragglers from windows of step times."""
 
     layout: Layout
     last: deque[list[float]] = field(default_factory=lambda: deque(maxlen=WINDOWS))
-    """Every rank's log of own time over the others', of the last windows."""
+    """For the last windows: every rank's log of its time over its peers' median."""
     named: set[int] = field(default_factory=set)
 
     def window(self, seconds: Sequence[float]) -> list[Straggler]:
-        """Every rank's seconds a step in one more window; what is new."""
+        """Add a window: every rank's seconds per step. Returns ranks that became slow or recovered."""
         self.last.append([log_excess(time, [seconds[peer] for peer in self._peers(rank)]) for rank, time in enumerate(seconds)])
         if len(self.last) < WINDOWS:
             return []
@@ -86,13 +86,13 @@ class Judge:
 
 
 def log_excess(seconds: float, peers: Sequence[float]) -> float:
-    """The log of a rank's time over the median of the others'; 0 where the difference is what a scheduler may take."""
+    """Log of a rank's time over the median of its peers; 0 if the scheduler may explain the difference."""
     usual = statistics.median(peers) if peers else 0.0
     return log(seconds / usual) if usual > 0 and seconds > 0 and abs(seconds - usual) > FLOOR_SECONDS else 0.0
 
 
 def is_slow(slowness: float, peers: Sequence[float]) -> bool:
-    """True if a rank's slowness (log of its time over the others') is above `LIMIT`, and an outlier among its `peers`."""
+    """True if a rank's slowness (log of its time over its peers') is above `LIMIT`, and an outlier among its `peers`."""
     if not peers:
         return False
     usual = statistics.median(peers)
@@ -101,7 +101,7 @@ def is_slow(slowness: float, peers: Sequence[float]) -> bool:
 
 
 class Stragglers(LoopObserver):
-    """This rank's part in it, of several."""
+    """This rank's part in the search for stragglers."""
 
     def __init__(self, layout: Layout, ranks: Ranks, every_steps: int):
         self.judge, self.ranks, self.every = Judge(layout), ranks, every_steps
@@ -109,7 +109,7 @@ class Stragglers(LoopObserver):
         self._waited = heartbeat.waited_seconds()
 
     def after_step(self, session: Session, done: StepDone) -> None:
-        """Name who is slow."""
+        """Report slow ranks."""
         for straggler in self.count(done.seconds):
             text = straggler.text(WINDOWS * self.every)
             session.metrics.line(text)

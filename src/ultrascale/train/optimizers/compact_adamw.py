@@ -1,15 +1,15 @@
-"""AdamW whose moments take 2 or 1 bytes: bf16, or 8 bits with a scale for every 256 (Dettmers et al. 2022).
+"""AdamW with 2-byte or 1-byte moments: bf16, or 8 bits with a scale for every 256 (Dettmers et al. 2022).
 
-An update reads moments, widens them, computes, and rounds them back stochastically (`kernels.optimizers.narrow_moments`).
-Which way a moment is rounded follows from the run's seed, the number of the update, the weight's name and the element's place
-in the whole weight. So no layout, and no resumption, changes a bit of it.
+An update reads moments, widens them, computes, and rounds them back stochastically (`kernels.optimizers.narrow_moments`). The
+random bits of the rounding follow from the run's seed, the number of the update, the weight's name and the element's index in
+the unsharded weight. So neither the layout nor a resume changes a bit of it.
 
     bytes per parameter     master   moments            (AdamW: 4 + 8)
     adamw-bf16              4        4
     adamw-8bit              4        2 + 8/256
 
-Vectors (norms, biases) keep fp32: they are few, and ZeRO cuts them inside blocks. Checkpoints hold what 8-bit codes stand for
-in fp32, so that any layout and AdamW itself can go on from them, and this form gets its own codes back.
+Moments of vectors (norms, biases) stay fp32: they are few, and ZeRO cuts them inside blocks. Checkpoints hold 8-bit moments
+dequantized to fp32, so that any layout and AdamW itself can resume from them; this optimizer recovers the same codes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ultrascale.parallel.share import LocalParameter, Share, local
 
 
 class CompactAdamW(torch.optim.Optimizer):
-    """Over the parameters of a share, in two groups, with and without weight decay."""
+    """AdamW with narrow moments over a share's parameters, in two groups: with and without weight decay."""
 
     def __init__(self, share: Share, settings: Optimizer, kind: Kind, *, seed: int):
         decayed, undecayed = (
@@ -75,23 +75,23 @@ class CompactAdamW(torch.optim.Optimizer):
         update_(parameter, gradient, self.store(held), update)
 
     def store(self, held: LocalParameter) -> Moments:
-        """Moments of a parameter, with the boxes of the unsharded weight that they belong to."""
+        """Moments of a parameter, with the boxes of the unsharded weight that they cover."""
         local_boxes = shard_boxes(held.parameter, held.place)
         boxes = [Box(offsets, tuple(box.shape), held.weight.shape) for offsets, box in local_boxes]
         return Moments(self.state[held.parameter], *boxes, widest=self._widest(held))
 
     def create_state(self, steps_done: int) -> None:
-        """Give every parameter its moments (zero)."""
+        """Give every parameter zero moments."""
         self.updates_done = steps_done
         for held in self.held.values():
             part = local(held.parameter)
             box = Box(
                 held.place.offsets, tuple(part.shape), held.weight.shape
-            )  # all that counts here is its shape and its width
+            )  # only its shape and the width of its dtype matter here
             self.state[held.parameter] = empty_moments(box, self.kind, part)
 
     def _widest(self, held: LocalParameter) -> ReduceScales:
-        """Scales of blocks that tp cuts are the largest of its ranks': one process would have found that."""
+        """Reduction of the scales of blocks that tp cuts: the maximum over its ranks, as without tp."""
         dim, shape = held.weight.tp_dim, held.weight.shape
         group = self.share.mesh.group("expert_tp" if held.weight.is_expert else "tp")
         if group is None or dim != len(shape) - 1 or held.place.shape[-1] == shape[-1] or self.kind != "8bit":

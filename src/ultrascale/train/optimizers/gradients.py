@@ -1,4 +1,4 @@
-"""Clipping, and the search for a parameter that has gone bad."""
+"""Gradient clipping, and the search for a parameter whose gradient is not finite."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float
 
 @contextmanager
 def watched_gradients(stages: Collection[Decoder], see: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
-    """While inside, `see` is told each parameter's name and gradient of each backward pass, whole and of this rank alone:
-    before it is added to others or reduced. Not those that a schedule computes apart from the backward pass (`W`)."""
+    """Context in which `see` is called with each parameter's name and unsharded local gradient in each backward pass, before
+    the gradient is accumulated or reduced. Not called for deferred weight gradients (`W`)."""
 
     def see_gradient(name: str, gradient: torch.Tensor | None) -> None:
         if gradient is not None:
@@ -40,8 +40,8 @@ def watched_gradients(stages: Collection[Decoder], see: Callable[[str, torch.Ten
                 full = f"{prefix}{name}"
                 hooks[parameter] = parameter.register_hook(lambda gradient, full=full: see_gradient(full, gradient))
 
-    # Gathered parameters exist only once the forward pass of their bucket has begun: a block's with it, the others' with the
-    # decoder's (the head is never called by itself, its loss takes the weight).
+    # All-gathered parameters exist only once the forward pass of their bucket has begun: a block's with the block, others with
+    # the decoder (the head is never called by itself; the loss reads its weight).
     places = [(f"layers.{number}.", block) for stage in stages for number, block in stage.blocks()]
     places += [("", stage) for stage in stages]
     handles = [module.register_forward_pre_hook(partial(hook_parameters, prefix)) for prefix, module in places]
@@ -53,5 +53,5 @@ def watched_gradients(stages: Collection[Decoder], see: Callable[[str, torch.Ten
 
 
 def name_bad_gradients(named: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
-    """Parameters whose part on this rank has a gradient that is not finite."""
+    """Parameters whose local shard has a gradient that is not finite."""
     return [name for name, p in named if (g := local_gradient(p)) is not None and not torch.isfinite(g).all()]

@@ -1,22 +1,22 @@
-"""AdamW whose masters and moments live, and are updated, in the host's memory (ZeRO-Offload, Ren et al. 2021).
+"""AdamW offloaded to the host: masters and moments live, and are updated, in host memory (ZeRO-Offload, Ren et al. 2021).
 
-    device   gradients (fp32, reduced)  --down-->          --up-->   parameters, for the next gathers
-    host                                  masters, moments, gradients: 16 bytes a parameter of this rank's part
+    device   gradients (fp32, reduced)  --down-->          --up-->   parameters, for the next all-gathers
+    host                                  masters, moments, gradients: 16 bytes per parameter of this rank's shard
 
     down     b0 b1 b2 b3 ...                    copies of gradients, all queued when the step begins
-    update      b0 b1 b2 b3 ...                 the CPU, on a block's parameters at a time
-    up             b0 b1 b2 b3 ...              copies of what was updated
+    update      b0 b1 b2 b3 ...                 the CPU, one block's parameters at a time
+    up             b0 b1 b2 b3 ...              copies of updated parameters
 
-so that a block is updated while the gradients of the next come down and the parameters of the one before go up; what shows is
-the slowest of the three, and the others' first or last block. The device is left with its fp32 parameters (FSDP2 gathers from
-them) and gradients: 8 bytes a parameter less.
+While a block is updated, the gradients of the next are copied down and the parameters of the previous are copied up. Exposed
+time: the slowest of the three, plus the first or last block of the others. The device keeps its fp32 parameters (FSDP2
+all-gathers from them) and gradients: 8 bytes a parameter less.
 
-The maths is torch's fused AdamW, the same operation that updates on a CPU without offload: there the results are the same bits.
+The maths is torch's fused AdamW, the operation that updates on a CPU without offload: there the results have the same bits.
 
-Without offload `LocalAdamW` does the same on the device: the fused update of this rank's local parts, without a distributed
-tensor's dispatch. An element-wise update of parts that are cut alike needs no message, so there is nothing for DTensor to find
-out, which would look at five lists of tensors every step. The operation is the one that torch.optim.AdamW(fused=True) calls,
-with the same bits.
+Without offload `LocalAdamW` does the same on the device: the fused update of this rank's local shards, without DTensor's
+dispatch. An element-wise update of tensors with equal sharding needs no communication, so DTensor, which would inspect five
+lists of tensors every step, has nothing to decide. The operation is the one that torch.optim.AdamW(fused=True) calls, with the
+same bits.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ MASTER, GRADIENT = "master", "gradient"
 
 
 class Piece(NamedTuple):
-    """Parameters of one block and one group of settings."""
+    """Parameters of one block with the same optimizer settings."""
 
     parameters: list[nn.Parameter]
     group: dict[str, Any]
 
 
 class HostAdamW(AdamW):
-    """AdamW over `groups`, as torch's; `held` says which parameters are of one block, and are copied and updated together."""
+    """AdamW over `groups`, as torch's. `held` gives each parameter's block; a block is copied and updated together."""
 
     def __init__(self, groups: list[dict[str, Any]], held: list[LocalParameter], **settings: Any):
         super().__init__(groups, **settings)
@@ -58,7 +58,7 @@ class HostAdamW(AdamW):
         self.down, self.up = (torch.cuda.Stream(), torch.cuda.Stream()) if on_cuda else (None, None)
 
     def create_host_state(self, parameter: nn.Parameter, moments: tuple[str, ...]) -> dict[str, Tensor]:
-        """Zero moments, the master, and room for the gradient, on the host."""
+        """Zero moments, the master, and a buffer for the gradient, on the host."""
         state = {name: host_twin(parameter) for name in (*moments, MASTER, GRADIENT)}
         for moment in moments:
             local(state[moment]).zero_()
@@ -66,14 +66,14 @@ class HostAdamW(AdamW):
 
     @torch.no_grad()
     def read_parameters(self) -> None:
-        """Take the masters' values from the parameters, which were drawn or loaded. Not needed after a step."""
+        """Set the masters from the parameters, which were drawn or loaded. Not needed after a step."""
         for parameter, state in self.state.items():
             local(state[MASTER]).copy_(local(parameter))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update the parameters that have a gradient. When it returns the gradients are no longer read, and the parameters are
-        there for what the device does next."""
+        """Update the parameters that have a gradient. On return gradients are no longer read, and work queued on the device
+        next sees the new parameters."""
         under_way = [self._bring_down(piece) for piece in self.pieces]
         for piece, event in zip(self.pieces, under_way, strict=True):
             if event is not None:
@@ -106,7 +106,7 @@ class HostAdamW(AdamW):
 
 
 class LocalAdamW(AdamW):
-    """torch's AdamW with the state of torch's, over parameters of one dtype on one device, whole or cut."""
+    """torch's AdamW with the same state, over parameters of one dtype on one device, sharded or not."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -118,7 +118,7 @@ class LocalAdamW(AdamW):
 
 
 def update(group: dict[str, Any], parameters: list[Any], gradients: list[Any], states: list[dict[str, Tensor]]) -> None:
-    """Write `parameters` and the moments in their `states` with the settings of `group`; counts the update in each "step"."""
+    """Update `parameters` and the moments in their `states` with the settings of `group`; increments each state's "step"."""
     if not parameters:
         return
     first, second = ([local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))

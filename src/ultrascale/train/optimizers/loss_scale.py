@@ -1,14 +1,14 @@
-"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018, section 3.2): small gradients lifted into what fp16 can hold.
+"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018, section 3.2): scales small gradients into fp16's range.
 
     loss x scale -> backward pass in fp16 -> gradients summed over ranks in fp32 -> / scale -> norm -> clip -> update
                                                                                      |
                                               not finite: no update, scale x backoff_factor; else after growth_steps x growth
 
-fp16 holds 6e-8 to 65504. The backward pass of a loss that is multiplied by 2^16 has gradients 2^16 times as large, and what
-would have been zero is not; one that is too large becomes infinite, and shows in the norm of the *whole* gradient, which every
-rank has to the same bits after one sum over all of them (`parallel.share`). So every rank of every axis decides alike without
-a message of its own. torch's GradScaler looks at the gradients of one rank (its sharded form sums over one process group): a
-rank of tp, of a pipeline or of experts that overflowed alone would skip alone, and the ranks would part ways.
+fp16 holds 6e-8 to 65504. Multiplying the loss by 2^16 makes its gradients 2^16 times as large, so that small ones do not
+underflow to zero; one that is too large becomes infinite, and shows in the norm of the *global* gradient, which every rank has
+to the same bits after one sum over all of them (`parallel.share`). So every rank of every axis decides alike without an extra
+message. torch's GradScaler checks the gradients of one rank (its sharded form sums over one process group): a rank of tp, of a
+pipeline or of experts that overflowed alone would skip alone, and the ranks would diverge.
 
 Scales are powers of two, so that dividing by one changes no bit of a gradient.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class DynamicScale:
-    """The scale of a run as it goes, equal on every rank."""
+    """Current loss scale of a run, equal on every rank."""
 
     def __init__(self, settings: LossScale):
         self.settings = settings
@@ -57,7 +57,7 @@ class DynamicScale:
         return {"value": self.value, "steps_since_change": self.steps_since_change}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
+        """Restore `state`."""
         self.value, self.steps_since_change = state["value"], state["steps_since_change"]
 
 
@@ -70,14 +70,14 @@ def unscale(parameters: Iterable[nn.Parameter], scale: float) -> None:
 
 
 class LossScaling(Observer):
-    """fp16's scale put on the losses and taken from the gradients; a step that overflows is passed over."""
+    """Scales the losses for fp16 and unscales the gradients; skips a step that overflows."""
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
 
     @property
     def scale(self) -> DynamicScale:
-        """The run's."""
+        """The run's loss scale."""
         assert self.trainer.loss_scale is not None
         return self.trainer.loss_scale
 
@@ -87,11 +87,11 @@ class LossScaling(Observer):
         play()
 
     def reduced(self, step: Step) -> None:
-        """Take the scale from the gradients."""
+        """Divide the gradients by the scale."""
         unscale(self.trainer.share.parameters(), self.scale.value)
 
     def measured(self, step: Step) -> None:
-        """See an overflow, as long as a lower scale may help."""
+        """Mark an overflow, unless the scale is the lowest already."""
         step.overflowed = isfinite(step.loss) and not isfinite(step.norm) and not self.scale.is_lowest
 
     def updated(self, step: Step) -> None:
@@ -99,23 +99,23 @@ class LossScaling(Observer):
         self.scale.after_step(overflowed=False)
 
     def passed_over(self, step: Step) -> None:
-        """Lower the scale after an overflow. An anomaly says nothing of it."""
+        """Lower the scale after an overflow; an anomaly does not change it."""
         if not step.anomaly:
             self.scale.after_step(overflowed=True)
 
 
 class DelayedScaling(Observer):
-    """The history of fp8's largest magnitudes (`parallel.precision.fp8_history`) moves with updates, and only with them."""
+    """Advances the amax history of fp8 (`parallel.precision.fp8_history`) with updates, and only with them."""
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
 
     def updated(self, step: Step) -> None:
-        """Take in what the passes saw."""
+        """Add the amaxes of the passes to the history."""
         if (history := self.trainer.share.amax_history) is not None:
             history.accept()
 
     def passed_over(self, step: Step) -> None:
-        """Forget what the passes saw."""
+        """Discard the amaxes of the passes."""
         if (history := self.trainer.share.amax_history) is not None:
             history.forget()

@@ -1,18 +1,18 @@
-"""Muon: hidden matrices move by an orthogonal matrix, all else by AdamW (Jordan et al. 2024; Liu et al. 2025).
+"""Muon: hidden matrices are updated by an orthogonal matrix, all else by AdamW (Jordan et al. 2024; Liu et al. 2025).
 
-    B = momentum B + G                       the momentum, fp32, cut as the matrix is
-    O = orthogonalise(G + momentum B)        of the *whole* matrix: `parallel.data.whole_matrices` brings it together
+    B = momentum B + G                       the momentum, fp32, sharded like the matrix
+    O = orthogonalise(G + momentum B)        of the *unsharded* matrix, gathered by `parallel.data.whole_matrices`
     W = (1 - rate decay) W - rate 0.2 sqrt(max(m, n)) O
 
 The factor makes an update as large as AdamW's usually is (Liu et al. 2025, section 2.2), so that both share one learning rate
-and one weight decay. Hidden matrices are those of attention and MLP, of experts each expert's; embedding, head, router, norms
-and biases are AdamW's. With this factor it is `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`, which knows neither cut
-matrices nor experts; a test holds this to it.
+and one weight decay. Hidden matrices are those of attention, of MLPs and of each expert; embedding, head, router, norms and
+biases use AdamW. With this factor it equals `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`, which supports neither sharded
+matrices nor experts; a test compares the two.
 
-`orthogonalise` gives nearly the nearest orthogonal matrix, by Newton-Schulz iterations (Jordan et al. 2024).
-For G = U S V^T five steps of X <- a X + (b A + c A A) X with A = X X^T take every singular value of X = G / |G| to between 0.7
-and 1.2, with products alone. The constants are Jordan's: they raise small singular values as fast as can be, and do not quite
-arrive at 1, which does not matter to training. In bf16, as there; of fp64 in fp64, where it can be proven.
+`orthogonalise` approximates the nearest orthogonal matrix, by Newton-Schulz iterations (Jordan et al. 2024). For G = U S V^T
+five steps of X <- a X + (b A + c A A) X with A = X X^T take every singular value of X = G / |G| to between 0.7 and 1.2, with
+matrix products alone. The constants are Jordan's: they raise small singular values as fast as possible, and do not quite
+converge to 1, which does not matter to training. Runs in bf16, as there; for fp64 in fp64, where it can be proven.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ultrascale.parallel.share import LocalParameter, Share, local
 from ultrascale.work.sharding.owners import NEWTON_SCHULZ_STEPS
 
 RMS_OF_ADAMW = 0.2
-"""Root mean square of an update of AdamW over its learning rate, as training shows it (Liu et al. 2025)."""
+"""Root mean square of an AdamW update over its learning rate, as observed in training (Liu et al. 2025)."""
 
 
 class Muon(torch.optim.Optimizer):
-    """Over the parameters of a share. Groups: matrices, then the others with and without decay."""
+    """Muon over the parameters of a share. Groups: matrices, then the others with and without weight decay."""
 
     def __init__(self, share: Share, settings: Optimizer):
         self.matrices = [held for held in share.local_parameters if is_hidden_matrix(held.weight)]
@@ -51,7 +51,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Update every parameter that has a gradient; a matrix without one has a zero one, for its owner waits."""
+        """Update every parameter that has a gradient. A matrix without one counts as zero, because its owner waits for it."""
         assert closure is None
         matrices, *others = self.param_groups
         if self.matrices:
@@ -87,7 +87,7 @@ class Muon(torch.optim.Optimizer):
         )  # fmt: skip
 
     def create_state(self, steps_done: int) -> None:
-        """Give every parameter its moments (zero)."""
+        """Give every parameter zero moments."""
         matrices, *others = self.param_groups
         for parameter in matrices["params"]:
             self.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
@@ -98,7 +98,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def update_size(shape: Sequence[int]) -> float:
-    """Factor on an orthogonal matrix [m, n] (experts: on each of [X, m, n]) in the update, beside the learning rate."""
+    """Factor on an orthogonal matrix [m, n] (experts: on each of [X, m, n]) in the update, besides the learning rate."""
     return RMS_OF_ADAMW * sqrt(max(shape[-2:]))
 
 
@@ -111,7 +111,7 @@ SMALLEST_NORM = 1e-7
 
 
 def iteration_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which matrices of `dtype` are iterated, and sent."""
+    """Dtype in which matrices of `dtype` are iterated and communicated."""
     return torch.float64 if dtype == torch.float64 else torch.bfloat16
 
 

@@ -1,4 +1,4 @@
-"""The optimizer of a run over a rank's parameters, with weight decay where the weights table says."""
+"""The optimizer of a run over a rank's parameters; the weights table says which weights decay."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ultrascale.train.optimizers.muon import Muon
 
 MOMENTS = (FIRST, SECOND, "momentum_buffer")
 KINDS: dict[str, Kind] = {"adamw-bf16": "bf16", "adamw-8bit": "8bit"}
-"""Format of moments that are stored narrow, by the optimizer's name."""
+"""Format of narrow moments, by the optimizer's name."""
 
 
 def moments_of(weight: Weight, settings: Optimizer) -> tuple[str, ...]:
-    """Names of what the optimizer keeps of a weight between steps."""
+    """Names of the moments that the optimizer keeps for a weight."""
     return MOMENTS[2:] if settings.name == "muon" and is_hidden_matrix(weight) else MOMENTS[:2]
 
 
@@ -37,7 +37,7 @@ def saved_dtype(weight: Weight, settings: Optimizer, master: torch.dtype) -> tor
 
 def build_optimizer(share: Share, settings: Optimizer, *, seed: int = 0) -> torch.optim.Optimizer:
     """The optimizer that `settings` name. Its state exists from the start (`create_state`), so that it can be saved, loaded and
-    planned at any step. `seed`: of stochastic rounding."""
+    planned at any step. `seed`: for stochastic rounding."""
     leave_compiler_out()
     optimizer: torch.optim.Optimizer
     if settings.name == "muon":
@@ -46,7 +46,7 @@ def build_optimizer(share: Share, settings: Optimizer, *, seed: int = 0) -> torc
         optimizer = CompactAdamW(share, settings, KINDS[settings.name], seed=seed)
     else:
         optimizer = _adamw(share, settings)
-    # The fused update does not tell autograd that it wrote; `parallel.precision.mixed_precision` has to know.
+    # The fused update does not tell autograd that it wrote; `parallel.precision.mixed_precision` must be notified.
     optimizer.register_step_post_hook(lambda *unused: increment_version(share.parameters()))
     return optimizer
 
@@ -68,7 +68,7 @@ def _adamw(share: Share, settings: Optimizer) -> AdamW:
 
 
 def create_state(optimizer: torch.optim.Optimizer, steps_done: int) -> None:
-    """Give every parameter its moments (zero) and its count of updates, as the optimizer's first step would."""
+    """Give every parameter zero moments and a count of updates, as the optimizer's first step would."""
     if isinstance(optimizer, (Muon, CompactAdamW)):
         optimizer.create_state(steps_done)
         return
@@ -89,8 +89,8 @@ def _zeros(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def set_steps_done(optimizer: torch.optim.Optimizer, steps_done: int) -> None:
-    """Go on after so many updates, with parameters that were loaded: AdamW's bias correction and the rounding of narrow moments
-    depend on the count."""
+    """Set the count of updates for loaded parameters: AdamW's bias correction and the rounding of narrow moments depend on
+    it."""
     if isinstance(optimizer, CompactAdamW):
         optimizer.updates_done = steps_done
     for state in optimizer.state.values():
@@ -107,7 +107,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def moment_of(optimizer: torch.optim.Optimizer, held: LocalParameter, moment: str) -> Tensor:
-    """This rank's part of a moment; of moments kept narrow a copy, on the CPU, of what they stand for."""
+    """This rank's shard of a moment; for narrow moments a dequantized copy on the CPU."""
     if isinstance(optimizer, CompactAdamW):
         return optimizer.store(held).whole(moment)
     return local(optimizer.state[held.parameter][moment])

@@ -1,10 +1,9 @@
-"""The start of a session: data, trainer and metrics built, the newest checkpoint restored, the run's folder told.
+"""The start of a session: builds data, trainer and metrics, restores the newest checkpoint, logs to the run's folder.
 
-What is done beside the steps of every run is here too, as observers of the session: ranks that have taken a first step wait
-from then on no longer than asked; each step gets its row of metrics and its line on the console; replicas are compared every
-`faults.digest_every_steps`, and before anything is saved that they may have spoiled; after a step that cannot be right the run
-goes back to the newest checkpoint (`faults.on_anomaly = "rewind"`). `join_run` holds it all: ranks that have met, and own the
-run's folder, until all of them leave.
+Observers that every run needs are here too. After its first step a rank waits for others only as long as configured; each step
+gets its row of metrics and its console line; replicas are compared every `faults.digest_every_steps`, and before a save that
+they may have corrupted; after an anomalous step the run goes back to the newest checkpoint (`faults.on_anomaly = "rewind"`).
+`join_run` is the context of it all: the ranks are joined, and own the run's folder, until all of them leave.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def begin(
     store: RunStore | None = None,
     leave_by: float | None = None,
 ) -> Session:
-    """Build everything, go on from the newest checkpoint, and say so in the run's folder. Collective."""
+    """Build everything, resume from the newest checkpoint, and log the start in the run's folder. Collective."""
     loader, validation = build_loader(run, run.data.sources), validation_loaders(run)
     expect_one_tokenizer(run, loader, validation)
     corpora = [corpus for split_loader in (loader, *validation.values()) for corpus in split_loader.corpora]
@@ -76,8 +75,8 @@ def begin(
         load_compiled(folder.compiled)
     trainer = Trainer(run, ranks, loader, kernels=kernels)
     with slow_part(trainer, "looking for a checkpoint", max(START_SECONDS, run.collective_timeout_seconds)):
-        # Inside, because all ranks leave `slow_part` together: one that lost another rank while it looked for checkpoints
-        # raises there, and does not begin at step 0 as if there were none.
+        # Inside, because all ranks leave `slow_part` together: a rank that lost another one while searching checkpoints
+        # raises there, and does not start at step 0 as if there were none.
         where = search if store is None else partial(store.search, reads=partial(shards_for, trainer))
         newest = restore_newest(trainer, folder.checkpoints, allow_changes=allow_changes, search=where)
         island_line = begin_islands(trainer)
@@ -113,7 +112,7 @@ def begin(
 def _observers(
     session: Session, validation: dict[str, Loader], data_check: DataCheck, leave_by: float | None
 ) -> list[LoopObserver]:
-    """Observers that this run asks for, in the order of their calls: those that add to a step's row before its writer."""
+    """Observers that this run asks for, in the order of their calls: those that add to a step's row come before its writer."""
     run, ranks, metrics, faults = session.run, session.ranks, session.metrics, session.run.faults
     builders: list[tuple[object, Callable[[], LoopObserver]]] = [
         (True, FirstStep),
@@ -133,7 +132,7 @@ def _observers(
 
 
 def _write_start(trainer: Trainer, folder: RunFolder, metrics: Metrics, newest: Search, lines: list[str]) -> None:
-    """Say where the run begins, and what was found on the way there."""
+    """Log where the run starts, and the findings of the search for checkpoints."""
     run, resumed = trainer.run, None if newest.folder is None else newest.folder.name
     damaged = [rejected.folder.name for rejected in newest.rejected]
     ranks = {"world": trainer.ranks.world, "layout": _layout_words(run.layout)}
@@ -153,17 +152,17 @@ def _write_start(trainer: Trainer, folder: RunFolder, metrics: Metrics, newest: 
 
 
 def _layout_words(layout: Layout) -> list[str]:
-    """The layout as pictures tell a change of it; each time the same parts."""
+    """The layout in the words in which the pictures describe a change of layout; always the same parts."""
     recompute = " + ".join(layout.recompute_blocks) or layout.recompute
     axes = layout.axes_words or "one rank"
     return [axes, layout.zero_words, f"micro-batch {layout.micro_batch_size}", f"recompute {recompute}", layout.precision]
 
 
 class FirstStep(LoopObserver):
-    """Ends the patience of the start, and tells that steps are done."""
+    """Ends the longer time limits of the start, and records that steps were done."""
 
     def after_step(self, session: Session, done: StepDone) -> None:
-        """Limit waits, once."""
+        """Shorten time limits, once."""
         if not session.has_stepped:
             session.has_stepped = True
             session.trainer.share.mesh.limit_waits(session.ranks, session.run.collective_timeout_seconds)
@@ -171,10 +170,10 @@ class FirstStep(LoopObserver):
 
 
 class Recorded(LoopObserver):
-    """Writes what observers before it know of a step.
+    """Writes the values that earlier observers added for a step.
 
-    The row is written before the step is saved, so that a kill while saving cannot lose it; how long training waited for a save
-    is therefore in the row of the next step.
+    The row is written before the step is saved, so that a kill during the save cannot lose it. The time that training waited
+    for a save is therefore in the row of the next step.
     """
 
     def __init__(self) -> None:
@@ -193,18 +192,18 @@ class Recorded(LoopObserver):
         session.metrics.advance(steps_done)
 
     def saved(self, session: Session, seconds: float) -> None:
-        """Keep it for the next row."""
+        """Keep the seconds for the next row."""
         self.save_seconds = seconds
 
     def ended(self, session: Session, outcome: Outcome) -> None:
-        """Say how."""
+        """Log how the run ended."""
         self._write_island_lines(session)
         if outcome.stopped:
             session.metrics.line(f"stopped at step {outcome.steps_done}: saved; the same command goes on from here")
         session.metrics.event("stop" if outcome.stopped else "end", step=outcome.steps_done)
 
     def _write_island_lines(self, session: Session) -> None:
-        """Say which islands came and went."""
+        """Log which islands joined and left."""
         for line in () if session.trainer.outer is None else session.trainer.outer.lines():
             session.metrics.line(line)
 
@@ -213,7 +212,7 @@ class ComparedReplicas(LoopObserver):
     """Raises CorruptStateError on every rank if ranks that must hold the same bits do not."""
 
     def after_step(self, session: Session, done: StepDone) -> None:
-        """Compare, if it is due or the step comes to be saved."""
+        """Compare, if a comparison is due or the step will be saved."""
         is_saved = session.is_complete or session.saves.is_due(session.trainer.steps_done)
         if is_saved or session.is_due(session.run.faults.digest_every_steps):
             self.before_stop(session)
@@ -228,24 +227,24 @@ class ComparedReplicas(LoopObserver):
 
 
 MOST_REWINDS = 3
-"""Times that a run goes back to a checkpoint because of the same step, before it gives up."""
+"""Most rewinds to a checkpoint because of the same step, before the run fails."""
 
 
 class Rewind(LoopObserver):
-    """Goes back, if there is a checkpoint."""
+    """Goes back to the newest checkpoint, if there is one."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
-        """Steps done at each time that the run went back."""
+        """Steps done at each rewind."""
 
     def failed(self, session: Session, error: AnomalousStepError | CorruptStateError) -> bool:
-        """Go back. Collective; raises `error` if what was saved is not there any more."""
+        """Go back. Collective; raises `error` if the checkpoint no longer exists."""
         trainer, saves = session.trainer, session.saves
         step = trainer.steps_done
         if saves.saved_at < 0 or self.steps.count(step) >= MOST_REWINDS:
             return False
         if isinstance(error, AnomalousStepError) and step in self.steps:
-            trainer.to_pass_over.add(step)  # it was tried again and failed again, so the machine is not to blame
+            trainer.to_pass_over.add(step)  # the retry failed too, so the machine is not to blame
         self.steps.append(step)
         trainer.optimizer.zero_grad(set_to_none=True)
         with slow_part(trainer, "going back to a checkpoint", session.run.collective_timeout_seconds):
@@ -277,7 +276,7 @@ def join_run(
     leave_by: float | None,
     apart: tuple[int, str] | None,
 ) -> Iterator[Session]:
-    """A session of `run`, restored, with all its ranks; the run's folder is held by `owning`. As `train.loop.train`."""
+    """A session of `run`, restored, with all its ranks; `owning` holds the run's folder. Arguments as in `train.loop.train`."""
     folder = RunFolder.of(run)
     with (
         deterministic(run),
@@ -294,7 +293,7 @@ def join_run(
         signs = leaving.enter_context(watched(run, ranks))
         expect_same_run(run, ranks)
         if ranks.is_first:  # before anything is written
-            if not has_launcher():  # a launcher holds the folder already
+            if not has_launcher():  # a launcher already holds the folder
                 owning.enter_context(folder.commanded())
             folder = owning.enter_context(folder.owned())
         store = leaving.enter_context(opened_store(run, ranks, folder, allow_changes=allow_changes))

@@ -1,14 +1,14 @@
-"""The state of a session, and the moments of its loop that observers are told of.
+"""The state of a session, and the moments of its loop at which observers are called.
 
     started        everything is restored; the first step is next
     before_step    a step is next
-    after_step     a step is done; its row of metrics can be added to, its checkpoint comes after
+    after_step     a step is done; observers may add to its row of metrics; its checkpoint comes after
     saved          a checkpoint was saved
-    failed         a step raised, or what compares its state; one that goes back to a checkpoint says so
-    before_stop    the steps are over before the run is; what there is comes to be saved
+    failed         a step or a comparison of its state raised; an observer that goes back to a checkpoint returns True
+    before_stop    the run stops before its last step; its state is about to be saved
     ended          everything is saved
 
-Every rank has the same observers, in one order, since some of their moments are collective; `session.begin` lists them.
+Every rank has the same observers in the same order, since some moments are collective; `session.begin` lists them.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Outcome(NamedTuple):
 
     steps_done: int
     stopped: bool
-    """A signal ended it before its last step."""
+    """True if a signal ended the run before its last step."""
     last_loss: float | None
 
 
 @dataclass
 class StepDone:
-    """A step and what observers know of it."""
+    """A completed step and the values that observers add."""
 
     result: StepResult
     seconds: float
@@ -53,7 +53,7 @@ class StepDone:
 
 @dataclass
 class Session:
-    """One stretch of a run on one rank."""
+    """One session of a run on one rank."""
 
     run: Run
     ranks: Ranks
@@ -78,26 +78,26 @@ class Session:
 
 
 class LoopObserver:
-    """Observer of the training loop. Each moment does nothing unless a subclass overrides it."""
+    """Observer of the training loop. Every method does nothing unless a subclass overrides it."""
 
     def started(self, session: Session, until_end: ExitStack) -> None:
-        """The first step is next. `until_end`: left after the last one, however that ends."""
+        """The first step is next. `until_end`: exits after the last step, however the run ends."""
 
     def before_step(self, session: Session) -> None:
-        """A step is next, unless the run is asked to stop."""
+        """A step is next, unless the run must stop."""
 
     def after_step(self, session: Session, done: StepDone) -> None:
         """A step is done, not yet saved. May raise CorruptStateError."""
 
     def saved(self, session: Session, seconds: float) -> None:
-        """A checkpoint was saved, or failed in a way that may go on; training waited so long."""
+        """A checkpoint was saved, or failed in a way that training may survive; training waited `seconds`."""
 
     def failed(self, session: Session, error: AnomalousStepError | CorruptStateError) -> bool:
-        """True if the observer has taken the session back to an earlier step, so that `error` need not end it."""
+        """True if the observer has taken the session back to an earlier step, so that `error` does not end the run."""
         return False
 
     def before_stop(self, session: Session) -> None:
-        """The run stops early, and its state, which no checkpoint has, comes to be saved. May raise CorruptStateError."""
+        """The run stops early; its state, which no checkpoint holds yet, is about to be saved. May raise CorruptStateError."""
 
     def ended(self, session: Session, outcome: Outcome) -> None:
         """Everything is saved."""

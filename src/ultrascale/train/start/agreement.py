@@ -1,4 +1,4 @@
-"""Ranks that were started with different descriptions are refused at the start: what they would compute together is nothing."""
+"""Comparison of the run description across ranks. Ranks that were started with different descriptions fail at the start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ultrascale.parallel.mesh import Ranks
 
 
 def expect_same_run(run: Run, ranks: Ranks) -> None:
-    """Raise SpecError, on every rank, naming each key of which ranks were given different values. Collective."""
+    """Raise SpecError, on every rank, that names each key whose value differs between ranks. Collective."""
     of_ranks = [json.loads(text) for text in ranks.gather_text(json.dumps(settings(run)))]
     problems = [
         _problem(key, [values.get(key) for values in of_ranks])
@@ -24,7 +24,7 @@ def expect_same_run(run: Run, ranks: Ranks) -> None:
 
 
 def settings(run: Run) -> dict[str, str]:
-    """Every setting of `run`, as text, by its dotted key."""
+    """Every setting of `run` as text, by its dotted key."""
     texts: dict[str, str] = {}
 
     def add(prefix: str, values: dict[str, Any]) -> None:
@@ -39,7 +39,7 @@ def settings(run: Run) -> dict[str, str]:
 
 
 def _problem(key: str, values: list[str | None]) -> Problem | None:
-    """Problem of a setting that differs between ranks, from its value on each rank; None if all agree."""
+    """Problem for a setting that differs between ranks, from its value on each rank; None if all agree."""
     if len(set(values)) == 1:
         return None
     most = Counter(values).most_common(1)[0][0]

@@ -1,6 +1,6 @@
-"""A run begun anew for what can be measured of its first steps: nothing of its own folder is read or written.
+"""A fresh run for measurements of its first steps. Its folder is neither read nor written.
 
-A step's time and memory do not depend on its weights, so the run begins at its initial ones, and is forgotten.
+A step's time and memory do not depend on its weights, so the run starts from initial weights, and its state is discarded.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from ultrascale.train.watch.out_of_memory import explained_out_of_memory
 
 @contextmanager
 def begun_aside(run: Run, steps: int, folder: Path, *, rendezvous: str = "env://") -> Iterator[Trainer]:
-    """The trainer of `run` on this rank, at its first step and good for `steps` of them. `folder`: for what is chosen by speed.
+    """The trainer of `run` on this rank, before its first step, with data for `steps` steps. `folder`: for choices made by
+    speed.
 
-    All ranks leave together. Raises SpecError (the run does not fit the processes or the data), DataError, OutOfDeviceMemory.
+    All ranks exit together. Raises SpecError (the run does not fit the processes or the data), DataError, OutOfDeviceMemory.
     """
     expect_trainable(run.model, run.layout)
     run = with_absolute_paths(replace(run, steps=max(run.steps, steps)))
@@ -51,11 +52,11 @@ def begun_aside(run: Run, steps: int, folder: Path, *, rendezvous: str = "env://
         run = choose_recomputation(chosen.run, ranks, RunFolder(folder), cluster_of(run, ranks.device), device_bytes)
         with explained_out_of_memory(run, ranks.rank, folder / "run.toml"):
             yield Trainer(run, ranks, build_loader(run, run.data.sources), kernels=chosen.forms)
-        ranks.barrier()  # all leave at once: the launcher may wait for ever for one that left long before another
+        ranks.barrier()  # ranks exit together: the launcher may wait forever for a rank if another exited long before it
 
 
 def counted_steps(trainer: Trainer, steps: int) -> LiveMemory | None:
-    """Do `steps` steps with every living tensor counted; None, and nothing counted, where blocks are compiled."""
+    """Run `steps` steps and count every live tensor; None, and nothing counted, if blocks are compiled."""
     memory = None if trainer.run.compile else LiveMemory(nn.ModuleList(trainer.share.stages.values()), trainer.optimizer)
     if memory is not None:
         trainer.on_phase = memory.mark
@@ -75,7 +76,7 @@ def planned_memory(trainer: Trainer, steps: int) -> MemoryPlan:
 
 
 def timed_steps(trainer: Trainer, steps: int) -> list[float]:
-    """Seconds of each of the next `steps` steps. Each waits for its device: the norm of its gradient is read."""
+    """Seconds of each of the next `steps` steps. Each step waits for its device, because the norm of its gradient is read."""
     settle(trainer.ranks)
     seconds = []
     for _ in range(steps):
@@ -86,6 +87,6 @@ def timed_steps(trainer: Trainer, steps: int) -> list[float]:
 
 
 def settle(ranks: Ranks) -> None:
-    """Let the device come to an end with what it has, so that a step's kernels lie in that step."""
+    """Wait until the device has finished its queue, so that a step's kernels fall within that step."""
     if ranks.device.type == "cuda":
         torch.cuda.synchronize(ranks.device)

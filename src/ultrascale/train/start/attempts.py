@@ -1,14 +1,14 @@
-"""Cause of the end of the previous attempt, where nobody saw it end.
+"""Cause of the end of the previous attempt, if no launcher of ours saw it end.
 
-`ultrascale train --processes N` sees its ranks end and writes down why. torchrun starts them again and tells the new ones
-nothing, so they look for themselves:
+`ultrascale train --processes N` sees its ranks end and records why. torchrun restarts ranks without telling them why, so they
+look for the cause themselves:
 
-    attempt.json        in the run's folder while ranks train: on which nodes their signs of life are, and where
-    the signs           of each rank the last sign of life, and what it died of if it could say; the watchdog's verdict;
+    attempt.json        in the run's folder while ranks train: the nodes and folders that hold their signs of life
+    the signs           each rank's last sign of life, and its cause of death if it could write one; the watchdog's verdict;
                         N.refused where rank N was refused before any step, by a SpecError or its data
 
-The last signs also tell when it ended. What no rank can know is the signal or exit code that ended another one, which torchrun
-saw and keeps to itself: that one has ended "without a word". Nor can it be told before the next start.
+The last signs also tell when the attempt ended. A rank cannot know the signal or exit code of another rank: only torchrun sees
+them and does not pass them on, so such a rank is reported as ended "without a word". The report comes at the next start.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ ATTEMPT_FILE = "attempt.json"
 _FOLDER = re.compile(f"{FOLDER_PREFIX}[A-Za-z0-9_]+")
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 MOST_NAMED = 2
-"""Most messages quoted of ranks that lost contact with the rank that ended."""
+"""Most quoted messages of ranks that lost contact with the rank that ended."""
 
 
 @contextmanager
 def attempt(folder: RunFolder, ranks: Ranks, signs: Signs) -> Iterator[None]:
-    """While inside, ranks train that no launcher of ours watches. Says in the events first what became of those before, if they
-    did not end in order. Collective; rank 0 owns the folder."""
+    """Context in which ranks train that no launcher of ours watches. On entry, records in the events how the previous attempts
+    ended, if they did not end in order. Collective; rank 0 owns the folder."""
     nodes = [json.loads(text) for text in ranks.gather_text(json.dumps(_here(signs)))]
     before = json.loads(ranks.gather_text(json.dumps(_before(folder) if ranks.is_first else None))[0])
     gathered = [json.loads(text) for text in ranks.gather_text(json.dumps(_local_reports(before) if signs.leads else []))]
@@ -69,7 +69,7 @@ def attempt(folder: RunFolder, ranks: Ranks, signs: Signs) -> Iterator[None]:
         yield
     except (SpecError, DataError) as error:
         if isinstance(error, SpecError) or not (signs.has_begun or type(error.__cause__) is StorageError):
-            # Refused before any step: the next start would be refused for the same reason. Not so where a store is away.
+            # Refused before any step: the next start would be refused for the same reason, unless a store was unreachable.
             give_up(str(error))
             if signs.folder is not None:
                 with suppress(OSError):
@@ -77,7 +77,7 @@ def attempt(folder: RunFolder, ranks: Ranks, signs: Signs) -> Iterator[None]:
             elif ranks.is_first:
                 folder.remove(ATTEMPT_FILE)
         raise
-    except RunFolderLostError as error:  # saved elsewhere: ranks that torchrun starts again would begin anew at the old path
+    except RunFolderLostError as error:  # saved elsewhere: ranks that torchrun restarts would begin from step 0 at the old path
         signs.is_kept = False
         if ranks.is_first:
             folder.remove(ATTEMPT_FILE)
@@ -93,7 +93,8 @@ def attempt(folder: RunFolder, ranks: Ranks, signs: Signs) -> Iterator[None]:
 
 
 def was_refused(reports: Iterable[dict[str, Any]], before: dict[str, Any]) -> bool:
-    """True if `before` was refused and did not fail: each rank was refused, or died only because a refused one left."""
+    """True if attempt `before` was refused rather than failed: each rank was refused, or died only because a refused rank
+    left."""
     ranks = {report["rank"]: report for report in reports}
     others = [report["cause"] for report in ranks.values() if not report["refused"]]
     return len(ranks) == before["world"] > len(others) and all(cause and cause["lost_contact"] for cause in others)
@@ -102,8 +103,8 @@ def was_refused(reports: Iterable[dict[str, Any]], before: dict[str, Any]) -> bo
 def failure_of(
     reports: Iterable[dict[str, Any]], before: dict[str, Any], folder: RunFolder, *, again: bool = True
 ) -> dict[str, Any]:
-    """The row of events that says how the ranks of `before` ended. `reports`: what nodes have of each rank; `again`: whether
-    torchrun started them again, and not somebody by hand."""
+    """The row of events that says how the ranks of `before` ended. `reports`: each node's reports on ranks; `again`: True if
+    torchrun restarted them, False if a user did."""
     ranks = {report["rank"]: report for report in reports}
     rank, cause = _blame(ranks, before)
     row = {"event": "failure", "rank": rank, "cause": cause, "again": again}
@@ -115,7 +116,7 @@ def failure_of(
 
 
 def _blame(ranks: dict[int, dict[str, Any]], before: dict[str, Any]) -> tuple[int | None, str]:
-    """Rank that ended first, None if that cannot be said, and the reason. Unlike a launcher, nobody here knows exit codes."""
+    """Rank that ended first (None if unknown) and the reason. Unlike a launcher, ranks do not know exit codes."""
     for report in ranks.values():
         if report["hang"] is not None:
             return min(report["hang"]["culprits"], default=None), f"hang: {report['hang']['reason']}"
@@ -146,7 +147,7 @@ def _here(signs: Signs) -> dict[str, str] | None:
 
 
 def _before(folder: RunFolder) -> dict[str, Any] | None:
-    """Record of the previous attempt; None if it ended in order. From a damaged file, as much as can be read."""
+    """Record of the previous attempt; None if it ended in order. A damaged file gives as much as can be read."""
     if not (folder.path / ATTEMPT_FILE).exists():
         return None
     record = folder.read_json(ATTEMPT_FILE)
@@ -156,7 +157,7 @@ def _before(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def _is_node(node: object) -> bool:
-    """Its folder will be removed: only a name is taken, and only of the kind that is given here."""
+    """True for a plain folder name of the form used here. The folder will be removed, so no other path is accepted."""
     return (
         isinstance(node, dict)
         and isinstance(node.get("node"), str)
@@ -173,7 +174,7 @@ def _folders(before: dict[str, Any] | None) -> Iterator[Path]:
 
 
 def _local_reports(before: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Reports on the previous attempt's ranks that are on this node."""
+    """Reports on the previous attempt's ranks that ran on this node."""
     return [report for folder in _folders(before) for report in _reports_in(folder)]
 
 
@@ -182,7 +183,7 @@ def _reports_in(folder: Path) -> Iterator[dict[str, Any]]:
     odd, hang = disagreement(beats), _read(folder / HANG_FILE)
     for beat in beats:
         age = now["monotonic"] - beat.time
-        if age >= 0:  # else of an earlier start of this machine
+        if age >= 0:  # else from an earlier boot of this machine
             yield {
                 "rank": beat.rank, "node": socket.gethostname(), "doing": beat.doing, "is_done": beat.doing == heartbeat.DONE,
                 "step": beat.steps_done if beat.started_at >= 0 else None, "odd": odd, "hang": hang,
@@ -208,7 +209,7 @@ def _read(path: Path) -> Any:
 
 
 def _last_row(folder: RunFolder) -> dict[str, Any]:
-    """When the run was last heard of, where no node has anything of it: as its metrics tell."""
+    """Time of the run's last row of metrics, for when no node has reports on it."""
     rows = folder.metric_rows()
     step, when = (rows[-1].get(key) for key in ("step", "time")) if rows else (None, None)
     return {"time": when if isinstance(when, float) else time.time(), "step": step}

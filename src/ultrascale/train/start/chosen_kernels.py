@@ -1,8 +1,8 @@
-"""Choice of a run's kernels: measured once at its start, reported in one line each, kept in its folder, and used again by those
-who resume the run, so that the bits are the same.
+"""Choice of a run's kernels: measured once at its start, logged in one line each, stored in its folder, and reused when the run
+resumes, so that the bits are the same.
 
-All ranks measure at the same time, and decide from the times of all. What is kept holds for the same model, shapes, layout,
-device and torch; under others the contest is held again.
+All ranks measure at the same time, and decide from the times of all. A stored choice is valid for the same model, shapes,
+layout, device and torch; otherwise kernels are measured again.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from ultrascale.work.fp8_slots import products_line
 
 FILE = "chosen_kernels.json"
 SLOW_COMPILER_SECONDS = 600.0
-"""Kernels that are compiled when they are first called may take so long before the watchdog takes it for a hang."""
+"""Compiling kernels at their first call may take this long before the watchdog reports a hang."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A run with its kernels named."""
+    """A run with every kernel choice resolved."""
 
     run: Run
     forms: dict[str, str]
-    """Form of each kernel: norm, rotary positions, SwiGLU and loss (`kernels.choice.implementation`)."""
+    """Implementation of each kernel: norm, rotary positions, SwiGLU and loss (`kernels.choice.implementation`)."""
     lines: tuple[str, ...]
-    """Lines for people: each choice and its reason."""
+    """Log lines: each choice and its reason."""
 
 
 def choose_kernels(run: Run, ranks: Ranks, folder: RunFolder) -> Chosen:
-    """`run` with its attention core named where that is left to us, and the forms of its other kernels. Collective.
+    """Choose the run's attention core, if the run leaves it open, and the implementations of its other kernels. Collective.
 
-    Raises SpecError if what is asked for cannot do what the run wants on its device.
+    Raises SpecError if a requested kernel does not support the run on its device.
     """
     question = _question(run, ranks.device)
     previous = _previous_verdicts(ranks, folder, question, asdict(with_defaults(run.model)))
@@ -88,7 +88,7 @@ def _attention(run: Run, ranks: Ranks, previous: Verdict | None) -> Verdict:
 
 
 def _expect_importable(core: str, ranks: Ranks) -> None:
-    """Raise SpecError, on every rank, if one of them has lost the package that the run began with. Collective."""
+    """Raise SpecError, on every rank, if a rank lacks the package that the run started with. Collective."""
     reasons = [f"rank {rank}: {reason}" for rank, reason in enumerate(ranks.gather_text(not_importable(core))) if reason]
     if reasons:
         rule = f"this run began with {core}, but {reasons[0]}"
@@ -97,9 +97,9 @@ def _expect_importable(core: str, ranks: Ranks) -> None:
 
 
 def _fused(run: Run, ranks: Ranks, previous: dict[str, Verdict]) -> dict[str, Verdict]:
-    """Verdicts by kernel, on those that no compiler fuses; one on all kernels together where nothing is timed."""
+    """Verdicts by kernel, for kernels that no compiler fuses; one verdict on all kernels together if nothing is timed."""
     if run.kernels != "auto":
-        choose(run.kernels, ranks.device)  # refuses what is not there
+        choose(run.kernels, ranks.device)  # raises for packages that are missing
         return {"kernels": Verdict("kernels", run.kernels, "as the key kernels says")}
     kernels = tuple(kernels_of(run.model, run.layout)) if not run.compile else outside_graphs(run.model)
     kernels = (*kernels, *update_of(run))
@@ -116,12 +116,12 @@ def _fused(run: Run, ranks: Ranks, previous: dict[str, Verdict]) -> dict[str, Ve
 
 
 def update_of(run: Run) -> tuple[Kernel, ...]:
-    """The optimizer's, if it has forms."""
+    """The optimizer's update kernel, if it has several implementations."""
     return tuple(name for name in UPDATES if name == run.optimizer.name)
 
 
 def decide_together(what: str, ranks: Ranks, hold: Callable[[], Outcomes]) -> Verdict:
-    """The verdict on what all ranks measured, on every rank. Collective."""
+    """The verdict from the measurements of all ranks, the same on every rank. Collective."""
     heartbeat.beat(f"timing kernels: {what}", extra_seconds=SLOW_COMPILER_SECONDS)
     of_ranks = [json.loads(text) for text in ranks.gather_text(json.dumps(hold()))]
     heartbeat.beat("choosing kernels")
@@ -131,7 +131,7 @@ def decide_together(what: str, ranks: Ranks, hold: Callable[[], Outcomes]) -> Ve
 
 
 def attention_shape(run: Run) -> AttentionShape:
-    """Shape of attention on the first rank; under cp, of a rank's queries with its own keys."""
+    """Shape of attention on the first rank; under cp, of a rank's queries with its local keys."""
     model, layout = run.model, run.layout
     places, heads_swapped = layout.cp_grid
     head_ranks = layout.tp * heads_swapped
@@ -145,7 +145,7 @@ def attention_shape(run: Run) -> AttentionShape:
 def _previous_verdicts(
     ranks: Ranks, folder: RunFolder, question: dict[str, Any], defaults: dict[str, Any]
 ) -> dict[str, Verdict]:
-    """The verdicts that rank 0 finds in the run's folder, if they were on the same question."""
+    """The verdicts that rank 0 reads from the run's folder, if they answer the same question."""
     before = folder.read_json(FILE) if ranks.is_first else None
     known = json.loads(ranks.gather_text(json.dumps(before))[0])
     if not isinstance(known, dict) or differences(known.get("asked"), question, {"model": defaults}):

@@ -1,4 +1,4 @@
-"""recompute = "auto" at the start of a run: chosen once, kept in the run's folder, and found there by whoever goes on."""
+"""recompute = "auto" at the start of a run: chosen once, stored in the run's folder, and read again when the run resumes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ FILE = "recompute.json"
 
 
 def choose_recomputation(run: Run, ranks: Ranks, folder: RunFolder, cluster: Cluster, capacity_bytes: int) -> Run:
-    """`run` with each block's way to recompute; as it is unless its recompute is "auto". Collective.
+    """`run` with the recomputation of each block resolved; unchanged unless its recompute is "auto". Collective.
 
-    What was chosen for the same model, batch and layout before is taken again. `capacity_bytes`: of this rank's device; all
-    ranks go by the smallest. Raises SpecError as `with_recomputation`.
+    A stored choice for the same model, batch and layout is reused. `capacity_bytes`: memory of this rank's device; the smallest
+    of all ranks decides. Raises SpecError as `with_recomputation`.
     """
     if run.layout.recompute != "auto":
         return run

@@ -1,9 +1,9 @@
-"""Compiled blocks kept for the next start, and how long compiling took.
+"""Cache of compiled blocks for the next start, and the time that compiling took.
 
-What torch's compiler made of the blocks (`torch.compiler.save_cache_artifacts`: Python, C++ and Triton's binaries, by a hash of
-the graph, torch's version and the device) is one file of the run's folder. A run that goes on reads it before its first step
-and compiles nothing, on another machine of the same kind too; what does not fit is not found, and compiled. It is code: a
-run's folder is trusted like the program itself.
+The output of torch's compiler (`torch.compiler.save_cache_artifacts`: Python, C++ and Triton's binaries, by a hash of the
+graph, torch's version and the device) is one file in the run's folder. A resumed run loads it before its first step and
+compiles nothing, even on another machine of the same kind; blocks without a matching entry are compiled. The file contains
+code: trust a run's folder like the program itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOTAL = "total_wall_time"
 
 
 def load_compiled(path: Path) -> bool:
-    """Make what `path` keeps known to the compiler. False if there is nothing, or nothing that this torch reads."""
+    """Load the compiled blocks in `path` into the compiler's cache. False if there are none, or this torch cannot read them."""
     try:
         return torch.compiler.load_cache_artifacts(path.read_bytes()) is not None
     except (OSError, RuntimeError, ValueError, EOFError):
@@ -31,7 +31,7 @@ def load_compiled(path: Path) -> bool:
 
 
 def save_compiled(path: Path) -> bool:
-    """Keep what this process has compiled, or found compiled, in `path`. False if there is nothing, or no room for it."""
+    """Write the blocks that this process has compiled or loaded to `path`. False if there are none, or the disk is full."""
     artifacts = torch.compiler.save_cache_artifacts()
     if artifacts is None:
         return False
@@ -46,18 +46,18 @@ def save_compiled(path: Path) -> bool:
 
 
 def compile_seconds() -> float:
-    """Seconds that this process has spent compiling so far; what was found compiled takes little."""
+    """Seconds that this process has spent compiling so far; cached blocks take little."""
     return float(seconds_of_compiling().get(TOTAL, 0.0))
 
 
 class KeptCompiled(LoopObserver):
-    """Keeps compiled blocks for the next start, once: after the first step."""
+    """Saves compiled blocks for the next start, once: after the first step."""
 
     def __init__(self) -> None:
         self.is_done = False
 
     def after_step(self, session: Session, done: StepDone) -> None:
-        """Keep them."""
+        """Save them."""
         if not self.is_done and session.ranks.is_first:
             save_compiled(session.folder.compiled)
         self.is_done = True
@@ -70,7 +70,7 @@ class FreedAfterCompiling(Observer):
         self.is_done = False
 
     def updated(self, step: Step) -> None:
-        """Give it back."""
+        """Free the memory."""
         if not self.is_done:
             return_free_memory()
         self.is_done = True

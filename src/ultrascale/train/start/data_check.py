@@ -1,11 +1,11 @@
-"""Comparison of the data with their manifests: in part before the first step, the rest while the run trains.
+"""Comparison of the data with their manifests: partly before the first step, the rest while the run trains.
 
-    at most 64 MiB a rank    everything is compared with the manifests before the first step
-    more                     a sample of each shard is, and everything meanwhile: 64 MiB/s a rank, at the lowest priority
+    at most 64 MiB a rank    all data are compared with the manifests before the first step
+    more                     a sample of each shard before it, all data in the background: 64 MiB/s a rank, lowest priority
 
-Shards are shared out over ranks. A prefix without a manifest has no checksum: the run's folder keeps the one that the first
-start found, for later starts. What is found meanwhile ends the run as a stop signal does, with everything saved, and then with
-the error on every rank.
+Shards are distributed over ranks. A prefix without a manifest has no checksum: the first start computes one and stores it in
+the run's folder for later starts. Damage found in the background stops the run like a stop signal, with everything saved, and
+then raises the error on every rank.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ FOREIGN_FILE = ".data.json"
 AT_ONCE_BYTES = 64 << 20
 BYTES_PER_SECOND = 64 << 20
 MOST_SAMPLED = 1024
-"""Shards of a rank, evenly spread: on slow storage their 16 reads each take a few seconds."""
+"""Most sampled shards of a rank, evenly spread: on slow storage their 16 reads each take a few seconds."""
 LOWEST_PRIORITY, LEAVING_SECONDS = 19, 5.0
 
 
 class _StoppedError(Exception):
-    """The run is over."""
+    """The run has ended; stops the background check."""
 
 
 class DataCheck(LoopObserver):
-    """The data of one rank's share, on their way through the check."""
+    """Checks this rank's share of the data."""
 
     def __init__(self, corpora: Iterable[Corpus], ranks: Ranks, folder: RunFolder, *, allow_changes: bool):
         self.ranks, self.folder, self.allow_changes = ranks, folder, allow_changes
@@ -62,7 +62,7 @@ class DataCheck(LoopObserver):
         self._done_bytes, self._began = 0, 0.0
 
     def before_first_step(self) -> list[str]:
-        """Compare what there is time for, and say what was done. Collective; raises DataError on every rank."""
+        """Check as much as the start allows, and return log lines. Collective; raises DataError on every rank."""
         try:
             if self.is_small:
                 self._expect_all(lambda num_bytes: None)
@@ -89,7 +89,7 @@ class DataCheck(LoopObserver):
         return [f"{phrase}; all of it is read and compared meanwhile", *warnings]
 
     def started(self, session: Session, until_end: ExitStack) -> None:
-        """Read everything in the background, unless that is done; ask to stop if something is wrong."""
+        """Check the rest in the background, if anything is left; request a stop if data are damaged."""
         if not self.is_small:
             arguments = (session.trainer.request_stop,)
             self._thread = threading.Thread(target=self._read_all, args=arguments, daemon=True, name="data check")
@@ -97,18 +97,18 @@ class DataCheck(LoopObserver):
             until_end.callback(self._stop_reading)
 
     def after_step(self, session: Session, done: StepDone) -> None:
-        """Say what there is to say since the last step."""
+        """Log messages of the background check since the last step."""
         lines, self._messages = self._messages, []
         for line in lines:
             session.metrics.line(line)
 
     def ended(self, session: Session, outcome: Outcome) -> None:
-        """Say what was found. Collective; raises DataError on every rank."""
+        """Log the result of the background check. Collective; raises DataError on every rank."""
         for line in (*self._messages, *self._raise_on_all()):
             session.metrics.line(line)
 
     def _expect_same_everywhere(self) -> None:
-        """Compares what the ranks have found in stores, each for itself. Collective; raises DataError on every rank."""
+        """Compares the data in stores as each rank read them. Collective; raises DataError on every rank."""
         fingerprints = map(json.loads, self.ranks.gather_text(json.dumps([corpus.fingerprint() for corpus in self.streamed])))
         for corpus, (first, *others) in zip(self.streamed, zip(*fingerprints, strict=True), strict=True):
             if differing := [rank for rank, other in enumerate(others, 1) if other != first]:
@@ -121,7 +121,7 @@ class DataCheck(LoopObserver):
             self._thread.join(LEAVING_SECONDS)
 
     def _raise_on_all(self) -> list[str]:
-        """Raises what any rank has found, on every rank; the same as warnings where changes are allowed. Collective."""
+        """Raises any rank's error on every rank; where changes are allowed, returns it as warnings instead. Collective."""
         mine, self._problem = self._problem, None
         texts = self.ranks.gather_text(json.dumps(mine and [mine.where, mine.problem, mine.remedy]))
         problems = [report for report in map(json.loads, texts) if report is not None]
@@ -130,7 +130,7 @@ class DataCheck(LoopObserver):
         return [f"warning: {where}: {problem}; training goes on (--allow-changes)" for where, problem, _ in problems]
 
     def _read_all(self, on_change: Callable[[], None]) -> None:
-        with suppress(OSError):  # of this thread alone, as Linux has it
+        with suppress(OSError):  # of this thread alone, on Linux
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         self._began = time.monotonic()
         try:
@@ -138,7 +138,7 @@ class DataCheck(LoopObserver):
             self._messages.append(f"data: {self._read()} and compared with the checksums kept")
         except _StoppedError:
             self._messages.append(f"data: no more than {self._read()} when the run ended")
-        except OSError as error:  # if it stays, the loader's own reading ends the run
+        except OSError as error:  # if the error persists, the loader's read ends the run
             self._messages.append(f"warning: data are no longer compared with the checksums kept: {error}")
         except DataError as error:
             self._problem = error
@@ -163,14 +163,14 @@ class DataCheck(LoopObserver):
                 expect_whole(prefix, record, after_block)
 
     def _expect_as_before(self, prefix: Path, after_block: Callable[[int], None]) -> None:
-        """Compares files without a manifest with their checksums of this run's first read. Raises DataError on a change."""
+        """Compares files without a manifest with the checksums of this run's first read. Raises DataError on a change."""
         fingerprint = next(corpus.fingerprint() for corpus in self.corpora if corpus.prefixes == [prefix])
         digests = [sha256_of(path, after_block) for path in prefix_paths(prefix)]
         known = self.folder.read_json(FOREIGN_FILE)
         known = known if isinstance(known, dict) else {}
         if known.setdefault(fingerprint, digests) != digests and not self.allow_changes:
             raise DataError(str(prefix), "has changed since this run first read it", "Bring back what it was.")
-        with suppress(OSError):  # a full disk is told by others
+        with suppress(OSError):  # a full disk is reported elsewhere
             self.folder.write_json(FOREIGN_FILE, known | {fingerprint: digests})
 
 

@@ -1,10 +1,10 @@
 """Bitwise repeatable training: `deterministic = true` of a run.
 
-On CUDA some of torch's kernels add up in the order in which threads arrive: gradients of gathers and of attention, and what
-cuBLAS splits where its workspace allows. Told to be deterministic, torch takes other kernels, or raises an error that names
-what it has no other for; flash attention works through its backward pass in order; no kernel is chosen whose gradients differ
-between two passes (`kernels.choice.contest`), nor by the compiler's own timing. On the CPU everything here is deterministic
-anyway.
+On CUDA some of torch's kernels add in the order in which threads arrive: gradients of gathers and of attention, and products
+that cuBLAS splits where its workspace allows. In deterministic mode torch takes other kernels, or raises an error that names
+the operation without one; flash attention runs its backward pass in a fixed order; a kernel whose gradients differ between two
+passes is never chosen (`kernels.choice.contest`), and the compiler does not choose by timing. On the CPU everything here is
+deterministic anyway.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from ultrascale.torch_private import compiler_settings
 
 WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 WORKSPACES = (":4096:8", ":16:8")
-"""Workspace sizes with which cuBLAS gives the same bits every time (cuBLAS's documentation, "Results Reproducibility"): the
-large one costs 24 MiB and no speed."""
+"""Workspace sizes with which cuBLAS gives the same bits every time (cuBLAS's documentation, "Results Reproducibility"). The
+large one costs 24 MiB and no speed.
+"""
 
 
 @contextmanager
 def deterministic(run: Run) -> Iterator[None]:
-    """Inside, torch is deterministic if `run` asks for it. To be entered before this process uses CUDA."""
+    """Context in which torch is deterministic if `run` asks for it. Enter it before this process uses CUDA."""
     if not run.deterministic:
         yield
         return
@@ -36,7 +37,7 @@ def deterministic(run: Run) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     filled = of_torch.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
     torch.use_deterministic_algorithms(True)
-    # Filling is a pass over all new memory, which nobody here reads unwritten.
+    # Filling is a pass over all new memory, and no code here reads unwritten memory.
     of_torch.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     if run.compile:
         _steady_compiler()
@@ -55,7 +56,7 @@ def deterministic_line(run: Run) -> list[str]:
 
 
 def _steady_compiler() -> None:
-    """Have torch's compiler choose without timing, where it knows how to."""
+    """Make torch's compiler choose kernels without timing, where it can."""
     config = compiler_settings()
     if hasattr(config, "deterministic"):
         config.deterministic = True

@@ -1,7 +1,7 @@
-"""Check that a run fits its devices, reported in one line before it starts.
+"""Memory check: whether a run fits its devices, logged in one line before it starts.
 
-The plan is asked first: it takes no time, and is held to traces within `AGREES_WITHIN`. Where that is too little to tell, as
-a stage needs nearly what there is, the fullest stage is traced, and the trace decides. The line says which of the two did.
+The plan is consulted first: it takes no time, and tests hold it to traces within `AGREES_WITHIN`. Where a stage needs nearly
+all memory, so that this margin cannot decide, the fullest stage is traced, and the trace decides. The line names the source.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ultrascale.plan.report import plan_rank
 from ultrascale.train.watch.traced_rank import TRACE_SECONDS, NoTraceError, traced_rank
 
 AGREES_WITHIN = 0.03
-"""Share of a peak within which plans and traces agree (`tests/agree/test_trace_agrees.py`)."""
+"""Relative difference in peak memory within which plans and traces agree (`tests/agree/test_trace_agrees.py`)."""
 SHARE_OF_TIMEOUT = 0.5
-"""Share of the collective timeout that a trace may take; the rest is for the ranks to come together."""
+"""Share of the collective timeout that a trace may take; the rest is for ranks to reach the collective."""
 Trace = Callable[[int], str]
-"""Live bytes at the peak of a rank, as a number; or in words why there is no trace of it."""
+"""Live bytes at the peak of a rank, as a number; or a message why there is no trace of it."""
 
 
 def _stage_plans(run: Run) -> list[MemoryPlan]:
@@ -39,11 +39,11 @@ def _stage_plans(run: Run) -> list[MemoryPlan]:
 
 
 def expect_fits(run: Run, capacity_bytes: int, *, anyway: bool = False, trace: Trace | None = None) -> str | None:
-    """Line on the memory that each stage needs of a device with `capacity_bytes`.
+    """Log line on the memory that each stage needs of a device with `capacity_bytes`.
 
-    `trace`: asked of the fullest stage, where the plan is too near to what there is. Raises SpecError if a stage cannot fit,
-    unless `anyway`. Compiled blocks may keep less for the backward pass than planned, so that of those only weights, gradients
-    and optimizer states must fit; those are exact, and not traced.
+    `trace`: called for the fullest stage, if its plan is too close to the capacity. Raises SpecError if a stage cannot fit,
+    unless `anyway`. Compiled blocks may save less for the backward pass than planned, so only their weights, gradients and
+    optimizer states must fit; those are exact, and not traced.
     """
     plans = _stage_plans(run)
     peaks = [plan.peak.total for plan in plans]
@@ -71,15 +71,15 @@ def expect_fits(run: Run, capacity_bytes: int, *, anyway: bool = False, trace: T
 
 @dataclass(frozen=True)
 class FitVerdict:
-    """By what it is decided whether the fullest stage fits."""
+    """Basis for deciding whether the fullest stage fits."""
 
     needed: int
     clause: str
-    """Clause of the line about the trace; empty if none was asked for."""
+    """Clause of the line about the trace; empty if there was no trace."""
 
 
 def _verdict_of_trace(rank: int, trace: Trace, planned: int, usable: int) -> FitVerdict:
-    """Judgement by a trace of `rank`, or by the plan if there is no trace."""
+    """Verdict from a trace of `rank`, or from the plan if there is no trace."""
     margin, answer = f"; that is within {AGREES_WITHIN:.0%}", trace(rank)
     if not answer.isdigit():
         return FitVerdict(planned, f"{margin}, and there is no trace to decide ({answer}), so the plan does")
@@ -89,12 +89,12 @@ def _verdict_of_trace(rank: int, trace: Trace, planned: int, usable: int) -> Fit
 
 
 def smallest_bytes(ranks: Ranks, capacity_bytes: int) -> int:
-    """Bytes of the smallest device of all ranks. Collective, so that all ranks judge alike and ask for a trace together."""
+    """Bytes of the smallest device of all ranks. Collective, so that all ranks decide alike and request a trace together."""
     return min(map(int, ranks.gather_text(str(capacity_bytes))))
 
 
 def traced_by_first(run: Run, ranks: Ranks) -> Trace:
-    """A trace by rank 0, on its host's processor, while the others wait; for `expect_fits`. What it returns is collective."""
+    """A trace by rank 0, on its host's CPU, while the others wait; for `expect_fits`. The returned function is collective."""
     limit = SHARE_OF_TIMEOUT * run.collective_timeout_seconds
     seconds = min(TRACE_SECONDS, limit)
 
@@ -116,7 +116,7 @@ def _peak_or_why(run: Run, rank: int, seconds: float) -> str:
 
 
 def cluster_of(run: Run, device: torch.device) -> Cluster:
-    """The machines a run is on: those it names, or as many of this rank's device as it has ranks."""
+    """The cluster of a run: the one it names, or as many of this rank's device as the run has ranks."""
     if run.cluster != "auto":
         return parse_cluster(run.cluster)
     gpu = this_gpu(device)
@@ -124,7 +124,7 @@ def cluster_of(run: Run, device: torch.device) -> Cluster:
 
 
 def memory_bytes(run: Run, device: torch.device) -> int:
-    """Bytes of memory of this rank's device; of a CPU an equal share of the machine's."""
+    """Memory of this rank's device, in bytes; on a CPU an equal share of the machine's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return int(parse_cluster(f"{run.layout.world_size}xcpu").accelerator.memory_bytes.value)

@@ -1,4 +1,4 @@
-"""Weights that training made, from wherever they lie, and a first checkpoint from weights that lie elsewhere."""
+"""Trained weights from a checkpoint or a Hugging Face folder, and a first checkpoint from imported weights."""
 
 from __future__ import annotations
 
@@ -41,21 +41,22 @@ class Trained:
 
     model: Model
     weights: dict[str, torch.Tensor]
-    """Whole tensors on the CPU, under the names of `description.architecture.weights`; biases that balance experts too."""
+    """Unsharded tensors on the CPU, named as in `description.architecture.weights`; includes the biases that balance
+    experts."""
     tokenizer: Path | None
-    """The `tokenizer.json` that goes with it."""
+    """The model's `tokenizer.json`."""
     source: Path
     """The folder that was read: a checkpoint or a Hugging Face folder."""
     steps_done: int | None = None
     """Steps done at the checkpoint; None for a Hugging Face folder."""
     dtype: torch.dtype | None = None
-    """Dtype of the Hugging Face folder that a checkpoint's run began with, if it was narrower than the checkpoint's."""
+    """Dtype of the Hugging Face folder that a checkpoint's run started from, if narrower than the checkpoint's."""
 
     def decoder(self, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
         """The model with these weights, for inference."""
         with torch.device("meta"):
             decoder = Decoder(self.model)
-        wide = {bias.name for bias in score_biases(self.model)}  # they moved by thousandths, which bf16 would swallow
+        wide = {bias.name for bias in score_biases(self.model)}  # they moved by thousandths, which bf16 would round away
         weights = {name: value.to(device, value.dtype if name in wide else dtype) for name, value in self.weights.items()}
         decoder.load_state_dict(weights, assign=True)
         return decoder.requires_grad_(False).eval()
@@ -77,10 +78,10 @@ def open_trained(path: str | Path) -> Trained:
 
 
 def import_as_first_checkpoint(folder: str | Path, run: Run) -> Path:
-    """Make the weights of a Hugging Face folder the state of `run` before its first step; `train` then goes on from them.
+    """Write the weights of a Hugging Face folder as the checkpoint of `run` before its first step; `train` resumes from it.
 
-    Returns the checkpoint. Raises SpecError if the run's model is another one, or the run has checkpoints already, and
-    DataError if its data cannot be read.
+    Returns the checkpoint. Raises SpecError if the run's model differs, or the run has checkpoints already, and DataError if
+    its data cannot be read.
     """
     expect_trainable(run.model, run.layout)
     model, weights = import_folder(folder)
@@ -133,13 +134,13 @@ def _open_checkpoint(folder: Path) -> Trained:
     tensors, facts = load_full(folder)
     expect_facts(facts, folder)
     run = run_from_toml(facts["run"], where=f"{folder}, metadata")
-    tokenizer_file = folder.resolve().parent.parent / TOKENIZER_FILE  # in the run's folder, also if that has moved
+    tokenizer_file = folder.resolve().parent.parent / TOKENIZER_FILE  # in the run's folder, even if that was moved
     tokenizer = tokenizer_file if tokenizer_file.exists() else tokenizer_of(run)
     return Trained(run.model, weights_in(tensors), tokenizer, folder, facts["steps_done"], dtype_of(facts))
 
 
 def _model_differences(expected: Model, actual: Model, folder: str | Path) -> list[Problem]:
-    """Fields that change what the model computes and differ; how it is trained is the run's own affair."""
+    """Fields that differ and change what the model computes. Settings of training belong to the run and are not compared."""
     passed_over = {"name", "model_type", "initializer_range", *_OF_TRAINING}
     remedy = f'Set model.path = "{folder}" in the run; of the other fields only {", ".join(_OF_TRAINING)} may be set beside it.'
     expected, actual = _computed(expected), _computed(actual)
@@ -151,7 +152,7 @@ def _model_differences(expected: Model, actual: Model, folder: str | Path) -> li
 
 
 def _computed(model: Model) -> Model:
-    """`model` without values that change nothing of what it computes, which an export need not keep."""
+    """`model` without values that do not affect its output, which an export need not keep."""
     scaling, scalar, interval = model.rope_scaling, model.query_pre_attn_scalar, model.full_attention_interval
     if scaling is not None and scaling.rope_type == "linear":
         scaling = replace(scaling, original_max_position_embeddings=model.max_position_embeddings)

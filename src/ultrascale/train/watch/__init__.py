@@ -1,6 +1,6 @@
-"""A run that is stopped, hangs or dies: noticed, said, and left in order.
+"""Runs that are stopped, hang or crash: detection, reports, and an orderly exit.
 
-deadline           told to stop; before the job's time is over
-signs_of_life      for the watchdog; parts that may take long
-out_of_memory, traced_rank   what was planned, traced and measured of a rank without memory
+deadline           stop signals; exit before the job's time limit
+signs_of_life      for the watchdog; phases that may take long
+out_of_memory, traced_rank   planned, traced and measured memory of a rank that ran out of it
 """

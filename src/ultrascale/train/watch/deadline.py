@@ -1,19 +1,19 @@
-"""A run leaves in order when it is asked to, by its job's time limit or by a signal: it finishes the step, saves and ends.
+"""Orderly exit at the job's time limit or after a signal: the run finishes the step, saves and ends.
 
-A batch system kills what is still there when the time is over. Whoever starts the ranks says when that is, in seconds of the
-wall clock; after every step each rank compares what is left with what the next step and the last save may take. One that finds
-too little asks all to stop, as after a signal, and all leave at the same step.
+A batch system kills the remaining processes at its time limit. The launcher passes that time, in seconds of the wall clock;
+after every step each rank compares the remaining time with the time that the next step and the last save may take. A rank with
+too little left requests a stop from all, as after a signal, and all exit at the same step.
 
     left < SAFETY x (longest step + longest save) + LEAVING
 
-Steps and saves are this attempt's, saves also those that the run's metrics tell of earlier ones. The first step is left out: it
-compiles, and meets the others.
+Step times are from this attempt, save times also from the run's earlier metrics. The first step does not count: it compiles,
+and waits for the other ranks.
 
-SIGTERM, Ctrl-C, SIGHUP and SIGUSR1 ask for the same. A handler only takes a note. Python runs handlers between bytecodes, so
-one that arrives inside a collective waits for it; all ranks then learn of the note when they next count tokens together, and
-stop before the same step. A second signal some seconds later is the usual one and ends the process at once; not sooner, because
-a terminal and torchrun both deliver a Ctrl-C. That holds until the process has left: one that comes between the save and the
-end is not taken for a crash.
+SIGTERM, Ctrl-C, SIGHUP and SIGUSR1 also request a stop. A handler only sets a flag. Python runs handlers between bytecodes, so
+a signal that arrives inside a collective waits for it; all ranks learn of the flag when they next count tokens together, and
+stop before the same step. A second signal some seconds later has its default effect and ends the process at once; not sooner,
+because a terminal and torchrun both deliver a Ctrl-C. The handler stays until the process exits: a signal between the save and
+the end does not count as a crash.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from ultrascale.train.session.moments import LoopObserver, Session, StepDone
 
 SAFETY = 2.0
 LEAVING_SECONDS = 30.0
-"""To end the processes of all ranks, and for clocks of nodes that differ."""
+"""Time to end the processes of all ranks, and for clock differences between nodes."""
 
 
 @dataclass
 class Deadline:
-    """When the processes must be gone, and how long what is still to do has taken so far."""
+    """Time limit of the processes, and the durations of past steps and saves."""
 
     leave_by: float | None
-    """Seconds of the wall clock; None: nobody has said."""
+    """Seconds of the wall clock; None: no limit."""
     save_seconds: float = 0.0
     now: Callable[[], float] = time.time
     _steps: list[float] = field(default_factory=list)
-    """The first, and the longest of the others."""
+    """The first step, and the longest of the others."""
 
     def after_step(self, seconds: float, save_seconds: float | None) -> str:
-        """Take note of a step and of the last save; why to leave before the next step, or nothing."""
+        """Record a step and the last save. Returns the reason to exit before the next step, or an empty string."""
         self._steps = [seconds] if not self._steps else [self._steps[0], max(seconds, *self._steps[1:], 0.0)]
         self.save_seconds = max(self.save_seconds, save_seconds or 0.0)
         if self.leave_by is None:
@@ -56,24 +56,24 @@ class Deadline:
 
 
 class LeftInTime(LoopObserver):
-    """Asks all ranks to stop if the job's time may end before another step is saved."""
+    """Requests a stop of all ranks if the job's time may end before another step is saved."""
 
     def __init__(self, deadline: Deadline):
         self.deadline = deadline
         self.step_seconds: float | None = None
-        """Seconds of a step that is not yet counted."""
+        """Seconds of a step that is not yet recorded."""
         self.save_seconds: float | None = None
 
     def after_step(self, session: Session, done: StepDone) -> None:
-        """Keep how long it took."""
+        """Store its duration."""
         self.step_seconds = done.seconds
 
     def saved(self, session: Session, seconds: float) -> None:
-        """Keep how long it took."""
+        """Record the duration of the save."""
         self.save_seconds = seconds
 
     def before_step(self, session: Session) -> None:
-        """Ask, if it is time; not before the first step."""
+        """Request a stop if it is time; not before the first step."""
         if self.step_seconds is None:
             return
         why, self.step_seconds = self.deadline.after_step(self.step_seconds, self.save_seconds), None
@@ -84,8 +84,8 @@ class LeftInTime(LoopObserver):
 
 @contextmanager
 def on_stop_signal(take_note: Callable[[], None]) -> Iterator[None]:
-    """While inside, the first stop signal that is not ignored calls `take_note` instead of ending the process. If one came, the
-    same wish is passed over afterwards as well."""
+    """Context in which the first stop signal that is not ignored calls `take_note` instead of ending the process. After one
+    came, repeats of the same request are ignored, also after the context."""
     noted: list[float] = []
 
     def handler(number: int, frame: object) -> None:

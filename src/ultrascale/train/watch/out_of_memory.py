@@ -1,4 +1,4 @@
-"""After a rank has run out of memory: what was planned for it, what a trace of it says, and what was measured."""
+"""Report on a rank that ran out of memory: its planned, traced and measured memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ultrascale.plan.report import plan_rank
 from ultrascale.train.watch.traced_rank import TRACE_SECONDS, NoTraceError, traced_rank
 
 PATIENCE_SHARE = 2 / 3
-"""Share of `faults.hang_seconds` that a trace may take; the rest is for the report of the error."""
+"""Share of `faults.hang_seconds` that a trace may take; the rest is for reporting the error."""
 
 
 class OutOfDeviceMemory(RuntimeError):
-    """A device had no memory left; the text compares."""
+    """A device ran out of memory; the message compares planned, traced and measured bytes."""
 
 
 class Measured(NamedTuple):
-    """Most bytes of this process that torch's allocator gave out and took."""
+    """Peak bytes of this process that torch's allocator allocated and reserved."""
 
     allocated: int
     reserved: int
@@ -32,7 +32,7 @@ class Measured(NamedTuple):
 
 @contextmanager
 def explained_out_of_memory(run: Run, rank: int, run_file: Path) -> Iterator[None]:
-    """While inside, torch's error becomes one that compares. `run_file`: where the run is written as it was resolved."""
+    """Context that replaces torch's error by `OutOfDeviceMemory`. `run_file`: path of the resolved run."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -40,12 +40,12 @@ def explained_out_of_memory(run: Run, rank: int, run_file: Path) -> Iterator[Non
 
 
 def measured_here() -> Measured:
-    """On this rank's CUDA device."""
+    """Peak memory on this rank's CUDA device."""
     return Measured(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
 
 
 def out_of_memory(run: Run, rank: int, measured: Measured, run_file: Path, error: BaseException) -> OutOfDeviceMemory:
-    """The error to raise in place of torch's. `run_file`: where the run is written as it was resolved."""
+    """The error to raise in place of torch's. `run_file`: path of the resolved run."""
     peak = plan_rank(run, rank, "cuda").peak
     planned = f"{format_bytes(peak.total)} at the peak, in the {peak.phase} pass"
     allocated, reserved = map(format_bytes, measured)

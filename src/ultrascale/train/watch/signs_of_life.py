@@ -1,11 +1,11 @@
-"""This rank's part in being watched: signs of life, a stack on demand, torch's flight recorder on demand.
+"""Liveness reports of this rank: signs of life, a stack on demand, torch's flight recorder on demand.
 
-Under `ultrascale train --processes N` the launcher has made the folder and started the watchdog. Under torchrun the first rank
-of each node does, and tells the others of its node; after a failure the next attempt reads what is in it
+Under `ultrascale train --processes N` the launcher has created the folder and started the watchdog. Under torchrun the first
+rank of each node does both, and sends the path to the others of its node; after a failure the next attempt reads the folder
 (`train.start.attempts`).
 
-In parts of a run that may take longer than any step (`slow_part`), who waits for another rank does so patiently, and the
-watchdog does not take it for a hang (`parallel.time_limits`).
+In phases that may take longer than any step (`slow_part`), waits for other ranks have a longer limit, and the watchdog does not
+report a hang (`parallel.time_limits`).
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ class Signs:
     """Folder of this rank's signs of life, and its owner."""
 
     folder: Path | None = None
-    """None: nobody watches."""
+    """None: there is no watchdog."""
     leads: bool = False
-    """True if this rank made the folder, for the ranks of its node."""
+    """True if this rank created the folder, for the ranks of its node."""
     is_kept: bool = False
-    """Leave the folder where it is, for the next attempt to find."""
+    """True to leave the folder in place for the next attempt."""
     has_begun: bool = False
-    """True once this rank has all that a first step needs."""
+    """True once this rank is ready for its first step."""
 
 
 def signs_folder() -> Path | None:
-    """Folder that this rank's watchdog and the next attempt read; None if nobody watches."""
+    """Folder that this rank's watchdog and the next attempt read; None if there is no watchdog."""
     return Path(os.environ[FOLDER_VARIABLE]) if has_launcher() else _folder_of_torchrun
 
 
 def started_by_torchrun() -> bool:
-    """True if torchrun started this rank, and will start it again if it fails."""
+    """True if torchrun started this rank, and will restart it if it fails."""
     return not has_launcher() and "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -70,7 +70,7 @@ def has_launcher() -> bool:
 
 @contextmanager
 def watched(run: Run, ranks: Ranks) -> Iterator[Signs]:
-    """While inside, somebody outside this process sees whether it gets on."""
+    """Context in which a watchdog outside this process checks that this rank makes progress."""
     global _folder_of_torchrun
     if ranks.world * run.islands.count == 1 or run.faults.hang_seconds is None:
         yield Signs()
@@ -101,7 +101,7 @@ def watched(run: Run, ranks: Ranks) -> Iterator[Signs]:
 
 @contextmanager
 def _folder_of_node(ranks: Ranks) -> Iterator[Signs]:
-    """A folder of this node's ranks, with a watchdog. Collective over all ranks."""
+    """A folder for this node's ranks, with a watchdog. Collective over all ranks."""
     signs = Signs()
     node, prepared = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '0')}", ""
     leads = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -126,8 +126,8 @@ def _folder_of_node(ranks: Ranks) -> Iterator[Signs]:
 
 
 def _record_on_demand(folder: Path, rank: int, over: threading.Event) -> None:
-    """Write torch's flight recorder once the watchdog has asked for it. (It cannot, where the interpreter's lock is held: the
-    other ranks' then tell what they wait for.)"""
+    """Write torch's flight recorder when the watchdog requests it. (Impossible while another thread holds the interpreter's
+    lock: then the recorders of the other ranks show what they wait for.)"""
     while not over.wait(LOOK_SECONDS):
         if (folder / DUMP_MARK).exists():
             with suppress(OSError):
@@ -139,7 +139,7 @@ def _record_on_demand(folder: Path, rank: int, over: threading.Event) -> None:
 
 @contextmanager
 def slow_part(trainer: Trainer, doing: str, then_seconds: float) -> Iterator[None]:
-    """While inside, what ranks wait for may take SLOW_SECONDS; afterwards `then_seconds`. All come in and leave together."""
+    """Context in which waits for ranks may take SLOW_SECONDS; afterwards `then_seconds`. All ranks enter and leave together."""
     mesh, ranks = trainer.share.mesh, trainer.ranks
     with heartbeat.patient(doing, SLOW_SECONDS):
         mesh.limit_waits(ranks, SLOW_SECONDS)

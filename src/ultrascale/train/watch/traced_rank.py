@@ -1,4 +1,4 @@
-"""A trace of a rank, asked for by a rank of a run: in a process of its own, with limits on what it may take."""
+"""A trace of one rank, requested by a rank of a run: in a separate process, with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ultrascale.config.resolve import to_toml
 from ultrascale.description.run import Run
 
 TRACE_SECONDS = 180.0
-"""A trace takes some ten seconds; nobody should wait longer for a start, or for an error."""
+"""Longest time of a trace. A trace takes some ten seconds; neither a start nor an error report should wait longer than this."""
 MOST_RANKS = 16_384
-"""Most ranks of a job that is traced: the largest measured (`benchmarks/trace`); nobody knows how long larger ones take."""
+"""Most ranks of a job that is traced: the largest measured (`benchmarks/trace`); the time for larger jobs is unknown."""
 
 
 class NoTraceError(RuntimeError):
-    """There is none; the text says why."""
+    """No trace could be made; the message says why."""
 
 
 def traced_rank(run: Run, rank: int, *, seconds: float = TRACE_SECONDS) -> dict[str, Any]:
