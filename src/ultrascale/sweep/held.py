@@ -1,4 +1,4 @@
-"""Measurements of a sweep, fastest first, and the error of the plan."""
+"""Measurements of a sweep, fastest first, and the planner's errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MeasuredCell:
 
     place: CellPlace
     step_seconds: float
-    """The median step."""
+    """Median seconds of a step."""
     spread: float
     """(slowest - fastest) / median of the timed steps."""
     tokens_per_second_per_rank: float
@@ -28,7 +28,7 @@ class MeasuredCell:
     planned_reserved_bytes: int | None
     measured_reserved_bytes: int | None
     result: dict[str, Any]
-    """The file whole."""
+    """Contents of the result file."""
 
     @classmethod
     def of(cls, place: CellPlace) -> MeasuredCell | None:
@@ -50,17 +50,17 @@ class MeasuredCell:
 
 @dataclass(frozen=True)
 class Held:
-    """The plan held to the sweep. None: there is nothing to compare."""
+    """Accuracy of the plan over a sweep. None: nothing to compare."""
 
     time: Errors | None
     memory: Errors | None
     reserved: Errors | None
     tau: float | None
-    """Kendall's tau of planned and measured tokens per second of a rank: 1 for the same order."""
+    """Kendall's tau between planned and measured tokens per second per rank: 1 for the same order."""
     regret: float | None
-    """Regret of the cell that the plan says is fastest: its measured time for a token over the best one's, less one."""
+    """Measured time per token of the cell planned to be fastest, over that of the fastest cell, minus 1."""
     machines: tuple[str, ...]
-    """Devices and versions that results are from: more than one, and they compare machines, not layouts."""
+    """Devices and versions of the results; with more than one, cells compare machines, not only layouts."""
 
 
 def fastest_first(places: Sequence[CellPlace]) -> list[MeasuredCell]:

@@ -271,7 +271,8 @@ class _Part:
         """For each region, its inputs that other regions have recomputed."""
 
     def measure(self, recomputation: BlockRecompute | None, selective: Selective) -> BlockMemory:
-        """Replay both passes. `selective`: what the stack keeps in selective recomputation if `recomputation` names no kinds."""
+        """Replay both passes. `selective`: what the stack keeps in selective recomputation if `recomputation` names no
+        kinds."""
         recomputed = (
             () if recomputation is None else regions(self.ops, recomputation.modules, as_megatron=recomputation.as_megatron)
         )

@@ -45,12 +45,12 @@ INDEX_BYTES = 8
 FEW = 64
 """Number of layouts up to which columns of bytes are cached: for more, memory matters more than time."""
 MARGIN = 0.10
-"""Headroom as a fraction of the device's memory, beyond the needed bytes. docs/memory-model.md says how many published runs this
-classifies correctly."""
+"""Headroom as a fraction of the device's memory, beyond the needed bytes. docs/memory-model.md says how many published runs
+this classifies correctly."""
 RETAINED_SHARE = 0.15
-"""Fraction of reserved-but-unused memory that stays reserved under memory pressure. Before it fails, the allocator releases every
-empty segment (c10/cuda/CUDACachingAllocator.cpp, release_cached_blocks), but not the free space in others. This value best
-separates published runs that succeeded from those that failed; anything from 0 to 0.35 does nearly as well."""
+"""Fraction of reserved-but-unused memory that stays reserved under memory pressure. Before it fails, the allocator releases
+every empty segment (c10/cuda/CUDACachingAllocator.cpp, release_cached_blocks), but not the free space in others. This value
+best separates published runs that succeeded from those that failed; anything from 0 to 0.35 does nearly as well."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _all_columns(moments: Sequence[Moment], shape: tuple[int, int]) -> dict[str,
 
 
 def _batch_bytes(workload: Workload, table: LayoutTable) -> Floats:
-    """Tokens and targets of a rank's whole step, and with documents their positions and numbers."""
+    """Bytes of tokens and targets of a rank's whole step, with documents also positions and document indices."""
     per_rank = workload.sequences_per_batch // table.dp * (workload.sequence_length // table.cp)
     arrays = (4 if workload.documents else 2) + bool(workload.model.dropout)  # keys of what is dropped
     return (per_rank * INDEX_BYTES * arrays).astype(np.float64)

@@ -47,8 +47,8 @@ PASSES = (
 )  # fmt: skip
 """Moments of passes; `plan.columns.rank_moments` has the other memory at each."""
 WHEN = ("first", "between", "last")
-"""Time in the step. First: before the rank's first backward pass ends, without summed gradients. Between: after it. Last: in the
-last backward pass of a stage, which reduces gradients in ZeRO 0 and 1."""
+"""Time in the step. First: before the rank's first backward pass ends, without summed gradients. Between: after it. Last: in
+the last backward pass of a stage, which reduces gradients in ZeRO 0 and 1."""
 
 FORWARD, BACKWARD, INPUT, WEIGHT = (ord(kind.value) for kind in Kind)
 """Kinds of passes in an array."""
@@ -99,8 +99,8 @@ class Loads(NamedTuple):
 
 
 def enough_micro_batches(schedule: str, pp: int, num_micro_batches: int) -> int:
-    """Smallest number of micro-batches that holds as much memory: from there on a schedule repeats. 1 for schedules that run all
-    forward passes first."""
+    """Smallest number of micro-batches that holds as much memory: from there on a schedule repeats. 1 for schedules that run
+    all forward passes first."""
     if pp == 1:
         return min(num_micro_batches, 2)
     known = SCHEDULES[schedule]
@@ -302,8 +302,8 @@ def _moments(passes: _Passes, num_types: int) -> tuple[Floats, NDArray[np.intp],
 def _changes(
     does: str, blocks: tuple[int, ...], is_first: bool, is_last: bool, *, has_first: bool, num_types: int
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Moments of a pass of a stage with these blocks, each with its difference from the held counts. `has_first`: the rank holds
-    the first stage too."""
+    """Moments of a pass of a stage with these blocks, each with its difference from the held counts. `has_first`: the rank
+    holds the first stage too."""
     changes: list[tuple[int, tuple[int, ...]]] = []
     apart, of_head, numbers = len(BY_TYPE) * num_types, -1 if is_last else 0, Counter(blocks).items
 
@@ -311,7 +311,8 @@ def _changes(
         name: str, *, head: int = 0, gone: Iterable[tuple[int, int]] = (), left: Iterable[tuple[int, int]] = (),
         emptied: bool = False, **at_work: int,
     ) -> None:  # fmt: skip
-        """Add a moment without blocks that are `gone` (`emptied`: all of the stage), with those `left` for W, and one running."""
+        """Add a moment without blocks that are `gone` (`emptied`: all of the stage), with those `left` for W, and one
+        running."""
         row = [0] * (apart + len(OTHER_COLUMNS))
         for block, number in gone:
             row[block] -= number

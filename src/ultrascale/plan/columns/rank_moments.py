@@ -110,18 +110,18 @@ class _Fsdp(NamedTuple):
     narrow_largest: Floats
     """Gradient of one weight outside the blocks, which outlives its reduction briefly."""
     narrow_embedding: Floats
-    """Gradient of the embedding, in the dtype in which it is summed."""
+    """Gradient of the embedding in autograd's dtype, on ranks that hold it."""
     reduce_bucket: Floats
     """Buffer of a bucket's reduction, unless it is the result itself."""
     reduce_root: Floats
     copy_bucket: Floats
-    """torch divides through a copy where nothing is scattered."""
+    """Copy through which torch divides gradients if there is no reduce-scatter."""
     copy_root: Floats
     sharded_bucket: Floats
-    """Summed gradients that a bucket of this micro-batch adds, and the buffer of its reduction where that stays."""
+    """Gradient shards that a bucket adds in this micro-batch, and the buffer of its reduction if that stays."""
     sharded_root: Floats
     sharded_rest: Floats
-    """`sharded_bucket` of all blocks but those of one bucket."""
+    """`sharded_bucket` of all blocks except those of one bucket."""
     summed: Floats
     """Gradients of earlier micro-batches."""
     summed_at_first: Floats
@@ -311,8 +311,8 @@ def _highest_activations(f: _Fsdp, parts: RankActivations) -> dict[str, Floats]:
 
 
 def _late(fsdp: _Fsdp, state: RankState, parts: RankActivations) -> tuple[Floats, Floats]:
-    """Bytes of tensors larger than any of a block: in the buffer of a bucket's reduction, and at the end of a backward pass (the
-    embedding's gradient, buffers of the reduction outside the blocks)."""
+    """Bytes of tensors larger than any of a block: in the buffer of a bucket's reduction, and at the end of a backward pass
+    (the embedding's gradient, buffers of the reduction outside the blocks)."""
 
     def apart(num_bytes: Floats) -> Floats:
         return np.where(~state.alone & (num_bytes > parts.largest_tensor), num_bytes, 0.0)

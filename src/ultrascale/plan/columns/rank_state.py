@@ -1,7 +1,7 @@
 """Training state of a rank, for whole tables of layouts: weights, gradients, optimizer state.
 
-Columns are [3, layouts]: the first, a middle and the last rank of the pipeline. P: parameters of a rank. n: ranks that shard one
-replica of the training state (dense weights: dp_shard x cp; experts: a smaller group).
+Columns are [3, layouts]: the first, a middle and the last rank of the pipeline. P: parameters of a rank. n: ranks that shard
+one replica of the training state (dense weights: dp_shard x cp; experts: a smaller group).
 
     stack     weights        gradients                    master and moments
     buckets   -              4 P/n, 4 P if accumulated    12 P/n
