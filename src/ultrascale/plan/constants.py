@@ -1,7 +1,8 @@
 """Constants of the time model that neither datasheets nor single kernels give: how a step differs from the sum of its parts.
 
 Each has its meaning, its range in the literature and its source. `benchmarks/plan/cross_validate.py` fits constants on
-published runs, all sources together; `docs/validation.md` reports the remaining errors. """
+published runs, all sources together; `docs/validation.md` reports the remaining errors.
+"""
 
 from __future__ import annotations
 

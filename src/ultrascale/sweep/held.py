@@ -50,17 +50,17 @@ class MeasuredCell:
 
 @dataclass(frozen=True)
 class Held:
-    """Accuracy of the plan over a sweep. None: nothing to compare."""
+    """The plan held to the sweep. None: there is nothing to compare."""
 
     time: Errors | None
     memory: Errors | None
     reserved: Errors | None
     tau: float | None
-    """Kendall's tau between planned and measured tokens per second per rank: 1 for the same order."""
+    """Kendall's tau of planned and measured tokens per second of a rank: 1 for the same order."""
     regret: float | None
-    """Measured time per token of the cell planned to be fastest, over that of the fastest cell, minus 1."""
+    """Regret of the cell that the plan says is fastest: its measured time for a token over the best one's, less one."""
     machines: tuple[str, ...]
-    """Devices and versions of the results; with more than one, cells compare machines, not only layouts."""
+    """Devices and versions that results are from: more than one, and they compare machines, not layouts."""
 
 
 def fastest_first(places: Sequence[CellPlace]) -> list[MeasuredCell]:

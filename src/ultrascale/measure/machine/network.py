@@ -34,11 +34,11 @@ STEP = 4
 """Factor from one size to the next."""
 ROUNDS = 5
 ROUND_SECONDS = 0.05
-"""Seconds of back-to-back calls, whose mean is one measurement."""
+"""Seconds of back-to-back calls; their mean is one measurement."""
 MOST_CALLS = 200
 ITEM_BYTES = 4
 LARGEST_HOST = 16
-"""Accelerators of one host at most; a node of more is a rack, whose hosts start their ranks apart."""
+"""Most accelerators of one host; a larger node is a rack, whose hosts start their ranks separately."""
 
 
 class WrongResultError(RuntimeError):

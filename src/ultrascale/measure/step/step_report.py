@@ -40,7 +40,7 @@ class RankSteps:
     mean: dict[str, float]
     """Seconds of a step by category."""
     communication: dict[str, float]
-    """Seconds per step of NCCL kernels by axis, overlapped or not."""
+    """Seconds of a step that NCCL's kernels of an axis took, hidden or not."""
     top: list[TopRow]
     """Longest operations, with seconds and counts over all profiled steps."""
 
@@ -59,11 +59,11 @@ class StepReport:
     """Profiled steps, counted from 1."""
     ranks: list[RankSteps]
     planned: dict[str, float]
-    """Planned seconds by category, where known."""
+    """Seconds by category, those that are priced."""
     planned_origin: str
-    """Basis of the plan, in words."""
+    """Basis of the plan."""
     unprofiled_step_seconds: float
-    """Median of the same number of steps without the profiler, on the first rank."""
+    """The median of as many steps without the profiler, on the first rank."""
     facts: dict[str, Any]
     """Machine, versions, run."""
 

@@ -33,12 +33,12 @@ PLAYED = 3
 
 @dataclass(frozen=True)
 class Rung:
-    """A step of the ladder: allows one more kind of sharding than the rung before."""
+    """One kind of sharding more than the rung before."""
 
     name: str
     num_layouts: int
     least_bytes: float
-    """Memory of the layout that needs least, with this and all earlier kinds of sharding allowed."""
+    """Memory of the layout that needs least, everything before this rung allowed too."""
     fits: bool
     fastest_seconds: float | None
     """Seconds of a step of the fastest layout that fits and was priced; None if none does."""
@@ -46,10 +46,10 @@ class Rung:
 
 @dataclass(frozen=True)
 class Change:
-    """The best layout with one choice changed."""
+    """One choice of the best layout made another way."""
 
     name: str
-    """Name of the changed field."""
+    """The field."""
     value: str
     seconds: float
     peak_bytes: float
@@ -58,13 +58,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Marginal:
-    """Gain in speed from a better machine, with the layout searched again."""
+    """Gain in speed from a better machine, its layout searched again."""
 
     name: str
     seconds: float
-    """Seconds of a step of the fastest layout that fits that machine."""
+    """Seconds of a step of the fastest layout that fits it."""
     gain: float
-    """Increase of tokens per second, as a fraction."""
+    """Tokens per second more, as a share."""
 
 
 def rungs(result: SearchResult) -> list[Rung]:

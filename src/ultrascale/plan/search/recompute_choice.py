@@ -83,8 +83,6 @@ class RecomputeChoice:
     """Seconds that recomputation adds to one micro-batch."""
 
 
-
-
 def recompute_options(
     workload: Workload, layer: int, shape: Shape, *, compiled: bool = False, splits: bool = False
 ) -> list[RecomputeOption]:

@@ -71,9 +71,9 @@ class Refusal:
     family: str
     reason: str
     count: int
-    """Number of refused meshes and layouts."""
+    """Number of refusals, among the ways to cut the model."""
     remedy: str = ""
-    """The nearest value that works, if a rule of the description names it."""
+    """The nearest that works, where a rule of the description names it."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ GO_ON_FROM = 4
 
 
 class Part(NamedTuple):
-    """Storages of one category, operation and line that are alive at the peak."""
+    """Storages of one sort that live at the peak."""
 
     category: str
     what: str
