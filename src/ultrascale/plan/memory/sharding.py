@@ -152,8 +152,8 @@ class Shards:
                 self._finish_gather(bucket)
 
     def state(self, subset: Sequence[Bucket] | None = None) -> Hashable:
-        """Which tensors the buckets hold (all, or those of `subset`), with weights by position: stages with equal blocks have
-        equal states."""
+        """Flags for the tensors that the buckets hold (all, or those of `subset`), with weights by position: stages with equal
+        blocks have equal states."""
         buckets = tuple(
             (
                 bucket.parameters is None, bucket.flat is None, bucket.partial is None, bucket.replica_buffer is None,

@@ -30,7 +30,7 @@ def attention_kernel(workload: Workload, shape: Shape, scores: Scores) -> Kernel
 
 
 def wanted_of(workload: Workload, shape: Shape) -> CoreRequirements:
-    """What a run of `shape` requires of its attention kernel (`description.attention_cores.core_requirements`)."""
+    """Requirements of a run of `shape` on its attention kernel (`description.attention_cores.core_requirements`)."""
     model = workload.model
     return CoreRequirements(
         "cpu" if shape.device == "cpu" or workload.cluster.accelerator.name == "cpu" else "cuda", shape.precision,
