@@ -1,4 +1,4 @@
-"""The machines a run is planned for: what an accelerator, a link, a node and a cluster are, and how their names are read.
+"""The machines that a run is planned for: accelerators, links, nodes and clusters, and the parser of their names.
 
 The numbers are in `catalogue.machines`, each with its source and date. Bandwidths count one direction.
 """
@@ -26,7 +26,7 @@ MACHINE_OVER_ACCELERATORS = 1.8
 
 @dataclass(frozen=True)
 class Sourced:
-    """A number with its birth certificate."""
+    """A number with its source and date."""
 
     value: float
     source: str
@@ -85,7 +85,7 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class Link:
-    """A way for bytes to travel."""
+    """A link inside a node or between nodes."""
 
     name: str
     bytes_per_second: Sourced

@@ -1,4 +1,4 @@
-"""Kinds of networks between nodes: how much of the wire they give, and how long a hop takes.
+"""Kinds of networks between nodes: achieved fraction of the nominal bandwidth, and latency of a hop.
 
 A node's cards are one tier (`Node.inter_link`, shared by every group of ranks that crosses it), the switches above the leaves
 (`Cluster.spine`) the next. Data centres far apart are a case of their own: `plan.view.far_apart`.

@@ -1,4 +1,4 @@
-"""Failures as people read them: one form for every verb, and for ranks.
+"""Format of error messages, common to all commands and ranks.
 
     ultrascale: error on rank 1: cannot go on:
 

@@ -1,8 +1,8 @@
-"""Defaults of training for keys that its file leaves out: warm-up, and evaluation on text that `data prepare` held out.
+"""Training defaults for keys that the run's file omits: warm-up, and evaluation on text held out by `data prepare`.
 
-`ultrascale train` takes them and `ultrascale show` shows them. A key that is written, whatever its value, is left alone. A run
-that goes on keeps the warm-up and the evaluations that it began with, which stand in the run.toml of its folder, however many
-steps it has now. Held-out text that was made beside its sources is read beside those it has now, which may have been moved.
+`ultrascale train` applies them and `ultrascale show` shows them. A key that is set keeps its value. A resumed run keeps the
+warm-up and evaluations that it started with (from the run.toml of its folder), however many steps it has now. Held-out text is
+read from the folders of the run's current sources, which may have been moved.
 """
 
 from __future__ import annotations

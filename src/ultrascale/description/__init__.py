@@ -1,10 +1,10 @@
-"""A run as plain data: what is trained, on what, cut how. No torch, and nothing of ours but this package.
+"""A run as plain data: model, data, machines and layout. Imports neither torch nor our other packages.
 
-run                a run: all settings, section by section, with defaults and what each means
-layout             how it is cut over its processes; recomputed has the words of recomputation
+run                a run: all settings by section, with defaults and descriptions
+layout             the parallel layout of its processes; recomputed has the names of recomputation options
 schedules          facts of every pipeline schedule, a row each
-architecture       the model: its dimensions, its weights, and `config.json` to and from it
+architecture       the model: dimensions, weights, and conversion to and from `config.json`
 sections           `[launch]`, trackers, `[islands]`
-progress           which sequences a step sees
-units, problems    numbers as people write them; mistakes, told all at once
+progress           the sequences of each step
+units, problems    parsing and printing of numbers with units; problems, collected and reported together
 """

@@ -1,4 +1,4 @@
-"""Mistakes in a description, collected so that all of them are told at once."""
+"""Problems of a description, collected so that all of them are reported together."""
 
 from __future__ import annotations
 

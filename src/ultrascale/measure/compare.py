@@ -1,4 +1,4 @@
-"""The plan held against the run: planned and measured bytes of each category at the peak, and their difference."""
+"""Compares plan and run: planned and measured bytes of each category at the peak, and their difference."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Difference:
     measured_bytes: int | None
     """Measured bytes; None where the device reports only the sum."""
     percent: float | None
-    """(planned - measured) / measured, in percent *of the measured sum*, so that small categories do not shout."""
+    """(planned - measured) in percent *of the measured sum*, so that small categories get small numbers."""
 
 
 def compare_memory(plan: MemoryPlan, measured: Mapping[str, int], *, measured_total: int | None = None) -> list[Difference]:
-    """Planned beside measured bytes at the peak; the last entry, `peak`, is the sum.
+    """Planned and measured bytes at the peak, by category; the last entry, `peak`, is the sum.
 
     `measured` are bytes by category (`LiveMemory.peak.by_category`); categories that are not in it were not measured.
     """
@@ -41,7 +41,7 @@ def compare_memory(plan: MemoryPlan, measured: Mapping[str, int], *, measured_to
 
 
 def compare_run(plan: MemoryPlan, memory: LiveMemory) -> dict[str, Any]:
-    """The record of a run's memory: the comparison and both timelines' peaks, JSON-able."""
+    """Record of a run's memory as a JSON-able dictionary: the comparison, and the peaks of both timelines."""
     rows = compare_memory(plan, memory.peak.by_category)
     return {
         "difference_percent": rows[-1].percent,

@@ -1,9 +1,9 @@
-"""A pipeline schedule executed on this machine, beside the same list played with the seconds that its passes took.
+"""Executes a pipeline schedule on this machine, and simulates the same schedule with the measured seconds of its passes.
 
-Ranks are forked, hold one small block a stage, and run on the CPU, a thread each, through
-`parallel.pipeline.pipeline_parallel`, as the trainer does. The planner plays the list with the mean of every stage's passes,
-so that what differs is what a plan leaves out: messages, Python between passes, passes of unequal length. Where there are more
-ranks than cores they wait for those as well.
+Ranks are forked, hold one small block per stage, and run on the CPU with one thread each, through
+`parallel.pipeline.pipeline_parallel`, as the trainer does. The planner simulates the schedule with the mean seconds of every
+stage's passes, so the difference is what a plan omits: messages, Python between passes, passes of unequal length; and with more
+ranks than cores, waiting for cores.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ultrascale.schedules.actions import Action, Kind
 from ultrascale.torch_private import load_compiler
 
 WIDTH, LENGTH = 256, 128
-"""Hidden size and tokens: a pass takes some milliseconds, ten times what Python and a message do."""
+"""Hidden size and tokens: a pass takes some milliseconds, ten times the overhead of Python and a message."""
 STEPS = 4
-"""The first warms up; of the others the fastest is shown, as other work on the machine only makes one slower."""
+"""Number of steps: the first warms up; of the others the fastest is shown, since other work only makes steps slower."""
 TIMEOUT_SECONDS = 120.0
 Row = list[tuple[str, int, int, float, float]]
 """Row of one rank: kind, micro-batch, stage, start and end of each pass."""
 
 
 class PlannedAndExecuted(NamedTuple):
-    """One step. Seconds from its start."""
+    """One step, planned and executed. Seconds from its start."""
 
     planned: Timeline
     executed: Timeline
@@ -57,7 +57,7 @@ def execute_schedule(name: str, program: Program, runtime: PipelineRuntime = "ul
 
 
 def mean_seconds(timeline: Timeline, num_stages: int) -> StageSeconds:
-    """Mean seconds of each stage's passes. A whole backward pass counts as input gradient where none is split."""
+    """Mean seconds of each stage's passes. If no backward pass is split, all of it counts as input gradient."""
     durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for row, starts, ends in zip(timeline.schedule, timeline.start, timeline.end, strict=True):
         for action, start, end in zip(row, starts, ends, strict=True):
@@ -106,7 +106,7 @@ def _pipeline(layout: Layout, ranks: Ranks) -> Pipeline:
 
 
 def _step(pipeline: Pipeline, num_micro_batches: int, ranks: Ranks) -> Row:
-    """One step of random tokens, which all ranks begin together."""
+    """One step on random tokens, which all ranks start together."""
     tokens, offsets = torch.randint(WIDTH, (1, LENGTH)), torch.arange(LENGTH)
 
     def run_stage(stage: int, micro_batch: int, received: torch.Tensor | None) -> torch.Tensor:

@@ -7,22 +7,22 @@
             ...
     memory.peak.by_category                      # bytes of each category at the moment the sum was highest
 
-On a CPU there is no allocator to ask. A dispatch mode sees the result of every operation, forward and backward; each storage is
-counted when first seen and, through a weak reference, discounted when it dies. FSDP2 frees gathered parameters by resizing
-their storage to nothing, so `resize_` is watched too. Which category a storage belongs to is decided by who made it:
+A CPU has no allocator with statistics. A dispatch mode sees the result of every operation, forward and backward; each storage
+is counted when first seen and, through a weak reference, subtracted when it is freed. FSDP2 frees gathered parameters by
+resizing their storage to zero, so `resize_` is tracked too. The code that allocates a storage determines its category:
 
-    parameters     the master parameters, or this rank's share of them
-    gathered       whole copies of parameters that the computation uses (FSDP2's all-gather results; on one rank, in bf16)
-    gradients      of parameters, whole or cut
-    optimizer      everything made inside `optimizer.step()`
-    activations    everything made in a forward pass
-    temporary      everything else made in a backward pass: gradients of activations, recomputed activations
+    parameters     the master parameters, or this rank's shard of them
+    gathered       unsharded parameters for the computation (FSDP2's all-gather results; on one rank, the bf16 copies)
+    gradients      gradients of parameters, unsharded or sharded
+    optimizer      everything allocated inside `optimizer.step()`
+    activations    everything allocated in a forward pass
+    temporary      everything else allocated in a backward pass: gradients of activations, recomputed activations
     communication  flat buffers that collectives read and write
-    other          buffers of the model, batches, whatever was there before
+    other          buffers of the model, batches, everything that existed before
 
-Scratch inside a kernel is not a tensor and is not seen. Costs about 20 microseconds an operation, only inside the `with`.
-On CUDA the allocator knows better (`torch.cuda.max_memory_allocated`). The alternative on CPU, torch's MemTracker, has no
-category for gathered weights and was 1.4 percent off on the same runs.
+Scratch memory inside a kernel is not a tensor and is not seen. Costs about 20 microseconds per operation, only inside the
+`with`. On CUDA the allocator's own numbers are better (`torch.cuda.max_memory_allocated`). The alternative on CPU, torch's
+MemTracker, has no category for gathered weights and was 1.4 percent off on the same runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CATEGORIES = (
     "parameters", "gathered", "gradients", "optimizer", "activations", "temporary", "communication", "other",
 )  # fmt: skip
 HOST = "host"
-"""Category for what waits in host memory (`parallel.activations.host_memory`), in no sum."""
+"""Category of tensors offloaded to host memory (`parallel.activations.host_memory`); not part of any sum."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class Sample:
 
     step: int
     phase: str
-    """Phase that the trainer marked last: `forward`, `backward`, `optimizer`, ..."""
+    """Last phase marked by the trainer: `forward`, `backward`, `optimizer`, ..."""
     by_category: dict[str, int]
 
     @property
     def total(self) -> int:
-        return sum(self.by_category.values())  # the host's is not in it
+        return sum(self.by_category.values())  # without host memory
 
 
 @dataclass
@@ -75,7 +75,7 @@ class _Block:
 
 
 class LiveMemory(TorchDispatchMode):
-    """Counts live bytes by category while it is entered. See the head of this file."""
+    """Counts live bytes by category while it is entered; see the module docstring."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, round_to: int = 1):
         """Count for `model` and `optimizer`; sizes are rounded up to multiples of `round_to` bytes (CUDA's allocator: 512)."""
@@ -83,7 +83,7 @@ class LiveMemory(TorchDispatchMode):
         self.model, self.optimizer, self.round_to = model, optimizer, round_to
         self.now: dict[str, int] = {category: 0 for category in CATEGORIES}
         self.on_host = self.peak_on_host = 0
-        """Bytes in the host's memory, beside the device's: now, and the most there were."""
+        """Offloaded bytes in host memory: now, and at the peak."""
         self.samples: list[Sample] = []
         self.peak = Sample(0, "start", dict(self.now))
         self._step, self._phase = 0, "start"
@@ -93,13 +93,13 @@ class LiveMemory(TorchDispatchMode):
         self._undo: list[Any] = []
 
     def mark(self, phase: str, step: int | None = None) -> None:
-        """Say what comes next: samples from here on carry this name (and step)."""
+        """Set the phase (and step) of the samples that follow."""
         self._phase = phase
         self._step = self._step if step is None else step
         self._sample()
 
     def timeline(self, max_points: int = 2000) -> list[dict[str, Any]]:
-        """Samples in order as JSON-able rows; of each stretch of equal length the highest, at most about `max_points`."""
+        """Samples in order as JSON-able rows, at most about `max_points`: the highest of each interval of equal length."""
         stride = -(-len(self.samples) // max_points) or 1
         stretches = (self.samples[start : start + stride] for start in range(0, len(self.samples), stride))
         peaks = (max(stretch, key=lambda sample: sample.total) for stretch in stretches)
@@ -120,11 +120,11 @@ class LiveMemory(TorchDispatchMode):
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
-        self._blocks.clear()  # the weak references die with it, so nothing of ours is called after this
+        self._blocks.clear()  # deletes the weak references, so their callbacks do not run after this
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # DTensor turns itself into local operations first; those come back here
+            return NotImplemented  # DTensor dispatches to local operations first, which arrive here again
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor):
@@ -137,7 +137,7 @@ class LiveMemory(TorchDispatchMode):
             self._sample()
         return result
 
-    # What is counted
+    # Counting
 
     def _category(self) -> str:
         if self._region is not None:
@@ -190,7 +190,7 @@ class LiveMemory(TorchDispatchMode):
     def _sample(self) -> None:
         self.samples.append(Sample(self._step, self._phase, dict(self.now)))
 
-    # Who makes what
+    # Categories of allocations
 
     def _count_what_is_there(self) -> None:
         for parameter in self.model.parameters():
@@ -236,11 +236,11 @@ class LiveMemory(TorchDispatchMode):
         self._patch(FSDPParamGroup, "post_backward", self._after_reduce, region="communication")
         self._patch(Share, "finish_gradients", region="communication")
         self._patch(ActivationOffload, "_prefetch", region="activations")  # in the backward pass, from the host
-        for name in ("make_gradients", "reduce_weight_gradients"):  # W, in which autograd has no part
+        for name in ("make_gradients", "reduce_weight_gradients"):  # W, which runs outside autograd
             self._patch(pipeline_passes, name, region="gradients")
 
     def _after_gather(self, group: Any, *unused: Any) -> None:
-        """Watch the gradients of the gathered parameters, which exist from the first all-gather on."""
+        """Track gradients of the unsharded parameters, which exist from the first all-gather on."""
         for parameter in (shard._unsharded_param for shard in group.fsdp_params if hasattr(shard, "_unsharded_param")):
             if parameter.requires_grad and getattr(parameter, "_counted_by", None) is not self:
                 hook = parameter.register_post_accumulate_grad_hook(lambda p: self._retag(p.grad, "gradients"))
@@ -248,7 +248,7 @@ class LiveMemory(TorchDispatchMode):
                 self._undo += [hook.remove, lambda parameter=parameter: setattr(parameter, "_counted_by", None)]
 
     def _after_reduce(self, group: Any, *unused: Any) -> None:
-        """Whole gradients that wait for the next micro-batch, cast to the dtype of the reduction."""
+        """Track unsharded gradients kept for the next micro-batch, cast to the reduction's dtype."""
         for shard in group.fsdp_params:
             self._retag(shard.unsharded_accumulated_grad, "gradients")
 
@@ -263,7 +263,7 @@ class LiveMemory(TorchDispatchMode):
         self._sample()
 
     def _patch(self, owner: Any, name: str, after: Any = None, *, region: str | None = None) -> None:
-        """Wrap `owner.name` until exit: what it makes is of category `region`, and `after` is called with its arguments."""
+        """Wrap `owner.name` until exit: its allocations get category `region`, and `after` is called with its arguments."""
         original = getattr(owner, name)
 
         def watched(*args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ COLORS = {
 }  # fmt: skip
 GIB, MIB = 2**30, 2**20
 MARK_LETTERS = 50
-"""Most letters of a line of a mark, which stands upright in the axes."""
+"""Most characters in a line of a mark's text, which is vertical."""
 
 
 def plot_run(
@@ -34,10 +34,10 @@ def plot_run(
     timed_since: int = 0,
     marks: Sequence[Mark] = (),
 ) -> list[Path]:
-    """Write `loss`, `tokens_per_second`, `noise_scale` and `memory_by_category.png` into `folder`; those there is data for.
+    """Write `loss`, `tokens_per_second`, `noise_scale` and `memory_by_category.png` into `folder`, those with data.
 
-    `metrics` are rows of metrics.jsonl, `memory_timeline` is `LiveMemory.timeline()`; `reference_loss` draws a named line; the
-    median speed is of the steps from `timed_since` on; `marks` say where the run was killed, went on, or changed its ranks.
+    `metrics`: rows of metrics.jsonl; `memory_timeline`: `LiveMemory.timeline()`; `reference_loss`: name and value of a line;
+    `timed_since`: first step of the median speed; `marks`: steps at which the run was killed, resumed, or changed its ranks.
     Raises ModuleNotFoundError without matplotlib (extra `plot`).
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def plot_run(
 
 
 def plot_run_folder(folder: Path, *, reference_loss: tuple[str, float] | None = None) -> list[Path]:
-    """The pictures of the run in `folder`, from its metrics.jsonl and memory.json, into its `plots`."""
+    """Write the pictures of the run in `folder`, from its metrics.jsonl and memory.json, into its folder `plots`."""
     memory, metrics = read_memory(folder), read_metrics(folder / "metrics.jsonl")
     return plot_run(
         metrics,
@@ -68,9 +68,9 @@ def plot_run_folder(folder: Path, *, reference_loss: tuple[str, float] | None = 
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl; a last line cut short by a kill is left out.
+    """Rows of a metrics.jsonl; an incomplete last line (the run was killed) is ignored.
 
-    Raises SpecError, which names file and line, if another one is no row: a disk that was full for a while cut it, or damage.
+    Raises SpecError, which names file and line, if another line is not a row (a full disk truncated it, or it is damaged).
     """
     rows: list[dict[str, Any]] = []
     lines = path.read_bytes().splitlines()
@@ -97,7 +97,7 @@ def read_memory(folder: Path) -> dict[str, Any]:
 
 
 def last_timed_start(folder: Path, rows: Sequence[Mapping[str, Any]]) -> int:
-    """Steps done at the last start, by the folder's events, that has timed steps among `rows`; 0 if none is known."""
+    """Number of steps done at the last start (from the folder's events) with timed steps in `rows`; 0 if unknown."""
     events = folder / "events.jsonl"
     events_read = map(event_of, read_rows(events) if events.is_file() else ())
     starts = [event.step for event in events_read if event is not None and event.kind == "start" and event.step is not None]
@@ -115,7 +115,7 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
 def plot_loss(
     rows: Sequence[Mapping[str, Any]], path: Path, *, reference: tuple[str, float] | None = None, marks: Sequence[Mark] = ()
 ) -> Path:
-    """Training loss by step, faint, and smoothed over it; validation losses as points, `reference` as a dashed line."""
+    """Plot the training loss by step, raw and smoothed; validation losses as points, `reference` as a dashed line."""
     figure, axes = new_figure("Loss", "step", "nats per token")
     draw_loss(axes, rows, marks, reference=reference)
     return save_figure(figure, path)
@@ -135,7 +135,7 @@ def draw_loss(
 
 
 def _draw_smoothed(axes: Any, rows: Sequence[Mapping[str, Any]], key: str, label: str) -> list[int]:
-    """Values by step, faint, and smoothed over them. Returns the steps."""
+    """Draw values by step, raw and smoothed. Returns the steps."""
     steps, values = _series(rows, key)
     axes.plot(steps, values, color=LINE, linewidth=0.8, alpha=0.35)
     axes.plot(steps, smoothed(values), color=LINE, linewidth=1.8, label=label)
@@ -143,14 +143,14 @@ def _draw_smoothed(axes: Any, rows: Sequence[Mapping[str, Any]], key: str, label
 
 
 def smoothed(values: Sequence[float], share: float = 0.02) -> list[float]:
-    """The mean of each value and its neighbours, `share` of all on either side: of fewer than 50 one on each side."""
+    """Moving average: each value with `share` of all values on either side (at least one neighbour)."""
     reach = max(1, round(share * len(values)))
     windows = (values[max(0, index - reach) : index + reach + 1] for index in range(len(values)))
     return [sum(window) / len(window) for window in windows]
 
 
 def _draw_marks(axes: Any, marks: Sequence[Mark], last: int) -> None:
-    """A dotted line and words where something happened to the run."""
+    """Draw a dotted line and a text for each event of the run."""
     for mark in marks:
         if 0 < mark.step < last:
             axes.axvline(mark.step, color=INK, linewidth=0.9, linestyle=":")
@@ -164,8 +164,8 @@ def _draw_marks(axes: Any, marks: Sequence[Mark], last: int) -> None:
 def plot_tokens_per_second(
     rows: Sequence[Mapping[str, Any]], path: Path, *, since: int = 0, marks: Sequence[Mark] = ()
 ) -> Path:
-    """Tokens per second by step, faint, smoothed over it, and their median after `since` steps: before it the run may have had
-    another layout."""
+    """Plot tokens per second by step, raw and smoothed, and their median after step `since` (earlier steps may have had another
+    layout)."""
     from statistics import median
 
     figure, axes = new_figure("Throughput", "step", "tokens per second")
@@ -182,7 +182,7 @@ def plot_tokens_per_second(
 
 
 def plot_noise_scale(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """The critical batch size by step, as the trainer smooths it, beside the batch there was; tokens, on a log axis."""
+    """Plot the critical batch size by step, as smoothed by the trainer, and the actual batch size; tokens, on a log axis."""
     figure, axes = new_figure("Gradient noise scale: the batch beyond which more buys little", "step", "tokens")
     steps, batches = _series(rows, "progress/tokens_per_batch")
     axes.plot(*_series(rows, "train/noise_scale_tokens"), color=LINE, linewidth=1.6, label="noise scale")
@@ -200,9 +200,9 @@ def plot_memory(
     planned_timeline: Sequence[Mapping[str, Any]] = (),
     title: str = "Memory of rank 0 by category",
 ) -> Path:
-    """Live bytes by category, stacked, operation after operation; a line where each step begins.
+    """Plot live bytes by category, stacked, over operations; a line marks the start of each step.
 
-    With a `planned_timeline` that stands on the left, on the same scale.
+    A `planned_timeline` is drawn on the left, on the same scale.
     """
     panels = {"planned": planned_timeline, "measured": timeline} if planned_timeline else {"": timeline}
     peak = max(sum(row["bytes"].values()) for rows in panels.values() for row in rows)
@@ -247,7 +247,7 @@ def _validation_name(key: str) -> str:
 
 
 def _series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the rows that have one; of a step written twice the later."""
+    """Steps and values of the rows that have `key`; the later one if a step was written twice."""
     values = {int(row["step"]): float(row[key]) for row in rows if row.get(key) is not None}
     return sorted(values), [values[step] for step in sorted(values)]
 
@@ -278,6 +278,6 @@ def _dress(axes: Any, title: str, across: str, up: str) -> None:
 
 
 def save_figure(figure: Any, path: Path) -> Path:
-    """Write it, and return where."""
+    """Write the figure to `path`, and return it."""
     figure.savefig(path, facecolor="white")
     return path

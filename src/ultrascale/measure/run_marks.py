@@ -1,4 +1,4 @@
-"""Marks of a run, by step, from its events.jsonl: where a curve may bend, pictures say why."""
+"""Events of a run by step, from its events.jsonl, for marking in pictures, since they may bend a curve."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ WHAT = {"failure": "killed", "rewind": "rewound", "stop": "stopped"}
 
 @dataclass(frozen=True)
 class Mark:
-    """One thing that happened after so many steps."""
+    """One event of a run, after a number of steps."""
 
     step: int
     text: str
 
 
 def marks_of(folder: Path) -> list[Mark]:
-    """Marks of the run in `folder`, in order; several at a step as one."""
+    """Marks of the run in `folder`, in order; events at the same step are joined."""
     events = folder / "events.jsonl"
     by_step: dict[int, list[str]] = {}
     for mark in _marks([row for row in read_rows(events) if isinstance(row, dict)] if events.is_file() else []):

@@ -14,7 +14,7 @@ from ultrascale.measure.plots import last_timed_start, read_memory, read_metrics
 
 @dataclass(frozen=True)
 class Summary:
-    """The numbers of one run. None: the folder does not tell."""
+    """Summary of one run. None: not in the folder."""
 
     steps: int
     tokens: int | None
@@ -22,18 +22,18 @@ class Summary:
     """Loss of the first row, in nats per token."""
     last_loss: float | None
     validation_loss: dict[str, float] = field(default_factory=dict)
-    """The last of each `val/loss...` metric."""
+    """Last value of each `val/loss...` metric."""
     tokens_per_second: float | None = None
-    """Median over the rows since `timed_since`, as MFU and HFU."""
+    """Median over the rows after `timed_since`, as for MFU and HFU."""
     mfu: float | None = None
     hfu: float | None = None
     timed_since: int = 0
-    """Steps done at the last start that has timed steps: one before it may have had another layout, or other machines."""
+    """Number of steps done at the last start with timed steps; earlier ones may have had another layout or other machines."""
     planned_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
-    """Measured peak of rank 0 over the first steps of the run, whatever its layout was then."""
+    """Measured peak of rank 0 over the run's first steps, with the layout of that time."""
     noise_scale_tokens: float | None = None
-    """The last estimate of the critical batch size."""
+    """Last estimate of the critical batch size, in tokens."""
     tokens_per_batch: int | None = None
     """Tokens per batch at the last step."""
 
@@ -46,7 +46,7 @@ class Summary:
 
 
 def summarise(folder: Path) -> Summary:
-    """The summary of the run in `folder`. Raises SpecError if no step of a run was logged there, or what was cannot be read."""
+    """Summary of the run in `folder`. Raises SpecError if no step was logged there, or the files cannot be read."""
     metrics = folder / "metrics.jsonl"
     rows = read_metrics(metrics) if metrics.exists() else []
     if not rows:

@@ -1,17 +1,17 @@
 """Memory and time of a run, predicted from `description`, `work` and `schedules`. Python and NumPy: no torch.
 
-Where to begin, by question. Every file opens with what it is for; `docs/planner-internals.md` has the whole.
+Where to begin, by question. The docstring of each file states its purpose; `docs/planner-internals.md` explains the whole.
 
-report      everything that `ultrascale plan` says of one run, as data
-memory      what one rank holds, moment by moment: the actions of a step replayed
-time        where the time of a step goes
-search      all legal layouts of some devices; the best of them, and why
+report      everything that `ultrascale plan` reports for one run, as data
+memory      memory of one rank over a step, by replaying its actions
+time        seconds of a step, by part
+search      all legal layouts of a number of devices; the best of them, and why
 columns     memory of many layouts at once, for the search
-pipeline    a schedule played with prices
-laws        seconds of products, attention and messages
-view        all of it drawn
+pipeline    simulation of a pipeline schedule with durations
+laws        seconds of GEMMs, attention and messages
+view        tables and pictures of plans
 flags       a plan as the settings of another trainer
-workload    what is asked, with `layouts`: tables of them
+workload    model, batch and machines of a plan; `layouts`: tables of layouts
 costs       failures, checkpoints, budgets
-constants, intervals, flops, split_backward  what several rooms need
+constants, intervals, flops, split_backward  shared by several packages
 """

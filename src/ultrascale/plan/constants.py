@@ -1,7 +1,7 @@
-"""The few numbers of the time model that no datasheet gives and no single kernel shows: how a step differs from its parts.
+"""Constants of the time model that neither datasheets nor single kernels give: how a step differs from the sum of its parts.
 
-Each has its meaning, its range in the literature and where it comes from. Fitted ones are fitted on published runs, all sources
-together, by `benchmarks/plan/cross_validate.py`; what that leaves is told by `docs/validation.md`.
+Each has its meaning, its range in the literature and its source. `benchmarks/plan/cross_validate.py` fits constants on
+published runs, all sources together; `docs/validation.md` reports the remaining errors.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 DEVICE_DERATES = {"b200": 1.26}  # NVIDIA's recipes run 1.15 slower, SimuMax's products 1.32
-"""Time of products and attention in training over what the law of `plan.laws.compute` gives for a device."""
+"""Seconds of GEMMs and attention in training over those by `plan.laws.compute`, by accelerator."""
 
 
 @dataclass(frozen=True)
@@ -18,28 +18,30 @@ class Constants:
     """Constants of the time model: factors by which a step differs from the sum of its parts."""
 
     compute_derate: float = 1.145
-    """Time of a product or of attention in training over its time alone in a hot loop: cold caches, clocks lowered by power."""
+    """Time of a GEMM or attention in training over that in a hot loop of its own: cold caches, clocks lowered by power."""
     device_derates: Mapping[str, float] = field(default_factory=lambda: DEVICE_DERATES)
     """Further factor on their time by name of accelerator; 1 for those not named."""
     power_exponent: float = 0.75
-    """Exponent with which their time grows as a chip has less power, of what its law was measured with, for its peak. 1 where
-    voltage is as low as it goes and clocks follow power, a third where voltage falls with the clock."""
+    """Exponent of the ratio by which a chip has less power per peak FLOP than the chip whose law was measured: GEMMs and
+    attention slow by that factor. 1 where voltage is at its minimum and clocks follow power, 1/3 where voltage falls with the
+    clock."""
     compiled_host_fraction: float = 0.5
-    """Share of Python's time to launch a block's operations that is left when the block is compiled."""
+    """Fraction of Python's launch time of a block that remains when the block is compiled."""
     tensor_parallel_hidden: float = 0.17
-    """Share of tensor-parallel traffic hidden where the stack overlaps it (Megatron's user buffers), beyond what travels beside
-    the two products of a column-parallel layer's backward pass (`plan.time.blocks.PartSeconds.tp_beside`)."""
+    """Fraction of tp traffic hidden if the stack overlaps it (Megatron's user buffers), beyond the overlap with the two GEMMs
+    of a column-parallel layer's backward pass (`plan.time.blocks.PartSeconds.tp_beside`)."""
     data_parallel_window: float = 0.9
-    """Share of the compute of a pass that traffic can run beside: the rest has no traffic ready, or none left."""
+    """Fraction of a pass's compute with which dp traffic can overlap: during the rest none is ready, or none is left."""
     overlap_slowdown: float = 0.15
-    """Compute beside a collective loses this share of the time of the collective: it shares SMs and memory. 0.15 beside NVLink
-    in Calculon (SC'23); 0.11 to 0.23 follows from what Galvatron measured and assumed (VLDB'23)."""
+    """Compute that overlaps with a collective is slowed by this fraction of the collective's time, since they share SMs and
+    memory. 0.15 for NVLink in Calculon (SC'23); 0.11 to 0.23 follows from measurements and assumptions of Galvatron
+    (VLDB'23)."""
     straggler_per_doubling: float = 0.007
-    """A step waits for the slowest of its nodes: this share more per doubling of nodes."""
+    """Fraction by which a step is longer per doubling of nodes, since it waits for the slowest node."""
     step_seconds: float = 5e-3
-    """Per optimizer step: batch to device, loss to host, learning rate, logging."""
+    """Fixed seconds per optimizer step: batch to device, loss to host, learning rate, logging."""
     optimizer_passes: float = 1.3
-    """Bytes the optimizer really moves over what its arithmetic needs: foreach temporaries, norms, zeroing."""
+    """Bytes that the optimizer moves over the minimum for its arithmetic: foreach temporaries, norms, zeroing."""
 
 
 CONSTANTS = Constants()

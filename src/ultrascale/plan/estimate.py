@@ -1,12 +1,12 @@
-"""Memory and time of a dense decoder by hand: what fits on the back of an envelope (the playbook's first chapters).
+"""Memory and time of a dense decoder by hand: a back-of-the-envelope estimate (the playbook's first chapters).
 
-    state          masters 4, gradients 4, Adam's two moments 8: 16 bytes a parameter, and 2 of bf16 weights. ZeRO 1 cuts
-                   masters and moments, 2 gradients too, 3 all: bf16 weights are then gathered block by block
-    activations    2 bytes a token and layer for every value that a backward pass reads: 34 h for Llama's shapes
-    compute        6 FLOPs a token and parameter of products, 6 a token, layer, head dimension and visible position, and what
-                   moves through memory
+    state          master weights 4, gradients 4, Adam's two moments 8: 16 bytes a parameter, and 2 of bf16 weights. ZeRO 1
+                   shards master weights and moments, 2 gradients too, 3 all: bf16 weights are then gathered block by block
+    activations    2 bytes per token and layer for every value that the backward pass reads: 34 h for Llama's shapes
+    compute        6 FLOPs per token and GEMM parameter, 6 per token, layer, head dimension and visible position, and the
+                   memory traffic of element-wise work
     bubble         (p - 1) / m of the time, for m micro-batches through p pipeline stages
-    tensor         2 gathers and 2 scatters of [tokens, h] a layer and pass, on the node's links
+    tensor         2 all-gathers and 2 reduce-scatters of [tokens, h] per layer and pass, over the node's links
 
 The planner (`plan.report`) replays every operation instead; tests hold this within 15 percent of it on dense presets.
 """
@@ -21,12 +21,12 @@ from ultrascale.description.architecture.weights import num_parameters
 from ultrascale.description.layout import Layout
 
 ATTENTION_OVER_PRODUCTS = 0.65
-"""Rate of flash attention, with the scores that its backward pass computes again, over that of large products."""
+"""FLOPs per second of flash attention, including recomputed scores in its backward pass, over those of large GEMMs."""
 MOVED_PER_HIDDEN = 1000
-"""Bytes that everything but products moves through memory for a token, a layer and a hidden dimension, forward and backward:
-norms, residuals, rotary positions, activation functions, and what products read and write once more. Fitted to the planner."""
+"""Bytes of memory traffic, except GEMMs', per token, layer and hidden dimension, forward and backward: norms, residuals, rotary
+positions, activation functions, and additional reads and writes of GEMMs' operands. Fitted to the planner."""
 LINK = 0.5
-"""Share of a link's nominal rate that all-gathers and reduce-scatters of tp reach, waits included."""
+"""Fraction of a link's nominal rate that all-gathers and reduce-scatters of tp reach, waiting included."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Estimate:
 
     @property
     def memory_bytes(self) -> float:
-        """At the peak."""
+        """Bytes at the peak."""
         return self.state_bytes + self.activation_bytes
 
     @property
     def step_seconds(self) -> float:
-        """Gradients and gathered weights travel behind computation."""
+        """Seconds of a step; traffic of data parallelism is taken as hidden behind compute."""
         return self.compute_seconds + self.bubble_seconds + self.tensor_seconds
 
 
@@ -67,7 +67,7 @@ def estimate(model: Model, layout: Layout, cluster: Cluster, *, sequence_length:
 
 
 def _state_bytes(model: Model, layout: Layout) -> float:
-    """Bytes of training state on the first rank: its part of the blocks, with the embedding, and with the head if pp is 1."""
+    """Bytes of training state on the first rank: its blocks, the embedding, and the head if pp is 1."""
     ends = model.vocab_size * model.hidden_size / layout.tp * (2 if layout.pp == 1 and not model.tie_word_embeddings else 1)
     blocks = (
         num_parameters(model) - (1 if model.tie_word_embeddings else 2) * model.vocab_size * model.hidden_size
@@ -76,7 +76,7 @@ def _state_bytes(model: Model, layout: Layout) -> float:
     shard = layout.shard_size
     masters_and_moments = 12 * local / (shard if layout.zero_stage else 1)
     if layout.zero_stage < 2:
-        return masters_and_moments + (2 + 4) * local  # bf16 weights and fp32 gradients, whole
+        return masters_and_moments + (2 + 4) * local  # bf16 weights and fp32 gradients, unsharded
     if layout.zero_stage == 2:
         return masters_and_moments + 2 * local + 4 * local / shard + 2 * (block + ends)
     return masters_and_moments + 4 * local / shard + 2 * (block + ends) + 2 * (block + ends)  # gathered, and their gradients
@@ -94,7 +94,7 @@ def _activation_bytes(model: Model, layout: Layout, tokens: int) -> float:
 
 
 def _compute_seconds(model: Model, layout: Layout, cluster: Cluster, length: int, tokens: int) -> float:
-    """Seconds of computation of one micro-batch's forward and backward pass on one rank."""
+    """Compute seconds of one micro-batch's forward and backward pass on one rank."""
     accelerator = cluster.accelerator
     fraction = accelerator.matmul_fraction.value if accelerator.matmul_fraction is not None else 0.7
     rate = accelerator.peak_flops_per_second("bf16") * fraction

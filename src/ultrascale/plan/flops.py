@@ -1,12 +1,12 @@
 """FLOPs of a model by their conventions.
 
-model FLOPs     6 N per token, N the weights of matrix products (the head with them, the input embedding and norms not),
+model FLOPs     6 N per token, N the weights of GEMMs (including the head, without the input embedding and norms),
                 plus 12 x (heads x head dim) x context per token and layer for attention
-context         causal: what a token sees, (S+1)/2 on average or less with a sliding window; full: S, as the playbook,
-                nanotron and FlopCounterMode count
-hardware FLOPs  what is computed: recomputed blocks again, multi-token prediction (MFU is counted without it), attention's
-                scores again in its backward pass (7/6 of it), and
-                the full square of scores where attention needs a mask, for documents or a window: SDPA then skips nothing
+context         causal: the positions that a token sees, (S+1)/2 on average or less with a sliding window; full: S, as the
+                playbook, nanotron and FlopCounterMode count
+hardware FLOPs  all FLOPs that are computed: with recomputation, multi-token prediction (not in MFU), attention's scores
+                again in its backward pass (a factor of 7/6), and
+                the full square of scores if attention needs a mask, for documents or a window: SDPA then skips nothing
 MFU, HFU        model or hardware FLOPs over the *peak*; both conventions of context are given, and each says which
 """
 
@@ -23,9 +23,9 @@ CONVENTION = "6N + attention, causal; hardware FLOPs with the full square under 
 
 
 def model_flops_per_token(model: Model, sequence_length: int, *, full_attention: bool = False) -> float:
-    """FLOPs a token costs, forward and backward, each multiply-add as two; see the head of this file for what counts."""
+    """Model FLOPs per token, forward and backward, a multiply-add as two; the module docstring has the convention."""
     shape = Shape(1, sequence_length)
-    products = sum(op.flops / 3 for op in head_work(model, shape))  # the loss does its backward pass in its forward pass
+    products = sum(op.flops / 3 for op in head_work(model, shape))  # the fused loss runs its backward pass in its forward pass
     for layer, count in Counter(first_alike(model)[: model.num_hidden_layers]).items():
         share = 1.0 if full_attention else _causal_share(model, layer, shape)
         products += count * sum(_flops(op, share) for op in block_work(model, layer, shape))
@@ -35,9 +35,9 @@ def model_flops_per_token(model: Model, sequence_length: int, *, full_attention:
 def hardware_flops_per_token(
     model: Model, layout: Layout, sequence_length: int, *, documents: bool = False, masks: bool = True
 ) -> float:
-    """FLOPs a token really takes: with recomputation, multi-token prediction, and scores that are computed only to be masked.
+    """FLOPs computed per token: with recomputation, multi-token prediction, and scores that are computed but masked.
 
-    `documents`: packed documents. `masks`: they, and windows, are masks, of which nothing is skipped; else the kernel is told.
+    `documents`: packed documents. `masks`: documents and windows are masks, so nothing is skipped; otherwise the kernel skips.
     """
     return sum(hardware_flops(model, layout, sequence_length, documents=documents, masks=masks).values())
 
@@ -45,7 +45,7 @@ def hardware_flops_per_token(
 def hardware_flops(
     model: Model, layout: Layout, sequence_length: int, *, documents: bool = False, masks: bool = True
 ) -> dict[str, float]:
-    """Hardware FLOPs per token by kind: matrix products, attention, and the recomputation of both."""
+    """Hardware FLOPs per token by kind: GEMMs, attention, and the recomputation of both."""
     shape, more = Shape(1, sequence_length, documents=documents, mlp_chunks=layout.mlp_chunks), model.num_nextn_predict_layers
     products = float(sum(op.flops for op in head_work(model, shape))) * (1 + more)
     products += 3.0 * more * sum(op.flops for op in prediction_work(model, shape))
@@ -71,10 +71,10 @@ def mean_context(sequence_length: int, window: int | None) -> float:
 
 
 def _flops(op: Op, share: float) -> float:
-    """FLOPs of an operation's forward pass, `share` of the square of scores computed."""
+    """FLOPs of an operation's forward pass, if `share` of the square of scores is computed."""
     return op.flops * (share if op.kind == "attention" else 1.0)
 
 
 def _causal_share(model: Model, layer: int, shape: Shape) -> float:
-    """The part of the square that a layer's tokens may see."""
+    """Fraction of the square of scores that a layer's tokens may see."""
     return mean_context(shape.sequence_length, model.window(layer)) / shape.sequence_length

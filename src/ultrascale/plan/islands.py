@@ -1,8 +1,8 @@
-"""Bytes that islands (DiLoCo) send one another and keep in host memory, by the arithmetic that the trainer sends by
-(`description.sections.islands`). The effect on the loss is not predicted; `ultrascale plan far` has the seconds of a line.
+"""Bytes that islands (DiLoCo) send to each other and keep in host memory, by the same arithmetic as the trainer
+(`description.sections.islands`). The effect on the loss is not predicted; `ultrascale plan far` prints seconds for a link.
 
-    sent by a rank    2 (N - 1) pieces of each bucket; a bucket's elements over replicas x islands, rounded up, are a piece
-    kept by a rank    anchor, with momentum, residuals and what is under way, in the dtype of weights between steps
+    sent by a rank    2 (N - 1) pieces of each bucket; a piece is the bucket's elements / (replicas x islands), rounded up
+    kept by a rank    anchor, momentum, residuals and moves in flight, in the dtype of weights between steps
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ultrascale.work.sharding.owners import part_shape
 from ultrascale.work.sharding.places import Coordinates, shard_of
 
 MOST_COUNTED = 256
-"""Ranks of an island that are counted one by one; of more, one of each pipeline stage stands for the others."""
+"""Ranks of an island up to which each is counted; above, one rank of each pipeline stage stands for the others."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class IslandsPlan:
 
 
 def plan_islands(run: Run) -> IslandsPlan:
-    """Traffic and host memory of an island of `run`, which has several."""
+    """Traffic and host memory of one island of `run`, which has several."""
     islands, layout = run.islands, run.layout
     stage = layout.world_size // layout.pp
     counted = range(layout.world_size) if layout.world_size <= MOST_COUNTED else range(0, layout.world_size, stage)
@@ -75,8 +75,8 @@ def sent_by_rank(run: Run, rank: int) -> Counter[int]:
 
 
 def host_bytes(run: Run, rank: int) -> int:
-    """Bytes of host memory in which a rank keeps its tensors of outer steps, and with a quorum the moves under way: at most, as
-    after the run's last step, those of all fragments."""
+    """Peak bytes of host memory for a rank's outer-step tensors; with a quorum also the moves in flight of all fragments (as
+    after the run's last step)."""
     islands, elements = run.islands, sum(prod(part_shape(weight, run.layout, rank)) for weight in _weights_of_rank(run, rank))
     kept = elements * islands.kept_tensors
     if islands.quorum:
@@ -87,8 +87,8 @@ def host_bytes(run: Run, rank: int) -> int:
 
 
 def _buckets(run: Run, rank: int) -> Counter[tuple[int, bool, int]]:
-    """Elements that a rank sends of, with others that hold the same: by fragment, whether they are experts', and how many ranks
-    of its island send a piece of them."""
+    """Elements whose pieces a rank sends, by fragment, whether they are experts', and the number of ranks of its island
+    (replicas) that send a piece of them."""
     buckets, layout, at = Counter[tuple[int, bool, int]](), run.layout, Coordinates.of(run.layout, rank)
     for weight in _weights_of_rank(run, rank):
         is_expert, num_senders = replicas_of(weight, run.model, layout)
@@ -102,7 +102,7 @@ def _buckets(run: Run, rank: int) -> Counter[tuple[int, bool, int]]:
 
 
 def _weights_of_rank(run: Run, rank: int) -> Iterator[Weight]:
-    """The weights of a rank's stages; a tied embedding once for each of two ends."""
+    """Weights of a rank's stages; a tied embedding once for each of the two ends."""
     at = Coordinates.of(run.layout, rank)
     for part in stage_parts(run.model, run.layout, run.batch.sequence_length, at).values():
         ends = outside(run.model, part.is_first, part.is_last)

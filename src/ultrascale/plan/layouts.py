@@ -1,4 +1,4 @@
-"""Many layouts at once: a NumPy column per field, so that a hundred thousand of them are priced in whole-column arithmetic."""
+"""Tables of layouts: a NumPy column per field, so that column arithmetic prices a hundred thousand layouts at once."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SCHEDULE_NAMES = tuple(SCHEDULES)
 
 @dataclass(frozen=True)
 class LayoutTable:
-    """Columns of equal length. Choices are numbers: indices into `RECOMPUTE`, `CP_METHODS`, `SCHEDULE_NAMES` and the like."""
+    """Layouts as columns of equal length. Choices are indices into `RECOMPUTE`, `CP_METHODS`, `SCHEDULE_NAMES` and others."""
 
     dp: Column
     zero_stage: Column
     dp_shard: Column
-    """Ranks of dp that hold one copy of the state together: `Layout.shard_size`."""
+    """Number of dp ranks that shard one replica of the state: `Layout.shard_size`."""
     micro_batch_size: Column
     recompute: Column
     recompute_every: Column
@@ -46,7 +46,7 @@ class LayoutTable:
     tp: Column
     sequence_parallel: Column
     tp_overlap: Column
-    """Only where it is read."""
+    """`Layout.tp_overlap`, where it has an effect."""
     cp: Column
     cp_method: Column
     cp_heads: Column
@@ -60,14 +60,14 @@ class LayoutTable:
     offload_activations: Column
     offload_optimizer: Column
     modes: tuple[str, ...] = ()
-    """Recomputation of each block (`description.recomputed`), for a table of one layout with recompute = "blocks". For a
-    table whose layouts all name the same modules: their common way, once."""
+    """Recomputation of each block (`description.recomputed`), for a table of one layout with recompute = "blocks". If all
+    layouts of a table recompute the same named modules: that mode, once."""
 
     def __len__(self) -> int:
         return len(self.dp)
 
     def modes_of_blocks(self, count: int) -> tuple[str, ...]:
-        """`modes` of so many blocks."""
+        """`modes` of `count` blocks."""
         return self.modes * count if len(self.modes) == 1 else self.modes
 
     def take(self, index: NDArray[np.intp] | NDArray[np.bool_] | Sequence[int]) -> LayoutTable:
@@ -81,42 +81,42 @@ class LayoutTable:
 
     @property
     def cp_places(self) -> Column:
-        """Places of the ring, or of the all-gather: `Layout.cp_grid[0]`."""
+        """Ranks in a ring, or in the all-gather of keys and values: `Layout.cp_grid[0]`."""
         swaps = self.cp_method == CP_METHODS.index("all-to-all")
         return np.where(swaps, 1, self.cp // np.minimum(self.cp, self.cp_heads))
 
     @property
     def gathers_fp8(self) -> NDArray[np.bool_]:
-        """True where weights of fp8 products are all-gathered in fp8: `work.fp8_slots.gathers_fp8`."""
+        """True where weights of fp8 GEMMs are all-gathered in fp8: `work.fp8_slots.gathers_fp8`."""
         in_fp8 = _IS_NARROW[self.precision] & (self.fp8_all_gather > 0)
         return in_fp8 & (self.zero_stage > 0) & (self.dp_shard * self.cp > 1) if in_fp8.any() else in_fp8
 
     @property
     def kept_blocks(self) -> Column:
-        """First, and last, blocks that stay in bf16 beside blocks in fp8."""
+        """Number of first, and of last, blocks that stay in bf16 in an fp8 run."""
         return np.where(_IS_NARROW[self.precision], self.fp8_keep_blocks, 0)
 
     @property
     def narrow_bytes(self) -> NDArray[np.float64]:
-        """Bytes of an element of a narrow product's factors, with its share of their scales."""
+        """Bytes per element of the operands of an fp8 or fp4 GEMM, including scales per block."""
         return _NARROW_BYTES[self.precision]
 
     @property
     def scales_by_tensor(self) -> NDArray[np.bool_]:
-        """True where narrow weights have scales per tensor or row, beside those per block that `narrow_bytes` counts."""
+        """True where fp8 weights have scales per tensor or row, besides the scales per block in `narrow_bytes`."""
         return self.precision != PRECISIONS.index("mxfp8")
 
     @property
     def delays_fp8(self) -> NDArray[np.bool_]:
-        """True where fp8 uses delayed scaling: scales follow from a history."""
+        """True where fp8 uses delayed scaling (scales from an amax history)."""
         in_fp8 = self.precision == PRECISIONS.index("fp8")
         return in_fp8 & (self.fp8_scaling == FP8_SCALINGS.index("delayed"))
 
     @classmethod
     def of(cls, layouts: Iterable[Layout]) -> LayoutTable:
-        """The table of these layouts, in their order. `layers_per_stage` is not in it.
+        """Table of these layouts, in order, without `layers_per_stage`.
 
-        Raises SpecError for a pipeline whose schedule is none of `SCHEDULES`.
+        Raises SpecError for a pipeline whose schedule is not in `SCHEDULES`.
         """
         layouts = list(layouts)
         rows = [_row(layout) for layout in layouts]
@@ -156,12 +156,13 @@ class LayoutTable:
 
 
 def by_schedule(fact: Callable[[KnownSchedule], Any]) -> NDArray[Any]:
-    """A fact of every schedule, to be indexed by the column `schedule`."""
+    """Array of a fact of every schedule, for indexing by the column `schedule`."""
     return np.array([fact(schedule) for schedule in SCHEDULES.values()])
 
 
 def distinct(column: Column) -> Column:
-    """The values that occur, none below 0; of one layout as they are. (`np.unique` would import masked arrays.)"""
+    """Distinct values of a column of non-negative numbers; a single value as it is. (`np.unique` would import masked
+    arrays.)"""
     return column if len(column) < 2 else np.flatnonzero(np.bincount(column.astype(np.intp)))
 
 
@@ -169,12 +170,12 @@ COLUMNS = tuple(field.name for field in fields(LayoutTable) if field.name != "mo
 
 
 def _block_modes(layout: Layout) -> tuple[str, ...]:
-    """Each block's way, or that of all, where `RECOMPUTE` has no word for it."""
+    """Recomputation of each block, or once for all blocks, if `RECOMPUTE` has no word for it."""
     return layout.recompute_blocks if layout.recompute in RECOMPUTE else (layout.recompute,)
 
 
 def _row(layout: Layout) -> list[int]:
-    schedule = layout.schedule if layout.pp > 1 or layout.schedule in SCHEDULES else USUAL  # without a pipeline nobody reads it
+    schedule = layout.schedule if layout.pp > 1 or layout.schedule in SCHEDULES else USUAL  # no effect without a pipeline
     if schedule not in SCHEDULES:
         rule = f"is {schedule!r}, and a table of layouts has schedules known by name alone"
         raise mistake("layout.schedule", rule, f"Take {', '.join(SCHEDULES)}.")

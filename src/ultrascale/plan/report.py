@@ -1,8 +1,7 @@
-"""Everything `ultrascale plan` says about one run, as data: memory, time, whether it fits, and the ways to make it fit.
+"""Everything that `ultrascale plan` reports about one run, as data: memory, time, whether it fits, and alternatives that fit.
 
-Memory is a replay of the layout's step by the trainer's rules (`plan.search.replayed`), with the allocator's share on devices
-whose rates are in the catalogue. A search says the same of every layout it lists, so that one layout has one number. Time is
-`plan.time.price`'s.
+Memory is a replay of the layout's step by the trainer's rules (`plan.search.replayed`), plus the allocator's share on devices
+whose rates are in the catalogue. A search lists the same number for the same layout. Time comes from `plan.time.price`.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ if TYPE_CHECKING:
     from ultrascale.plan.time.price import Prediction
 
 CPU_RESERVE_BYTES = 2**29
-"""Bytes of the interpreter and of torch on a CPU: about 0.4 GiB a process."""
+"""Bytes reserved on a CPU for the interpreter and torch: about 0.4 GiB a process."""
 DEFAULT_OPTIMIZER = "adamw"
-"""Optimizer that reports and command lines leave unnamed."""
+"""Optimizer that reports and command lines do not mention."""
 RECOMPUTE_FROM_CHEAP = ("none", "selective", "full")
 Device = Literal["cpu", "cuda"]
 
@@ -47,13 +46,13 @@ class RunPlan:
     memory: MemoryPlan
     """The replay."""
     prediction: Prediction | None
-    """Time, and what lies outside the replay; None where the device's rates are measured at run time."""
+    """Predicted time, and memory outside the replay; None if the device's rates are measured at run time."""
     capacity_bytes: int
     """The device's memory."""
     reserve_bytes: int
-    """Bytes that must stay free: a share of the device, and without a prediction what the replay does not count."""
+    """Bytes that must stay free: a fraction of the device, and without a prediction also memory that the replay omits."""
     islands: IslandsPlan | None = None
-    """Traffic between islands, where there are several: `run` is then one of them, with its share of the batch."""
+    """Traffic between islands, if there are several: `run` is then one of them, with its part of the batch."""
 
     @property
     def usable_bytes(self) -> int:
@@ -61,7 +60,7 @@ class RunPlan:
 
     @property
     def headroom_bytes(self) -> int:
-        """Bytes of `usable_bytes` that the run leaves; negative where it does not fit."""
+        """Bytes of `usable_bytes` that the run does not need; negative if it does not fit."""
         return self.usable_bytes - self.needed_bytes
 
     @property
@@ -71,8 +70,8 @@ class RunPlan:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes of device memory that must be there: with what the allocator cannot give back and what lies outside torch,
-        where a prediction counts them."""
+        """Bytes of device memory that the run needs; with a prediction, including what the allocator cannot release and memory
+        outside torch."""
         if self.prediction is None:
             return self.peak_bytes
         return round(float(self.prediction.memory.needed))
@@ -85,7 +84,7 @@ class RunPlan:
 
     @property
     def num_micro_batches(self) -> int:
-        """Forward passes of one rank in a step."""
+        """Micro-batches of one rank in a step."""
         return num_micro_batches(self.run.layout, self.run.batch.sequences_per_batch)
 
     def to_json(self) -> dict[str, Any]:
@@ -117,7 +116,7 @@ class RunPlan:
         )
 
     def _recomputation_json(self) -> dict[str, Any]:
-        """Memory that recomputation saves and time that it adds, for models with experts: no figures are published for them."""
+        """Memory that recomputation saves and time that it adds, for models with experts (without published figures)."""
         if self.prediction is None or not self.run.model.num_experts:
             return {}
         from ultrascale.plan.view.recomputation import recompute_tradeoffs  # here: a CPU is planned without NumPy
@@ -161,7 +160,7 @@ def _of_failures(workload: Workload) -> dict[str, Any]:
 
 
 def prediction_json(prediction: Prediction) -> dict[str, Any]:
-    """A layout's price as a JSON-able dictionary: bytes, seconds, FLOPs, tokens."""
+    """Prediction of a layout as a JSON-able dictionary: bytes, seconds, FLOPs, tokens."""
     from ultrascale.plan.time.price import half_precision_peak  # here, so that a CPU is planned without NumPy
 
     workload = prediction.workload
@@ -190,7 +189,7 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
 
 
 def step_interval(prediction: Prediction) -> tuple[float, float]:
-    """Seconds between which the step of four runs in five is expected: errors on measured runs (`plan.intervals`)."""
+    """80 % prediction interval of the step time, in seconds, from errors on measured runs (`plan.intervals`)."""
     from ultrascale.plan.intervals import interval, kind_of
 
     seconds = prediction.step_seconds
@@ -219,8 +218,8 @@ def workload_of(
     storage: Storage | None = None,
     save_seconds: float | None = None,
 ) -> Workload:
-    """Workload of `run`: all of it but the layout. Raises SpecError for precisions of products that our trainer does not
-    have."""
+    """Workload of `run`: everything except the layout. Raises SpecError for GEMM precisions that our trainer does not
+    support."""
     if stack.name == "ultrascale" and run.layout.precision in ("mxfp8", "nvfp4"):
         raise SpecError([problem for problem in untrainable_layout(run.layout) if problem.key == "layout.precision"])
     batch = run.batch
@@ -252,7 +251,7 @@ def plan_run(
     storage: Storage | None = None,
     save_seconds: float | None = None,
 ) -> RunPlan:
-    """Memory and time of `run` on `cluster`, with the run's own optimizer; of islands, of one of them on a cluster of its own.
+    """Memory and time of `run` on `cluster`, with the run's optimizer; with islands, of one island on its own cluster.
     Raises SpecError if the batch or the device does not suit the layout."""
     if run.islands.count > 1:
         alone = plan_run(run_of_island(run), cluster, stack, expert_imbalance=expert_imbalance, storage=storage)
@@ -299,9 +298,9 @@ def plan_run(
 
 
 def alternatives(run: Run, cluster: Cluster, *, any_stage: bool = True, any_way: bool = True) -> list[RunPlan]:
-    """Plans of `run` for each ZeRO stage and way to recompute, from the least work and traffic to the least memory.
+    """Plans of `run` for each ZeRO stage and recomputation, from the least work and traffic to the least memory.
 
-    `any_stage` or `any_way` False keeps the run's own.
+    `any_stage` False keeps the run's ZeRO stage, `any_way` False its recomputation.
     """
     layout = run.layout
     every = (0,) if layout.dp == 1 else (0, 1, 2, 3) if layout.dp_shard is None else (1, 2, 3)
@@ -327,7 +326,7 @@ def has_rates(accelerator: Accelerator, precision: str) -> bool:
 
 
 def live_room(accelerator: Accelerator, layout: Layout, stack: Stack) -> int:
-    """Bytes of live tensors that fit a device, where nothing but a replay says what is needed."""
+    """Bytes of live tensors that fit a device, for comparison with the peak of a replay alone."""
     capacity = int(accelerator.memory_bytes.value)
     if device_of(accelerator) == "cpu":
         return capacity - CPU_RESERVE_BYTES
@@ -345,7 +344,7 @@ def plan_rank(
     sequences_per_batch: int | None = None,
     keeps_timeline: bool = False,
 ) -> MemoryPlan:
-    """The replay of `plan.memory.replay.plan_memory` for one rank of `run`. `sequences_per_batch`: others than the run's."""
+    """`plan.memory.replay.plan_memory` for one rank of `run`. `sequences_per_batch`: overrides the run's."""
     return plan_memory(
         run.model, run.layout, sequence_length=run.batch.sequence_length, documents=run.data.document_mask, device=device,
         sequences_per_batch=run.batch.sequences_per_batch if sequences_per_batch is None else sequences_per_batch, rank=rank,

@@ -30,11 +30,11 @@ class Workload:
     expert_imbalance: float = 1.0
     """Tokens of the busiest rank's experts over the mean."""
     storage: Storage | None = None
-    """None: what reading and writing cost is left out."""
+    """Storage for checkpoints and data; None: its time is not counted."""
     save_seconds: float | None = None
-    """Seconds that a save blocks training, as measured; None: planned."""
+    """Measured seconds that a checkpoint save blocks training; None: predicted."""
     priced_shapes: dict[Shape, NDArray[np.float64]] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """Prices of shapes that `plan.time.blocks.price_blocks` has worked out so far."""
+    """Cache of `plan.time.blocks.price_blocks`, by shape."""
 
     @cached_property
     def overheads(self) -> Overheads:

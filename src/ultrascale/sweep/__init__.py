@@ -1,9 +1,9 @@
-"""Many layouts of one run, each measured here, beside what the planner says of them.
+"""Measures many layouts of one run on this machine, and compares them with the planner.
 
-grid       settings with several values -> cells: the runs they make, and those that are refused, with the reason
-cells      a cell's folder: its run, its result, what it printed
-measured   one process after another that measures a cell; what is measured stays measured
-held       planned beside measured: errors, order, and whether the planner's choice was the best
-pictures   the two as PNGs
-rows       the same as a CSV file that `ultrascale validate` reads
+grid       settings with several values -> cells: the resulting runs, and refused ones with the reason
+cells      a cell's folder: its run, its result, its output
+measured   measures cells one after the other, each in a process; measured cells are not measured again
+held       planned against measured: errors, ranking, and the regret of the planner's choice
+pictures   the comparison as PNGs
+rows       the comparison as a CSV file that `ultrascale validate` reads
 """

@@ -1,12 +1,12 @@
-"""The folder of a sweep: a folder for each cell, with its run, what came of it, and what it printed.
+"""The folder of a sweep: a folder for each cell, with its run, its result or failure, and its output.
 
     cells/dp2-zero_stage3-1f2e3d/run.toml      the run, as `ultrascale train` would read it
-                                 speed.json    what was measured (`train.speed.Speed`)
-                                 failed.json   or how it failed
-                                 log.txt       what it printed
+                                 speed.json    the measurement (`train.speed.Speed`)
+                                 failed.json   or its failure
+                                 log.txt       its output
 
-The name ends in a digest of the run and of the steps that are timed, so that another run has another folder, and what is
-measured is not measured again. Nothing else is kept: several commands, on several machines, can measure cells of one folder.
+The name ends in a digest of the run and of the number of steps, so that different runs have different folders, and no cell is
+measured twice. There is no other state: several commands, on several machines, can measure cells of one folder.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ from ultrascale.description.run import Run
 from ultrascale.sweep.grid import Axis, SweepCell
 
 WARM, TIMED = 4, 8
-"""Steps of a measurement. Memory is counted in two of the warm ones; one brings the allocator to rest, one is to spare."""
+"""Steps of a measurement: warm-up and timed. Memory is counted in two warm-up steps; one more lets the allocator settle, one is
+spare."""
 LONGEST_NAME = 80
 OUTCOMES = ("out of memory", "too slow", "killed", "failed")
 COUNTED = ("tokens_per_step", "ranks", "mfu", "planned_peak_bytes")
 MAYBE_COUNTED = ("planned_step_seconds", "measured_peak_bytes", "planned_reserved_bytes", "measured_reserved_bytes")
 NEEDED = ("step_seconds", *COUNTED, *MAYBE_COUNTED, "device", "environment")
-"""Keys of `train.speed.Speed`: a result without one of them, or with something else in its place, is another version's, or
-damaged, and counts as none."""
+"""Required keys of `train.speed.Speed`: a result that lacks one, or has a wrong value, is from another version or damaged, and
+is ignored."""
 MOST_COUNTED = 1e30
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A cell that came to no result."""
+    """Failure of a cell."""
 
     outcome: str
     """One of `OUTCOMES`."""
     text: str
-    """Message of the failure, in a line."""
+    """Message, on one line."""
     exit_code: int | None = None
 
 
@@ -55,7 +56,7 @@ class CellPlace:
 
     cell: SweepCell
     run: Run
-    """Named like its folder."""
+    """Run of the cell, named like its folder."""
     path: Path
 
     @property
@@ -72,7 +73,7 @@ class CellPlace:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """Result of the cell, as `train.speed.Speed` wrote it; None also of a file that does not hold it whole."""
+        """Result of the cell, as written by `train.speed.Speed`; None if there is none, or its file is incomplete."""
         content = _read(self.result_file)
         return content if all(key in content for key in NEEDED) and _is_result(content) else None
 
@@ -84,7 +85,7 @@ class CellPlace:
         return Failure(content["outcome"], content["text"], content.get("exit_code"))
 
     def prepare(self) -> None:
-        """Write the run, and forget how it failed before. A result that is not understood is kept beside the new one."""
+        """Write the run, and delete an earlier failure. A result that cannot be read is renamed and kept."""
         self.path.mkdir(parents=True, exist_ok=True)
         if self.result is None and self.result_file.exists():
             self.result_file.replace(self.result_file.with_suffix(".not-understood.json"))
@@ -92,16 +93,16 @@ class CellPlace:
         (self.path / "failed.json").unlink(missing_ok=True)
 
     def fail(self, failure: Failure) -> None:
-        """Keep how it failed."""
+        """Write the failure of the cell."""
         self.keep("failed.json", (json.dumps(asdict(failure)) + "\n").encode())
 
     def keep(self, name: str, data: bytes) -> None:
-        """Write a file of the cell, in one piece."""
+        """Write a file of the cell, atomically."""
         _replace(self.path / name, data)
 
 
 def place_of(folder: Path, cell: SweepCell, axes: Sequence[Axis], *, steps: int, warm: int) -> CellPlace:
-    """The place of a cell that can run, which need not be there yet."""
+    """Folder of a cell that can run; it may not exist yet."""
     assert cell.run is not None
     described = to_toml(replace(cell.run, name="", folder=""))
     planned_for = machine_text(cell.run.cluster)
@@ -131,7 +132,7 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where there is none, or it is cut short."""
+    """JSON object in a file; empty if the file is missing or truncated."""
     try:
         content = parse_json(path.read_bytes())
     except (OSError, ValueError):

@@ -16,11 +16,11 @@ from ultrascale.plan.memory.replay import num_micro_batches
 from ultrascale.schedules.for_layout import schedule_of
 
 MOST_CELLS = 5_000
-"""More of them would be listed, and resolved, for minutes before the first is measured."""
+"""Most cells of a sweep: resolving more would take minutes before the first measurement."""
 MOST_REASONS = 5
-"""Most reasons reported where every cell is refused."""
+"""Most reasons reported if every cell is refused."""
 NOT_SWEPT = ("name", "folder")
-"""Settings for the place of a run: every cell has a place of its own."""
+"""Settings that cannot be swept: every cell has its own folder."""
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,25 @@ class Axis:
 
     @property
     def short(self) -> str:
-        """Name of the cell in tables."""
+        """Short name of the axis in tables."""
         return self.key.rpartition(".")[2]
 
 
 @dataclass(frozen=True)
 class SweepCell:
-    """One value of each axis."""
+    """A combination of one value for each axis."""
 
     values: dict[str, str]
-    """Key -> value, as it was written."""
+    """Key -> value, as given."""
     run: Run | None
     """Run of the cell; None if it is refused."""
     problems: tuple[Problem, ...] = ()
 
 
 def split_axes(words: Sequence[str]) -> tuple[list[Axis], list[str]]:
-    """The settings among a command line's `words` that have several values, with commas between, and all other words.
+    """Settings with several comma-separated values among a command line's `words`, and all other words.
 
-    Raises SpecError: an empty or repeated value, a setting given twice, or one that cannot be swept.
+    Raises SpecError for an empty or repeated value, a setting given twice, or one that cannot be swept.
     """
     axes: dict[str, Axis] = {}
     other_words: list[str] = []
@@ -78,8 +78,8 @@ def split_axes(words: Sequence[str]) -> tuple[list[Axis], list[str]]:
 def cells(
     path: str, axes: Sequence[Axis], others: Sequence[str] = (), *, processes: int | None = None
 ) -> tuple[list[SweepCell], int]:
-    """Every combination of the axes' values, the last axis fastest, and how many were left out because another one makes the
-    same run. `others`: settings of all of them. Raises SpecError if there are too many, or if all are refused for one reason.
+    """All combinations of the axes' values, the last axis fastest, and the number of combinations dropped because another gives
+    the same run. `others`: settings common to all. Raises SpecError if there are too many, or if all are refused.
     """
     count = prod(len(axis.values) for axis in axes)
     if count > MOST_CELLS:
@@ -93,7 +93,7 @@ def cells(
 
 
 def names_of(axes: Sequence[Axis]) -> list[str]:
-    """Last word of each setting, or all of its key where several end in the same."""
+    """Last part of each setting's key, or the whole key if several end in the same."""
     ends = [axis.short for axis in axes]
     return [axis.short if ends.count(axis.short) == 1 else axis.key for axis in axes]
 
@@ -132,7 +132,7 @@ def _cell(path: str, axes: Sequence[Axis], values: tuple[str, ...], others: Sequ
 
 
 def _expect_some(combinations: Sequence[SweepCell]) -> None:
-    """Raise the mistakes of the first cell if all cells are refused and nothing can be measured."""
+    """Raise the problems of the cells if all of them are refused, so that nothing can be measured."""
     if all(cell.run is None for cell in combinations):
         reasons = {problem: None for cell in combinations for problem in cell.problems}
         raise SpecError(list(reasons)[:MOST_REASONS])

@@ -1,4 +1,4 @@
-"""Measurements of a sweep, fastest first, and the error of the plan."""
+"""Measurements of a sweep, fastest first, and the planner's errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MeasuredCell:
 
     place: CellPlace
     step_seconds: float
-    """The median step."""
+    """Median seconds of a step."""
     spread: float
     """(slowest - fastest) / median of the timed steps."""
     tokens_per_second_per_rank: float
@@ -28,7 +28,7 @@ class MeasuredCell:
     planned_reserved_bytes: int | None
     measured_reserved_bytes: int | None
     result: dict[str, Any]
-    """The file whole."""
+    """Contents of the result file."""
 
     @classmethod
     def of(cls, place: CellPlace) -> MeasuredCell | None:

@@ -1,4 +1,4 @@
-"""One process after another that measures a cell, each with a time limit; a cell that fails takes no other with it."""
+"""Measures cells one after the other, each in a process with a time limit; a failing cell does not affect others."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from io import BufferedWriter
 from ultrascale.sweep.cells import CellPlace, Failure
 
 GRACE_SECONDS = 15.0
-"""A process that is asked to end has so long."""
+"""Seconds that a process has to exit after it is asked to."""
 
 
 def measure_cells(
     places: Iterable[CellPlace], *, steps: int, warm: int, limit_seconds: float, done: Callable[[CellPlace], None]
 ) -> None:
-    """Measure those of `places` that have no result and did not fail, in their order; `done` is told of each.
+    """Measure the `places` without a result or failure, in order; `done` is called for each.
 
-    A cell that another command is measuring is left to it, so that several can work in one folder.
+    Skips a cell that another command is measuring, so that several commands can work in one folder.
 
-    Interrupted, it ends the process at work and leaves that cell unmeasured.
+    On interruption, ends the running process and leaves that cell unmeasured.
     """
     for place in places:
         if place.result is None and place.failure is None:
@@ -34,7 +34,7 @@ def measure_cells(
 
 
 def measure_cell(place: CellPlace, *, steps: int, warm: int, limit_seconds: float) -> None:
-    """Measure one cell in a process of its own, and keep its result or its failure; nothing if another command is at it."""
+    """Measure one cell in a separate process, and store its result or failure; does nothing if another command measures it."""
     place.path.mkdir(parents=True, exist_ok=True)
     with place.log_file.open("ab") as log:
         if not _claim(log) or place.result is not None:
@@ -62,7 +62,8 @@ def measure_cell(place: CellPlace, *, steps: int, warm: int, limit_seconds: floa
 
 
 def _claim(log: BufferedWriter) -> bool:
-    """True if the cell of this log is ours now. The process that measures inherits the claim, and keeps it if we are killed."""
+    """True if this command could lock the cell of this log. The measuring process inherits the lock, and keeps it if this one
+    is killed."""
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -95,7 +96,7 @@ def failure_of(exit_code: int, printed: str) -> Failure:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process and all it started: it leads a group of its own."""
+    """Kill the process and all its children: it leads its own process group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)

@@ -1,4 +1,4 @@
-"""A sweep as pictures: the best speed by two of its settings, and planned beside measured."""
+"""Pictures of a sweep: the best speed by two of its settings, and planned against measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ultrascale.sweep.held import MeasuredCell
 SHADES = ("#eef3fa", "#3b6fb6")
 FEWEST_POINTS = 2
 LONGEST_VALUE, LONGEST_LEVEL = 24, 9
-"""Letters of a value that are drawn, and drawn level below a column of 0.8 inches."""
+"""Most characters of a value that are drawn, and that are drawn horizontally below a column of 0.8 inches."""
 MARKS = {"refused": "refused", "out of memory": "OOM", "too slow": "slow", "killed": "killed", "failed": "failed"}
 
 
@@ -25,7 +25,8 @@ def draw(
     places: Sequence[CellPlace],
     measured: Sequence[MeasuredCell],
 ) -> list[Path]:
-    """Write the pictures there is data for into `folder`. Raises ModuleNotFoundError without matplotlib (extra `plot`)."""
+    """Write the pictures for which there is data into `folder`. Raises ModuleNotFoundError without matplotlib (extra
+    `plot`)."""
     written = []
     wide = [axis for axis in axes if len(axis.values) > 1]
     if len(wide) >= 2 and measured:
@@ -53,7 +54,7 @@ def draw(
 def best_by(
     rows: Axis, columns: Axis, cells: Sequence[SweepCell], places: Sequence[CellPlace], measured: Sequence[MeasuredCell]
 ) -> list[list[float | str]]:
-    """Best tokens per second of a rank for each value of `rows` and of `columns`, or why there is none, in a word."""
+    """Best tokens per second per rank for each value of `rows` and `columns`, or one word for why there is none."""
     rates = {id(measurement.place.cell): measurement.tokens_per_second_per_rank for measurement in measured}
     failures = {id(place.cell): place.failure for place in places}
 
@@ -71,7 +72,7 @@ def _draw_grid(
     path: Path, rows: Axis, columns: Axis, other_axes: Sequence[Axis],
     cells: Sequence[SweepCell], places: Sequence[CellPlace], measured: Sequence[MeasuredCell],
 ) -> Path:  # fmt: skip
-    """The best of each pair of values, darker where faster."""
+    """Draw the best speed of each pair of values, darker where faster."""
     from matplotlib.colors import LinearSegmentedColormap
 
     table = best_by(rows, columns, cells, places, measured)
@@ -97,7 +98,7 @@ def _draw_grid(
 
 
 def _shortened(value: str) -> str:
-    """End of a value, which says the most: of paths the file, of models the size."""
+    """End of a long value, the most telling part: the file of a path, the size of a model."""
     return value if len(value) <= LONGEST_VALUE else f"…{value[1 - LONGEST_VALUE :]}"
 
 

@@ -1,4 +1,4 @@
-"""A sweep as a CSV file with the columns of published runs, one row a cell, which `ultrascale validate` reads."""
+"""Writes a sweep as a CSV file with the columns of published runs, one row per cell, for `ultrascale validate`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLUMNS: tuple[str, ...] = (
 
 
 def write_rows(path: Path, places: Sequence[CellPlace]) -> None:
-    """Write one line for every cell that was measured or failed; what is not known is blank."""
+    """Write one row for every cell that was measured or failed; unknown values are blank."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="")
         writer.writeheader()

@@ -1,4 +1,4 @@
-"""Results of a sweep in a store, for machines that share no file system: each takes what the others have measured."""
+"""Shares the results of a sweep through a store, between machines without a common file system."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ KEPT = ("run.toml", "log.txt", RESULT, FAILURE)
 
 
 class SharedCells:
-    """The folder of a sweep's cells in `store`, by the names of those here. Raises StorageError if it cannot be used.
+    """A sweep's cells in `store`, under the names of the local folders. Raises StorageError if it cannot be used.
 
-    With `retries_failures` failures there count as none. A cell is not claimed: two machines at one cell both measure it, and
-    the last result stays.
+    `retries_failures`: ignore failures in the store. Cells are not locked: if two machines measure the same cell, the last
+    result stays.
     """
 
     def __init__(self, store: Store, *, retries_failures: bool):
@@ -26,14 +26,14 @@ class SharedCells:
         store.expect_usable(f".probe-{uuid.uuid4().hex}")
 
     def fetched(self, places: Iterable[CellPlace]) -> Iterator[CellPlace]:
-        """Each of `places` in turn, with the result or the failure that is in the store by then if it has neither here."""
+        """Each of `places` in turn, after fetching its result or failure from the store if there is none here."""
         for place in places:
             if place.result is None and place.failure is None:
                 self._fetch(place)
             yield place
 
     def send(self, place: CellPlace) -> None:
-        """Write what came of a cell to the store, unless it is there."""
+        """Write the result or failure of a cell to the store, unless it has one."""
         files = [name for name in KEPT if (place.path / name).exists()]
         if RESULT not in files and FAILURE not in files:
             return
@@ -46,7 +46,7 @@ class SharedCells:
         self.store.flush()
 
     def send_files(self, paths: Iterable[Path]) -> None:
-        """Write the table and the pictures of a sweep beside its cells."""
+        """Write files of the sweep (table, pictures) to the store, next to its cells."""
         for path in paths:
             self.store.write_file(path.name, path)
         self.store.flush()

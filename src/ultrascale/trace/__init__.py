@@ -1,8 +1,8 @@
-"""One rank of a run, traced without a cluster: the trainer's own code on the meta device, which has shapes and no memory.
+"""Traces one rank of a run without a cluster: runs the trainer's code on the meta device, which has shapes but no memory.
 
-rank               a rank traced
-recording          how it comes to believe that it is one of many; every operation seen as it is dispatched
-planned            what the planner says of the same rank
-allocator          what CUDA would be asked for
+rank               traces a rank
+recording          simulates the other ranks; records every dispatched operation
+planned            the plan of the same rank, for comparison
+allocator          memory that torch's allocator would reserve on CUDA
 views              a trace on a terminal, as files, and why a rank runs out of memory
 """

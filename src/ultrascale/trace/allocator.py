@@ -1,14 +1,14 @@
-"""torch's caching allocator, fed with a trace: what CUDA is asked for, beyond the bytes that tensors need.
+"""Model of torch's caching allocator, run on a trace: memory reserved from CUDA beyond the bytes that tensors need.
 
     block     a multiple of 512 bytes
-    segment   what is asked of CUDA: 2 MiB for blocks up to 1 MiB, 20 MiB for those below 10 MiB, else a multiple of 2 MiB
-    pool      free blocks by stream and by size (small up to 1 MiB); the smallest that fits is taken, the lowest of equal ones
-    split     what is left of a block is a free block: always in the small pool, of large ones if more than 1 MiB is left
-    join      a block that is freed joins free neighbours of its segment
+    segment   memory from CUDA: 2 MiB for blocks up to 1 MiB, 20 MiB for those below 10 MiB, else a multiple of 2 MiB
+    pool      free blocks by stream and size (small: up to 1 MiB); the smallest that fits is taken, at the lowest address
+    split     the rest of a block becomes a free block: always in the small pool, in the large pool if above 1 MiB
+    join      a freed block joins free neighbours of its segment
 
-So a tensor may hold up to a MiB more than it needs, which `max_memory_allocated` counts: 2 percent of a step of SmolLM2 135M.
+So a tensor may hold up to 1 MiB more than it needs, which `max_memory_allocated` counts: 2 percent of a step of SmolLM2 135M.
 Segments are kept. Follows c10/cuda/CUDACachingAllocator.cpp with its default settings (torch 2.11 to 2.13); expandable segments
-would reserve less. Left out: giving segments back when the device is full, and blocks that wait for another stream's event.
+would reserve less. Not modelled: releasing segments when the device is full, and blocks that wait for another stream's event.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Chunk:
 
 
 class Allocator:
-    """Addresses, and how much is reserved."""
+    """State of the allocator: addresses of blocks, and reserved bytes."""
 
     def __init__(self) -> None:
         self.reserved = self.peak_reserved = self.allocated = self.peak_allocated = 0
@@ -51,10 +51,10 @@ class Allocator:
         self._free: defaultdict[Pool, list[Key]] = defaultdict(list)
         self._chunks: dict[int, Chunk] = {}
         self.segments: list[tuple[int, int, str]] = []
-        """(address, bytes, stream) of each, in the order in which they were asked for."""
+        """(address, bytes, stream) of each segment, in the order of allocation."""
 
     def take(self, num_bytes: int, stream: str) -> tuple[int, Pool]:
-        """The address of a block of so many bytes, and the pool to which it goes back."""
+        """Allocate a block. Returns its address, and the pool to which it returns when freed."""
         size = max(ROUND, -(-num_bytes // ROUND) * ROUND)
         pool = (stream, size <= SMALL)
         chunk = self._best(pool, size) or self._new_segment(pool, size)
@@ -119,17 +119,19 @@ def _joined(chunk: Chunk, other: Chunk) -> Chunk:
 
 
 def reserved_bytes(trace: RankTrace) -> int:
-    """Most bytes that torch would have reserved while the trace ran: `torch.cuda.max_memory_reserved`."""
+    """Peak bytes that torch would reserve during the trace: `torch.cuda.max_memory_reserved`."""
     return placed(trace)[0].peak_reserved
 
 
 def allocated_bytes(trace: RankTrace) -> int:
-    """`torch.cuda.max_memory_allocated` likewise: what tensors need, and what blocks that were not split hold beyond."""
+    """Peak bytes of allocated blocks: `torch.cuda.max_memory_allocated`. Includes the unused rest of blocks that are not
+    split."""
     return placed(trace)[0].peak_allocated
 
 
 def placed(trace: RankTrace) -> tuple[Allocator, list[tuple[int, int, int, int]]]:
-    """The allocator at the end, and every change as (tick, block, address, bytes): positive when taken, negative when freed."""
+    """Allocator after the trace, and every change as (tick, block, address, bytes): positive for allocation, negative for
+    free."""
     allocator, living, placements = Allocator(), {}, []
     for tick, number, change in trace.changes:
         if number in living:

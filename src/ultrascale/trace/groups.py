@@ -1,4 +1,4 @@
-"""Along which axis of a layout some ranks lie."""
+"""Maps groups of ranks to the parallelism axes of a layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OF_EXPERTS = ("ep", "expert_tp", "expert_dp")
 
 
 class Group(NamedTuple):
-    """Some ranks, each `stride` after the one before."""
+    """A group of ranks, `stride` apart."""
 
     axis: str
     size: int
@@ -20,15 +20,15 @@ class Group(NamedTuple):
 
 
 def group_of(layout: Layout, ranks: list[int]) -> Group:
-    """The axis whose group these are."""
+    """Group of `ranks`, with the axis that it belongs to."""
     size, stride = len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
     return Group(axis_of(layout, size, stride), size, stride)
 
 
 def axis_of(layout: Layout, size: int, stride: int) -> str:
-    """The axis of groups of `size` ranks that are `stride` apart, the first of `AXES` if several are so."""
+    """Axis of groups of `size` ranks that are `stride` apart; the first of `AXES` if several match."""
     named = [axis for axis in AXES if axis not in OF_EXPERTS or layout.ep * layout.expert_tp > 1]
-    if stride == 1 and size < layout.tp:  # those that hold the same head of keys and values
+    if stride == 1 and size < layout.tp:  # tp ranks that share a key/value head
         return "tp copies"
     return next((axis for axis in named if extent(layout, axis) == (size, stride)), f"{size} ranks, every {stride}.")
 

@@ -1,6 +1,6 @@
-"""The planner's figures of a rank, in the words of a trace: memory at the peak, messages of a step, FLOPs of a step.
+"""The planner's prediction for a rank, in the terms of a trace: peak memory, messages and FLOPs of a step.
 
-All of it comes from the replay of memory, which counts what it does (`plan.memory.tally`), and what is sent once a step.
+Comes from the memory replay, which also counts messages and FLOPs (`plan.memory.tally`), plus messages sent once a step.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:  # imports torch, which a plan does without
     from ultrascale.kernels.choice.device_kind import Kind
 
 NORM_BYTES = 8
-"""A sum of squares in fp64."""
+"""Bytes of the gradient norm's sum of squares, in fp64."""
 SCALE_BYTES, MOMENTS = 4, 2
 """Bytes of a scale of moments in 8 bits, fp32; and the number of moments per weight."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One step of a rank."""
+    """Predicted step of a rank."""
 
     peak: MemorySnapshot
     highest: dict[str, int]
@@ -52,15 +52,15 @@ class Planned:
     """Moment at which all gradients are complete."""
     traffic: dict[TrafficKey, Traffic]
     flops: int
-    """FLOPs of GEMMs, recomputed ones included; attention apart."""
+    """FLOPs of GEMMs, recomputed ones included, without attention."""
     attention_flops: int
-    """The full square of scores."""
+    """FLOPs of attention, over the full square of scores."""
     outer: tuple[int, int] | None = None
     """Bytes that islands send to others in one round, and keep in host memory."""
 
 
 def planned_rank(run: Run, rank: int, device: Kind) -> Planned:
-    """The second of two steps."""
+    """Prediction for the second of two steps."""
     layout = run.layout
     if run.islands.count > 1:
         outer = sum(sent_by_rank(run, rank).values()), host_bytes(run, rank)
@@ -94,7 +94,7 @@ def _matrices(run: Run, rank: int) -> list[Weight]:
 
 
 def _iterated_itemsize(layout: Layout) -> int:
-    """Bytes of an element of a matrix as Muon sends it and works on it."""
+    """Bytes of an element of a matrix in the dtype in which Muon sends and orthogonalises it."""
     return DTYPE_BYTES["fp64" if layout.master_dtype == "fp64" else "bf16"]
 
 
@@ -105,7 +105,7 @@ def _plan(run: Run, rank: int, device: Kind, count: int) -> MemoryPlan:
 
 
 def _scales(run: Run, rank: int, device: Kind) -> Iterator[tuple[tuple[str, tuple[int, int]], int]]:
-    """Messages of tp ranks for the scales of moments in 8 bits, where the ranks split a block of a row between them
+    """Messages between tp ranks for the scales of 8-bit moments, if a block of a row is split over them
     (`train.optimizers.compact_adamw`)."""
     layout = run.layout
     for weight in _weights_of_rank(run, rank) if run.optimizer.name == "adamw-8bit" else ():
@@ -127,8 +127,8 @@ def _weights_of_rank(run: Run, rank: int) -> list[Weight]:
 
 
 def _once_a_step(run: Run, rank: int) -> Iterator[tuple[tuple[str, tuple[int, int]], int]]:
-    """Messages that `parallel.share` sends once per step, at its end: shares of gradients that tp leaves, a tied embedding's,
-    a mirror's, the norm, maxima from which delayed fp8 scales follow; and before the next step those for the scales of weights
+    """Messages that `parallel.share` sends once per step, at its end: partial gradients of replicated weights over tp, the tied
+    embedding's, mirror ranks', the gradient norm, amaxes of delayed fp8 scaling; and before the next step the scales of weights
     gathered in fp8."""
     model, layout = run.model, run.layout
     itemsize, coordinates = DTYPE_BYTES[layout.master_dtype], Coordinates.of(layout, rank)

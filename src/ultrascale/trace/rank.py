@@ -1,11 +1,11 @@
-"""A rank traced: the trainer built as on the cluster, and some of its steps.
+"""Traces a rank: builds the trainer as on the cluster, and runs some of its steps.
 
-pretended_rank    the process, the device, the groups                 (pretend.py)
-Trainer           the trainer's own: model, parallelism, optimizer
-train_step        the trainer's own, on sequences without content     (batches.py)
-Recorder          sees every operation of it                          (recorder.py)
+pretended_rank    simulated process, device and process groups          (pretend.py)
+Trainer           the real one: model, parallelism, optimizer
+train_step        the real one, on sequences without content            (batches.py)
+Recorder          records every operation                               (recorder.py)
 
-Without values there is no routing: every expert is chosen equally often, as a plan takes it.
+Without values there is no routing: every expert is chosen equally often, as the planner assumes.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from ultrascale.train.trainer import Trainer
 from ultrascale.work.sharding.places import even_part
 
 MOST_ALIKE = 3
-"""Micro-batches of a step that are traced, without a pipeline: the first, one of those between, the last."""
+"""Micro-batches of a step that are traced without a pipeline: the first, one in between, the last."""
 STEPS = 2
-"""The second is like all that follow; in the first FSDP2 takes memory that it then keeps."""
+"""Number of traced steps: in the first, FSDP2 allocates memory that it keeps; the second equals all that follow."""
 ALLOCATION = {"cpu": 1, "cuda": 512}
-"""Bytes of which an allocation takes a multiple: 512 in CUDA's caching allocator."""
+"""Bytes to a multiple of which allocations are rounded up: 512 in CUDA's caching allocator."""
 
 
 class EmptySequences:
-    """A loader of token 0, with so many documents in each sequence, of the same length."""
+    """Data loader that returns token 0, with a fixed number of equally long documents in each sequence."""
 
     def __init__(self, sequence_length: int, *, documents: int):
         self.length, self.documents = sequence_length, documents
 
     def read(self, numbers: range) -> Sequences:
-        """Returns as many sequences as there are numbers."""
+        """As many sequences as there are `numbers`."""
         shape = (len(numbers), self.length)
         each, places = max(1, self.length // self.documents), np.arange(self.length)
         numbers_in = np.minimum(places // each, self.documents - 1)
@@ -70,8 +70,8 @@ class EmptySequences:
 
 
 def documents_of(cp: int) -> int:
-    """Documents in each sequence, if documents are masked: two; one where cp shards sequences, which is the most work and
-    communication that attention can have, and what a plan takes."""
+    """Number of documents in each sequence, if documents are masked: two; with cp one, which the planner assumes too, since it
+    maximizes attention's work and communication."""
     return 1 if cp > 1 else 2
 
 
@@ -85,12 +85,12 @@ def trace_rank(
     plays_all: bool = False,
     documents: int | None = None,
 ) -> RankTrace:
-    """Trace `steps` steps of one rank of `run`. `round_to`: of allocations, if not as the device's allocator rounds.
-    `documents`: in each sequence, if not as many as `documents_of` says.
+    """Trace `steps` steps of one rank of `run`. `round_to`: rounding of allocations in bytes (default: the device allocator's).
+    `documents`: number in each sequence (default: `documents_of`).
 
-    Without a pipeline all micro-batches but the first and the last are alike, and one stands for them unless `plays_all`.
+    Without a pipeline all micro-batches between the first and the last are equal: one is traced for all unless `plays_all`.
 
-    Raises SpecError for what the trainer refuses, in its words, and TraceError for an operation that needs values.
+    Raises SpecError if the trainer refuses the run, with its message, and TraceError for an operation that needs values.
     """
     expect_trainable(run.model, run.layout)
     islands, run = run.islands, run_of_island(run)
@@ -115,10 +115,10 @@ def trace_rank(
 
 @contextmanager
 def named_errors() -> Iterator[None]:
-    """Inside, an error that is not told by this program becomes a TraceError with the line it came from.
+    """Context that turns unexpected errors into a TraceError with the line of their origin.
 
-    Raises it for what torch refuses of tensors without values outside of an operation (`tensor.numpy()`, a custom operation
-    without `register_fake`, a constant on another device), and for mistakes of a model. Assertions of this program pass.
+    Covers what torch refuses for tensors without values outside of an operation (`tensor.numpy()`, a custom operation without
+    `register_fake`, a constant on another device), and errors in a model. Assertions of this program pass through.
     """
     try:
         yield
@@ -135,9 +135,9 @@ def named_errors() -> Iterator[None]:
 
 
 def record_steps(trainer: Trainer, recorder: Recorder, steps: int) -> None:
-    """Let `recorder`, which is entered, see the next steps of `trainer`."""
+    """Run the next steps of `trainer` under `recorder`, which must be entered."""
     stages = nn.ModuleList(trainer.share.stages.values())
-    for module in sharded_modules(stages):  # now, not in the first forward pass: from then on they are the parameters' memory
+    for module in sharded_modules(stages):  # now, before the first forward pass, to count as parameters
         pad_shards(module)
     recorder.watch(stages, trainer.optimizer, {shard.parameter: shard.name for shard in trainer.share.local_parameters})
 
@@ -153,7 +153,7 @@ def record_steps(trainer: Trainer, recorder: Recorder, steps: int) -> None:
         setattr(trainer.passes, "train", lambda batches, num_targets: train(batches[:traced], num_targets))  # noqa: B010
 
     agree = trainer.agree_on_targets
-    # What other ranks would add to the count is not here, and a step without a target does not update.
+    # Other ranks' target counts are missing here, and a step without a target does not update.
     setattr(trainer, "agree_on_targets", lambda batches: max(1, agree(batches)))  # noqa: B010
 
     def mark_action(action: Action) -> None:
@@ -171,7 +171,7 @@ def record_steps(trainer: Trainer, recorder: Recorder, steps: int) -> None:
 
 @contextmanager
 def balanced_routing() -> Iterator[None]:
-    """Inside, dispatch learns of even loads instead of asking the device; nothing is dropped."""
+    """Context in which expert dispatch gets balanced loads instead of reading them from the device; no token is dropped."""
     now: list[tuple[Dispatch, int]] = []
     start = Dispatch.start
 
@@ -180,7 +180,7 @@ def balanced_routing() -> Iterator[None]:
         return start(self, tokens, routing)
 
     def to_host(sent: Tensor, from_rank: Tensor) -> tuple[list[int], list[list[int]]]:
-        torch.cat([sent, from_rank.flatten()])  # what is copied to the host, for as long as that takes
+        torch.cat([sent, from_rank.flatten()])  # the tensor that is copied to the host, temporarily
         dispatch, pairs = now[0]
         to_expert = balanced(pairs, len(sent))
         ep_rank = 0 if dispatch.ep is None else dispatch.ep.rank()

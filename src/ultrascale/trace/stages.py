@@ -1,4 +1,4 @@
-"""Every stage of a pipeline, by the first of its ranks: ranks of a stage differ by the padding of their shards alone."""
+"""Traces the first rank of every pipeline stage: ranks of a stage differ only in the padding of their shards."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class StagePeak(NamedTuple):
 
     @property
     def percent(self) -> float | None:
-        """Planned over traced."""
+        """Planned minus traced bytes, in percent of traced."""
         return None if self.planned_bytes is None else 100 * (self.planned_bytes / self.traced_bytes - 1)
 
 
 def trace_stages(run: Run, *, device: Kind) -> list[StagePeak]:
-    """Each stage in a process of its own, as many at once as there are cores."""
+    """Trace each stage in a separate process, as many in parallel as there are cores."""
     run, in_stage = run_of_island(run), run.layout.world_size // run.layout.pp
     todo = range(0, run.layout.world_size, in_stage)
     workers = min(len(todo), usable_cores())
@@ -53,7 +53,7 @@ def _begin() -> None:
 
 
 def peak_of(run: Run, rank: int, *, device: Kind) -> StagePeak:
-    """Trace one rank, and keep its peak alone."""
+    """Trace one rank, and return only its peak."""
     trace = trace_rank(run, rank, device=device)
     planned = plan_rank(run, rank, device, steps=2).peak_by_step[1].total
     return StagePeak(Coordinates.of(run.layout, rank).pp, rank, trace.peak_bytes(1), planned, reserved_bytes(trace))

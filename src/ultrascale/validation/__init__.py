@@ -1,1 +1,1 @@
-"""Predictions for measured runs of others, and how far off they are. Above the planner, which knows nothing of it."""
+"""Predictions for published runs, and their errors. Uses the planner, which does not import this package."""

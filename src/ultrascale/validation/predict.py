@@ -1,7 +1,7 @@
-"""Predictions for rows of measured runs, and how far off they are.
+"""Predictions for rows of measured runs.
 
-A prediction sees `RunConfig`, the cells that say what was run, and nothing else: what was measured is in another object that
-only `validation.scores` reads. Rows of the same workload are priced together as one table of layouts.
+A prediction sees only `RunConfig`, the cells that describe the run; measured results are in another object that only
+`validation.scores` reads. Rows of the same workload are priced together as one table of layouts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _BROKEN = (SpecError, ValueError, ArithmeticError, LookupError)
 
 @dataclass(frozen=True)
 class RowPrediction:
-    """Prediction for a row. None where it cannot be described, or cannot run: `reason` says why."""
+    """Prediction for a row. Fields are None if the row cannot be described or cannot run; `reason` says why."""
 
     step_seconds: float | None
     low: float | None
@@ -59,7 +59,7 @@ class RowPrediction:
     reserved_bytes: float | None
     fits: bool | None
     needed_share: float | None
-    """Share of the device's memory that must be there: `Footprint.needed`."""
+    """Needed fraction of the device's memory: `Footprint.needed`."""
     kind: str
     """The group whose errors its interval comes from: `intervals.kind_of`."""
     reason: str
@@ -120,13 +120,13 @@ class _Prices(NamedTuple):
     step_seconds: np.ndarray
     fits: np.ndarray
     runs: np.ndarray
-    """True where what is needed is below the device's memory, without headroom: a row was run."""
+    """True where the needed bytes are below the device's memory, without headroom, since the row was run."""
     needed: np.ndarray
     """Bytes: `Footprint.needed`."""
 
 
 def _priced(workload: Workload, layouts: Sequence[Layout], constants: Constants) -> _Prices:
-    """The price of each: those that name modules for recomputation alone, all others in one table."""
+    """Prices of the layouts: those that recompute named modules one by one, all others in one table."""
     alone = np.array([is_modules(layout.recompute) for layout in layouts])
     columns = np.zeros((4, len(layouts)))
     for index in (np.flatnonzero(~alone), *np.flatnonzero(alone)[:, None]):
@@ -139,8 +139,8 @@ def _priced(workload: Workload, layouts: Sequence[Layout], constants: Constants)
 
 
 def _choose(setup: Setup, prices: Sequence[_Prices], rows: np.ndarray, constants: Constants) -> RowPrediction:
-    """The fastest that fits of all programs and layouts that a row may mean, or else that runs, or else the one that needs
-    least memory."""
+    """The fastest that fits of all programs and layouts that a row may refer to, or else the fastest that runs, or else the one
+    that needs least memory."""
     seconds = np.array([program_prices.step_seconds[rows] for program_prices in prices])
     fits = np.array([program_prices.fits[rows] for program_prices in prices])
     runs = np.array([program_prices.runs[rows] for program_prices in prices])

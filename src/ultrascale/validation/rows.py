@@ -1,10 +1,9 @@
-"""Measured runs as files tell them: reading the rows, and keeping what was measured away from who predicts it.
+"""Reads files of measured runs, and separates measured results from the inputs of predictions.
 
 Two forms are read, by their header: the columns of published runs (`n_gpus`, `hidden`, `tp`, ... one row a run), and those of
 the playbook's scan (`model`, `nodes`, `mbs`, `ga`, ...). Every cell goes either to `RunConfig`, which is all a prediction sees,
-or to `RunResult`, which only scores see: that is decided here, by the column's name, before anything is predicted. Blank cells
-are None; a column that is missing is blank in every row; columns neither class knows are read by nobody, and told where they
-look like one that is missing.
+or to `RunResult`, which only scores see: the column's name decides here, before anything is predicted. Blank cells are None; a
+missing column is blank in every row; unknown columns are ignored, and reported if they look like a missing one.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ Columns = TypeVar("Columns", "RunConfig", "RunResult")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The run that was asked for: everything a prediction may look at. Names are the file's columns."""
+    """Description of a run: everything that a prediction may read. Names are the file's columns."""
 
     id: str = ""
     """Name of the row, by which its source states what holds for it alone (`validation/stated.toml`)."""

@@ -1,10 +1,10 @@
-"""A measured run as the planner sees it: a workload, and the layouts the row may mean.
+"""Converts a measured run to a workload and the layouts that the row may refer to.
 
-What a row leaves open becomes several layouts: micro-batches of every power of two that divides the batch, recomputation from
+Unspecified settings become several layouts: micro-batches of every power of two that divides the batch, recomputation from
 none to full, chunks of a pipeline. `validation.predict` prices all of them and takes the fastest that fits, because published
-runs were tuned, and widens the interval to the others. What is taken by a rule is told with the prediction.
+runs were tuned, and widens the interval to the others. Values filled in by a rule are reported with the prediction.
 
-    blank             taken instead
+    blank             value by rule
     dp                n_gpus / (tp pp cp)
     zero_stage, sp    what runs of its program do (`catalogue.stacks.stack_files.Usual`)
     grad_accum        global_batch / (dp micro_batch); without both, one micro-batch per pipeline stage
@@ -13,8 +13,8 @@ runs were tuned, and widens the interval to the others. What is taken by a rule 
     seq_len           4096
     tp, pp, cp        what n_gpus and dp leave over: tp within a node, then pp
 
-Rows come from anywhere. A number out of range makes a row that cannot be described; a word nobody knows is priced as the usual
-thing, and the prediction says as what.
+Rows come from many sources. A row with a number out of range cannot be described; an unknown word is priced as the usual
+setting, and the prediction says which.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Setup:
     workloads: tuple[Workload, ...]
     """One; several, equal but for their stacks, where settings of the program are open."""
     layouts: tuple[Layout, ...]
-    """All that the row may mean; one if it leaves nothing open."""
+    """All layouts that the row may refer to; one if it specifies everything."""
     open_cells: tuple[str, ...]
     """Columns that are blank and could not be inferred."""
     assumed: tuple[str, ...]

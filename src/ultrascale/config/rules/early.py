@@ -1,4 +1,4 @@
-"""Checks that need no torch and take tenths of a second: data, GPU and checkpoints that are missing."""
+"""Fast checks without torch, before any rank starts: missing data, GPU or checkpoints."""
 
 from __future__ import annotations
 

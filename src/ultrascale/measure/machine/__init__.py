@@ -1,6 +1,6 @@
 """Capabilities of this machine.
 
-doctor             what it has, and what would stop a run
-ceilings           the fastest product and copy
-network, network_rank, timed   collectives, as nccl-tests measures them
+doctor             resources of the machine, and problems that would stop a run
+ceilings           rate of the fastest large GEMM
+network, network_rank, timed   speed of collectives, measured as by nccl-tests
 """

@@ -1,4 +1,4 @@
-"""Ceilings of this machine: the rate against which MFU on a CPU is computed."""
+"""Measured peak FLOPs of this machine: the rate by which MFU divides on a CPU."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ultrascale.description.layout import Precision
 from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE
 
 PEAK_FILE = ".peak.json"
-"""File in a run's folder: the best ceiling that its starts have measured."""
+"""File in a run's folder with the highest ceiling that its starts have measured."""
 MIN_PRODUCTS = 10
 FEW_THREADS = 2
-"""So many are kept busy by a product of 512: its rate is that of 1024 (measured on one and two), at an eighth of the time."""
+"""Number of threads that a GEMM of size 512 keeps busy: it reaches the rate of 1024 (measured with one and two threads)."""
 
 
 @dataclass(frozen=True)
 class MatmulCeiling:
-    """The best rate of a large matrix product on one device, with the threads this process has now."""
+    """Highest rate of a large GEMM on one device, with this process's current number of threads."""
 
     flops_per_second: float
     spread: float
@@ -34,18 +34,18 @@ class MatmulCeiling:
     device: str
     dtype: Precision
     size: int
-    """The product is size x size x size."""
+    """The GEMM is size x size x size."""
     threads: int
 
 
 def measure_matmul_ceiling(
     precision: Precision, device: torch.device | str = "cpu", *, budget_seconds: float | None = None
 ) -> MatmulCeiling:
-    """Time square products in the dtype of `precision` for about `budget_seconds`, of the size that fills the device.
-    Default: 0.5 on a GPU, whose clocks take some time, else 0.1.
+    """Time square GEMMs in the dtype of `precision` for about `budget_seconds`, of a size that fills the device.
+    Default: 0.5 on a GPU, whose clocks need time to rise, else 0.1.
 
-    The fastest repetition counts: on a shared machine everything else is somebody else's work. For fewer than `MIN_PRODUCTS`
-    of them up to four times the budget is spent.
+    The fastest repetition counts: on a shared machine others are slowed by other work. Spends up to four times the budget to
+    reach `MIN_PRODUCTS` repetitions.
     """
     on_device = torch.device(device)
     budget = budget_seconds or (0.5 if on_device.type == "cuda" else 0.1)
@@ -61,21 +61,21 @@ def measure_matmul_ceiling(
 
 @dataclass(frozen=True)
 class Peak:
-    """The rate that MFU and HFU are shares of."""
+    """Peak rate by which MFU and HFU divide."""
 
     flops_per_second: float
     """FLOP/s of one rank's device."""
     origin: str
     """Source of the number, in words."""
     ceiling: MatmulCeiling | None = None
-    """The measurement behind it, for a run to keep; None for a datasheet's number."""
+    """Measurement of the rate, stored by the run; None for a datasheet's number."""
 
 
 def stored_or_measured_peak(file: Path, cluster: str, precision: Precision, device: torch.device) -> Peak:
-    """`peak_flops`, or the ceiling an earlier start of the run kept in `file` if that is higher.
+    """`peak_flops`, or the ceiling that an earlier start of the run stored in `file` if that is higher.
 
-    A short measurement on a busy machine is too low, never too high: the best of all starts is the nearest to the truth.
-    A ceiling of another device, dtype or number of threads does not count, and a file that cannot be read holds none.
+    A short measurement on a busy machine can only be too low, so the highest of all starts is the most accurate. Ceilings of
+    another device, dtype or number of threads, and unreadable files, are ignored.
     """
     peak = peak_flops(cluster, precision, device)
     stored, now = _stored_ceiling(file), peak.ceiling
@@ -87,11 +87,11 @@ def stored_or_measured_peak(file: Path, cluster: str, precision: Precision, devi
 
 
 def peak_flops(cluster: str, precision: Precision, device: torch.device) -> Peak:
-    """The dense peak of `device`: that of `cluster`, which is what the run is planned for, if it is one of its devices.
+    """Dense peak FLOPs per second of `device`: that of `cluster` (for which the run is planned) if the device is one of its
+    own.
 
-    Otherwise, and for `auto`, this device's own, catalogued or measured; `origin` says so. A CPU has no datasheet peak that
-    its cores, clocks and libraries keep: its ceiling is a large matrix product, timed now. Raises SpecError if `cluster` is
-    not in the catalogue.
+    Otherwise, and for `auto`, the device's own peak, from the catalogue or measured; `origin` says which. A CPU has no reliable
+    datasheet peak: its ceiling is a large GEMM, timed now. Raises SpecError if `cluster` is not in the catalogue.
     """
     gpu, planned = this_gpu(device), None if cluster == "auto" else parse_cluster(cluster).accelerator
     elsewhere = not is_here(cluster, device)
@@ -134,12 +134,12 @@ def this_gpu(device: torch.device) -> Accelerator | None:
 
 
 def is_here(cluster: str, device: torch.device) -> bool:
-    """True if `device` can be of the machines called `cluster`; `auto` means those it is of. Raises SpecError."""
+    """True if `device` may belong to the machines called `cluster`; always for `auto`. Raises SpecError for unknown names."""
     return cluster == "auto" or _may_be(parse_cluster(cluster).accelerator, this_gpu(device), device)
 
 
 def _may_be(planned: Accelerator, gpu: Accelerator | None, device: torch.device) -> bool:
-    """True if `device`, `here` in the catalogue, can be what was asked for; of variants of a chip people know better."""
+    """True if `device` (catalogued as `gpu`) may be the planned accelerator; between variants of a chip, the user decides."""
     if (planned.name == "cpu") != (device.type == "cpu"):
         return False
     return gpu is None or gpu.name.partition("-")[0] == planned.kind.partition("-")[0]

@@ -1,6 +1,6 @@
-"""Findings about this machine, and what would stop a run on it.
+"""Findings about this machine, and problems that would stop a run on it.
 
-Works without torch, and then says so. Reads nothing secret: of the environment only the variables named in `VARIABLES`.
+Works without torch, and reports that it is missing. Reads only the environment variables named in `VARIABLES`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Finding:
 
 
 def examine(folder: Path = Path("."), *, gpus: int | None = None) -> list[Finding]:
-    """Every fact, in the order of a report. `folder` is where runs would be written, `gpus` how many there must be. Takes
-    seconds if torch is there."""
+    """All findings, in the order of a report. `folder`: where runs are written; `gpus`: required number of GPUs. Takes seconds
+    if torch is installed."""
     findings = [*software(), *processor(), *memory(), *disk(folder)]
     if any(finding.name == "torch" and finding.state == "good" for finding in findings):
         findings += [gloo_loopback(), *accelerators()]
@@ -56,7 +56,7 @@ def examine(folder: Path = Path("."), *, gpus: int | None = None) -> list[Findin
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, of this package and of what it stands on, for reports; packages that are missing are left out."""
+    """Versions of Python, of this package and of its installed dependencies, for reports."""
     installed = {"python": platform.python_version(), "ultrascale": __version__}
     for package in ("torch", *(name for names in PACKAGES.values() for name in names), "transformers"):
         if (version := installed_version(package)) is not None:
@@ -88,7 +88,7 @@ def software() -> Iterator[Finding]:
 
 
 def torch_installed() -> Finding:
-    """Finding: torch is there, imports, and is a release this version is tested with."""
+    """Finding whether torch is installed, can be imported, and is a release that this version is tested with."""
     remedy = "pip install 'ultrascale[train]'"
     if (version := installed_version("torch")) is None:
         return Finding("software", "torch", "not installed; planning works without", "stop", remedy)
@@ -105,7 +105,7 @@ def torch_installed() -> Finding:
 
 
 def processor() -> Iterator[Finding]:
-    """Processor, the cores this process may use, and what decides their speed."""
+    """Processor, the cores that this process may use, and the features that determine their speed."""
     facts = cpu_facts()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding("processor", "name", facts.get("model name", platform.processor() or "unknown"))
@@ -164,7 +164,7 @@ def memory() -> Iterator[Finding]:
 
 
 def disk(folder: Path) -> Iterator[Finding]:
-    """Room in the folder of runs, or in the one it would be made in, and whether that can be written."""
+    """Free space of the folder of runs (or of the one that will contain it), and whether it is writable."""
     elsewhere = "Run from a folder you may write, or set `folder`."
     folder = folder.absolute()
     existing = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
@@ -185,7 +185,7 @@ def disk(folder: Path) -> Iterator[Finding]:
 
 
 def gloo_loopback() -> Finding:
-    """Two processes on this machine sum a tensor over gloo: what training with --processes 2 stands on."""
+    """Finding whether two processes on this machine can all-reduce over gloo, which training with --processes 2 needs."""
     import multiprocessing
 
     context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "fork")
@@ -222,7 +222,7 @@ def sum_over_gloo(rank: int, store: str) -> None:
 
 
 def accelerators() -> Iterator[Finding]:
-    """CUDA devices with their memory, and whether NCCL is there."""
+    """CUDA devices with their memory, and whether NCCL is available."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,8 +1,8 @@
-"""Speed of collectives here: seconds by kind, size and group of ranks, as nccl-tests measures them, beside the plan.
+"""Measures collectives on this machine: seconds by kind, size and group of ranks, as nccl-tests does, next to planned seconds.
 
-Groups are (size, stride), as the planner has them: all groups of one shape that the ranks can be cut into talk at once. Sizes
-are those of `plan.laws.collectives`: the whole gathered or reduced buffer; of all_to_all what a rank sends in total; of send
-one message to the next rank of the group. Every result is compared with what it must be before anything is timed.
+Groups are (size, stride), as in the planner: all groups of one shape that the ranks divide into communicate at once. Sizes are
+those of `plan.laws.collectives`: the whole gathered or reduced buffer; for all_to_all, what a rank sends in total; for send,
+one message to the next rank of the group. Every result is checked for correctness before it is timed.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ STEP = 4
 """Factor from one size to the next."""
 ROUNDS = 5
 ROUND_SECONDS = 0.05
-"""Seconds of back-to-back calls, whose mean is one measurement."""
+"""Seconds of back-to-back calls; their mean is one measurement."""
 MOST_CALLS = 200
 ITEM_BYTES = 4
 LARGEST_HOST = 16
-"""Accelerators of one host at most; a node of more is a rack, whose hosts start their ranks apart."""
+"""Most accelerators of one host; a larger node is a rack, whose hosts start their ranks separately."""
 
 
 class WrongResultError(RuntimeError):
-    """A collective gave something else than it must: the network or its library cannot be trusted."""
+    """A collective returned a wrong result: the network or its library is faulty."""
 
 
 class MessageTooLargeError(RuntimeError):
-    """The buffers of a message do not fit the device."""
+    """The buffers of a message do not fit on the device."""
 
 
 def default_groups(world: int, per_node: int) -> list[tuple[int, int]]:
-    """All ranks; where there are several nodes, each as full, also the ranks of each, and one of each."""
+    """Groups to measure: all ranks; with several equally full nodes also the ranks of a node, and one rank of each node."""
     if not 1 < per_node < world or world % per_node:
         return [(world, 1)]
     return [(world, 1), (per_node, 1), (world // per_node, per_node)]
@@ -63,7 +63,7 @@ def sizes_up_to(largest: int) -> list[int]:
 
 
 def expect_groups(groups: Sequence[tuple[int, int]], world: int) -> None:
-    """Raises SpecError if ranks cannot be cut into one of these groups."""
+    """Raises SpecError if the ranks do not divide into one of these groups."""
     for size, stride in groups:
         if size < 2 or stride < 1 or world % (size * stride):
             rule = f"{size}:{stride} (ranks of a group, and how far apart) does not cut {world} ranks into equal groups"
@@ -74,10 +74,10 @@ def measure_network(
     ranks: Ranks, groups: Sequence[tuple[int, int]], sizes: Sequence[int], kinds: Sequence[str] = KINDS, *,
     machine: str | None = None, report: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Time every kind in every group at every size. Collective; every rank returns the same. JSON-able.
+    """Time every kind in every group at every size. Collective; every rank returns the same JSON-able value.
 
-    `machine`: what the plan is for; None: as many of this device as there are ranks, if the catalogue has it. `report` is told
-    of each group on rank 0. Raises SpecError; WrongResultError and MessageTooLargeError on the ranks that see one.
+    `machine`: cluster of the plan; None: as many of this device as there are ranks, if the catalogue has it. `report` is called
+    on rank 0 for each group. Raises SpecError; and WrongResultError and MessageTooLargeError on the ranks that detect them.
     """
     expect_groups(groups, ranks.world)
     per_node = ranks_per_node(ranks)
@@ -104,21 +104,20 @@ def measure_network(
 
 
 def network_bytes_per_second(timings: Sequence[Timed], per_node: int) -> float | None:
-    """Combined rate of all cards of a node in the largest all-gathers over one rank of each node; None if none was timed."""
+    """Combined rate of a node's network cards in the largest all-gathers over one rank per node; None if none was timed."""
     across = [timing for timing in timings if timing.kind == "all_gather" and timing.stride == per_node]
     best = max(across, key=lambda timing: timing.num_bytes, default=None)
     return None if best is None else best.bus_bytes_per_second * per_node
 
 
 def ranks_per_node(ranks: Ranks) -> int:
-    """Ranks per node, from torchrun; under launchers that do not say, the number on the host of rank 0. Collective."""
+    """Ranks per node, from torchrun's variables; without them, the number of ranks on the host of rank 0. Collective."""
     hosts = ranks.gather_text(platform.node())
     return min(ranks.world, int(os.environ.get("LOCAL_WORLD_SIZE", hosts.count(hosts[0]))))
 
 
 def planned_cluster(world: int, per_node: int, gpu: str | None, machine: str | None) -> Cluster | None:
-    """The cluster of the plan: `machine`; else `world` of the catalogue's `gpu`, None where its usual node is another than
-    here.
+    """Cluster of the plan: `machine`; else `world` of the catalogue's `gpu`, or None if its usual node differs from this one.
 
     Raises SpecError if `machine` has fewer accelerators than there are ranks.
     """
@@ -134,12 +133,12 @@ def planned_cluster(world: int, per_node: int, gpu: str | None, machine: str | N
     other_node = per_node > usual or (per_node < min(world, usual) and usual <= LARGEST_HOST)
     try:
         return None if other_node else parse_cluster(f"{world}x{gpu}")
-    except SpecError:  # so many do not fill machines of that kind
+    except SpecError:  # this number does not fill machines of that kind
         return None
 
 
 def _group_of_this_rank(ranks: Ranks, size: int, stride: int) -> dist.ProcessGroup:
-    """This rank's process group. Each rank makes its own only: all of them, one after another, would take minutes of a thousand
+    """This rank's process group. Each rank creates only its own: creating all of them in turn would take minutes for a thousand
     ranks."""
     first = ranks.rank // (size * stride) * size * stride + ranks.rank % stride
     members = [first + place * stride for place in range(size)]
@@ -149,7 +148,8 @@ def _group_of_this_rank(ranks: Ranks, size: int, stride: int) -> dist.ProcessGro
 
 
 def _call(kind: str, num_bytes: int, group: dist.ProcessGroup, size: int, ranks: Ranks) -> Callable[[], None]:
-    """One collective of this kind, checked once. Of whole elements for every rank: a little more where they do not divide."""
+    """A function that runs one collective of this kind, after checking its result once. Rounds the size up to whole elements
+    per rank."""
     part = max(1, -(-num_bytes // (ITEM_BYTES * size)))
     place = dist.get_rank(group)
     counts = (part * size, part, part * size if kind in ("all_to_all", "send") else 0)
@@ -184,7 +184,7 @@ def _call(kind: str, num_bytes: int, group: dist.ProcessGroup, size: int, ranks:
     if not torch.equal(parts, torch.tensor(expected, device=ranks.device)[:, None].expand_as(parts)):
         problem = f"rank {ranks.rank}: {kind} of {num_bytes:,} bytes over {size} ranks gave {float(parts.flatten()[0])}"
         raise WrongResultError(f"{problem} where {expected[0]} must be. Do not train on this network.")
-    whole.zero_()  # a sum that is summed again and again must stay finite
+    whole.zero_()  # so that repeated sums stay finite
     return call
 
 
@@ -197,7 +197,7 @@ def _scatter(piece: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _timed(call: Callable[[], None], ranks: Ranks) -> tuple[float, float]:
-    """Seconds of one call, the median round, and the spread; of the slowest rank, equal on all."""
+    """Seconds of one call (median round) and the spread, on the slowest rank; equal on all ranks."""
     estimate = _round(call, 2, ranks)
     calls = max(1, min(MOST_CALLS, int(ROUND_SECONDS / estimate)))
     rounds = [_round(call, calls, ranks) for _ in range(ROUNDS)]

@@ -25,7 +25,7 @@ from ultrascale.parallel.mesh import process_group
 
 
 def main() -> int:
-    """Measure what the words say; returns the process's exit code."""
+    """Run the measurement that the command-line arguments describe. Returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run", nargs="?", help="the launcher's; nothing is trained")
     parser.add_argument("--rendezvous", default="env://")
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def measure(request: dict, *, rendezvous: str = "env://") -> None:
-    """Measure on this rank and those beside it; rank 0 writes the file `request["out"]`."""
+    """Measure together with all other ranks; rank 0 writes the file `request["out"]`."""
     world = env_world_size(os.environ)
     with process_group(Layout(dp=world), device=request["device"], rendezvous=rendezvous) as ranks:
         groups = [(size, stride) for size, stride in request["groups"] or default_groups(world, ranks_per_node(ranks))]

@@ -1,6 +1,6 @@
-"""A step under the profiler.
+"""Analysis of a profiled step.
 
-step_report        planned beside measured: begin here
-waterfall, spans   every moment in one category; stretches of time, and a profiler's events
-categories         names in a profiler's trace
+step_report        planned against measured; begin here
+waterfall, spans   assigns every moment to one category; time intervals, and a profiler's events
+categories         categories of names in a profiler's trace
 """

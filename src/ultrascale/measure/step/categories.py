@@ -1,4 +1,4 @@
-"""Categories of names in a profiler's trace, in the planner's words: which kind of computing, or which axis is waited for."""
+"""Maps names in a profiler's trace to the planner's categories: a kind of compute, or the axis that is waited for."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ultrascale.parallel.tags import Tag
 PRODUCTS, ATTENTION, ELEMENTWISE, AGAIN = "matrix products", "attention", "element-wise", "recomputation"
 OPTIMIZER, DATA, HOST, IDLE, EVERYBODY = "optimizer", "data wait", "launch gaps", "idle", "all ranks"
 COMPUTE = (PRODUCTS, ATTENTION, AGAIN, OPTIMIZER, ELEMENTWISE)
-"""Kinds of computing; where several run at once the first counts."""
+"""Kinds of compute; if several run at once, the first counts."""
 AXES = ("dp", "tp", "cp", "pp", "ep")
 CATEGORIES = (PRODUCTS, ATTENTION, ELEMENTWISE, AGAIN, OPTIMIZER, *AXES, EVERYBODY, DATA, HOST, IDLE)
 """Categories in the order of the report."""
 
 READING, CORE, RECOMPUTED = f"{MARK}data", f"{MARK}attention", f"{MARK}block"
-"""Ranges that `train.observers.profile` puts into a trace. A block's range in a backward pass is recomputation."""
+"""Ranges that `train.observers.profile` adds to a trace. A block's range in a backward pass is recomputation."""
 PHASE = f"{MARK}phase "
 UPDATE, BACKWARD = f"{PHASE}optimizer", f"{PHASE}backward"
 
@@ -34,8 +34,8 @@ AXIS_OF = {
     "a sum over all ranks": EVERYBODY, "a barrier of all ranks": EVERYBODY, "the norm of the gradient": EVERYBODY,
     Tag.WARM_UP.what: EVERYBODY, "a gather of words from all ranks": EVERYBODY,
 }  # fmt: skip
-"""Axis by the words in which `parallel.lost.waiting` says what is awaited. Rows of tokens are gathered and summed over
-expert_tp and tp alone; the planner counts both as tp."""
+"""Axis by the text in which `parallel.lost.waiting` describes a wait. Rows of tokens are gathered and summed only over
+expert_tp and tp; the planner counts both as tp."""
 _GROUPS = (
     (re.compile(r"(expert )?data |dp\b"), "dp"), (re.compile(r"tp\b|expert_tp\b|\d+ copies"), "tp"),
     (re.compile(r"cp\b"), "cp"), (re.compile(r"pp\b"), "pp"), (re.compile(r"ep\b"), "ep"),
@@ -50,15 +50,15 @@ _ATTENTION_OPS = re.compile(
 )
 _COMPILED = re.compile(r"CompiledFxGraph|CompiledFunction|triton_|cpp_fused")
 _NOT_COMPUTING = ("autograd::", "ultrascale::", "c10d::", "_c10d_functional::")
-"""Operations whose own time is Python's: what they compute are operations inside them."""
+"""Prefixes of operations whose own time is Python's: the operations inside them compute."""
 _ATTENTION_KERNELS = re.compile(r"flash|fmha|attention|attn|sdpa|cudnn", re.IGNORECASE)
-"""Names of attention kernels. Of cuDNN nothing else runs here: its backward pass has `cudnn::fusion::compute_dot_do_o` and
-`convert_dq_to_16bits` too."""
+"""Names of attention kernels. All cuDNN kernels here belong to attention, also `cudnn::fusion::compute_dot_do_o` and
+`convert_dq_to_16bits` of its backward pass."""
 _PRODUCT_KERNELS = re.compile(r"gemm|nvjet|cublas|xmma|cutlass|matmul|splitk|triton_tem|_mm_", re.IGNORECASE)
 
 
 def axis_of(what: str) -> str:
-    """The axis of what a rank waits for, as `parallel.lost.waiting` says it: known, or named in the words, or all ranks."""
+    """Axis of a wait described by `parallel.lost.waiting`: from `AXIS_OF`, or named in the text, or all ranks."""
     named = re.search(r"\b(dp|tp|cp|pp|ep)\b", what)
     return AXIS_OF.get(what) or (named[0] if named else EVERYBODY)
 
@@ -69,19 +69,19 @@ def axis_of_group(group: str) -> str:
 
 
 def awaited_axis(stack: Sequence[TimeSpan]) -> str | None:
-    """The axis that the host starts messages of or waits for, told by the ranges around it; None if it does not."""
+    """Axis over which the host starts or awaits messages, from the ranges in `stack`; None if it does neither."""
     for span in reversed(stack):
         if span.name.startswith(AWAITED):
             return axis_of(span.name.removeprefix(AWAITED))
     if _in_fsdp(stack) and stack[-1].name.startswith(("FSDP::", "c10d::")):
-        return "dp"  # torch's own collectives, which our ranges do not surround
+        return "dp"  # torch's own collectives, outside our ranges
     return None
 
 
 def computing(stack: Sequence[TimeSpan], phase: str, attention_links: frozenset[int]) -> str:
     """Category of a thread of the host that runs the operations in `stack` itself (a CPU), outermost first.
 
-    `attention_links`: of forward operations inside attention; their backward passes have the same.
+    `attention_links`: links of forward operations inside attention, which their backward passes share.
     """
     names = [span.name for span in stack]
     if (axis := awaited_axis(stack)) is not None:

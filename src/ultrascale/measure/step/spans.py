@@ -1,4 +1,4 @@
-"""Stretches of time: nested ones cut into what is innermost when, overlapping ones into what counts when.
+"""Time intervals: splits nested ranges by the innermost one, and overlapping ones by priority.
 
     nested       step |--------------------------|        one thread's ranges, each inside another or beside it
                  op      |-------|   |----|
@@ -9,14 +9,14 @@
                  2nd  |------------|
     partition    2nd  |--|1st|-----|..|1st|....|          every moment of the window once; `rest` where nobody is busy
 
-Seconds everywhere; what a name means is not known here.
+All times are seconds; the meaning of names is defined elsewhere (`measure.step.categories`).
 
-They are read from a torch profiler's trace: what the host's threads did, what ran on the device, and who launched it. The file
-is the Trace Event Format as `torch.profiler` exports it (Kineto): complete events with `cat` cpu_op, user_annotation,
-cuda_runtime, kernel, gpu_memcpy, gpu_memset; `args.correlation` ties a kernel to the call that launched it, arrows of `cat`
-fwdbwd tie a forward operation to its backward pass (sequence numbers, which are there too, begin anew on each thread), and
-NCCL's kernels carry their process group's description. Times become seconds since the first step's start, which `origin` puts
-on the clock that the ranks of a machine share: as seconds since the epoch they would be rounded to a quarter of a microsecond.
+Events are read from a torch profiler's trace: host threads, device kernels, and their launches. The file is in the Trace Event
+Format as exported by `torch.profiler` (Kineto): complete events with `cat` cpu_op, user_annotation, cuda_runtime, kernel,
+gpu_memcpy, gpu_memset; `args.correlation` links a kernel to the call that launched it, arrows of `cat` fwdbwd link a forward
+operation to its backward pass (sequence numbers restart on each thread), and NCCL kernels carry their process group's
+description. Times become seconds since the first step's start, and `origin` maps them to the clock that the ranks of a machine
+share: as seconds since the epoch they would be rounded to a quarter of a microsecond.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 
 class TimeSpan(NamedTuple):
-    """Something that ran from `start` to `end`."""
+    """A range or operation that ran from `start` to `end`."""
 
     start: float
     end: float
@@ -42,16 +42,16 @@ class TimeSpan(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A stretch in which nothing begins or ends."""
+    """A time interval in which no range starts or ends."""
 
     start: float
     end: float
     stack: tuple[TimeSpan, ...]
-    """Ranges under way, outermost first."""
+    """Active ranges, outermost first."""
 
 
 class Piece(NamedTuple):
-    """A stretch of one category."""
+    """A time interval of one category."""
 
     start: float
     end: float
@@ -63,10 +63,10 @@ class Piece(NamedTuple):
 
 
 def innermost(ranges: Iterable[TimeSpan]) -> list[Segment]:
-    """The nested `ranges` of one thread as stretches that do not overlap, ascending. Times without any range are left out.
+    """The nested `ranges` of one thread as ascending segments that do not overlap. Times without any range are left out.
 
-    Clocks that are read one after the other, and rounding, make ranges stick out of those around them: one that lies mostly
-    behind another is taken to begin where that one ends, any other is cut at its end.
+    Clock reads and rounding can make a range extend beyond the one around it: if it lies mostly after that one, it is moved to
+    start at its end, otherwise it is cut there.
     """
     leaf_segments: list[Segment] = []
     stack: list[TimeSpan] = []
@@ -93,9 +93,9 @@ def innermost(ranges: Iterable[TimeSpan]) -> list[Segment]:
 
 
 def partition(window: tuple[float, float], layers: Sequence[Iterable[Piece]], *, rest: str) -> list[Piece]:
-    """Every moment of `window` once, ascending: the first of `layers` that is busy, or `rest`. Equal neighbours are one.
+    """Partition of `window`, ascending: at each moment the first of `layers` that is busy, or `rest`. Merges equal neighbours.
 
-    Within a layer the piece that comes first in it wins.
+    Within a layer, earlier pieces take precedence.
     """
     first, last = window
     events: list[tuple[float, int, tuple[int, int], str]] = []
@@ -137,14 +137,14 @@ def clipped(pieces: Iterable[Piece], window: tuple[float, float]) -> Iterator[Pi
 
 
 class Timeline:
-    """Segments of a thread to look up by time."""
+    """Segments of a thread, for lookup by time."""
 
     def __init__(self, segments: Sequence[Segment]):
         self.segments = segments
         self._starts = [segment.start for segment in segments]
 
     def at(self, when: float) -> tuple[TimeSpan, ...]:
-        """Ranges under way at `when`, outermost first; empty if there are none."""
+        """Ranges active at `when`, outermost first; empty if there are none."""
         index = bisect_right(self._starts, when) - 1
         if index < 0 or self.segments[index].end < when:
             return ()
@@ -166,27 +166,27 @@ def _join(pieces: list[Piece], start: float, end: float, category: str) -> None:
 
 
 MARK = "ultrascale: "
-"""Our own ranges' names begin so."""
+"""Prefix of the names of our ranges."""
 STEP = f"{MARK}step "
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _WITHOUT_A_THREAD = ("gloo:", "nccl:")
-"""Ranges of work that goes on beside a thread, which torch writes on the thread that started it: they do not nest."""
+"""Prefixes of asynchronous work, which torch records on the thread that started it: these ranges do not nest."""
 
 
 class Kernel(NamedTuple):
-    """Something that ran on the device."""
+    """A kernel or copy on the device."""
 
     start: float
     end: float
     name: str
     stream: int
     launched: float
-    """Time at which the host had launched it; its own start where the trace does not say."""
+    """Time at which the host launched it; its own start if the trace does not contain the launch."""
     thread: int | None
     """Thread that launched it."""
     group: str
-    """NCCL's process group, in the words of `parallel.groups`; empty for others."""
+    """Description of NCCL's process group, from `parallel.groups`; empty for other kernels."""
 
 
 @dataclass(frozen=True)
@@ -197,11 +197,11 @@ class RankEvents:
     ranges: dict[int, list[TimeSpan]]
     """Ranges by thread."""
     kernels: list[Kernel]
-    """Kernels in order of their starts; none without a CUDA device."""
+    """Kernels by start time; empty without a CUDA device."""
     steps: list[TimeSpan]
     """Steps as the main thread marked them."""
     origin: float = 0.0
-    """Seconds since the epoch of the time 0 of all others."""
+    """Time 0 of all other times, in seconds since the epoch."""
 
 
 def read_trace(path: Path) -> RankEvents:

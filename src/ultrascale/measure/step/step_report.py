@@ -1,4 +1,4 @@
-"""Profiled steps as a report: planned beside measured, category by category; a table, a small trace of all ranks, a picture."""
+"""Report of profiled steps: planned and measured seconds by category; a table, a small trace of all ranks, a picture."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RankSteps:
     communication: dict[str, float]
     """Seconds of a step that NCCL's kernels of an axis took, hidden or not."""
     top: list[TopRow]
-    """Seconds and counts of all profiled steps together."""
+    """Longest operations, with seconds and counts over all profiled steps."""
 
     @classmethod
     def of(cls, rank: int, waterfall: Waterfall, top: list[TopRow]) -> RankSteps:
@@ -53,7 +53,7 @@ class RankSteps:
 
 @dataclass(frozen=True)
 class StepReport:
-    """All ranks' steps, and what was planned."""
+    """Measured steps of all ranks, and the plan."""
 
     steps: list[int]
     """Profiled steps, counted from 1."""
@@ -69,16 +69,16 @@ class StepReport:
 
     @property
     def step_seconds(self) -> float:
-        """The mean over steps and ranks."""
+        """Mean over steps and ranks."""
         return sum(sum(rank.mean.values()) for rank in self.ranks) / len(self.ranks)
 
     def measured(self, category: str) -> float:
-        """The mean over ranks."""
+        """Mean seconds of a category over ranks."""
         return sum(rank.mean[category] for rank in self.ranks) / len(self.ranks)
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> StepReport:
-        """The report that `to_json` gave."""
+        """The report from the dictionary that `to_json` returned."""
         ranks = [RankSteps(**rank | {"top": [TopRow(*row) for row in rank["top"]]}) for rank in facts["ranks"]]
         values: dict[str, Any] = {field.name: facts[field.name] for field in fields(cls)}
         values["ranks"] = ranks
@@ -90,7 +90,7 @@ class StepReport:
 
 
 def waterfall_table(report: StepReport) -> Table:
-    """Planned and measured, line by line; with two to eight ranks a column each, else bars."""
+    """Table of planned and measured seconds by category; two to eight ranks get a column each, otherwise bars are drawn."""
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
@@ -115,7 +115,7 @@ def waterfall_table(report: StepReport) -> Table:
 
 
 def top_table(rows: Sequence[TopRow], num_steps: int) -> Table:
-    """Table of the operations or kernels with most time of their own on one rank, per step."""
+    """Table of the operations or kernels with the most self time on one rank, per step."""
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
@@ -130,7 +130,7 @@ def top_table(rows: Sequence[TopRow], num_steps: int) -> Table:
 
 
 def write_merged(path: Path, by_rank: Mapping[int, Sequence[Piece]], *, title: str) -> None:
-    """A trace of all ranks by category alone, a track a rank, gzipped; ui.perfetto.dev opens it."""
+    """Write a gzipped trace of all ranks' categories, one track per rank, for ui.perfetto.dev."""
     origin = min(pieces[0].start for pieces in by_rank.values())
     events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": title}}]
     for rank, pieces in by_rank.items():
@@ -147,7 +147,7 @@ def write_merged(path: Path, by_rank: Mapping[int, Sequence[Piece]], *, title: s
 
 
 def plot_steps(report: StepReport, path: Path) -> Path:
-    """A bar for the plan and one for each rank, by category, one above the other on one scale.
+    """Draw a stacked bar for the plan and one for each rank, by category, on one scale.
 
     Raises ModuleNotFoundError without matplotlib (extra `plot`).
     """
@@ -171,7 +171,7 @@ def plot_steps(report: StepReport, path: Path) -> Path:
 
 
 def hidden_lines(report: StepReport) -> list[str]:
-    """Lines with the share of each axis's communication that is overlapped, where the device reports it."""
+    """Lines with the overlapped fraction of each axis's communication, if the device reports it."""
     lines = []
     for axis in dict.fromkeys(axis for rank in report.ranks for axis in rank.communication):
         sent = sum(rank.communication.get(axis, 0.0) for rank in report.ranks) / len(report.ranks)
@@ -181,7 +181,7 @@ def hidden_lines(report: StepReport) -> list[str]:
 
 
 def computing_share(report: StepReport) -> float:
-    """Fraction of the measured step that computes, the optimizer included."""
+    """Fraction of the measured step spent in compute, including the optimizer."""
     return sum(map(report.measured, COMPUTE)) / report.step_seconds
 
 

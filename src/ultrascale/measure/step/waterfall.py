@@ -1,16 +1,16 @@
-"""Waterfall of a step's time on one rank: every moment of it in one category, so that the parts sum to the step.
+"""Waterfall of a step's time on one rank: every moment belongs to one category, so that the parts sum to the step.
 
-On CUDA the device's streams tell, a moment being that of the first of these that there is:
+On CUDA categories come from the device's streams; the first of these that applies counts:
 
-    computing     a kernel that is not NCCL's, by kind (`measure.step.categories`); communication beside it is hidden
-    an axis       an NCCL kernel with nothing computing beside it: exposed communication, and waiting for late ranks in it
+    computing     a kernel that is not NCCL's, by kind (`measure.step.categories`); overlapping communication is hidden
+    an axis       an NCCL kernel without concurrent compute: exposed communication, with its waiting for late ranks
     all ranks, data wait   nothing runs, and the host is waiting for the other ranks, or for data
-    launch gaps   nothing runs, for the host had not launched the next kernel yet
-    idle          nothing runs, although the next kernel was launched: it starts, or waits for an event
+    launch gaps   nothing runs, because the host has not launched the next kernel yet
+    idle          nothing runs, although the next kernel is launched: it is starting, or waits for an event
 
-On a CPU the main thread runs the operations itself, and gloo's threads send beside it: its innermost operation tells. Axes are
-what it waits for, and starts; `launch gaps` is what Python and autograd take between operations. A wait for a pipeline's
-message is `pp`: bubble and message in one, since who waits cannot tell them apart.
+On a CPU the main thread runs the operations, while gloo's threads send: its innermost operation gives the category. Time in an
+axis is starting messages and waiting for them; `launch gaps` is time of Python and autograd between operations. A wait for a
+pipeline message is `pp`: bubble and message together, since the waiting rank cannot separate them.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ from ultrascale.measure.step.spans import (
 
 @dataclass(frozen=True)
 class Waterfall:
-    """One rank's steps. Seconds."""
+    """Waterfall of one rank's steps, in seconds."""
 
     steps: tuple[dict[str, float], ...]
     """Seconds by category (`measure.step.categories.CATEGORIES`), for each step of the trace."""
     pieces: tuple[Piece, ...]
-    """Ascending and without gaps, for the trace and the picture."""
+    """All pieces, ascending and without gaps, for the trace and the picture."""
     communication: dict[str, float]
-    """Seconds of each axis's NCCL kernels over all steps, overlapped or not; empty on a CPU, whose messages no trace shows."""
+    """Seconds of each axis's NCCL kernels over all steps, overlapped or not; empty on a CPU, whose traces show no messages."""
 
     @property
     def step_seconds(self) -> float:
-        """The mean."""
+        """Mean seconds of a step."""
         return sum(map(sum, (step.values() for step in self.steps))) / len(self.steps)
 
     @property
@@ -71,12 +71,12 @@ class Waterfall:
 
 
 class TopRow(NamedTuple):
-    """One operation or kernel by name, in all steps together."""
+    """Total of one operation or kernel, by name, over all steps."""
 
     name: str
     category: str
     seconds: float
-    """Seconds of its own: without operations inside it."""
+    """Self time in seconds, without operations inside it."""
     count: int
 
 
@@ -90,7 +90,7 @@ def waterfall(events: RankEvents) -> Waterfall:
 
 
 def top(events: RankEvents, *, count: int = 15) -> list[TopRow]:
-    """The operations with most time of their own: kernels on CUDA, operations of the main thread on a CPU."""
+    """The operations with the most self time: kernels on CUDA, operations of the main thread on a CPU."""
     durations: dict[tuple[str, str], list[float]] = {}
     for name, category, seconds in _named(events):
         durations.setdefault((name, category), []).append(seconds)
@@ -99,7 +99,7 @@ def top(events: RankEvents, *, count: int = 15) -> list[TopRow]:
 
 
 def _windows(steps: Sequence[TimeSpan]) -> list[tuple[float, float]]:
-    """A step ends where the next begins: what lies between them is the trainer's too."""
+    """Start and end of every step; a step ends where the next starts, so that time between them counts."""
     ends = [*(step.start for step in steps[1:]), steps[-1].end]
     return [(step.start, end) for step, end in zip(steps, ends, strict=True)]
 
@@ -119,21 +119,21 @@ class _Host:
         self.attention_links = frozenset(self._links_inside(CORE))
 
     def phase(self, when: float) -> str:
-        """The range of the trainer's phase at `when`; empty outside of all."""
+        """Name of the trainer's phase at `when`; empty outside of all phases."""
         stack = self._phases.at(when)
         return stack[-1].name if stack else ""
 
     def stack(self, thread: int | None, when: float) -> tuple[TimeSpan, ...]:
-        """Ranges that a thread had under way, outermost first."""
+        """Ranges active on a thread at `when`, outermost first."""
         return self.timelines[thread].at(when) if thread in self.timelines else ()
 
     def doing(self) -> Iterator[Piece]:
-        """The main thread as categories, stretch by stretch; gaps between its ranges are left out."""
+        """Categories of the main thread over time; gaps between its ranges are left out."""
         for segment in self.main_segments():
             yield Piece(segment.start, segment.end, self.category(segment))
 
     def main_segments(self) -> Iterator[Segment]:
-        """Segments of the main thread, none across the border of a phase."""
+        """Segments of the main thread, split at the borders of phases."""
         borders = sorted({border for segment in self._phases.segments for border in (segment.start, segment.end)})
         for start, end, stack in self.timelines[self.events.main_thread].segments:
             inside = borders[bisect_right(borders, start) : bisect_left(borders, end)]
@@ -152,7 +152,7 @@ class _Host:
 
 
 def _nested(ranges: Iterable[TimeSpan]) -> list[TimeSpan]:
-    """Phases cross other ranges: they are looked up by time."""
+    """Ranges that nest: all except phases, which cross other ranges and are looked up by time."""
     return [span for span in ranges if not span.name.startswith(PHASE)]
 
 
@@ -179,7 +179,7 @@ def _busy(kernels: Iterable[Kernel], host: _Host) -> list[Piece]:
 
 
 def _explained(gaps: Sequence[Piece], kernels: Sequence[Kernel], waits: Sequence[Piece]) -> Iterator[Piece]:
-    """Gaps of the device, by what the host did until it launched the kernel that ends each."""
+    """Gaps of the device, categorised by the host's activity until it launched the kernel that ends each gap."""
     starts = [kernel.start for kernel in kernels]
     for gap in gaps:
         after = bisect_left(starts, gap.end - 1e-12)
@@ -197,7 +197,7 @@ def _communication(busy: Sequence[Piece], window: tuple[float, float]) -> dict[s
 
 
 def _named(events: RankEvents) -> Iterator[tuple[str, str, float]]:
-    """Name, category and own seconds of everything that ran."""
+    """Name, category and self time of everything that ran."""
     host = _Host(events)
     if events.kernels:
         for kernel, piece in zip(events.kernels, _busy(events.kernels, host), strict=True):

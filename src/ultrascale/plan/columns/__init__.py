@@ -1,8 +1,8 @@
-"""Memory of whole tables of layouts at once, for the search: blocks replayed once per shape, counted from action lists.
+"""Memory of whole tables of layouts at once, for the search: blocks replayed once per shape, times counts from action lists.
 
-footprint                     the whole, begin here; and the allocator's share
-rank_state, fp8_state         weights, gradients, optimizer
-block_memory                  what one block keeps
-rank_loads, rank_activations  how many blocks a rank holds; their bytes
-rank_moments                  where in a step the sum is highest
+footprint                     total memory, begin here; and the allocator's share
+rank_state, fp8_state         weights, gradients, optimizer state
+block_memory                  memory of one block
+rank_loads, rank_activations  number of blocks whose activations a rank holds; their bytes
+rank_moments                  the moments of a step at which memory can peak
 """

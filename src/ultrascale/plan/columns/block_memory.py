@@ -1,13 +1,12 @@
-"""Memory of a part of the model (a block, the embedding, the head) on one rank for one micro-batch, by playing its operations.
+"""Memory of one part of the model (block, embedding, head) on one rank for one micro-batch, by replaying its operations.
 
-    forward     every operation takes its results; what autograd saves stays, the rest goes after its last reader
-    backward    last operation first: take the gradients of what it read and of its weights, let go of what it saved
-    recomputed  a part that keeps little runs forward again before, or in the middle of, its backward pass
+    forward     every operation allocates its results; tensors saved by autograd stay, others are freed after their last reader
+    backward    last operation first: allocate the gradients of its inputs and weights, free the tensors it saved
+    recomputed  a part with recomputation runs forward again before, or in the middle of, its backward pass
 
-The same moves as `plan.memory.replay`, which replays a whole step; here for any shape, once per distinct one:
-`plan.columns.footprint` builds whole ranks out of it. A part owns what it reads (`hidden`), not what it hands on. Shapes whose
-blocks do the same operations and differ in sizes alone are played together, a column of bytes for each number
-(`block_columns`).
+The same allocations as in `plan.memory.replay`, which replays a whole step; here once per distinct shape, from which
+`plan.columns.footprint` builds whole ranks. A part owns its input (`hidden`), not its result. Shapes with the same operations
+that differ only in sizes are replayed together, with a column of bytes in place of each number (`block_columns`).
 """
 
 from __future__ import annotations
@@ -29,33 +28,33 @@ from ultrascale.work.recompute import Region, recompute_of_mode, regions, saved_
 from ultrascale.work.work import Op, Shape, block_work, embedding_work, head_work
 
 Recompute = str
-"""One block's, as `description.recomputed` has the words."""
+"""Recomputation of one block, in the words of `description.recomputed`."""
 WeightGradients = Literal["held", "momentary", "in place"]
-"""Fate of a weight's gradient. Held: it stays until the block is done (FSDP). Momentary: it is added to the accumulated one
-and freed. In place: the product adds to the accumulated one itself (Megatron's gradient accumulation fusion)."""
+"""Lifetime of a weight's gradient. Held: it stays until the block is done (FSDP). Momentary: it is added to the accumulated
+gradient and freed. In place: the GEMM accumulates directly (Megatron's gradient accumulation fusion)."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMemory:
-    """Bytes. Peaks include what the part itself saves, and nothing that was there before but its input."""
+    """Bytes of one part. Peaks include its input and saved tensors, but nothing else that existed before."""
 
     saved_bytes: int
     """Bytes saved from the forward to the backward pass."""
     saved_by_kind: dict[str, int]
-    """`saved_bytes` by kind of operation that made them; `residual` is the residual stream."""
+    """`saved_bytes` by kind of operation that produced them; `residual` is the residual stream."""
     forward_peak_bytes: int
     backward_peak_bytes: int
     """Peak of the backward pass, with the gradient of the result and, if they are held, those of the weights."""
     waiting_bytes: int = 0
-    """Bytes that I leaves for W, where the backward pass is split in two."""
+    """Bytes that I keeps for W, if backward passes are split."""
 
 
 @lru_cache(maxsize=1 << 12)
 def block_memory(
     model: Model, layer: int, shape: Shape, *, recompute: Recompute = "none", stack: Stack, splits: bool = False
 ) -> BlockMemory:
-    """Decoder block `layer`. `shape.kernels` are those of `stack`; `recompute` as in `Layout`, without every-k. `splits`: the
-    backward pass is I, which leaves inputs and gradients of linear layers for W."""
+    """Memory of decoder block `layer`. `shape.kernels` are those of `stack`; `recompute` as in `Layout`, without every-k.
+    `splits`: the backward pass is I, which keeps inputs and output gradients of linear layers for W."""
     ops = block_work(model, layer, shape)
     sizes = local_weights(model, layer, shape.tp, shape.ep, shape.expert_tp)
     hidden = shape.outer_tokens * model.hidden_size * shape.itemsize
@@ -72,7 +71,7 @@ def block_memory(
 def block_columns(
     model: Model, layer: int, shapes: Sequence[Shape], *, recompute: Recompute, stack: Stack, splits: bool
 ) -> NDArray[np.float64]:
-    """`block_memory` of many shapes, [shapes, 4]: what is saved, both peaks, and what waits for W."""
+    """`block_memory` of many shapes, [shapes, 4]: saved bytes, forward and backward peak, and bytes kept for W."""
     table = np.empty((len(shapes), 4))
     alike: dict[object, list[int]] = {}
     works = [block_work(model, layer, shape) for shape in shapes]
@@ -88,13 +87,13 @@ def block_columns(
 
 @lru_cache(maxsize=1 << 13)
 def _moves_of(model: Model, layer: int, shape: Shape) -> object:
-    """All of a block's operations by which `_Part` goes, but for their sizes."""
+    """Key of the facts of a block's operations that `_Part` uses, without their sizes."""
     return _known_moves(tuple(map(_moves, block_work(model, layer, shape))))
 
 
 @lru_cache(maxsize=1 << 10)
 def _known_moves(moves: tuple[object, ...]) -> object:
-    """The one object that stands for these: it is compared at once."""
+    """A single object for equal `moves`, compared by identity."""
     return object()
 
 
@@ -108,7 +107,7 @@ def _played_together(
     model: Model, layer: int, shapes: Sequence[Shape], works: Sequence[tuple[Op, ...]], recomputation: BlockRecompute | None,
     recompute: Recompute, stack: Stack, splits: bool,
 ) -> NDArray[np.int64]:  # fmt: skip
-    """[4, shapes] of shapes whose blocks make the same moves."""
+    """Rows of `block_columns`, [4, shapes], for shapes with equal `_moves_of`."""
     itemsize = shapes[0].itemsize
     weights = [local_weights(model, layer, shape.tp, shape.ep, shape.expert_tp) for shape in shapes]
     hidden = np.array([shape.outer_tokens * model.hidden_size * itemsize for shape in shapes], dtype=np.int64)
@@ -134,7 +133,7 @@ def _played_together(
 
 @lru_cache(maxsize=1 << 14)
 def head_memory(model: Model, shape: Shape, *, stack: Stack) -> BlockMemory:
-    """The final norm, the head and its loss."""
+    """Memory of the final norm, the head and its loss."""
     hidden = shape.outer_tokens * model.hidden_size * shape.itemsize
     sizes = _outside_weights(model, shape.tp)
     part = _Part(head_work(model, shape), {"hidden": hidden}, "loss", 0, sizes, shape.itemsize, weight_gradients(stack),
@@ -144,7 +143,7 @@ def head_memory(model: Model, shape: Shape, *, stack: Stack) -> BlockMemory:
 
 @lru_cache(maxsize=1 << 14)
 def embedding_memory(model: Model, shape: Shape, *, stack: Stack) -> BlockMemory:
-    """The embedding."""
+    """Memory of the embedding."""
     hidden = shape.outer_tokens * model.hidden_size * shape.itemsize
     sizes = _outside_weights(model, shape.tp)
     ops = embedding_work(model, shape)
@@ -153,7 +152,7 @@ def embedding_memory(model: Model, shape: Shape, *, stack: Stack) -> BlockMemory
 
 
 def weight_gradients(stack: Stack) -> WeightGradients:
-    """Fate of a weight's gradient in `stack`."""
+    """Lifetime of a weight's gradient in `stack`."""
     if stack.gathers == "buckets":
         return "held"
     return "in place" if stack.fuses_gradient_accumulation else "momentary"
@@ -161,7 +160,8 @@ def weight_gradients(stack: Stack) -> WeightGradients:
 
 @lru_cache(maxsize=1 << 14)
 def dummy_gradient_bytes(model: Model, layers: tuple[int, ...], shape: Shape, *, stack: Stack) -> int:
-    """One gradient for every distinct shape of a linear layer in blocks like `layers`; one expert stands for all."""
+    """Bytes of dummy gradients: one for every distinct linear-layer shape in blocks of the kinds of `layers`, and of one
+    expert."""
     if not stack.keeps_dummy_gradients:
         return 0
     products = [op.product for layer in layers for op in block_work(model, layer, shape) if op.kind == "matmul"]
@@ -170,7 +170,7 @@ def dummy_gradient_bytes(model: Model, layers: tuple[int, ...], shape: Shape, *,
 
 @lru_cache(maxsize=1024)
 def local_weights(model: Model, layer: int, tp: int, ep: int, expert_tp: int) -> dict[str, int]:
-    """Elements of each weight of a block on one rank; names without the block's."""
+    """Elements of each weight of a block on one rank, by name within the block."""
     prefix = len(f"layers.{layer}.")
     rows = layer_weights(model, layer)
     return {w.name[prefix:]: w.local_numel(tp=tp, ep=ep, expert_tp=expert_tp) for w in rows}
@@ -182,7 +182,7 @@ def _outside_weights(model: Model, tp: int) -> dict[str, int]:
 
 
 class _Ledger:
-    """Bytes by name, each with its number of holders, and the highest total."""
+    """Live bytes by name, with their number of holders, and the peak total."""
 
     __slots__ = ("holders", "peak", "sizes", "total")
 
@@ -216,7 +216,7 @@ class _Ledger:
 
 
 class _LedgerColumns(_Ledger):
-    """Books of many shapes at once: columns of bytes."""
+    """`_Ledger` of many shapes at once, with columns of bytes."""
 
     __slots__ = ()
 
@@ -237,7 +237,7 @@ class _LedgerColumns(_Ledger):
 
 
 class _Part:
-    """Operations with an end each, and the passes over them."""
+    """A part's operations, with the replay of its passes."""
 
     def __init__(
         self,
@@ -251,27 +251,28 @@ class _Part:
         *,
         is_outside: bool = False,
     ):
-        """Sizes are bytes, or columns of them."""
+        """Sizes are bytes, or columns of bytes."""
         self.ops, self.inputs, self.result, self.result_bytes = ops, inputs, result, result_bytes
         self.weights, self.itemsize, self.gradients, self.is_outside = weights, itemsize, gradients, is_outside
         self.split_shape: Shape | None = None
         self.waiting: dict[str, None] = {}
-        """Names held for W."""
+        """Names kept for W."""
         self.activation_bytes: dict[str, Any] = inputs | {
             activation.name: activation.num_bytes for op in ops for activation in op.makes
         }
         self.results: dict[tuple[str, str], Any] = {
             (op.name, activation.name): activation.num_bytes for op in ops for activation in op.makes
         }
-        """By operation too: eager attention and a router both make what is called scores."""
+        """Sizes by (operation, name): eager attention and a router both produce `scores`."""
         self.scratch: dict[str, tuple[Any, Any]] = {op.name: (op.scratch_bytes, op.backward_scratch_bytes) for op in ops}
-        """Forward and backward, by name of the operation."""
+        """Forward and backward scratch bytes, by name of the operation."""
         self.ledger = (_Ledger if isinstance(result_bytes, int) else _LedgerColumns)(inputs)
         self._borrowed: dict[int, list[str]] = {}
-        """By region, what others have made again that it reads."""
+        """For each region, its inputs that other regions have recomputed."""
 
     def measure(self, recomputation: BlockRecompute | None, selective: Selective) -> BlockMemory:
-        """Play both passes. `selective`: where `recomputation` keeps results and names no kinds, what the stack means."""
+        """Replay both passes. `selective`: what the stack keeps in selective recomputation if `recomputation` names no
+        kinds."""
         recomputed = (
             () if recomputation is None else regions(self.ops, recomputation.modules, as_megatron=recomputation.as_megatron)
         )
@@ -315,8 +316,8 @@ class _Part:
         kept: Collection[str] = (),
         leaves: Collection[str] | None = None,
     ) -> list[tuple[Op, list[str]]]:
-        """Run forward. `keep`: results to hold; `kept`: those of the first run, there already; `recomputed`:
-        what they make is not saved now, but what they read."""
+        """Run forward. `keep`: results to hold; `kept`: those of the first run, reused; `recomputed`: regions whose inputs are
+        saved instead of their results."""
         ledger = self.ledger
         leaves = (self.result,) if leaves is None else leaves
         last_reader = {name: index for index, op in enumerate(ops) for name in (*op.reads, *op.saves)}
@@ -331,7 +332,7 @@ class _Part:
                 last_reader |= {name: max(end, last_reader.get(name, 0)) for name in region.reads}
         for index, op in enumerate(ops):
             for activation in op.makes:
-                if activation.name not in kept:  # of a sum that is kept nobody makes the parts again
+                if activation.name not in kept:  # partial sums are not recomputed if their sum is kept
                     ledger.take(
                         activation.name,
                         0
@@ -354,7 +355,7 @@ class _Part:
         return tape
 
     def _save(self, op: Op, remade: Collection[str]) -> list[str]:
-        """Hold what `op` saves. What blocks share is nobody's here."""
+        """Hold the tensors that `op` saves, without those shared by all blocks."""
         return self._retain([name for name in op.saves if name not in remade])
 
     def _retain(self, names: Iterable[str]) -> list[str]:
@@ -364,7 +365,7 @@ class _Part:
         return held
 
     def _recompute(self, kept: frozenset[str]) -> list[tuple[Op, list[str]]]:
-        """Run forward again up to the last operation that saves something, as torch does."""
+        """Recompute up to the last operation that saves a tensor, as torch does."""
         last = max((index for index, op in enumerate(self.ops) if op.saves), default=0)
         self._retain_inputs()
         leaves = set(self.ops[last].saves)
@@ -400,8 +401,8 @@ class _Part:
     def _recompute_region(
         self, region: Region, tape: list[tuple[Op, list[str]]], pending: dict[str, Region], dropped: frozenset[str]
     ) -> None:
-        """Run a region again; what it makes belongs to the operations on the tape that save it. `pending`: what is still to
-        be made again, of all that was `dropped`."""
+        """Recompute a region; its results are held by the operations on the tape that save them. `pending`: the results not
+        yet recomputed, of all `dropped`."""
         ledger = self.ledger
         for name in region.reads:
             if name in pending:
@@ -425,7 +426,7 @@ class _Part:
         for op, saved in tape:
             names = [name for name in op.saves if name in region.drops]
             saved += self._retain(names)
-        for later_region in dict.fromkeys(pending.values()):  # they will read it
+        for later_region in dict.fromkeys(pending.values()):  # later regions read the results
             other_reads = [name for name in later_region.reads if name in region.drops]
             self._borrowed.setdefault(id(later_region), []).extend(self._retain(other_reads))
         for name in region.drops:
@@ -435,7 +436,7 @@ class _Part:
                 ledger.release(name)
 
     def _sum_gradients(self, existing: str, gradient: str) -> str:
-        """The sum: autograd adds to the one that is there, unless W waits for it too."""
+        """Sum of two gradients: autograd adds in place, unless the existing one is kept for W."""
         total = existing
         if self.ledger.holders[existing] > 1:
             total = f"{existing} + {gradient}"
@@ -445,7 +446,7 @@ class _Part:
         return total
 
     def _backward_op(self, op: Op, saved: list[str], arriving: list[str]) -> dict[str, str]:
-        """Gradients of what `op` reads."""
+        """Backward pass of `op`. Returns the gradients of its inputs."""
         ledger = self.ledger
         leaving: dict[str, str] = {}
         for name in op.reads:
@@ -466,7 +467,8 @@ class _Part:
         return leaving
 
     def _defer_weight_gradient(self, op: Op, saved: list[str], arriving: str, shape: Shape) -> None:
-        """The input and the gradient of a linear layer's result: of what tp sums this rank's positions, in fp8 as rounded."""
+        """Keep a linear layer's input and output gradient for W: this rank's positions of a row-parallel layer's, rounded in
+        fp8."""
         held = [arriving, *saved[:1]]
         part = next(
             (

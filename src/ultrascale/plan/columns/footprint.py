@@ -1,22 +1,22 @@
-"""Memory of every layout of a table, per pipeline rank and category: does it fit, and what fills it.
+"""Memory of every layout of a table, per pipeline rank and category, and whether it fits.
 
     state        weights, gradients, optimizer: `plan.columns.rank_state`
-    activations  blocks replayed once per distinct shape: `plan.columns.block_memory`, put together by
+    activations  blocks replayed once per distinct shape: `plan.columns.block_memory`, combined by
                  `plan.columns.rank_activations`
-    moments      where in a step the sum is highest: `plan.columns.rank_moments`
-    allocator    what is reserved for it, and what lies outside: `plan.columns.footprint`
+    moments      the moments of a step at which memory can peak: `plan.columns.rank_moments`
+    allocator    memory reserved beyond that, and memory outside torch: here
 
-Whole columns in NumPy; a single layout takes about a millisecond. They filter a search; what is printed is the replay of
-`plan.memory.replay`, to which tests hold this.
+Whole columns in NumPy; a single layout takes about a millisecond. They filter a search; printed memory comes from the replay
+(`plan.memory.replay`), against which tests check these columns.
 
-What the device holds beyond the bytes that tensors need: the allocator's rounding and cache, and what lies outside torch.
+Memory beyond the bytes of live tensors:
 
 reserved    segments that torch's caching allocator took from CUDA. Blocks above 1 MiB are cut out of 20 MiB segments, those
             above 10 MiB are rounded to 2 MiB (c10/core/AllocatorConfig.h), and freed segments are kept for the next block
-            that fits them: a step whose tensors have few sizes wastes little. Each stream has segments of its own
-            (`plan.columns.rank_moments.aside_bytes`), and unless segments can grow none is ever joined with another: FSDP's
-            largest buffers have no room in what activations have left (`plan.columns.rank_moments.late_bytes`).
-            `trace.allocator` replays all of it; `tests/agree/test_reserved_agrees.py` holds this to that
+            that fits: a step whose tensors have few sizes wastes little. Each stream has its own segments
+            (`plan.columns.rank_moments.aside_bytes`), and without expandable segments no two are ever joined: FSDP's
+            largest buffers do not fit into segments that activations have freed (`plan.columns.rank_moments.late_bytes`).
+            `trace.allocator` replays the allocator; `tests/agree/test_reserved_agrees.py` compares
 outside     CUDA's context and modules, NCCL's buffers of each communicator, cuBLAS's and attention's workspaces
 """
 
@@ -43,28 +43,28 @@ CATEGORIES = ("weights", "gathered", "gradients", "optimizer", "activations", "b
 INDEX_BYTES = 8
 """Bytes of a token or a target: int64."""
 FEW = 64
-"""Layouts whose columns of bytes are worth keeping: for many, memory is dearer than time."""
+"""Number of layouts up to which columns of bytes are cached: for more, memory matters more than time."""
 MARGIN = 0.10
-"""Reserve as a share of the device's memory, beside what a layout needs. See docs/memory-model.md for how many published runs
-this judges rightly."""
+"""Headroom as a fraction of the device's memory, beyond the needed bytes. docs/memory-model.md says how many published runs
+this classifies correctly."""
 RETAINED_SHARE = 0.15
-"""Share of what is reserved beyond live tensors that stays so under pressure. Before it fails, the allocator gives back every
-segment that nothing lives in (c10/cuda/CUDACachingAllocator.cpp, release_cached_blocks); what is free in the others it cannot.
-Of published runs, what tells best those that ran from those that failed; anything from 0 to 0.35 does nearly as well."""
+"""Fraction of reserved-but-unused memory that stays reserved under memory pressure. Before it fails, the allocator releases
+every empty segment (c10/cuda/CUDACachingAllocator.cpp, release_cached_blocks), but not the free space in others. This value
+best separates published runs that succeeded from those that failed; anything from 0 to 0.35 does nearly as well."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Columns of bytes: of the rank that needs most, at its highest moment; or the same of one layout."""
+    """Bytes of the fullest pipeline rank at its peak: columns of many layouts, or scalars of one."""
 
     categories: dict[str, Floats]
-    """`CATEGORIES`; they sum to `allocated`."""
+    """Bytes by `CATEGORIES`; they sum to `allocated`."""
     allocated: Floats
-    """Highest sum of live tensors: `torch.cuda.max_memory_allocated`."""
+    """Peak of live tensors: `torch.cuda.max_memory_allocated`."""
     reserved: Floats
     """`torch.cuda.max_memory_reserved`."""
     outside: Floats
-    """CUDA's context, NCCL, workspaces: what `nvidia-smi` shows beyond `reserved`."""
+    """CUDA context, NCCL, workspaces: the memory that `nvidia-smi` shows beyond `reserved`."""
     capacity: Floats
     """Memory of the device."""
     by_rank: Floats
@@ -72,21 +72,21 @@ class Footprint:
     worst_rank: NDArray[np.int64]
     """Rank of the pipeline that needs most: 0 the first, 1 a middle, 2 the last."""
     moment: NDArray[np.int64]
-    """When, an index into `plan.columns.rank_moments.MOMENTS`."""
+    """Moment of the peak, an index into `plan.columns.rank_moments.MOMENTS`."""
 
     @property
     def needed(self) -> Floats:
-        """Bytes that must be there: live tensors, what the allocator cannot give back, and what lies outside."""
+        """Bytes that the device must have: live tensors, what the allocator cannot release, and memory outside torch."""
         return self.allocated + RETAINED_SHARE * (self.reserved - self.allocated) + self.outside
 
     @property
     def flushes(self) -> NDArray[np.bool_]:
-        """True where all that the allocator would keep has no room, so that it gives some back in every step."""
+        """True where the allocator's cache does not fit, so that it releases segments in every step."""
         return self.reserved + self.outside > self.capacity
 
     @property
     def headroom(self) -> Floats:
-        """Bytes that may be used and are not needed; negative where the layout does not fit."""
+        """Usable bytes that are not needed; negative where the layout does not fit."""
         return self.capacity * (1 - MARGIN) - self.needed
 
     @property
@@ -94,12 +94,12 @@ class Footprint:
         return self.headroom >= 0
 
     def replayed(self, peak: int) -> Footprint:
-        """This of one layout, with `peak` bytes of live tensors in place of what columns say."""
+        """Footprint of one layout with `peak` bytes of live tensors, from a replay, in place of the columns' estimate."""
         more = peak - self.allocated
         return replace(self, allocated=self.allocated + more, reserved=self.reserved + more)
 
     def row(self, index: int) -> Footprint:
-        """One layout's."""
+        """Footprint of one layout."""
         return Footprint(
             {name: column[index] for name, column in self.categories.items()},
             self.allocated[index],
@@ -113,15 +113,15 @@ class Footprint:
 
     @property
     def phase(self) -> str:
-        """Name of the highest moment, of one layout."""
+        """Name of the moment of the peak, for a footprint of one layout."""
         return MOMENTS[int(self.moment)]
 
 
 def stage_memory(
     workload: Workload, table: LayoutTable, stages: Stages | None = None, schedule: Schedule | None = None
 ) -> Footprint:
-    """The footprint of every layout of `table`. `stages`: if the caller has cut them already; `schedule`: one from a file,
-    for a table of its one layout."""
+    """Footprint of every layout of `table`. `stages`: if already computed; `schedule`: one from a file, for a table of its one
+    layout."""
     stages = stages or partition_stages(workload, table)
     micro_batches = np.maximum(workload.sequences_per_batch // (table.dp * table.micro_batch_size), 1)
     state = rank_state(workload, table, stages, micro_batches)
@@ -187,7 +187,7 @@ def _all_columns(moments: Sequence[Moment], shape: tuple[int, int]) -> dict[str,
 
 
 def _batch_bytes(workload: Workload, table: LayoutTable) -> Floats:
-    """Tokens and targets of a rank's whole step, and with documents their positions and numbers."""
+    """Bytes of tokens and targets of a rank's whole step, with documents also positions and document indices."""
     per_rank = workload.sequences_per_batch // table.dp * (workload.sequence_length // table.cp)
     arrays = (4 if workload.documents else 2) + bool(workload.model.dropout)  # keys of what is dropped
     return (per_rank * INDEX_BYTES * arrays).astype(np.float64)
@@ -198,7 +198,7 @@ CACHED_FRACTION = 0.03
 (2026)."""
 CACHED_BYTES = 0.5 * 2**30
 LEFT_BYTES = 0.1 * 2**30
-"""In its place, where the buffers for which segments have no room are counted one by one: what is below 20 MiB."""
+"""Replaces `CACHED_FRACTION` where buffers that fit no segment are counted one by one: the rest, blocks below 20 MiB."""
 CONTEXT_BYTES = 0.6 * 2**30
 """CUDA's context and modules: 0.47 to 0.92 GiB on A100 and H100 (ml-engineering)."""
 WORLD_BYTES = 0.4 * 2**30
@@ -213,8 +213,8 @@ def reserved_bytes(allocated: Floats, *, joins_segments: bool) -> Floats:
 
 
 def live_limit(capacity_bytes: int, layout: Layout, *, joins_segments: bool) -> int:
-    """Bytes of live tensors up to which `layout` fits a device of `capacity_bytes`: `Footprint.fits` for whoever has a peak and
-    no columns, so without `plan.columns.rank_moments.late_bytes`."""
+    """Bytes of live tensors up to which `layout` fits a device of `capacity_bytes`. As `Footprint.fits`, for callers with a
+    peak but no columns, so without `plan.columns.rank_moments.late_bytes`."""
     for_zero, for_one = (float(reserved_bytes(np.asarray(live), joins_segments=joins_segments)) for live in (0.0, 1.0))
     outside = float(outside_bytes(LayoutTable.of([layout]))[0])
     return round(

@@ -1,6 +1,5 @@
-"""State that fp8 adds to a rank, for whole tables of layouts: histories of delayed scaling, weights that are all-gathered in
-8 bits, and their scales. One layout's are counted to the byte in `plan.memory.replay`; sorts of ranks are those of
-`plan.time.stages`.
+"""State that fp8 adds to a rank, for whole tables of layouts: amax histories of delayed scaling, and scales of weights that are
+all-gathered in 8 bits. `plan.memory.replay` counts one layout's to the byte; sorts of ranks are those of `plan.time.stages`.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ Floats = NDArray[np.float64]
 
 
 class BlockCounts(NamedTuple):
-    """Counts of a block in fp8: dense weights of one rank of tp, and weights of all experts."""
+    """Counts of a block in fp8: dense weights of one tp rank, and weights of all experts."""
 
     dense: float
-    """Parameters of products in fp8."""
+    """Dense parameters of fp8 GEMMs."""
     expert: float
     dense_scales: float
-    """Scales of these weights, where every row has a scale."""
+    """Number of scales of these weights, with row-wise scales."""
     expert_scales: float
     matrices: float
     experts_matrices: float
@@ -41,7 +40,7 @@ class BlockCounts(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def block_counts(model: Model, layer: int, tp: int) -> BlockCounts:
-    """Counts of block `layer`, and so of every block of its kind."""
+    """Counts of block `layer`; equal for every block of its kind."""
     names = {f"layers.{layer}.{name}.weight" for name in block_slots(model, layer)}
     in_fp8 = [weight for weight in layer_weights(model, layer) if weight.name in names]
     dense, experts = ([weight for weight in in_fp8 if weight.is_expert is is_expert] for is_expert in (False, True))
@@ -58,7 +57,7 @@ def block_counts(model: Model, layer: int, tp: int) -> BlockCounts:
 
 
 def counts_of_ranks(workload: Workload, table: LayoutTable, stages: Stages) -> BlockCounts:
-    """Counts over all blocks of a rank that are in fp8, each [3, layouts]; experts' are those of the rank."""
+    """Counts summed over a rank's fp8 blocks, each [3, layouts]; only the rank's own experts."""
     kinds, ways = kinds_of_layers(workload.model)[0], table.tp
     tps, tp_index = np.unique(ways, return_inverse=True)
     by_kind = np.array([[block_counts(workload.model, layer, int(tp)) for tp in tps] for layer in kinds])[:, tp_index]
@@ -82,7 +81,7 @@ def gathered_in_fp8(workload: Workload, table: LayoutTable, stages: Stages) -> t
 
 
 def fp8_bytes(workload: Workload, table: LayoutTable, stages: Stages) -> Floats:
-    """Histories, and scales of gathered weights, [3, layouts]."""
+    """Bytes of amax histories and of scales of gathered weights, [3, layouts]."""
     delays = table.delays_fp8 & workload.stack.kernels.own_fp8
     if not (delays.any() or table.gathers_fp8.any()):
         return np.zeros((3, 1))
@@ -92,7 +91,7 @@ def fp8_bytes(workload: Workload, table: LayoutTable, stages: Stages) -> Floats:
 
 
 def agreed_scales_seconds(workload: Workload, table: LayoutTable, stages: Stages) -> Floats:
-    """The messages in which ranks agree on the scales of gathered weights, once an update, [layouts]; a history has them."""
+    """Seconds of the all-reduces of gathered weights' scales, once an update, [layouts]; 0 with delayed scaling."""
     rows = table.gathers_fp8 & ~table.delays_fp8
     if not rows.any():
         return np.zeros(len(table))

@@ -1,9 +1,9 @@
 """Activations of a rank, for whole tables of layouts, at every moment of its passes.
 
-counts        of blocks held, waiting for W and at work, from the rank's own actions: `plan.columns.rank_loads`, once for each
-              pipeline
+counts        of blocks that are held, wait for W or are running, from the rank's actions: `plan.columns.rank_loads`, once for
+              each pipeline
 bytes         of a block of each type, once for each distinct shape: `plan.columns.block_memory`, `plan.memory.gradients`
-activations   the one times the other; the most of all passes of a kind
+activations   counts times bytes; the maximum over all passes of a kind
 """
 
 from __future__ import annotations
@@ -56,40 +56,40 @@ ALL_FORWARD = by_schedule(lambda schedule: schedule.forward_first)
 
 @dataclass(frozen=True)
 class RankActivations:
-    """Bytes, [3, layouts] or what broadcasts to it: the first, a middle and the last rank of the pipeline."""
+    """Bytes, [3, layouts] or broadcastable to it: the first, a middle and the last rank of the pipeline."""
 
     at_first: dict[str, Floats]
-    """Bytes at each of `plan.columns.rank_loads.PASSES`, by the three times of `WHEN`; minus infinity where a rank has no such
+    """Bytes at each of `plan.columns.rank_loads.PASSES`, one field for each of `WHEN`; minus infinity where a rank has no such
     moment."""
     at_between: dict[str, Floats]
     at_last: dict[str, Floats]
     pending: dict[str, Floats]
-    """Shares of the rank's stages whose gradients of I wait for W then."""
+    """Fraction of the rank's stages whose gradients from I wait for W at that moment."""
     bare_head: NDArray[np.bool_]
     """True where the last stage is the head alone, [layouts]."""
     saved: Floats
-    """Bytes saved by the rank's block that saves most."""
+    """Largest number of bytes saved by a block of the rank."""
     embedding_backward: Floats
-    """Backward peak of the embedding, with the gradient of its table; FSDP counts that among its own gradients."""
+    """Backward peak of the embedding, with its weight gradient (under FSDP that is counted with FSDP's gradients)."""
     has_embedding: NDArray[np.bool_]
     has_head: NDArray[np.bool_]
     of_blocks: Floats
     """Bytes that all blocks of a rank save of one micro-batch, on the device or off it."""
     dummies: Floats
-    """Gradients that nobody reads, kept for good; see `Stack.keeps_dummy_gradients`."""
+    """Dummy gradients, kept permanently; see `Stack.keeps_dummy_gradients`."""
     largest_tensor: Floats
     """Largest tensor that a block makes."""
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Bytes of a block of each type, [types, layouts]: what it saves, its peaks, and what I leaves of it."""
+    """Bytes of a block of each type, [types, layouts]: saved bytes, peaks, and bytes that I keeps for W."""
 
     saved: Floats
     forward_peak: Floats
     backward_peak: Floats
     input_peak: Floats
-    """In I, whatever waits for W included."""
+    """Peak in I, with tensors kept for W."""
     waits: Floats
 
 
@@ -97,8 +97,8 @@ def rank_activations(
     workload: Workload, table: LayoutTable, stages: Stages, micro_batches: NDArray[np.int64],
     schedule: Schedule | None = None, sums: Floats | None = None,
 ) -> RankActivations:  # fmt: skip
-    """The activations of every layout of `table`; `schedule` for a table of one layout whose own is from a file. `sums`:
-    gradients of ranks in the middle of a step, and in the end, [3, 2, layouts]; what is not there of the first is taken off."""
+    """Activations of every layout of `table`. `schedule`: from a file, for a table of one layout. `sums`: bytes of summed
+    gradients during and at the end of a step, [3, 2, layouts]; those not yet allocated at a moment are subtracted."""
     sums = np.zeros((3, 2, len(table))) if sums is None else sums
     model, stack = workload.model, workload.stack
     shapes, shape_of = distinct_shapes(workload, table)
@@ -180,8 +180,8 @@ def rank_activations(
 
 
 def least_of_blocks(workload: Workload, table: LayoutTable, stages: Stages) -> tuple[Floats, Floats]:
-    """Bytes that the blocks of a rank save of one micro-batch on the device, and that one of them needs beside that at work,
-    [3, layouts]: at the least, where blocks of a kind are computed again in several ways, and whichever kind is at work."""
+    """Lower bounds, [3, layouts]: bytes that a rank's blocks save for one micro-batch on the device, and additional bytes of
+    one running block. Minima over recomputation options if blocks of a kind differ, and over kinds of blocks."""
     shapes, shape_of = distinct_shapes(workload, table)
     blocks = _blocks(
         workload, table, shapes, shape_of, any_kept=bool(stages.kept_layers.any()), splits=np.zeros(len(table), bool)
@@ -207,8 +207,8 @@ def least_of_blocks(workload: Workload, table: LayoutTable, stages: Stages) -> t
 
 
 def _all_forward(loads: Loads, columns: Floats, micro_batches: NDArray[np.int64], num_types: int, *, bare_head: bool) -> Floats:
-    """Bytes of schedules that run all forward passes first, [3, WHEN, PASSES, layouts]: one micro-batch in full, and what
-    each of the others saves. `bare_head`: the last stage has no blocks, so no moment of loads has the head's."""
+    """Bytes of schedules that run all forward passes first, [3, WHEN, PASSES, layouts]: one micro-batch in full, plus the
+    saved bytes of each other one. `bare_head`: the last stage has no blocks, so the loads do not contain the head."""
     most = loads.most(columns)
     whole = np.zeros_like(columns)
     apart = len(BY_TYPE) * num_types
@@ -228,7 +228,7 @@ def _all_forward(loads: Loads, columns: Floats, micro_batches: NDArray[np.int64]
 def _pipelines(
     workload: Workload, table: LayoutTable, stages: Stages, micro_batches: NDArray[np.int64]
 ) -> list[tuple[PipelineShape, tuple[int, ...], NDArray[np.intp]]]:
-    """The different pipelines of `table`, the types of blocks that each has, and the layouts with each."""
+    """Distinct pipelines of `table`, with the types of blocks of each, and the indices of its layouts."""
     every = np.where(table.recompute == EVERY, table.recompute_every, 0)
     piped = table.pp > 1
     # Those of one schedule follow one another, so that its lists are made once.
@@ -250,7 +250,7 @@ def _pipelines(
 def _pipeline(
     workload: Workload, table: LayoutTable, stages: Stages, key: NDArray[np.int64]
 ) -> tuple[PipelineShape, tuple[int, ...]]:
-    """The pipeline of a column of numbers, in the order of `_pipelines`, and the types that its own are the places of."""
+    """Pipeline of a column of `_pipelines`' numbers, and the types of blocks into which its own types are indices."""
     every, kept, count, virtual, pp, number = map(int, key)
     name = SCHEDULE_NAMES[number]
     chunks = tuple(chunk_layers_of(workload, pp * virtual, stages.layers_per_stage))
@@ -261,8 +261,8 @@ def _pipeline(
 
 @lru_cache(maxsize=1024)
 def _types(model: Model, modes: tuple[str, ...], every: int, kept: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Types of blocks that there are, and the place of each block's among them. A type is its kind, whether it stays in bf16
-    beside fp8, and its way of recomputing, as one number."""
+    """Types of blocks, and each block's index among them. A type encodes as one number: the kind, whether the block stays in
+    bf16 in an fp8 run, and its recomputation."""
     kinds, kind_of_layer = kinds_of_layers(model)
     last = model.num_hidden_layers - kept
     layout = Layout(recompute="every-k", recompute_every=every) if every else None
@@ -280,7 +280,7 @@ def _types(model: Model, modes: tuple[str, ...], every: int, kept: int) -> tuple
 
 @lru_cache(maxsize=4096)
 def _blocks_of_ranks(pipeline: PipelineShape) -> tuple[Floats, NDArray[np.bool_]]:
-    """Blocks by type of the first, the fullest between and the last rank, of one micro-batch, and which types there are."""
+    """Blocks by type of the first, the fullest inner and the last rank, for one micro-batch, and which types occur."""
     known, num_stages, num_types = SCHEDULES[pipeline.schedule], len(pipeline.chunks), pipeline.num_types
     cells = np.repeat(np.arange(num_stages), pipeline.chunks) * num_types + np.array(pipeline.types)
     of_stages = np.bincount(cells, minlength=num_stages * num_types).reshape(num_stages, num_types)
@@ -302,7 +302,7 @@ def _blocks(
     any_kept: bool,
     splits: NDArray[np.bool_],
 ) -> _Blocks:
-    """Types in the order of `_types`: by way, in fp8 or kept in bf16, by kind."""
+    """Bytes of blocks; types in the order of `_types`: by recomputation, fp8 or bf16, kind."""
     kinds = kinds_of_layers(workload.model)[0]
     every = table.recompute == EVERY
     if table.modes:
@@ -336,8 +336,8 @@ def _blocks(
 
 
 def _of_shapes(workload: Workload, shapes: Sequence[Shape], mode: str, *, splits: bool = False) -> list[Floats]:
-    """Bytes of blocks of each shape, [kinds, 3]: saved, forward peak, backward peak; or with `splits` [kinds, 2]: peak of I,
-    and what waits for W."""
+    """Bytes of blocks of each shape, [kinds, 3]: saved, forward peak, backward peak; with `splits` [kinds, 2]: peak of I, and
+    bytes kept for W."""
     model, stack, known = workload.model, workload.stack, _cached_blocks(workload.model, workload.stack)[mode, splits]
     if new := [shape for shape in dict.fromkeys(shapes) if shape not in known]:
         kinds = kinds_of_layers(workload.model)[0]
@@ -349,7 +349,7 @@ def _of_shapes(workload: Workload, shapes: Sequence[Shape], mode: str, *, splits
 
 
 def cache_blocks(workload: Workload, table: LayoutTable) -> None:
-    """Work out at once what `least_of_blocks` will ask of many tables taken from `table`: blocks are played together."""
+    """Compute in one call, and cache, the blocks that `least_of_blocks` needs for parts of `table`."""
     shapes = distinct_shapes(workload, table)[0]
     for mode in MODES if not table.modes and len(table) else ():
         _of_shapes(workload, shapes, mode)
@@ -357,12 +357,12 @@ def cache_blocks(workload: Workload, table: LayoutTable) -> None:
 
 @lru_cache(maxsize=8)
 def _cached_blocks(model: Model, stack: Stack) -> defaultdict[tuple[str, bool], dict[Shape, Floats]]:
-    """Cache of `_of_shapes`, by way of recomputing and whether backward passes are split."""
+    """Cache of `_of_shapes`, by recomputation and whether backward passes are split."""
     return defaultdict(dict)
 
 
 def _dummies(workload: Workload, shapes: list[Shape]) -> Floats:
-    """[1, shapes]."""
+    """Bytes of dummy gradients, [1, shapes]."""
     kinds = kinds_of_layers(workload.model)[0]
     return np.array(
         [[dummy_gradient_bytes(workload.model, kinds, shape, stack=workload.stack) for shape in shapes]], dtype=float
@@ -370,12 +370,12 @@ def _dummies(workload: Workload, shapes: list[Shape]) -> Floats:
 
 
 def _logits(workload: Workload, shapes: list[Shape]) -> Floats:
-    """[1, shapes], of one micro-batch."""
+    """Bytes of logits of one micro-batch, [1, shapes]."""
     return np.array([[s.num_tokens * s.tp_part(workload.model.vocab_size) * s.itemsize for s in shapes]], dtype=float)
 
 
 def _largest_tensors(workload: Workload, shapes: list[Shape]) -> Floats:
-    """[1, shapes]; nothing where the allocator does not care."""
+    """Bytes of a block's largest tensor, [1, shapes]; 0 where the allocator joins segments."""
     if workload.stack.joins_segments:
         return np.zeros((1, len(shapes)))
     kinds, model = kinds_of_layers(workload.model)[0], workload.model

@@ -1,17 +1,18 @@
-"""Blocks whose activations a rank of a pipeline holds at the moments of its passes, counted from its list of actions.
+"""Number of blocks whose activations a pipeline rank holds at the moments of its passes, counted from its list of actions.
 
-A row of counts is a moment of one pass; bytes of a layout's blocks times it are what the rank holds then. Rows that another
-has more of everything than are left out, so that few are left, and they are the same for all layouts with one pipeline:
+A row of counts is a moment of one pass; a layout's bytes per block times the row are the bytes that the rank holds then.
+Dominated rows (another has at least as much of everything) are dropped; the few others are shared by all layouts with the same
+pipeline. Columns:
 
     whole     micro-batches between F and B (or I), by type of block
-    waits     between I and W
-    excess    of a block at work: forward, backward, or in I
-    hidden    messages: the next one, already under way; that of the gradient until the stage is done; those that wait for the
-              first stage's W
+    waits     micro-batches between I and W
+    excess    additional bytes of a running block: forward, backward, or in I
+    hidden    messages: the next one, already being received; the gradient's until the stage is done; those that wait for
+              the first stage's W
 
     zb-h1 on 4 ranks, rank 2, a block a stage: before I 2 whole + 2 waiting; before W 1 whole + 3 waiting
 
-A type is a kind of block in one way of recomputing it, so that "every second block" is what it is on every rank.
+A type is a kind of block with one recomputation option, so that "every second block" is correct on every rank.
 """
 
 from __future__ import annotations
@@ -33,28 +34,28 @@ from ultrascale.schedules.kinds.interleaved import rounds
 
 Floats = NDArray[np.float64]
 BY_TYPE = ("whole", "waits", "forward", "backward", "input")
-"""Columns of each type of block: how often it is held, held for W, at work in F, in B, in I (what it needs beyond `whole`)."""
+"""Columns of each type of block: number held, held for W, and running in F, B or I (bytes beyond `whole`)."""
 OTHER_COLUMNS = ("embedding", "head", "hidden", "shared", "summing", "summed", "pending")
-"""Columns after those. Shared: what the blocks of a stage read in common, once a stage and micro-batch. Summing, summed: shares
-of the rank's stages with gradients of some micro-batches, and of all. The last is the
-share of those whose gradients of I wait for W to reduce them."""
+"""Further columns. Shared: tensors that all blocks of a stage read, once per stage and micro-batch. Summing, summed: fraction
+of the rank's stages with gradients of some, and of all micro-batches. Pending: fraction of stages whose gradients from I wait
+for W to reduce them."""
 SUMS = slice(-3, -1)
-"""Columns of gradients."""
+"""The columns `summing` and `summed`."""
 PASSES = (
     "forward", "head forward", "head backward", "backward last", "backward next", "reduction", "backward first", "outside",
     "input last", "input first", "weights first", "weights last",
 )  # fmt: skip
-"""Moments of passes: `plan.columns.rank_moments` says what is there beside activations."""
+"""Moments of passes; `plan.columns.rank_moments` has the other memory at each."""
 WHEN = ("first", "between", "last")
-"""Before the first backward pass of a step has ended on the rank, when there are no summed gradients yet; after it; and in the
-last backward pass of a stage, when those of ZeRO 0 and 1 are reduced."""
+"""Time in the step. First: before the rank's first backward pass ends, without summed gradients. Between: after it. Last: in
+the last backward pass of a stage, which reduces gradients in ZeRO 0 and 1."""
 
 FORWARD, BACKWARD, INPUT, WEIGHT = (ord(kind.value) for kind in Kind)
 """Kinds of passes in an array."""
 
 
 class PipelineShape(NamedTuple):
-    """All that decides what ranks hold."""
+    """Everything that determines the activations that ranks hold."""
 
     schedule: str
     pp: int
@@ -66,27 +67,26 @@ class PipelineShape(NamedTuple):
     """Type of every block."""
     num_types: int
     sums_in_input: bool = False
-    """Gradients are summed from the first I on, where W has few of them: experts' are made in I."""
+    """True if gradients are summed from the first I on: with experts, whose weight gradients are computed in I."""
 
 
 class Loads(NamedTuple):
-    """Rows of counts, [rows, columns], and where those of each moment of the first, the middle and the last rank begin, by
-    `WHEN`."""
+    """Rows of counts, [rows, columns], with the first row of each (rank sort, `WHEN`, `PASSES`)."""
 
     rows: Floats
     begins: NDArray[np.intp]
-    """[3 x WHEN x PASSES]"""
+    """Index of the first row, [3 x WHEN x PASSES]."""
     absent: NDArray[np.bool_]
-    """[3 x WHEN x PASSES]: the rank has no such moment, and its row is zeros."""
+    """True where the rank has no such moment, and its row is zeros, [3 x WHEN x PASSES]."""
 
     @property
     def pending(self) -> Floats:
-        """[3, PASSES]: the most of that share."""
+        """Maximum of the column `pending`, [3, PASSES]."""
         return np.maximum.reduceat(self.rows[:, -1], self.begins).reshape(3, len(WHEN), len(PASSES)).max(axis=1)
 
     def most(self, num_bytes: Floats, sums: Floats | None = None) -> Floats:
-        """[3, WHEN, PASSES, layouts] of the bytes of each column, [columns, layouts]; minus infinity where that never is.
-        `sums`: of each rank's stages that are summing and summed, [3, 2, layouts], beside those columns."""
+        """Largest bytes at each moment, [3, WHEN, PASSES, layouts], for the bytes of each column, [columns, layouts]; minus
+        infinity for moments that do not occur. `sums`: bytes of the columns `SUMS` by rank, [3, 2, layouts]."""
         live = self.rows @ num_bytes
         if sums is not None:
             first, second = self.begins[len(self.begins) // 3 :: len(self.begins) // 3]
@@ -99,7 +99,8 @@ class Loads(NamedTuple):
 
 
 def enough_micro_batches(schedule: str, pp: int, num_micro_batches: int) -> int:
-    """So few that hold as much: from there on a schedule repeats itself. Where all go forward first one stands for all."""
+    """Smallest number of micro-batches that holds as much memory: from there on a schedule repeats. 1 for schedules that run
+    all forward passes first."""
     if pp == 1:
         return min(num_micro_batches, 2)
     known = SCHEDULES[schedule]
@@ -114,7 +115,7 @@ def enough_micro_batches(schedule: str, pp: int, num_micro_batches: int) -> int:
 
 @lru_cache(maxsize=4096)
 def loads_of(pipeline: PipelineShape) -> Loads:
-    """Loads of the ranks of a known schedule; `num_micro_batches` of `enough_micro_batches`."""
+    """Loads of the ranks of a known schedule, with `num_micro_batches` from `enough_micro_batches`."""
     name, pp = pipeline.schedule, pipeline.pp
     if pp == 1:
         return loads_of_actions([accumulate(pipeline.num_micro_batches, 0)], pipeline)
@@ -163,9 +164,9 @@ def _types_of_stages(pipeline: PipelineShape) -> list[tuple[int, ...]]:
 
 
 def _sorts(held: Sequence[Sequence[int]], stages: Sequence[tuple[int, ...]], *, splits: bool) -> list[list[int]]:
-    """The first rank, some between, and the last, of what each holds. Between: of the ranks with the same blocks the first,
-    which has most micro-batches under way, and where backward passes are cut the last, which has most waiting for W, or where
-    micro-batches come in at both ends the innermost."""
+    """The first rank, some inner ranks and the last, as lists. Inner: of the ranks with the same blocks, the first, which has
+    most micro-batches in flight; with split backward passes also the last, which has most waiting for W; if micro-batches
+    enter at both ends, the innermost."""
     alike: dict[object, list[int]] = {}
     for rank in range(1, len(held) - 1):
         alike.setdefault(tuple(stages[stage] for stage in held[rank]), []).append(rank)
@@ -175,7 +176,7 @@ def _sorts(held: Sequence[Sequence[int]], stages: Sequence[tuple[int, ...]], *, 
 
 
 def _is_dominated(rows: Floats, groups: NDArray[np.intp]) -> NDArray[np.bool_]:
-    """Rows that an earlier one of their group equals or exceeds in every column; groups are in order. [rows]."""
+    """True for rows that an earlier row of their group equals or exceeds in every column, [rows]; groups are in order."""
     starts = np.searchsorted(groups, groups)
     earlier = np.arange(len(rows)) - starts
     row = np.repeat(np.arange(len(rows)), earlier)
@@ -187,23 +188,23 @@ def _is_dominated(rows: Floats, groups: NDArray[np.intp]) -> NDArray[np.bool_]:
 
 
 class _Passes(NamedTuple):
-    """Passes of some ranks before which nothing else was held of more, [passes]."""
+    """Passes of some ranks, [passes], without those that another pass dominates."""
 
     does: NDArray[np.intp]
     """Kind, one of `FORWARD`, `BACKWARD`, `INPUT` and `WEIGHT`."""
     rank: NDArray[np.intp]
-    """Its place in the list of ranks."""
+    """Index in the list of ranks."""
     sort: NDArray[np.intp]
-    """Place of its stage in the order of `alike`."""
+    """Index of its stage in `alike`."""
     when: NDArray[np.intp]
-    """Number of `WHEN`."""
+    """Index into `WHEN`."""
     alone: NDArray[np.bool_]
-    """No other micro-batch of the stage waits for W."""
+    """True if no other micro-batch of the stage waits for W."""
     counts: Floats
-    """[passes, 2 x sorts + 3]: micro-batches held whole of stages of each sort, then those that wait; stages of which some
-    wait; stages with gradients of some micro-batches, and of all."""
+    """[passes, 2 x sorts + 3]: micro-batches held whole by sort of stage, then waiting by sort of stage; number of stages with
+    waiting ones; number of stages with gradients of some, and of all micro-batches."""
     alike: Mapping[tuple[tuple[int, ...], bool, bool], int]
-    """Sorts of stages: blocks, and whether it is the first or the last."""
+    """Sorts of stages: (types of blocks, is first, is last), with their index."""
     stages: NDArray[np.intp]
     """Number of stages that each rank holds, [ranks]."""
     has_first: NDArray[np.bool_]
@@ -211,7 +212,8 @@ class _Passes(NamedTuple):
 
 
 def _passes(lists: Sequence[Sequence[Action]], stages: Sequence[tuple[int, ...]], sums_in_input: bool) -> _Passes:
-    """Plays the lists of some ranks, one after the other: each ends with nothing held, so that all is a running sum."""
+    """Passes of some ranks, whose lists are replayed one after the other: each ends with nothing held, so one cumulative sum
+    covers all."""
     lengths, last = [len(passes) for passes in lists], len(stages) - 1
     kinds, _, of_stages, *_ = zip(*chain.from_iterable(lists), strict=True)
     kind = np.frombuffer("".join([pass_kind._value_ for pass_kind in kinds]).encode(), dtype=np.uint8)
@@ -225,7 +227,7 @@ def _passes(lists: Sequence[Sequence[Action]], stages: Sequence[tuple[int, ...]]
     ]
     sort = np.array(sorts)[cell]
 
-    # Nobody waits for the first stage's I: W does all, and the gradient that came is held until then.
+    # No stage needs the first stage's I: W does the whole backward pass, and the incoming gradient is held until then.
     begins, splits, postponed = kind == FORWARD, (kind == INPUT) & (stage > 0), (kind == WEIGHT) & (stage == 0)
     whole = 1 * begins - ((kind == BACKWARD) | splits | postponed)
     waits = 1 * (kind == INPUT) - (kind == WEIGHT)
@@ -233,7 +235,7 @@ def _passes(lists: Sequence[Sequence[Action]], stages: Sequence[tuple[int, ...]]
     depth[order] = waits[order].cumsum()
     waiting = 1 * ((waits > 0) & (depth == 1)) - ((waits < 0) & (depth == 0))
     finishes = np.flatnonzero((kind == BACKWARD) | (kind == WEIGHT))
-    in_input = splits if sums_in_input else splits & (stage == last) & (not stages[last])  # a bare head's are made in I too
+    in_input = splits if sums_in_input else splits & (stage == last) & (not stages[last])  # a stage with only the head too
     adds = np.flatnonzero((kind == BACKWARD) | (kind == WEIGHT) | in_input)
     first, final = np.zeros((2, len(kind)), dtype=np.int64)
     first[adds[np.unique(cell[adds], return_index=True)[1]]] = 1
@@ -241,7 +243,7 @@ def _passes(lists: Sequence[Sequence[Action]], stages: Sequence[tuple[int, ...]]
     before = np.stack([first, final]).cumsum(axis=1) - [first, final]
     begun, done = before - before[:, starts]
 
-    # What is held after F, and before the others.
+    # Counts after F, and before other passes.
     counts = np.zeros((len(kind), 2 * len(alike) + 3))
     counts[every, sort], counts[every, len(alike) + sort], counts[:, -3] = whole, waits, waiting
     counts = counts.cumsum(axis=0)
@@ -250,7 +252,7 @@ def _passes(lists: Sequence[Sequence[Action]], stages: Sequence[tuple[int, ...]]
     counts[:, -3] -= np.where(postponed, 0, waiting)
     counts[:, -2:] = np.stack([begun - done, done], axis=1)
 
-    # Of forward passes in a row the last; and no pass before which there was as much of everything.
+    # Of consecutive forward passes only the last; and no pass that an earlier one dominates.
     repeated = np.append((kind[1:] == FORWARD) & (rank[1:] == rank[:-1]), False) & begins & (stage < last)
     kept = np.flatnonzero(~repeated & (splits | (kind != INPUT)))
     does, when = np.where(postponed, BACKWARD, kind), np.where(final > 0, 2, begun > 0)
@@ -268,8 +270,8 @@ def _passes(lists: Sequence[Sequence[Action]], stages: Sequence[tuple[int, ...]]
 
 
 def _moments(passes: _Passes, num_types: int) -> tuple[Floats, NDArray[np.intp], NDArray[np.intp]]:
-    """Rows of counts, [rows, columns], of the moments of passes; of each the rank's place in the list, and a number of `WHEN`
-    times `PASSES`."""
+    """Rows of counts, [rows, columns], of the moments of passes; for each the index of the rank, and an index into `WHEN` x
+    `PASSES`."""
     alike, apart = [*passes.alike], len(BY_TYPE) * num_types
     keys = [*zip(passes.does.tolist(), passes.sort.tolist(), passes.has_first[passes.rank].tolist(), strict=True)]
     changes, where = list[tuple[int, tuple[int, ...]]](), dict[tuple[int, int, bool], range]()
@@ -300,8 +302,8 @@ def _moments(passes: _Passes, num_types: int) -> tuple[Floats, NDArray[np.intp],
 def _changes(
     does: str, blocks: tuple[int, ...], is_first: bool, is_last: bool, *, has_first: bool, num_types: int
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Moments of a pass of a stage with these blocks, and what each has beside or without what is held; `has_first`: the rank
-    has the first stage too."""
+    """Moments of a pass of a stage with these blocks, each with its difference from the held counts. `has_first`: the rank
+    holds the first stage too."""
     changes: list[tuple[int, tuple[int, ...]]] = []
     apart, of_head, numbers = len(BY_TYPE) * num_types, -1 if is_last else 0, Counter(blocks).items
 
@@ -309,7 +311,8 @@ def _changes(
         name: str, *, head: int = 0, gone: Iterable[tuple[int, int]] = (), left: Iterable[tuple[int, int]] = (),
         emptied: bool = False, **at_work: int,
     ) -> None:  # fmt: skip
-        """Without blocks that are `gone` (`emptied`: a stage's every one), with those `left` for W, and one at work."""
+        """Add a moment without blocks that are `gone` (`emptied`: all of the stage), with those `left` for W, and one
+        running."""
         row = [0] * (apart + len(OTHER_COLUMNS))
         for block, number in gone:
             row[block] -= number
@@ -341,7 +344,7 @@ def _changes(
     first, end, after_first = blocks[0], blocks[-1], Counter(blocks[1:]).items()
     if does == "I":
         note("input last", head=of_head, input=end)
-        # What the first leaves is in its own excess.
+        # The first block's tensors kept for W are in its excess.
         note("input first", head=of_head, gone=after_first, left=after_first, input=first)
         return changes
     note("backward last", head=of_head, backward=end)

@@ -1,23 +1,23 @@
-"""The moments of a step at which a rank's memory can be highest, for whole tables of layouts.
+"""The moments of a step at which a rank's memory can peak, for whole tables of layouts.
 
-A sum of parts misses what decides: at the peak some activations are gone and some gradients not yet there. Between the ends of
-a pass over equal blocks memory changes evenly, so it is enough to look at its ends:
+A sum of parts misses the peak, where some activations are already freed and some gradients not yet allocated. Memory changes
+linearly over a pass through equal blocks, so only its ends matter:
 
     forward         the last block of the last micro-batch that enters before one leaves
     head            the loss, forward and backward
-    backward last   the last block, first on the way back: all activations, no gradients of this micro-batch
+    backward last   the last block, first in the backward pass: all activations, no gradients of this micro-batch
     backward next   the block before it, while the last one's gradients are reduced (FSDP)
-    reduction       between those two: the last block's gradients, and the buffer they are reduced in
+    reduction       between those two: the last block's gradients, and the buffer of their reduction
     backward first  the first block: few activations, gradients of all others
-    outside         the embedding's gradient, and the reduction of what is outside the blocks
-    input last      of a backward pass that is cut in two, in I: the last block
-    input first     the first: what the others leave for W instead of what they saved
-    weights first   W: all that waits, and no gradient of a weight
-    weights last    nothing of its micro-batch waits any more, and the gradients of all its weights wait to be reduced
-    optimizer       no activations; its own temporaries
+    outside         the embedding's gradient, and the reduction of gradients outside the blocks
+    input last      split backward pass, in I: the last block
+    input first     in I: the first block; tensors that the others keep for W replace their activations
+    weights first   start of W: all tensors kept for it, and no weight gradient
+    weights last    end of W: no kept tensors of its micro-batch, and all weight gradients, not yet reduced
+    optimizer       no activations; the optimizer's temporaries
 
-FSDP's own memory (`plan.memory.sharding` replays it move by move): parameters whole or gathered ahead, flat buffers of gathers,
-gradients as autograd makes them, flat buffers of reductions.
+FSDP's memory (replayed in detail by `plan.memory.sharding`): unsharded or prefetched parameters, flat buffers of all-gathers,
+gradients from autograd, flat buffers of reductions.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ Floats = NDArray[np.float64]
 MOMENTS = (*PASSES, "optimizer")
 NOTHING = np.zeros((3, 1))
 MASTER_BYTES = 4
-"""Bytes of a master parameter, or of its gradient, of one process in mixed precision."""
+"""Bytes of a master parameter, or of its gradient, for a single process in mixed precision."""
 
 
 class Moment(NamedTuple):
-    """Bytes beside weights and optimizer state, [3, layouts] or what broadcasts to it."""
+    """Bytes besides weights and optimizer state at one moment, [3, layouts] or broadcastable to it."""
 
     activations: Floats
     gathered: Floats
-    """Whole parameters in the dtype of the passes."""
+    """Unsharded parameters in the compute dtype."""
     gradients: Floats
     buffers: Floats
-    """Flat buffers of gathers and reductions, copies that the optimizer makes."""
+    """Flat buffers of all-gathers and reductions, and the optimizer's temporary copies."""
     aside: Floats
-    """Part of gradients and buffers that streams other than the computing stream took from the allocator."""
+    """Part of gradients and buffers that other streams than the compute stream allocated."""
     late: Floats = NOTHING
-    """Part of all these that fits no segment taken for activations: `late_bytes`."""
+    """Part of all these that fits into no segment of activations: `late_bytes`."""
 
 
 def rank_moments(
     workload: Workload, table: LayoutTable, state: RankState, parts: RankActivations, micro_batches: NDArray[np.int64]
 ) -> list[Moment]:
-    """One for each of `MOMENTS`."""
+    """Memory at each of `MOMENTS`."""
     if not state.gathers.any():
         return _whole_moments(workload, state, parts)
     buckets = _bucket_moments(workload, _fsdp(workload, table, state, parts, micro_batches), state, parts)
@@ -80,70 +80,70 @@ def _passes(parts: RankActivations) -> list[Floats]:
 
 
 def _whole_moments(workload: Workload, state: RankState, parts: RankActivations) -> list[Moment]:
-    """Parameters and gradients are there throughout: Megatron, nanotron, plain DDP."""
+    """Memory at each of `MOMENTS` for unsharded parameters and gradients: Megatron, nanotron, plain DDP."""
     moments = [Moment(activations, NOTHING, state.gradients, NOTHING, NOTHING) for activations in _passes(parts)]
     return [*moments[:-1], moments[-1]._replace(gradients=state.late_gradients, buffers=_optimizer_room(workload, state))]
 
 
 def _optimizer_room(workload: Workload, state: RankState) -> Floats:
-    """Copies that a multi-tensor optimizer makes of what it updates."""
+    """Bytes of temporary copies that a multi-tensor optimizer makes."""
     return workload.stack.optimizer_temporary_bytes * (state.blocks + state.root) / state.shard
 
 
 class _Fsdp(NamedTuple):
-    """Bytes of FSDP's parts, [3, layouts] or what broadcasts to it; one process in mixed precision has some of them too."""
+    """Bytes of FSDP's tensors, [3, layouts] or broadcastable to it; a single process in mixed precision has some too."""
 
     all_parameters: Floats
-    """Whole, in the dtype of the passes."""
+    """All parameters unsharded, in the compute dtype."""
     bucket_parameters: Floats
     root_parameters: Floats
     flat: Floats
-    """An all-gather's output that is not unpacked yet."""
+    """Output of an all-gather, not yet copied out."""
     flat_beside: Floats
-    """`flat` beside a reduction: where experts are a bucket of their own, of the smaller of a block's two buckets."""
+    """`flat` during a reduction: with a separate bucket for experts, that of the smaller of a block's two buckets."""
     narrow_bucket: Floats
-    """Gradients of a bucket as autograd makes them."""
+    """Gradients of a bucket in autograd's dtype."""
     narrow_root: Floats
-    """Gradients of parameters outside the blocks, as autograd makes them: they wait until all of them are there."""
+    """Gradients of parameters outside the blocks in autograd's dtype, kept until all of them exist."""
     narrow_head: Floats
-    """Part of these gradients that is there before the first block's."""
+    """Part of `narrow_root` that exists before the first block's gradients."""
     narrow_largest: Floats
-    """Gradient of one weight outside the blocks, which outlives its reduction by a moment."""
+    """Gradient of one weight outside the blocks, which outlives its reduction briefly."""
     narrow_embedding: Floats
-    """The embedding's, wherever it is summed."""
+    """Gradient of the embedding in autograd's dtype, on ranks that hold it."""
     reduce_bucket: Floats
-    """The buffer in which a bucket is reduced, as long as it is not the result itself."""
+    """Buffer of a bucket's reduction, unless it is the result itself."""
     reduce_root: Floats
     copy_bucket: Floats
-    """torch divides through a copy where nothing is scattered."""
+    """Copy through which torch divides gradients if there is no reduce-scatter."""
     copy_root: Floats
     sharded_bucket: Floats
-    """Summed gradients that a bucket of this micro-batch adds, and the buffer of its reduction where that stays."""
+    """Gradient shards that a bucket adds in this micro-batch, and the buffer of its reduction if that stays."""
     sharded_root: Floats
     sharded_rest: Floats
-    """`sharded_bucket` of all blocks but those of one bucket."""
+    """`sharded_bucket` of all blocks except those of one bucket."""
     summed: Floats
     """Gradients of earlier micro-batches."""
     summed_at_first: Floats
-    """Rest of `summed` at the first block of the last micro-batch."""
+    """Part of `summed` left at the first block of the last micro-batch."""
     unreduced: Floats
-    """Gradients of a bucket's other blocks."""
+    """Gradients of a bucket's other blocks, not yet reduced."""
     narrow_stage: Floats
-    """Gradients of all blocks of a stage without experts': W makes them one after the other, and reduces them in the end."""
+    """Gradients of all blocks of a stage except experts': W computes them one by one, and reduces them at the end."""
     pending: Floats
-    """Gradients of experts, which I makes and W reduces: until then in the dtype of the reduction."""
+    """Gradients of experts, computed in I and reduced in W; kept in the reduction's dtype until then."""
     blocks_between: Floats
-    """Blocks of a bucket but one."""
+    """Blocks of a bucket minus one."""
     at_end: NDArray[np.bool_]
-    """True where gradients are reduced in the last backward pass alone."""
+    """True where gradients are reduced only in the last backward pass."""
     keeps: NDArray[np.bool_]
     stays: NDArray[np.bool_]
-    """Whole parameters outlive the backward pass of their bucket."""
+    """True where unsharded parameters outlive the backward pass of their bucket."""
     first_of_two: NDArray[np.bool_]
-    """True for ZeRO 2 with two micro-batches: the first keeps parameters in its backward pass, and the second has its
-    gradients."""
+    """True for ZeRO 2 with two micro-batches: the first keeps parameters in its backward pass, and its gradients exist during
+    the second."""
     forward_flat: Floats
-    """Bytes that a flat buffer adds to the highest forward pass: where parameters stay, only the first pass has one."""
+    """Bytes of a flat buffer at the forward peak: if parameters stay unsharded, only the first pass has one."""
 
 
 def _fsdp(
@@ -157,7 +157,7 @@ def _fsdp(
     blocks, root, expert_shard = state.blocks, state.root, np.where(n > 1, state.expert_shard, 1)
     dense, experts = ((state.block - state.block_experts) * per_bucket, state.block_experts * per_bucket)
     dense, experts = np.minimum(dense, blocks - state.experts), np.minimum(experts, state.experts)
-    # Experts that are cut over other ranks than the rest are a bucket of their own, before the rest of their block.
+    # Experts sharded over other ranks than the rest have a separate bucket, before that of their block.
     experts_apart = (experts > 0) & (table.tp * table.ep * table.expert_tp > 1)
     bucket, alone_experts = dense + experts, np.where(experts_apart, experts * (expert_shard > 1), 0.0)
     larger = np.where(experts_apart, np.maximum(dense, alone_experts), bucket)
@@ -229,7 +229,7 @@ def _fsdp(
 
 
 def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: RankActivations) -> list[Moment]:
-    """FSDP: parameters come bucket by bucket, gradients leave so. See `plan.memory.sharding` for each move."""
+    """Memory at each of `MOMENTS` for FSDP, which gathers and reduces bucket by bucket (`plan.memory.sharding`)."""
     f = fsdp
     live = _highest_activations(f, parts)
     outside = np.where(f.keeps, f.all_parameters, f.root_parameters)
@@ -292,8 +292,8 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
 
 
 def _highest_activations(f: _Fsdp, parts: RankActivations) -> dict[str, Floats]:
-    """Activations at each moment of passes, the highest of the times of a step, told as if at all of them there were the same
-    beside them: without what is not there yet (sums of gradients) or there in the last pass alone (their reductions)."""
+    """Peak activations at each moment of passes, over the times of a step. Corrected so that the other memory is equal at all
+    times: minus gradient sums not yet allocated, minus reductions that occur only in the last pass."""
     root_reduced = np.maximum(f.narrow_root, f.sharded_root + f.copy_root + f.narrow_largest)
     reduced = {
         "backward next": f.sharded_bucket + f.reduce_bucket,
@@ -311,8 +311,8 @@ def _highest_activations(f: _Fsdp, parts: RankActivations) -> dict[str, Floats]:
 
 
 def _late(fsdp: _Fsdp, state: RankState, parts: RankActivations) -> tuple[Floats, Floats]:
-    """Bytes larger than any tensor of a block: in the buffer in which a bucket is reduced, and at the end of a backward pass
-    (the embedding's gradient, the buffers in which parameters outside the blocks are reduced)."""
+    """Bytes of tensors larger than any of a block: in the buffer of a bucket's reduction, and at the end of a backward pass
+    (the embedding's gradient, buffers of the reduction outside the blocks)."""
 
     def apart(num_bytes: Floats) -> Floats:
         return np.where(~state.alone & (num_bytes > parts.largest_tensor), num_bytes, 0.0)
@@ -322,12 +322,12 @@ def _late(fsdp: _Fsdp, state: RankState, parts: RankActivations) -> tuple[Floats
 
 
 def late_bytes(moments: list[Moment]) -> Floats:
-    """Bytes that the allocator asks of CUDA beside the segments of activations, which are free by then: segments are never
-    joined (c10/cuda/CUDACachingAllocator.cpp), so that none has room for what is larger than all of them."""
+    """Bytes that the allocator takes from CUDA although segments of activations are free: segments are never joined
+    (c10/cuda/CUDACachingAllocator.cpp), so a tensor larger than each of them fits into none."""
     return moments[MOMENTS.index("reduction")].late + moments[MOMENTS.index("outside")].late
 
 
 def aside_bytes(state: RankState) -> Floats:
-    """Bytes that streams other than the computing stream keep in the end: sharded gradients, outputs of all-gathers."""
+    """Bytes that streams other than the compute stream keep to the end: gradient shards, outputs of all-gathers."""
     gathered = np.maximum(state.compute_itemsize * state.root, 2 * state.bucket_itemsize * state.block)
     return np.where(state.gathers & (state.shard > 1), state.late_gradients + gathered, 0.0)

@@ -1,7 +1,7 @@
 """Training state of a rank, for whole tables of layouts: weights, gradients, optimizer state.
 
-Columns are [3, layouts]: the first, a middle and the last rank of the pipeline. P are a rank's parameters, n the ranks that
-hold one copy of the training state together (dense weights: dp_shard x cp; experts: their own, smaller group).
+Columns are [3, layouts]: the first, a middle and the last rank of the pipeline. P: parameters of a rank. n: ranks that shard
+one replica of the training state (dense weights: dp_shard x cp; experts: a smaller group).
 
     stack     weights        gradients                    master and moments
     buckets   -              4 P/n, 4 P if accumulated    12 P/n
@@ -29,7 +29,7 @@ MASTER_BYTES = {"fp64": 8}
 """Bytes of a master parameter by precision; 4 for all others."""
 MASTERS = np.array([MASTER_BYTES.get(name, 4) for name in PRECISIONS], dtype=float)
 COMPUTE_BYTES = np.array([DTYPE_BYTES[name] for name in PRECISIONS], dtype=float)
-"""Both by number of the precision."""
+"""Compute and master bytes, by number of the precision."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,20 @@ class RankState:
     """Bytes per rank. A `Floats` is [3, layouts] or broadcasts to it."""
 
     weights: Floats
-    """Copies that stay between steps, and masters where those are what is gathered."""
+    """Compute copies that stay between steps, or master weights if those are all-gathered."""
     gradients: Floats
-    """Summed gradients while micro-batches are accumulated, as they stay through all passes."""
+    """Summed gradients during gradient accumulation, kept through all passes."""
     late_gradients: Floats
     """Summed gradients at the end of a step, when the optimizer reads them."""
     optimizer: Floats
-    """Moments, and masters where weights are kept beside them."""
+    """Moments, and master weights if separate compute copies are kept."""
     compute_itemsize: Floats
     gathered_itemsize: Floats
-    """Mean bytes of an all-gathered parameter of the blocks: less than `compute_itemsize` where some travel in fp8."""
+    """Mean bytes of an all-gathered parameter of the blocks: below `compute_itemsize` where some are gathered in fp8."""
     bucket_itemsize: Floats
     """Bytes of an all-gathered parameter of the largest bucket."""
     block: Floats
-    """Parameters that are gathered, and whose gradients are reduced, together: of one bucket."""
+    """Parameters of one bucket, which are gathered and whose gradients are reduced together."""
     block_experts: Floats
     """Part of `block` in routed experts."""
     blocks: Floats
@@ -58,26 +58,26 @@ class RankState:
     experts: Floats
     """Part of `blocks` in routed experts."""
     lone_experts: Floats
-    """Part of `experts` that FSDP leaves out, because no other rank has a replica: they are not all-gathered."""
+    """Part of `experts` that FSDP does not shard, because no other rank has a replica."""
     stage_blocks: Floats
     """Blocks of the largest stage of a rank."""
     root: Floats
     """Parameters outside the blocks."""
     shard: Floats
-    """n, of dense parameters."""
+    """Ranks that shard dense parameters (n)."""
     expert_shard: Floats
-    """n, of expert parameters."""
+    """Ranks that shard expert parameters (n)."""
     gathers: NDArray[np.bool_]
     """True where parameters are all-gathered bucket by bucket, [layouts]."""
     keeps: NDArray[np.bool_]
     """True where all-gathered parameters stay unsharded over a step (ZeRO 0 to 2)."""
     alone: NDArray[np.bool_]
-    """One process, no collectives of data parallelism."""
+    """True for a single process, without collectives of data parallelism."""
     reduce_itemsize: Floats
 
 
 def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_batches: NDArray[np.int64]) -> RankState:
-    """The state of every layout of `table`."""
+    """Training state of every layout of `table`."""
     stack = workload.stack
     compute, master = COMPUTE_BYTES[table.precision], MASTERS[table.precision]
     wide = compute >= master
@@ -146,8 +146,8 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
 
 
 def _prediction_parameters(workload: Workload, table: LayoutTable, stages: Stages) -> tuple[Floats, Floats]:
-    """Parameters that multi-token prediction adds to the rank with the head: what its blocks have beyond others, and a copy
-    of the embedding if that is of another stage (Megatron's mtp_process; DeepSeek-V3, section 2.2)."""
+    """Parameters that multi-token prediction adds to the rank with the head: extra layers of its blocks, and a copy of the
+    embedding if that is on another stage (Megatron's mtp_process; DeepSeek-V3, section 2.2)."""
     model, last = workload.model, workload.model.num_hidden_layers
     ways, which = np.unique(table.tp, return_inverse=True)
     more = [block_parameters(model, last, int(tp))[0] - block_parameters(model, last - 1, int(tp))[0] for tp in ways]
@@ -157,7 +157,7 @@ def _prediction_parameters(workload: Workload, table: LayoutTable, stages: Stage
 
 
 def shards(table: LayoutTable, stages: Stages) -> tuple[Floats, Floats, Floats, Floats]:
-    """Dense and expert parameters of a rank, and over how many ranks each is cut."""
+    """Dense and expert parameters of a rank, and the number of ranks that shard each."""
     is_sharded = table.zero_stage > 0
     shard = np.where(is_sharded, table.dp_shard * table.cp, 1).astype(float)
     copies = table.tp * table.cp * table.dp // (table.ep * table.expert_tp)
@@ -167,7 +167,7 @@ def shards(table: LayoutTable, stages: Stages) -> tuple[Floats, Floats, Floats, 
 
 
 def _largest_block(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:
-    """Parameters of the largest kind of block on one rank, and of these the experts'."""
+    """Parameters of the largest kind of block on one rank, and the experts' part of them."""
     dense, expert = parameters_by_kind(workload, table)
     local_expert = expert[:, None] / (table.ep * table.expert_tp)
     largest = (dense + local_expert).argmax(axis=0)

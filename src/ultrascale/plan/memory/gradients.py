@@ -1,6 +1,6 @@
 """Gradients of weights, from the operation that makes them to the bucket that reduces them.
 
-What waits between the two halves of a backward pass: of each linear layer its input and the gradient of its result.
+Also the tensors kept between the two halves I and W of a split backward pass: each linear layer's input and output gradient.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ultrascale.work.ops import Op, Shape
 
 
 class StageGradients:
-    """Gradients of a stage's weights before FSDP2 takes them. `itemsize`: bytes of an element as autograd makes it."""
+    """Gradients of a stage's weights before FSDP2 gets them. `itemsize`: bytes of an element in autograd's dtype."""
 
     def __init__(self, ledger: Ledger, work: StageWork, shards: Shards, itemsize: int):
         self.ledger, self.work, self.shards, self.itemsize = ledger, work, shards, itemsize
@@ -25,16 +25,16 @@ class StageGradients:
         self._pending: dict[str, Allocation] = {}
 
     def state(self) -> Hashable:
-        """Gradients of several uses, of which some have arrived."""
+        """Weights used several times in a pass, with the number of their gradients that have arrived."""
         return tuple(sorted(self._arrived.items()))
 
     def make(self, name: str) -> Allocation:
-        """A new gradient of one use of a weight."""
+        """Allocate the gradient of one use of a weight."""
         _, weight = self.work.by_name[name]
         return self.ledger.take("temporary", "gradients of weights", weight.numel * self.itemsize)
 
     def arrive(self, name: str, gradient: Allocation) -> None:
-        """A gradient reaches its weight; one of several uses waits for the rest first, and each sum is a tensor of its own."""
+        """Pass a gradient on to its bucket. A weight with several uses waits for all; each partial sum is a new tensor."""
         if name in self.work.uses:
             if name in self._pending:
                 total = self.ledger.take("temporary", "gradients of weights", gradient.num_bytes)
@@ -51,30 +51,30 @@ class StageGradients:
 
 
 class DeferredGradient(NamedTuple):
-    """A weight whose gradient W will make, with what it is made of."""
+    """A weight whose gradient is deferred to W, with the tensors that W needs."""
 
     name: str
     allocations: tuple[Allocation, ...]
     source: Allocation
-    """Input or gradient of the product, whichever tp cuts; several products may share it."""
+    """The GEMM's input or output gradient, whichever tp shards by sequence; several GEMMs may share it."""
     gathered_bytes: int
-    """Bytes of that side at all ranks' positions, which W all-gathers over tp; 0 where it is whole here."""
+    """Bytes of `source` over all ranks' positions, which W all-gathers over tp; 0 where this rank has it whole."""
     scratch_bytes: int
-    """Bytes of temporary memory that the product needs besides in W."""
+    """Bytes of temporary memory that the GEMM needs in addition in W."""
 
 
 class DeferredSnapshot(NamedTuple):
-    """Gradients and inputs that I of a block leaves for W, to be had again of another block."""
+    """Tensors that I of a block leaves for W, recorded to apply to another, equal block."""
 
     allocations: tuple[tuple[str, str, int, int], ...]
-    """Category, label, bytes and holders; first those of the gradient that came in, of which the bytes are not looked at."""
+    """Category, label, bytes and holders; the first is the incoming gradient, whose bytes are not used."""
     weights: tuple[tuple[str, tuple[int, ...], int, int, int], ...]
-    """`DeferredGradient`, with names within the block and places in `allocations`."""
+    """Fields of `DeferredGradient`, with names relative to the block and indices into `allocations`."""
 
     def of(self, layer: int, incoming: Allocation) -> list[DeferredGradient]:
-        """Block `layer`'s own, which was given this gradient."""
+        """Deferred gradients of block `layer`, whose output gradient is `incoming`."""
         allocations = [incoming, *(Allocation(*fields) for fields in self.allocations[1:])]
-        incoming.holders += self.allocations[0][3] - 1  # its own is gone
+        incoming.holders += self.allocations[0][3] - 1  # the block's reference is released
         return [
             DeferredGradient(
                 f"layers.{layer}.{name}",
@@ -90,7 +90,8 @@ class DeferredSnapshot(NamedTuple):
 def deferred_snapshot(
     deferred: Sequence[DeferredGradient], layer: int, incoming: Allocation, holders: int
 ) -> DeferredSnapshot | None:
-    """`deferred` of block `layer`, to which the gradient `incoming` came with so many holders; None if others hold some too."""
+    """Snapshot of `deferred` of block `layer`, whose output gradient `incoming` arrived with `holders` holders; None if a
+    tensor has holders outside `deferred`."""
     start, places, uses = f"layers.{layer}.", {id(incoming): 0}, Counter[int]()
     allocations = [incoming]
     for entry in deferred:
@@ -112,7 +113,7 @@ def deferred_snapshot(
 
 
 def waiting_gradient(ledger: Ledger, op: Op, shape: Shape, share: Allocation | None, arriving: Allocation) -> Allocation:
-    """The gradient of a product `op`'s result: `share`, this rank's positions, if others have theirs. In fp8 rounded first."""
+    """Output gradient of GEMM `op` that is kept for W: `share` (this rank's positions) if tp shards it; rounded if in fp8."""
     gradient = arriving.retain() if share is None else share
     if not op.in_fp8:
         return gradient
@@ -122,13 +123,13 @@ def waiting_gradient(ledger: Ledger, op: Op, shape: Shape, share: Allocation | N
 
 
 def waiting_bytes(op: Op, shape: Shape, gradient: Allocation) -> int:
-    """Bytes of `gradient` while it waits for the weight gradient of `op`: an element takes one byte in fp8."""
+    """Bytes of `gradient` while kept for the deferred weight gradient of `op`: one byte an element in fp8."""
     return gradient.num_bytes // (shape.itemsize if op.in_fp8 else 1)
 
 
 def weight_gradient_workspace(op: Op, shape: Shape) -> int:
-    """Temporary bytes of a product in fp8 that W makes: on CUDA both factors transposed and padded, on the CPU both and the
-    result in fp32. 0 for other products."""
+    """Temporary bytes of an fp8 weight-gradient GEMM in W: on CUDA both factors transposed and padded, on the CPU both factors
+    and the result in fp32. 0 for other operations."""
     if op.product is None or not op.in_fp8:
         return 0
     m, n, k, _ = op.product

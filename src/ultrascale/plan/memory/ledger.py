@@ -1,4 +1,4 @@
-"""The books of a rank's memory: who holds which bytes, how much in all, and the highest it ever was."""
+"""Ledger of a rank's memory: allocations and their holders, the live total, and its peak."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 CATEGORIES = (
     "parameters", "gathered", "gradients", "optimizer", "activations", "temporary", "communication", "other",
 )  # fmt: skip
-"""As in `measure.memory`, which defines them on real tensors."""
+"""Categories of `measure.memory`, which defines them on real tensors."""
 
 
 @dataclass(slots=True)
 class Allocation:
-    """Bytes that live until the last of their holders lets go."""
+    """Bytes with a reference count: they live until the last holder releases them."""
 
     category: str
     label: str
     num_bytes: int
     holders: int = 1
     offloaded_bytes: int = 0
-    """On the host alone, and not in `num_bytes`."""
+    """Bytes that are only on the host, not in `num_bytes`."""
     host_bytes: int = 0
-    """On the host, until the last holder lets go."""
+    """Bytes on the host until the last holder releases them."""
 
     def retain(self) -> Allocation:
         self.holders += 1
@@ -47,7 +47,7 @@ class MemorySnapshot:
 
 @dataclass(frozen=True)
 class Effect:
-    """Change of the books over a while, and the highest moment in it; bytes relative to its beginning, where there are any."""
+    """Change of the ledger over a recording, and the peak in it; bytes relative to its start, zero entries left out."""
 
     total: int
     alive: dict[tuple[str, str], int]
@@ -55,12 +55,12 @@ class Effect:
     peak_total: int
     peak_alive: dict[tuple[str, str], int]
     highest: dict[str, int]
-    """The most of each category, whenever that was."""
+    """Peak of each category, each at its own moment."""
 
 
 @dataclass
 class EffectRecorder:
-    """An `Effect` in the making: the books at its beginning, and the highest moment since."""
+    """An `Effect` being recorded: the ledger at its start, and the peak since."""
 
     ledger: Ledger
     total: int
@@ -71,7 +71,7 @@ class EffectRecorder:
     highest: dict[str, int]
 
     def effect(self) -> Effect:
-        """Effect of all changes since the recording began."""
+        """Effect of all changes since the recording started."""
         ledger, start = self.ledger, self.total
         return Effect(
             ledger.total - start, _since(ledger._alive, self.alive), _since(ledger._held, self.held),
@@ -81,32 +81,32 @@ class EffectRecorder:
 
 @dataclass
 class Ledger:
-    """Live bytes, the highest moment of every step, and the totals as they changed."""
+    """Live bytes, the peak of every step, and optionally a timeline."""
 
     step: int = 0
     phase: str = "start"
     total: int = 0
     peaks: dict[int, MemorySnapshot] = field(default_factory=dict)
     highest: dict[int, dict[str, int]] = field(default_factory=dict)
-    """The most of each category in every step, whenever that was."""
+    """Peak of each category in every step, each at its own moment."""
     keeps_timeline: bool = False
     timeline: list[tuple[int, str, dict[str, int]]] = field(default_factory=list)
-    """(step, phase, bytes by category) before every fall."""
+    """(step, phase, bytes by category) before every decrease."""
     on_host: int = 0
     peak_on_host: int = 0
     _alive: defaultdict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     _held: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
     _highest: dict[str, Any] = field(default_factory=dict)
-    """The most of each category: in the recording under way, else in the current step, where it is an entry of `highest`."""
+    """Peak of each category in the current recording, or else in the current step (then an entry of `highest`)."""
     _top: float = -1
-    """The highest total that was looked at in the same while; infinite off the books."""
+    """Highest total noted in that recording or step; infinite inside `unrecorded`."""
     _recorder: EffectRecorder | None = None
 
     def __post_init__(self) -> None:
         self._highest = self.highest.setdefault(self.step, dict(self._held))
 
     def mark(self, phase: str, step: int) -> None:
-        """Say what comes next. Not inside a recording."""
+        """Set the phase and step of what follows. Not allowed inside a recording."""
         self._note()
         is_new, self.phase, self.step = step != self.step, phase, step
         if is_new:
@@ -116,19 +116,19 @@ class Ledger:
             self._note()
 
     def take(self, category: str, label: str, num_bytes: int) -> Allocation:
-        """New bytes."""
+        """Allocate bytes."""
         self._change(category, label, num_bytes)
         return Allocation(category, label, num_bytes)
 
     def release_all(self, allocations: Iterable[Allocation]) -> None:
-        """Drop each of them."""
+        """Remove one holder of each."""
         for allocation in allocations:
             allocation.holders -= 1
             if allocation.holders <= 0:
                 self._free(allocation)
 
     def release(self, allocation: Allocation) -> None:
-        """One holder lets go; the last one frees the bytes."""
+        """Remove one holder; removing the last one frees the bytes."""
         allocation.holders -= 1
         if allocation.holders <= 0:
             self._free(allocation)
@@ -141,26 +141,26 @@ class Ledger:
             self._change(allocation.category, allocation.label, -allocation.num_bytes)
 
     def copy_to_host(self, allocation: Allocation) -> None:
-        """The bytes are on the host too."""
+        """Count a copy of the bytes on the host; they stay on the device."""
         allocation.host_bytes = allocation.num_bytes
         self.on_host += allocation.host_bytes
         self.peak_on_host = max(self.peak_on_host, self.on_host)
 
     def leave_device(self, allocation: Allocation) -> None:
-        """The bytes are on the host alone, whoever holds them."""
+        """Free the bytes on the device; only the host copy remains, for all holders."""
         if allocation.holders and allocation.num_bytes:
             self._note()
             self._change(allocation.category, allocation.label, -allocation.num_bytes)
             allocation.offloaded_bytes, allocation.num_bytes = allocation.num_bytes, 0
 
     def bring_back(self, allocation: Allocation) -> None:
-        """They are on the device as well."""
+        """Allocate the bytes on the device again, from the host copy."""
         if allocation.offloaded_bytes:
             self._change(allocation.category, allocation.label, allocation.offloaded_bytes)
             allocation.offloaded_bytes, allocation.num_bytes = 0, allocation.offloaded_bytes
 
     def touch(self, category: str, label: str, num_bytes: int) -> None:
-        """Bytes that exist for a moment."""
+        """Allocate bytes and free them at once."""
         if num_bytes:
             self._change(category, label, num_bytes)
             self._note()
@@ -175,7 +175,7 @@ class Ledger:
 
     @contextmanager
     def recording(self) -> Iterator[EffectRecorder]:
-        """Write down what happens inside, which can be applied again. Not with offloading to the host."""
+        """Context that records all changes inside, for `apply`. Does not support offloading to the host."""
         outer, top, highest, alive = self._recorder, self._top, self._highest, dict(self._alive)
         inside = dict(self._held)
         recorder = EffectRecorder(self, self.total, alive, dict(inside), self.total, alive, inside)
@@ -190,7 +190,7 @@ class Ledger:
             self._see(recorder.peak_total, recorder.peak_alive)
 
     def apply(self, effect: Effect) -> None:
-        """Book a recorded effect once more: the same changes, peaks and bytes."""
+        """Apply a recorded effect: the same changes and peaks, on top of the current bytes."""
         top, alive, held = self.total + effect.peak_total, self._alive, self._held
         if top > self._top:
             peak_alive = effect.peak_alive
@@ -206,7 +206,7 @@ class Ledger:
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Leave totals and peaks as they are, whatever happens inside: the bytes are in them already."""
+        """Context whose changes count nothing in totals and peaks: for bytes that are in them already."""
         alive, held = self._alive.copy(), dict(self._held)
         before = self.total, self._top, self._highest
         self._top, self._highest = inf, dict.fromkeys(self._held, inf)
@@ -217,7 +217,7 @@ class Ledger:
             self._alive, self._held = alive, held
 
     def now(self) -> MemorySnapshot:
-        """The books as they stand."""
+        """Snapshot of the live bytes."""
         return self._moment(self.total, self._alive)
 
     def _moment(self, total: int, alive: Mapping[tuple[str, str], int]) -> MemorySnapshot:
@@ -234,14 +234,14 @@ class Ledger:
             self._highest[category] = held
 
     def _note(self) -> None:
-        """Only before a fall can the sum have been at its highest, so only then is it looked at."""
+        """Compare the total with the peak. Called before each decrease: a peak is always followed by one."""
         if self.total > self._top:
             self._see(self.total, dict(self._alive))
         if self.keeps_timeline:
             self.timeline.append((self.step, self.phase, self.now().by_category))
 
     def _see(self, total: int, alive: dict[tuple[str, str], int]) -> None:
-        """There was more than at any moment before, with these bytes alive."""
+        """Store a new peak: its total and its live bytes."""
         self._top = total
         if self._recorder is None:
             self.peaks[self.step] = self._moment(total, alive)
@@ -254,6 +254,6 @@ class Ledger:
 
 
 def _since(now: dict[Any, int], then: dict[Any, int]) -> dict[Any, int]:
-    """Entries that there are more of than there was, or less."""
+    """Differences of the entries that changed."""
     more = {key: num_bytes - then.get(key, 0) for key, num_bytes in now.items()}
     return {key: num_bytes for key, num_bytes in more.items() if num_bytes}

@@ -1,13 +1,13 @@
-"""Temporary memory of an update of Muon: `train.optimizers.muon` replayed with the matrices that a rank holds and those that
-it owns.
+"""Temporary memory of a Muon update: replays `train.optimizers.muon` for the matrix shards that a rank holds and the whole
+matrices that it owns (updates).
 
-    before    of each matrix the rank's part in fp32, then in bf16, which stays to the end
-    there     one buffer to the owners and one from them, of which whole matrices are put together
-    work      a result beside each whole matrix, and while one is worked on two of it and two of its shorter side's square
-    back      results cut along other dimensions than rows are copied first; then the two buffers, of which parts are views
-    after     one part in fp32 at a time
+    before    the rank's shard of each matrix in fp32, then in bf16, which stays to the end
+    there     a send and a receive buffer of the exchange; the owner assembles whole matrices from the received one
+    work      a result for each whole matrix; while one is computed, two more of its size and two squares of its shorter side
+    back      results sharded along other dimensions than rows are copied first; then two buffers, shards are views of one
+    after     one shard in fp32 at a time
 
-`work.sharding.owners` says who owns what; few large matrices over many ranks are not shared out evenly.
+`work.sharding.owners` assigns matrices to owners; a few large matrices do not divide evenly over many ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ultrascale.work.sharding.owners import Exchange, Sharding, exchanges, part_
 
 @dataclass
 class _Matrix:
-    """A part, a whole matrix or a result: its memory, and whether its rows lie one behind the other."""
+    """A shard, a whole matrix or a result: its memory, shape and whether it is contiguous."""
 
     allocation: Allocation
     shape: tuple[int, ...]
@@ -32,14 +32,14 @@ class _Matrix:
 
 
 def muon_update_bytes(matrices: Sequence[Weight], layout: Layout, rank: int) -> int:
-    """The most that an update of `matrices` needs at once, beside weights, gradients and momenta."""
+    """Peak bytes of an update of `matrices`, besides weights, gradients and momenta."""
     if not matrices:
         return 0
     return _Update(layout).play([part_shape(weight, layout, rank) for weight in matrices], exchanges(matrices, layout, rank))
 
 
 class _Update:
-    """The books of one update."""
+    """Ledger of one update."""
 
     def __init__(self, layout: Layout):
         self.ledger = Ledger()
@@ -47,7 +47,7 @@ class _Update:
         self.itemsize = DTYPE_BYTES["fp64" if layout.master_dtype == "fp64" else "bf16"]
 
     def play(self, shapes: Sequence[tuple[int, ...]], stages: Sequence[Exchange]) -> int:
-        """Peak bytes of the update, from the gradients of parts of these shapes to the last parameter."""
+        """Peak bytes of the update, from gradient shards of these shapes to the last parameter."""
         parts = self._parts(shapes)
         live = dict(enumerate(parts))
         self._retain(live)
@@ -61,7 +61,7 @@ class _Update:
         return self.ledger.peaks[0].total
 
     def _parts(self, shapes: Sequence[tuple[int, ...]]) -> list[_Matrix]:
-        """Parts of the updates G + momentum B; a variable keeps the last wide one."""
+        """Shards of the updates G + momentum B; a variable keeps the last one in the master dtype."""
         parts, last = [], None
         for shape in shapes:
             momentum = self._take(prod(shape), self.master_bytes)
@@ -74,7 +74,7 @@ class _Update:
         return parts
 
     def _gather_to_owners(self, live: dict[int, _Matrix], stage: Exchange) -> dict[int, _Matrix]:
-        """Whole matrices of this rank's, and what the exchange does not know."""
+        """Whole matrices that this rank owns, and tensors that are not in the exchange."""
         received = self._exchange(stage, to_owners=True)
         wholes = {n: tensor for n, tensor in live.items() if n not in stage.shardings}
         self._retain(wholes)
@@ -84,7 +84,7 @@ class _Update:
         return dict(sorted(wholes.items()))
 
     def _scatter_to_shards(self, live: dict[int, _Matrix], stage: Exchange) -> dict[int, _Matrix]:
-        """Views of what came back."""
+        """This rank's shards, as views of the received buffer, and tensors that are not in the exchange."""
         copied = sum(_copied(live[n], sharding) for n, sharding in stage.shardings.items() if stage.is_owner(n))
         received = self._exchange(stage, to_owners=False, copied=copied)
         parts = {n: tensor for n, tensor in live.items() if n not in stage.shardings}
@@ -109,8 +109,8 @@ class _Update:
         return received
 
     def _orthogonalised(self, tensor: _Matrix) -> _Matrix:
-        """As `train.optimizers.muon.orthogonalise`, whose result is turned like a matrix with more rows than
-        columns."""
+        """Result of `train.optimizers.muon.orthogonalise`: contiguous unless the matrix has more rows than columns (then it
+        is a transposed view)."""
         if not prod(tensor.shape):
             return _Matrix(tensor.allocation.retain(), tensor.shape)
         *several, rows, columns = tensor.shape
@@ -136,7 +136,7 @@ class _Update:
 
 
 def _copied(whole: _Matrix, sharding: Sharding) -> int:
-    """Elements of the parts of a result that are no piece of its memory."""
+    """Elements of the shards of a result that are not contiguous in it, and are copied before the send."""
     if whole.is_contiguous and prod(whole.shape[: sharding.dim]) == 1:
         return 0
     pieces = [

@@ -1,4 +1,4 @@
-"""Tensors that autograd saves of a block, and their way to the host and back: `parallel.activations.offload` replayed."""
+"""Tensors that autograd saves for a block, and their offload to the host and back, as `parallel.activations.offload` does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ultrascale.work.recompute import Region
 
 @dataclass
 class PendingRegion:
-    """A region that is to be made again (`work.recompute`): what it keeps for that, by name."""
+    """A region to recompute (`work.recompute`), with the inputs kept for that, by name."""
 
     region: Region
     reads: dict[str, Allocation] = field(default_factory=dict)
@@ -21,18 +21,18 @@ class PendingRegion:
 
 @dataclass
 class Tape:
-    """Operations of one pass as autograd remembers them, each with the bytes it saved."""
+    """Autograd's record of one forward pass: each operation with the tensors it saved."""
 
     entries: list[tuple[Op, list[Allocation]]] = field(default_factory=list)
     remade: dict[str, PendingRegion] = field(default_factory=dict)
-    """By name, what is saved and not there."""
+    """Saved tensors that have to be recomputed first, by name."""
     offloaded: list[Allocation] = field(default_factory=list)
     """Tensors offloaded to the host (`parallel.activations.offload`)."""
 
 
 @dataclass
 class CheckpointedBlock:
-    """A block that is computed again: what it reads, and what selective recomputation keeps."""
+    """A recomputed block: its inputs, and the results that selective recomputation keeps."""
 
     reads: dict[str, Allocation]
     shared: list[Allocation]
@@ -43,7 +43,7 @@ class CheckpointedBlock:
 
 @dataclass
 class OffloadReplay:
-    """The travels of one stage's blocks."""
+    """Activation offload of one stage's blocks."""
 
     ledger: Ledger
     layout: Layout
@@ -54,7 +54,8 @@ class OffloadReplay:
     def offload(
         self, layer: int, tape: Tape | CheckpointedBlock, block_input: Allocation, shared: Iterable[Allocation]
     ) -> None:
-        """Start to offload what a block saved, and free what the block before it saved. `shared` stays: all blocks read it."""
+        """Start to offload a block's saved tensors, and free the earlier block's on the device. `shared` (read by all blocks)
+        stays on the device."""
         if not self.layout.offload_activations or (self.layout.pp == 1 and layer == self.layers[-1]):
             return
         is_checkpoint = isinstance(tape, CheckpointedBlock)
@@ -71,7 +72,7 @@ class OffloadReplay:
                 self.ledger.leave_device(held)
 
     def prefetch(self, *tapes: Tape | CheckpointedBlock) -> None:
-        """Bring back what blocks saved; they no longer count as leaving."""
+        """Bring the blocks' saved tensors back to the device, and cancel offloads still in progress."""
         for tape in tapes:
             for held in tape.offloaded:
                 self.ledger.bring_back(held)

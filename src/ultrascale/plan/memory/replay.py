@@ -1,13 +1,13 @@
-"""Replay of a rank's memory, moment by moment: the actions of a step over the table of work.
+"""Replay of a rank's memory over a step: every allocation and free of its actions, from the table of work.
 
-    F     every operation takes its result; what autograd saves stays, the rest goes after its last reader
-    B     backwards: take the gradients of what an operation read and of its weights, let go of what it saved
-    step  the optimizer updates in place; gradients are forgotten
+    F     every operation allocates its result; tensors saved by autograd stay, others are freed after their last reader
+    B     in reverse order: allocate the gradients of an operation's inputs and weights, free the tensors it saved
+    step  the optimizer updates in place; gradients are freed
 
-A formula that adds up parts misses what decides: at the peak some activations are already gone and some gradients not yet
-there. The replay follows `models.decoder`, autograd's order of release, `parallel.activations.recompute` and FSDP2
-(`plan.memory.sharding`), other trainers by what their files say (`catalogue.stacks.stack`), and costs a millisecond a layer at
-most. Not in it: what kernels take for themselves, fragmentation, the CUDA context and NCCL; `plan.fit` leaves room for those.
+A formula that adds up parts misses the peak, where some activations are already freed and some gradients not yet allocated.
+The replay follows `models.decoder`, autograd's order of release, `parallel.activations.recompute` and FSDP2
+(`plan.memory.sharding`); other trainers by their stack files (`catalogue.stacks.stack`). It costs at most a millisecond a
+layer. Not included: workspace of kernels, fragmentation, the CUDA context and NCCL; the planner leaves headroom for those.
 """
 
 from __future__ import annotations
@@ -48,39 +48,39 @@ from ultrascale.work.work import Shape, block_work
 
 OURS = STACKS["ultrascale"]
 MAX_REPLAYED = 3
-"""Micro-batches replayed: the first, one of those between (they are equal), and the last."""
+"""Micro-batches replayed without a pipeline: the first, one of those between (they are equal), and the last."""
 MAX_IN_FLIGHT = 4
-"""In a pipeline, for each of its stages: more of them repeat what was there. Where all go forward first, all are replayed."""
+"""Micro-batches replayed per pipeline stage: more repeat the same bytes. Schedules with all forwards first replay all."""
 WAITING_WEIGHTS = (0.0, 0.5, 1.0, 4.0)
 TIED = "embed_tokens.weight"
 INDEX_BYTES = 8
-"""Bytes of a token, a target, a position or a document's number: int64."""
+"""Bytes of a token, a target, a position or a document index: int64."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The memory of one rank (rank 0, which holds the largest shards), in bytes."""
+    """Memory of one rank (by default rank 0, which holds the largest shards), in bytes."""
 
     peak: MemorySnapshot
-    """The highest moment of any step."""
+    """Highest total of any step."""
     peak_by_step: dict[int, MemorySnapshot]
-    """Step 0 differs from the later ones only if the optimizer's state is made by the first update."""
+    """Step 0 differs from later steps only if the first update allocates the optimizer state."""
     highest_by_step: dict[int, dict[str, int]]
-    """The most of each category in a step, whenever that was."""
+    """Peak of each category in a step, each at its own moment."""
     before_update: MemorySnapshot
-    """When all gradients are there, in the last step."""
+    """Just before the optimizer's update of the last step, with all gradients."""
     between_steps: MemorySnapshot
-    """Parameters and optimizer state, when nothing runs."""
+    """After the last step: parameters and optimizer state."""
     tally: Tally
-    """Messages and FLOPs of the last step, of the micro-batches that were replayed."""
+    """Messages and FLOPs of the replayed micro-batches of the last step."""
     num_replayed: int
-    """Micro-batches: some stand for all."""
+    """Number of micro-batches replayed, which stand for all `num_micro_batches`."""
     model: Model
     timeline: list[tuple[int, str, dict[str, int]]]
     num_micro_batches: int
     stack: Stack
     host_bytes: int = 0
-    """In the host's memory at most: offloaded activations, and of an offloaded optimizer masters, moments and gradients."""
+    """Peak bytes of host memory: offloaded activations, and an offloaded optimizer's master weights, moments and gradients."""
 
     @property
     def by_category(self) -> dict[str, int]:
@@ -111,13 +111,13 @@ def plan_memory(
     keeps_timeline: bool = False,
     passes: RecordedPasses | None = None,
 ) -> MemoryPlan:
-    """Replay `steps` training steps of one rank: of the first, which holds the largest parts, or another.
+    """Replay `steps` training steps of one rank; the default, rank 0, holds the largest shards.
 
     `documents`: packed documents with masks. `optimizer`: one of `catalogue.stacks.stack.OPTIMIZERS`.
-    `optimizer_state_exists`: moments are there before the first step (as our trainer makes them), not made by the first
-    update. `stack`: the trainer. `expert_imbalance`: rows of the busiest rank's experts over the mean. `passes`: what other
-    ranks of the same layout, asked in the same words, have written down of theirs.
-    Raises SpecError if the batch cannot be cut into micro-batches, or the pipeline's schedule does not suit.
+    `optimizer_state_exists`: moments are allocated before the first step (as in our trainer), not by the first update.
+    `stack`: the trainer. `expert_imbalance`: rows of the busiest rank's experts over the mean. `passes`: passes recorded by
+    other ranks of the same layout, called with the same arguments.
+    Raises SpecError if the batch does not divide into micro-batches, or the pipeline schedule does not suit the layout.
     """
     passes = passes or RecordedPasses({}, {})
     count = num_micro_batches(layout, sequences_per_batch)
@@ -186,8 +186,8 @@ def plan_memory(
 
 
 def plan_fullest_rank(model: Model, layout: Layout, **options: Any) -> MemoryPlan:
-    """`plan_memory` of the rank of the pipeline that needs most; `options` are its own. The last few are kept: a search asks
-    for its best layouts, and the plan of the one that is chosen for it again."""
+    """`plan_memory` of the pipeline rank with the highest peak; `options` are those of `plan_memory`. The last 16 are cached: a
+    search plans its best layouts, and the final plan needs the chosen one again."""
     plan = _plan_fullest_rank.__wrapped__ if is_file(layout.schedule) else _plan_fullest_rank  # a file may change
     return plan(model, layout, **options)
 
@@ -203,8 +203,8 @@ def _plan_fullest_rank(model: Model, layout: Layout, **options: Any) -> MemoryPl
 
 
 def _full_ranks(model: Model, layout: Layout, sequence_length: int, sequences_per_batch: int, stage_cut: StageCut) -> list[int]:
-    """Ranks of a pipeline of which one needs most, or within 1 percent of it: of those with the same kinds of layers the ones
-    whose actions keep most, by any of the measures of `_most_kept`."""
+    """Candidates for the pipeline rank with the highest peak (to within 1 percent): among ranks with the same kinds of layers,
+    those that hold most activations by any measure of `_most_kept`."""
     if layout.pp == 1:
         return [0]
     orders = _orders(layout, num_micro_batches(layout, sequences_per_batch), OURS)
@@ -230,8 +230,8 @@ def _full_ranks(model: Model, layout: Layout, sequence_length: int, sequences_pe
 def _most_kept(
     actions: Sequence[Action], kinds: Sequence[tuple[Any, ...]], rank_kinds: set[tuple[Any, ...]], weights: Sequence[float]
 ) -> list[float]:
-    """Layers whose activations live at once, at most: of all stages of a rank, of each kind of them, and whatever a micro-batch
-    between I and W weighs against one between F and I: less where nothing is recomputed, more where all is."""
+    """Largest number of layers whose activations are live at once: over all stages of a rank and for each kind of stage, for
+    each of `weights` (of a micro-batch between I and W relative to one between F and I; more with recomputation)."""
     kind_sets = (
         [rank_kinds] if len(rank_kinds) == 1 else [rank_kinds, *({kind} for kind in sorted(rank_kinds, key=kinds.index))]
     )
@@ -243,13 +243,14 @@ def rank_shape(
     coordinates: Coordinates | None = None,
     stack: Stack = OURS,
 ) -> Shape:  # fmt: skip
-    """One micro-batch on one rank: on that at `coordinates`, or as `Shape.coordinates` says without.
+    """Shape of one micro-batch on the rank at `coordinates` (None: see `Shape.coordinates`).
 
-    Over cp ours takes a sequence for one document, whatever `documents`: the most that attention can have to do and to send.
+    Over cp our trainer's plan counts a sequence as one document, whatever `documents`: the upper bound of attention's work and
+    traffic.
     """
     kernels = with_attention(stack, layout.attention).kernels
     documents = documents and not (kernels.own_fp8 and layout.cp > 1)
-    if coordinates is not None:  # what else it stands for changes no shape
+    if coordinates is not None:  # the other coordinates change no shape
         coordinates = coordinates._replace(pp=0, dp=0, expert_dp=0)
     return Shape(
         layout.micro_batch_size, sequence_length, layout.precision, documents, device, tp=layout.tp,
@@ -261,7 +262,7 @@ def rank_shape(
 
 
 def num_micro_batches(layout: Layout, sequences_per_batch: int) -> int:
-    """Forward passes of one rank in a step. Raises SpecError if the batch does not divide."""
+    """Micro-batches of one rank in a step. Raises SpecError if the batch does not divide by dp x micro_batch_size."""
     together = layout.dp * layout.micro_batch_size
     if sequences_per_batch < together or sequences_per_batch % together:
         nearest = max(together, round(sequences_per_batch / together) * together)
@@ -277,8 +278,8 @@ def num_micro_batches(layout: Layout, sequences_per_batch: int) -> int:
 
 
 def fp8_history_bytes(model: Model, layout: Layout, layers: Sequence[int]) -> int:
-    """Bytes of delayed scaling for the blocks in fp8 among `layers`: each slot's history, scale, largest magnitude of this step
-    and largest number of its format."""
+    """Bytes of delayed fp8 scaling for the fp8 blocks among `layers`: each slot's amax history, scale, amax of this step and
+    largest value of its format."""
     if not is_delayed(layout):
         return 0
     slots = sum(num_block_slots(model, layer) for layer in layers if layer in fp8_layers(model, layout))
@@ -288,7 +289,7 @@ def fp8_history_bytes(model: Model, layout: Layout, layers: Sequence[int]) -> in
 def stage_parts(
     model: Model, layout: Layout, sequence_length: int, coordinates: Coordinates, stage_cut: StageCut = "balanced"
 ) -> dict[int, StagePart]:
-    """The stages of the rank at `coordinates`, by number."""
+    """Pipeline stages of the rank at `coordinates`, by number."""
     layers = model.num_hidden_layers
     predictions = range(layers, layers + model.num_nextn_predict_layers)
     if layout.pp == 1:
@@ -304,15 +305,15 @@ def stage_parts(
 def _update_bytes(
     model: Model, layout: Layout, parts: Mapping[int, StagePart], shards: list[Shards], optimizer: str, device: str, rank: int
 ) -> int:
-    """Peak of temporary bytes in an optimizer's update."""
+    """Peak temporary bytes of an optimizer update."""
     if optimizer == "muon":
         return muon_update_bytes(muon_matrices(model, parts), layout, rank)
     return max((shard.update_bytes(optimizer, device) for shard in shards), default=0)
 
 
 def exchanged_bytes(model: Model, layout: Layout, rank: int, parts: Mapping[int, StagePart]) -> list[int]:
-    """Bytes of each gradient that a rank exchanges with another of its pipeline at the end of a step: a tied embedding's with
-    the other end, all with a mirror (DualPipe)."""
+    """Bytes of each gradient that a rank exchanges with another pipeline rank at the end of a step: the tied embedding's with
+    the other end, all gradients with the mirror rank (DualPipe)."""
     pp_rank = Coordinates.of(layout, rank).pp
     other_ranks = ranks_sharing_embedding(layout, pp_rank) if shares_embedding(model, layout) else ()
     shared = (
@@ -332,7 +333,7 @@ def held_weights(model: Model, parts: Mapping[int, StagePart]) -> list[Weight]:
 
 
 def outside(model: Model, is_first: bool, is_last: bool) -> set[str]:
-    """Names of weights outside the blocks that such a stage holds."""
+    """Names of weights outside the blocks that the first or last stage holds."""
     read = {"embed_tokens.weight", "embed_positions.weight"}
     names = set(read) if is_first else set()
     if is_last:
@@ -350,7 +351,7 @@ def padded(model: Model, stack: Stack, tp: int) -> Model:
 
 
 def _output_bytes(model: Model, shape: Shape, parts: Mapping[int, StagePart], stack: Stack) -> int:
-    """Logits of a micro-batch that a pipeline keeps for its caller."""
+    """Bytes of a micro-batch's logits, which some trainers' pipelines keep to the end of the step."""
     if not stack.keeps_outputs or not any(part.is_last and not part.is_first for part in parts.values()):
         return 0
     return shape.num_tokens * shape.tp_part(model.vocab_size) * shape.itemsize
@@ -363,7 +364,7 @@ def muon_matrices(model: Model, parts: Mapping[int, StagePart]) -> list[Weight]:
 
 
 def _batch_bytes(model: Model, layout: Layout, shape: Shape, *, documents: bool) -> int:
-    """Bytes of one micro-batch: tokens, targets, positions wherever the trainer gives them, documents of the whole
+    """Bytes of one micro-batch: tokens, targets, positions where the trainer passes them, document indices of the whole
     sequences, keys of dropout."""
     token = shape.micro_batch_size * INDEX_BYTES
     local, whole = token * shape.local_length, token * shape.sequence_length
@@ -375,7 +376,7 @@ def _batch_bytes(model: Model, layout: Layout, shape: Shape, *, documents: bool)
 
 
 class _Orders(NamedTuple):
-    """A step as it is replayed: without a pipeline a list of one rank."""
+    """Actions of a replayed step, by rank; one rank without a pipeline."""
 
     schedule: list[list[Action]]
     num_micro_batches: int
@@ -384,7 +385,7 @@ class _Orders(NamedTuple):
 
 
 def _orders(layout: Layout, count: int, stack: Stack) -> _Orders:
-    """Orders of a step on all ranks, with only some of many micro-batches that come and go alike."""
+    """Actions of a step on all ranks, with the number of micro-batches capped, since later ones repeat the same bytes."""
     if layout.pp == 1:
         count = min(count, 1 if stays_whole(stack, layout) else MAX_REPLAYED)
         return _Orders([accumulate(count, layout.zero_stage)], count, False)
@@ -396,7 +397,7 @@ def _orders(layout: Layout, count: int, stack: Stack) -> _Orders:
 
 @lru_cache(maxsize=4)
 def _pipeline_orders(name: str, pp: int, count: int, virtual_stages: int) -> _Orders:
-    """Orders of a pipeline's step, kept: every rank has the same."""
+    """Actions of a pipeline's step; cached, because they do not depend on the rank that is replayed."""
     schedule = build_schedule(name, pp, count, virtual_stages)
     splits = any(part.kind is Kind.INPUT_GRADIENT for row in schedule for action in row for part in action.parts)
     return _Orders(schedule, count, splits)
@@ -406,7 +407,7 @@ def _play_step(
     ledger: Ledger, tally: Tally, stages: Mapping[int, StageReplay], orders: _Orders, step: int, coordinates: Coordinates,
     passes: RecordedPasses, outputs: int,
 ) -> None:  # fmt: skip
-    """The passes of a step."""
+    """Replay the passes of one step."""
     layout = tally.layout
     reduces_from = next(iter(stages.values())).stack.reduces_from
     if layout.pp == 1:
@@ -431,14 +432,14 @@ def _play_step(
 
 
 def _neighbours(layout: Layout, rank: int) -> list[int]:
-    """A pipeline rank, and those with which it exchanges messages: they hold the stages before and after its own."""
+    """A pipeline rank and the ranks that hold the stages before and after its own, with which it exchanges messages."""
     stages_by_rank = stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)
     adjacent = {stage + more for stage in stages_by_rank[rank] for more in (-1, 0, 1)}
     return [rank_number for rank_number, stages in enumerate(stages_by_rank) if not adjacent.isdisjoint(stages)]
 
 
 def _saved_by_kind(model: Model, layout: Layout, shape: Shape, layer: int, stack: Stack) -> dict[str, int]:
-    """Bytes a block holds between its forward and its backward pass, by the kind of operation that made them."""
+    """Bytes that a block holds between its forward and backward pass, by the kind of operation that produced them."""
     recomputation, hidden = (
         recompute_in_stack(stack, layout.block_recompute(layer), model, layer, layout),
         shape.outer_tokens * model.hidden_size * shape.itemsize,

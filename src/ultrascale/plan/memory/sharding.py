@@ -1,22 +1,22 @@
-"""Memory of FSDP2 besides the shards: the same moves as torch's, on a ledger.
+"""Memory of FSDP2: repeats torch's allocations and frees of all-gathered parameters and gradients on a ledger.
 
-For one bucket of U elements (its parameters, each padded to a multiple of n rows, of `places.zero_shape`) on n ranks that share
-a copy:
+For one bucket of U elements (its parameters, each padded to a multiple of n rows, see `places.zero_shape`), sharded over n
+ranks:
 
-    forward     take flat U (all-gather)  ->  take U, the parameters; on CUDA flat stays until the next bucket is whole
-                stage 3 lets go of the parameters after the bucket's last block
-    backward    stage 3 gathers again, one bucket ahead: its flat U is there while the bucket after it computes
-                gradients U  ->  take flat U in the reduction's dtype, let go of the gradients, take U/n: the cut gradient
-                the flat input stays until the next bucket's, and the last until the end of the backward pass
+    forward     all-gather into a flat buffer U, copy it out to U parameters; on CUDA the flat buffer stays until the next
+                bucket is unsharded; ZeRO stage 3 frees the parameters after the bucket's last block
+    backward    stage 3 gathers again and prefetches one bucket: its flat U is held while the bucket after it computes
+                gradients U  ->  allocate flat U in the reduction's dtype, free the gradients, allocate U/n: gradient shard
+                the flat input stays until the next bucket's, the last one until the end of the backward pass
     n = 1       nothing is gathered, but FSDP2 still copies every parameter
 
-The bucket outside the blocks (embedding, final norm, head) is gathered first and let go last, and reduced last. Weights that
-travel in fp8 are bytes of it (`layout.fp8_all_gather`); their gradients are as wide as others'.
-One process has no FSDP2. In mixed precision (`parallel.precision.mixed_precision`) it keeps copies U that compute, and casts
-the gradients of a block one by one when the block's backward pass is done, last weight first.
-Read in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py, torch 2.11 to 2.13.
+The bucket outside the blocks (embedding, final norm, head) is gathered first, and freed and reduced last. Weights gathered in
+fp8 (`layout.fp8_all_gather`) take one byte per element in the bucket; their gradients are as wide as those of other weights.
+A single process does not use FSDP2. In mixed precision (`parallel.precision.mixed_precision`) it keeps U elements of
+low-precision copies to compute with, and casts a block's gradients one by one after its backward pass, last weight first.
+Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py, torch 2.11 to 2.13.
 
-Scales of weights that are gathered in fp8 (`parallel.precision.fp8_gather`): what ranks agree on once an update, and keep.
+Also here: scales of weights gathered in fp8 (`parallel.precision.fp8_gather`), their bytes and their all-reduces per update.
 """
 
 from __future__ import annotations
@@ -44,47 +44,47 @@ from ultrascale.work.sharding.places import Coordinates, zero_shape
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters that are gathered, and whose gradients are reduced, together. One is only ever itself, however like others."""
+    """Parameters that FSDP2 all-gathers together, and whose gradients it reduces together. Compared by identity."""
 
     weights: list[Weight]
-    """Weights, in the shapes that a rank has before data parallelism cuts them."""
+    """Weights, with the shapes of a rank before data parallelism shards them."""
     label: str
     ranks: int | None = None
-    """Ranks that shard the bucket; None: those that shard a copy of the state."""
+    """Number of ranks that shard the bucket; None: those of the layout's shard group."""
     in_fp8: Container[str] = ()
     """Names of weights that are gathered in 8 bits (`parallel.precision.fp8_gather`)."""
     parameters: Allocation | None = None
-    """Whole copies, while gathered."""
+    """Unsharded parameters, while gathered."""
     flat: Allocation | None = None
-    """An all-gather that nobody has unpacked yet."""
+    """Output of an all-gather, not yet copied out to parameters."""
     partial: Allocation | None = None
-    """Cut gradients of earlier micro-batches, not yet summed over copies."""
+    """Gradient shards of earlier micro-batches, not yet summed over replicas."""
     replica_buffer: Allocation | None = None
     whole_gradients: dict[str, Allocation] = field(default_factory=dict)
-    """By weight, as autograd made them or as summed over micro-batches."""
+    """Unsharded gradients by weight, from autograd or summed over micro-batches."""
     cast: set[str] = field(default_factory=set)
-    """Weights whose gradients are in the dtype of sums, where autograd makes them in another, as wide or not."""
+    """Weights whose gradients are already in the accumulation dtype, where autograd produces another (of any width)."""
     narrow_gradients: dict[str, Allocation] = field(default_factory=dict)
-    """Gradients that wait for their cast, of one process."""
+    """Low-precision gradients that wait for their cast; in a single process only."""
     sharded_gradient: Allocation | None = None
 
     @cached_property
     def names(self) -> list[str]:
-        """Names of its weights, by their places."""
+        """Names of its weights, in order."""
         return [weight.name for weight in self.weights]
 
 
 SINGLE = ("parameters", "flat", "partial", "replica_buffer", "sharded_gradient")
 """Fields of a bucket that hold one tensor or None."""
 AllocationFields = tuple[str, str, int] | None
-"""Category, label and bytes of what somebody holds."""
+"""Category, label and bytes of an allocation."""
 
 
 class BucketSnapshot(NamedTuple):
-    """State of the buckets after a pass, weights by their places."""
+    """State of the buckets after a pass; weights are given by position, not by name."""
 
     buckets: tuple[tuple[Any, ...] | None, ...]
-    """For each bucket: the fields of `SINGLE`, gradients whole and narrow, and which are cast; None: as before."""
+    """For each bucket: the fields of `SINGLE`, unsharded and narrow gradients, and which are cast; None: unchanged."""
     buffers: tuple[AllocationFields, ...]
 
 
@@ -97,7 +97,7 @@ def _allocation_from(fields: AllocationFields) -> Allocation | None:
 
 
 class Shards:
-    """One rank's parameters and gradients as they come and go. One process's are whole."""
+    """Parameters and gradients of one rank as FSDP2 gathers, reduces and frees them; unsharded in a single process."""
 
     def __init__(
         self,
@@ -110,10 +110,10 @@ class Shards:
         has_experts: bool = False,
         stack: Stack = STACKS["ultrascale"],
     ):
-        """`buckets` in the order in which they end in a forward pass, the one outside the blocks first.
+        """`buckets`: in the order in which their forward passes end, the bucket outside the blocks first.
 
-        `over_gloo`: collectives are those of `parallel.data.collectives`. `has_experts`: FSDP2 is wherever they have copies.
-        `stack`: the trainer, with its dtypes.
+        `over_gloo`: collectives are those of `parallel.data.collectives`. `has_experts`: the model has experts; FSDP2 is then
+        used wherever those have replicas. `stack`: the trainer, with its dtypes.
         """
         self.over_gloo, self.stack = over_gloo, stack
         layout = tally.layout
@@ -139,11 +139,11 @@ class Shards:
         self.last_flat: Allocation | None = None
         self.reduce_input: Allocation | None = None
         self.sizes = {bucket: self._sizes_of(bucket) for bucket in buckets}
-        """Padded elements of each bucket, and their bytes as they are gathered."""
+        """Padded elements of each bucket, and their bytes in the all-gather."""
         self._take_state()
 
     def _take_state(self) -> None:
-        """Take the parameters that stay between steps; the optimizer's state is taken elsewhere."""
+        """Allocate the parameters that stay between steps; optimizer state is allocated elsewhere."""
         leaves = self.layout.offload_optimizer and self.stack.offloads_parameters
         for bucket in self.buckets:
             shard = 0 if leaves else self.padded_elements(bucket) // self.ranks_of(bucket)
@@ -152,8 +152,8 @@ class Shards:
                 self._finish_gather(bucket)
 
     def state(self, subset: Sequence[Bucket] | None = None) -> Hashable:
-        """Parts of every bucket, or of some, that are held: weights by their places, so that stages with the same blocks have
-        the same."""
+        """Flags for the tensors that the buckets hold (all, or those of `subset`), with weights by position: stages with equal
+        blocks have equal states."""
         buckets = tuple(
             (
                 bucket.parameters is None, bucket.flat is None, bucket.partial is None, bucket.replica_buffer is None,
@@ -169,8 +169,8 @@ class Shards:
         return buckets, sizes
 
     def snapshot(self, before: Hashable, subset: Sequence[Bucket] | None = None) -> BucketSnapshot | None:
-        """Parts of every bucket, or of some, that are held, to be put into others with the same weights; None if somebody
-        else holds some of it too. `before`: their state before the pass; those that have it still are left as they are."""
+        """Tensors that the buckets hold (all, or those of `subset`), for `restore` on buckets with the same weights; None if a
+        tensor has another holder. `before`: their state before the pass; buckets still in that state are skipped."""
         buckets, parts = self.buckets if subset is None else subset, []
         then, now = cast(tuple[Any, Any], before)[0], cast(tuple[Any, Any], self.state(subset))[0]
         for bucket, old, new in zip(buckets, then, now, strict=True):
@@ -190,7 +190,7 @@ class Shards:
         return BucketSnapshot(tuple(parts), tuple(map(_fields_of, sizes)))
 
     def restore(self, snapshot: BucketSnapshot, subset: Sequence[Bucket] | None = None) -> None:
-        """Have what is in `snapshot`; the books have it already."""
+        """Set the buckets to `snapshot` without changing the ledger, which already counts these bytes."""
         for bucket, parts in zip(self.buckets if subset is None else subset, snapshot.buckets, strict=True):
             if parts is None:
                 continue
@@ -212,20 +212,19 @@ class Shards:
         return self.buckets[0]
 
     def is_sharded(self, bucket: Bucket) -> bool:
-        """True if FSDP shards the bucket. Some trainers leave out experts without a replica, which are plain parameters
-        then."""
+        """True if FSDP shards the bucket. Some trainers keep experts that have no replica as plain parameters."""
         return self.sharded and not (bucket.ranks == 1 and not self.stack.shards_lone_experts)
 
     def ranks_of(self, bucket: Bucket) -> int:
-        """Ranks that cut a bucket between them."""
+        """Number of ranks that shard a bucket."""
         return self.ranks if bucket.ranks is None else bucket.ranks
 
     def padded_elements(self, bucket: Bucket) -> int:
-        """Elements of a bucket once every weight's rows are padded to a multiple of the ranks."""
+        """Elements of a bucket with every weight's rows padded to a multiple of the ranks that shard it."""
         return self.sizes[bucket][0]
 
     def gathered_bytes(self, bucket: Bucket) -> int:
-        """Bytes of a bucket's whole parameters as they are gathered."""
+        """Bytes of a bucket's unsharded parameters in the dtype of the all-gather."""
         return self.sizes[bucket][1]
 
     def _sizes_of(self, bucket: Bucket) -> tuple[int, int]:
@@ -235,7 +234,7 @@ class Shards:
         return sum(elements), sum(map(mul, elements, sizes))
 
     def local_elements(self, bucket: Bucket, weight: Weight) -> int:
-        """Elements of this rank's shard of a weight without padding: the last ranks may have fewer, or none."""
+        """Elements of this rank's shard of a weight, without padding: the last ranks may have fewer, or none."""
         ranks = self.ranks_of(bucket)
         this_rank = (
             self.coordinates.dp * self.layout.cp + self.coordinates.cp if bucket.ranks is None else self.coordinates.expert_dp
@@ -243,11 +242,11 @@ class Shards:
         return _chunk_elements(weight.shape, ranks, this_rank % ranks)
 
     def shard_elements(self, bucket: Bucket) -> int:
-        """Elements of this rank's shard without padding."""
+        """Elements of this rank's shard of a bucket, without padding."""
         return sum(self.local_elements(bucket, weight) for weight in bucket.weights)
 
     def optimizer_bytes(self, bucket: Bucket, optimizer: str) -> int:
-        """Bytes of optimizer state in this rank's shard: moments, and masters where other copies are all-gathered."""
+        """Bytes of optimizer state in this rank's shard: moments, and master weights where those are not what is gathered."""
         elements = self.shard_elements(bucket)
         masters, stack_moment_bytes, wide = (
             elements * self.separate_master_itemsize,
@@ -273,25 +272,25 @@ class Shards:
         return WIDENED_BYTES[optimizer] * min(largest, UPDATED_TOGETHER[device])
 
     def fuses(self, bucket: Bucket) -> bool:
-        """True if products add to summed gradients themselves, whatever dtype those have."""
+        """True if weight-gradient GEMMs accumulate directly into the summed gradient, whatever its dtype."""
         return False
 
     def adds_in_place(self, bucket: Bucket, weight: Weight) -> bool:
-        """True if a product can add to the gradient that is there, in the dtype in which autograd makes it."""
+        """True if a weight-gradient GEMM can accumulate into the existing gradient, which has autograd's dtype."""
         return weight.name in bucket.whole_gradients and not self._is_cast(bucket, weight) and not self.casts_alone
 
     def before_forward(self, bucket: Bucket) -> None:
-        """Gather, unless it is still whole."""
+        """All-gather the parameters, unless they are still unsharded."""
         if self.is_sharded(bucket) and bucket.parameters is None:
             self._start_gather(bucket)
             self._finish_gather(bucket)
-            self._drop_last_flat()  # a local name in FSDP2's wait_for_unshard holds it until the copy is done
+            self._drop_last_flat()  # a local variable in FSDP2's wait_for_unshard holds it until the copy-out is done
             self.last_flat, bucket.flat = bucket.flat, None
             if self.over_gloo:  # FSDP2 keeps it only while a stream may still read it
                 self._drop_last_flat()
 
     def after_forward(self, bucket: Bucket) -> None:
-        """Stage 3 lets go, except outside the blocks."""
+        """Free the gathered parameters in ZeRO stage 3, except those outside the blocks."""
         if self.is_sharded(bucket) and self.layout.zero_stage == 3 and bucket is not self.buckets[0]:
             self._reshard(bucket)
 
@@ -299,7 +298,7 @@ class Shards:
         self._drop_last_flat()
 
     def before_backward(self, bucket: Bucket) -> None:
-        """Be whole, and start gathering the bucket that comes next on the way back."""
+        """All-gather the parameters if needed, and prefetch the bucket whose backward pass comes next."""
         if not self.sharded:
             return
         if bucket.parameters is None and self.is_sharded(bucket):
@@ -314,7 +313,7 @@ class Shards:
             self._start_gather(ahead)
 
     def add_gradient(self, bucket: Bucket, weight: Weight, gradient: Allocation) -> None:
-        """Autograd made a whole gradient of `weight`: keep it, or add it to the one that is there."""
+        """Keep an unsharded gradient of `weight` from autograd, or add it to the existing one."""
         existing = bucket.whole_gradients.get(weight.name)
         if self.casts_alone:
             bucket.narrow_gradients[weight.name] = gradient
@@ -326,7 +325,7 @@ class Shards:
             bucket.whole_gradients[f"{weight.name} new"] = self.ledger.move(gradient, "gradients", bucket.label)
 
     def after_backward(self, bucket: Bucket, action: Action) -> None:
-        """Reduce and cut the gradients, or keep them whole for the next micro-batch; let go of the parameters."""
+        """Reduce-scatter the gradients, or keep them unsharded for the next micro-batch; free the parameters."""
         if self.casts_alone:
             self._cast_gradients(bucket)
         if not self.is_sharded(bucket):
@@ -341,8 +340,8 @@ class Shards:
             self._cast_to_sums(bucket)
 
     def complete_gradients(self, bucket: Bucket) -> None:
-        """A gradient of every weight in the dtype of sums, zeros where there was none (`parallel.pipeline.pipeline_data`):
-        reductions want all of a bucket in one dtype."""
+        """Give every weight a gradient in the accumulation dtype, zeros where there was none
+        (`parallel.pipeline.pipeline_data`): a bucket is reduced in one dtype."""
         for weight in bucket.weights if self.is_sharded(bucket) else ():
             if weight.name not in bucket.whole_gradients:
                 size = weight.numel * self.compute_itemsize
@@ -350,7 +349,7 @@ class Shards:
             self._cast_gradient(bucket, weight)
 
     def complete_pending(self) -> None:
-        """Complete the gradients of buckets that have any in the dtype of sums, before a backward pass that reduces."""
+        """`complete_gradients` of buckets with any gradient in the accumulation dtype, before a backward pass that reduces."""
         for bucket in filter(self.is_sharded, self.buckets):
             if any(self._is_cast(bucket, weight) for weight in bucket.weights):
                 self.complete_gradients(bucket)
@@ -404,13 +403,13 @@ class Shards:
             narrow = bucket.narrow_gradients.pop(weight.name)
             wide = self.ledger.take("temporary", "gradients of weights", weight.numel * self.sum_itemsize)
             self.ledger.release(narrow)
-            if weight.name in bucket.whole_gradients:  # autograd adds to the one that is there
+            if weight.name in bucket.whole_gradients:  # autograd adds to the existing gradient
                 self.ledger.release(wide)
             else:
                 bucket.whole_gradients[weight.name] = self.ledger.move(wide, "gradients", bucket.label)
 
     def _cast_to_sums(self, bucket: Bucket) -> None:
-        """Cast gradients to the dtype of the reduction, wider or narrower, one at a time."""
+        """Cast gradients to the reduction's dtype, wider or narrower, one at a time."""
         for weight in bucket.weights:
             if weight.name in bucket.whole_gradients:
                 self._cast_gradient(bucket, weight)
@@ -423,7 +422,7 @@ class Shards:
             bucket.cast.add(weight.name)
 
     def _is_cast(self, bucket: Bucket, weight: Weight) -> bool:
-        """True if the weight has a gradient in the dtype of sums over micro-batches, which autograd did not make."""
+        """True if the weight's gradient is in the accumulation dtype, where autograd produces another."""
         return weight.name in bucket.cast
 
     def _reduce(self, bucket: Bucket, action: Action) -> None:
@@ -457,7 +456,7 @@ class Shards:
             self.ledger.release(lingering)
 
     def _keep_shard(self, bucket: Bucket, shard: Allocation, action: Action) -> None:
-        """The cut gradient, once it is summed over copies; until then partial."""
+        """Keep the gradient shard: as partial until it is summed over replicas."""
         if not self.stack.keeps_reduced:
             size = shard.num_bytes // self.reduce_itemsize * self.sum_itemsize
             wide = self.ledger.take("gradients", bucket.label, 0 if bucket.sharded_gradient else size)
@@ -473,7 +472,7 @@ class Shards:
         if self.reduce_itemsize == self.sum_itemsize:
             bucket.sharded_gradient = self.ledger.move(shard, "gradients", bucket.label)
         else:
-            bucket.replica_buffer = shard  # the sum over copies ran in it, and FSDP2 keeps it until the end
+            bucket.replica_buffer = shard  # the all-reduce over replicas ran in it, and FSDP2 keeps it until the end
             size = shard.num_bytes // self.reduce_itemsize * self.sum_itemsize
             bucket.sharded_gradient = self.ledger.take("gradients", bucket.label, size)
         if bucket.partial is not None:
@@ -492,8 +491,8 @@ class Shards:
 
 
 class WholeState(Shards):
-    """Parameters and summed gradients that have their place from the start and stay whole through all passes: Megatron,
-    nanotron, DeepSpeed's first stages, plain DDP. The optimizer's state alone is cut, and what `shards_gradients_from` says."""
+    """Parameters and gradient buffers allocated once and unsharded through all passes: Megatron, nanotron, DeepSpeed's ZeRO
+    stages 1 and 2, plain DDP. Only optimizer state is sharded, and gradients from stage `shards_gradients_from` on."""
 
     def _take_state(self) -> None:
         self.sharded = self.casts_alone = False
@@ -506,7 +505,7 @@ class WholeState(Shards):
             self.ledger.take("gradients", bucket.label, self.sum_itemsize * (local if shards_gradients else whole) + beside)
 
     def local_elements(self, bucket: Bucket, weight: Weight) -> int:
-        """Elements of a weight in this rank's shard: the flat buffer of all weights is cut evenly."""
+        """Elements of a weight in this rank's shard: the flat buffer of all weights is sharded evenly."""
         return -(-weight.numel // self.ranks_of(bucket))
 
     def fuses(self, bucket: Bucket) -> bool:
@@ -516,7 +515,7 @@ class WholeState(Shards):
         return self.fuses(bucket)
 
     def add_gradient(self, bucket: Bucket, weight: Weight, gradient: Allocation) -> None:
-        """It is added to the sum that is there."""
+        """Free `gradient`, which is added to the existing buffer."""
         self.ledger.release(gradient)
 
 
@@ -526,7 +525,7 @@ def stays_whole(stack: Stack, layout: Layout) -> bool:
 
 
 def moment_bytes(weight: Weight, elements: int, optimizer: str, master_itemsize: int) -> int:
-    """Bytes of optimizer state for so many elements, whole rows, of a weight, as our trainer keeps it."""
+    """Bytes of our trainer's optimizer state for `elements` (whole rows) of a weight."""
     if optimizer == "muon" and is_hidden_matrix(weight):
         return elements * master_itemsize
     if len(weight.shape) == 1 or optimizer in ("adamw", "muon"):
@@ -550,18 +549,19 @@ def _padded_elements(shape: tuple[int, ...], ranks: int) -> int:
 
 
 class ScaleTable(NamedTuple):
-    """Scales of a rank's weights that are sharded over one group. Groups are (size, stride)."""
+    """Scales of the fp8 weights of a rank that one group shards. Groups are (size, stride)."""
 
     shards: tuple[int, int]
     sharing: tuple[int, int]
-    """Ranks of tp, or expert_tp, that hold other parts of what has one scale."""
+    """Group of tp, or expert_tp, whose ranks hold parts of a weight that has one scale."""
     num_bytes: int
     shared_bytes: int
-    """Bytes of the scales of which ranks of `sharing` hold parts."""
+    """Bytes of the scales that the group `sharing` has in common."""
 
 
 def scale_tables(model: Model, layout: Layout, weights: Iterable[Weight]) -> Iterator[ScaleTable]:
-    """`weights`: those of a rank's stages, of the shapes that it has before data parallelism cuts them."""
+    """Scales of the fp8 weights of a rank, dense and experts apart. `weights`: those of the rank's stages, with their shapes
+    before data parallelism shards them."""
     is_shared = weights_gathered_in_fp8(model, layout)
     gathered = [weight for weight in weights if weight.name in is_shared]
     of_experts = layout.group("expert_shard"), layout.group("expert_tp")
@@ -572,12 +572,12 @@ def scale_tables(model: Model, layout: Layout, weights: Iterable[Weight]) -> Ite
 
 
 def scale_bytes(tables: Iterable[ScaleTable], layout: Layout) -> int:
-    """Kept from step to step: scales, and for a history the largest magnitudes that they follow from."""
+    """Bytes kept between steps: scales, and with delayed scaling the largest magnitudes (amax) that they are computed from."""
     return (2 if is_delayed(layout) else 1) * sum(table.num_bytes for table in tables)
 
 
 def scale_messages(tables: Iterable[ScaleTable], layout: Layout) -> Iterator[tuple[tuple[int, int], int]]:
-    """The all-reduces of an update, (group, bytes); none where a history tells scales."""
+    """All-reduces of scales in an update, as (group, bytes); none with delayed scaling."""
     for table in () if is_delayed(layout) else tables:
         yield table.shards, table.num_bytes
         yield table.sharing, table.shared_bytes

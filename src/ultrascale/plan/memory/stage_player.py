@@ -1,17 +1,17 @@
-"""A stage of a pipeline whose passes are replayed once, then played: the same bytes in a fraction of the time.
+"""Passes of a pipeline stage, replayed once and then applied from a record: the same bytes in a fraction of the time.
 
-Micro-batches come and go alike. The first pass of a kind is replayed operation by operation (`plan.memory.stage_replay`), and
-its effect on the books is written down, and what its buckets have after it where that is not what they had before. The next
-pass of that kind in that state is one entry. A pass in a state that was not seen before is replayed; what played passes of its
-micro-batch would have left is made first, off the books. Stages with the same blocks between the ends share what is written
-down, those of other ranks of a layout too. `tests/plan/test_stage_player.py` holds this to the plain replay, byte for byte.
+Micro-batches repeat the same passes. The first pass of a kind in a given state is replayed operation by operation
+(`plan.memory.stage_replay`), and its effect on the ledger is recorded, with the buckets' new state if it changed. Later passes
+of that kind in that state apply the record. A pass in a new state is replayed; the tensors that its micro-batch's earlier,
+applied passes would have left are made first, without counting them again. Inner stages with equal blocks share records, on
+other ranks of the layout too. `tests/plan/test_stage_player.py` compares this with the plain replay, byte for byte.
 
-`RankReplay` plays a rank of a pipeline, its list of actions on its stages, and the messages that come and go beside them.
+`RankReplay` replays a pipeline rank: its list of actions on its stages, and the messages sent and received.
 
-input     of a stage: memory of the message that brought it, until its backward pass is done
-result    handed to the mailbox; over gloo it lives until an answer shows that it has arrived
+input     of a stage: memory of the received message, until its backward pass is done
+result    handed to the mailbox; over gloo it lives until a later message shows that it has arrived
           (`parallel.pipeline.pipeline_messages`)
-gradient  of a result: a message, until its backward pass is done
+gradient  of a result: memory of a received message, until its backward pass is done
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from ultrascale.schedules.sharded import FINISHES
 
 @dataclass(frozen=True)
 class PassEntry:
-    """One pass: its effect on the ledger and the tally, and what it hands to a neighbouring stage."""
+    """Record of one pass: its effect on the ledger and the tally, and its result for a neighbouring stage."""
 
     effect: Effect
     counts: Counts
     result: tuple[str, str, int] | None
     """Category, label and bytes."""
     gradient_holders: int
-    """Holders that the gradient which came in has gained: I keeps it for W."""
+    """Holders added to the incoming gradient: I keeps it for W."""
     input_holders: int
-    """Holders of the stage's input that F and I have added: a product of W reads it where no norm stands before."""
+    """Holders added to the stage's input by F and I: a GEMM of W reads it if no norm comes first."""
     buckets_after: tuple[tuple[Hashable, ...], BucketSnapshot] | None
-    """The state after it, and what buckets have then; None where they are as before."""
+    """State after the pass, and the buckets' tensors then; None if unchanged."""
 
 
 @dataclass
 class Played:
-    """A micro-batch that is only in the books."""
+    """A micro-batch whose passes were applied from records: the ledger counts its bytes, its tensors do not exist."""
 
     stage_input: Allocation | None
     gradient: Allocation | None = None
     input_gradient: Action | None = None
-    """Its I, once that has been played too."""
+    """Action of its I, once applied too."""
     input_holders: int = 0
 
 
@@ -61,7 +61,7 @@ PassEntries = dict[Hashable, PassEntry | None]
 
 
 class RecordedPasses(NamedTuple):
-    """Passes that stages of one layout have written down: whole ones by sort of stage (`alike`), and those of single blocks."""
+    """Records of the stages of one layout: of whole passes by kind of stage (`alike`), and of single blocks."""
 
     stages: dict[Hashable, PassEntries]
     blocks: BlockEntries
@@ -71,8 +71,8 @@ FORWARD = Kind.FORWARD.value
 
 
 def alike(number: int, stages: Mapping[int, StageReplay]) -> Hashable:
-    """Key of stages whose passes change the books alike: work and recomputation of each block; for a stage at an end of the
-    model, its part. `stages`: of its rank; what comes from one of them is no message in the books."""
+    """Key that is equal for stages whose passes change the ledger alike: operations and recomputation of each block; for the
+    first and last stage, their part. `stages`: all of the rank; between two of them no message is counted."""
     part, layout, work = stages[number].part, stages[number].layout, stages[number].work
     beside = number - 1 in stages, number + 1 in stages
     if part.is_first or part.is_last:
@@ -82,18 +82,18 @@ def alike(number: int, stages: Mapping[int, StageReplay]) -> Hashable:
 
 @dataclass
 class StagePlayer:
-    """The three passes of `StageReplay`."""
+    """The passes F, B or I, and W of a `StageReplay`, from records where there are any."""
 
     stage: StageReplay
     _entries: PassEntries = field(default_factory=dict)
-    """None: a pass that leaves gradients under way, or shares what it leaves, and is replayed every time."""
+    """Records by key; None: a pass that leaves gradients in progress, or shares tensors, and is replayed every time."""
     _played: dict[int, Played] = field(default_factory=dict)
     _stage_inputs: dict[int, tuple[Allocation, int]] = field(default_factory=dict)
-    """Input of each micro-batch, and its holders before the F."""
+    """Input of each micro-batch, and its holders before its forward pass."""
     _state: tuple[Hashable, ...] | None = None
 
     def forward(self, micro_batch: int, stage_input: Allocation | None = None) -> Allocation | None:
-        """F."""
+        """Forward pass (F)."""
         key = FORWARD, self._now()
         if stage_input is not None:
             self._stage_inputs[micro_batch] = stage_input, stage_input.holders
@@ -103,7 +103,7 @@ class StagePlayer:
         return self._play(entry, None)
 
     def backward(self, action: Action, gradient: Allocation | None = None) -> Allocation | None:
-        """B, I, or the W of the first stage, which does all."""
+        """Backward pass: B, I, or the W of the first stage, which does its whole backward pass."""
         key, played = self._key(action), self._played.get(action.micro_batch)
         if played is None or (entry := self._entries.get(key)) is None:
             self._materialize(action.micro_batch)
@@ -119,7 +119,7 @@ class StagePlayer:
         return self._play(entry, gradient)
 
     def weight_gradients(self, action: Action) -> None:
-        """W."""
+        """Weight-gradient pass (W)."""
         key = self._key(action)
         if action.micro_batch not in self._played or (entry := self._entries.get(key)) is None:
             self._materialize(action.micro_batch)
@@ -153,7 +153,7 @@ class StagePlayer:
         gradient: Allocation | None,
         stage_input: tuple[Allocation, int] | None = None,
     ) -> Allocation | None:
-        """The pass itself, written down if it has not been."""
+        """Replay the pass, and record it unless its key has an entry."""
         ledger, tally, before = self.stage.ledger, self.stage.tally, self._now()
         self._state = None
         if key in self._entries:
@@ -174,7 +174,7 @@ class StagePlayer:
         return result
 
     def _materialize(self, micro_batch: int) -> None:
-        """Make the tensors that the played passes of a micro-batch would have left. The books count them already."""
+        """Make the tensors that a micro-batch's applied passes would have left. The ledger counts their bytes already."""
         played = self._played.pop(micro_batch, None)
         if played is None:
             return
@@ -183,7 +183,7 @@ class StagePlayer:
             if played.input_gradient is None:
                 self._release(stage.forward(micro_batch, stage_input))
                 return
-            for tensor, kept_holders in ((stage_input, played.input_holders), (gradient, 0)):  # their owners have let go since
+            for tensor, kept_holders in ((stage_input, played.input_holders), (gradient, 0)):  # released by their owners since
                 if tensor is not None:
                     tensor.holders += 1 - kept_holders
             self._release(stage.forward(micro_batch, stage_input))
@@ -204,12 +204,12 @@ class StagePlayer:
 
 
 class MailReplay:
-    """The messages of one rank in one step."""
+    """Pipeline messages of one rank in one step, and their memory."""
 
     def __init__(
         self, ledger: Ledger, tally: Tally, messages: Sequence[Message], rank: int, num_bytes: int, *, over_gloo: bool
     ):
-        """`messages` of the whole step, `num_bytes` each."""
+        """`messages`: of the whole step and all ranks, `num_bytes` each."""
         self.ledger, self.tally, self.num_bytes, self.over_gloo = ledger, tally, num_bytes, over_gloo
         self.outgoing = {message.key: message for message in messages if message.sender == rank}
         self.incoming = {message.key: message for message in messages if message.receiver == rank}
@@ -219,19 +219,19 @@ class MailReplay:
         self._leaving: defaultdict[int, deque[tuple[Message, Allocation]]] = defaultdict(deque)
 
     def expect(self, position: int) -> None:
-        """Memory for what is on its way when the action at `position` begins."""
+        """Allocate the messages whose receives are posted when the action at `position` begins."""
         while self._expected and self._expected[0][0] <= position:
             self._arriving[self._expected.popleft()[1].key] = self.ledger.take("activations", "messages", self.num_bytes)
 
     def take(self, message: Message) -> Allocation:
-        """Take a message that has arrived, and free what was sent to its sender and has been read by then."""
+        """Return a received message, and free messages to its sender that it must have read before sending this one."""
         leaving = self._leaving[message.sender]
         while leaving and leaving[0][0].needed_by <= message.sent_by:
             self.ledger.release(leaving.popleft()[1])
         return self._arriving.pop(message.key)
 
     def send(self, message: Message, tensor: Allocation) -> None:
-        """Keep `held` until it has left. NCCL says when that is; soon, here at once."""
+        """Send a tensor and release it: over gloo once its arrival is known, over NCCL at once (NCCL reports completion)."""
         self.tally.send("send", self._group, self.num_bytes)
         if self.over_gloo:
             self._leaving[message.receiver].append((message, tensor))
@@ -246,13 +246,13 @@ class MailReplay:
 
 
 class RankReplay:
-    """The micro-batches in flight on a rank of a pipeline, in one step."""
+    """Replay of one step on a pipeline rank, with its micro-batches in flight."""
 
     def __init__(
         self, ledger: Ledger, stages: Mapping[int, StageReplay | StagePlayer], mail: MailReplay, last_stage: int,
         output_bytes: int = 0,
     ):  # fmt: skip
-        """`output_bytes`: logits of a micro-batch, which stay to the end of the step."""
+        """`output_bytes`: logits of a micro-batch, kept to the end of the step."""
         self.ledger, self.stages, self.mail, self.last_stage = ledger, stages, mail, last_stage
         self.output_bytes, self._outputs = output_bytes, list[Allocation]()
         self._inputs: dict[tuple[int, int], Allocation] = {}
@@ -260,7 +260,7 @@ class RankReplay:
         self._handed: dict[tuple[bool, int, int], Allocation] = {}
 
     def play(self, actions: Sequence[Action], step: int) -> None:
-        """All of a rank's actions."""
+        """Replay all actions of the rank."""
         for position, action in enumerate(actions):
             self.mail.expect(position)
             for part in action.parts:
@@ -269,7 +269,7 @@ class RankReplay:
                 self._do(part, received)
                 if (
                     self.output_bytes and part.stage == self.last_stage and part.kind in FINISHES
-                ):  # until then the loss has them
+                ):  # until then the loss holds them
                     self._outputs.append(self.ledger.take("activations", "outputs", self.output_bytes))
         self.ledger.release_all(self._outputs)
         self._outputs.clear()
@@ -288,7 +288,7 @@ class RankReplay:
             if received is not None:
                 self._inputs[key] = received
             self._pass_on(part, stage.forward(part.micro_batch, received))
-        elif part.kind is Kind.INPUT_GRADIENT and part.stage == 0:  # nobody waits for it
+        elif part.kind is Kind.INPUT_GRADIENT and part.stage == 0:  # no stage needs its input gradient: W does all
             if received is not None:
                 self._deferred[key] = received
         elif part.kind is Kind.WEIGHT_GRADIENT and part.stage > 0:

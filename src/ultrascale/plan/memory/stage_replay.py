@@ -1,13 +1,12 @@
-"""One stage of the model on one rank, its forward and backward passes replayed over the table of work; `plan.memory.replay`
-drives it.
+"""Forward and backward passes of one stage on one rank, replayed operation by operation; `plan.memory.replay` drives it.
 
-    F     every operation takes its result; what autograd saves stays, the rest goes after its last reader
-    B     backwards: take the gradients of what an operation read and of its weights, let go of what it saved
-    I     the same, but linear layers keep their input and the gradient of their result; where tp cuts the sequence this rank's
-          positions of what is gathered
-    W     make their weights' gradients of those, gathered once more
+    F     every operation allocates its result; tensors saved by autograd stay, others are freed after their last reader
+    B     in reverse order: allocate the gradients of an operation's inputs and weights, free the tensors it saved
+    I     as B, but linear layers keep their input and output gradient instead of computing weight gradients; under sequence
+          parallelism only this rank's positions of the gathered one
+    W     compute the deferred weight gradients; gathers those inputs or gradients again
 
-The stage is the whole model where there is no pipeline. FSDP2's part is `plan.memory.sharding`'s.
+Without a pipeline the stage is the whole model. FSDP2's part is in `plan.memory.sharding`.
 """
 
 from __future__ import annotations
@@ -55,35 +54,35 @@ from ultrascale.work.work import Op, input_gather, next_token_work, prediction_h
 
 @dataclass
 class MicroBatchState:
-    """State of a micro-batch between its forward and its backward pass."""
+    """Saved tensors of a micro-batch between its forward and backward pass."""
 
     tapes: list[Tape | CheckpointedBlock | RecordedBlock] = field(default_factory=list)
     shared: dict[str, Allocation] = field(default_factory=dict)
 
 
 class RecordedBlock(NamedTuple):
-    """A block whose forward pass is only in the books: category, label and bytes of what it read."""
+    """A block whose forward pass was applied from a record: category, label and bytes of its input."""
 
     block_input: tuple[str, str, int]
     offloaded: tuple[Allocation, ...] = ()
 
 
 class BlockEntry(NamedTuple):
-    """One pass of a block: its effect on the ledger and the tally, what it makes, and what its buckets have after it."""
+    """Record of one pass of a block: its effect on the ledger and the tally, its result, and its buckets' state after it."""
 
     effect: Effect
     counts: Counts
     result: tuple[str, str, int]
     buckets_after: BucketSnapshot
     waiting: DeferredSnapshot | None
-    """Gradients and inputs that I leaves for W."""
+    """Gradients and inputs that I keeps for W."""
 
 
 BlockEntries = dict[Hashable, BlockEntry]
 
 
 class NoShards:
-    """In the place of `Shards`: whatever it is told, nothing happens."""
+    """Stand-in for `Shards` whose every method does nothing."""
 
     root = None
     buckets = ()
@@ -93,14 +92,14 @@ class NoShards:
 
 
 class StageReplay:
-    """The state of a stage between operations."""
+    """One stage's passes on the ledger, with the state between them."""
 
     def __init__(
         self, ledger: Ledger, tally: Tally, model: Model, part: StagePart, coordinates: Coordinates, *, splits: bool = False,
         stack: Stack = STACKS["ultrascale"], entries: BlockEntries | None = None,
     ):  # fmt: skip
-        """`splits`: whether the schedule cuts backward passes in two, which makes products operations of their own. `stack`:
-        the trainer. `entries`: passes of blocks that other stages of the same layout have written down."""
+        """`splits`: the schedule splits backward passes into I and W, so that linear layers are separate operations. `stack`:
+        the trainer. `entries`: block passes recorded by other stages of the same layout."""
         layout, shape, self.stack = tally.layout, tally.shape, stack
         self.ledger, self.tally, self.model, self.layout, self.shape, self.part = ledger, tally, model, layout, shape, part
         self.splits = splits
@@ -135,15 +134,15 @@ class StageReplay:
         self._inner = frozenset[int]() if plain else frozenset(part.layers[:-1]) - {*first.values()}
         self._entries: BlockEntries = {} if entries is None else entries
         self._results: dict[Hashable, tuple[tuple[str, str, int], DeferredSnapshot | None]] = {}
-        """Result of a forward pass, or of I with what that leaves, by kind of block and the bytes that it reads."""
+        """Result of a forward pass, or of I with its deferred gradients, by kind of block and bytes of its input."""
 
     def state(self) -> tuple[Hashable, ...]:
-        """State that the bytes of the next pass depend on: buckets as they are, and gradients under way to them."""
+        """State that the next pass depends on: the buckets, and gradients that have not reached them."""
         return self.shards.state(), self.gradients.state(), len(self._shares), len(self._joined_gradients)
 
     @contextmanager
     def buckets_left_alone(self) -> Iterator[None]:
-        """Passes inside gather nothing, and their gradients go nowhere."""
+        """Context in which passes gather nothing and discard their weight gradients."""
         shards, gradients = self.shards, self.gradients
         self.shards = cast(Shards, NoShards())
         self.gradients = StageGradients(self.ledger, self.work, self.shards, gradients.itemsize)
@@ -153,14 +152,14 @@ class StageReplay:
             self.shards, self.gradients = shards, gradients
 
     def forward(self, micro_batch: int, stage_input: Allocation | None = None) -> Allocation | None:
-        """F. `stage_input`: what the stage before made, which stays its owner's. Returns what the next stage takes."""
+        """Forward pass (F). `stage_input`: result of the stage before, released by the caller. Returns the stage's result."""
         model, shape = self.model, self.shape
         now = self._now = self.in_flight[micro_batch] = MicroBatchState()
         self.shards.before_forward(self.shards.root)
         live: dict[str, Allocation] = {} if stage_input is None else {"hidden": stage_input.retain()}
         now.tapes.append(self._run(self.work.before(), live, "activations", {"hidden"}))
         hidden = live.pop("hidden")
-        ops = shared_work(model, shape, tuple(self.part.blocks))  # held by whoever reads it on the way back
+        ops = shared_work(model, shape, tuple(self.part.blocks))  # held by the operations that read it in the backward pass
         self._run(ops, now.shared, "activations", {result.name for op in ops for result in op.makes})
         for layer in self.part.layers:
             hidden = self._pass_block(layer, hidden, None, None)
@@ -171,14 +170,14 @@ class StageReplay:
         return None if self.part.is_last else hidden
 
     def backward(self, action: Action, gradient: Allocation | None = None) -> Allocation | None:
-        """B, or I: the micro-batch of `action`, from the gradient of its result, which stays its owner's, or from the loss, to
-        the gradient of its input."""
+        """Backward pass (B or I) of the micro-batch of `action`. `gradient`: of the stage's result, None on the last stage; the
+        caller releases it. Returns the gradient of the stage's input."""
         shards = self.shards
         self._now = self.in_flight.pop(action.micro_batch)
         deferred: list[DeferredGradient] | None = [] if action.kind is Kind.INPUT_GRADIENT else None
         if action.reduce_gradients:
             shards.complete_pending()
-        if self.part.layers and not self.part.is_last:  # its last block made what the stage hands on: that hook comes first
+        if self.part.layers and not self.part.is_last:  # its last block made the stage's result: that hook comes first
             shards.before_backward(self.work.bucket(self.part.layers[-1]))
         shards.before_backward(shards.root)
         if self.part.is_last:
@@ -197,8 +196,8 @@ class StageReplay:
         return gradients.pop("hidden", None)
 
     def weight_gradients(self, action: Action) -> None:
-        """W: what I left of the micro-batch of `action`."""
-        whole: tuple[Allocation, Allocation] | None = None  # what was gathered last, and of what
+        """Weight-gradient pass (W): the gradients that I deferred for the micro-batch of `action`."""
+        whole: tuple[Allocation, Allocation] | None = None  # the tensor gathered last: its source and result
         for gradient in self.waiting.pop(action.micro_batch):
             if whole is None or whole[0] is not gradient.source:
                 self.ledger.release_all([] if whole is None else [whole[1]])
@@ -215,15 +214,15 @@ class StageReplay:
         self.shards.end_backward()
 
     def _gather_for_weight_gradient(self, deferred: DeferredGradient) -> Allocation:
-        """Over tp, for W."""
+        """All-gather a deferred GEMM's input or gradient over tp, for W."""
         self.tally.send("all_gather", self.layout.group("tp"), deferred.gathered_bytes)
         return self.ledger.take("temporary", "gathered for gradients of weights", deferred.gathered_bytes)
 
     def _pass_block(
         self, layer: int, incoming: Allocation, action: Action | None, deferred: list[DeferredGradient] | None
     ) -> Allocation:
-        """Forward, or with an `action` backward. Between the first block of a kind, which holds what all of it share, and the
-        last, passes are replayed once in each state, then booked."""
+        """Forward pass of a block, or with an `action` its backward pass. Blocks between the first of their kind (which holds
+        the tensors shared by all) and the last are replayed once in each state, then applied from the record."""
 
         def replay() -> Allocation:
             if action is None:
@@ -250,7 +249,7 @@ class StageReplay:
             self.gradients.state(), len(self._shares), len(self._joined_gradients),
         )  # fmt: skip
         entry = self._entries.get(key)
-        if entry is None or isinstance(tape, Tape | CheckpointedBlock):  # which may hold some of what all share
+        if entry is None or isinstance(tape, Tape | CheckpointedBlock):  # a tape may hold tensors shared by all blocks
             if isinstance(tape, RecordedBlock):
                 tapes[-1] = self._make_tape(layer, tape)
             counted, holders, num_deferred = tally.counted(), incoming.holders, len(deferred or ())
@@ -273,7 +272,7 @@ class StageReplay:
         return self._apply_recorded(layer, incoming, action, deferred, entry.result, entry.waiting)
 
     def _find_neighbours(self, layer: int) -> tuple[Any, ...]:
-        """The buckets around a block, their sizes, and what blocks that are alike have alike."""
+        """Buckets around a block, their sizes, and a key that is equal for equal blocks: operations and recomputation."""
         neighbours = self.work.around(layer)
         sizes = tuple(self._sizes[bucket] for bucket in neighbours)
         known = self._known_neighbours[layer] = (
@@ -289,7 +288,7 @@ class StageReplay:
         result: tuple[str, str, int],
         waiting: DeferredSnapshot | None,
     ) -> Allocation:  # fmt: skip
-        """A pass of a block that the books have already."""
+        """Finish a block's pass whose record is applied: update the tapes and deferred gradients, return the result."""
         if action is None:
             self._now.tapes.append(RecordedBlock((incoming.category, incoming.label, incoming.num_bytes)))
         else:
@@ -299,7 +298,7 @@ class StageReplay:
         return Allocation(*result)
 
     def _make_tape(self, layer: int, recorded_block: RecordedBlock) -> Tape | CheckpointedBlock | RecordedBlock:
-        """Leave what a booked forward pass would have left; the ledger has its bytes already."""
+        """Make the tape that an applied forward pass would have left; the ledger counts its bytes already."""
         with self.ledger.unrecorded(), self.tally.unrecorded(), self.buckets_left_alone():
             self.ledger.release(self._forward_block(layer, Allocation(*recorded_block.block_input)))
         return self._now.tapes.pop()
@@ -307,7 +306,8 @@ class StageReplay:
     # Forward
 
     def _forward_end(self, hidden: Allocation) -> None:
-        """The head, and what predicts tokens further on: each from what the last norm, or the block before, made."""
+        """Forward pass of the head and of multi-token prediction; each prediction block reads the final norm's result, or that
+        of the prediction block before."""
         model, shape, tapes = self.model, self.shape, self._now.tapes
         (norm, *head), live = self.work.after(), {"hidden": hidden}
         tapes.append(self._run((norm,), live, "activations", {"final"}))
@@ -326,7 +326,7 @@ class StageReplay:
         self.ledger.release(source)
 
     def _backward_end(self, action: Action, deferred: list[DeferredGradient] | None) -> Allocation:
-        """The gradient of what the last block made. What was done last comes first."""
+        """Backward pass of multi-token prediction, last first, then of the head. Returns the last block's output gradient."""
         source: dict[str, Allocation] = {}
         for layer in reversed(self.part.predictions):
             bucket = self.work.norm_bucket(layer)
@@ -350,7 +350,7 @@ class StageReplay:
             self.shards.before_forward(bucket)
         ops = self.work.block(layer)
         leaves, block_input, more = {"hidden_out"}, hidden, {} if coming is None else {"coming": coming}
-        live = {"hidden": hidden.retain(), **more}  # whoever calls holds it until the end
+        live = {"hidden": hidden.retain(), **more}  # the caller holds it until the end
         recomputation = self._recomputation_of(layer)
         if recomputation is not None and not recomputation.modules:
             shared = {name for op in ops for name in op.saves} & self._now.shared.keys()
@@ -391,10 +391,10 @@ class StageReplay:
         recomputed: Sequence[Region] = (),
         is_recomputation: bool = False,
     ) -> Tape:
-        """Run operations forward. `live`: activations that there are; after its last reader each goes, except `leaves`. `keep`
-        collects results that selective recomputation keeps; `kept` are those of the first run, used again. `recomputed`: what
-        they make is not saved, and what they read is kept. `is_recomputation`: in a backward pass, where FSDP2 lets go of
-        nothing, and whoever calls counts what is done."""
+        """Run operations forward. `live`: live activations, each freed after its last reader unless in `leaves`. `keep`
+        collects the results that selective recomputation keeps; `kept`: those of the first run, reused. `recomputed`: regions
+        whose results are not saved, and whose inputs are kept instead. `is_recomputation`: inside a backward pass, where FSDP2
+        frees nothing and the caller counts FLOPs and messages."""
         tape = Tape()
         drops = self._drops(ops, recomputed, tuple(live), frozenset(leaves))
         for region in recomputed:
@@ -414,15 +414,15 @@ class StageReplay:
             for result in op.makes:
                 if kept is not None and result.name in kept and not adds_bias:
                     live[result.name] = kept.pop(result.name)
-                else:  # of a sum that is kept nobody makes the parts again
+                else:  # partial sums are not recomputed if their sum is kept
                     num_bytes = 0 if result.name in read_by_kept and op.makes_partial_sums else result.num_bytes
                     live[result.name] = self.ledger.take(category, op.kind, num_bytes)
-                if kept is not None and result.name in kept:  # without its bias, which is added again
+                if kept is not None and result.name in kept:  # kept without bias, which is added again
                     self.ledger.release(kept.pop(result.name))
                 if keeps is not None and not adds_bias:
                     keeps[result.name] = live[result.name].retain()
             if op.kind == "attention" and (parts := self.tally.partial_result_bytes(op)):
-                if keeps is not None:  # results of single hops are kept, and merged again
+                if keeps is not None:  # results of single ring hops are kept, and merged again
                     keeps[f"{op.name} parts"] = self.ledger.take(category, op.kind, parts)
                 elif kept is not None and f"{op.name} parts" in kept:
                     self.ledger.release(kept.pop(f"{op.name} parts"))
@@ -437,7 +437,7 @@ class StageReplay:
             for name in drops[index]:
                 self.ledger.release(live.pop(name))
             if experts is not None and index == last:
-                if is_recomputation:  # recomputation enters FSDP2 here, which takes them for the root
+                if is_recomputation:  # recomputation enters FSDP2 at the experts, which it then treats as the root
                     self.shards.end_forward()
                 else:
                     self.shards.after_forward(experts)
@@ -454,7 +454,7 @@ class StageReplay:
     def _drops(
         self, ops: tuple[Op, ...], recomputed: Sequence[Region], inputs: tuple[str, ...], leaves: frozenset[str]
     ) -> list[list[str]]:
-        """By operation, what goes when it is done: of `inputs` and what was made, without `leaves`, what nobody reads later."""
+        """Names to free after each operation: of `inputs` and results that no later operation reads, except `leaves`."""
         key = id(ops), id(recomputed), inputs, leaves
         if key not in self._known_drops:
             last_reader, live = self._last_readers(ops, recomputed), dict.fromkeys(inputs)
@@ -468,24 +468,24 @@ class StageReplay:
         return self._known_drops[key][1]
 
     def _last_readers(self, ops: tuple[Op, ...], recomputed: Sequence[Region]) -> dict[str, int]:
-        """By name of what is read the last operation that does."""
+        """Index of the last operation that reads each tensor, by name."""
         last_reader = {name: index for index, op in enumerate(ops) for name in (*op.reads, *op.saves, *op.keeps_alive)}
         places = {op.name: index for index, op in enumerate(ops)}
         for region in recomputed:
             end = places[region.end]
             last_reader |= {name: max(end, last_reader.get(name, 0)) for name in region.reads}
-            last_reader |= {name: min(end, last_reader.get(name, end)) for name in region.hidden}  # its variables end with it
+            last_reader |= {name: min(end, last_reader.get(name, end)) for name in region.hidden}  # local to the region
         return last_reader
 
     def _last_saving(self, ops: tuple[Op, ...]) -> tuple[int, tuple[Op, ...]]:
-        """The last operation that saves something, and all before it."""
+        """Index of the last operation that saves a tensor, and the operations before it."""
         if id(ops) not in self._known_last:
             last = max(index for index, op in enumerate(ops) if op.saves)
             self._known_last[id(ops)] = ops, last, ops[:last]
         return self._known_last[id(ops)][1:]
 
     def _save(self, op: Op, live: dict[str, Allocation], remade: Collection[str] = ()) -> list[Allocation]:
-        shared = self._now.shared  # a mask that a block's last operation makes is not there, where that is not run again
+        shared = self._now.shared  # the mask of a block's last operation is missing if recomputation does not run that again
         saved = [live.get(name) or shared.get(name) for name in op.saves if name not in remade]
         return [held.retain() for held in saved if held is not None]
 
@@ -497,7 +497,7 @@ class StageReplay:
     def _backward_block(
         self, layer: int, gradient: Allocation, action: Action, deferred: list[DeferredGradient] | None
     ) -> dict[str, Allocation]:
-        """The gradients of what it reads."""
+        """Backward pass of a block. Returns the gradients of its inputs, by name."""
         bucket = self.work.bucket(layer)
         if self.work.is_last(layer):
             self.shards.before_backward(bucket)
@@ -516,7 +516,7 @@ class StageReplay:
         return gradients
 
     def _recompute(self, layer: int, checkpoint: CheckpointedBlock) -> Tape:
-        """Run a block again up to the last operation that saves something: torch stops there, before computing it."""
+        """Recompute a block up to, not including, the last operation that saves a tensor: torch stops there."""
         ops = self.work.block(layer)
         last, before = self._last_saving(ops)
         kept = None if self.layout.is_fully_recomputed(layer) else checkpoint.kept
@@ -539,7 +539,8 @@ class StageReplay:
         deferred: list[DeferredGradient] | None,
         action: Action | None = None,
     ) -> None:
-        """Run the backward pass of the operations on a tape, last first. `gradients` of results in, of what was read out."""
+        """Run the backward pass of a tape's operations, last first. `gradients`, by name: of results before the call, of inputs
+        after it."""
         sizes = {a.name: a.num_bytes for op, _ in tape.entries for a in op.makes}
         sizes |= dict.fromkeys(("hidden", "final", "coming"), self.work.hidden_bytes)
         ops = tuple(op for op, _ in tape.entries)
@@ -562,7 +563,7 @@ class StageReplay:
                 self.shards.after_backward(experts, action)
 
     def _recompute_region(self, tape: Tape, index: int, waiting: PendingRegion, layer: int) -> None:
-        """Run a region of a block again, for the operations of its tape up to `index` that save what it makes."""
+        """Recompute a region of a block, for the operations of its tape up to `index` that save its results."""
         region = waiting.region
         for name in region.reads:
             if name in tape.remade:
@@ -577,7 +578,7 @@ class StageReplay:
                 self.tally.resend(op)
         for op, saved in tape.entries[: index + 1]:
             saved += [live[name].retain() for name in op.saves if name in region.drops]
-        for other in {id(entry): entry for entry in tape.remade.values()}.values():  # they will read it
+        for other in {id(entry): entry for entry in tape.remade.values()}.values():  # other regions read the results
             other.reads |= {name: live[name].retain() for name in other.region.reads if name in region.drops}
         self.ledger.release_all([*live.values(), *waiting.reads.values()])
 
@@ -592,13 +593,13 @@ class StageReplay:
         deferred: list[DeferredGradient] | None,
     ) -> None:
         ledger, names = self.ledger, self.work.names(op.weights, layer) if op.weights else []
-        joined = self.is_ours and reads_gathered(op) and not op.in_fp8  # with the others of its input one operation
+        joined = self.is_ours and reads_gathered(op) and not op.in_fp8  # one autograd node with the others of its input
         if op.hands_on_saved:
             leaving = {op.reads[0]: saved[0].retain()}
         elif op.passes_gradient:
             leaving = {name: arriving.retain() for name in op.reads}
         else:
-            mine = [name for name in op.reads if not (joined and name in gradients)]  # else added in place
+            mine = [name for name in op.reads if not (joined and name in gradients)]  # the others are added in place
             leaving = {name: ledger.take("temporary", "gradients of activations", sizes[name]) for name in mine}
         scratch = op.backward_scratch_bytes
         self.tally.backward(op if deferred is None else self._of_input(op))
@@ -614,14 +615,14 @@ class StageReplay:
                 names[0], (grad, saved_input), source, gathered_bytes, weight_gradient_workspace(op, self.shape)
             )
             alike = [number for number, other in enumerate(deferred) if other.source is source] if gathered_bytes else []
-            deferred.insert(alike[0] if alike else len(deferred), item)  # products of one input wait in their order
-            names, share, scratch = names[1:], None, 0  # of its bias
+            deferred.insert(alike[0] if alike else len(deferred), item)  # GEMMs of one input stay in forward order
+            names, share, scratch = names[1:], None, 0  # only the bias gradient is computed now
         if op.hands_on_saved:
             new = [(name, saved[1].retain()) for name in names[:1]]
         else:
             names = [name for name in names if not self.shards.fuses(self.work.by_name[name][0])]
             new = [(name, self.gradients.make(name)) for name in names]
-        if joined:  # holds all that arrived until its sum is there
+        if joined:  # the node holds all incoming gradients until their sum is computed
             self._joined_gradients.append(arriving.retain())
             scratch += gathered_scratch_bytes(self.shape, scratch) + self.work.hidden_bytes
         ledger.touch("temporary", "scratch", scratch)
@@ -643,7 +644,7 @@ class StageReplay:
             self.tally.resend(op)
 
     def _of_input(self, op: Op) -> Op:
-        """`op` with the messages that I sends of it."""
+        """`op` with only the messages that I sends."""
         if not op.collectives:
             return op
         if id(op) not in self._halves:
@@ -651,7 +652,7 @@ class StageReplay:
         return self._halves[id(op)][1]
 
     def _sum_gradients(self, existing: Allocation, gradient: Allocation) -> Allocation:
-        """The sum: autograd adds to the one that is there, unless somebody else holds it too."""
+        """Sum of two gradients: autograd adds in place, unless the existing one has another holder."""
         if existing.holders > 1:
             total = self.ledger.take("temporary", "gradients of activations", existing.num_bytes)
             self.ledger.release(existing)

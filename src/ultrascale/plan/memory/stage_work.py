@@ -1,4 +1,4 @@
-"""Work of a stage on one rank: its operations, its weights, and the buckets in which FSDP2 handles them."""
+"""Work of a pipeline stage on one rank: its operations, its weights, and their FSDP2 buckets."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class StagePart(NamedTuple):
 
     @property
     def blocks(self) -> list[int]:
-        """All of them."""
+        """All blocks, those of multi-token prediction last."""
         return [*self.layers, *self.predictions]
 
 
 class StageWork:
-    """A stage, told; `plan.memory.stage_replay` plays it."""
+    """Operations, weights and buckets of a stage; `plan.memory.stage_replay` replays it."""
 
     def __init__(self, model: Model, layout: Layout, shape: Shape, part: StagePart, coordinates: Coordinates):
         self.model, self.layout, self.shape, self.part = model, layout, shape, part
@@ -76,8 +76,8 @@ class StageWork:
         return [*(_part(w, shard_of(w, cut, in_stage)) for w in outside), *chain.from_iterable(blocks)]
 
     def _buckets(self) -> list[Bucket]:
-        """In the order in which FSDP2 sees them end in a forward pass, what is outside the blocks first: experts that are cut
-        over other ranks than the rest are buckets of their own, before the bucket of their block."""
+        """Buckets in the order in which their forward passes end, the one outside the blocks first. Experts sharded over other
+        ranks than the rest have a separate bucket, before that of their block."""
         layout, of_layer = self.layout, defaultdict[int | None, list[Weight]](list)
         for weight in self._local.values():
             of_layer[weight.layer].append(weight)
@@ -111,7 +111,7 @@ class StageWork:
         return [self.before(), self.after(), *predicting * len(self.part.predictions)]
 
     def block(self, layer: int) -> tuple[Op, ...]:
-        """Operations of a block; the same object for blocks that are equal, of other stages too."""
+        """Operations of a block; equal blocks return the same object, across stages too."""
         if layer not in self._blocks:
             self._blocks[layer] = self._block(layer)
         return self._blocks[layer]
@@ -127,7 +127,7 @@ class StageWork:
         return self.by_name[f"layers.{layer}.self_attn.o_proj.weight"][0]
 
     def around(self, layer: int) -> list[Bucket]:
-        """The buckets of a block, where each has its own, and the one before them, which comes next on the way back."""
+        """Buckets of a block and the one before them, which is next in the backward pass. For one block per bucket."""
         index = self.buckets.index(self.bucket(layer))
         return self.buckets[index - 1 - (self.buckets[index - 1].label == "experts") : index + 1]
 
@@ -135,7 +135,7 @@ class StageWork:
         return self.by_name[f"layers.{layer}.{PREDICTION_NORM}.weight"][0]
 
     def experts(self, layer: int | None, ops: Sequence[Op]) -> tuple[Bucket | None, int, int]:
-        """The bucket that a block's experts have for themselves, and the first and the last operation that read it."""
+        """Separate bucket of a block's experts (or None), and the indices of the first and last operation that read it."""
         if layer is None or not self.model.num_experts:
             return None, 0, 0
         indices = [index for index, op in enumerate(ops) if op.name.startswith(EXPERTS)]
@@ -152,12 +152,13 @@ class StageWork:
         return (layer + 1 - self.part.layers.start) % self.per_bucket == 0 or layer == self._last_block
 
     def cuts_input(self, layer: int) -> bool:
-        """True if a rank of tp keeps only its positions of a block's input (`parallel.activations.partitioned_checkpoints`)."""
+        """True if a tp rank keeps only its positions of a checkpointed block's input
+        (`parallel.activations.partitioned_checkpoints`)."""
         held_anyway = layer == self._first_block and not self.part.is_first
         return self.layout.partition_checkpoints and not held_anyway
 
     def names(self, weights: tuple[str, ...], layer: int | None) -> list[str]:
-        """Names of weights in the whole model; a prediction's head is the model's own."""
+        """Names of weights in the whole model; a prediction block shares the model's head."""
         cached = self._names.get((weights, layer))
         if cached is None:
             full_names = [name if layer is None or name in self.by_name else f"layers.{layer}.{name}" for name in weights]
@@ -167,7 +168,7 @@ class StageWork:
 
 @lru_cache(maxsize=4096)
 def _block_weights(model: Model, layer: int, cut: Layout, coordinates: Coordinates) -> tuple[Weight, ...]:
-    """Weights of a block as tp, ep and expert_tp cut them: layouts of one search share them."""
+    """Weights of a block as tp, ep and expert_tp shard them; cached for all layouts of a search."""
     return tuple(_part(weight, shard_of(weight, cut, coordinates)) for weight in layer_weights(model, layer))
 
 

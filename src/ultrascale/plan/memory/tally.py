@@ -1,8 +1,8 @@
-"""Counts of a rank's replayed step, taken where it happens: messages by kind and group, and FLOPs.
+"""Counts of a rank's replayed step: messages by kind and group, and FLOPs.
 
-Who replays tells it of every operation and its backward pass (`plan.memory.stage_replay`), of gathers and reductions of buckets
-(`plan.memory.sharding`) and of a pipeline's messages (`plan.memory.stage_player`). So traffic follows the moves that memory
-does, and a gather that the replay makes too often is wrong in both.
+The memory replay reports each operation and its backward pass (`plan.memory.stage_replay`), each gather and reduction of a
+bucket (`plan.memory.sharding`) and each message of a pipeline (`plan.memory.stage_player`). Traffic and memory come from the
+same events: a gather that the replay makes too often shows in both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Traffic(NamedTuple):
 
 
 class OpMessages(NamedTuple):
-    """Messages of one operation in one way, and their bytes."""
+    """Messages of one operation under one key, and their bytes."""
 
     key: TrafficKey
     count: int
@@ -45,14 +45,14 @@ class Pass(NamedTuple):
     """Counts of one pass of an operation."""
 
     op: Op
-    """Kept, so that its identity stays its own."""
+    """Kept alive so that its `id` is not reused."""
     products: int
     attention: int
     messages: list[OpMessages]
 
 
 class Counts(NamedTuple):
-    """FLOPs and messages, by way."""
+    """FLOPs, and messages by key."""
 
     products: int
     attention: int
@@ -68,27 +68,27 @@ class Tally:
     shape: Shape
     cp_rank: int
     products: int = 0
-    """FLOPs of matrix products, recomputed ones included; attention apart."""
+    """FLOPs of GEMMs, recomputed ones included, attention excluded."""
     attention: int = 0
-    """FLOPs, of every pair of a query and a key that a kernel is given."""
+    """FLOPs of attention, over every pair of a query and a key that a kernel gets."""
     counts: Counter[TrafficKey] = field(default_factory=Counter)
     sizes: Counter[TrafficKey] = field(default_factory=Counter)
     _known: dict[When, dict[int, Pass]] = field(default_factory=lambda: {"forward": {}, "backward": {}})
-    """Passes of operations by identity: they come again with every block and micro-batch."""
+    """Counts of operations by `id`: the same ones return with every block and micro-batch."""
 
     @property
     def traffic(self) -> dict[TrafficKey, Traffic]:
-        """Messages by way."""
+        """Messages and bytes, by key."""
         return {key: Traffic(count, self.sizes[key]) for key, count in self.counts.items()}
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Reset all counts to zero."""
         self.products = self.attention = 0
         self.counts.clear()
         self.sizes.clear()
 
     def counted(self) -> Counts:
-        """All so far."""
+        """All counts so far."""
         return Counts(self.products, self.attention, dict(self.counts), dict(self.sizes))
 
     def since(self, before: Counts) -> Counts:
@@ -100,7 +100,7 @@ class Tally:
         return Counts(self.products - before.products, self.attention - before.attention, counts, sizes)
 
     def add(self, more: Counts) -> None:
-        """Add counts of a pass once more."""
+        """Add the counts `more` of a pass."""
         self.products += more.products
         self.attention += more.attention
         for key, count in more.counts.items():
@@ -110,7 +110,7 @@ class Tally:
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Nothing inside counts."""
+        """Context in which nothing is counted."""
         before = self.counted()
         try:
             yield
@@ -119,28 +119,28 @@ class Tally:
             self.counts, self.sizes = Counter(before.counts), Counter(before.sizes)
 
     def send(self, kind: str, group: tuple[int, int], num_bytes: int, count: int = 1) -> None:
-        """`count` messages, together of so many bytes, among `group` (size, stride). One rank sends nothing."""
+        """Count `count` messages of `num_bytes` in total within `group` (size, stride); none in a group of one rank."""
         if group[0] > 1 and num_bytes:
             key = TrafficKey(kind, *group)
             self.counts[key] += count
             self.sizes[key] += num_bytes
 
     def forward(self, op: Op) -> None:
-        """`op` runs, for the first time or again."""
+        """Count one forward pass of `op`."""
         self._count(self._known["forward"].get(id(op)) or self._learn(op, "forward"))
 
     def backward(self, op: Op) -> None:
-        """The backward pass of `op`; of what waits for W its products are counted too, and its messages are not."""
+        """Count the backward pass of `op`. GEMMs deferred to W are counted here too, their messages are not."""
         self._count(self._known["backward"].get(id(op)) or self._learn(op, "backward"))
 
     def recompute(self, op: Op) -> None:
-        """The FLOPs of a forward pass of `op`, without its messages."""
+        """Count the FLOPs of a forward pass of `op`, without its messages."""
         known = self._known["forward"].get(id(op)) or self._learn(op, "forward")
         self.products += known.products
         self.attention += known.attention
 
     def resend(self, op: Op) -> None:
-        """The messages of a forward pass of `op`, without its FLOPs."""
+        """Count the messages of a forward pass of `op`, without its FLOPs."""
         self.send_all(self._known["forward"].get(id(op)) or self._learn(op, "forward"))
 
     def _count(self, known: Pass) -> None:
@@ -166,8 +166,8 @@ class Tally:
         return known
 
     def _attention_flops(self, op: Op, flops: int) -> int:
-        """Over cp: of the full square of scores what a place of a ring works on. There, and where kernels are told where
-        documents end, heads are of one width."""
+        """FLOPs of attention; over cp the share of the score matrix that this ring position computes. There, and where kernels
+        get the document ends, query-key and value heads are padded to one width."""
         scores, (places, heads) = op.scores, self.layout.cp_grid
         knows_document_ends = self.shape.documents and self.shape.masks_in_kernel and self.shape.kernels.spans
         if scores is None or (self.layout.cp == 1 and not knows_document_ends):
@@ -182,8 +182,8 @@ class Tally:
         return flops * pairs // (scores.queries * scores.keys)
 
     def partial_result_bytes(self, op: Op) -> int:
-        """Bytes of an attention's results of single hops, as wide as kernels make them, beyond those of the merged one; 0 where
-        there is one hop."""
+        """Bytes of the results of single ring hops of an attention, as wide as kernels make them, beyond the merged result;
+        0 with one hop."""
         if not op.collectives or self.layout.cp_grid[0] == 1 or self.shape.documents:
             return 0
         (places, heads), shape = self.layout.cp_grid, self.shape
@@ -197,12 +197,12 @@ class Tally:
     def _message(self, op: Op, item: Collective) -> OpMessages:
         if item.axis == "cp" and op.kind != "router":
             return self._message_in_context(item)
-        # Sums of experts' rows are an exchange and additions.
+        # The reduce-scatter of experts' rows is an all-to-all, then local additions.
         kind = "all_to_all" if (item.axis, item.kind) == ("expert_tp", "reduce_scatter") else item.kind
         return OpMessages(TrafficKey(kind, *self.layout.group(item.axis)), 1, item.num_bytes)
 
     def _message_in_context(self, item: Collective) -> OpMessages:
-        """Over cp: what leaves the rank, in messages to single ranks except where NCCL gathers."""
+        """Messages over cp and the bytes that leave the rank: point-to-point, except where NCCL all-gathers."""
         group, (places, heads) = self.layout.group("cp"), self.layout.cp_grid
         if item.kind == "all_to_all":
             leaving = item.num_bytes * (heads - 1) // heads if item.leaving_bytes is None else item.leaving_bytes
@@ -210,7 +210,7 @@ class Tally:
         uneven = not self.shape.rings and self.shape.coordinates is not None and self.shape.sequence_length % places
         if (
             not self.shape.rings and not uneven
-        ) or self.shape.documents:  # who needs keys of which documents is not known to a plan
+        ) or self.shape.documents:  # a plan does not know which rank needs the keys of which documents
             kind, count = (item.kind, 1) if self.shape.device == "cuda" and not self.shape.rings else ("send", places - 1)
             return OpMessages(TrafficKey(kind, *group), count, round(item.num_bytes * (places - 1) / places * item.sent_share))
         traffic = ring_traffic if self.shape.rings else gathered_traffic
@@ -220,7 +220,7 @@ class Tally:
 
 
 def per_step(few: Tally, fewer: Tally, more: int) -> Tally:
-    """The tally of `more` micro-batches than those of `few`, which has one more than `fewer`: each sends and computes alike."""
+    """Tally of `few` extrapolated by `more` micro-batches; each adds the difference of `few` and `fewer` (one micro-batch)."""
     total = Tally(few.layout, few.shape, few.cp_rank)
     total.products = few.products + more * (few.products - fewer.products)
     total.attention = few.attention + more * (few.attention - fewer.attention)

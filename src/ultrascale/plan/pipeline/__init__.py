@@ -1,7 +1,7 @@
-"""A pipeline's lists of actions played with prices, and the faster ways to the same numbers that a search takes.
+"""Simulation of pipeline schedules with durations, and faster ways to the same numbers for a search.
 
-play                              one list, action by action; begin here
-pipeline_program, pipeline_board  lists as arrays; whose turn it is
-pipeline_steady                   rounds that repeat are multiplied, not played
-pipeline_bounds, pipelined        limits from below and above; the bubble of whole tables
+play                              simulates a schedule action by action; begin here
+pipeline_program, pipeline_board  schedules as arrays; buffers for a simulation
+pipeline_steady                   multiplies repeated rounds instead of simulating them
+pipeline_bounds, pipelined        closed forms for the bubble; the bubble of whole tables
 """

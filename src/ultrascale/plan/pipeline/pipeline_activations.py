@@ -1,4 +1,4 @@
-"""Activations that live at once on a rank of a pipeline. They follow from the order of its actions, not from any prices."""
+"""Micro-batches in flight on a pipeline rank (live activations); they depend on the order of actions, not on durations."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from ultrascale.plan.pipeline.pipeline_program import program_of
 from ultrascale.schedules.actions import Action, Kind
 
 HOLDS = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}
-"""By kind of pass: micro-batches more that are held whole, and that wait for W."""
+"""For each kind of pass: change of the number of micro-batches held whole, and of those waiting for W."""
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """Micro-batches of one stage whose activations live on a rank at once: from F to the end of B, or in part to that of W."""
+    """Micro-batches in flight on a rank: their activations live from F to the end of B, partly to the end of W."""
 
     total: int
-    """The most, over all the rank's stages."""
+    """Peak over time, summed over the rank's stages."""
     waiting: int
-    """Part of `total` past I at that moment: only what W needs of them is left."""
+    """Part of `total` past I at that moment: only the tensors for W are left."""
     by_stage: dict[int, int]
-    """The most of each stage; they need not be at one moment."""
+    """Peak of each stage, each at its own moment."""
 
 
 def in_flight(name: str, pp: int, virtual_stages: int | None, num_micro_batches: int) -> list[InFlight]:
-    """Activations that live at once on each rank. They follow from the order alone. Raises SpecError as `build_schedule`."""
+    """Micro-batches in flight on each rank of a named schedule. Raises SpecError as `build_schedule`."""
     return [rank_in_flight(row) for row in program_of(name, pp, num_micro_batches, virtual_stages).schedule]
 
 
 def rank_in_flight(actions: Sequence[Action]) -> InFlight:
-    """Activations that live at once on one rank, from its list of actions."""
+    """Micro-batches in flight on one rank, from its list of actions."""
     peak = (0, 0)
     whole: dict[int, int] = {}
     waiting: dict[int, int] = {}
@@ -57,8 +57,8 @@ def rank_in_flight(actions: Sequence[Action]) -> InFlight:
 def peak_activation_bytes(
     actions: Sequence[Action], sizes: Sequence[Sequence[float]], weights: Sequence[float]
 ) -> list[float]:  # fmt: skip
-    """The most bytes of activations on one rank, of each row of `sizes` [rows, stages], of a micro-batch up to I or B, and each
-    of `weights`, the part of it that is left from I to W."""
+    """Peak bytes of activations on one rank, for each row of `sizes` ([rows, stages]: bytes of a micro-batch from F to I or B)
+    and each of `weights` (fraction of these bytes left from I to W)."""
     parts = [part for action in actions for part in action.parts]
     holds = np.array([HOLDS[part.kind._value_] for part in parts]).T[:, None]
     whole, waiting = (holds * np.array(sizes)[:, [part.stage for part in parts]]).cumsum(axis=2)

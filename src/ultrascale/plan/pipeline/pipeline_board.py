@@ -1,7 +1,7 @@
-"""A place to play a program's waves in: arrays, and every wave's views of them, made once and kept for the next prices.
+"""Buffers for the simulation of a program: arrays, and each wave's views of them, made once and reused for other durations.
 
-A wave is a few actions, and a step has thousands of waves: slicing an array is then dearer than adding one up. Here a wave is
-four calls of NumPy (six where passes have a second source), each on views that are there already.
+A wave is a few actions, and a step has thousands of waves, so slicing arrays would cost more than the sums. Here a wave takes
+four NumPy calls (six if passes have a second source) on existing views.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from ultrascale.plan.pipeline.pipeline_program import Program, Wave
 
 Floats = NDArray[np.float64]
 KEPT = 2
-"""Boards of a program that are kept, of its last number of cases: threads that plan at once take one each."""
+"""Boards that a program keeps for its last number of cases: threads that plan concurrently take one each."""
 
 
 class _Move(NamedTuple):
-    """A wave's views."""
+    """Views of the arrays for one wave."""
 
     sources: NDArray[np.intp]
     """[sources of an action, wave]"""
     lags: Floats
     arrived: Floats
-    """Room for when what is needed has come, [sources of an action, wave, ...]."""
+    """Buffer for the times at which sources have arrived, [sources of an action, wave, ...]."""
     first: Floats
     """Part of `arrived` for the first source."""
     other: Floats | None
     previous: NDArray[np.intp] | None
-    """None where they are a row of numbers, which `before` is a view of."""
+    """None if they are consecutive: `before` is then a view of them."""
     before: Floats
     work: Floats
     ends: Floats
 
 
 class Board:
-    """Arrays for some number of cases, and the views of the waves from `begin` to `end`. Not for two threads at once."""
+    """Arrays for a number of cases, and views of the waves from `begin` to `end`. Not safe for concurrent threads."""
 
     def __init__(self, program: Program, work: Floats, lags: Floats, ends: Floats, begin: int = 0, end: int | None = None):
         self.work, self.lags, self.ends = work, lags, ends
-        """Seconds of every action [actions, cases, ...]; on the way from its sources [1, or 2 with pairs, actions, cases, ...];
-        when it ends [actions + 1, cases, ...], the last row zeros."""
+        """Seconds of every action [actions, cases, ...]; of messages from its sources [1, or 2 with pairs, actions, cases,
+        ...]; its end time [actions + 1, cases, ...], the last row zeros."""
         self._moves = [self._move(wave) for wave in program.moves[begin:end]]
 
     def _move(self, wave: Wave) -> _Move:
@@ -56,7 +56,7 @@ class Board:
         )  # fmt: skip
 
     def play(self, begin: int = 0, end: int | None = None) -> None:
-        """Fill `ends` for the actions of these of the board's waves, from those before them and the last row."""
+        """Fill `ends` for the actions of the waves from `begin` to `end`; earlier ends and the last row must be filled."""
         take, add, maximum = self.ends.take, np.add, np.maximum
         for sources, lags, arrived, first, other, previous, before, work, ends in self._moves[begin:end]:
             take(sources, 0, arrived, "clip")
@@ -70,8 +70,8 @@ class Board:
 
 
 def acquire_board(program: Program, cases: int) -> Board:
-    """A board for so many cases: one that was given back, or a new one."""
-    try:  # another thread may be quicker
+    """A board for so many cases: a released one, or a new one."""
+    try:  # another thread may take it first
         while (board := program.boards.pop()).work.shape[1] != cases:
             pass
         return board
@@ -82,6 +82,6 @@ def acquire_board(program: Program, cases: int) -> Board:
 
 
 def release_board(program: Program, board: Board) -> None:
-    """Keep it for the next prices."""
+    """Keep a board for reuse."""
     if len(program.boards) < KEPT:
         program.boards.append(board)

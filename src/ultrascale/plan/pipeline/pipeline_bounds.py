@@ -1,7 +1,7 @@
-"""Steps of pipelines without playing them: closed forms over whole columns, for searching. `plan.pipeline.play` plays the best.
+"""Closed forms of pipeline bubbles over whole columns, for the search; `plan.pipeline.play` simulates the best layouts.
 
 p ranks, m micro-batches, v stages a rank; F, I, W seconds of one micro-batch in one stage, B = I + W; s seconds of a message; q
-= p-1. With even stages and short messages a step is the work of one rank and the following:
+= p-1. With equal stages and short messages, a step is the work of one rank plus:
 
     afab            q(F+B) + 2qs                              1f1b           q(F+B) + 2s(q + floor(q(m-1)/p))
     interleaved     (q + (v-1)max(p-m, 0))(F+B) + messages    breadth-first  the same
@@ -9,10 +9,10 @@ p ranks, m micro-batches, v stages a rank; F, I, W seconds of one micro-batch in
     zb-v            the longest of eight paths: qF where F = I = W, because its ranks start one after the other
     dualpipe(-v)    the longest of four, with q = p/2 - 1 (or p - 1); q(F&B + B - 3W), as DeepSeek writes, is a little more
 
-They were read off the simulator (for random F, I, W, s the slopes of its step are whole numbers) and tests hold them to it.
-Exact for any m (but see `ENOUGH`) without messages, and for afab and 1f1b with them. Every form is one path through the
-schedule, so that the longest is a lower bound where messages are long: over F, I or W/2. A form is of one builder's order; a
-schedule whose builder has none is played.
+They were derived from the simulator (for random F, I, W, s the slopes of its step are integers), and tests compare them. Exact
+for any m (but see `ENOUGH`) without messages, and for afab and 1f1b with them. Every form is one path through the schedule, so
+the longest is a lower bound where messages are long: over F, I or W/2. A form belongs to one builder's order; schedules of
+builders without a form are simulated.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ ENOUGH: dict[Builder, Callable[..., NDArray[np.bool_]]] = {
     dualpipe: lambda p, m: (m >= 2 * p) & (m % 2 == 0),
     dualpipe_v: lambda p, m: m >= 2 * p,
 }
-"""Ranks and micro-batches for which the forms are exact, where these are not any. For others: a lower bound."""
+"""Conditions on ranks and micro-batches for exact forms, for builders whose forms are not always exact; else a lower bound."""
 
 
 def bubble_seconds(
     schedule: str, pp: ArrayLike, virtual_stages: ArrayLike, num_micro_batches: ArrayLike, forward: ArrayLike,
     input_gradient: ArrayLike, weight_gradient: ArrayLike, *, send: ArrayLike = 0.0,
 ) -> Floats:  # fmt: skip
-    """Seconds of a step in which a rank computes nothing, if all stages cost the same.
+    """Seconds of a step in which a rank is idle, if all stages cost the same.
 
-    `forward`, `input_gradient`, `weight_gradient`: of a micro-batch on one stage. Columns broadcast; `schedule`: of
-    `SCHEDULES`. Exact as the header says; otherwise a lower bound.
+    `forward`, `input_gradient`, `weight_gradient`: seconds of a micro-batch on one stage. Columns broadcast; `schedule`: a key
+    of `SCHEDULES`. Exact where the module docstring says so; otherwise a lower bound.
     """
     columns = (pp, virtual_stages, num_micro_batches, forward, input_gradient, weight_gradient, send)
     form = _FORMS.get(builder_of(schedule)) or partial(_played, schedule)
@@ -64,7 +64,7 @@ def bubble_seconds(
 
 
 def _played(schedule, p, v, m, f, i, w, s):
-    """Each number of ranks, stages and micro-batches once, its cases beside one another."""
+    """Bubble by simulation, once for each number of ranks, stages and micro-batches, with all its cases as columns."""
     known = SCHEDULES[schedule]
     sizes = np.broadcast_arrays(p, v, m, f, i, w, s)
     p, v, m, *seconds = (column.ravel() for column in sizes)
@@ -89,7 +89,7 @@ def _one_f_one_b(p, v, m, f, i, w, s):
 
 
 def _interleaved(p, v, m, f, i, w, s):
-    # A round of just p leaves no time for a message between a rank's stages; of two such in turn, both ways are late.
+    # Rounds of exactly p micro-batches leave no time for messages between a rank's stages; after two, both directions are late.
     count = np.maximum(1, m // p)
     tight = np.where(m // count > p, 0, np.where((m % count > 0) & (m > p), 1, 2))
     return (p - 1 + (v - 1) * np.maximum(p - m, 0)) * (f + i + w) + s * (2 * (p - 1) + tight * p * (v - 1)) * (p > 1)
@@ -135,7 +135,7 @@ def _dualpipe(p, v, m, f, i, w, s):
 
 
 def _meeting(q, crossed, f, i, w, s, *, more, split):
-    """The longest of the four paths where two streams meet; `crossed` messages, and some more on the later two."""
+    """Longest of the four paths if two streams meet; with `crossed` messages, and `more` on the last two paths."""
     paths = [
         2 * q * f + crossed * s,
         2 * q * f + q * (i - w) + (crossed + split) * s,
@@ -146,7 +146,7 @@ def _meeting(q, crossed, f, i, w, s, *, more, split):
 
 
 def _there_and_back(num_stages, m, stages_a_rank, f, i, w):
-    """At least: one micro-batch through all stages and back, less the work of a rank."""
+    """Lower bound: one micro-batch through all stages and back, minus the work of a rank."""
     return num_stages * (f + i) + w - m * stages_a_rank * (f + i + w)
 
 

@@ -1,4 +1,4 @@
-"""A schedule made ready to be played with prices: who waits for whom, in numbers, worked out once whatever the prices are."""
+"""A schedule compiled for simulation: the dependencies of its actions as arrays, independent of durations."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from ultrascale.plan.pipeline.pipeline_board import Board
 
 TABLE_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
-"""Order of the rows of a table of durations: these kinds, every stage of each, and then the pairs."""
+"""Order of the rows of a table of durations: all stages of each of these kinds, then the pairs."""
 
 
 class Wave(NamedTuple):
-    """Actions that are played together."""
+    """Actions that are simulated together."""
 
     numbers: slice
     previous: NDArray[np.intp] | slice
-    """A slice where the numbers are without gaps."""
+    """A slice if the indices are consecutive."""
     sources: NDArray[np.intp]
     """[1, or 2 in a schedule with pairs, wave]"""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A schedule made ready to be played: its actions numbered in waves, each of which needs only earlier ones."""
+    """A schedule compiled for simulation: actions numbered in waves, each of which depends only on earlier ones."""
 
     schedule: Schedule
     num_stages: int
@@ -41,9 +41,9 @@ class Program:
     node_of: list[NDArray[np.intp]]
     """[rank][position]: the action's number."""
     previous: NDArray[np.intp]
-    """[actions]: number of the one before on the rank; the number of actions if there is none, an action that ended at 0."""
+    """[actions]: number of the previous action on the rank; if there is none, the number of actions (its end time is 0)."""
     sources: NDArray[np.intp]
-    """[actions, 2]: the numbers of what it needs, in the same way."""
+    """[actions, 2]: numbers of the actions whose results it needs, with the same convention."""
     borders: NDArray[np.intp]
     """[actions, 2]: the border between stages (s to s+1 is s) that a source's result crosses; stages - 1 if it crosses none."""
     codes: NDArray[np.intp]
@@ -51,11 +51,11 @@ class Program:
     pairs: list[tuple[int, int]]
     """Stages (of F, of B) of the table's rows after the 4 x stages of single passes."""
     waves: list[tuple[int, int]]
-    """First and last + 1 number of every wave."""
+    """First action, and last + 1, of every wave."""
 
     @cached_property
     def moves(self) -> list[Wave]:
-        """The waves, ready to be played."""
+        """The waves, as index arrays."""
         sources = self.sources.T[: 2 if self.pairs else 1]
         return [
             Wave(numbers, _in_a_row(self.previous[numbers]), sources[:, numbers].copy())
@@ -69,12 +69,12 @@ class Program:
 
     @cached_property
     def boards(self) -> list[Board]:
-        """Boards of earlier plays, to be used again (`plan.pipeline.pipeline_board`)."""
+        """Boards of earlier simulations, for reuse (`plan.pipeline.pipeline_board`)."""
         return []
 
 
 def program_of(name: str, pp: int, num_micro_batches: int, virtual_stages: int | None = None) -> Program:
-    """A schedule known by name (kept for the next time) or from a file. Raises SpecError if the numbers do not suit it."""
+    """Compiled schedule by name (cached) or from a file. Raises SpecError if the numbers do not suit it."""
     if is_file(name):
         return compile_schedule(build_schedule(name, pp, num_micro_batches, virtual_stages))
     return _program_of(name, pp, num_micro_batches, virtual_stages)

@@ -1,16 +1,16 @@
-"""Steps of many micro-batches from steps of few: between filling and draining a pipeline does the same round over and over.
+"""Step time of many micro-batches from that of few: between filling and draining, a pipeline repeats the same round.
 
-A schedule of more micro-batches is one of fewer with more rounds in the middle. Of all that was done before a round, what
-follows reads the ends of a few actions only, one or two a rank:
+A schedule of more micro-batches is one of fewer with more rounds in the middle. A round depends on earlier actions only through
+the end times of a few, one or two per rank:
 
-    filled    played, action by action
-    a round   linear in the algebra of maximum and sum: a matrix from these ends to those a round later
-    rounds    the ends a round later by the same L everywhere: n L.  Otherwise the matrix's power, by squaring
-    drained   played
+    filling   simulated action by action
+    a round   linear in max-plus algebra: a matrix maps these end times to those one round later
+    rounds    if all end times grow by the same L in a round: n L; otherwise a power of the matrix, by squaring
+    draining  simulated
 
 Nothing is approximated: the same sums and maxima, in another order. A round is a micro-batch (two where two streams meet), or
-as many as an interleaved rank takes through its stages at once. Schedules that go all forward, then all back, need no lists at
-all: there the micro-batches of a stage follow one another, one running maximum each.
+the group that an interleaved rank takes through its stages together. Schedules with all forward passes first need no lists: the
+micro-batches of a stage follow one another, with one cumulative maximum each.
 
 Baccelli et al., Synchronization and Linearity, 1992.
 """
@@ -31,32 +31,32 @@ from ultrascale.plan.pipeline.play import Floats, StageSeconds, as_columns, pric
 from ultrascale.schedules.build import DEFAULT_VIRTUAL_STAGES, is_file
 
 ROUNDS = 3
-"""Rounds that a short schedule keeps, where micro-batches come in rounds: filling and draining take less than two."""
+"""Rounds in the short schedule, if micro-batches come in rounds: filling and draining take less than two."""
 FEW = 6
-"""Micro-batches of the others beyond those that fill and drain them, to find the rounds by."""
+"""Micro-batches in the short schedule of other builders, beyond filling and draining, from which rounds are detected."""
 SAME = 1e-13
-"""Tolerance relative to the time so far: ends that are all later by the same amount within it are in rhythm."""
+"""Tolerance, relative to the time so far, within which all end times must grow by the same amount in a steady state."""
 STEP_ELEMENTS = 2000
-"""One round from the matrix takes about as long as this many elements more: a few calls of NumPy."""
+"""Fixed cost of one round by the matrix (a few NumPy calls), in array elements."""
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """A schedule of few micro-batches, cut where its rounds begin and end."""
+    """Rounds of a short schedule."""
 
     program: Program
     first: int
-    """The wave that begins the first round."""
+    """First wave of the first round."""
     waves: int
-    """Waves of a round."""
+    """Number of waves in a round."""
     inside: int
-    """Rounds."""
+    """Number of rounds in the short schedule."""
     carried: NDArray[np.intp]
-    """Actions before a round that it reads, as numbers relative to the round's first action; below 0."""
+    """Earlier actions that a round reads, as (negative) indices relative to the round's first action."""
 
     @property
     def actions(self) -> int:
-        """Actions of a round."""
+        """Number of actions in a round."""
         first, beyond = (self.program.waves[self.first + more][0] for more in (0, self.waves))
         return beyond - first
 
@@ -64,7 +64,8 @@ class Rounds:
 def long_step_seconds(
     name: str, pp: int, num_micro_batches: int, seconds: StageSeconds, *, virtual_stages: int | None = None
 ) -> Floats:
-    """`plan.pipeline.play.step_seconds` of a schedule by name, [cases], playing no round twice; from a file, all of it."""
+    """`plan.pipeline.play.step_seconds` of a named schedule, [cases], simulating no round twice; files are simulated in
+    full."""
     known = None if is_file(name) else SCHEDULES[name]
     if known and known.forward_first:
         return _forward_first(seconds, pp, num_micro_batches, known.stages_a_rank(virtual_stages or DEFAULT_VIRTUAL_STAGES))
@@ -76,7 +77,7 @@ def long_step_seconds(
 
 
 def few_micro_batches(name: str, pp: int, num_micro_batches: int) -> tuple[int, int]:
-    """Micro-batches of a schedule with the same rounds, but few of them; and those of a round."""
+    """Number of micro-batches of the short schedule with the same rounds, and of one round."""
     known = SCHEDULES[name]
     if known.in_rounds:  # what is over makes as many rounds longer by one
         over = num_micro_batches % pp
@@ -87,7 +88,7 @@ def few_micro_batches(name: str, pp: int, num_micro_batches: int) -> tuple[int, 
 
 @lru_cache(maxsize=128)
 def rounds_of(name: str, pp: int, num_micro_batches: int, virtual_stages: int | None) -> Rounds:
-    """Rounds of a schedule that repeat: where they begin and end, and what each reads of the one before."""
+    """Repeating rounds of a schedule: their start and length, and the earlier actions that each reads."""
     program = program_of(name, pp, num_micro_batches, virtual_stages)
     known = SCHEDULES[name]
     waves = 2 * program.num_stages if known.in_rounds else known.round_actions
@@ -113,7 +114,7 @@ def rounds_of(name: str, pp: int, num_micro_batches: int, virtual_stages: int | 
 
 
 def _with_more_rounds(rounds: Rounds, more: int, seconds: StageSeconds) -> Floats:
-    """The step, [cases], with so many rounds put in."""
+    """Step time, [cases], with `more` rounds inserted."""
     program, board = rounds.program, priced_board(rounds.program, seconds)
     ends, begin = board.ends, rounds.first
     board.play(0, begin)
@@ -154,7 +155,7 @@ def _after(matrix: Floats, ends: Floats) -> Floats:
 
 
 def _in_rhythm(before: Floats, after: Floats) -> bool:
-    """True if all ends are later by the same amount; each [cases, ...], few enough for plain floats."""
+    """True if all end times grew by the same amount; both [cases, ...], small enough for plain floats."""
     for longer, ends in zip((after - before).tolist(), after.tolist(), strict=True):
         if max(longer) - min(longer) > SAME * max(ends):
             return False
@@ -162,7 +163,8 @@ def _in_rhythm(before: Floats, after: Floats) -> bool:
 
 
 def _round_matrix(rounds: Rounds, board: Board) -> Floats:
-    """[cases, from, to]: seconds to an end a round later from one before it; minus infinity where none leads there."""
+    """Max-plus matrix of a round, [cases, from, to]: seconds from an end time to one a round later; minus infinity if there is
+    no path."""
     program, carried = rounds.program, rounds.carried
     number, size = program.waves[rounds.first][0], len(carried)
     ends = np.empty((*board.ends.shape, size))
@@ -174,7 +176,7 @@ def _round_matrix(rounds: Rounds, board: Board) -> Floats:
 
 
 def _forward_first(seconds: StageSeconds, pp: int, num_micro_batches: int, virtual_stages: int) -> Floats:
-    """Every stage takes all micro-batches, forward and then back, when its rank is done with its stage before."""
+    """Step time if every stage runs all micro-batches forward, then all backward, one stage of a rank after the other."""
     stages = pp * virtual_stages
     names = (seconds.forward, seconds.input_gradient, seconds.weight_gradient)
     forward, inputs, weights = (as_columns(cost, stages) for cost in names)
@@ -194,7 +196,7 @@ def _forward_first(seconds: StageSeconds, pp: int, num_micro_batches: int, virtu
 
 
 def _in_turn(sent: Floats, free: Floats, lag: Floats | float, cost: Floats, receives_block: bool) -> Floats:
-    """Ends, [micro-batches, cases], of a stage's passes of `cost` [cases] each, from when the stage before has sent them."""
+    """End times, [micro-batches, cases], of a stage's passes of `cost` [cases] each, from the times at which they were sent."""
     cost, lag = (cost + lag, 0.0) if receives_block else (cost, lag)
     turn = np.arange(len(sent))[:, None] * cost
     start = sent + (lag - turn)

@@ -1,7 +1,7 @@
 """Time that a pipeline adds to a step: filling and draining it, and its messages.
 
-For a whole table by formulas: exact for even stages, close for uneven ones. For one layout the schedule's own actions are
-played, stage by stage, with every stage's own price (`plan.pipeline.play`).
+For a whole table by formulas: exact for equal stages, close for unequal ones. For one layout by simulating the schedule's
+actions with the durations of each stage (`plan.pipeline.play`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ SPLITS_BACKWARD = by_schedule(lambda schedule: bool(schedule.splits_backward))
 
 
 def stage_seconds(workload: Workload, layout: Layout, constants: Constants = CONSTANTS) -> StageSeconds:
-    """Seconds of one micro-batch in every stage of one layout's pipeline; the order of passes in a file does not change
-    them."""
+    """Seconds of one micro-batch in every stage of one layout's pipeline; independent of the schedule's order of passes."""
     table = LayoutTable.of([layout if layout.known_schedule else replace(layout, schedule=Layout.schedule)])
     blocks = price_blocks(workload, table)
     layers, embedding, head, kept = chunk_parts(workload, layout, blocks)
@@ -43,7 +42,7 @@ def stage_seconds(workload: Workload, layout: Layout, constants: Constants = CON
 def rank_and_chunk_passes(
     workload: Workload, layout: Layout, table: LayoutTable, stages: Stages, constants: Constants
 ) -> tuple[PassSeconds, PassSeconds]:
-    """One layout's passes by sort of rank, and by stage of its pipeline: together, since calls are most of the cost."""
+    """Passes of one layout by sort of rank, and by pipeline stage; computed together, since calls are most of the cost."""
     blocks = price_blocks(workload, table)
     of_ranks = (stages.layers, stages.has_embedding, stages.has_head, stages.kept_layers)
     combined = [np.concatenate(pair) for pair in zip(of_ranks, chunk_parts(workload, layout, blocks), strict=True)]
@@ -54,8 +53,8 @@ def rank_and_chunk_passes(
 
 
 def chunk_parts(workload: Workload, layout: Layout, blocks: Blocks) -> tuple[Floats, Floats, Floats, Floats]:
-    """Blocks of each kind [stages, kinds, 1], whether embedding and head are there [stages, 1], and of the blocks those that
-    stay in bf16 beside fp8, of one layout's stages."""
+    """For one layout's stages: blocks of each kind [stages, kinds, 1], 1 if the embedding is there, 1 if the head is there
+    [stages, 1], and the blocks that stay in bf16 in an fp8 run."""
     chunks = chunk_layers_of(workload, layout.num_stages, layout.layers_per_stage)
     num_kinds, kept = len(blocks.kinds), layout.fp8_keep_blocks if layout.precision in NARROW else 0
     return _parts_of(tuple(chunks), kinds_with_kept(workload.model, blocks.kind_of_layer, num_kinds, kept), num_kinds)
@@ -74,16 +73,16 @@ def _parts_of(
 
 
 def seconds_of_chunks(workload: Workload, table: LayoutTable, passes: PassSeconds) -> StageSeconds:
-    """The passes of one layout's stages as a pipeline takes them."""
+    """Durations for a simulation, from the passes of one layout's stages."""
     inputs = passes.input_gradient + passes.recompute + passes.backward_traffic
     more_input, more_weight = passes.split_input.copy(), passes.split_weight.copy()
-    more_input[0], more_weight[0] = -inputs[0], inputs[0]  # nobody waits for the first stage's I: W does all, uncut
+    more_input[0], more_weight[0] = -inputs[0], inputs[0]  # the first stage does an unsplit backward pass in W
     return StageSeconds(
         forward=passes.forward + passes.forward_traffic,
         input_gradient=inputs,
         weight_gradient=passes.weight_gradient,
         send=_send_seconds(workload, table),
-        # Pairs of passes hide the experts' traffic alone: the rest is inside what they compute with.
+        # Paired passes hide only the experts' traffic: other traffic counts as part of their compute.
         forward_communication=passes.forward_expert_parallel,
         backward_communication=passes.expert_parallel - passes.forward_expert_parallel,
         receives_block=not workload.stack.overlaps_sends,
@@ -93,8 +92,8 @@ def seconds_of_chunks(workload: Workload, table: LayoutTable, passes: PassSecond
 
 
 def busiest_rank_seconds(layout: Layout, seconds: StageSeconds, num_micro_batches: int, split_share: float) -> float:
-    """The most that one rank computes in a step: the passes of its stages, all micro-batches. `split_share`: of the backward
-    passes, those that are cut in two."""
+    """Compute seconds of the busiest rank in a step, over its stages and all micro-batches. `split_share`: fraction of backward
+    passes that are split."""
     costs = (seconds.forward, seconds.input_gradient, seconds.weight_gradient)
     more = split_share * (np.asarray(seconds.split_input) + np.asarray(seconds.split_weight))
     of_stage = np.sum([np.asarray(cost)[:, 0] for cost in (*costs, more)], axis=0)
@@ -104,7 +103,7 @@ def busiest_rank_seconds(layout: Layout, seconds: StageSeconds, num_micro_batche
 
 
 def with_and_without_sends(seconds: StageSeconds, num_stages: int) -> StageSeconds:
-    """Two cases in one: on a network that takes no time, and as it is."""
+    """Two cases: with messages that take no time, and as they are."""
     send_seconds = float(np.ravel(np.asarray(seconds.send))[0])
     return replace(seconds, send=np.broadcast_to([0.0, send_seconds], (num_stages - 1, 2)))
 
@@ -112,9 +111,9 @@ def with_and_without_sends(seconds: StageSeconds, num_stages: int) -> StageSecon
 def waiting_seconds(
     workload: Workload, table: LayoutTable, stages: Stages, passes: PassSeconds, micro_batches: Counts
 ) -> tuple[Floats, Floats]:
-    """Seconds in which the busiest rank of each layout computes nothing: while the pipeline fills and drains, and for sends.
+    """Idle seconds of the busiest rank of each layout: while the pipeline fills and drains, and for sends.
 
-    Stages are taken for even, as dear as they are on average: exact where they are, a little low where they are not.
+    All stages are taken to cost their mean: exact if they are equal, a little low otherwise.
     """
     pp, v = table.pp, table.virtual_stages
     share = stages.exists / (pp * v)
@@ -136,7 +135,7 @@ def waiting_seconds(
 
 
 def _send_seconds(workload: Workload, table: LayoutTable) -> Floats:
-    """One activation from a stage to the next, [layouts]."""
+    """Seconds to send one activation to the next stage, [layouts]."""
     tokens = table.micro_batch_size * workload.sequence_length / table.cp
     tokens = tokens / np.where(table.sequence_parallel > 0, table.tp, 1)
     num_bytes = tokens * workload.model.hidden_size * 2.0

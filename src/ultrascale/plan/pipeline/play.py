@@ -1,13 +1,13 @@
-"""Pipeline schedules played with prices: when every action starts and ends, how long a step takes, how long each rank waits.
+"""Simulation of pipeline schedules: start and end of every action, step time, idle time of each rank.
 
-An action starts when the one before it on its rank has ended and what it needs has arrived. The order is a property of the
-schedule alone, so it is worked out once (`Program`, cached by name) and played with any prices: one case as plain floats, or
-many at once, a column a case.
+An action starts when the previous action on its rank has ended and its inputs have arrived. The order depends on the schedule
+alone, so it is compiled once (`Program`, cached by name) and simulated with any durations: one case as plain floats, or many
+cases as columns.
 
-    end = max(end of the one before, end of its source + send) + seconds     messages travel beside computing
-    end = max(end of the one before, end of its source) + send + seconds     `receives_block`: the receiver does nothing else
+    end = max(end of the previous, end of its source + send) + seconds     messages overlap with compute
+    end = max(end of the previous, end of its source) + send + seconds     `receives_block`: the receiver is blocked
 
-A sender never waits for its message: what it waits for is the answer. Any prices may be unequal; for these rules all is exact.
+A sender never waits for its message to arrive. Durations may differ by stage; under these rules the result is exact.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class StageSeconds:
 
     forward: ArrayLike
     input_gradient: ArrayLike
-    """Recomputation counts here: the gradients cannot start before it."""
+    """Seconds of I, recomputation included: gradients cannot start before it."""
     weight_gradient: ArrayLike
-    """The two are halves of a backward pass in one."""
+    """Seconds of W; an unsplit backward pass takes the sum of both."""
     send: ArrayLike = 0.0
     """Seconds of a message from stage s to s+1 or back, between different ranks: [stages - 1], or [stages - 1, cases]."""
     forward_communication: ArrayLike = 0.0
@@ -48,30 +48,31 @@ class StageSeconds:
     """Part of `input_gradient` that is communication, which a pair's forward can hide."""
     receives_block: bool = False
     split_input: ArrayLike = 0.0
-    """Seconds that I, and W, take beyond their halves of an unsplit backward pass (below 0: less), where passes are split."""
+    """Additional seconds of I (and `split_weight` of W) in split backward passes, over their halves of an unsplit one
+    (negative: less)."""
     split_weight: ArrayLike = 0.0
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step as it was played. Seconds from its start."""
+    """Result of a simulated step. Seconds from its start."""
 
     schedule: Schedule
     start: list[list[float]]
-    """[rank][action]: when it begins to compute."""
+    """[rank][action]: time at which it starts to compute."""
     end: list[list[float]]
     step_seconds: float
     busy_seconds: list[float] = field(default_factory=list)
-    """[rank]: computing."""
+    """[rank]: seconds of compute."""
 
     @property
     def bubble_seconds(self) -> list[float]:
-        """[rank]: not computing: waiting for other ranks or for messages."""
+        """[rank]: idle seconds, waiting for other ranks or messages."""
         return [self.step_seconds - busy for busy in self.busy_seconds]
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of all ranks' time in which they do not compute."""
+        """Idle fraction of all ranks' time."""
         return 1 - sum(self.busy_seconds) / (len(self.busy_seconds) * self.step_seconds)
 
     def to_json(self, *, actions: bool = True) -> dict[str, Any]:
@@ -90,17 +91,17 @@ class Timeline:
 
     @cached_property
     def in_flight(self) -> list[InFlight]:
-        """[rank]: activations that live at once."""
+        """[rank]: micro-batches in flight."""
         return [rank_in_flight(row) for row in self.schedule]
 
 
 def simulate(schedule: Schedule, seconds: StageSeconds) -> Timeline:
-    """Play a schedule with one case of prices, exactly. Raises SpecError if it deadlocks."""
+    """Simulate a schedule with one case of durations. Raises SpecError if it deadlocks."""
     return play(compile_schedule(schedule), seconds)
 
 
 def play(program: Program, seconds: StageSeconds) -> Timeline:
-    """Play a compiled schedule with one case of prices, exactly."""
+    """Simulate a compiled schedule with one case of durations."""
     durations = duration_table(program, seconds)[program.codes, 0]
     ends = np.array(_ends_of_case(program, durations, seconds))
     return Timeline(
@@ -113,12 +114,12 @@ def play(program: Program, seconds: StageSeconds) -> Timeline:
 
 
 def step_seconds(program: Program, seconds: StageSeconds) -> Floats:
-    """Length of a step for many cases at once: [cases]."""
+    """Seconds of a step for many cases at once, [cases]."""
     return play_many(program, seconds).max(axis=0)
 
 
 def play_many(program: Program, seconds: StageSeconds) -> Floats:
-    """When every action ends, for many cases at once: [actions + 1, cases], the last row zeros. Wave by wave."""
+    """End times of every action for many cases at once, [actions + 1, cases], the last row zeros; computed wave by wave."""
     board = priced_board(program, seconds)
     board.play()
     ends = board.ends.copy()
@@ -127,7 +128,7 @@ def play_many(program: Program, seconds: StageSeconds) -> Floats:
 
 
 def priced_board(program: Program, seconds: StageSeconds) -> Board:
-    """A board with the prices of stages as those of actions."""
+    """A board with the durations of all actions, from those of stages."""
     table, send = duration_table(program, seconds), _send_table(program, seconds)
     board = acquire_board(program, max(table.shape[1], send.shape[1]))
     if table.shape == (len(table), board.work.shape[1]):
@@ -142,7 +143,7 @@ def priced_board(program: Program, seconds: StageSeconds) -> Board:
 
 
 def _ends_of_case(program: Program, durations: Floats, seconds: StageSeconds) -> list[float]:
-    """Seconds at which every action ends, of one case, in plain floats: without NumPy's cost for every wave."""
+    """End times of every action for one case, in plain floats to avoid NumPy's cost per wave."""
     send = _send_table(program, seconds)[program.borders, 0]
     waits = np.zeros_like(send) if seconds.receives_block else send
     work = durations + send.max(axis=1) if seconds.receives_block else durations
@@ -161,7 +162,7 @@ def _ends_of_case(program: Program, durations: Floats, seconds: StageSeconds) ->
 def duration_table(program: Program, seconds: StageSeconds) -> Floats:
     """[4 x stages + pairs, cases]: seconds of F, B, I, W of every stage, then of the pairs.
 
-    A pair computes for as long as both and communicates for as long as both; each hides the other, and neither gets shorter.
+    A pair's compute is the sum of both passes', and so is its communication; the two overlap, and neither gets shorter.
     """
     count = program.num_stages
     names = (
@@ -182,7 +183,7 @@ def duration_table(program: Program, seconds: StageSeconds) -> Floats:
 
 
 def _send_table(program: Program, seconds: StageSeconds) -> Floats:
-    """[stages, cases]: seconds of a message across each border; the last row, zeros, crosses none."""
+    """[stages, cases]: seconds of a message between neighbouring stages; the last row, zeros, for none."""
     send = as_columns(seconds.send, program.num_stages - 1)
     return np.concatenate([send, np.zeros((1, send.shape[1]))])
 

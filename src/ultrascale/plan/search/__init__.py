@@ -1,9 +1,9 @@
-"""All legal layouts of some devices, and the best of them.
+"""Search over all legal layouts of a number of devices for the best.
 
-space, constraints   which layouts there are; what is asked for
-search, bounds       the best of them, without pricing what cannot be
-replayed             memory of what is listed, from the replay
-recompute_choice     which operations to keep under a budget
-explain, scaling     what would change the choice; other numbers of devices
-elastic              a layout for the devices that are left
+space, constraints   enumerates legal layouts; explains requested values that no layout has
+search, bounds       ranks layouts; lower bounds skip those that cannot matter
+replayed             memory of listed layouts, from the replay
+recompute_choice     which operations to recompute under a memory budget
+explain, scaling     why this layout, and what would change it; other numbers of devices
+elastic              a layout for the remaining devices
 """

@@ -1,8 +1,8 @@
-"""Lower bounds of a layout's memory, a few products of columns: weights, gradients and optimizer state of the fullest rank, as
-they stand when the optimizer steps; and what it surely holds at once in a pass.
+"""Cheap lower bounds of a layout's memory: weights, gradients and optimizer state of the fullest rank at the optimizer step,
+and the memory that it must hold at once in a pass.
 
-A layout is dropped if either is more than the device has, or if it is slower than all that are worth keeping *and* some faster
-one that fits needs no more than its bound. So neither the ranking nor the front of time and memory can change;
+A layout is dropped if either bound exceeds the device, or if it is slower than all layouts worth keeping *and* a faster one
+that fits needs no more than its bound. Neither the ranking nor the Pareto front of time and memory changes;
 `tests/plan/test_search.py` compares both with the search that prices everything.
 """
 
@@ -19,15 +19,15 @@ from ultrascale.plan.workload import Workload
 
 Floats = NDArray[np.float64]
 WIDE = 4
-"""Bytes of an element from which one process computes with the parameters themselves."""
+"""Bytes per element from which a single process computes with the parameters themselves, without low-precision copies."""
 
 
 def memory_floors(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:
-    """Bytes of the training state of the fullest rank, and of all that it surely holds at once in a pass, [layouts].
+    """Lower bounds for the fullest rank, [layouts]: bytes of the training state, and bytes held at once in a pass.
 
-    In a pass: parameters that stay gathered, what each block saves of one micro-batch (which has been everywhere when its first
-    backward pass begins; on the first rank as many as there are ranks), what a block at work needs beside it, and the sums of
-    gradients where many more micro-batches follow than a pipeline holds.
+    In a pass: parameters that stay gathered; activations saved by each block for one micro-batch (at the start of the first
+    backward pass; on the first pipeline rank for pp micro-batches); temporary memory of the running block; and gradient sums,
+    if there are many more micro-batches than a pipeline holds.
     """
     stages = partition_stages(workload, table)
     micro_batches = np.maximum(workload.sequences_per_batch // (table.dp * table.micro_batch_size), 1)

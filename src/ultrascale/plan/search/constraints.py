@@ -1,7 +1,7 @@
-"""Values asked for that no legal layout has: the reason for each, with the nearest that would do.
+"""Requested values that no legal layout has: the reason for each, and the nearest value that works.
 
-A search walks over what divides, so that it never meets most of what cannot be. Here each setting that left no trace in the
-table is judged by itself: by the trainer, the number of devices, the model, the batch and the settings beside it.
+The search enumerates only values that divide, so it gives no reason for most others. Here each requested value missing from
+the table is checked against the trainer, the number of devices, the model, the batch and the other requested settings.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ LACKING = {
     "expert_tp": "tensor parallelism of experts",
 }  # fmt: skip
 Reason = tuple[str, str]
-"""The rule that is broken, and what would do."""
+"""The broken rule, and its remedy."""
 
 
 @dataclass(frozen=True)
 class _Question:
-    """Why this value of this field is in no layout."""
+    """A requested value of a field that is in no layout, to be explained."""
 
     workload: Workload
     constraints: Constraints
@@ -51,7 +51,7 @@ class _Question:
 
     @property
     def dps(self) -> list[int]:
-        """Degrees of dp that are left beside the other axes asked for."""
+        """Degrees of dp that the other requested axes leave."""
         combinations = product(*(self.constraints.get(axis, divisors(self.num_gpus)) for axis in ("tp", "cp", "pp")))
         degrees = {self.num_gpus // prod(axes) for axes in combinations if self.num_gpus % prod(axes) == 0}
         return sorted(degrees & set(self.constraints.get("dp", degrees)))
@@ -64,7 +64,7 @@ class _Question:
 
 
 def unmet(workload: Workload, constraints: Constraints, space: Space) -> list[Problem]:
-    """Every value that is asked for and is in no layout of `space`; of an empty one, those with a reason of their own."""
+    """A problem for every requested value that is in no layout of `space`; if that is empty, for values with a known reason."""
     problems: dict[str, Problem] = {}
     for name, values in constraints.items():
         for value in values:
@@ -83,7 +83,7 @@ def unmet(workload: Workload, constraints: Constraints, space: Space) -> list[Pr
 
 
 def _appears(table: LayoutTable, name: str, value: Any) -> bool:
-    """True if a row has this value, and reads it."""
+    """True if some row has this value, and the setting has an effect there."""
     if not len(table):
         return False
     if name == "recompute" and is_modules(value):
@@ -112,7 +112,7 @@ def _reason(question: _Question) -> Reason | None:
 
 
 def _of_axis(question: _Question) -> Reason | None:
-    """Settings that nothing reads where an axis is 1."""
+    """Reason for a setting without effect because its axis is 1."""
     axis = {"schedule": "pp", "virtual_stages": "pp", "cp_method": "cp", "cp_heads": "cp"}.get(question.name)
     if axis is None or not question.only_ones(axis):
         return None
@@ -120,7 +120,7 @@ def _of_axis(question: _Question) -> Reason | None:
 
 
 def _of_trainer(question: _Question) -> Reason | None:
-    """Reason why the trainer has no setting for the value."""
+    """Reason if the trainer does not support the value."""
     stack, name, value = question.workload.stack, question.name, question.value
     can = abilities(stack)
     supported = {
@@ -164,7 +164,7 @@ def _choices(subject: str, name: str, offered: tuple[Any, ...], value: Any) -> R
 
 
 def _of_count(question: _Question) -> Reason | None:
-    """Axes against the number of devices, alone and with one another."""
+    """Reason if an axis, alone or with others, does not divide the number of devices."""
     name, value, gpus = question.name, question.value, question.num_gpus
     if name not in AXES:
         return None
@@ -185,7 +185,7 @@ def _of_count(question: _Question) -> Reason | None:
 
 
 def _of_model(question: _Question) -> Reason | None:
-    """Heads, widths, layers and experts that do not divide."""
+    """Reason if heads, widths, layers or experts do not divide."""
     name, value, model = question.name, question.value, question.workload.model
     if name == "pp" and value > model.num_hidden_layers:
         layers = model.num_hidden_layers
@@ -203,7 +203,7 @@ def _of_model(question: _Question) -> Reason | None:
 
 
 def _of_batch(question: _Question) -> Reason | None:
-    """Shares of the batch."""
+    """Reason if the batch does not divide."""
     name, value, batch = question.name, question.value, question.workload.sequences_per_batch
     if name == "dp" and batch % value:
         nearest_batches = [n for n in (batch - batch % value, batch - batch % value + value) if n]
@@ -222,7 +222,7 @@ def _of_batch(question: _Question) -> Reason | None:
 
 
 def _of_pipeline(question: _Question) -> Reason | None:
-    """Stages of a rank against the schedules and the layers."""
+    """Reason if the virtual stages per rank do not suit the schedules or the layers."""
     if question.name != "virtual_stages":
         return None
     value, layers = question.value, question.workload.model.num_hidden_layers
@@ -241,7 +241,7 @@ def _of_pipeline(question: _Question) -> Reason | None:
 
 
 def _of_shard(question: _Question) -> Reason | None:
-    """Ranks that share one copy of the state."""
+    """Reason if the requested shard size does not suit the layout."""
     if question.name != "dp_shard":
         return None
     value, dps, can = question.value, question.dps, abilities(question.workload.stack)
@@ -264,7 +264,7 @@ def _of_shard(question: _Question) -> Reason | None:
 
 
 def _of_swap(question: _Question) -> Reason | None:
-    """Ranks of cp that swap heads, of which rings join several groups."""
+    """Reason if the requested `cp_heads` (cp ranks that swap heads, joined by rings) does not suit."""
     if question.name != "cp_heads":
         return None
     value, method = question.value, "ring+all-to-all"
@@ -290,7 +290,7 @@ _JUDGES: tuple[Callable[[_Question], Reason | None], ...] = (
 
 
 def _refusal(question: _Question, space: Space) -> Reason | None:
-    """Reason that the search gave for refusing this schedule or size."""
+    """Reason that the search recorded when it refused this schedule or size."""
     value = str(question.value)
     families = {value, f"schedule {value}", f"{question.name} = {value}", f"{question.name} {value}"}
     for refusal in space.refused:
@@ -300,7 +300,7 @@ def _refusal(question: _Question, space: Space) -> Reason | None:
 
 
 def nearest(value: int, options: Iterable[int]) -> str:
-    """The next of `options` below and above `value`, as a remedy."""
+    """Remedy that names the nearest of `options` below and above `value`."""
     options = list(options)
     neighbours = [*sorted(n for n in options if n < value)[-1:], *sorted(n for n in options if n > value)[:1]]
     return f"Nearest: {' or '.join(map(str, neighbours))}."

@@ -1,7 +1,7 @@
 """Elastic runs: the fastest layout of a run on another number of ranks, with the same global batch.
 
-What is learnt does not depend on the layout: the sequences of a step follow from the step alone, and a checkpoint can be read
-by any layout. So a run that loses machines, or gains some, goes on with whatever layout suits the rest.
+Training does not depend on the layout: the step number alone determines its sequences, and any layout can load a checkpoint. A
+run that loses or gains machines continues with a layout that suits the new number of ranks.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ultrascale.plan.workload import Workload
 
 
 def elastic_layout(run: Run, world: int, *, device: str = "cpu") -> Layout:
-    """The layout of `run` for `world` ranks, in its precision and for every batch of its ramp: its own if it fits, else the
-    fastest that the planner finds; the one most like its own on machines without known rates, such as a CPU. `device`: of the
-    catalogue, where the run does not name its machines.
+    """Layout of `run` for `world` ranks, in its precision and for every batch size of its ramp: the run's own if it fits, else
+    the fastest that the planner finds, or on machines without known rates (such as a CPU) the most similar one. `device`: of
+    the catalogue, if the run does not name its machines.
 
-    Raises SpecError if there is none.
+    Raises SpecError if no layout is legal.
     """
     if run.layout.world_size == world:
         return run.layout
@@ -33,7 +33,7 @@ def elastic_layout(run: Run, world: int, *, device: str = "cpu") -> Layout:
     batches = [run.batch.sequences_per_batch, *(stage.sequences_per_batch for stage in run.batch.ramp)]
     workload = Workload(run.model, cluster, run.batch.sequence_length, gcd(*batches), documents=run.data.document_mask)
     precision = run.layout.precision
-    # No machine's table has a rate for fp64.
+    # The catalogue has no fp64 rates.
     base = Layout(precision="fp32" if precision == "fp64" else precision, reduce_dtype=run.layout.reduce_dtype)
     if workload.cluster.accelerator.peak_flops:
         prediction = fastest(workload, base=base)
@@ -48,7 +48,8 @@ def elastic_layout(run: Run, world: int, *, device: str = "cpu") -> Layout:
 
 
 def _most_like(layout: Layout, workload: Workload, base: Layout) -> Layout | None:
-    """The legal layout that changes least, in this order of weight: tp, cp, pp, ep, ZeRO, recomputation, micro-batch."""
+    """The legal layout most similar to `layout`; differences weigh in this order: tp, cp, pp, ep, ZeRO, recomputation,
+    micro-batch."""
     table = legal_layouts(workload, base=base).table
 
     def changes(candidate: Layout) -> tuple[float, ...]:

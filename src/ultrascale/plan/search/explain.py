@@ -1,9 +1,9 @@
-"""Why this layout: the playbook's three steps told with numbers, what each choice of the best layout is worth, what binds it.
+"""Why this layout: the playbook's three steps with numbers, the value of each choice of the best layout, and its bottleneck.
 
-fit     each kind of sharding in the order of its price, the least memory it needs, and the fastest step it allows
+fit     kinds of sharding, cheapest first: the least memory that each needs, and the fastest step that it allows
 batch   dp x micro-batch x accumulation = the global batch
-fast    one choice of the best layout changed at a time: what it would cost, or gain and by how much it misses memory
-prices  the same search with 10 GB more memory, a network a fifth faster, ...: what a better machine would be worth
+fast    one choice of the best layout changed at a time: the time it costs, or gains and how much memory it lacks
+prices  the same search with 10 GB more memory, a 20 % faster network, ...: the value of a better machine
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ultrascale.plan.workload import Workload
 MORE_MEMORY_BYTES = 10e9
 FASTER = 1.2
 POOL = 512
-"""Layouts that a changed machine is searched in again, of each sort."""
+"""Layouts of each selection of `_pool` that are searched again for a changed machine."""
 PLAYED = 3
-"""Layouts of each schedule whose pipelines are played."""
+"""Layouts of each schedule whose pipelines are simulated."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Marginal:
 
 
 def rungs(result: SearchResult) -> list[Rung]:
-    """Ladder to a model that fits and then is fast: kinds of sharding, added in the order of their price."""
+    """Ladder to a model that fits and is fast: kinds of sharding, added one by one, the cheapest first."""
     table = result.priced.table
     alone = (table.tp == 1) & (table.pp == 1) & (table.cp == 1)
     whole, no_recompute = table.zero_stage == 0, table.recompute == 0
@@ -97,7 +97,7 @@ def _rung(name: str, result: SearchResult, rows: NDArray[np.bool_]) -> Rung:
     return Rung(name, int(rows.sum()), float(priced.peak_bytes[rows].min()), bool(fitting.any()), fastest)
 
 
-# The choices of a layout, and the columns each of them takes along; dp always is what remains of the devices.
+# The choices of a layout, and the columns that may change with each; dp follows from the number of devices.
 _CHOICES: dict[str, tuple[str, ...]] = {
     "micro_batch_size": (),
     "recompute": ("recompute_every",),
@@ -112,7 +112,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def changes(result: SearchResult) -> list[Change]:
-    """Each choice of the best layout made each other way, all else kept: the fastest of each."""
+    """Best layout with each choice changed to each other value, all else equal: the fastest layout of each."""
     best = result.best
     if best is None:
         return []
@@ -132,7 +132,7 @@ def changes(result: SearchResult) -> list[Change]:
 
 
 def _fastest_by_value(workload: Workload, table: LayoutTable, name: str) -> list[Change]:
-    """For each value of a column the fastest row that fits, or else the one that needs least."""
+    """For each value of a column, the fastest row that fits, or else the row that needs least memory."""
     if not len(table):
         return []
     prices = price(workload, table)
@@ -150,7 +150,7 @@ def _fastest_by_value(workload: Workload, table: LayoutTable, name: str) -> list
 
 
 def marginals(result: SearchResult) -> list[Marginal]:
-    """Gains from better machines, the largest first. Each is searched again among the fastest layouts."""
+    """Gains from better machines, the largest first. For each machine, the fastest layouts are searched again."""
     best = result.best
     if best is None:
         return []
@@ -168,7 +168,7 @@ def marginals(result: SearchResult) -> list[Marginal]:
 
 
 def binding(best: Prediction, gains: list[Marginal]) -> str:
-    """One sentence: what keeps the step from being shorter."""
+    """One sentence that names the bottleneck of the step."""
     parts = sorted(best.waterfall.items(), key=lambda item: -item[1])
     name, seconds = parts[0]
     share = f"{name.replace('_', ' ')} is {seconds / best.step_seconds:.0%} of the step"
@@ -179,7 +179,7 @@ def binding(best: Prediction, gains: list[Marginal]) -> str:
 
 
 def _pool(priced: PricedLayouts, capacity_bytes: float) -> LayoutTable:
-    """The fastest layouts of all, of those that fit or nearly do, and of those that fit."""
+    """Layouts to search again: the fastest of all, of those that fit or nearly fit, and of those that fit."""
     nearly = priced.peak_bytes <= capacity_bytes + MORE_MEMORY_BYTES
     rows = []
     for mask in (priced.was_priced, priced.was_priced & nearly, priced.fits):
@@ -189,7 +189,7 @@ def _pool(priced: PricedLayouts, capacity_bytes: float) -> LayoutTable:
 
 
 def _fastest(workload: Workload, pool: LayoutTable, current: Layout, constants: Constants, *, unlimited: bool = False) -> float:
-    """Seconds of the fastest step that fits, or of any with memory `unlimited`; the best layout of before is among them."""
+    """Seconds of the fastest step that fits (any step if `unlimited`), among `pool` and the `current` layout."""
     prices = price(workload, pool, constants)
     rows = fastest_of_each_schedule(pool, prices.step_seconds, prices.fits | np.full(len(pool), unlimited), PLAYED)
     layouts = [current, *(pool.layout(int(row)) for row in rows)]
@@ -203,7 +203,7 @@ def _with_memory(cluster: Cluster) -> Cluster:
 
 
 def _with_links(cluster: Cluster, name: str) -> Cluster:
-    """Links inside nodes, `intra_link`, or between them, `inter_link`, a fifth faster."""
+    """`cluster` with links inside nodes (`intra_link`) or between them (`inter_link`) 20 % faster."""
     return replace(cluster, node=replace(cluster.node, **{name: _faster(getattr(cluster.node, name))}))
 
 

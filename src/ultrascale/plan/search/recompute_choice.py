@@ -1,13 +1,13 @@
-"""recompute = "auto": what each block computes again, so that a step is as fast as it can be in the memory there is.
+"""recompute = "auto": chooses activation recomputation for each block, for the fastest step that fits in memory.
 
-    a block     its ways (none, selective, selective+mlp, ..., full), each with the bytes it keeps and the seconds it adds
-    a rank      a way for each of its blocks: of all that keep no more than so many bytes, the one that adds least
-    memory      the fastest of these whose peak, replayed, fits
+    a block     its options (none, selective, selective+mlp, ..., full), with the bytes that each keeps and the seconds it adds
+    a rank      one option for each of its blocks: the least added time for any number of kept bytes
+    memory      the fastest of these choices whose replayed peak fits
 
-Bytes of a way are `plan.columns.block_memory`'s, seconds those of `plan.time.recompute_prices`. The best ways of n blocks are
-made from those of n - 1, all that another beats in both left out (Nemhauser and Ullmann 1969): exact, where going by bytes per
-second one operation after the other leaves what the last block does not fill. Every rank of a pipeline has its own, for the
-first keeps most micro-batches; all ranks of a stage have the same.
+Bytes of an option come from `plan.columns.block_memory`, seconds from `plan.time.recompute_prices`. The Pareto front of n
+blocks is built from that of n - 1, dropping dominated choices (Nemhauser and Ullmann 1969). This is exact; a greedy choice by
+bytes per second would leave memory unused. Pipeline ranks differ, because the first keeps most micro-batches in flight; all
+ranks of a stage have the same choice.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ from ultrascale.work.sharding.places import Coordinates
 from ultrascale.work.work import block_work
 
 PLAIN = ("none", "selective", "full")
-"""Ways that a compiled block supports: the compiler sees operations, and not where in the block they are."""
+"""Options for compiled blocks: the compiler sees operations, not their place in the block."""
 CONTAINED = (
     ("mlp", "mlp_act"), ("shared_experts", "mlp_act"), ("moe", "mlp_act"), ("moe", "moe_act"), ("moe", "moe_permute"),
     ("moe", "shared_experts"),
 )  # fmt: skip
-"""Modules of which the first makes again what the second does."""
+"""Pairs of modules: recomputing the first includes the second."""
 CPU_FLOPS_PER_SECOND = 44e9
 CPU_BYTES_PER_SECOND = 10e9
-"""Bytes per second of one core, and FLOPs per second in fp32, where the catalogue has no rates. Only their ratio matters
-(docs/speed.md)."""
+"""Rates of one CPU core, for which the catalogue has none: bytes per second, and fp32 FLOPs per second (next line). Only their
+ratio matters (docs/speed.md)."""
 MOST_STATES = 1 << 15
-"""States kept among the best ways of a rank's blocks; of more every second is left out, which costs at most a block's
+"""Maximum number of choices on a rank's Pareto front; above it every second one is dropped, which costs at most a block's
 smallest step."""
 
 
 @dataclass(frozen=True)
 class RecomputeOption:
-    """One way to recompute a block."""
+    """One recomputation option of a block."""
 
     mode: str
     kept_bytes: int
@@ -74,21 +74,21 @@ class RecomputeOption:
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """A way for each block of a pipeline's rank."""
+    """An option for each block of a pipeline rank."""
 
     modes: tuple[str, ...]
     kept_bytes: int
     """Bytes of all micro-batches in flight."""
     seconds: float
-    """Added to one micro-batch."""
+    """Seconds that recomputation adds to one micro-batch."""
 
 
 def recompute_options(
     workload: Workload, layer: int, shape: Shape, *, compiled: bool = False, splits: bool = False
 ) -> list[RecomputeOption]:
-    """The ways of block `layer` that no other beats in bytes and seconds, from the fastest to the smallest.
+    """Options of block `layer` on the Pareto front of bytes and seconds, from the fastest to the smallest.
 
-    `compiled`: blocks are compiled. `splits`: the pipeline's schedule cuts backward passes in two.
+    `compiled`: blocks are compiled. `splits`: the pipeline schedule splits backward passes into I and W.
     """
     model, ops = workload.model, block_work(workload.model, layer, shape)
     behind = reruns_last_of(ops, tp=shape.tp, splits=splits)
@@ -110,19 +110,19 @@ def recompute_options(
 
 @dataclass(frozen=True)
 class Frontier:
-    """Every choice for a rank's blocks that no other beats, from the fastest to the smallest."""
+    """Pareto front of the choices for a rank's blocks, from the fastest to the smallest."""
 
     blocks: Sequence[Sequence[RecomputeOption]]
     weights: Sequence[int]
     kept_bytes: NDArray[np.int64]
-    """Falling."""
+    """Descending."""
     seconds: NDArray[np.float64]
-    """Rising."""
+    """Ascending."""
     steps: Sequence[tuple[NDArray[np.intp], NDArray[np.intp]]]
-    """By block: which choice for those before it, and which of its ways."""
+    """For each block: index of the choice for the blocks before it, and of its own option."""
 
     def at(self, index: int) -> RecomputeChoice:
-        """One of them."""
+        """The choice at `index`."""
         modes: list[str] = []
         where = index
         for options, (before, which) in zip(reversed(self.blocks), reversed(self.steps), strict=True):
@@ -131,8 +131,8 @@ class Frontier:
         return RecomputeChoice(self._in_order(modes[::-1]), int(self.kept_bytes[index]), float(self.seconds[index]))
 
     def _in_order(self, modes: list[str]) -> tuple[str, ...]:
-        """`modes` with those of like blocks sorted, which changes no sum: blocks that recompute most come first, far from
-        the peak at the end of the forward pass."""
+        """`modes` with those of equal blocks sorted, which changes no sum: blocks that recompute most come first, away from the
+        peak at the end of the forward pass."""
         places: dict[tuple[int, int], list[int]] = {}
         for place, (options, weight) in enumerate(zip(self.blocks, self.weights, strict=True)):
             places.setdefault((id(options), weight), []).append(place)
@@ -146,7 +146,7 @@ class Frontier:
 
 
 def frontier(blocks: Sequence[Sequence[RecomputeOption]], weights: Sequence[int]) -> Frontier:
-    """The best choices for `blocks`, each of which keeps its bytes for so many micro-batches (`weights`)."""
+    """Pareto front of the choices for `blocks`; `weights`: for how many micro-batches each block keeps its bytes."""
     kept, seconds = np.zeros(1, dtype=np.int64), np.zeros(1)
     steps: list[tuple[NDArray[np.intp], NDArray[np.intp]]] = []
     for options, weight in zip(blocks, weights, strict=True):
@@ -166,10 +166,10 @@ def choose(
     workload: Workload, layout: Layout, *, fits: Callable[[Layout, int], bool] | None = None, compiled: bool = False,
     device: Literal["cpu", "cuda"] = "cuda",
 ) -> Layout:  # fmt: skip
-    """`layout`, whose recompute is "auto", with the ways of its blocks.
+    """`layout`, whose recompute is "auto", with an option chosen for each block.
 
-    Within `layout.recompute_budget` bytes on every rank; and within memory if `fits` is given, which says of a layout whether
-    rank `pp` of the pipeline can hold it. If nothing fits: everything is computed again.
+    Keeps at most `layout.recompute_budget` bytes on every rank, and fits in memory if `fits` is given: `fits(layout, pp)` is
+    True if pipeline rank `pp` can hold the layout. If nothing fits, every block is fully recomputed.
     Raises SpecError if the budget is below what full recomputation keeps.
     """
     modes = ["full"] * workload.model.num_hidden_layers
@@ -194,10 +194,11 @@ def choose(
 def with_recomputation(
     run: Run, cluster: Cluster, stack: Stack = STACKS["ultrascale"], *, expert_imbalance: float = 1.0
 ) -> Run:
-    """`run` with the ways of its blocks, if its recompute is "auto": the fastest that fits `cluster`, or the budget it gives.
+    """`run` with recomputation chosen for each block if its recompute is "auto": the fastest within `cluster` or the budget.
 
-    Without a budget `plan_run` calls it fitting wherever it does so with one way for all blocks, and no such way that fits is
-    faster. Raises SpecError if the budget is below what full recomputation keeps, or the batch does not suit the layout.
+    Without a budget, the result fits (by `plan_run`) wherever one option for all blocks fits, and no such uniform option that
+    fits is faster.
+    Raises SpecError if the budget is below what full recomputation keeps, or the batch does not suit the layout.
     """
     layout = run.layout
     if layout.recompute != "auto":
@@ -209,7 +210,7 @@ def with_recomputation(
         return plan_run(replace(run, layout=tried), cluster, stack, expert_imbalance=expert_imbalance)
 
     def fits(tried: Layout, pp: int) -> bool:
-        """As a plan judges its fullest rank (`plan.search.replayed`)."""
+        """True if pipeline rank `pp` fits, by the rule for a plan's fullest rank (`plan.search.replayed`)."""
         peak = plan_memory(
             run.model, tried, sequence_length=workload.sequence_length, sequences_per_batch=workload.sequences_per_batch,
             documents=workload.documents, device=device, rank=pp * layout.world_size // layout.pp,
@@ -222,7 +223,7 @@ def with_recomputation(
     if layout.recompute_budget is not None:
         return replace(run, layout=choose(workload, layout, compiled=run.compile, device=device))
     chosen = choose(workload, layout, fits=fits, compiled=run.compile, device=device)
-    # Ranks choose one after the other, the smallest ways first tried by what they keep: one way for all may still be better.
+    # Ranks choose one after the other, so one option for all blocks may still be better.
     plain = (_with_modes(layout, [option] * workload.model.num_hidden_layers) for option in PLAIN)
     fitting = [plan for plan in map(planned, (chosen, *plain)) if plan.fits]
     best = min(fitting, key=lambda plan: plan.prediction.step_seconds if plan.prediction else 0.0, default=None)
@@ -230,8 +231,8 @@ def with_recomputation(
 
 
 def _first_that_fits(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The lowest number from `low` to `high` that holds, `high` if none does. Bytes fall from each to the next, and peaks with
-    them but for what a block at work needs, so that a search by halves finds it."""
+    """Lowest number from `low` to `high` for which `holds` is True, or `high`; by bisection. Kept bytes descend, and so do
+    peaks except for the temporary memory of a running block."""
     if low == high or holds(low):
         return low
     while high - low > 1:
@@ -241,7 +242,7 @@ def _first_that_fits(low: int, high: int, holds: Callable[[int], bool]) -> int:
 
 
 def _replaced_modes(modes: Sequence[str], layers: Sequence[int], chosen: Sequence[str]) -> list[str]:
-    """`modes` with those of `layers` exchanged."""
+    """`modes` with those of `layers` replaced by `chosen`."""
     new_modes = dict(zip(layers, chosen, strict=True))
     return [new_modes.get(layer, mode) for layer, mode in enumerate(modes)]
 
@@ -251,7 +252,7 @@ def _with_modes(layout: Layout, modes: Sequence[str]) -> Layout:
 
 
 def _first_within_budget(choices: Frontier, layout: Layout, pp: int) -> int:
-    """Number of the fastest choice that keeps to the budget."""
+    """Index of the fastest choice within the budget."""
     budget = layout.recompute_budget
     if budget is None:
         return 0
@@ -264,7 +265,7 @@ def _first_within_budget(choices: Frontier, layout: Layout, pp: int) -> int:
 
 
 def _blocks_of_rank(workload: Workload, layout: Layout, pp: int) -> tuple[list[int], list[int], bool]:
-    """The blocks of a rank of the pipeline, of how many micro-batches each keeps at once, and whether W comes apart."""
+    """Blocks of a pipeline rank, the number of micro-batches that each keeps at once, and True if W is a separate pass."""
     if layout.pp == 1:
         layers = list(range(workload.model.num_hidden_layers))
         return layers, [1] * len(layers), False
@@ -284,8 +285,8 @@ def _kind(workload: Workload, layer: int) -> tuple[bool, int | None]:
 
 
 def _mixed(ops: tuple[Op, ...], shape: Shape) -> list[str]:
-    """Every set of the modules that a block has, and selective recomputation with every set of its kinds. A ring's attention is
-    no single operation that could be kept or not."""
+    """Every set of a block's modules, and selective recomputation with every set of its kinds of operations. Ring attention is
+    not a single operation that could be kept."""
     kinds = [kind for kind in dict.fromkeys(op.recompute_kind for op in ops) if kind and (kind != "attention" or shape.cp == 1)]
     modules = [name for name in MODULES if regions(ops, {name})]
     sets = [frozenset(subset) for size in range(1, len(modules) + 1) for subset in combinations(modules, size)]

@@ -1,8 +1,8 @@
-"""Memory of one priced layout from the replay of its step, on every rank of the pipeline, instead of from columns.
+"""Memory of one priced layout from the replay of its step (`plan.memory.replay`), instead of the column formulas.
 
-`plan.columns.footprint` puts whole tables of layouts together from parts; it filters a search. What is printed of a layout, of
-any trainer's, is what `plan.memory.replay` finds when the schedule's own actions are played, with the allocator's share of
-`plan.columns.footprint`.
+`plan.columns.footprint` computes memory for whole tables of layouts, to filter a search. The memory that is printed for a
+layout, for any trainer, comes from the replay of its schedule's actions on the fullest pipeline rank, plus the allocator's
+share from `plan.columns.footprint`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ CATEGORIES = {
     "weights": ("parameters",), "gathered": ("gathered",), "gradients": ("gradients",), "optimizer": ("optimizer",),
     "activations": ("activations", "temporary"), "buffers": ("communication", "other"),
 }  # fmt: skip
-"""Categories of `plan.columns.footprint`, and those of `plan.memory.ledger` in each."""
+"""Categories of `plan.columns.footprint`, each with the categories of `plan.memory.ledger` that it sums."""
 
 
 def with_replay(prediction: Prediction) -> Prediction:
-    """`prediction` with the memory of the replay."""
+    """`prediction` with its memory from the replay."""
     workload, layout, columns = prediction.workload, prediction.layout, prediction.memory
     known = _replayed.__wrapped__ if is_file(layout.schedule) else _replayed  # a file may change
     plan = known(workload.model, layout, workload.sequence_length, workload.sequences_per_batch, workload.documents,

@@ -1,7 +1,7 @@
-"""Scaling: the best layout at each count of GPUs, what each added GPU brings, and how many still pay off.
+"""Scaling: the best layout at each number of GPUs, the speed that each added GPU brings, and how many pay off.
 
-The global batch stays, so more GPUs mean fewer micro-batches each: bubbles and exposed communication grow, and at some count an
-added GPU brings less than it costs. Where that is depends on what waiting costs; `PAYS` is our line.
+The global batch stays the same, so more GPUs mean fewer micro-batches each: bubbles and exposed communication grow, until an
+added GPU brings less than it costs. That point depends on the cost of waiting; `PAYS` is our threshold.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ultrascale.plan.time.price import Prediction
 from ultrascale.plan.workload import Workload
 
 PAYS = 0.5
-"""An added GPU pays while it brings at least this share of what a GPU brings where each brings most."""
+"""An added GPU pays off while its tokens per second are at least this fraction of the highest tokens per second per GPU."""
 DOUBLINGS = 3
-"""Counts are tried from an eighth to eight times the cluster."""
+"""GPU counts are tried from 1/8 to 8 times the cluster."""
 NEAREST = 3
-"""Better accelerators that are compared."""
+"""Number of better accelerators that are compared."""
 BF16 = "bf16"
 MOST_GPUS = 2**17
-"""Nobody has more in one training."""
+"""Largest number of GPUs tried: no known training uses more."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class ScalingPoint:
     best: Prediction | None
     """None if nothing fits, or no layout is legal."""
     marginal_efficiency: float | None
-    """Tokens per second of each added GPU, over those of a GPU where each brings most; None for the first that fits."""
+    """Tokens per second of each added GPU over the highest tokens per second per GPU of the scan; None for the first that
+    fits."""
 
     @property
     def pays(self) -> bool:
@@ -48,7 +49,7 @@ class ScalingPoint:
 def scaling(
     workload: Workload, *, base: Layout | None = None, constraints: Constraints | None = None, best: Prediction | None = None
 ) -> list[ScalingPoint]:
-    """The best layout for an eighth to eight times as many GPUs, the batch unchanged. `best`: that of the cluster, if known."""
+    """The best layout for 1/8 to 8 times as many GPUs with the same batch. `best`: that of the cluster, if known."""
     constraints = {name: values for name, values in (constraints or {}).items() if name != "dp"}
     scan: list[ScalingPoint] = []
     num_gpus = workload.cluster.num_accelerators
@@ -69,7 +70,7 @@ def scaling(
 
 
 def most_that_pay(scan: Iterable[ScalingPoint]) -> ScalingPoint | None:
-    """The largest count up to which every step of the scan pays; None if nothing fits."""
+    """The largest number of GPUs up to which every step of the scan pays off; None if nothing fits."""
     last = None
     for scaled in scan:
         if scaled.best is not None and not scaled.pays:
@@ -91,15 +92,16 @@ def counts(cluster: Cluster) -> list[int]:
 def better_clusters(
     workload: Workload, *, base: Layout | None = None, constraints: Constraints | None = None, best: Prediction | None = None
 ) -> list[tuple[Cluster, Prediction]]:
-    """The best layout on as many of the nearest better accelerators, in their usual nodes: those whose step is shorter.
+    """The best layout on the same number of better accelerators in their usual nodes, where the step is shorter.
 
-    Better: no lower peak and no less memory. `best`: what must be beaten; None if nothing fits here.
+    Better: neither peak FLOPs nor memory is lower; the `NEAREST` are tried. `best`: the prediction to beat; None if nothing
+    fits here.
     """
     better = []
     for name in _better(workload.cluster):
         try:
             cluster = parse_cluster(f"{workload.cluster.num_accelerators}x{name}")
-        except SpecError:  # so many do not fill nodes of that kind
+        except SpecError:  # this number does not fill nodes of that kind
             continue
         prediction = _fastest_at(replace(workload, cluster=cluster), cluster.num_accelerators, base, constraints)
         if prediction is not None and (best is None or prediction.step_seconds < best.step_seconds):
@@ -110,7 +112,7 @@ def better_clusters(
 
 
 def _better(cluster: Cluster) -> list[str]:
-    """Accelerators with no lower peak and no less memory, the nearest first."""
+    """Accelerators whose peak FLOPs and memory are not lower, the nearest first."""
     accelerator, better = cluster.accelerator, []
     for name in USUAL_NODE:
         other = ACCELERATORS[name]
@@ -128,7 +130,7 @@ def _fastest_at(workload: Workload, count: int, base: Layout | None, constraints
 def smallest_that_fits(
     workload: Workload, *, base: Layout | None = None, constraints: Constraints | None = None
 ) -> Prediction | None:
-    """The best layout on the smallest number of GPUs, by doublings, that has one that fits; None if none does."""
+    """The best layout on the smallest number of GPUs (by doubling) on which one fits; None if none does."""
     count = workload.cluster.num_accelerators
     while (count := 2 * count) <= MOST_GPUS:
         if best := _fastest_at(workload, count, base, constraints):

@@ -1,13 +1,13 @@
-"""The best layouts of a cluster: all legal ones bounded, the promising ones priced, the best few simulated, ranked, compared.
+"""The best layouts of a cluster: bounds all legal layouts, prices the promising ones, simulates and ranks the best.
 
-    plan.space   every legal layout, tens of thousands of rows
-    plan.bounds  rows that cannot fit by what they hold at the least leave
-    plan.price   the time of all others; then memory, the fastest first, until no other can matter
-    predict      the best of each schedule again, one by one, with their pipelines played action by action
-    replay       memory of the first of these: what is printed is never a column
+    space    every legal layout, tens of thousands of rows (`plan.search.space`)
+    bounds   drops rows whose lower bound does not fit (`plan.search.bounds`)
+    price    time of all others (`plan.time.price`); then memory, the fastest first, until no other row can matter
+    predict  the best of each schedule again, one by one, with their pipelines simulated action by action
+    replay   memory of the first of these: printed memory never comes from columns
 
-Layouts closer to the fastest than the model can tell apart (`TIE`) are one group: which is fastest is for a measurement. They
-are ranked by the time that is expected of them: one that may run out of memory pays for its tries (`expected_seconds`).
+Layouts within `TIE` of the fastest form one group: the model cannot tell them apart, only a measurement can. The ranking is by
+expected time, in which a layout that may run out of memory pays for failed attempts (`expected_seconds`).
 """
 
 from __future__ import annotations
@@ -39,39 +39,39 @@ from ultrascale.plan.workload import Workload
 Floats = NDArray[np.float64]
 Progress = Callable[[float], None]
 FIRST = 1024
-"""Layouts whose memory is worked out first; then twice as many each time, up to `CHUNK`."""
+"""Layouts whose memory is computed in the first batch; each batch doubles, up to `CHUNK`."""
 TIME_SHARE = 0.3
-"""Part of a search that has passed when the time of every layout is known."""
+"""Fraction of a search that is done when the time of every layout is known."""
 CHUNK = 16_384
-"""Layouts priced at once: small enough that their columns stay in the cache, large enough that NumPy's calls do not show."""
+"""Layouts priced at once: few enough that their columns stay in the cache, enough to hide the cost of NumPy's calls."""
 SMALL_CHUNK = 256
-"""Priced at once in search of the one that needs least."""
+"""Layouts priced at once when looking for the one that needs least memory."""
 NUM_RANKED = 256
-"""Layouts that pruning must not lose: the ranking is right down to here."""
+"""Layouts that pruning must not lose: the ranking is exact down to here."""
 EXACT = 10
-"""Layouts of each schedule (`_kinds`) that are predicted one by one: formulas are right within a percent or two inside most
-schedules, but further off between them, so that the best of each must be played to be compared."""
+"""Layouts of each schedule (`_kinds`) that are predicted one by one: formulas are within 1 or 2 percent inside most schedules,
+but further off between schedules, so the best of each are simulated before they are compared."""
 REPLAYED = 10
-"""Ways to cut the model at the head of the ranking whose memory is replayed: as many as are listed by default."""
+"""Partitionings (`distinct`) at the head of the ranking whose memory is replayed: as many as are listed by default."""
 TIE = 0.02
 """Difference of two step times on one cluster below which the model cannot tell them apart (`docs/validation.md`)."""
 
 
 @dataclass(frozen=True)
 class PricedLayouts:
-    """Every legal layout with what is known about it; `nan` where a bound was enough."""
+    """Every legal layout with its prices; `nan` if it was dropped by a bound."""
 
     space: Space
     step_seconds: Floats
     peak_bytes: Floats
-    """Reserved memory and what lies outside torch; for rows that were not priced the least it can be."""
+    """Reserved memory plus memory outside torch; a lower bound for rows that were not priced."""
     fits: NDArray[np.bool_]
     too_large: NDArray[np.bool_]
-    """Dropped because the training state alone is more than the device."""
+    """Dropped because the training state alone exceeds the device."""
     too_slow: NDArray[np.bool_]
     """Dropped because others are faster in no more memory."""
     unfit: NDArray[np.bool_]
-    """Dropped because with what a pass holds at the least it is more than the device may reserve."""
+    """Dropped because the lower bound of a pass exceeds the memory that may be reserved."""
 
     @property
     def table(self) -> LayoutTable:
@@ -83,7 +83,7 @@ class PricedLayouts:
 
     @property
     def num_unfit(self) -> int:
-        """Layouts that are known not to fit; whether those that are too slow would is not known."""
+        """Number of layouts known not to fit; those dropped as too slow are not counted, their memory is unknown."""
         return int((~self.too_slow & ~self.fits).sum())
 
 
@@ -94,9 +94,9 @@ class SearchResult:
     workload: Workload
     priced: PricedLayouts
     ranked: tuple[Prediction, ...]
-    """Layouts that fit, that with the least expected time first."""
+    """Layouts that fit, by ascending expected time."""
     front: tuple[Prediction, ...]
-    """Layouts that fit and that no other beats in both time and memory, the fastest first; their bubbles by formula."""
+    """Pareto front of time and memory among layouts that fit, the fastest first; with pipeline bubbles by formula."""
     smallest: Prediction | None
     """The layout that needs the least memory, whether it fits or not; None if there is no legal layout."""
     seconds: float
@@ -108,7 +108,7 @@ class SearchResult:
 
     @property
     def num_tied(self) -> int:
-        """Layouts at the head of the ranking that the model cannot tell apart."""
+        """Number of layouts at the head of the ranking that the model cannot tell apart (`TIE`)."""
         return sum(expected_seconds(prediction) <= expected_seconds(self.ranked[0]) * (1 + TIE) for prediction in self.ranked)
 
     @property
@@ -122,7 +122,7 @@ class SearchResult:
 
     @cached_property
     def fully_priced(self) -> PricedLayouts:
-        """The layouts with prices also of those that could not matter, for whoever asks what more memory would be worth."""
+        """The layouts with prices of dropped ones too, to estimate the value of more memory."""
         return _fully_priced(self.workload, self.priced)
 
 
@@ -139,9 +139,9 @@ def search(
     """Rank all legal layouts of the workload's cluster.
 
     `base` gives the fields of a layout that are not searched, `constraints` holds searched fields to given values. The best
-    `exact` layouts of each schedule are predicted one by one. `prunes` False prices every layout. Of the ranking the first
-    `shown`, if given, are known by their replay, else `REPLAYED`. `on_progress` is called now and then with the share that is
-    done. Raises SpecError if none is legal, or if a value that is asked for is in none.
+    `exact` layouts of each schedule are predicted one by one. `prunes` False prices every layout. The first `shown` layouts of
+    the ranking are replayed (default: `REPLAYED`). `on_progress` is called now and then with the fraction that is done.
+    Raises SpecError if no layout is legal, or if a requested value is in none.
     """
     started = time.perf_counter()
     space = legal_layouts(workload, base=base, constraints=constraints)
@@ -166,7 +166,7 @@ def search(
 
 
 def fastest(workload: Workload, *, base: Layout | None = None, constraints: Constraints | None = None) -> Prediction | None:
-    """The fastest layout alone, which needs no more than the fewest prices; None if nothing fits or nothing is legal."""
+    """Only the fastest layout, which needs the fewest prices; None if nothing fits or no layout is legal."""
     space = legal_layouts(workload, base=base, constraints=constraints)
     if not len(space.table):
         return None
@@ -179,7 +179,7 @@ def fastest(workload: Workload, *, base: Layout | None = None, constraints: Cons
 
 
 def _across_nodes(workload: Workload, base: Layout | None, constraints: Constraints) -> PricedLayouts | None:
-    """The search again, with tensor parallelism over nodes too; None if that is asked for already, or adds nothing."""
+    """Repeat the search with tensor parallelism across nodes too; None if that was requested already, or adds nothing."""
     per_node, gpus = workload.cluster.node.num_accelerators, workload.cluster.num_accelerators
     wider = [tp for tp in divisors(gpus) if per_node < tp <= workload.model.num_attention_heads]
     if "tp" in constraints or not wider:
@@ -194,8 +194,8 @@ def _across_nodes(workload: Workload, base: Layout | None, constraints: Constrai
 def price_all(
     workload: Workload, space: Space, *, num_ranked: int, prunes: bool = True, on_progress: Progress | None = None
 ) -> PricedLayouts:  # fmt: skip
-    """Bound or price every layout of `space`; the `num_ranked` fastest that fit, the front of time and memory and, where
-    nothing fits, the layout that needs least are right. `on_progress` is called with the share that is done."""
+    """Bound or price every layout of `space`. Exact for the `num_ranked` fastest that fit, the Pareto front of time and memory
+    and, if nothing fits, the layout that needs least. `on_progress` is called with the fraction that is done."""
     table = space.table
     at_rest, in_pass = _floors(workload, table)
     seconds, fits, too_slow, unfit = (np.full(len(table), value) for value in (np.nan, False, False, False))
@@ -233,21 +233,21 @@ def price_all(
 
 
 def _price_memory(workload: Workload, priced: PricedLayouts, rows: NDArray[np.intp]) -> None:
-    """Memory of these rows into its columns."""
+    """Compute the memory of these rows, in place."""
     subset = priced.table.take(rows)
     memory = stage_memory(workload, subset, partition_stages(workload, subset))
     priced.peak_bytes[rows], priced.fits[rows] = memory.needed, memory.fits
 
 
 def _price_rows(workload: Workload, priced: PricedLayouts, rows: NDArray[np.intp]) -> None:
-    """Prices of these rows into their columns."""
+    """Price these rows, in place."""
     prices = price(workload, priced.table.take(rows))
     priced.step_seconds[rows], priced.peak_bytes[rows] = prices.step_seconds, prices.memory.needed
     priced.fits[rows], priced.unfit[rows] = prices.fits, False
 
 
 def price_least(workload: Workload, priced: PricedLayouts, rows: NDArray[np.bool_]) -> None:
-    """Price of the `unfit` among `rows`, which fit no device, as many as can need less than all that are priced."""
+    """Price, in place, those `unfit` layouts among `rows` that may need less memory than every priced one."""
     waiting = np.flatnonzero(priced.unfit & rows)
     waiting = waiting[np.argsort(priced.peak_bytes[waiting], kind="stable")]
     least = float(priced.peak_bytes[priced.was_priced & rows].min(initial=np.inf))
@@ -258,7 +258,7 @@ def price_least(workload: Workload, priced: PricedLayouts, rows: NDArray[np.bool
 
 
 def _fully_priced(workload: Workload, priced: PricedLayouts) -> PricedLayouts:
-    """`priced`, with prices of all that were dropped but for those whose state alone is more than the device."""
+    """`priced` with prices of all dropped layouts except those whose state alone exceeds the device."""
     copies = {name: column.copy() for name, column in vars(priced).items() if isinstance(column, np.ndarray)}
     completed, rows = replace(priced, **copies), np.flatnonzero(priced.unfit | priced.too_slow)
     completed.unfit[rows] = completed.too_slow[rows] = False
@@ -268,7 +268,7 @@ def _fully_priced(workload: Workload, priced: PricedLayouts) -> PricedLayouts:
 
 
 def _floors(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:
-    """Least bytes of the state, and least that is taken in a pass, allocator and what lies outside of it included."""
+    """Lower bounds in bytes of the state and of a pass, with the allocator's share and memory outside torch."""
     at_rest, in_pass = np.empty(len(table)), np.empty(len(table))
     cache_blocks(workload, table)
     for start in range(0, len(table), CHUNK):
@@ -281,15 +281,15 @@ def _floors(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:
 
 
 def _usable(workload: Workload) -> float:
-    """Bytes of a device that may be taken."""
+    """Bytes of a device that may be used."""
     return workload.cluster.accelerator.memory_bytes.value * (1 - MARGIN) * (1 + 1e-9)
 
 
 def _cannot_matter(
     priced: PricedLayouts, rows: NDArray[np.intp], kinds: NDArray[np.intp], num_ranked: int
 ) -> NDArray[np.bool_]:
-    """True for `rows`, all of them slower than those whose memory is known, that can be neither among the `num_ranked` fastest,
-    nor among the best `EXACT` of their kind, nor on the front."""
+    """True for `rows` that cannot be among the `num_ranked` fastest, the best `EXACT` of their kind, or on the Pareto front.
+    All `rows` are slower than those with known memory."""
     if np.count_nonzero(priced.fits) < num_ranked:
         return np.zeros(len(rows), dtype=bool)
     enough = np.bincount(kinds[priced.fits], minlength=kinds.max() + 1) >= EXACT
@@ -298,13 +298,13 @@ def _cannot_matter(
 
 
 def _fastest(priced: PricedLayouts, count: int) -> NDArray[np.intp]:
-    """Numbers of the fastest rows that fit."""
+    """Indices of the fastest rows that fit."""
     fitting = np.flatnonzero(priced.fits)
     return fitting[np.argsort(priced.step_seconds[fitting], kind="stable")][:count]
 
 
 def fastest_of_each_schedule(table: LayoutTable, step_seconds: Floats, fits: NDArray[np.bool_], count: int) -> NDArray[np.intp]:
-    """Numbers of the fastest rows that fit, `count` of each of `_kinds`."""
+    """Indices of the fastest rows that fit, `count` of each of `_kinds`."""
     fitting = np.flatnonzero(fits)
     order = fitting[np.argsort(step_seconds[fitting], kind="stable")]
     kind = _kinds(table)[order]
@@ -312,14 +312,14 @@ def fastest_of_each_schedule(table: LayoutTable, step_seconds: Floats, fits: NDA
 
 
 def _kinds(table: LayoutTable) -> NDArray[np.intp]:
-    """Number of each layout's schedule, 0 without a pipeline. A schedule of pairs has one for each pp: what pairs hide is no
-    formula's, which is up to a tenth off there, less or more by the size of a stage."""
+    """Number of each layout's schedule, 0 without a pipeline. A schedule that pairs passes has one number for each pp: formulas
+    do not cover what pairs hide, and are up to 10 % off there, depending on the size of a stage."""
     kinds = table.schedule + 1 + np.where(PAIRED[table.schedule], len(PAIRED) * table.pp, 0)
     return np.where(table.pp > 1, kinds, 0).astype(np.intp)
 
 
 def _front(priced: PricedLayouts) -> list[int]:
-    """Numbers of the rows that fit and that no row beats in both time and memory."""
+    """Indices of the rows on the Pareto front of time and memory, among those that fit."""
     order = _fastest(priced, len(priced.fits))
     if not len(order):
         return []
@@ -329,26 +329,26 @@ def _front(priced: PricedLayouts) -> list[int]:
 
 
 def _predict_all(workload: Workload, priced: PricedLayouts, rows: Sequence[int] | NDArray[np.intp]) -> list[Prediction]:
-    """Exact prices of these rows by expected time; those that turn out not to fit are left out."""
+    """Predictions of these rows, sorted by expected time; those that turn out not to fit are left out."""
     predictions = predict_rows(workload, priced.table.take(rows))
     return sorted((prediction for prediction in predictions if prediction.memory.fits), key=expected_seconds)
 
 
 def risk(prediction: Prediction) -> float:
-    """Chance that it runs out of memory."""
+    """Probability that the layout runs out of memory."""
     is_ours = prediction.workload.stack.name == "ultrascale"
     return out_of_memory_risk(float(prediction.memory.needed), float(prediction.memory.capacity), is_replayed=is_ours)
 
 
 def expected_seconds(prediction: Prediction) -> float:
-    """Seconds of a step over the chance that it gets through."""
+    """Seconds of a step divided by the probability that it fits in memory."""
     return prediction.step_seconds / (1 - risk(prediction))
 
 
 def _first_replayed(ranked: Sequence[Prediction], count: int) -> list[Prediction]:
-    """`ranked` in the order of what is known once `count` ways to cut the model are replayed, those that turn out not to fit
-    left out: the first, and of the `REPLAYED` best those that a smaller risk than their columns say would bring there. A replay
-    moves what it is of, so that others may come to the head and are replayed too."""
+    """`ranked` with its first `count` partitionings replayed, sorted again, without those that turn out not to fit. Also
+    replays those of the `REPLAYED` best that would be among the first at a lower risk than their columns say. A replay can move
+    a layout, so others may come to the head, which are replayed too."""
     predictions, replayed = list(ranked), set[int]()
     while waiting := [
         prediction for prediction in _among_first(distinct(predictions)[:REPLAYED], count) if id(prediction) not in replayed
@@ -361,13 +361,13 @@ def _first_replayed(ranked: Sequence[Prediction], count: int) -> list[Prediction
 
 
 def _among_first(ranked: Sequence[Prediction], count: int) -> list[Prediction]:
-    """Ways among the first `count`, or that would be there if nothing were known of their memory but that they fit."""
+    """Partitionings among the first `count`, or that would be there if they certainly fit."""
     last = expected_seconds(ranked[min(count, len(ranked)) - 1]) if ranked else 0.0
     return [prediction for number, prediction in enumerate(ranked) if number < count or prediction.step_seconds < last]
 
 
 def distinct(ranked: Iterable[Prediction]) -> list[Prediction]:
-    """The fastest of each way to cut the model."""
+    """The fastest layout of each partitioning (`_ranking_key`)."""
     best: dict[tuple[object, ...], Prediction] = {}
     for prediction in ranked:
         best.setdefault(_ranking_key(prediction), prediction)
@@ -375,13 +375,13 @@ def distinct(ranked: Iterable[Prediction]) -> list[Prediction]:
 
 
 def _ranking_key(prediction: Prediction) -> tuple[object, ...]:
-    """Same axes, ZeRO stage and recomputation."""
+    """Key of layouts with the same axes, ZeRO stage and recomputation."""
     layout = prediction.layout
     return layout.tp, layout.cp, layout.pp, layout.ep, layout.expert_tp, layout.zero_stage, layout.recompute
 
 
 def pareto(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """Pareto front: predictions that no other beats in both time and memory, the fastest first."""
+    """Pareto front of time and memory, the fastest first."""
     front: list[Prediction] = []
     for prediction in sorted(predictions, key=lambda p: (p.step_seconds, p.memory.needed)):
         if not front or prediction.memory.needed < front[-1].memory.needed:
@@ -390,7 +390,7 @@ def pareto(predictions: Sequence[Prediction]) -> list[Prediction]:
 
 
 def _nothing_legal(workload: Workload, space: Space) -> Problem:
-    """Why there is nothing to search."""
+    """Problem that says why there is no legal layout."""
     gpus = workload.cluster.num_accelerators
     refusals = [refusal for refusal in space.refused if refusal.remedy] or list(space.refused)
     reason = f": {refusals[0].family} {refusals[0].reason}" if refusals else ""

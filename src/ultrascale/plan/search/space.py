@@ -1,17 +1,16 @@
-"""All legal layouts of N devices, as columns, and what was left out with its reason.
+"""All legal layouts of N devices, as columns, and the refused ones with their reasons.
 
-Two levels. A *mesh* divides the model and its work: (tp, cp, its method, pp, virtual stages, schedule, ep, expert_tp), with
-dp what remains of N. There are hundreds of them, walked in plain Python; each rule that refuses one is counted. On a mesh,
-(ZeRO stage, shard size, micro-batch, recomputation) is a product of short lists, made once per (dp, kind of pipeline) and
-repeated in NumPy.
+Two levels. A *mesh* divides the model and its work: (tp, cp, cp method, pp, virtual stages, schedule, ep, expert_tp), with dp
+as the rest of N. Hundreds of meshes are enumerated in plain Python; refusals are counted by rule. On a mesh, (ZeRO stage, shard
+size, micro-batch, recomputation) is a product of short lists, made once per (dp, kind of pipeline) and repeated in NumPy.
 
-Left out of a search, because another layout is at least as fast in no more memory: tensor parallelism without sequence
-parallelism (same traffic, more activations), AFAB (1F1B has the same bubble and holds fewer micro-batches), DualPipe
-(DualPipe-V has the same bubble and holds the weights once), and context parallelism of micro-batches that have a factor in
-common with cp: m sequences over cp ranks are as many tokens a rank as m/2 over cp/2 with twice the dp, in as many
-micro-batches, with less exchanged (`tests/plan/test_search.py` prices both). Rings of ranks that swap heads are searched where
-cp leaves the node, with as many ranks that swap as a node and the heads allow: swaps wait for the network, rings do not. Asking
-for one by name brings it back.
+Not searched, because another layout is at least as fast in no more memory: tensor parallelism without sequence parallelism
+(same traffic, more activations), AFAB (1F1B has the same bubble and holds fewer micro-batches), DualPipe (DualPipe-V has the
+same bubble and holds the weights once), and context parallelism with a micro-batch that has a common factor with cp: m
+sequences over cp ranks are as many tokens per rank as m/2 over cp/2 with twice the dp, in as many micro-batches, with less
+traffic (`tests/plan/test_search.py` prices both). Rings over groups of ranks that swap heads are searched if cp spans nodes,
+with groups as large as the node and the heads allow: swaps wait for the network, rings do not. Requesting one of these by name
+includes it.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ from ultrascale.plan.time.stage_cut import cannot_run
 from ultrascale.plan.workload import Workload
 
 MIN_TOKENS_PER_CP_RANK = 512
-"""Shorter shares of a sequence leave nothing to hide the exchange behind: an A100 needs 1,000 tokens on NVLink, and 24 times as
+"""Least tokens per cp rank: with fewer, compute cannot hide the exchange. An A100 needs 1,000 tokens on NVLink, 24 times as
 many on InfiniBand (Liu et al. 2023, ring attention, table 2)."""
 MIN_TOKENS_BESIDE_EXPERTS = 4096
-"""Least tokens per cp rank of models with experts, which already cut the ranks in many ways: the space would be three times
-as large."""
+"""Least tokens per cp rank of models with experts: fewer would make the space, large already through expert parallelism, three
+times as large."""
 MAX_TOKENS_PER_MICRO_BATCH = 2**17
-"""Most tokens of one rank in one forward pass. Products are at their best far below it."""
+"""Most tokens of one rank in one forward pass. GEMMs reach their best rate far below it."""
 NAME_MODULES = ("modules", "attention")
-"""Meanings of `selective` in stacks whose recomputation is told by modules: ours and Megatron's."""
+"""Meanings of `selective` in stacks that recompute by named modules: ours and Megatron's."""
 Constraints = Mapping[str, Sequence[Any]]
-"""Fields of `Layout` that are given: to the values that are searched."""
+"""Requested fields of `Layout`, with the values to search."""
 
 
 class MeshShape(NamedTuple):
@@ -79,7 +78,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Space:
-    """Layouts to search, and the families that are refused."""
+    """Layouts to search, and the refused families."""
 
     table: LayoutTable
     refused: tuple[Refusal, ...]
@@ -87,7 +86,7 @@ class Space:
 
 @dataclass
 class _Rules:
-    """Rules of a search: the values asked for and the trainer's abilities. Counts refusals."""
+    """Rules of a search: requested values and the trainer's abilities. Counts refusals."""
 
     workload: Workload
     base: Layout
@@ -96,7 +95,7 @@ class _Rules:
     remedies: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def choose(self, name: str, usual: Sequence[Any]) -> list[Any]:
-        """The values of a field: those asked for, else the usual ones."""
+        """Values of a field to search: the requested ones, else the usual ones."""
         return list(self.constraints.get(name, usual))
 
     def allows(self, name: str, value: Any) -> bool:
@@ -107,7 +106,7 @@ class _Rules:
         self.remedies.setdefault((family, reason), remedy)  # the first is of the most data parallelism
 
     def breaks(self, family: str, layout: Layout) -> bool:
-        """True if a layout breaks a rule of the description, which is noted as the reason."""
+        """True if a layout breaks a rule of the description; records the rule as the reason."""
         problems = parallelism_problems(self.workload.model, layout, sequence_length=self.workload.sequence_length)
         if problems:
             self.refuse(family, problems[0].rule, problems[0].remedy)
@@ -115,7 +114,7 @@ class _Rules:
 
 
 def legal_layouts(workload: Workload, *, base: Layout | None = None, constraints: Constraints | None = None) -> Space:
-    """Every layout of all the cluster's devices that `workload` and its stack allow.
+    """Every layout on all of the cluster's devices that `workload` and its stack allow.
 
     `base` gives the fields that are not searched (precision, buckets, offload); `constraints` holds searched fields to values.
     """
@@ -208,7 +207,7 @@ def _context(rules: _Rules, gpus: int, layout: Layout) -> Iterator[tuple[int, st
 
 
 def _swapping(rules: _Rules, cp: int, method: str, tp: int) -> list[int]:
-    """`Layout.cp_heads` to search: of rings over ranks that swap heads those asked for, else the most inside a node."""
+    """Values of `Layout.cp_heads` to search: the requested ones, else for rings the largest inside a node."""
     if method != "ring+all-to-all":
         return [1] if rules.allows("cp_heads", 1) else []
     heads, per_node = rules.workload.model.num_attention_heads // tp, rules.workload.cluster.node.num_accelerators
@@ -269,14 +268,14 @@ def _schedules(rules: _Rules, pp: int, can: tuple[str, ...]) -> Iterator[tuple[i
 
 
 def _chunks(rules: _Rules, schedule: str, pp: int) -> list[int]:
-    """Stages of a rank to search: those asked for, which need not cut the layers evenly, else `chunks_per_rank`."""
+    """Virtual stages per rank to search: the requested ones, which may divide layers unevenly, else `chunks_per_rank`."""
     usual = chunks_per_rank(schedule, pp, rules.workload.model.num_hidden_layers)
     any_number = SCHEDULES[schedule].virtual_stages is None
     return [n for n in rules.choose("virtual_stages", usual) if n in usual or (any_number and n > 1)]
 
 
 def chunks_per_rank(schedule: str, pp: int, num_layers: int) -> tuple[int, ...]:
-    """Pieces of the model that a rank may hold: the divisors of its layers where the schedule interleaves them."""
+    """Numbers of stages that a rank may hold: the divisors of its layers if the schedule interleaves stages."""
     chunks = SCHEDULES[schedule].virtual_stages
     return tuple(n for n in divisors(-(-num_layers // pp)) if n > 1) if chunks is None else (chunks,)
 
@@ -327,7 +326,7 @@ def _zero_stages(rules: _Rules, dp: int, schedule: str) -> list[int]:
 
 
 def _shards(rules: _Rules, stage: int, dp: int, share: int) -> list[int]:
-    """Sizes of the groups that hold one copy of the state: all of dp, or from a node's ranks upward by fours."""
+    """Sizes of the groups that shard one replica of the state: all of dp, or (HSDP) a node's ranks, times 4, times 16, ..."""
     if stage == 0:
         return [1] if rules.allows("dp_shard", 1) else []
     hybrid = stage in abilities(rules.workload.stack).hybrid_stages
@@ -347,7 +346,7 @@ def _shards(rules: _Rules, stage: int, dp: int, share: int) -> list[int]:
 def _micro_batch_sizes(rules: _Rules, dp: int, cp: int) -> list[int]:
     per_rank = rules.workload.sequences_per_batch // dp
     limit = max(1, MAX_TOKENS_PER_MICRO_BATCH // rules.workload.sequence_length)
-    if "micro_batch_size" in rules.constraints:  # what no share of the batch allows is told by `plan.search.constraints`
+    if "micro_batch_size" in rules.constraints:  # `plan.search.constraints` reports sizes that do not divide the batch
         return [n for n in divisors(per_rank) if n in rules.constraints["micro_batch_size"]]
     sizes = [n for n in divisors(per_rank) if n <= limit]
     if "dp" in rules.constraints or "cp" in rules.constraints:
@@ -359,7 +358,7 @@ def _micro_batch_sizes(rules: _Rules, dp: int, cp: int) -> list[int]:
 
 
 def _suits(rules: _Rules, schedule: str, pp: int, dp: int, size: int) -> bool:
-    """True if the trainer runs so many micro-batches in this schedule; else the reason is noted."""
+    """True if the trainer can run the resulting number of micro-batches in this schedule; else records the reason."""
     count, known = rules.workload.sequences_per_batch // (dp * size), SCHEDULES.get(schedule)
     if known and count < known.fills_from * pp:
         rules.refuse(schedule, f"fewer than {known.fills_from} x pp micro-batches do not fill it")
@@ -381,7 +380,7 @@ def _suits(rules: _Rules, schedule: str, pp: int, dp: int, size: int) -> bool:
 
 
 def _product(meshes: Sequence[MeshShape], rows: NDArray[np.int64], rules: _Rules) -> LayoutTable:
-    """Each of `meshes` with each of `rows`."""
+    """Table of each of `meshes` with each of `rows`."""
     whole = replace(rules.base, zero_stage=0, dp_shard=None, layers_per_stage=None)
     layouts = [replace(whole, **mesh._asdict(), tp_overlap=overlaps) for mesh in meshes for overlaps in _overlaps(rules, mesh)]
     table = LayoutTable.of(layouts).take(np.repeat(np.arange(len(layouts)), len(rows)))
@@ -392,7 +391,7 @@ def _product(meshes: Sequence[MeshShape], rows: NDArray[np.int64], rules: _Rules
 
 
 def modules_of_constraints(workload: Workload, constraints: Constraints) -> str:
-    """The modules that all layouts of a search compute again, joined; empty where it names none, or other ways beside them."""
+    """Names of the modules that all layouts of a search recompute, joined; empty if none are requested, or other values too."""
     modes = constraints.get("recompute", ())
     if workload.stack.selective not in NAME_MODULES or len(modes) != 1 or not is_modules(modes[0]):
         return ""
@@ -400,8 +399,8 @@ def modules_of_constraints(workload: Workload, constraints: Constraints) -> str:
 
 
 def _overlaps(rules: _Rules, mesh: MeshShape) -> list[bool]:
-    """Values of `tp_overlap` to search: those asked for, True only with sequence parallelism inside a node and in no narrow
-    precision."""
+    """Values of `tp_overlap` to search: the requested ones; True only with sequence parallelism, inside a node and not in a
+    precision of `NARROW` (fp8, nvfp4)."""
     in_node = mesh.tp > 1 and rules.workload.cluster.node.num_accelerators % mesh.tp == 0
     can = in_node and mesh.sequence_parallel and rules.base.precision not in NARROW
     return sorted({value and can for value in rules.choose("tp_overlap", (rules.base.tp_overlap,))})

@@ -1,6 +1,6 @@
 """Seconds of a step, for whole tables of layouts at once.
 
-price                         many layouts priced: where the time of a step goes, and what memory it takes; begin here
+price                         prices many layouts: step time by part, and memory; begin here
 blocks, passes                seconds of one block; of one micro-batch on one rank
 stages, stage_cut             layers and parameters of every rank of a pipeline
 data_traffic, offload         data parallelism and ZeRO; copies to the host

@@ -1,10 +1,10 @@
-"""Attention kernel that our trainer's contest (`kernels.attention.attention_contest`) will choose on a device, predicted.
+"""Predicts the attention kernel that our trainer's benchmark (`kernels.attention.attention_contest`) chooses on a device.
 
-What comes with torch takes part, and `description.attention_cores` says to both, trainer and plan, what can do what is wanted:
-cuDNN's no documents, sliding windows or sinks, and no piece of a ring. The rest is flash attention 2 in torch's own form. The
-faster by the laws of `plan.laws.compute` is the one: cuDNN's on Hopper and Blackwell, where flash attention 2 reaches half of
-its rate; on Ampere there is nothing to choose. FlashAttention's own packages, which a contest takes where they are installed,
-a plan takes only where the layout names one.
+The candidates are torch's kernels; `description.attention_cores` says, for trainer and planner, which support a run: cuDNN's
+supports no documents, sliding windows, sinks or ring attention, torch's flash attention 2 supports the rest. The faster one by
+`plan.laws.compute` is chosen: cuDNN's on Hopper and Blackwell, where flash attention 2 reaches half its rate; on Ampere there
+is no choice. FlashAttention's own packages, which the trainer tries where they are installed, are planned only if the layout
+names one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ultrascale.plan.workload import Workload
 from ultrascale.work.ops import Scores, Shape
 
 TORCH_CORES: tuple[tuple[Kernel, AttentionCore], ...] = (("flash-2", "sdpa"), ("cudnn", "cudnn"))
-"""By kernel, a core that is it, in the order in which ties are decided. `varlen` is flash attention 2 told of documents."""
+"""Kernels with their attention core; the first wins ties. `varlen` is flash attention 2 with document boundaries."""
 
 
 def attention_kernel(workload: Workload, shape: Shape, scores: Scores) -> Kernel:
-    """The kernel of an attention with these `scores` on one rank: the stack's, or where it leaves that open, the winner."""
+    """Kernel of an attention with these `scores` on one rank: the stack's, or if it sets none, the predicted fastest."""
     named = workload.stack.attention_kernel
     if named != "contest":
         return named
@@ -30,7 +30,7 @@ def attention_kernel(workload: Workload, shape: Shape, scores: Scores) -> Kernel
 
 
 def wanted_of(workload: Workload, shape: Shape) -> CoreRequirements:
-    """Requirements of a run of `shape` on its attention, as `description.attention_cores.core_requirements` gives them."""
+    """Requirements of a run of `shape` on its attention kernel (`description.attention_cores.core_requirements`)."""
     model = workload.model
     return CoreRequirements(
         "cpu" if shape.device == "cpu" or workload.cluster.accelerator.name == "cpu" else "cuda", shape.precision,

@@ -1,8 +1,7 @@
-"""One block, one micro-batch, one rank: seconds of each pass, by what is done, for every distinct shape of a table of layouts.
+"""Seconds of one block for one micro-batch on one rank, by pass and kind of work, for every distinct shape of a layout table.
 
-Walks `work.work`'s operations once per shape and adds up their prices: products and attention from `plan.laws.compute`,
-element-wise work by its bytes, collectives of tp, cp and ep from `plan.laws.collectives`, all of them in one vectorised call
-per kind.
+Walks the operations of `work.work` once per shape and adds up their prices: GEMMs and attention from `plan.laws.compute`,
+element-wise work by its bytes, collectives of tp, cp and ep from `plan.laws.collectives` in one vectorised call per kind.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ SHAPE_FIELDS = (
 )  # fmt: skip
 PASSES = ("forward", "backward")
 OVER_TP = ("tp", "expert_tp")
-"""Axes whose traffic is told as that of tp."""
+"""Axes whose traffic is reported under tp."""
 HEAD_MULTIPLE = 8
-"""Multiple of which a vocabulary's columns, always of 16 bits here, must be for aligned rows."""
+"""The vocabulary columns of a rank (16-bit logits) must be a multiple of this for aligned rows."""
 WIDE_BYTES, NARROW_BYTES, CAST_BYTES = 2, 3, 4
-"""Memory traffic of an element that is read in bf16; that is written in fp8 then; that is written in both orders."""
+"""Bytes of memory traffic per element: read in bf16; read and written in fp8; read and written in both orders (transposed)."""
 COLUMN_BYTES = WIDE_BYTES + NARROW_BYTES
-"""Memory traffic of an element whose column is scaled by its own largest magnitude: it is read twice."""
+"""Bytes of memory traffic per element with one scale per column: it is read twice, the first time for the amax."""
 ROWWISE_OVER_TENSORWISE = 1.05
-"""Time of products whose rows have scales (CUTLASS) over those of one scale (cuBLAS): most shapes have 90 to 100 percent of the
-rate (pytorch issue 147971, H100, 2025)."""
+"""Time of an fp8 GEMM with row-wise scales (CUTLASS) over that with one scale (cuBLAS): most shapes reach 90 to 100 percent of
+the rate (pytorch issue 147971, H100, 2025)."""
 
 
 @dataclass
@@ -59,59 +58,59 @@ class PartSeconds:
     """Seconds of a part of the model (a kind of block, the embedding, the head), an element per distinct shape."""
 
     product: Floats
-    """Matrix products of the forward pass."""
+    """GEMMs of the forward pass."""
     attention: Floats
     elementwise: Floats
     input_gradient: Floats
-    """Products of the backward pass that make the gradient of what was read, and all of attention's."""
+    """Input-gradient GEMMs of the backward pass, and attention's whole backward pass."""
     input_elementwise: Floats
-    """Element-wise work of the backward pass beside them."""
+    """Element-wise work of the backward pass, besides that of weight gradients."""
     weight_gradient: Floats
     weight_elementwise: Floats
-    """Element-wise work that gradients of weights need: sums, and casts of what they read."""
+    """Element-wise work of weight gradients: accumulation, and casts of their inputs."""
     weight_gradient_in_i: Floats
-    """Part of `weight_gradient` that does not wait for W where backward passes are split."""
+    """Part of `weight_gradient` that is not deferred to W in split backward passes."""
     weight_elementwise_in_i: Floats
     tp_forward: Floats
     tp_backward: Floats
     tp_beside: Floats
-    """Part of `tp_backward` that a column-parallel layer's backward pass can run beside its two products. The input is gathered
-    again beside the gradient of the input, whose sum travels beside the gradient of the weight (Megatron)."""
+    """Part of `tp_backward` that can overlap with the two GEMMs of a column-parallel layer's backward pass: the input is
+    all-gathered again during the input gradient, whose reduce-scatter runs during the weight gradient (Megatron)."""
     tp_split_input: Floats
-    """Messages of I where backward passes are split: `tp_backward` without the inputs of column products."""
+    """tp traffic of I in split backward passes: `tp_backward` without the all-gathers of column-parallel inputs."""
     tp_split_sums: Floats
-    """Part of `tp_split_input`: sums of gradients of inputs, which no product of I is beside."""
+    """Part of `tp_split_input`: reductions of input gradients, with which no GEMM of I can overlap."""
     tp_split_weight: Floats
-    """All-gathers of W then: those inputs, and gradients of row products once more."""
+    """All-gathers of W in split backward passes: column-parallel inputs, and row-parallel output gradients once more."""
     cp_forward: Floats
-    """Part of cp in front of attention: heads that are swapped, keys and values that are all-gathered first."""
+    """Part of cp before attention: the all-to-all of heads, or the all-gather of keys and values."""
     cp_backward: Floats
     ring_forward: Floats
-    """Part of cp that travels beside attention."""
+    """Part of cp that overlaps with attention."""
     ring_backward: Floats
     ep_forward: Floats
     ep_backward: Floats
     grouped_product: Floats
-    """Part of `product` in experts, whose results torchtitan's policy does not keep."""
+    """Part of `product` in experts, whose results torchtitan's recomputation policy does not keep."""
     last_product: Floats
-    """Part of `product`: the last of a dense block without tp, before which torch stops when it recomputes the block."""
+    """Part of `product`: the last GEMM of a dense block without tp, before which torch's recomputation stops."""
     chosen_products: Floats
-    """Products and attention that selective recomputation by modules runs again (`work.recompute.selective_modules`)."""
+    """GEMMs and attention that selective recomputation by modules runs again (`work.recompute.selective_modules`)."""
     chosen_elementwise: Floats
     num_ops: Floats
     """Operations launched in a forward pass."""
     num_collectives: Floats
-    """In a forward pass."""
+    """Collectives in a forward pass."""
     num_backward_collectives: Floats
 
     @property
     def forward(self) -> Floats:
-        """Compute of the forward pass."""
+        """Compute seconds of the forward pass."""
         return self.product + self.attention + self.elementwise
 
 
 class Compute(NamedTuple):
-    """The columns of `PartSeconds` that are computing, of one shape (or of all, an element each)."""
+    """Compute columns of `PartSeconds`, of one shape (or of all, an element each)."""
 
     product: Any
     attention: Any
@@ -127,7 +126,7 @@ class Compute(NamedTuple):
     num_ops: Any
 
     def total(self, derate: float) -> float:
-        """Seconds of both passes, products and attention slower by `derate`."""
+        """Seconds of both passes, with GEMMs and attention slower by the factor `derate`."""
         elementwise = self.elementwise + self.input_elementwise + self.weight_elementwise
         return elementwise + derate * (self.product + self.attention + self.input_gradient + self.weight_gradient)
 
@@ -138,21 +137,21 @@ class Blocks:
 
     shapes: list[Shape]
     shape_of: NDArray[np.intp]
-    """For each layout the index of its shape."""
+    """For each layout, the index of its shape."""
     kinds: tuple[int, ...]
-    """A layer of each kind of block."""
+    """One layer of each kind of block."""
     kind_of_layer: tuple[int, ...]
     prices: Floats
-    """[parts, columns of `PartSeconds`, shapes]: a block of each kind, the embedding, the head, and what a block of multi-token
-    prediction does before it is a block like others."""
+    """[parts, columns of `PartSeconds`, shapes]: a block of each kind, the embedding, the head, and the extra input layers of
+    a multi-token prediction block."""
 
     def part(self, number: int) -> PartSeconds:
-        """One part's prices by name."""
+        """Prices of one part."""
         return PartSeconds(*self.prices[number])
 
 
 def distinct_shapes(workload: Workload, table: LayoutTable) -> tuple[list[Shape], NDArray[np.intp]]:
-    """The shapes of one micro-batch on one rank that occur in `table`, and for each layout the number of its own."""
+    """Distinct shapes of one micro-batch on one rank in `table`, and for each layout the index of its shape."""
     columns = [getattr(table, name) for name in SHAPE_FIELDS]
     if len(table) == 1:
         return [_shape(workload, [column.item() for column in columns])], np.zeros(1, dtype=np.intp)
@@ -165,7 +164,7 @@ def distinct_shapes(workload: Workload, table: LayoutTable) -> tuple[list[Shape]
 
 
 def price_blocks(workload: Workload, table: LayoutTable) -> Blocks:
-    """Work out every distinct shape of `table` once, and for later tables of the same workload."""
+    """Prices of every distinct shape of `table`; cached for later tables of the same workload."""
     shapes, shape_of = distinct_shapes(workload, table)
     kinds, kind_of_layer = kinds_of_layers(workload.model)
     known = workload.priced_shapes
@@ -175,7 +174,7 @@ def price_blocks(workload: Workload, table: LayoutTable) -> Blocks:
 
 
 def price_kept_blocks(workload: Workload, blocks: Blocks) -> Floats:
-    """[kinds, columns, shapes]: blocks that stay in bf16 beside those in fp8."""
+    """[kinds, columns, shapes]: prices of blocks that stay in bf16 in an fp8 run."""
     known, shapes = workload.priced_shapes, [without_fp8(shape) for shape in blocks.shapes]
     if new := [shape for shape in dict.fromkeys(shapes) if shape not in known]:
         known.update(zip(new, _price_shapes(workload, blocks.kinds, new), strict=True))
@@ -183,12 +182,12 @@ def price_kept_blocks(workload: Workload, blocks: Blocks) -> Floats:
 
 
 def _by_part(known: list[Floats]) -> Floats:
-    """[parts, columns, shapes] of what is known of each shape."""
+    """[parts, columns, shapes] from the prices of each shape."""
     return known[0][:, :, None] if len(known) == 1 else np.stack(known, axis=-1)
 
 
 def _price_shapes(workload: Workload, kinds: Sequence[int], shapes: list[Shape]) -> Floats:
-    """[shapes, parts, columns of `PartSeconds`]: the blocks of each kind, the embedding, the head, what a prediction adds."""
+    """[shapes, parts, columns of `PartSeconds`]; parts as in `Blocks.prices`."""
     model = workload.model
     parts = [_price_blocks_of(workload, shapes, layer) for layer in kinds]
     parts.append(_price(workload, shapes, [embedding_work(model, shape) for shape in shapes]))
@@ -199,7 +198,7 @@ def _price_shapes(workload: Workload, kinds: Sequence[int], shapes: list[Shape])
 
 
 def _price_blocks_of(workload: Workload, shapes: list[Shape], layer: int) -> PartSeconds:
-    """A block like `layer`."""
+    """Prices of a block of the kind of `layer`."""
     works = [block_work(workload.model, layer, shape) for shape in shapes]
     part = _price(workload, shapes, works)
     if workload.stack.selective == "modules":
@@ -232,7 +231,7 @@ def kinds_of_layers(model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def price_ops(workload: Workload, shape: Shape, ops: tuple[Op, ...]) -> PartSeconds:
-    """Seconds of these operations, as a part of the model of one shape."""
+    """Seconds of these operations, as one part of the model, for one shape."""
     return _price(workload, [shape], [ops])
 
 
@@ -248,7 +247,7 @@ def _known_shape(
     tp: int, sequence_parallel: int, cp: int, cp_method: int, cp_heads: int, ep: int, expert_tp: int, mlp_chunks: int,
     partition_checkpoints: int, fp8_scaling: int, fp8_gathered: int,
 ) -> Shape:  # fmt: skip
-    """The one object of a shape, found in tables of what is known of it without comparing fields; in the order of
+    """The single `Shape` object with these fields, so that caches find it by identity; arguments in the order of
     `SHAPE_FIELDS`."""
     return Shape(
         micro_batch_size=micro_batch_size,
@@ -297,27 +296,27 @@ def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]],
 
 
 def product_derate(workload: Workload, constants: Constants) -> float:
-    """Factor on the price of matrix products and attention, which a device's power slows; memory is as fast as ever."""
+    """Factor on the seconds of GEMMs and attention, which the device's power limit slows; memory traffic is not slowed."""
     device = workload.cluster.accelerator
     derate = constants.device_derates.get(device.kind, 1.0) * work_per_joule(device) ** constants.power_exponent
     return constants.compute_derate * derate * workload.overheads.products
 
 
 def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) -> Compute:
-    """Seconds of operations on a rank, forward and backward, of a micro-batch, each kernel alone.
+    """Compute seconds of operations on a rank, forward and backward, for one micro-batch, without overlap of kernels.
 
-    In fp8 other trainers cast once what products share: an input once for all that read it, before ranks of tp gather it, and
-    the gradient of a result once for both products of the backward pass, each in both orders, since Hopper's product wants its
-    factors by rows (Transformer Engine's cast_transpose and grad_output_preprocess); an input that is kept as it is
-    (`Kernels.rounds_again`) in one order a pass. Weights that are gathered for every pass are cast in every pass (torchao's
-    Float8Linear); those that stay are cast once a step. With a scale for each row (`Kernels.fp8_scaling`) each order has its
-    own scales and is a kernel of its own, where it is read: rows for the product and for the gradient of its input, columns
-    for that of its weight, and of weights backward. Of ours every product casts its own.
+    In fp8, other trainers share casts between GEMMs: an input is cast once for all its readers, before the tp all-gather, and
+    an output gradient once for both GEMMs of the backward pass. Each is cast in both orders (transposed too), since Hopper's
+    GEMM reads both factors by rows (Transformer Engine's cast_transpose and grad_output_preprocess); an input saved in high
+    precision (`Kernels.rounds_again`) is cast in one order per pass. Weights gathered in every pass are cast in every pass
+    (torchao's Float8Linear), others once a step. With row-wise scales (`Kernels.fp8_scaling`) each order has its own scales and
+    its own kernel where it is read: rows for the forward and the input-gradient GEMM, columns for the weight-gradient GEMM and
+    for weights in the backward pass. In our trainer every GEMM casts its factors itself.
     """
     accelerator, stack = workload.cluster.accelerator, workload.stack
     product = attention = elementwise = inputs = weights = grouped = last = count = at_once = 0.0
     around_inputs = around_weights = around_at_once = 0.0
-    # A product that adds to the summed gradient reads and writes it; else the gradient is written, and added in another pass.
+    # A fused weight-gradient GEMM reads and writes the summed gradient; otherwise it is written, then added in another kernel.
     gradient_bytes = 2.0 * stack.gradient_bytes if stack.fuses_gradient_accumulation else float(shape.itemsize)
     added_bytes = 0 if stack.fuses_gradient_accumulation else 2 * stack.gradient_bytes + shape.itemsize
     dtype = "bf16" if head and shape.precision in NARROW else shape.precision
@@ -367,7 +366,7 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
                 around += elementwise_seconds(accelerator, n * k * copies * added_bytes)
         if op.scores is not None:
             scores, pieces = op.scores._asdict(), 1
-            if shape.rings:  # as many kernels as places, each on one place's keys
+            if shape.rings:  # one kernel for each ring position, on that position's keys
                 pieces = shape.cp_grid[0]
                 scores["keys"] = -(-op.scores.keys // pieces)
                 elementwise += elementwise_seconds(accelerator, (pieces - 1) * _merge_bytes(op.scores))
@@ -377,9 +376,9 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
         weights, around_weights = weights + of_weights, around_weights + around
         if of_weights and not is_deferrable(op):
             at_once, around_at_once = at_once + of_weights, around_at_once + around
-        over = 1.0 if op.kind == "loss" else workload.overheads.elementwise  # every pass of a loss is in the table
+        over = 1.0 if op.kind == "loss" else workload.overheads.elementwise  # the table counts every pass of a loss
         if op.name.endswith(".quantise"):  # the law of fp8 products was measured with the cast
-            orders = cast_bytes - (1 if op.backward_moved_bytes else 0)  # one in each pass, or both in the first
+            orders = cast_bytes - (1 if op.backward_moved_bytes else 0)  # one order per pass, or both in the forward pass
             passes = [elementwise_seconds(accelerator, moved * orders / NARROW_BYTES) if shares and moved else 0.0
                       for moved in (op.moved_bytes, op.backward_moved_bytes)]  # fmt: skip
             if by_row:
@@ -408,22 +407,22 @@ def _halves(shapes: list[Shape], works: Sequence[Iterable[Op]], half: Half) -> l
 
 
 def _over_tp(workload: Workload, shapes: list[Shape], sent: list[list[Sent]]) -> Floats:
-    """Seconds of what is sent over tp in backward passes, [shapes]."""
+    """Seconds of these collectives over tp in backward passes, [shapes]."""
     return _traffic(workload, shapes, sent)[0]["tp", "backward"]
 
 
 def _is_of_column(op: Op) -> bool:
-    """True if an operation's backward traffic is that of a column-parallel product."""
+    """True if an operation's backward traffic is that of a column-parallel layer."""
     sends_over_tp = any(item.axis == "tp" and item.when == "backward" and item.kind != "all_gather" for item in op.collectives)
-    return sends_over_tp and op.kind != "elementwise"  # of latent attention's shared key: no product is beside it
+    return sends_over_tp and op.kind != "elementwise"  # elementwise: latent attention's shared key, no GEMM overlaps with it
 
 
 def _sent_share(workload: Workload, shape: Shape, name: str, when: str) -> float:
-    """Share that a program sends of the tokens' copies for all their experts, in bytes of bf16.
+    """Fraction of the bytes of topk bf16 copies of each token that a dispatcher sends.
 
-    alltoall sends every copy. A dispatcher that does not repeat itself sends one to each place (node, or rank of one node) that
-    topk uniform draws find; node-limited routing has fewer nodes to draw from (DeepSeek-V3, section 3.2.2), and a benchmark's
-    gate may settle how many there are.
+    alltoall sends every copy. A deduplicating dispatcher sends one copy to each destination (node, or rank of one node) hit by
+    topk uniform draws; node-limited routing has fewer nodes to draw from (DeepSeek-V3, section 3.2.2), and a benchmark's gate
+    may fix their number.
     """
     model, stack, ranks = workload.model, workload.stack, shape.ep * shape.expert_tp
     if stack.dispatcher == "alltoall" or ranks == 1:
@@ -437,12 +436,12 @@ def _sent_share(workload: Workload, shape: Shape, name: str, when: str) -> float
 
 
 def _merge_bytes(scores: Scores) -> int:
-    """A ring's step reads the attended so far and its own in fp32, and writes them merged."""
+    """Bytes of memory traffic of a ring step's merge: reads the accumulated and the new result in fp32, writes the merged."""
     return 3 * 4 * scores.batch * scores.queries * scores.heads * scores.value_head_dim
 
 
 def _traffic(workload: Workload, shapes: list[Shape], sent: list[list[Sent]]) -> tuple[dict[tuple[str, str], Floats], Floats]:
-    """Seconds of collectives by axis and pass, and how many there are in each pass, [2, shapes]."""
+    """Seconds of collectives by (axis, pass), and the number of collectives in each pass, [2, shapes]."""
     seconds = {(axis, when): np.zeros(len(shapes)) for axis in ("tp", "cp", "ring", "ep") for when in PASSES}
     counts = np.zeros((2, len(shapes)))
     by_kind: dict[tuple[str, str, str], list[tuple[int, float, int, int]]] = defaultdict(list)

@@ -1,25 +1,25 @@
 """Traffic of data parallelism and ZeRO in a step, and its exposed part.
 
-    stage 0      one all-reduce of the gradients                                     beside the last backward pass
-    stage 1, 2   a gather of parameters, a (2, in buckets: m) reduce-scatter         beside the first forward, and backward
-    stage 3      two gathers and a reduce-scatter every micro-batch                  beside every pass
-    copies       of the state (hybrid sharding) all-reduce what is left of the gradients, once
-    mirrors      DualPipe's two ranks of a stage exchange what is left after all passes: nothing runs beside it
-    nanotron     ZeRO 1 all-reduces whole gradients after the last backward pass, and gathers parameters piece by piece
+    stage 0      one all-reduce of the gradients                                overlaps with the last backward pass
+    stage 1, 2   one all-gather of parameters, one reduce-scatter               overlap with the first forward, last backward
+                 (stage 2 in buckets: a reduce-scatter every micro-batch)
+    stage 3      two all-gathers and a reduce-scatter every micro-batch         overlap with every pass
+    replicas     of the state (HSDP) all-reduce their gradient shards, once
+    mirrors      DualPipe's two ranks of a stage exchange gradient shards after all passes: no overlap
+    nanotron     ZeRO 1 all-reduces unsharded gradients after the last backward pass, and gathers parameters piece by piece
 
-A collective is hidden as far as there is computation beside it. The first gather and the last reduction never are.
+A collective is hidden up to the compute that it overlaps with. The first all-gather and the last reduction are always exposed.
 
-Where a rank has several stages of an interleaved pipeline, and its parameters stay in whole buffers, the gather of one stage's
-parameters runs beside the first pp micro-batches of the stage before, and the reduction of one stage's gradients beside the
-last pp micro-batches of the next to come: Megatron's schedule launches the gather of the next stage with the first micro-batch
-of this one, reduces a stage's gradients when its last micro-batch is done, and makes no buckets from the second stage on,
+If a rank has several stages of an interleaved pipeline and its parameters stay unsharded, the all-gather of one stage's
+parameters overlaps with the first pp micro-batches of the stage before, and the reduction of one stage's gradients with the
+last pp micro-batches of the stage after: Megatron's schedule launches the all-gather of the next stage with the first
+micro-batch of this one, reduces a stage's gradients after its last micro-batch, and makes no buckets from the second stage on,
 "since communication for these model chunks is overlapped with compute anyway" (its schedules.py and training.py, 2023 to 2026).
 
-What nanotron's ZeRO 1 adds after it has gathered parameters: every rank's piece of every weight is copied to its place.
-
-Its `ZeroDistributedOptimizer` (2024) cuts each weight over the ranks of data parallelism, joins the pieces of all weights for
-one `all_gather` into a list of tensors, and copies from that list into the weights: one small copy, launched from Python, for
-each piece, besides the copy that torch makes out of NCCL's buffer. With 256 ranks and 100 weights that is 25,600 launches.
+nanotron's ZeRO 1 also copies every rank's piece of every weight into place after the all-gather. Its
+`ZeroDistributedOptimizer` (2024) shards each weight over the dp ranks, joins the pieces of all weights for one `all_gather`
+into a list of tensors, and copies from that list into the weights: one small copy, launched from Python, for each piece,
+besides the copy that torch makes out of NCCL's buffer. With 256 ranks and 100 weights that is 25,600 launches.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from ultrascale.plan.workload import Workload
 
 Floats = NDArray[np.float64]
 LAUNCH_SECONDS = 5e-6
-"""Seconds of launching a copy: about what a kernel's launch from PyTorch costs the host ("Accelerating PyTorch with CUDA
-Graphs", 2021)."""
+"""Seconds to launch a copy: about the host's cost of a kernel launch from PyTorch ("Accelerating PyTorch with CUDA Graphs",
+2021)."""
 IN_ROUNDS = by_schedule(lambda schedule: schedule.in_rounds)
 COPIES = 2
-"""Copies of every parameter: out of NCCL's buffer into the list, and from there into the weight."""
+"""Copies of every parameter: from NCCL's buffer into the list, and from there into the weight."""
 JOINED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
-"""Products that are one weight where `Kernels.joins_projections`."""
+"""Projections that share one weight if `Kernels.joins_projections`."""
 MOVES = 2
-"""A copy reads and writes."""
+"""Memory accesses of a copy: a read and a write."""
 Counts = NDArray[np.int64]
 Group = tuple[Any, Any]
-"""Ranks of a group and how far apart they are, for each layout."""
+"""Size and stride of a group, for each layout."""
 
 
 def data_parallel_seconds(
@@ -65,7 +65,7 @@ def data_parallel_seconds(
     micro_batches: Counts,
     constants: Constants,
 ) -> tuple[Floats, Floats]:
-    """Exposed seconds of a step's gathers and reductions by sort of rank, and the compute they slow down."""
+    """Exposed seconds of a step's all-gathers and reductions by sort of rank, and seconds of compute that they slow down."""
     at_once = (table.zero_stage == 1) & workload.stack.sums_whole_gradients
     traffic = _traffic_of_a_step(workload, table, stages, at_once)
     exposed, total = _exposed_of(traffic, workload, table, stages, passes, micro_batches, constants, at_once)
@@ -75,18 +75,18 @@ def data_parallel_seconds(
 
 
 class _Traffic(NamedTuple):
-    """Seconds of messages, [sorts of rank, layouts], each once for all buckets of a rank, whatever runs beside them."""
+    """Seconds of collectives without overlap, [sorts of rank, layouts], each once for all buckets of a rank."""
 
     gathers: Floats
-    """Parameters gathered over a shard's ranks."""
+    """All-gather of parameters over the shard group."""
     reductions: Floats
-    """Gradients reduced over a shard's ranks."""
+    """Reduction of gradients over the shard group."""
     copies: Floats
-    """Reduced gradients summed over copies of the state."""
+    """All-reduce of gradient shards over replicas of the state."""
 
 
 def _traffic_of_a_step(workload: Workload, table: LayoutTable, stages: Stages, at_once: NDArray[np.bool_]) -> _Traffic:
-    """`at_once`: layouts whose gradients are summed whole, in one message."""
+    """Seconds of a step's collectives. `at_once`: layouts whose unsharded gradients are reduced in one message."""
     cluster, is_sharded = workload.cluster, table.zero_stage > 0
     reduce_bytes = np.minimum(workload.stack.reduce_bytes, table.reduce_itemsize)
     itemsize = COMPUTE_BYTES[table.precision]
@@ -117,8 +117,8 @@ def _traffic_of_a_step(workload: Workload, table: LayoutTable, stages: Stages, a
 def _sorts_of_parameters(
     workload: Workload, table: LayoutTable, stages: Stages
 ) -> Iterator[tuple[Floats, Floats, Group, Group]]:
-    """Dense parameters and those of experts: how many, how many of them are gathered in fp8, and (size, stride) of the groups
-    of ranks that share one copy of the state, and that have copies of one part."""
+    """For dense parameters and for experts: their number, the number gathered in fp8, and (size, stride) of the shard and the
+    replica group."""
     in_fp8 = [narrow / copies_held(table) for narrow in gathered_in_fp8(workload, table, stages)]
     shard = (table.dp_shard * table.cp, table.tp)
     yield stages.dense_parameters, in_fp8[0], shard, (table.dp // table.dp_shard, table.tp * table.cp * table.dp_shard)
@@ -139,23 +139,22 @@ def _exposed_of(
     constants: Constants,
     at_once: NDArray[np.bool_],
 ) -> tuple[Floats, Floats]:
-    """Exposed seconds of a step's traffic, and all its seconds, [sorts of rank, layouts]; `traffic` is of one copy of a rank's
-    stages.
+    """Exposed and total seconds of a step's traffic, [sorts of rank, layouts]; `traffic` is of one copy of a rank's stages.
 
     A step gathers once, or at ZeRO 3 in every pass; it reduces once, or at ZeRO 2 and 3 in every backward pass. The last
-    backward pass also sums over copies.
+    backward pass also sums over replicas.
     """
     stack, zero = workload.stack, table.zero_stage
     gathers, reductions, copies = traffic
     per_micro_batch = zero == 3
-    held = copies_held(table)  # a micro-batch passes one of a rank's copies, and the step ends in each
+    held = copies_held(table)  # a micro-batch uses one of a rank's copies, the step ends in each
     often = np.where(per_micro_batch, micro_batches, held)
     reduces_often = np.where((zero >= stack.reduces_from) & (stack.gathers == "buckets"), np.maximum(micro_batches, held), held)
     forward_window = constants.data_parallel_window * (passes.forward + passes.tensor_parallel / 3)
     backward_window = constants.data_parallel_window * (passes.backward + passes.tensor_parallel * 2 / 3)
     beside = stack.overlaps_data_parallel & ~at_once
     forward_window, backward_window = forward_window * beside, backward_window * beside
-    edge = 1.0 / np.maximum(stages.layers.sum(axis=1), 1.0)  # the first gather and the last reduction have nothing beside them
+    edge = 1.0 / np.maximum(stages.layers.sum(axis=1), 1.0)  # the first gather and the last reduction are exposed
     in_forward = gathers
     in_backward = np.where(per_micro_batch, gathers, 0.0) + reductions
     chunks, more = _beside_other_chunks(workload, table, micro_batches)
@@ -171,8 +170,8 @@ def _exposed_of(
 def _exposed(busy: Floats, window: Floats, least: Floats, chunks: Floats, more: Floats) -> Floats:
     """Exposed seconds of the traffic of all chunks of a rank.
 
-    `window`: seconds of one micro-batch's pass, of all chunks; `more`: micro-batches of a chunk that the next one's traffic
-    runs beside. The first chunk's own is only beside one micro-batch of itself, the last to come has all the others before it.
+    `window`: seconds of one micro-batch's pass through all chunks; `more`: micro-batches of a chunk that overlap with the next
+    chunk's traffic. The first chunk's traffic overlaps only with one micro-batch of its own.
     """
     first = (busy - window) / chunks
     last = busy - window * ((chunks - 1) * more + 1) / chunks
@@ -180,7 +179,7 @@ def _exposed(busy: Floats, window: Floats, least: Floats, chunks: Floats, more: 
 
 
 def _beside_other_chunks(workload: Workload, table: LayoutTable, micro_batches: Counts) -> tuple[Floats, Floats]:
-    """Chunks of a rank whose traffic runs beside each other's computing, and micro-batches that a chunk has in a row."""
+    """Number of chunks of a rank whose traffic overlaps with each other's compute, and micro-batches of a chunk in a row."""
     apart = IN_ROUNDS[table.schedule] & (table.pp > 1) & (table.zero_stage < 3)
     chunks = np.where(apart & (workload.stack.gathers == "whole"), table.virtual_stages, 1).astype(float)
     return chunks, np.minimum(table.pp, micro_batches).astype(float)
@@ -189,7 +188,7 @@ def _beside_other_chunks(workload: Workload, table: LayoutTable, micro_batches: 
 def _num_buckets(
     workload: Workload, table: LayoutTable, parameters: Floats, reduce_bytes: NDArray[np.int64], stages: Stages
 ) -> Floats:
-    """Collectives that a rank's gradients are reduced in."""
+    """Number of collectives (buckets) that reduce a rank's gradients."""
     stack = workload.stack
     if stack.bucket_parameters and not stack.overlaps_data_parallel:
         return np.ones_like(parameters)
@@ -202,8 +201,8 @@ def _num_buckets(
 
 
 def _mirror_seconds(workload: Workload, table: LayoutTable, stages: Stages) -> Floats:
-    """Seconds in which ranks that hold the same stages exchange their gradients, by sort of rank, [3, layouts]: all as far
-    apart as the ends of the pipeline."""
+    """Seconds in which mirror ranks (which hold the same stages) exchange gradients, by sort of rank, [3, layouts]; all at the
+    distance of the pipeline's ends."""
     mirrored = copies_held(table) > 1
     if not mirrored.any():
         return np.zeros((3, 1))
@@ -215,7 +214,8 @@ def _mirror_seconds(workload: Workload, table: LayoutTable, stages: Stages) -> F
 
 
 def copy_seconds(workload: Workload, table: LayoutTable, stages: Stages, itemsize: Floats) -> Floats:
-    """Seconds of those copies by sort of rank, [3, layouts]; 0 where one rank holds all. `itemsize`: of a parameter."""
+    """Seconds of nanotron's copies after the all-gather by sort of rank, [3, layouts]; 0 if one rank holds all. `itemsize`:
+    bytes of a parameter."""
     ranks = table.dp_shard * table.cp
     weights = stages.layers.sum(axis=1) * _weights_of_block(workload) + stages.has_embedding + 2 * stages.has_head
     parameters = stages.dense_parameters + stages.expert_parameters

@@ -1,7 +1,7 @@
-"""Cost of offloading optimizer state or activations to host memory: the link between device and host, and the host.
+"""Cost of offloading optimizer state or activations to host memory: the device-host link, and the host's update.
 
-update on the host   gradients down, AdamW on the CPU, parameters up: in turn, or block by block beside each other
-activations          down in the forward pass, up in the backward pass, beside what is computed there
+update on the host   gradients to the host, AdamW on the CPU, parameters back: in turn, or overlapped block by block
+activations          to the host in the forward pass, back in the backward pass, overlapped with compute
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ HOST_LINK_BYTES_PER_SECOND = {"a100": 25e9, "a800": 25e9, "v100": 12e9, "gh200":
 """Bytes per second from one device to its host, with its neighbours busy too: PCIe 4 (V100: 3) x16, 32 GB/s nominal;
 NVLink-C2C, 450 GB/s, shared by two in a GB200."""
 NEWER_HOST_LINK = 50e9
-"""Bytes per second of devices not named: PCIe 5 x16, 64 GB/s nominal."""
+"""Bytes per second of all other devices: PCIe 5 x16, 64 GB/s nominal."""
 HOST_MEMORY_BYTES_PER_SECOND = 25e9
 """Bytes per second of a device's share of its host's memory: two sockets of eight DDR channels for eight devices."""
 
 
 def host_link(workload: Workload) -> float:
-    """Bytes per second from a device to its host, and as many back at the same time."""
+    """Bytes per second from a device to its host, and in the other direction at the same time."""
     name = workload.cluster.accelerator.kind
     rates = (rate for start, rate in HOST_LINK_BYTES_PER_SECOND.items() if name.startswith(start))
     return next(rates, NEWER_HOST_LINK)
@@ -31,7 +31,7 @@ def host_link(workload: Workload) -> float:
 def offloaded_update(workload: Workload, parameters: Floats, blocks: Floats) -> Floats:
     """Seconds of an update on the host of `parameters` in `blocks` blocks.
 
-    Of three things that run beside each other the slowest shows, and of the others what the first and the last block take.
+    Download, update and upload overlap: the slowest shows in full, the others only for the first and the last block.
     """
     stack, link = workload.stack, host_link(workload)
     state = 2 * parameters * (stack.master_bytes + stack.moment_bytes) / HOST_MEMORY_BYTES_PER_SECOND
@@ -43,7 +43,7 @@ def offloaded_update(workload: Workload, parameters: Floats, blocks: Floats) -> 
 
 
 def exposed_seconds(workload: Workload, saved: Floats, forward: Floats, backward: Floats) -> Floats:
-    """Exposed seconds of `saved` bytes offloaded beside a forward pass of `forward` seconds, and brought back beside a
+    """Exposed seconds of offloading `saved` bytes during a forward pass of `forward` seconds, and bringing them back during a
     backward pass of `backward` seconds."""
     one_way = saved / host_link(workload)
     return np.maximum(one_way - forward, 0.0) + np.maximum(one_way - backward, 0.0)

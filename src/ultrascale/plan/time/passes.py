@@ -1,4 +1,4 @@
-"""Seconds of one micro-batch on a rank or a chunk: its blocks' prices added up, with what shows of tp, cp and ep traffic."""
+"""Seconds of one micro-batch on a rank or a chunk: the sum of its blocks' prices, with exposed tp, cp and ep traffic."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ultrascale.work.work import input_gather
 Floats = NDArray[np.float64]
 COLUMNS = {column.name: number for number, column in enumerate(fields(PartSeconds))}
 FEW = 64
-"""Layouts up to which all sums are worked out in one call: NumPy's fixed costs would be most of it."""
+"""Number of layouts up to which all sums are computed in one call, because NumPy's fixed cost per call dominates."""
 
 
 @dataclass(frozen=True)
@@ -31,24 +31,24 @@ class PassSeconds:
     """Seconds of one micro-batch, [rows, layouts]: a row is a sort of rank, or a chunk of the pipeline."""
 
     forward: Floats
-    """Compute, no communication."""
+    """Compute of the forward pass, without communication."""
     input_gradient: Floats
     weight_gradient: Floats
     recompute: Floats
     tensor_parallel: Floats
-    """Exposed, all passes together."""
+    """Exposed tp traffic of all passes together."""
     context_parallel: Floats
     expert_parallel: Floats
     forward_traffic: Floats
-    """Part of the exposed traffic of tp, cp and ep in the forward pass."""
+    """Forward-pass part of the exposed tp, cp and ep traffic."""
     forward_expert_parallel: Floats
     split_input: Floats
-    """Seconds that I, and W (`split_weight`), take beyond their halves of an unsplit backward pass (below 0: less;
-    `plan.split_backward`)."""
+    """Seconds that I takes beyond its half of an unsplit backward pass (negative: less; `plan.split_backward`);
+    `split_weight`: same for W."""
     split_weight: Floats
 
     def rows(self, which: slice) -> PassSeconds:
-        """Passes of some sorts of rank, or chunks."""
+        """`PassSeconds` of some rows."""
         return PassSeconds(*(column[which] for column in vars(self).values()))
 
     @property
@@ -83,10 +83,10 @@ def pass_seconds(
     head: Floats,
     kept: Floats,
 ) -> PassSeconds:
-    """Seconds of passes on ranks or chunks with so many blocks of each kind, [rows, kinds, layouts], and ends, [rows,
-    layouts]. `kept`: those of `layers` that stay in bf16 beside blocks in fp8.
+    """Seconds of passes on ranks or chunks. `layers`: number of blocks of each kind, [rows, kinds, layouts]; `embedding` and
+    `head`: [rows, layouts]; `kept`: those of `layers` that stay in bf16 in an fp8 run.
 
-    No sum is an einsum: its order depends on the processor, and a plan in a browser would differ in the last bit."""
+    No sum uses einsum: its order depends on the processor, and a plan in a browser would differ in the last bit."""
     stack, some_kept = workload.stack, bool(kept.any())
     prices, in_blocks = blocks.prices, layers  # without embedding and head
     if some_kept:
@@ -124,7 +124,7 @@ def pass_seconds(
     if table.partition_checkpoints.any():
         tp = tp + _input_gathers(workload, table, blocks, recompute_share) * layers.sum(axis=1)
 
-    # A device that is faster than Python waits for it.
+    # A device that finishes before Python has launched the next kernels waits for it.
     an_op = (constants.compiled_host_fraction if stack.kernels.compiled else 1.0) * workload.overheads.op_seconds
     of_ops, of_collective = an_op * sum_of("num_ops"), _collective_launch(workload, table)
     ahead, back = (of_ops + of_collective * sum_of(name) for name in ("num_collectives", "num_backward_collectives"))
@@ -135,7 +135,7 @@ def pass_seconds(
     forward = forward + np.maximum(ahead - forward - tp_forward, 0.0)
     weight_gradient = weight_gradient + np.maximum(back - inputs - weight_gradient - tp_backward, 0.0)
 
-    # What selective recomputation of ours keeps is single operations' results, and a ring or a swap is no such operation.
+    # Our selective recomputation keeps results of single operations; ring attention and the all-to-all of heads are not such.
     attention_recompute_share = recompute_share + (stack.selective == "elementwise") * (
         table.recompute == RECOMPUTE.index("selective")
     )
@@ -152,13 +152,13 @@ def pass_seconds(
 
 
 class _SumOf(Protocol):
-    """A column of `PartSeconds`, summed over what each rank holds: of all parts, or of `counts` blocks alone."""
+    """Sum of a column of `PartSeconds` over the parts that each rank holds: all of them, or only `counts` blocks."""
 
     def __call__(self, name: str, counts: Floats = ..., /) -> Floats: ...
 
 
 def _second_passes(stack: Stack, sum_of: _SumOf, in_blocks: Floats, derate: float) -> tuple[Floats, Floats]:
-    """Seconds of what blocks compute a second time under full and under selective recomputation, [rows, layouts]."""
+    """Seconds of recomputation in blocks with full and with selective recomputation, [rows, layouts]."""
     full = derate * (sum_of("product", in_blocks) + sum_of("attention", in_blocks)) + sum_of("elementwise", in_blocks)
     if stack.stops_early:
         full = full - derate * sum_of("last_product", in_blocks)
@@ -175,8 +175,8 @@ def _second_passes(stack: Stack, sum_of: _SumOf, in_blocks: Floats, derate: floa
 
 
 def _tensor_parallel(table: LayoutTable, stack: Stack, sum_of: _SumOf, constants: Constants) -> tuple[Floats, Floats, Floats]:
-    """The part of tp's traffic that shows, [layouts], and so the seconds of it in a forward and in a backward pass, [rows,
-    layouts]. In a backward pass a column-parallel layer's own messages run beside its own products."""
+    """Exposed fraction of tp traffic, [layouts], and exposed seconds in a forward and in a backward pass, [rows, layouts]. In a
+    backward pass the messages of a column-parallel layer overlap with its GEMMs."""
     overlaps = (table.tp_overlap > 0) | stack.overlaps_tensor_parallel
     shown = np.where(overlaps, 1.0 - constants.tensor_parallel_hidden, 1.0)
     is_beside = overlaps | stack.sends_beside_gradients
@@ -185,7 +185,7 @@ def _tensor_parallel(table: LayoutTable, stack: Stack, sum_of: _SumOf, constants
 
 
 def _weighed(counts: Floats, seconds: Floats) -> Floats:
-    """Sum over parts of counts [rows, parts, layouts] times seconds [parts, layouts], one part after the other."""
+    """Sum over parts of counts [rows, parts, layouts] times seconds [parts, layouts], in the order of the parts."""
     total = counts[:, 0] * seconds[0]
     for part in range(1, counts.shape[1]):
         total += counts[:, part] * seconds[part]
@@ -193,8 +193,8 @@ def _weighed(counts: Floats, seconds: Floats) -> Floats:
 
 
 def _all_sums(every: Floats, weights: Floats, in_blocks: Floats) -> dict[str, tuple[Floats, Floats]]:
-    """By column of `PartSeconds`: its sum over all parts, and over blocks only; each [rows, layouts]. `every`: [parts, columns,
-    layouts]."""
+    """For each column of `PartSeconds`, its sum over all parts and over blocks only; each [rows, layouts]. `every`: [parts,
+    columns, layouts]."""
     whole, blocks = (
         (counts[:, :, None] * every[: counts.shape[1]]).sum(axis=1).swapaxes(0, 1) for counts in (weights, in_blocks)
     )
@@ -202,7 +202,7 @@ def _all_sums(every: Floats, weights: Floats, in_blocks: Floats) -> dict[str, tu
 
 
 def _collective_launch(workload: Workload, table: LayoutTable) -> Floats:
-    """Least seconds of a collective inside a block, however small it is, [layouts]."""
+    """Minimum seconds of a collective inside a block (launch cost), [layouts]."""
     overheads, node = workload.overheads, workload.cluster.node
     least = overheads.collective_seconds
     if not overheads.hops_per_rank or node.inter_link is None:
@@ -214,7 +214,7 @@ def _collective_launch(workload: Workload, table: LayoutTable) -> Floats:
 
 
 def _input_gathers(workload: Workload, table: LayoutTable, blocks: Blocks, recompute_share: Floats) -> Floats:
-    """Seconds a block in which inputs of blocks that are computed again come together, [layouts]."""
+    """Seconds per block to all-gather the partitioned inputs of recomputed blocks, [layouts]."""
     if table.modes:
         recompute_share = np.array([table.modes.count("full") / len(table.modes)])
     sizes = np.array([input_gather(workload.model, shape).num_bytes for shape in blocks.shapes], dtype=float)[blocks.shape_of]
@@ -223,7 +223,7 @@ def _input_gathers(workload: Workload, table: LayoutTable, blocks: Blocks, recom
 
 
 def _recomputed_share(table: LayoutTable) -> Floats:
-    """Share of the blocks that are recomputed as a whole."""
+    """Fraction of blocks with full recomputation."""
     every_k = np.where(table.recompute == RECOMPUTE.index("every-k"), 1.0 / table.recompute_every, 0.0)
     return np.where(table.recompute == RECOMPUTE.index("full"), 1.0, every_k)
 
@@ -231,8 +231,8 @@ def _recomputed_share(table: LayoutTable) -> Floats:
 def _exposed_context_parallel(
     table: LayoutTable, sum_of: Callable[[str], Floats], recompute_share: Floats, derate: float, constants: Constants
 ) -> tuple[Floats, Floats]:
-    """Exposed seconds of context parallelism: of the forward pass, and of all passes. A ring sends the next keys and values
-    while attention works on the last; what is swapped or gathered is waited for."""
+    """Exposed seconds of context parallelism: in the forward pass, and in all passes. A ring sends the next keys and values
+    while attention computes; an all-to-all or all-gather is fully exposed."""
     forward, backward = sum_of("ring_forward"), sum_of("ring_backward")
     beside = derate * sum_of("attention") * (1 - 1 / table.cp_places)
 

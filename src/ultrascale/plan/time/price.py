@@ -1,10 +1,11 @@
-"""A whole table of layouts priced at once: where the time of a step goes, and what memory it takes.
+"""Prices a whole table of layouts at once: seconds of a step by part, and memory.
 
-    one micro-batch on a rank   blocks x (products, attention, element-wise work, recomputation, what shows of tp, cp, ep)
-    one step on a rank          micro-batches x that + gathers and reductions of data parallelism that nothing hides
-    one step                    the slowest rank + what it waits for (the bubble, sends, stragglers) + the optimizer
+    one micro-batch on a rank   blocks x (GEMMs, attention, element-wise work, recomputation, exposed tp, cp, ep traffic)
+    one step on a rank          micro-batches x that + exposed all-gathers and reductions of data parallelism
+    one step                    the slowest rank + its waiting (bubble, sends, stragglers) + the optimizer
 
-The parts of `PriceTable.waterfall` sum to `step_seconds`. `predict` prices one layout, its pipeline simulated action by action.
+The parts of `PriceTable.waterfall` sum to `step_seconds`. `predict` prices one layout and simulates its pipeline action by
+action.
 """
 
 from __future__ import annotations
@@ -61,16 +62,16 @@ PARTS = (
 
 PAIRED = by_schedule(lambda schedule: schedule.pairs)
 NEWTON_SCHULZ_FLOPS = 30
-"""Per element of a matrix and unit of its shorter side: five steps of three products, two of them square (Jordan 2024)."""
+"""FLOPs per matrix element and unit of the shorter side: five steps of three GEMMs, two of them square (Jordan 2024)."""
 NEWTON_SCHULZ_EFFICIENCY = 0.6
-"""Share of the peak that these products, thousands wide, reach."""
+"""Fraction of peak FLOPs that these GEMMs, thousands wide, reach."""
 MATRIX_BYTES = 2
 """Bytes of an element of a matrix that Muon orthogonalises: bf16."""
 
 
 @dataclass(frozen=True)
 class PriceTable:
-    """Prices of every layout of a table. Seconds of a step by part (`PARTS`), each a column; they sum to `step_seconds`."""
+    """Prices of every layout of a table: seconds of a step by part (`PARTS`), one column each; they sum to `step_seconds`."""
 
     workload: Workload
     table: LayoutTable
@@ -84,7 +85,7 @@ class PriceTable:
         return self.memory.fits
 
     def row(self, index: int) -> Prediction:
-        """One layout's price."""
+        """Prediction of one layout."""
         parts = {name: float(column[index]) for name, column in self.waterfall.items()}
         return Prediction(
             self.workload, self.table.layout(index), float(self.step_seconds[index]), parts, self.memory.row(index),
@@ -94,7 +95,7 @@ class PriceTable:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One layout's price."""
+    """Predicted time and memory of one layout."""
 
     workload: Workload
     layout: Layout
@@ -104,7 +105,7 @@ class Prediction:
     """Footprint of this layout alone."""
     num_micro_batches: int
     replay: MemoryPlan | None = None
-    """Replay of the fullest rank, where `memory` is that rank's (`plan.search.replayed`)."""
+    """Replay of the fullest rank, if `memory` comes from it (`plan.search.replayed`)."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -115,13 +116,13 @@ class Prediction:
         return self.tokens_per_second / self.layout.world_size
 
     def mfu(self, *, full_attention: bool = False, peak: float | None = None) -> float:
-        """Model FLOPs over the dense bf16 peak (or `peak`, FLOPs per second), attention causal or as the full square."""
+        """Model FLOPs utilization over the dense bf16 peak (or `peak`, FLOPs per second), with causal or full attention."""
         flops = model_flops_per_token(self.workload.model, self.workload.sequence_length, full_attention=full_attention)
         peak = peak or half_precision_peak(self.workload.cluster.accelerator)
         return flops * self.tokens_per_second_per_gpu / peak
 
     def hfu(self) -> float:
-        """Hardware FLOPs over the dense bf16 peak."""
+        """Hardware FLOPs utilization (recomputation included) over the dense bf16 peak."""
         shape = Shape(1, self.workload.sequence_length, self.layout.precision, device="cuda", cp=self.layout.cp,
                       kernels=self.workload.stack.kernels)  # fmt: skip
         flops = hardware_flops_per_token(
@@ -132,12 +133,12 @@ class Prediction:
 
 
 def half_precision_peak(accelerator: Accelerator) -> float:
-    """FLOPs per second that MFU is a share of: dense bf16, or fp16 on devices from before there was bf16."""
+    """Peak FLOPs per second by which MFU divides: dense bf16, or fp16 on devices without bf16."""
     return accelerator.peak_flops_per_second("bf16" if "bf16" in accelerator.peak_flops else "fp16")
 
 
 def predict(workload: Workload, layout: Layout, constants: Constants = CONSTANTS) -> Prediction:
-    """The price of one layout, its pipeline played action by action.
+    """Prediction of one layout, with its pipeline simulated action by action.
 
     Raises SpecError if the schedule does not suit the number of stages and micro-batches.
     """
@@ -158,7 +159,7 @@ def predict(workload: Workload, layout: Layout, constants: Constants = CONSTANTS
 
 
 def predict_rows(workload: Workload, table: LayoutTable, constants: Constants = CONSTANTS) -> list[Prediction]:
-    """`predict` of every row of `table`, priced together: calls are most of the cost."""
+    """`predict` of every row of `table`, priced together because calls are most of the cost."""
     if not len(table):
         return []
     prices = price(workload, table, constants, adds_split_traffic=False)
@@ -175,15 +176,15 @@ def predict_rows(workload: Workload, table: LayoutTable, constants: Constants = 
 
 
 def _split_shares(table: LayoutTable, micro_batches: Counts) -> list[float]:
-    """Part of backward passes that each layout's schedule cuts: of all, of none, or of the first rank's where it cuts those at
-    the ends of a step."""
+    """Fraction of backward passes that each layout's schedule splits into I and W; that of the first rank if the schedule
+    splits only those at the ends of a step."""
     splits = [SCHEDULES[SCHEDULE_NAMES[number]].splits_backward for number in table.schedule]
     at_ends = split_shares(table, micro_batches)[FIRST].tolist()
     return [share if how == "ends" else float(how == "all") for how, share in zip(splits, at_ends, strict=True)]
 
 
 def _predict_file(workload: Workload, layout: Layout, constants: Constants) -> Prediction:
-    """Prediction for a schedule from a file: stages are placed as a known schedule places them, actions are the file's."""
+    """Prediction for a schedule from a file: stages placed as by a known schedule, actions from the file."""
     count = workload.sequences_per_batch // (layout.dp * layout.micro_batch_size)
     schedule = build_schedule(layout.schedule, layout.pp, count)
     placed = replace(layout, schedule=_placed_as(layout, schedule))
@@ -199,7 +200,7 @@ def _predict_file(workload: Workload, layout: Layout, constants: Constants) -> P
 
 
 def _placed_as(layout: Layout, schedule: Schedule) -> str:
-    """A known schedule whose ranks hold the stages that those of a file hold."""
+    """Name of a known schedule that places stages on ranks as the file does."""
     stages_of_ranks = [sorted({part.stage for action in row for part in action.parts}) for row in schedule]
     pp, stages = layout.pp, layout.num_stages
     if stages_of_ranks == [list(range(rank, stages, pp)) for rank in range(pp)]:
@@ -213,8 +214,8 @@ def _placed_as(layout: Layout, schedule: Schedule) -> str:
 
 
 def _with_simulated_pipeline(prediction: Prediction, placed: Layout, seconds: StageSeconds, split_share: float) -> Prediction:
-    """A prediction whose bubble and sends are those of the schedule's own actions; `placed` has a known one's name. Of backward
-    passes `split_share` are split, none of them in `prediction`."""
+    """`prediction` with bubble and sends from a simulation of the schedule's actions. `placed`: the layout with a known
+    schedule's name. `split_share`: fraction of backward passes that are split, which `prediction` counts as unsplit."""
     layout, count = prediction.layout, prediction.num_micro_batches
     both = with_and_without_sends(seconds, layout.num_stages)
     silent, whole = long_step_seconds(layout.schedule, layout.pp, count, both, virtual_stages=layout.virtual_stages).tolist()
@@ -222,13 +223,13 @@ def _with_simulated_pipeline(prediction: Prediction, placed: Layout, seconds: St
     working = busiest_rank_seconds(placed, seconds, count, split_share)
     more = working - busiest_rank_seconds(placed, seconds, count, 0.0)
     parts["tensor_parallel"] += max(more, 0.0)
-    if (known := layout.known_schedule) and known.pairs:  # what they hide is not in the parts
+    if (known := layout.known_schedule) and known.pairs:  # the parts do not count what pairs hide
         working = sum(
             parts[name] for name in ("compute", "recompute", "tensor_parallel", "context_parallel", "expert_parallel")
         )
     parts["pipeline_sends"] = whole - silent
     parts["bubble"] = silent - working
-    if parts["bubble"] < 0:  # pairs of passes hide traffic behind each other's computing
+    if parts["bubble"] < 0:  # paired passes hide traffic behind each other's compute
         hidden, parts["bubble"] = -parts["bubble"], 0.0
         from_experts = min(hidden, parts["expert_parallel"])
         parts["expert_parallel"] -= from_experts
@@ -241,11 +242,10 @@ def price(
     workload: Workload, table: LayoutTable, constants: Constants = CONSTANTS, layers_per_stage: tuple[int, ...] | None = None,
     *, adds_split_traffic: bool = True,
 ) -> PriceTable:  # fmt: skip
-    """The price of every layout of `table`, which must be legal for the workload (`plan.search.space`,
-    `config.rules.run_rules`).
+    """Price every layout of `table`, which must be legal for the workload (`plan.search.space`, `config.rules.run_rules`).
 
-    `layers_per_stage`: for a table of one layout, its own cut. `adds_split_traffic`: with what tp sends more where backward
-    passes are split.
+    `layers_per_stage`: explicit cut into stages, for a table of one layout. `adds_split_traffic`: include the additional tp
+    traffic of split backward passes.
     """
     return _priced(
         workload, table, partition_stages(workload, table, layers_per_stage), constants, adds_split_traffic=adds_split_traffic
@@ -271,7 +271,7 @@ def price_time(
     adds_split_traffic: bool=True,
     passes: PassSeconds | None = None,
 ) -> tuple[Floats, dict[str, Floats]]:  # fmt: skip
-    """Seconds of a step of every layout, and where they go. `passes`: of the sorts of ranks, where they are known."""
+    """Seconds of a step of every layout, and by part. `passes`: seconds of passes by sort of rank, if already computed."""
     micro_batches = workload.sequences_per_batch // (table.dp * table.micro_batch_size)
     passes = passes or pass_seconds(
         workload, table, price_blocks(workload, table), constants, layers=stages.layers, embedding=stages.has_embedding,
@@ -289,7 +289,7 @@ def _step(
     workload: Workload, table: LayoutTable, stages: Stages, passes: PassSeconds, data_parallel: Floats, slowed: Floats,
     micro_batches: Counts, constants: Constants, waits: tuple[Floats, Floats],
 ) -> tuple[Floats, dict[str, Floats]]:  # fmt: skip
-    """The slowest rank's own work, then what it waits for: the bubble and sends."""
+    """Seconds of a step by part: work of the slowest rank, then its waiting (bubble and sends)."""
     rank_seconds = micro_batches * passes.total + data_parallel + slowed
     rank_seconds = np.where(stages.exists > 0, rank_seconds, 0.0)
     slowest = rank_seconds.argmax(axis=0)
@@ -325,7 +325,7 @@ def _step(
 
 
 def _agreed_amaxes(workload: Workload, table: LayoutTable) -> Floats:
-    """The one message in which all ranks agree on the largest magnitudes of a step, where fp8 delays its scales."""
+    """Seconds of the all-reduce of a step's amaxes over all ranks, for fp8 with delayed scaling."""
     delayed = table.delays_fp8
     if not (delayed.any() and workload.stack.kernels.own_fp8):
         return np.zeros(len(table))
@@ -339,7 +339,7 @@ def _agreed_amaxes(workload: Workload, table: LayoutTable) -> Floats:
 
 
 def _with_storage(workload: Workload, parts: dict[str, Floats]) -> tuple[Floats, dict[str, Floats]]:
-    """Seconds of the step and its parts, with what storage adds to them."""
+    """Seconds of the step and its parts, with time for storage added."""
     running = np.asarray(sum(seconds for name, seconds in parts.items() if name not in ("data", "checkpoints")))
     parts["data"] = np.maximum(read_seconds(workload) - running, 0.0)
     parts["checkpoints"] = checkpoint_share(workload) * (running + parts["data"])
@@ -347,7 +347,7 @@ def _with_storage(workload: Workload, parts: dict[str, Floats]) -> tuple[Floats,
 
 
 def _exposed_offload(workload: Workload, table: LayoutTable, passes: PassSeconds, micro_batches: Counts) -> Floats:
-    """Activations go to the host in the forward pass and come back in the backward pass, beside their computing."""
+    """Exposed seconds of activation offload, which overlaps with the forward and backward pass."""
     seconds = np.zeros((3, len(table)))
     rows = np.flatnonzero(table.offload_activations)
     if len(rows):
@@ -359,9 +359,9 @@ def _exposed_offload(workload: Workload, table: LayoutTable, passes: PassSeconds
 
 
 def _hidden_by_pairs(workload: Workload, table: LayoutTable, parts: dict[str, Floats], micro_batches: Counts) -> Floats:
-    """Seconds of the experts' traffic that pairs of passes, the schedule's or the program's, hide behind each other.
+    """Seconds of expert traffic hidden by pairing forward and backward passes, by the schedule or by the trainer.
 
-    All but about pp micro-batches are in pairs (DeepSeek-V3, section 3.2.1; `plan.pipeline.play.duration_table`).
+    All but about pp micro-batches are paired (DeepSeek-V3, section 3.2.1; `plan.pipeline.play.duration_table`).
     """
     if not parts["expert_parallel"].any():
         return np.zeros(len(table))
@@ -373,14 +373,14 @@ def _hidden_by_pairs(workload: Workload, table: LayoutTable, parts: dict[str, Fl
 
 
 def _optimizer(workload: Workload, table: LayoutTable, stages: Stages, constants: Constants) -> Floats:
-    """The update: reads the gradient, the master and both moments, writes the last three and the compute copy. In fp16
-    gradients are divided by the loss scale before."""
+    """Seconds of the optimizer's update: reads the gradient, the master weight and both moments, writes the last three and the
+    compute copy. In fp16, gradients are divided by the loss scale before."""
     stack = workload.stack
     dense, expert, num_shards, num_expert_shards = shards(table, stages)
     local, whole = dense / num_shards + expert / num_expert_shards, dense + expert
     per_parameter = stack.gradient_bytes + 2 * (stack.master_bytes + stack.moment_bytes) + stack.weight_bytes
     unscaling = np.where(table.precision == PRECISIONS.index("fp16"), 2.0 * stack.gradient_bytes, 0.0) * local
-    passes = 4 if stack.sums_whole_gradients else 2  # nanotron zeroes, takes the norm of and clips them whole
+    passes = 4 if stack.sums_whole_gradients else 2  # nanotron zeroes, clips and takes the norm of unsharded ones
     of_gradients = passes * stack.gradient_bytes * np.where(table.zero_stage >= 2, local, whole)
     num_bytes = (local * per_parameter + unscaling + of_gradients).max(axis=0)
     accelerator = workload.cluster.accelerator
@@ -396,7 +396,8 @@ def _optimizer(workload: Workload, table: LayoutTable, stages: Stages, constants
 
 
 def _matrix_exchange(workload: Workload, table: LayoutTable, local: Floats) -> Floats:
-    """Parts of matrices to their owners and back, in bf16, over ZeRO's ranks and over tp (`parallel.data.whole_matrices`)."""
+    """Seconds to send Muon's matrix shards to their owners and back, in bf16, over ZeRO and tp ranks
+    (`parallel.data.whole_matrices`)."""
     shard = np.where(table.zero_stage > 0, table.dp_shard * table.cp, 1)
     seconds = np.zeros(len(table))
     for size, stride in ((shard, table.tp), (table.tp, np.ones_like(table.tp))):

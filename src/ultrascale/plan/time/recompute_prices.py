@@ -1,4 +1,4 @@
-"""Cost of recomputing operations of a block: the prices of their forward passes, from `plan.time.blocks`."""
+"""Cost of recomputing operations of a block: their forward prices, from `plan.time.blocks`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 
 
 def forward_seconds(workload: Workload, shape: Shape, ops: tuple[Op, ...], constants: Constants) -> Floats:
-    """Seconds of one micro-batch on one rank: [compute, tp traffic, cp traffic that attention does not hide, ep traffic]."""
+    """Forward seconds of `ops` for one micro-batch on one rank: [compute, tp traffic, exposed cp traffic, ep traffic]."""
     part = price_ops(workload, shape, ops)
     derate = product_derate(workload, constants)
     attention = derate * part.attention
@@ -27,8 +27,8 @@ def forward_seconds(workload: Workload, shape: Shape, ops: tuple[Op, ...], const
 
 
 def mean_recompute_seconds(workload: Workload, table: LayoutTable, shape: Shape, constants: Constants) -> Floats:
-    """Mean seconds that recomputation adds to a block of each kind, [4, kinds], in the rows of `forward_seconds`; for a
-    table whose layouts name each block's way."""
+    """Mean seconds that recomputation adds to a block of each kind, [4, kinds], with the rows of `forward_seconds`; for a table
+    whose layouts set recomputation block by block."""
     kinds, kind_of_layer = kinds_of_layers(workload.model)
     of_mode = {
         (mode, kind): _of_block(workload, shape, layer, mode, constants)

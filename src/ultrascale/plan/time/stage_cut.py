@@ -1,22 +1,22 @@
-"""Cut of the decoder blocks into pipeline stages: one pure function for the planner, the trainer and the proof.
+"""Partition of the decoder blocks into pipeline stages: one pure function for the planner, the trainer and the proof.
 
-As given (`layout.layers_per_stage`), or so that the slowest stage is as fast as can be: the head counts, with its loss, and so
-do layers that differ (experts, windows), and prediction blocks, which are with the last stage. What counts is FLOPs of the
-table of work, forward and backward: the same on every machine, so that a run has one cut wherever it goes. The embedding does
-next to nothing; where blocks do not divide, the first stage, which holds it, has one less.
+As given (`layout.layers_per_stage`), or so that the slowest stage is as fast as possible. The head and its loss count, layers
+may differ (experts, windows), and prediction blocks are on the last stage. The cost is FLOPs from the table of work, forward
+and backward: equal on every machine, so that a run keeps its partition. The embedding costs almost nothing; if blocks do not
+divide, the first stage, which holds it, has one fewer.
 
     Llama 3.2 1B, 4 stages   5 5 5 1   its head does the work of 3.7 blocks: 4 4 4 4 would take 1.54 times as long
 
-How nanotron cuts a model over a pipeline's ranks, and when its pipeline cannot run at all.
+Also nanotron's partition, and the reasons why its pipeline cannot run.
 
-Its model is a row of parts: embedding, blocks, norm, head, cast and loss. Blocks cost their matrices, the head its own, the
-rest nothing; a rank takes parts until its share of the whole is used up, then the next rank begins (`build_model` in
-nanotron.models.base, 2025). A costly head uses up the shares of several ranks at once, and with few blocks a rank none is left
-for the last ranks:
+Its model is a list of parts: embedding, blocks, norm, head, cast and loss. A block or the head costs the size of its matrices,
+the rest nothing; a rank takes parts until its share of the total cost is used up, then the next rank starts (`build_model` in
+nanotron.models.base, 2025). A costly head uses up the shares of several ranks, and with few blocks per rank the last ranks get
+nothing:
 
     16 blocks, head of 4, 16 ranks    2 1 1 2 1 1 1 2 1 1 1 2 +head, cast, loss and nothing
 
-Its 1F1B asserts that there are pp - 1 micro-batches at least.
+Its 1F1B asserts at least pp - 1 micro-batches.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from ultrascale.work.ops import Op
 from ultrascale.work.work import Shape, block_work, head_work
 
 HALVINGS = 60
-"""Bisections of the interval that holds the best time: its ends are then neighbours in fp64."""
+"""Bisections of the interval that contains the best time; its ends are then neighbours in fp64."""
 
 
 def stage_layers(model: Model, layout: Layout, sequence_length: int, stage_cut: StageCut = "balanced") -> tuple[range, ...]:
-    """The decoder blocks of each of the pp x virtual_stages stages, in the model's order; the ends may have none.
+    """Decoder blocks of each of the pp x virtual_stages stages, in the model's order; the first and last may have none.
 
-    `stage_cut`: as in `Stack.stage_cut`. Blocks of multi-token prediction are not among them: they are with the last stage.
-    Raises SpecError if there are fewer blocks than stages between the ends, or a given cut does not add up.
+    `stage_cut`: as in `Stack.stage_cut`. Blocks of multi-token prediction are not included: they are on the last stage.
+    Raises SpecError if there are fewer blocks than inner stages, or `layers_per_stage` does not sum to the model's blocks.
     """
     layers, stages, per_stage = model.num_hidden_layers, layout.num_stages, layout.layers_per_stage
     if per_stage is not None and (len(per_stage) != stages or sum(per_stage) != layers):
@@ -62,7 +62,7 @@ def stage_layers(model: Model, layout: Layout, sequence_length: int, stage_cut: 
 def stage_blocks(model: Model, num_stages: int, sequence_length: int, stage_cut: StageCut) -> list[int]:
     """Blocks of each stage, prediction blocks included, by `Stack.stage_cut`.
 
-    balanced: as our trainer cuts. even: what is left over to the stages after the first. by-share: as nanotron does.
+    balanced: as our trainer. even: equal, the remainder to the stages after the first. by-share: as nanotron.
     """
     more = model.num_nextn_predict_layers
     total = model.num_hidden_layers + more
@@ -79,7 +79,7 @@ def stage_blocks(model: Model, num_stages: int, sequence_length: int, stage_cut:
 
 
 def without_predictions(counts: Sequence[int], model: Model) -> list[int]:
-    """`counts` of blocks by stage without those of multi-token prediction, which come last."""
+    """`counts` of blocks by stage without the blocks of multi-token prediction, which come last."""
     blocks, remaining = list(counts), model.num_nextn_predict_layers
     for stage in reversed(range(len(blocks))):
         removed = min(remaining, blocks[stage])
@@ -90,7 +90,7 @@ def without_predictions(counts: Sequence[int], model: Model) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def balanced_layers(model: Model, num_stages: int, sequence_length: int) -> tuple[int, ...]:
-    """Blocks of each stage so that the largest cost of a stage is as small as can be, and the others near the mean."""
+    """Blocks of each stage that minimize the largest cost of a stage, with the other stages near the mean."""
     blocks, head = _costs(model, sequence_length)
     if num_stages == 1:
         return (len(blocks),)
@@ -105,9 +105,9 @@ def balanced_layers(model: Model, num_stages: int, sequence_length: int) -> tupl
 
 
 def _earliest_starts(sums: Sequence[float], head: float, num_stages: int, limit: float) -> list[int] | None:
-    """[stage]: the first block that it can begin with so that it and those after it cost no more than `limit` each.
+    """[stage]: the earliest first block with which the stage and all after it cost at most `limit` each.
 
-    None if the blocks do not all find a place. Every stage but the ends has a block at least.
+    None if the blocks do not all fit. Every inner stage has at least one block.
     """
     starts = [0] * num_stages
     end, budget = len(sums) - 1, limit - head
@@ -121,8 +121,8 @@ def _earliest_starts(sums: Sequence[float], head: float, num_stages: int, limit:
 
 
 def _near_the_mean(sums: Sequence[float], head: float, earliest: Sequence[int], limit: float) -> tuple[int, ...]:
-    """Blocks of each stage, first to last: each takes as many as come nearest the mean of what is left, so that later ones
-    can take the rest."""
+    """Blocks of each stage, first to last: each takes the number nearest to the mean of the remaining cost that later stages
+    can complete."""
     num_stages, total = len(earliest), len(sums) - 1
     counts, start = [], 0
     for stage in range(num_stages - 1):
@@ -141,7 +141,7 @@ def _near_the_mean(sums: Sequence[float], head: float, earliest: Sequence[int], 
 
 @lru_cache(maxsize=256)
 def _costs(model: Model, sequence_length: int) -> tuple[list[float], float]:
-    """FLOPs of every block, and of what the last stage does besides: prediction blocks, and the head for each and itself."""
+    """FLOPs of every block, and of the last stage's additional work: prediction blocks, and the head once and for each."""
     shape = Shape(1, sequence_length)
     of_kind: dict[tuple[bool, int | None], float] = {}
     by_layer = []
@@ -155,12 +155,12 @@ def _costs(model: Model, sequence_length: int) -> tuple[list[float], float]:
 
 
 def _flops(op: Op) -> float:
-    """Forward and backward; of attention what is computed of the square."""
+    """Forward and backward FLOPs; of attention only the computed part of the score matrix."""
     return (op.flops + op.backward_flops) * (1.0 if op.scores is None else op.scores.share)
 
 
 WITHOUT_COST = 2
-"""Parts after the head: the cast of its logits to fp32, and the loss."""
+"""Number of parts after the head: the cast of its logits to fp32, and the loss."""
 
 
 def ranks_by_share(model: Model, num_ranks: int) -> list[int]:
@@ -184,7 +184,7 @@ def layers_by_share(model: Model, num_ranks: int) -> list[int]:
 
 
 def cannot_run(model: Model, pp: int, micro_batches: Sequence[int] = ()) -> str:
-    """Why nanotron's pipeline of `pp` ranks would fail with every one of these numbers of micro-batches, or nothing."""
+    """Reason why nanotron's pipeline of `pp` ranks fails with each of these numbers of micro-batches; empty if it does not."""
     if pp == 1:
         return ""
     used = ranks_by_share(model, pp)[-1] + 1

@@ -1,8 +1,8 @@
-"""Layers and parameters of three sorts of ranks under pipeline parallelism, for a whole table of layouts.
+"""Layers and parameters of three sorts of pipeline ranks, for a whole table of layouts.
 
-The model is cut into pp x virtual_stages chunks as the stack cuts it: ours so that the slowest is as fast as can be
-(`plan.time.stage_cut`), most others into equal ones. Three sorts of ranks tell the whole pipeline: the first, the last, and
-those between, which are equal. Which chunks a rank holds is in `description.schedules`.
+The model is partitioned into pp x virtual_stages chunks as the stack does it: ours so that the slowest is as fast as possible
+(`plan.time.stage_cut`), most others into equal chunks. Three sorts of ranks describe the pipeline: the first, the last, and one
+for all between, the fullest. `description.schedules` assigns chunks to ranks.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from ultrascale.plan.workload import Workload
 Floats = NDArray[np.float64]
 FIRST, MIDDLE, LAST = range(3)
 FOLDED = by_schedule(lambda schedule: schedule.placement != "around")
-"""By number: schedules whose ranks do not hold every pp-th stage."""
+"""By schedule number: True if ranks do not hold every pp-th stage."""
 COPIES = by_schedule(lambda schedule: schedule.copies)
 
 
 @dataclass(frozen=True)
 class Stages:
-    """Columns of shape [3, layouts], or [3, kinds, layouts]: first rank, one between, last rank."""
+    """Columns of shape [3, layouts], or [3, kinds, layouts]: the first, an inner and the last pipeline rank."""
 
     layers: Floats
-    """By kind of block."""
+    """Blocks of a rank, by kind."""
     chunk_layers: Floats
-    """Layers of the largest chunk of such a rank, all kinds together."""
+    """Blocks of the largest chunk of a rank, all kinds together."""
     has_embedding: Floats
     has_head: Floats
     dense_parameters: Floats
-    """Dense parameters of one rank, after tp; tied embeddings are counted on both ends if pp > 1."""
+    """Dense parameters of one rank, sharded by tp; tied embeddings are counted on both ends if pp > 1."""
     expert_parameters: Floats
-    """Routed experts' parameters of one rank, after ep and expert_tp."""
+    """Routed experts' parameters of one rank, sharded by ep and expert_tp."""
     root_parameters: Floats
-    """Parameters outside the blocks, after tp."""
+    """Parameters outside the blocks, sharded by tp."""
     kept_layers: Floats
-    """Part of `layers` that stays in bf16 beside blocks in fp8."""
+    """Part of `layers` that stays in bf16 in an fp8 run."""
     exists: Floats
     """Number of ranks of this sort in a pipeline: 1, pp - 2, 1; with pp = 1 the first is the only rank."""
     layers_per_stage: tuple[int, ...] | None = None
-    """A cut of one's own."""
+    """Explicit partition, if given."""
 
 
 def partition_stages(workload: Workload, table: LayoutTable, layers_per_stage: tuple[int, ...] | None = None) -> Stages:
-    """The stages of every layout of `table`. `layers_per_stage`: a cut of one's own, for a table of one layout."""
+    """Stages of every layout of `table`. `layers_per_stage`: explicit partition, for a table of one layout."""
     kept_blocks = table.kept_blocks
     rows, which = _distinct_partitions(table, kept_blocks)
     kinds, kind_of_layer = kinds_of_layers(workload.model)
@@ -94,13 +94,13 @@ def partition_stages(workload: Workload, table: LayoutTable, layers_per_stage: t
 
 
 def copies_held(table: LayoutTable) -> NDArray[np.int64]:
-    """Copies of the weights in a pipeline, [layouts]. Of two that run towards each other a rank holds a stage of either, and
-    `Stages` has half of both."""
+    """Copies of the weights in a pipeline, [layouts]. With two pipelines in opposite directions (DualPipe) a rank holds a stage
+    of each, and `Stages` counts half of both."""
     return np.where(table.pp > 1, COPIES[table.schedule], 1)
 
 
 def _distinct_partitions(table: LayoutTable, kept_blocks: Column) -> tuple[Sequence[int] | Column, Sequence[int] | Column]:
-    """A row of each way to cut the model, and for each layout which it is."""
+    """Distinct partitions of the model, and for each layout the index of its own."""
     if len(table) == 1:
         return [0], [0]
     key = (table.pp * 4096 + table.virtual_stages) * len(FOLDED) + table.schedule * FOLDED[table.schedule]
@@ -111,7 +111,7 @@ def _distinct_partitions(table: LayoutTable, kept_blocks: Column) -> tuple[Seque
 
 @lru_cache(maxsize=1024)
 def kinds_with_kept(model: Model, kind_of_layer: tuple[int, ...], num_kinds: int, kept: int) -> tuple[int, ...]:
-    """The kind of every layer, the `kept` first and last ones, which stay in bf16, told apart by `num_kinds` more."""
+    """Kind of every layer; the first and last `kept` ones, which stay in bf16, have `num_kinds` added."""
     last = model.num_hidden_layers - kept
     return tuple(
         kind if kept <= layer < last or layer >= model.num_hidden_layers else kind + num_kinds
@@ -120,7 +120,7 @@ def kinds_with_kept(model: Model, kind_of_layer: tuple[int, ...], num_kinds: int
 
 
 def chunk_layers_of(workload: Workload, num_chunks: int, layers_per_stage: Sequence[int] | None) -> list[int]:
-    """Blocks of each chunk, prediction blocks with the last: as given, or as the stack cuts (`Stack.stage_cut`)."""
+    """Blocks of each chunk, with prediction blocks in the last: as given, or by `Stack.stage_cut`."""
     model = workload.model
     if layers_per_stage is None:
         return stage_blocks(model, num_chunks, workload.sequence_length, workload.stack.stage_cut)
@@ -131,8 +131,8 @@ def chunk_layers_of(workload: Workload, num_chunks: int, layers_per_stage: Seque
 def _sorts_of_ranks(
     chunks: tuple[int, ...], pp: int, schedule: str, kind_of_layer: tuple[int, ...], sizes: tuple[int, ...]
 ) -> list[list[float]]:
-    """[3, kinds + 3]: of the first rank, the fullest between (by `sizes`, parameters of each kind), and the last: its blocks by
-    kind, whether it holds the embedding and the head, and the blocks of its largest chunk."""
+    """[3, kinds + 3]: rows of the first, the fullest inner (by `sizes`, parameters of each kind) and the last rank. Columns:
+    blocks by kind, 1 if it holds the embedding, 1 if it holds the head, and blocks of the largest chunk."""
     ends, num_kinds, known = np.cumsum(chunks), len(sizes), SCHEDULES[schedule]
     rows = []
     for stages in known.stages_of_ranks(pp, len(chunks)):
@@ -141,7 +141,7 @@ def _sorts_of_ranks(
             for kind in kind_of_layer[ends[stage] - chunks[stage] : ends[stage]]:
                 by_kind[kind] += 1
         row = [*by_kind, float(stages.count(0)), float(stages.count(len(chunks) - 1)), float(max(chunks[s] for s in stages))]
-        if pp > 1:  # of copies each has its share of the micro-batches
+        if pp > 1:  # each copy processes its share of the micro-batches
             row[:-1] = [value / known.copies for value in row[:-1]]
         rows.append(row)
     between = max(rows[1:-1], key=lambda row: sum(map(mul, row, sizes)), default=rows[0] if pp == 1 else [0.0] * len(rows[0]))
@@ -149,7 +149,7 @@ def _sorts_of_ranks(
 
 
 def parameters_by_kind(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:
-    """Parameters of one block of each kind: dense ones on one rank of tp, [kinds, layouts]; all routed experts, [kinds]."""
+    """Parameters of one block of each kind: dense ones on one tp rank, [kinds, layouts]; all routed experts, [kinds]."""
     kinds = kinds_of_layers(workload.model)[0]
     tps, tp_index = (table.tp, [0]) if len(table) == 1 else np.unique(table.tp, return_inverse=True)
     parameters = _parameters(workload.model, kinds, tuple(tps.tolist()))
@@ -158,19 +158,19 @@ def parameters_by_kind(workload: Workload, table: LayoutTable) -> tuple[Floats, 
 
 @lru_cache(maxsize=1024)
 def _parameters(model: Model, layers: tuple[int, ...], tps: tuple[int, ...]) -> Floats:
-    """[layers, ways of tp, 2]"""
+    """`block_parameters` of layers and degrees of tp, [layers, tps, 2]."""
     return np.array([[block_parameters(model, layer, tp) for tp in tps] for layer in layers], dtype=float)
 
 
 @lru_cache(maxsize=4096)
 def block_parameters(model: Model, layer: int, tp: int) -> tuple[int, int]:
-    """Parameters of one block: dense ones on one rank of tp, and all routed experts'."""
+    """Parameters of one block: dense ones on one tp rank, and all routed experts'."""
     weights = layer_weights(model, layer)
     return sum(w.local_numel(tp=tp) for w in weights if not w.is_expert), sum(w.numel for w in weights if w.is_expert)
 
 
 def outside_parameters(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats, bool]:
-    """Parameters of the embedding side and of the head side on one rank, the vocabulary padded and cut over tp."""
+    """Parameters of the embedding and of the head on one rank, with the vocabulary padded and sharded over tp; True if tied."""
     model = workload.model
     multiple = workload.stack.pads_vocab_to * table.tp
     rows = -(-model.vocab_size // multiple) * multiple / table.tp
@@ -181,5 +181,5 @@ def outside_parameters(workload: Workload, table: LayoutTable) -> tuple[Floats, 
 
 @lru_cache(maxsize=256)
 def _without_vocabulary(model: Model) -> int:
-    """Parameters outside the blocks that no vocabulary is a side of: the last norm, and learned positions."""
+    """Parameters outside the blocks without a vocabulary dimension: the final norm, and learned positions."""
     return sum(w.numel for w in weights_outside_layers(model) if model.vocab_size not in w.shape)

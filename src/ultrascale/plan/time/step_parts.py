@@ -1,10 +1,10 @@
-"""The predicted step in the parts that a profiler can measure (`measure.step.waterfall`): computing by kind, axes, the rest.
+"""The predicted step by the parts that a profiler measures (`measure.step.waterfall`): compute by kind, axes, the rest.
 
-`plan.time.price` knows computing as a sum. Its kinds are the same table of work priced by the same functions, each operation
-stripped to one kind at a time: prices add up over what an operation does, so the kinds add up to the sum.
+`plan.time.price` knows only the sum of compute. The kinds come from the same table of work and the same price functions, with
+each operation stripped to one kind at a time: an operation's price is a sum over kinds, so the kinds sum to the total.
 
-A device whose speed only a run can tell (a CPU) has no prices: `parts_at` gives what its products and attention would take at
-a rate that was measured, which is a bound, and nothing else.
+A device without catalogue rates (a CPU) has no prices: `parts_at` returns only a bound, the seconds of GEMMs and attention at a
+measured rate.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ KINDS: dict[str, Callable[[Op], Op]] = {
     "attention": lambda op: replace(op, product=None, moved_bytes=0, backward_moved_bytes=0),
     "element-wise": lambda op: replace(op, product=None, scores=None),
 }
-"""Kinds of computing, and an operation stripped to each."""
+"""Kinds of compute, each with a function that strips an operation to it."""
 _PARTS = {
     "recomputation": ("recompute",), "optimizer": ("optimizer", "offload"), "dp": ("data_parallel",),
     "tp": ("tensor_parallel",), "cp": ("context_parallel",), "pp": ("pipeline_sends", "bubble"), "ep": ("expert_parallel",),
     "all ranks": ("rest",), "data wait": ("data",),
 }  # fmt: skip
-"""By the parts of `plan.time.price`; time for checkpoints is no part of a step that is profiled."""
+"""Category of each part of `plan.time.price`; time for checkpoints is not part of a profiled step."""
 
 
 def step_parts(prediction: Prediction) -> dict[str, float]:
     """Seconds of a step of `prediction` by category of `measure.step.categories`; they sum to its step without checkpoints.
 
-    `launch gaps` is what a device waits for Python, beyond what it computes. What traffic slows computing by is spread over the
+    `launch gaps` is the time that the device waits for Python's launches. The slowdown of compute by traffic is spread over the
     kinds.
     """
     workload, layout = prediction.workload, prediction.layout
@@ -66,7 +66,7 @@ def step_parts(prediction: Prediction) -> dict[str, float]:
 
 
 def kind_seconds(workload: Workload, blocks: Blocks, stages: Stages, row: int, constants: Constants) -> dict[str, float]:
-    """Seconds of a micro-batch by kind of computing, forward and backward, on a rank of sort `row`, of one layout's table."""
+    """Seconds of a micro-batch by kind of compute, forward and backward, on a rank of sort `row`, for a table of one layout."""
     shape = blocks.shapes[0]
     derate = product_derate(workload, constants)
     seconds = {}
@@ -80,15 +80,15 @@ def kind_seconds(workload: Workload, blocks: Blocks, stages: Stages, row: int, c
 def parts_at(
     model: Model, layout: Layout, *, sequence_length: int, tokens_per_rank: float, flops_per_second: float, documents: bool
 ) -> dict[str, float]:
-    """Seconds of what is computed, at `flops_per_second`: the bound of a device that nobody has published rates of."""
+    """Seconds of GEMMs and attention at `flops_per_second`: a bound for a device without published rates."""
     by_kind = hardware_flops(model, layout, sequence_length, documents=documents)
     share = 1 / (layout.tp * layout.cp * layout.pp)
     return {name: flops * tokens_per_rank * share / flops_per_second for name, flops in by_kind.items()}
 
 
 def works(workload: Workload, blocks: Blocks, stages: Stages, row: int) -> Iterator[tuple[float, tuple[Op, ...], bool]]:
-    """Work of a rank of sort `row` in a micro-batch, of one layout's table: the number of each kind of block, in fp8 and
-    beside it, and of the ends, in the order of `plan.time.passes`; their operations; and True for the head."""
+    """Work of a rank of sort `row` in a micro-batch, for a table of one layout: for each kind of block, in fp8 and kept in
+    bf16, and for the ends, in the order of `plan.time.passes`: their number; their operations; and True for the head."""
     model, shape, more = workload.model, blocks.shapes[0], workload.model.num_nextn_predict_layers
     head, kept = stages.has_head[row, 0], stages.kept_layers[row, :, 0]
     counts = [*(stages.layers[row, :, 0] - kept), *kept, stages.has_embedding[row, 0], head * (1 + more), head * more]

@@ -1,7 +1,7 @@
 """Recording of a rank on the meta device, operation by operation as it is dispatched.
 
-recorder, record   every operation, storages as they come and go; what a trace is
-recipes            results seen before
-pretend            a rank of many
-flops              of operations, by their shapes
+recorder, record   every operation, allocation and free; the data of a trace
+recipes            reuse of result shapes of earlier operations
+pretend            simulates one rank of many
+flops              FLOPs of operations, by their shapes
 """

@@ -1,6 +1,6 @@
-"""FLOPs of operations, by their shapes: torch's own formulas (`torch.utils.flop_counter`), and those that it lacks.
+"""FLOPs of operations, by their shapes: torch's formulas (`torch.utils.flop_counter`), and those that it lacks.
 
-Attention counts every pair of a query and a key once, as torch does: of causal attention half of them are masked.
+Attention counts all pairs of a query and a key, as torch does, although causal attention masks half of them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _attention_backward(args: tuple[Any, ...], options: dict[str, Any], result: 
 
 
 def _span_attention(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
-    """FLOPs as over the full square of each sequence: where documents end is no shape."""
+    """FLOPs over the full square of each sequence, since document boundaries do not show in shapes."""
     query, _, value, _, _, longest = args[:6]
     return 2 * query.shape[0] * query.shape[1] * longest * (query.shape[2] + value.shape[2])
 
@@ -72,7 +72,7 @@ def _span_attention_backward(args: tuple[Any, ...], options: dict[str, Any], res
 
 
 def _repeated(key: Tensor, query: Tensor) -> tuple[int, ...]:
-    """Shape of `key` repeated to the heads of the queries: torch's formula knows no groups."""
+    """Shape of `key` repeated to the query heads: torch's formula does not support grouped queries."""
     return (key.shape[0], query.shape[1], *key.shape[2:])
 
 

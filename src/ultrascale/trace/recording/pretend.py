@@ -1,11 +1,11 @@
-"""A rank that believes it is one of many, on a device that is not here.
+"""Simulates one rank of many, and its device, in a single process.
 
-    processes    a backend that completes every message at once, and the groups of this rank alone
-    device       the meta device, which stands for the target's (`kernels.choice.device_kind`); weights are not drawn
-    FSDP2        takes the meta device for one with streams, whose names are told to whoever counts memory
-    kernels      attention and RMSNorm choose in C++ by the device: here by what they would choose on the target
+    processes    a backend that completes every message at once, with only the process groups of this rank
+    device       the meta device in place of the target (`kernels.choice.device_kind`); weights are not initialised
+    FSDP2        treats the meta device as one with streams; the recorder of memory sees their names
+    kernels      attention and RMSNorm choose kernels in C++ by device: here those of the target
 
-Everything that is replaced is named in this file, is of torch or of `parallel.apply`, and is put back.
+Every patch is in this file, replaces something of torch or `parallel.apply`, and is undone at exit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _aten = torch.ops.aten
 
 @contextmanager
 def pretended_rank(rank: int, world: int, kind: Kind) -> Iterator[tuple[Ranks, Streams]]:
-    """Be `rank` of `world` on a device of this `kind`. No process group may be up."""
+    """Context in which this process acts as `rank` of `world` on a device of this `kind`. No process group may exist."""
     assert not dist.is_initialized(), "this process is a rank of a run already"
     streams = Streams(kind)
     forget_meshes()
@@ -57,7 +57,7 @@ def pretended_rank(rank: int, world: int, kind: Kind) -> Iterator[tuple[Ranks, S
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, `owner.name` is `value`. Raises AttributeError if it has no such attribute."""
+    """Context in which `owner.name` is `value`. Raises AttributeError if it has no such attribute."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -67,8 +67,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def forget_meshes() -> None:
-    """Drops the caches of ranks that this process was before: DTensor keeps what it knows by meshes, and those of two ranks may
-    be equal."""
+    """Clear DTensor's caches of ranks simulated earlier: they are keyed by mesh, and meshes of two ranks may be equal."""
     for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
         getattr(debug, name, lambda: None)()
 
@@ -90,8 +89,8 @@ def _replacements(kind: Kind, streams: Streams) -> Iterator[tuple[Any, str, Any]
 
 
 def _padding(reset: Callable[[Any], None]) -> Callable[[Any], None]:
-    """FSDP2's `reset_sharded_param`, which leaves shards on the meta device as long as they are: elsewhere it pads shorter ones
-    to the length of the first rank's."""
+    """FSDP2's `reset_sharded_param` with padding on the meta device too: torch pads shorter shards to the first rank's length
+    only on other devices."""
 
     def padded(parameter: Any) -> None:
         reset(parameter)
@@ -124,7 +123,7 @@ class Streams:
         self.made = 0
 
     def Stream(self, *unused: Any, **options: Any) -> Stream:
-        """A new one. FSDP2 makes four, of which the names say what for."""
+        """A new stream. FSDP2 makes four, named by purpose."""
         names = ("gather copies", "gathers", "reductions", "sums over copies")
         name = names[self.made % len(names)] if self.kind == "cuda" else "compute"
         self.made += 1
@@ -138,7 +137,7 @@ class Streams:
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        """Inside, what is allocated belongs to `stream`."""
+        """Context whose allocations belong to `stream`."""
         before, self.current = self.current, stream
         try:
             yield
@@ -147,7 +146,7 @@ class Streams:
 
 
 class Event:
-    """Something that has happened."""
+    """An event that has already completed."""
 
     def record(self, *unused: Any) -> Event:
         return self
@@ -161,7 +160,7 @@ class Event:
 
 
 class Stream:
-    """A queue of work that is done."""
+    """A stream whose work is always complete."""
 
     def __init__(self, name: str):
         self.name = name
@@ -212,7 +211,7 @@ def _fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = Non
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Stand-in for CUDA's fused kernel, which makes and saves the input, the weight and one number a row."""
+    """Stand-in for CUDA's fused RMSNorm, which saves the input, the weight and one number a row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Results of operations that were seen before, made from memory: shapes in, shapes out."""
+"""Cache of operations' result shapes: makes the results of repeated operations without torch's shape functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in lists and tuples, one in the other."""
+    """All tensors in nested lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -19,7 +19,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def key_of(value: Any) -> Any:
-    """Key of everything that a result's shape depends on. Raises TypeError where that cannot be a key."""
+    """Hashable key of everything that a result's shape depends on. Raises TypeError if there is none."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device.type
     if isinstance(value, list | tuple):
@@ -28,7 +28,7 @@ def key_of(value: Any) -> Any:
 
 
 def recipe_of(result: Any, args: Any, options: Any) -> Any:
-    """Recipe to make the result again; False if it is no new memory of its own, or more of it than its shape needs."""
+    """Recipe to make the result again; False if the result is a view, or its storage is larger than its shape needs."""
     inputs = {tensor.untyped_storage()._cdata for tensor in tensors_in((*args, *options.values()))}
     return _recipe(result, inputs)
 
@@ -52,7 +52,7 @@ def _extent(tensor: Tensor) -> int:
 
 
 def from_recipe(recipe: Any) -> Any:
-    """New tensors on the meta device."""
+    """New tensors on the meta device, made from a recipe."""
     kind = recipe[0]
     if kind is Tensor:
         return torch.empty_strided(recipe[1], recipe[2], dtype=recipe[3], device="meta")

@@ -1,8 +1,8 @@
-"""A trace: every storage that lived, every message, every FLOP and action of some steps of one rank. No torch.
+"""Data of a trace: all storages, messages, FLOPs and actions of some steps of one rank. Does not import torch.
 
-tick        a count of operations: the trace's clock, which has no seconds
-block       a storage from its allocation to its end; FSDP2's buffers are freed and taken again by resizing
-change      (tick, block, bytes): positive where memory is taken, negative where it is let go
+tick        a count of operations: the trace's clock, without seconds
+block       a storage from allocation to free; FSDP2 frees and reallocates its buffers by resizing
+change      (tick, block, bytes): positive for an allocation, negative for a free
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Block:
     """A storage."""
 
     category: str
-    """One of `plan.memory.ledger.CATEGORIES`, the last that it was of."""
+    """Its last category, of `plan.memory.ledger.CATEGORIES`."""
     what: str
-    """The parameter it belongs to, or the operation that made it."""
+    """Name of the parameter that it belongs to, or of the operation that made it."""
     line: str
-    """`file:line` of ours that asked for it."""
+    """`file:line` in our code that allocated it."""
     during: str
-    """The action that was being done, such as `F3` (a forward pass of micro-batch 3), and the block of the model."""
+    """Action that allocated it, such as `F3` (forward pass of micro-batch 3), and the block of the model."""
     stream: str = "compute"
 
 
@@ -46,27 +46,27 @@ class Sent:
     """Axis of the layout along which the group lies."""
     size: int
     stride: int
-    """Ranks of the group, and how far apart they are."""
+    """Distance of the group's ranks; `size`: their number."""
     num_bytes: int
-    """The whole buffer that is gathered or reduced; of all_to_all what one rank sends; of a message itself."""
+    """Bytes of the whole buffer that is gathered or reduced; for all_to_all, of what one rank sends; of a message itself."""
     line: str
     during: str
     is_host: bool = False
     """True for messages between processors: small numbers that the trainer agrees on."""
     times: int = 1
-    """Number of times it is sent: of equal micro-batches one is traced."""
+    """Number of times it is sent: one of several equal micro-batches is traced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Label of what began at a tick."""
+    """Start of a phase or action at a tick."""
 
     tick: int
     step: int
     phase: str
     """`forward`, `backward`, `optimizer`, `between`"""
     action: str
-    """`F0`, `B0`, of a pipeline with its stage: `F0@2`; else empty."""
+    """`F0`, `B0`, in a pipeline with the stage: `F0@2`; else empty."""
 
 
 @dataclass
@@ -77,20 +77,20 @@ class RankTrace:
     layout: Layout
     rank: int
     device: str
-    """`cpu` or `cuda`: whose choices were made."""
+    """Target device, `cpu` or `cuda`, for which kernels were chosen."""
     blocks: list[Block] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     moves: list[tuple[int, int, str]] = field(default_factory=list)
-    """(tick, block, category before): a storage that became something else, as a gradient does when it is whole."""
+    """(tick, block, category before): a storage changed its category, as a gradient does when it is complete."""
     sent: list[Sent] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     flops: Counter[tuple[int, str, str]] = field(default_factory=Counter)
     """FLOPs by (step, operation, pass)."""
     ticks: int = 0
     round_to: int = 1
-    """Bytes of which a storage takes a multiple: 512 in CUDA's allocator."""
+    """Bytes to a multiple of which storages are rounded up: 512 in CUDA's allocator."""
     micro_batches: tuple[int, int] = (0, 0)
-    """Micro-batches of a step: traced, and in truth."""
+    """Micro-batches of a step: the traced number, and the real one."""
     outer: tuple[int, int] | None = None
     """Bytes that islands send to others in one round, and keep in host memory."""
     documents: str = ""
@@ -101,7 +101,7 @@ class RankTrace:
         return list(accumulate(change for _, _, change in self.changes))
 
     def peak_at(self, step: int | None = None) -> int:
-        """Index of the change after which most bytes live, in one step or in all."""
+        """Index of the change after which the peak is reached, in one step or in all."""
         totals, first = self.totals(), 0
         indices: range | list[int] = range(len(totals))
         if step is not None:
@@ -110,7 +110,7 @@ class RankTrace:
         return max(indices, key=totals.__getitem__, default=first)
 
     def peak_bytes(self, step: int | None = None) -> int:
-        """Most bytes that ever lived at once."""
+        """Peak of live bytes."""
         totals = self.totals()
         return totals[self.peak_at(step)] if totals else 0
 
@@ -126,7 +126,7 @@ class RankTrace:
         return max(index for index, (changed_at, _, _) in enumerate(self.changes) if changed_at <= tick)
 
     def alive_at(self, index: int) -> list[tuple[Block, int]]:
-        """Storages that live after a change, with the category that they had then, and their bytes; the largest first."""
+        """Storages live after a change, with their category at that time, and their bytes; the largest first."""
         sizes: Counter[int] = Counter()
         for _, number, change in self.changes[: index + 1]:
             sizes[number] += change

@@ -1,13 +1,13 @@
-"""Every operation of a rank, seen as it is dispatched: what it allocates, sends and computes.
+"""Records every dispatched operation of a rank: its allocations, messages and FLOPs.
 
-On the meta device nothing is computed, and most operations repeat: for one that neither writes nor gives views its results are
-made from what the first with the same shapes gave, at a tenth of the time of torch's shape functions. What only values could
-tell is pretended: a number that the trainer reads is 2, and of experts every one is chosen equally often
-(`trace.rank`). A model that reads one is refused, with the operation and the line.
+On the meta device nothing is computed, and most operations repeat: an operation that neither writes in place nor returns views
+gets its results from the cached shapes of the first such call, at a tenth of the time of torch's shape functions. Values are
+made up where the trainer needs them: each number that it reads is 2, and all experts are chosen equally often (`trace.rank`).
+A model that reads a value is refused, with the operation and the line.
 
-The same recorder counts a step that really runs on the CPU (`is_real`): tests hold the one to the other.
+The same recorder counts a step that really runs on the CPU (`is_real`); tests compare the two.
 
-Storages are followed as they come and go (`measure.memory` with names), and every change is kept.
+Allocations and frees of storages are tracked as in `measure.memory`, with names, and every change is kept.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from ultrascale.trace.recording.record import Block, Mark, RankTrace, Sent
 from ultrascale.trace.views.lines import line_of_code, line_of_ours, may_read
 
 AGAIN = ", again"
-"""Behind the name of a block that is recomputed."""
+"""Suffix of the name of a block that is recomputed."""
 
 
 class Storages(LiveMemory):
-    """Writes down what lives while it is entered, from `watch` on."""
+    """Records live storages while it is entered, from `watch` on."""
 
     def __init__(self, trace: RankTrace, *, is_real: bool = False, stream_name: Callable[[], str] = lambda: "compute"):
         super().__init__(nn.Module(), None, round_to=trace.round_to)
         self.trace, self.is_real, self.stream_name = trace, is_real, stream_name
         self.counted = ("cpu",) if is_real else ("meta", "cpu") if trace.device == "cpu" else ("meta",)
-        """Types of devices: with a CPU for a target what the host keeps is in the same memory."""
+        """Device types whose storages count: with a CPU target, host storages are in the same memory."""
         self.is_counting = False
         self._numbers: dict[int, int] = {}
         """Number of the block of each living storage, by address."""
@@ -69,7 +69,7 @@ class Storages(LiveMemory):
         """Number of actions that the current one stands for."""
 
     def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> None:
-        """Count from here on, with what is there."""
+        """Start counting, with the storages that exist."""
         self.model, self.optimizer, self.is_counting = model, optimizer, True
         for parameter, name in names.items():
             self._names[storage_of(parameter)._cdata] = name
@@ -83,7 +83,7 @@ class Storages(LiveMemory):
         self._watch_blocks()
 
     def mark(self, phase: str, step: int | None = None, action: str = "") -> None:
-        """Say what comes next."""
+        """Label what follows."""
         self._step = self._step if step is None else step
         self._phase, self._during = phase, action or phase
         if not action:
@@ -166,7 +166,7 @@ class Storages(LiveMemory):
     def _sample(self) -> None: ...
 
     def _watch_recomputation(self) -> None:
-        """Know a block's second forward pass from its first."""
+        """Hook recomputation, to tell a block's second forward pass from its first."""
         checkpoint = recompute.checkpoint
 
         def watched(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -203,7 +203,7 @@ class Storages(LiveMemory):
         self._undo.append(lambda: (setattr(Region, "__init__", begin), setattr(Region, "run_again", run_again)))
 
     def _watch_blocks(self) -> None:
-        """Let storages tell the block of the model they were made in."""
+        """Hook the model's blocks, so that storages are labelled with the block that made them."""
         for stage in self.model.modules():
             if not hasattr(stage, "blocks"):
                 continue
@@ -224,17 +224,17 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
 
 _aten = torch.ops.aten
 PRETENDED_NUMBER = 2.0
-"""Value of every number that the trainer reads from the device: a norm above any limit, so that gradients are clipped."""
+"""Value of every number that the trainer reads from the device: as a norm above any limit, so gradients are clipped."""
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class TraceError(RuntimeError):
-    """Something that cannot be traced."""
+    """The model or the run cannot be traced."""
 
 
 class Recorder(Storages):
-    """Writes down what happens while it is entered, of storages from `watch` on."""
+    """Records operations, messages and FLOPs while it is entered, and storages from `watch` on."""
 
     def __init__(self, trace: RankTrace, *, is_real: bool = False, stream_name: Callable[[], str] = lambda: "compute"):
         super().__init__(trace, is_real=is_real, stream_name=stream_name)
@@ -262,7 +262,7 @@ class Recorder(Storages):
         for kind in types:
             if issubclass(kind, DTensor):
                 return NotImplemented
-        if is_tracing_shapes():  # DTensor, asking itself for shapes
+        if is_tracing_shapes():  # DTensor's own shape propagation
             return func(*args, **(kwargs or {}))
         handler = self._handlers.get(func)
         if handler is None:
@@ -291,7 +291,7 @@ class Recorder(Storages):
         return self._write if writes and len(schema.returns) < 2 else self._run
 
     def _inside(self, implementation: Callable[..., Any], args: Any, options: Any) -> Any:
-        """An operation of ours, of which the parts are seen."""
+        """Runs a custom operation of ours, recording the operations inside it."""
         TorchDispatchMode.__enter__(self)
         try:
             return implementation(*args, **options)
@@ -307,14 +307,14 @@ class Recorder(Storages):
         return result
 
     def _run(self, func: Any, args: Any, options: Any) -> Any:
-        """Runs an operation on the meta device, by torch's own shape function."""
+        """Runs an operation on the meta device by torch's shape function."""
         result = func(*args, **options)
         self._count_flops(func, args, options, result)
         self._count_all(result, func)
         return result
 
     def _write(self, func: Any, args: Any, options: Any) -> Any:
-        """Handles an operation in place: there is nothing to do."""
+        """Handles an in-place operation: nothing to compute."""
         first = args[0]
         example = first[0] if isinstance(first, list | tuple) else first
         if not isinstance(example, Tensor) or example.device.type != "meta":
@@ -326,7 +326,7 @@ class Recorder(Storages):
         return first if func._schema.returns else None
 
     def _make(self, func: Any, args: Any, options: Any) -> Any:
-        """New tensors, made from memory of what the first with such shapes gave."""
+        """New result tensors, from the cached shapes of the first such operation."""
         try:
             key = (func, key_of(args), key_of(tuple(options.items())) if options else None)
             known = self._known.get(key)
@@ -348,7 +348,7 @@ class Recorder(Storages):
             self._count_all(result, func)
         return result
 
-    # What only values tell
+    # Operations that read values
 
     def _read_number(self, func: Any, args: Any, options: Any) -> Any:
         (tensor,) = args
@@ -388,7 +388,7 @@ class Recorder(Storages):
         return result
 
     def _grouped_mm(self, func: Any, args: Any, options: Any) -> Any:
-        """torch's shape function knows bf16 alone, its kernels more."""
+        """Grouped GEMM: torch's shape function supports only bf16, its kernels more dtypes."""
         left, right = args[0], args[1]
         ends = options.get("offs", args[2] if len(args) > 2 else None)
         groups = (len(ends),) if right.dim() == 2 and ends is not None else ()
@@ -468,7 +468,7 @@ OWN_OPERATIONS = {
     for value in vars(module).values()
     if isinstance(value, CustomOpDef)
 }
-"""Operations of ours, seen from inside: what they gather is memory, and what they send are messages."""
+"""Custom operations of ours that are recorded from inside: their gathers count as memory, their sends as messages."""
 SPECIAL = {
     _aten._local_scalar_dense.default: Recorder._read_number,
     _aten._to_copy.default: Recorder._to_copy,

@@ -1,6 +1,6 @@
-"""A trace for people: terminal, files, and reasons.
+"""Views of a trace: terminal, files, explanations.
 
-view, files        on a terminal; as pictures and traces for tools
+view, files        on a terminal; as pictures and trace files for other tools
 explain            why a rank runs out of memory
-compare, lines     beside the plan; lines of code
+compare, lines     comparison with the plan; lines of code
 """

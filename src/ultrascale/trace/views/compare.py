@@ -1,4 +1,4 @@
-"""A trace beside the planner's account of the same rank: memory, messages, FLOPs, row by row."""
+"""Compares a trace with the plan of the same rank: memory, messages, FLOPs, row by row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ultrascale.trace.planned import Planned
 from ultrascale.trace.recording.record import RankTrace, Sent
 
 NOT_COUNTED = ("receive", "barrier")
-"""The other end counts it."""
+"""Kinds of messages that are not counted here: the sender counts them."""
 
 
 class Row(NamedTuple):
@@ -25,7 +25,7 @@ class Row(NamedTuple):
 
     @property
     def percent(self) -> float | None:
-        """Planned over traced."""
+        """Planned minus traced, in percent of traced."""
         if self.planned is None or not (self.traced or self.planned):
             return None
         return 100 * (self.planned / self.traced - 1) if self.traced else float("inf")
@@ -45,11 +45,11 @@ class Comparison:
     """All rows of one step."""
 
     memory: list[Row]
-    """Rows by category, and the sum, at each one's own peak."""
+    """Rows by category, and the sum, each at its own peak."""
     traffic: list[TrafficRow]
     flops: list[Row]
     islands: list[Row] = field(default_factory=list)
-    """Rows of what an outer step sends and keeps, where there are several islands."""
+    """Rows of the bytes that an outer step sends and keeps, if there are several islands."""
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-able dictionary."""
@@ -66,7 +66,7 @@ class Comparison:
 
 
 def compare(trace: RankTrace, planned: Planned | None, step: int = 1) -> Comparison:
-    """The rows of a step of `trace`."""
+    """Compare a step of `trace` with the plan."""
     return Comparison(
         _memory(trace, planned, step), _traffic(trace, planned, step), _flops(trace, planned, step), _islands(trace, planned)
     )
@@ -86,7 +86,7 @@ def traffic_of(trace: RankTrace, step: int) -> dict[TrafficKey, Traffic]:
 
 
 def leaving(trace: RankTrace, sent: Sent) -> int:
-    """Bytes as a plan counts them: along cp those that leave the rank, else the whole buffer."""
+    """Bytes of a message as the planner counts them: along cp those that leave the rank, else the whole buffer."""
     layout = trace.layout
     along_cp = layout.cp > 1 and (sent.size, sent.stride) == layout.group("cp") and "context" in sent.line
     if along_cp and sent.kind in ("all_gather", "reduce_scatter"):

@@ -1,4 +1,4 @@
-"""Why a rank runs out of memory: what is alive at the peak, and what the planner would change, with its effect."""
+"""Why a rank runs out of memory: the storages alive at the peak, and changes of the layout with their planned effect."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ultrascale.trace.recording.record import RankTrace
 
 PARTS, EDITS = 8, 3
 MOST_TOGETHER = 3
-"""Changes at once that are tried where fewer are not enough."""
+"""Largest number of changes that are combined if fewer do not suffice."""
 PIECES = 4
-"""Chunks of feed-forward layers: four do most of what more do (docs/memory-for-speed.md)."""
+"""Chunks of feed-forward layers to propose: four save most of what more would (docs/memory-for-speed.md)."""
 LEAST_SAVED = 0.01
-"""Least saving worth reporting, as a fraction of what is needed."""
+"""Least saving worth reporting, as a fraction of the needed memory."""
 GO_ON_FROM = 4
-"""Number of changes that save most to combine further; from all of them a table of three would be a hundred plans."""
+"""Number of best changes that are combined further; combining all would take a hundred plans."""
 
 
 class Part(NamedTuple):
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 class Edit(NamedTuple):
-    """A change of the layout, and what the planner says of it."""
+    """A change of the layout, with its planned effect."""
 
     setting: str
     needed_bytes: int
@@ -53,12 +53,12 @@ class Edit(NamedTuple):
 
     @property
     def helps(self) -> bool:
-        """True if it saves enough to be worth a change."""
+        """True if it saves at least `LEAST_SAVED`."""
         return self.saved_bytes > LEAST_SAVED * self.needed_bytes
 
 
 def biggest_parts(trace: RankTrace, index: int, *, most: int = PARTS) -> list[Part]:
-    """Largest parts after a change, storages of one category, operation and line together."""
+    """Largest parts alive after change `index`, grouped by category, operation and line."""
     counts: Counter[tuple[str, str, str]] = Counter()
     sizes: Counter[tuple[str, str, str]] = Counter()
     for block, num_bytes in trace.alive_at(index):
@@ -70,9 +70,9 @@ def biggest_parts(trace: RankTrace, index: int, *, most: int = PARTS) -> list[Pa
 
 
 def edits(run: Run, cluster: Cluster, *, most: int = EDITS) -> list[Edit]:
-    """The changes that help: those that make it fit first, the fastest of them before others; else those that save most.
+    """Changes that help: first those that make the run fit, the fastest first; then those that save most.
 
-    If none makes it fit, the best pair of changes that does comes first, or else the best three: several at once, in one line.
+    If no single change makes it fit, the best combination of two or three that does comes first, as one entry.
     """
     now, priced = plan_run(run, cluster), PlanCache(run, cluster)
     singles = [edit for change in _changes(run.layout, run) if (edit := priced.edit((change,), now)) and edit.saved_bytes > 0]
@@ -84,7 +84,7 @@ def edits(run: Run, cluster: Cluster, *, most: int = EDITS) -> list[Edit]:
 
 
 def _combinations(run: Run, priced: PlanCache, now: RunPlan) -> list[Edit]:
-    """The fastest of the least changes at once that make it fit, two or three; else what saves most of those tried."""
+    """Fastest combination of two, else three changes that makes the run fit; else the combination that saves most."""
     tried: list[Edit] = []
     chains: list[tuple[Change, ...]] = [(change,) for change in _changes(run.layout, run)]
     for _ in range(2, MOST_TOGETHER + 1):
@@ -101,7 +101,7 @@ def _combinations(run: Run, priced: PlanCache, now: RunPlan) -> list[Edit]:
 
 
 def _most_saving(chains: list[tuple[Change, ...]], priced: PlanCache, now: RunPlan) -> list[tuple[Change, ...]]:
-    """The chains to extend."""
+    """Combinations to extend by another change: those that save most."""
     saved = [(edit.saved_bytes, number) for number, chain in enumerate(chains) if (edit := priced.edit(chain, now))]
     return [chains[number] for _, number in sorted(saved, reverse=True)[:GO_ON_FROM]]
 
@@ -111,21 +111,21 @@ def _ranked(candidates: list[Edit]) -> list[Edit]:
 
 
 class Change(NamedTuple):
-    """Flags, and the layout that they make."""
+    """Command-line flags, and the layout that they produce."""
 
     setting: dict[str, Any]
     layout: Layout
 
 
 class PlanCache:
-    """Changes as the planner has them, each asked once."""
+    """Cache of plans of changed layouts."""
 
     def __init__(self, run: Run, cluster: Cluster):
         self.run, self.cluster = run, cluster
         self._known: dict[Layout, RunPlan | None] = {}
 
     def edit(self, chain: tuple[Change, ...], now: RunPlan) -> Edit | None:
-        """Effect of changes one after the other; None for what cannot be planned or trained."""
+        """Effect of a combination of changes; None if it cannot be planned or trained."""
         plan = self._plan(chain[-1].layout)
         if plan is None:
             return None
@@ -148,7 +148,7 @@ class PlanCache:
 
 
 def _changes(layout: Layout, run: Run) -> Iterator[Change]:
-    """Single changes that need the same number of ranks."""
+    """Single changes that keep the number of ranks."""
 
     def changed(**settings: Any) -> Change:
         return Change(settings, replace(layout, **settings))
@@ -191,6 +191,6 @@ def _slower(changed: RunPlan, now: RunPlan) -> float | None:
 
 
 def _weight_of(name: str) -> str:
-    """A parameter's name without the number of its block: all blocks have one."""
+    """A parameter's name without the number of its block."""
     parts = name.split(".")
     return ".".join(["layers", "*", *parts[2:]]) if parts[0] == "layers" and len(parts) > 2 else name

@@ -1,11 +1,11 @@
-"""A trace as files: a picture of memory, a trace for Perfetto, a snapshot for torch's own memory visualiser.
+"""A trace as files: a picture of memory, a trace for Perfetto, a snapshot for torch's memory visualiser.
 
-    .png .svg       bytes by category, stacked, step after step               (`measure.plots.plot_memory`)
+    .png .svg       bytes by category, stacked, over the steps                (`measure.plots.plot_memory`)
     .json           Trace Event Format, for ui.perfetto.dev: actions, messages, bytes by category as a counter
-    .pickle         what `torch.cuda.memory._snapshot()` gives, for pytorch.org/memory_viz: addresses are those that the
-                    model of torch's allocator gives (`trace.allocator`)
+    .pickle         format of `torch.cuda.memory._snapshot()`, for pytorch.org/memory_viz; addresses from the model of
+                    torch's allocator (`trace.allocator`)
 
-Time in them is the count of operations: a trace has no seconds.
+Their time axis is the count of operations: a trace has no seconds.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ultrascale.trace.allocator import ROUND, SMALL_SEGMENT, placed
 from ultrascale.trace.recording.record import RankTrace
 
 MOST_POINTS = 3000
-"""Most points of a picture or a counter: of each stretch the highest moment is kept."""
+"""Largest number of points of a picture or counter: each interval keeps its peak."""
 
 
 def write_file(trace: RankTrace, path: Path, *, planned_peak_bytes: int | None = None) -> Path:
-    """Write `path`, whose ending says what. Raises SpecError for an ending that is none of these."""
+    """Write `path` in the format of its suffix. Raises SpecError for other suffixes."""
     writers: dict[str, Callable[[], object]] = {
         ".png": lambda: _picture(trace, path, planned_peak_bytes),
         ".svg": lambda: _picture(trace, path, planned_peak_bytes),
@@ -42,7 +42,7 @@ def write_file(trace: RankTrace, path: Path, *, planned_peak_bytes: int | None =
 
 
 def points(trace: RankTrace) -> list[dict[str, Any]]:
-    """Moments in order, each the highest of a stretch of equal length: step, phase, bytes by category."""
+    """Moments in order, each the peak of an interval of equal length: step, phase, bytes by category."""
     moments = list(trace.timeline())
     stride = -(-len(moments) // MOST_POINTS) or 1
     peaks = [
@@ -63,7 +63,7 @@ def _picture(trace: RankTrace, path: Path, planned_peak_bytes: int | None) -> Pa
 
 
 def perfetto(trace: RankTrace) -> dict[str, Any]:
-    """The JSON object of a trace of events."""
+    """The trace in the Trace Event Format."""
     return {"traceEvents": list(_events(trace)), "displayTimeUnit": "ms"}
 
 

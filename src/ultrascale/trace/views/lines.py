@@ -1,4 +1,4 @@
-"""The lines of code that a trace names: of the program for messages and memory, of anybody for what cannot be traced."""
+"""Lines of code for a trace: lines of `ultrascale` for messages and memory, lines of any code for errors."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ PACKAGE = str(Path(__file__).parents[2]) + os.sep
 WATCHING = tuple(PACKAGE + name + os.sep for name in ("trace", "measure"))
 TORCH = os.path.dirname(torch.__file__) + os.sep
 PYTHON = (sysconfig.get_path("stdlib") + os.sep, "<")
-"""Python's own files, and what has no file."""
+"""Prefixes of the standard library, and of code without a file."""
 INSTALLED = sysconfig.get_path("purelib") + os.sep
-"""Folder of installed packages, in some installations below the standard library: a model may come from there."""
+"""Folder of installed packages, which may be below the standard library's: a model may come from there."""
 READERS = tuple(PACKAGE + name + os.sep for name in ("train", "parallel", "kernels"))
-"""Packages that may read losses, norms and whether ids are in the vocabulary: what they do with a pretended one is known."""
+"""Our packages that may read values (losses, norms, vocabulary checks): a made-up value does no harm there."""
 NOWHERE = "a place without Python"
 
 
 def line_of_ours(frame: FrameType | None) -> str:
-    """`file:line` of the innermost caller in `ultrascale` that is neither of the trace nor of what measures."""
+    """`file:line` of the innermost caller in `ultrascale` outside `trace` and `measure`."""
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(PACKAGE) and not name.startswith(WATCHING) and frame.f_code.co_name != "__torch_dispatch__":
@@ -33,13 +33,13 @@ def line_of_ours(frame: FrameType | None) -> str:
 
 
 def line_of_code(frame: FrameType | None) -> str:
-    """`file:line` of the innermost caller that is not torch's, Python's or the trace's: a user's own model, or ours."""
+    """`file:line` of the innermost caller outside torch, Python and the trace: in a user's model, or ours."""
     frame = _frame_of_code(frame)
     return NOWHERE if frame is None else _short_location(frame.f_code.co_filename, frame.f_lineno)
 
 
 def may_read(frame: FrameType | None) -> bool:
-    """True if the code that is here, as of `line_of_code`, may read a number: a model may not."""
+    """True if the caller found by `line_of_code` may read a value: a model may not."""
     frame = _frame_of_code(frame)
     return frame is not None and frame.f_code.co_filename.startswith(READERS)
 
@@ -51,7 +51,7 @@ def _frame_of_code(frame: FrameType | None) -> FrameType | None:
 
 
 def line_of_error(error: BaseException) -> str:
-    """`file:line`, as of `line_of_code`, of where an error came from."""
+    """`file:line` of an error's origin, chosen as in `line_of_code`."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         if is_code(frame.f_code.co_filename):
             return _short_location(frame.f_code.co_filename, line)
@@ -59,14 +59,14 @@ def line_of_error(error: BaseException) -> str:
 
 
 def is_code(file: str) -> bool:
-    """True if a file belongs to somebody who writes models or trainers."""
+    """True for a file of a model or trainer, not of Python, torch or the trace."""
     if file.startswith((*WATCHING, TORCH)):
         return False
     return file.startswith(INSTALLED) or not file.startswith(PYTHON)
 
 
 def _short_location(file: str, line: int) -> str:
-    """Files of `ultrascale` from there, others from the current folder if they are below it."""
+    """`file:line` relative to the package for `ultrascale`, else to the current folder if below it."""
     if file.startswith(PACKAGE):
         return f"{file[len(PACKAGE) :]}:{line}"
     relative = os.path.relpath(file)

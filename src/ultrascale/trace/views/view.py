@@ -14,13 +14,13 @@ from ultrascale.trace.views.compare import Comparison, Row
 from ultrascale.trace.views.explain import Edit, Part
 
 LINES = 12
-"""Lines of messages to show: those with most bytes."""
+"""Number of rows of messages to show: those with most bytes."""
 
 
 def show_trace(
     trace: RankTrace, comparison: Comparison, reserved: int, console: Console, *, step: int, tier: dict[str, str]
 ) -> None:
-    """One rank: memory, what is alive at the peak is `show_parts`, messages, FLOPs."""
+    """Print one rank's memory, messages and FLOPs; `show_parts` prints the storages at the peak."""
     layout = trace.layout
     traced, count = trace.micro_batches
     console.print(
@@ -50,7 +50,7 @@ def show_trace(
 
 
 def show_stages(peaks: list[StagePeak], console: Console) -> None:
-    """A line for each pipeline stage."""
+    """Print a line for each pipeline stage."""
     table = _table("stage", "rank", "traced peak", "planned", "difference", "reserved", right=(1, 2, 3, 4, 5))
     for peak in peaks:
         table.add_row(

@@ -1,6 +1,6 @@
-"""The model of a measured run: its dimensions as the row tells them, and by stated rules where a cell is blank.
+"""The model of a measured run: its dimensions from the row, and by these rules where a cell is blank.
 
-    blank                 taken instead
+    blank                 value by rule
     everything            the preset of that name; else the one nearest in size to a name such as 13B
     heads                 what divides hidden into heads nearest to 128 wide, and tp into ranks
     kv_heads              heads
@@ -8,7 +8,7 @@
     vocab                 50304 (GPT-2's, padded), 32000 if the MLP is gated
     tied_embeddings       tied unless the MLP is gated
 
-What a rule filled in is told with the prediction.
+Values filled in by a rule are reported with the prediction.
 """
 
 from __future__ import annotations
