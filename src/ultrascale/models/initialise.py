@@ -67,7 +67,7 @@ def build_embedding(rows: int, width: int) -> nn.Embedding:
     """Embedding as torch builds it. On the meta device values are not drawn: torch would load its compiler for that, a second,
     and they would have no effect."""
     weight = torch.empty(rows, width)
-    return nn.Embedding.from_pretrained(weight if weight.is_meta else nn.init.normal_(weight), freeze=False)
+    return nn.Embedding(rows, width, _weight=weight if weight.is_meta else nn.init.normal_(weight))
 
 
 def initial_value(weight: Weight, seed: int, *, part: WeightShard | None = None) -> Tensor:
