@@ -29,11 +29,12 @@ TITLES = {
 
 HEAD = """# The catalogue of faults
 
-Every fault and bad input that is tested, what a run promises then, and the test that holds it; [reliability](reliability.md) explains how.
-Written by `python tests/catalogue/table.py` from the tests' marks and what `pytest -m catalogue --record-catalogue` noted.
+Every fault and bad input that is tested, what a run promises then, and the test that holds it; [reliability](reliability.md)
+explains how. Written by `python tests/catalogue/table.py` from the tests' marks and what
+`pytest -m catalogue --record-catalogue` noted.
 
-A control removes the guard against a fault, or plants a bug, and requires that the row's test, or what it judges by, sees the difference. Every
-row that injects a fault has one; rows of bad input need none. Nightly tests run with `ULTRASCALE_NIGHTLY=1`."""
+A control removes the guard against a fault, or plants a bug, and requires that the row's test, or what it judges by, sees the
+difference. Every row that injects a fault has one; rows of bad input need none. Nightly tests run with `ULTRASCALE_NIGHTLY=1`."""
 INJECTED = ("processes", "hangs", "storage", "resume", "numerics")
 """Groups of rows whose faults are injected, each of which must have a control."""
 
@@ -128,15 +129,15 @@ def _totals(rows: list[Row], tests: list[Cover], results: dict[str, dict[str, An
     return [
         f"{len(covered)} of {len(rows)} rows have a test, {len(in_ci)} in every run of CI, the others at night;",
         f"{controlled} of the {len(injected)} that inject a fault have a control.",
-        f"CI's {cases} cases (`python -m pytest -m catalogue`) took {seconds / 60:.1f} minutes, each when last recorded, on two cores",
-        f"that other work shared; {num_metered} of them {processor / 60:.1f} minutes of processor time.",
+        f"CI's {cases} cases (`python -m pytest -m catalogue`) took {seconds / 60:.1f} minutes, each when last recorded, on",
+        f"two cores that other work shared; {num_metered} of them {processor / 60:.1f} minutes of processor time.",
     ]
 
 
 def _whole(whole: dict[str, Any]) -> list[str]:
     return [
-        f"Their last whole run, {whole['on']}: {whole['minutes']:.1f} minutes for {whole['cases']} cases, `-n {whole['workers']}` on two",
-        f"cores, which {whole['load']:.0f} processes wanted in its last quarter of an hour.",
+        f"Their last whole run, {whole['on']}: {whole['minutes']:.1f} minutes for {whole['cases']} cases, `-n {whole['workers']}` on",
+        f"two cores, which {whole['load']:.0f} processes wanted in its last quarter of an hour.",
     ]
 
 
