@@ -34,7 +34,8 @@ explains how. Written by `python tests/catalogue/table.py` from the tests' marks
 `pytest -m catalogue --record-catalogue` noted.
 
 A control removes the guard against a fault, or plants a bug, and requires that the row's test, or what it judges by, sees the
-difference. Every row that injects a fault has one; rows of bad input need none. Nightly tests run with `ULTRASCALE_NIGHTLY=1`."""
+difference. Every row that injects a fault has one; rows of bad input need none. Nightly tests run with
+`ULTRASCALE_NIGHTLY=1`."""
 INJECTED = ("processes", "hangs", "storage", "resume", "numerics")
 """Groups of rows whose faults are injected, each of which must have a control."""
 
@@ -136,8 +137,8 @@ def _totals(rows: list[Row], tests: list[Cover], results: dict[str, dict[str, An
 
 def _whole(whole: dict[str, Any]) -> list[str]:
     return [
-        f"Their last whole run, {whole['on']}: {whole['minutes']:.1f} minutes for {whole['cases']} cases, `-n {whole['workers']}` on",
-        f"two cores, which {whole['load']:.0f} processes wanted in its last quarter of an hour.",
+        f"Their last whole run, {whole['on']}: {whole['minutes']:.1f} minutes for {whole['cases']} cases,",
+        f"`-n {whole['workers']}` on two cores, which {whole['load']:.0f} processes wanted in its last quarter of an hour.",
     ]
 
 
