@@ -7,7 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from api.asked import CHECKS, PLANS, SCHEDULES, TRACES
+from api.questions import CHECKS, PLANS, SCHEDULES, TRACES
 
 import ultrascale as us
 
