@@ -12,12 +12,12 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ultrascale.api.asked import VerbRequest, read_keywords
+from ultrascale.api.displays import Rows, TableRow, bars, html
 from ultrascale.api.extras import naming_extras
+from ultrascale.api.keywords import VerbRequest, read_keywords
 from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.planning.run_of import ModelAndMachines, planned_run
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Rows, TableRow, bars, html
 from ultrascale.check.cases import cases, smallest_run_of, with_faults
 from ultrascale.check.faults.table import FAULTS, expect_known
 from ultrascale.check.small import Case, small_layouts

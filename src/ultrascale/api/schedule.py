@@ -10,12 +10,12 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ultrascale.api.asked import read_keywords
+from ultrascale.api.displays import Rows, TableRow, bars, figure, html
 from ultrascale.api.extras import naming_extras
+from ultrascale.api.keywords import read_keywords
 from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.planning.run_of import ModelAndMachines, planned_run
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Rows, TableRow, bars, figure, html
 from ultrascale.description.layout import PipelineRuntime
 from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.schedules import SCHEDULE_ALIASES, SCHEDULES

@@ -8,12 +8,12 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ultrascale.api.asked import VerbRequest, read_keywords
+from ultrascale.api.displays import Rows, TableRow, bars, figure, html
 from ultrascale.api.extras import naming_extras
+from ultrascale.api.keywords import VerbRequest, read_keywords
 from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.planning.run_of import ModelAndMachines, cluster_of, planned_run
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Rows, TableRow, bars, figure, html
 from ultrascale.catalogue.cluster import Cluster
 from ultrascale.catalogue.machines import free_bytes, usable_cores
 from ultrascale.config.resolve import resolve
@@ -22,7 +22,7 @@ from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes
 from ultrascale.page.documents import stages_document, trace_document
-from ultrascale.page.one_file import expect_writable, write_document
+from ultrascale.page.html_file import expect_writable, write_document
 from ultrascale.plan.memory.replay import num_micro_batches
 from ultrascale.plan.report import device_of
 from ultrascale.plan.search.recompute_choice import with_recomputation

@@ -19,7 +19,7 @@ from ultrascale.checkpoint.errors import CheckpointError, LostContactError, Save
 from ultrascale.checkpoint.loading import verify
 from ultrascale.checkpoint.saving import Plan, copy_to_host, expect_held, plan_save, write_and_publish
 from ultrascale.checkpoint.slices import Tensors
-from ultrascale.held_folder import OpenFolder
+from ultrascale.open_folder import OpenFolder
 
 
 class Saver:

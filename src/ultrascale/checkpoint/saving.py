@@ -31,7 +31,7 @@ from ultrascale.checkpoint.finite import expect_finite
 from ultrascale.checkpoint.manifest import MANIFEST_NAME, Shard, decode, encode, manifest_of, metadata_text, shard_name
 from ultrascale.checkpoint.slices import Tensors, pieces_of, slices_of
 from ultrascale.failpoints import failpoint
-from ultrascale.held_folder import OpenFolder
+from ultrascale.open_folder import OpenFolder
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ultrascale.api.asked import VerbRequest
+from ultrascale.api.keywords import VerbRequest
 from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.trace import StageTraces, Trace, TraceOptions, answer
 from ultrascale.cli.terminal.parse import parse_with_overrides

@@ -9,7 +9,7 @@ Three modes, of which a block has one (`description.recomputed` names them):
                freed after its last
 
 A region saves its inputs. So a norm costs its input, which the residual stream saves anyway, and an activation function the two
-tensors that its own backward pass reads. The trainer implements this in `parallel.activations.remade` and
+tensors that its own backward pass reads. The trainer implements this in `parallel.activations.regions` and
 `parallel.activations.recompute`; `plan` simulates it (`stage_replay`, `block_memory`) and prices it.
 """
 

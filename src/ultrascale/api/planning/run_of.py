@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ultrascale.api.asked import VerbRequest
+from ultrascale.api.keywords import VerbRequest
 from ultrascale.api.planning.plan_request import SHORT, PlanOptions
 from ultrascale.catalogue.cluster import Cluster, parse_cluster
 from ultrascale.description.problems import mistake

@@ -34,7 +34,7 @@ from ultrascale.kernels.optimizers.narrow_moments import (
     update_,
 )
 from ultrascale.models.initialise import shard_boxes
-from ultrascale.parallel.data.whole_matrices import spans_over
+from ultrascale.parallel.data.gathered_matrices import spans_over
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.share import LocalParameter, Share, local
 

@@ -1,7 +1,7 @@
 """Muon: hidden matrices are updated by an orthogonal matrix, all else by AdamW (Jordan et al. 2024; Liu et al. 2025).
 
     B = momentum B + G                       the momentum, fp32, sharded like the matrix
-    O = orthogonalise(G + momentum B)        of the *unsharded* matrix, gathered by `parallel.data.whole_matrices`
+    O = orthogonalise(G + momentum B)        of the *unsharded* matrix, gathered by `parallel.data.gathered_matrices`
     W = (1 - rate decay) W - rate 0.2 sqrt(max(m, n)) O
 
 The factor makes an update as large as AdamW's usually is (Liu et al. 2025, section 2.2), so that both share one learning rate
@@ -27,7 +27,7 @@ from torch.optim.adamw import adamw
 
 from ultrascale.description.architecture.weights import is_hidden_matrix
 from ultrascale.description.run import Optimizer
-from ultrascale.parallel.data.whole_matrices import GatheredMatrices
+from ultrascale.parallel.data.gathered_matrices import GatheredMatrices
 from ultrascale.parallel.share import LocalParameter, Share, local
 from ultrascale.work.sharding.owners import NEWTON_SCHULZ_STEPS
 
