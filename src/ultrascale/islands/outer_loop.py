@@ -137,7 +137,7 @@ class OuterLoop:
         """The outer state of each weight, after waiting for communication in flight."""
         for fragment in sorted(self._moves):
             self._await(fragment)
-        return ((f"islands.{kind}", part.held, tensor) for part in self.state.parts() for kind, tensor in part.tensors())
+        return ((f"islands.{kind}", part.shard, tensor) for part in self.state.parts() for kind, tensor in part.tensors())
 
     def facts(self) -> dict[str, Any]:
         """The JSON metadata of the state."""

@@ -104,7 +104,8 @@ def _assemble_all(everything: list[list[NamedBox]]) -> Gathered:
 def _boxes(shard: LocalParameter, values: Tensor) -> list[NamedBox]:
     """Boxes of this rank's shard of a tensor that is sharded as its parameter is."""
     return [
-        (shard.name, shard.weight.shape, TensorBox(*box)) for box in shard_boxes(shard.parameter, shard.place, values.detach())
+        (shard.name, shard.weight.shape, TensorBox(*box))
+        for box in shard_boxes(shard.parameter, shard.weight_shard, values.detach())
     ]
 
 

@@ -84,6 +84,6 @@ def _shard_parameters(decoder: Decoder, layout: Layout, coordinates: Coordinates
         owner, _, leaf = name.rpartition(".")
         module, part = decoder.get_submodule(owner), shard_of(table[name], layout, coordinates)
         setattr(module, leaf, nn.Parameter(parameter.new_empty(part.shape)))
-        if leaf == "bias" and part.replica > 0:
+        if leaf == "bias" and part.tp_copy > 0:
             assert isinstance(module, GroupedLinear)
             module.adds_bias = False  # partial products are added up over expert_tp, and the bias must be among them once
