@@ -95,9 +95,9 @@ def report(folder: str | PathLike[str], **settings: Any) -> Report:
 
     Needs matplotlib. Raises SpecError.
     """
-    asked = read_keywords(ReportOptions, "report", {"folder": folder, **settings}, positional=("folder",), run_settings=False)
+    request = read_keywords(ReportOptions, "report", {"folder": folder, **settings}, positional=("folder",), run_settings=False)
     with naming_extras("report"):
-        return answer(asked.options)
+        return answer(request.options)
 
 
 def answer(options: ReportOptions) -> Report:

@@ -162,10 +162,10 @@ def sweep(run: str | PathLike[str], **settings: Any) -> Sweep:
 
     `settings` are the flags of `ultrascale sweep`, and settings of the run. Needs torch, and the run's data. Raises SpecError.
     """
-    asked = read_keywords(SweepOptions, "sweep", {"run": run, **settings}, positional=("run",))
-    axes, fixed_settings = split_axes(asked.settings)
+    request = read_keywords(SweepOptions, "sweep", {"run": run, **settings}, positional=("run",))
+    axes, fixed_settings = split_axes(request.settings)
     with naming_extras("sweep"):
-        return answer(asked.options, axes, fixed_settings)
+        return answer(request.options, axes, fixed_settings)
 
 
 def answer(

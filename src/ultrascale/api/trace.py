@@ -218,15 +218,15 @@ def trace(run: str | PathLike[str] | None = None, **settings: Any) -> Trace | St
 
     `settings` are the flags of `ultrascale trace`, and settings of the run, `layout={"tp": 8}`. Needs torch. Raises SpecError.
     """
-    asked = read_keywords(TraceOptions, "trace", {"run": run, **settings}, positional=("run",), short=SHORT)
+    request = read_keywords(TraceOptions, "trace", {"run": run, **settings}, positional=("run",), short=SHORT)
     with naming_extras("trace"):
-        return answer(asked)
+        return answer(request)
 
 
-def answer(asked: VerbRequest[TraceOptions], *, report: Callable[[str], None] = lambda note: None) -> Trace | StageTraces:
+def answer(request: VerbRequest[TraceOptions], *, report: Callable[[str], None] = lambda note: None) -> Trace | StageTraces:
     """The trace that is asked for, with the files that were asked for written. `report` is told what to know beforehand."""
-    options = asked.options
-    run = _described(options, asked.settings)
+    options = request.options
+    run = _described(options, request.settings)
     _expect_possible(options, run)
     expect_trainable(run.model, run.layout)
     expect_writable(options.html)
@@ -242,14 +242,14 @@ def answer(asked: VerbRequest[TraceOptions], *, report: Callable[[str], None] = 
 
         stages = StageTraces(tuple(trace_stages(run, device=device)))
         if options.html is not None:
-            write_document(options.html, stages_document(stages.to_dict()), ["trace", *asked.words])
+            write_document(options.html, stages_document(stages.to_dict()), ["trace", *request.words])
         return stages
     _expect_memory(run, options.steps)
     from ultrascale.trace.rank import trace_rank
 
     trace = _rank_result(options, run, cluster, trace_rank(run, options.rank or 0, device=device, steps=options.steps))
     if options.html is not None:
-        write_document(options.html, trace_document(trace.to_dict()), ["trace", *asked.words])
+        write_document(options.html, trace_document(trace.to_dict()), ["trace", *request.words])
     return trace
 
 

@@ -72,9 +72,9 @@ class _Stage:
 
     def scatter_to_shards(self, wholes: dict[int, Tensor]) -> dict[int, Tensor]:
         owned = [n for n in self.shardings if self.is_owner(n)]
-        as_cut = {n: wholes[n].reshape(self.shardings[n].shape) for n in owned}
-        sent = [[self._part(as_cut[n], n, rank) for n in owned] for rank in range(self.size)]
-        del as_cut
+        as_sharded = {n: wholes[n].reshape(self.shardings[n].shape) for n in owned}
+        sent = [[self._part(as_sharded[n], n, rank) for n in owned] for rank in range(self.size)]
+        del as_sharded
         coming = [[n for n, sharding in self.shardings.items() if sharding.owner == rank] for rank in range(self.size)]
         shapes = [[self._rest[n] for n in some] for some in coming]
         like = next(iter(wholes.values()), None)
