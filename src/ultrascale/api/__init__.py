@@ -5,13 +5,13 @@ to a result, and a function of keywords for people, which reads them as the comm
 with `to_dict()`, which is what `--json` prints, `to_frame()`, a `repr` of one line, and what a notebook shows of it.
 
 extras          packages that only some verbs need
-asked           keywords as options, and as the words of the command line that ask for the same
+keywords        keywords as options, and as the words of the command line that ask for the same
 planning        a question to the planner, and its answer: one plan, a search, two plans compared
 schedule        a pipeline schedule played, or all of them
 trace           any rank of a job
 check           N processes against one
 sweep           many layouts measured
 report          a run's folder summed up
-shown           tables for notebooks and pandas; pictures
+displays        tables for notebooks and pandas; pictures
 schemas         what each result's `to_dict` holds, key by key; the JSON Schemas, and what type checkers see
 """

@@ -20,7 +20,7 @@ from ultrascale.cli.plan.plan_command import request_of
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.description.problems import mistake
 from ultrascale.page.controls import words_of
-from ultrascale.page.shown import PARTS, PagePlan, answer
+from ultrascale.page.plan_data import PARTS, PagePlan, answer
 
 CACHED_PLANS = 8
 """Searches that are kept: asking one's reasons does not search again."""
@@ -72,8 +72,8 @@ def command(arguments: list[str]) -> int:
 
 
 def question(form: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a page's question (`page.controls`): what is drawn (`page.shown`; of it one `part`, if one is asked for),
-    or {"error": ...}, what the command line says to the same."""
+    """The answer to a page's question (`page.controls`): what is drawn (`page.plan_data`; of it one `part`, if one is asked
+    for), or {"error": ...}, what the command line says to the same."""
     with TemporaryDirectory() as folder:
         try:
             words = words_of(form, Path(folder))

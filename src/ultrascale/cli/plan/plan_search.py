@@ -23,7 +23,7 @@ from ultrascale.plan.workload import Workload
 def show_search(plan: Plan, searched: SearchOutcome) -> None:
     """Print the ranking, the plan of its first, why if that was asked, the ranking's first again, and what to do next."""
     console, options, result = console_for_people(), plan.request.options, searched.result
-    console.print(Text(_batch_note(searched.tokens_asked, result.workload), style="dim"))
+    console.print(Text(_batch_note(searched.requested_tokens, result.workload), style="dim"))
     if result.best is None:
         console.print(f"[bold red]{no_layout_fits(result)}[/]")
         console.print(_what_would_fit(searched) + "\n")
