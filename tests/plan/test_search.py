@@ -12,7 +12,7 @@ import pytest
 from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.catalogue.stacks.stack_files import STACKS, changed_stack
-from ultrascale.config.rules.run_rules import parallelism_problems
+from ultrascale.config.rules.run_rules import MOST_MICRO_BATCHES, parallelism_problems
 from ultrascale.description.layout import Layout, Precision
 from ultrascale.description.problems import SpecError
 from ultrascale.plan.intervals import out_of_memory_risk
@@ -188,13 +188,21 @@ def test_a_wide_search_is_as_fast_as_a_narrow_one_where_pairs_of_passes_hide_wha
     assert expected_seconds(wide) <= expected_seconds(narrow)
 
 
-def test_a_pipeline_has_at_most_as_many_micro_batches_in_a_step_as_a_run_may() -> None:
+def test_a_rank_has_at_most_as_many_micro_batches_in_a_step_as_the_trainer_takes() -> None:
     table = legal_layouts(real("llama-3-8b", "64xh100", batch=2**23)).table
     counts = 2**23 // (table.dp * table.micro_batch_size)
-    assert counts[table.pp > 1].max() == 2**16
-    with pytest.raises(SpecError, match="a pipeline has at most 65536 micro-batches in a step") as error:
-        search(real("llama-3-8b", "64xh100", batch=10**9), constraints={"pp": (4,)})
-    assert "Give at most" in error.value.problems[0].remedy
+    assert counts[table.pp > 1].max() == counts[table.pp == 1].max() == MOST_MICRO_BATCHES
+
+
+@pytest.mark.parametrize("constraints", [{}, {"pp": (1,)}, {"pp": (4,)}, {"micro_batch_size": (1,)}])
+def test_a_batch_of_which_no_rank_can_take_its_share_is_refused_with_the_largest_that_one_can(constraints) -> None:
+    workload = real("llama-3-8b", "8xh100", batch=5**3 * 2**23)
+    with pytest.raises(SpecError) as error:
+        search(workload, constraints=constraints)
+    (problem,) = error.value.problems
+    assert problem.rule == "no layout of 8 GPUs is legal: a rank has at most 65536 micro-batches in a step"
+    ranks, size = 8 // constraints.get("pp", (1,))[0], constraints.get("micro_batch_size", (16,))[0]
+    assert f"a batch of at most {2**16 * ranks * size:,} sequences" in problem.remedy
 
 
 def test_the_ranking_is_by_expected_time_and_the_front_holds_nothing_that_is_beaten() -> None:

@@ -31,7 +31,7 @@ from ultrascale.plan.layouts import distinct as distinct_values
 from ultrascale.plan.search.bounds import memory_floors
 from ultrascale.plan.search.constraints import unmet
 from ultrascale.plan.search.replayed import with_replay
-from ultrascale.plan.search.space import Constraints, Refusal, Space, legal_layouts
+from ultrascale.plan.search.space import MANY_MICRO_BATCHES, Constraints, Refusal, Space, legal_layouts
 from ultrascale.plan.time.price import PAIRED, Prediction, predict_rows, price, price_time
 from ultrascale.plan.time.stages import partition_stages
 from ultrascale.plan.workload import Workload
@@ -392,7 +392,8 @@ def pareto(predictions: Sequence[Prediction]) -> list[Prediction]:
 def _nothing_legal(workload: Workload, space: Space) -> Problem:
     """Problem that says why there is no legal layout."""
     gpus = workload.cluster.num_accelerators
-    refusals = [refusal for refusal in space.refused if refusal.remedy] or list(space.refused)
+    many = [refusal for refusal in space.refused if refusal.family == MANY_MICRO_BATCHES]  # all else of these was legal
+    refusals = many or [refusal for refusal in space.refused if refusal.remedy] or list(space.refused)
     reason = f": {refusals[0].family} {refusals[0].reason}" if refusals else ""
     remedy = (
         refusals[0].remedy
