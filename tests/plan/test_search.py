@@ -18,7 +18,7 @@ from ultrascale.description.problems import SpecError
 from ultrascale.plan.intervals import out_of_memory_risk
 from ultrascale.plan.layouts import COLUMNS, LayoutTable
 from ultrascale.plan.search import search as searching
-from ultrascale.plan.search.bounds import memory_floors
+from ultrascale.plan.search.bounds import pass_floor, state_floor
 from ultrascale.plan.search.replayed import with_replay
 from ultrascale.plan.search.scaling import counts, most_that_pay, scaling, smallest_that_fits
 from ultrascale.plan.search.search import TIE, expected_seconds, pareto, price_all, risk, search
@@ -92,7 +92,7 @@ def test_bounds_are_below_the_prices_and_pruning_changes_neither_ranking_nor_fro
     workload = real(model, gpus, batch=batch)
     space = legal_layouts(workload, constraints={"cp": (1,), "expert_tp": (1,)})
     everything = price(workload, space.table)
-    for floor in memory_floors(workload, space.table):
+    for floor in (state_floor(workload, space.table), pass_floor(workload, space.table)):
         assert (floor <= everything.memory.allocated * (1 + 1e-9)).all()
     plain, pruned = (price_all(workload, space, num_ranked=20, prunes=prunes) for prunes in (False, True))
     assert plain.was_priced.all() and plain.fits.any()
@@ -109,7 +109,7 @@ def test_no_layout_needs_less_than_what_its_pass_surely_holds(model: str, precis
     workload = replace(real(model, "16xh100", batch=64), stack=STACKS[stack])
     table = legal_layouts(workload, base=Layout(precision=precision)).table
     table = table.take(np.arange(0, len(table), max(1, len(table) // 400)))
-    at_rest, in_pass = memory_floors(workload, table)
+    at_rest, in_pass = state_floor(workload, table), pass_floor(workload, table)
     allocated = price(workload, table).memory.allocated
     assert (at_rest <= allocated * (1 + 1e-9)).all()
     assert (in_pass <= allocated * (1 + 1e-9)).all()
@@ -175,7 +175,7 @@ def test_bounds_drop_what_cannot_fit_and_what_cannot_matter() -> None:
     pruned = price_all(workload, space, num_ranked=20)
     capacity = workload.cluster.accelerator.memory_bytes.value
     assert pruned.too_large.sum() > 0.02 * len(space.table)
-    assert (memory_floors(workload, space.table)[0][pruned.too_large] > capacity).all()
+    assert (state_floor(workload, space.table)[pruned.too_large] > capacity).all()
     assert not pruned.fits[~pruned.was_priced].any()
 
 

@@ -348,10 +348,9 @@ def _of_shapes(workload: Workload, shapes: Sequence[Shape], mode: str, *, splits
     return [known[shape] for shape in shapes]
 
 
-def cache_blocks(workload: Workload, table: LayoutTable) -> None:
-    """Compute in one call, and cache, the blocks that `least_of_blocks` needs for parts of `table`."""
-    shapes = distinct_shapes(workload, table)[0]
-    for mode in MODES if not table.modes and len(table) else ():
+def cache_blocks(workload: Workload, shapes: Sequence[Shape]) -> None:
+    """Compute in one call, and cache, the blocks of these shapes that `least_of_blocks` needs."""
+    for mode in MODES:
         _of_shapes(workload, shapes, mode)
 
 
