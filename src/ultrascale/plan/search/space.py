@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from ultrascale.catalogue.stacks.stack_files import abilities
 from ultrascale.config.rules.run_rules import MOST_MICRO_BATCHES, parallelism_problems
 from ultrascale.description.layout import NARROW, Layout
+from ultrascale.description.problems import Problem
 from ultrascale.description.recomputed import is_modules, modules_name, modules_named
 from ultrascale.description.schedules import SCHEDULES
 from ultrascale.description.units import count_of, divisors, format_count
@@ -95,6 +96,8 @@ class _Rules:
     constraints: Constraints
     refused: Counter[tuple[str, str]] = field(default_factory=Counter)
     remedies: dict[tuple[str, str], str] = field(default_factory=dict)
+    judged: dict[Layout, list[Problem]] = field(default_factory=dict)
+    """Problems of layouts that were judged: many ways to cut the model share a degree."""
 
     def choose(self, name: str, usual: Sequence[Any]) -> list[Any]:
         """Values of a field to search: the requested ones, else the usual ones."""
@@ -109,8 +112,10 @@ class _Rules:
 
     def breaks(self, family: str, layout: Layout) -> bool:
         """True if a layout breaks a rule of the description; records the rule as the reason."""
-        problems = parallelism_problems(self.workload.model, layout, sequence_length=self.workload.sequence_length)
-        if problems:
+        if layout not in self.judged:
+            length = self.workload.sequence_length
+            self.judged[layout] = parallelism_problems(self.workload.model, layout, sequence_length=length)
+        if problems := self.judged[layout]:
             self.refuse(family, problems[0].rule, problems[0].remedy)
         return bool(problems)
 
