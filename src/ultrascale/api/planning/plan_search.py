@@ -128,6 +128,7 @@ def searched(
         result = searching(workload, shown=1)
         if (nearer := _nearer_batch(tokens_asked, run, result.best)) is not None:
             run = replace(run, batch=replace(run.batch, sequences_per_batch=nearer))
+            del result  # its columns, before those of the second search
             result = searching(workload.with_batch(nearer), shown=num_shown)
         else:
             result = result.replayed(num_shown)
