@@ -46,8 +46,8 @@ TIME_SHARE = 0.3
 CHUNK = 16_384
 """Layouts priced at once: few enough that their columns stay in the cache, enough to hide the cost of NumPy's calls."""
 SHAPES = 512
-"""Distinct shapes computed at once: with a few kinds of blocks they fill no cache of operations (`work.work`), which are most of
-a search's memory."""
+"""Distinct shapes computed at once: with a few kinds of blocks they fill no cache of operations (`work.work`), most of a
+search's memory."""
 SMALL_CHUNK = 256
 """Layouts priced at once when looking for the one that needs least memory."""
 NUM_RANKED = 256
