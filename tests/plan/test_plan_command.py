@@ -111,6 +111,14 @@ def test_a_batch_beyond_all_counts_is_refused_in_the_words_of_its_own_flag(capsy
     assert f"batch.{batch}  (flag)\n    all 100 steps must come to at most 2^53 tokens" in out and "\n  steps" not in out
 
 
+def test_a_batch_whose_tokens_alone_do_not_fit_is_answered_with_a_smaller_one(capsys, tmp_path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('steps = 4\n[model]\npreset = "tiny-llama-4m"\n[batch]\nsequence_length = 64\ntokens_per_batch = "100T"\n')
+    assert main(["plan", str(file), "--brief"]) == 1
+    out = capsys.readouterr().out
+    assert "with a smaller batch, or more --gpus" in out and "zero-stage" not in out
+
+
 @pytest.mark.parametrize(("stage", "sequences", "advised"), [(1, 8, True), (0, 8, False), (1, 2**18, False)])
 def test_a_larger_batch_is_advised_only_if_more_ranks_could_share_it_and_shard_the_state(
     capsys, stage, sequences, advised
