@@ -206,3 +206,10 @@ def test_more_of_a_rack_s_accelerators_fill_racks_anew_and_named_places_stay():
     one_rack = parse_cluster("64xgb200")
     assert resized(one_rack, 128) == parse_cluster("128xgb200")
     assert resized(parse_cluster("256xgb200/32"), 64).num_nodes == 2
+
+
+@pytest.mark.parametrize(("text", "meant"), [("8h100", "8xh100"), ("64H100", "64xh100"), ("2 dgx-h100", "2xdgx-h100")])
+def test_a_count_without_its_x_is_answered_with_both(text, meant):
+    with pytest.raises(SpecError) as error:
+        parse_cluster(text)
+    assert error.value.problems[0].remedy.startswith(f"Did you mean {meant}? ")

@@ -238,3 +238,11 @@ def test_a_model_its_family_cannot_say_is_not_exported():
 @pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", 10**30), ("layer_types", "x"), ("no_rope_layers", 3)])
 def test_values_of_any_kind_are_refused_and_never_worked_through(key, value):
     assert key in refused(tiny("smollm3"), **{key: value})
+
+
+def test_the_folder_of_a_run_that_stands_for_its_model_is_answered_with_what_it_exported(tmp_path):
+    (tmp_path / "first" / "export").mkdir(parents=True)
+    (tmp_path / "first" / "export" / "config.json").write_text("{}")
+    with pytest.raises(SpecError) as error:
+        from_hf(tmp_path / "first")
+    assert error.value.problems[0].remedy == f"Give {tmp_path / 'first' / 'export'}, the model that this run exported."

@@ -131,3 +131,9 @@ def test_embedding_and_head_may_be_stages_of_their_own():
     cut = Layout(pp=16, virtual_stages=8, schedule="interleaved", layers_per_stage=(0, *[1] * 126, 0))
     assert cut.problems() == []
     assert parallelism_problems(llama, cut) == []
+
+
+def test_a_recomputation_that_is_none_is_said_once_and_all_choices_in_the_remedy():
+    (problem,) = Layout(recompute="maybe").problems()
+    assert problem.rule == "has 'maybe', which is neither none, selective, full nor a module of a block"
+    assert "every-k, auto, blocks" in problem.remedy

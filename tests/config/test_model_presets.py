@@ -1,6 +1,9 @@
+from typing import Any
+
 import pytest
 
 from ultrascale.catalogue.models.model_presets import ALIASES, PRESETS, preset
+from ultrascale.catalogue.models.model_table import read_aliases, read_models
 from ultrascale.description.architecture.weights import num_active_parameters, num_parameters, weights
 from ultrascale.description.problems import SpecError
 
@@ -176,3 +179,58 @@ def test_transformers_counts_the_same_parameters(name):
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(config)
     assert theirs.num_parameters() == num_parameters(PRESETS[name])
+
+
+FAMILY: dict[str, Any] = {
+    "columns": ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"],
+    "sizes": "small 100 64 2 4 128\nsmall-wide 100 128 2 4 128\n",
+    "differences": [{"models": ["small*"], "norm_eps": 1e-6}, {"models": ["small"], "qk_norm": True}],
+}
+
+
+def test_a_family_s_later_differences_win_and_a_name_without_a_star_is_that_model_alone() -> None:
+    later = {"models": ["small-wide"], "norm_eps": 1e-4}
+    models = read_models("m.toml", {"family": FAMILY | {"differences": [*FAMILY["differences"], later]}})
+    assert {name: (model.norm_eps, model.qk_norm, model.intermediate_size) for name, model in models.items()} == {
+        "small": (1e-6, True, 256), "small-wide": (1e-4, False, 512),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sices": ""}, "m.toml: family.sices: is no key of such an entry"),
+        ({"columns": ["vocab_size", "width"]}, "m.toml: family.columns.width: is no field of a model"),
+        ({"common": {"norm_epsilon": 1}}, "m.toml: family.common.norm_epsilon: is no field of a model. Did you mean norm_eps?"),
+        ({"common": {"of": ["small"]}}, "m.toml: family.common.of: is no field of a model"),
+        ({"sizes": "small 100 64 2 4\n"}, "m.toml: family.sizes: small: has 4 numbers for 5 columns"),
+        (
+            {"columns": ["hidden_size", "num_attention_heads"], "sizes": "small 64 4\n"},
+            "m.toml: family.sizes: small: is no model",
+        ),
+        ({"sizes": "small 100 64 2 four 128\n"}, "m.toml: family.sizes: small: is not all numbers"),
+        ({"sizes": FAMILY["sizes"] * 2}, "m.toml: family.sizes: small is there twice"),
+        ({"differences": [{"norm_eps": 1}]}, "m.toml: family.differences[0].models: is missing"),
+        ({"differences": [{"models": ["large*"]}]}, "m.toml: family.differences[0].models: 'large*' is the name of no model"),
+        ({"differences": [{"models": ["small"], "of": 1}]}, "m.toml: family.differences[0].of: is no field of a model"),
+        (
+            {"differences": [{"models": ["small"], "rope_scaling": {"kind": "linear"}}]},
+            "m.toml: family.differences[0].rope_scaling.kind: is no field of a model",
+        ),
+    ],
+)
+def test_a_mistake_in_the_table_of_models_is_named_with_file_table_and_key(change, message) -> None:
+    with pytest.raises(SpecError) as error:
+        read_models("m.toml", {"family": FAMILY | change})
+    assert message in str(error.value)
+
+
+def test_other_names_of_models_are_those_of_models_that_are_there() -> None:
+    models = read_models("m.toml", {"family": FAMILY})
+    for aliases, message in (
+        ({"tiny": "small-2"}, "m.toml: aliases.tiny: is 'small-2', which is no model's name"),
+        ({"small": "small-wide"}, "m.toml: aliases.small: is the name of a model itself"),
+    ):
+        with pytest.raises(SpecError) as error:
+            read_aliases("m.toml", aliases, models)
+        assert message in str(error.value)

@@ -103,6 +103,33 @@ def test_parts_add_up_to_the_peak(capsys) -> None:
     assert sum(memory["peak_bytes_by_category"].values()) == pytest.approx(memory["peak_bytes"])
 
 
+@pytest.mark.parametrize("batch", ["tokens_per_batch", "sequences_per_batch"])
+def test_a_batch_beyond_all_counts_is_refused_in_the_words_of_its_own_flag(capsys, batch) -> None:
+    size = "100T" if batch.startswith("tokens") else str(10**11)
+    assert main(["plan", "--model", "llama-3-8b", "--gpus", "8xh100", f"--{batch.replace('_', '-')}", size]) == 2
+    out = capsys.readouterr().err
+    assert f"batch.{batch}  (flag)\n    all 100 steps must come to at most 2^53 tokens" in out and "\n  steps" not in out
+
+
+def test_a_batch_whose_tokens_alone_do_not_fit_is_answered_with_a_smaller_one(capsys, tmp_path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('steps = 4\n[model]\npreset = "tiny-llama-4m"\n[batch]\nsequence_length = 64\ntokens_per_batch = "100T"\n')
+    assert main(["plan", str(file), "--brief"]) == 1
+    out = capsys.readouterr().out
+    assert "with a smaller batch, or more --gpus" in out and "zero-stage" not in out
+
+
+@pytest.mark.parametrize(("stage", "sequences", "advised"), [(1, 8, True), (0, 8, False), (1, 2**18, False)])
+def test_a_larger_batch_is_advised_only_if_more_ranks_could_share_it_and_shard_the_state(
+    capsys, stage, sequences, advised
+) -> None:
+    words = ["--tp", "1", "--pp", "1", "--cp", "1", "--sequences-per-batch", str(sequences), "--brief"]
+    assert main(["plan", "--model", "llama-3-70b", "--gpus", "4xl40s", "--zero-stage", str(stage), *words]) == 1
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("No number of these GPUs would do"))
+    might = f"other settings, {'a larger batch, ' * advised}a shorter sequence or larger GPUs might."
+    assert line == f"No number of these GPUs would do with zero_stage {stage}, tp 1, cp 1, pp 1; {might}"
+
+
 def test_what_does_not_fit_says_so_and_exits_with_one(capsys) -> None:
     assert main(["plan", "--model", "llama-3.1-405b", "--gpus", "8xh100"]) == 1
     out = capsys.readouterr().out
@@ -194,10 +221,15 @@ def test_dotted_settings_need_no_run_file_beside_them(capsys) -> None:
     assert "Plan one at a time" in capsys.readouterr().err
 
 
-def test_a_step_of_a_million_micro_batches_is_planned_at_once(capsys) -> None:
-    words = ("--model", "gpt2-small", "--gpus", "1xh100", "--seq-len", "1024", "--tokens-per-batch", "1Gi")
-    words += ("--micro-batch-size", "1")
-    assert answer(capsys, *words)["num_micro_batches"] == 2**20
+@pytest.mark.parametrize(("micro_batches", "trainable"), [(2**20, False), (2**16, True)])
+def test_a_step_of_a_million_micro_batches_is_planned_at_once_and_not_trained(
+    capsys, tmp_path, micro_batches, trainable
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f'[model]\npreset = "gpt2-small"\n[batch]\nsequence_length = 1024\nsequences_per_batch = {micro_batches}\n')
+    main(["plan", str(file), "--gpus", "1xh100", "--json"])
+    planned = json.loads(capsys.readouterr().out)
+    assert (planned["num_micro_batches"], planned["trainable"]) == (micro_batches, trainable)
 
 
 def test_a_shard_size_leaves_the_stages_that_cut_something_to_compare(capsys) -> None:

@@ -12,13 +12,13 @@ import pytest
 from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.catalogue.stacks.stack_files import STACKS, changed_stack
-from ultrascale.config.rules.run_rules import parallelism_problems
+from ultrascale.config.rules.run_rules import MOST_MICRO_BATCHES, parallelism_problems
 from ultrascale.description.layout import Layout, Precision
 from ultrascale.description.problems import SpecError
 from ultrascale.plan.intervals import out_of_memory_risk
 from ultrascale.plan.layouts import COLUMNS, LayoutTable
 from ultrascale.plan.search import search as searching
-from ultrascale.plan.search.bounds import memory_floors
+from ultrascale.plan.search.bounds import pass_floor, state_floor
 from ultrascale.plan.search.replayed import with_replay
 from ultrascale.plan.search.scaling import counts, most_that_pay, scaling, smallest_that_fits
 from ultrascale.plan.search.search import TIE, expected_seconds, pareto, price_all, risk, search
@@ -92,7 +92,7 @@ def test_bounds_are_below_the_prices_and_pruning_changes_neither_ranking_nor_fro
     workload = real(model, gpus, batch=batch)
     space = legal_layouts(workload, constraints={"cp": (1,), "expert_tp": (1,)})
     everything = price(workload, space.table)
-    for floor in memory_floors(workload, space.table):
+    for floor in (state_floor(workload, space.table), pass_floor(workload, space.table)):
         assert (floor <= everything.memory.allocated * (1 + 1e-9)).all()
     plain, pruned = (price_all(workload, space, num_ranked=20, prunes=prunes) for prunes in (False, True))
     assert plain.was_priced.all() and plain.fits.any()
@@ -109,7 +109,7 @@ def test_no_layout_needs_less_than_what_its_pass_surely_holds(model: str, precis
     workload = replace(real(model, "16xh100", batch=64), stack=STACKS[stack])
     table = legal_layouts(workload, base=Layout(precision=precision)).table
     table = table.take(np.arange(0, len(table), max(1, len(table) // 400)))
-    at_rest, in_pass = memory_floors(workload, table)
+    at_rest, in_pass = state_floor(workload, table), pass_floor(workload, table)
     allocated = price(workload, table).memory.allocated
     assert (at_rest <= allocated * (1 + 1e-9)).all()
     assert (in_pass <= allocated * (1 + 1e-9)).all()
@@ -175,7 +175,7 @@ def test_bounds_drop_what_cannot_fit_and_what_cannot_matter() -> None:
     pruned = price_all(workload, space, num_ranked=20)
     capacity = workload.cluster.accelerator.memory_bytes.value
     assert pruned.too_large.sum() > 0.02 * len(space.table)
-    assert (memory_floors(workload, space.table)[0][pruned.too_large] > capacity).all()
+    assert (state_floor(workload, space.table)[pruned.too_large] > capacity).all()
     assert not pruned.fits[~pruned.was_priced].any()
 
 
@@ -188,13 +188,21 @@ def test_a_wide_search_is_as_fast_as_a_narrow_one_where_pairs_of_passes_hide_wha
     assert expected_seconds(wide) <= expected_seconds(narrow)
 
 
-def test_a_pipeline_has_at_most_as_many_micro_batches_in_a_step_as_a_run_may() -> None:
+def test_a_rank_has_at_most_as_many_micro_batches_in_a_step_as_the_trainer_takes() -> None:
     table = legal_layouts(real("llama-3-8b", "64xh100", batch=2**23)).table
     counts = 2**23 // (table.dp * table.micro_batch_size)
-    assert counts[table.pp > 1].max() == 2**16
-    with pytest.raises(SpecError, match="a pipeline has at most 65536 micro-batches in a step") as error:
-        search(real("llama-3-8b", "64xh100", batch=10**9), constraints={"pp": (4,)})
-    assert "Give at most" in error.value.problems[0].remedy
+    assert counts[table.pp > 1].max() == counts[table.pp == 1].max() == MOST_MICRO_BATCHES
+
+
+@pytest.mark.parametrize("constraints", [{}, {"pp": (1,)}, {"pp": (4,)}, {"micro_batch_size": (1,)}])
+def test_a_batch_of_which_no_rank_can_take_its_share_is_refused_with_the_largest_that_one_can(constraints) -> None:
+    workload = real("llama-3-8b", "8xh100", batch=5**3 * 2**23)
+    with pytest.raises(SpecError) as error:
+        search(workload, constraints=constraints)
+    (problem,) = error.value.problems
+    assert problem.rule == "no layout of 8 GPUs is legal: a rank has at most 65536 micro-batches in a step"
+    ranks, size = 8 // constraints.get("pp", (1,))[0], constraints.get("micro_batch_size", (16,))[0]
+    assert f"a batch of at most {2**16 * ranks * size:,} sequences" in problem.remedy
 
 
 def test_the_ranking_is_by_expected_time_and_the_front_holds_nothing_that_is_beaten() -> None:

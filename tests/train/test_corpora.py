@@ -15,6 +15,7 @@ from ultrascale.data.tokenizer import train_tokenizer
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Data, Run, Source
+from ultrascale.train.corpora import build_loader, vocabulary_notes
 from ultrascale.train.start.trained import open_trained
 
 TEXT = "the model says what the model says, and what it says is in the text that it saw\n" * 40
@@ -79,3 +80,25 @@ def test_data_cut_short_under_a_run_ends_it_with_the_file_s_name_and_not_by_sigb
     first, second = train_ranks(run, before_step=at_step(5, lambda trainer: os.truncate(home / "tokens.bin", 0)))
     assert first["error"] == second["error"] == "DataError"
     assert f"{home / 'tokens.bin'}: is 0 bytes, and was " in first["text"]
+
+
+def test_a_vocabulary_far_larger_than_the_tokenizer_s_is_noted_once_with_both_numbers_and_the_keys(run, home):
+    ids = build_loader(run, run.data.sources).corpora[0].tokenizer.vocab_size
+    wide = replace(run, name="wide", model=replace(MODEL, vocab_size=8 * ids), layout=Layout(dp=2), steps=2)
+    train_ranks(wide)
+    note = f"note: model.vocab_size = {8 * ids}, and the tokenizer of data.sources has {ids} ids: {7 * ids:,} rows of"
+    assert (home / "wide" / "log.txt").read_text().count(note) == 1
+    assert f"for a new run set model.vocab_size = {-(-ids // 128) * 128}." in (home / "wide" / "log.txt").read_text()
+
+
+def test_a_vocabulary_padded_to_a_multiple_is_not_noted(run):
+    loader = build_loader(run, run.data.sources)
+    (corpus,) = loader.corpora
+
+    def notes(ids: int, rows: int, tp: int = 1) -> int:
+        corpus.manifest = replace(corpus.manifest, tokenizer=replace(corpus.manifest.tokenizer, vocab_size=ids))
+        return len(vocabulary_notes(replace(run, model=replace(MODEL, vocab_size=rows), layout=Layout(tp=tp)), loader))
+
+    padded = [(50257, 50304), (50257, 51200), (151_643, 152_064), (128_000, 129_280), (257, 384), (300, 300)]
+    assert [notes(*sizes) for sizes in padded] == [0] * len(padded)
+    assert [notes(1024, 4096), notes(300, 2048), notes(300, 448), notes(300, 448, tp=2)] == [1, 1, 1, 0]

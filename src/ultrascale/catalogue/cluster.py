@@ -16,6 +16,8 @@ from ultrascale.description.problems import Problem, SpecError, mistake
 
 _COUNTED = re.compile(r"(?:(\d+)\s*[xX*\u00d7]\s*)?(?:(.+\.(?i:toml))|([A-Za-z0-9][\w. -]*?)(?:\s*/\s*(\d{1,9}))?)", re.DOTALL)
 """A count, then a file or a name, and after a name how many accelerators of each machine are used."""
+_UNCROSSED = re.compile(r"(\d+)[ *-]?([a-z].*)")
+"""A count and a name without the x between them."""
 _MISCOUNTED = re.compile(r"\d[\d.,_]*(e\+?\d+)?\s*x", re.IGNORECASE)
 """A count that is none, before a name: 1e6xh100."""
 MOST = 1_000_000
@@ -225,5 +227,7 @@ def _unknown(text: str, name: str, known: list[str]) -> Problem:
         rule = f"{text!r} is not in the catalogue: {reason}"
         return Problem("cluster", rule, "Name GPUs of about its peak to compare with, such as 8xh100.")
     similar = get_close_matches(name, known, n=3, cutoff=0.5)
+    if (counted := _UNCROSSED.fullmatch(name)) and counted[2] in known:
+        similar = [f"{counted[1]}x{counted[2]}"]
     remedy = f"Did you mean {' or '.join(similar)}? " if similar else ""
     return Problem("cluster", f"there is no machine called {text!r}", f"{remedy}`ultrascale show clusters` lists them all.")

@@ -98,7 +98,11 @@ def _file_text(path: Path, problems: list[Problem], *, extended_by: Path | None)
         neighbours = (
             sorted(str(p) for p in path.parent.glob("*.toml") if p.name != "pyproject.toml")[:5] if path.parent.is_dir() else []
         )
-        remedy = f"There are {', '.join(neighbours)}." if neighbours else "Give the path of a TOML file."
+        remedy = (
+            f"There {'is' if len(neighbours) == 1 else 'are'} {', '.join(neighbours)}."
+            if neighbours
+            else "Give the path of a TOML file."
+        )
         problems.append(Problem(str(path), "there is no such file", remedy, where))
     except UnicodeDecodeError as error:
         problems.append(Problem(str(path), f"is not UTF-8 at byte {error.start}", "Save it as UTF-8.", where))

@@ -134,7 +134,7 @@ def _resolve(
     rule_problems = _section_problems(run, bad)
     bad |= {problem.key for problem in rule_problems}
     rule_problems += [*run_problems(run, require_data=require_data, unreadable_keys=frozenset(bad)), *launch.problems()]
-    problems += [_with_origin(problem, provenance) for problem in rule_problems]
+    problems += [_with_origin(_of_given_batch(problem, entries), provenance) for problem in rule_problems]
     if problems:
         raise SpecError(problems)
     return Resolved(run, provenance, launch)
@@ -373,6 +373,14 @@ def _fields_of(values: dict[str, Any], section: str) -> dict[str, Any]:
 def _section_problems(run: Run, bad: set[str]) -> list[Problem]:
     problems = [] if "model" in bad else run.model.problems()
     return problems if any(key.startswith("layout.") for key in bad) else problems + run.layout.problems()
+
+
+def _of_given_batch(problem: Problem, entries: dict[str, Entry]) -> Problem:
+    """`problem` of the number of steps under the batch's key, if that was given and the steps were not."""
+    if problem.key != "steps" or "steps" in entries:
+        return problem
+    given = [key for key in ("batch.tokens_per_batch", "batch.sequences_per_batch") if key in entries]
+    return replace(problem, key=given[0], where=entries[given[0]].origin) if given else problem
 
 
 def _with_origin(problem: Problem, provenance: dict[str, str]) -> Problem:

@@ -80,7 +80,7 @@ def parse_mode(text: str) -> BlockRecompute | None:
     if first in MODULES:
         return BlockRecompute(False, modules=frozenset(map(_module, (first, *kinds))))
     if first not in _PLAIN:
-        raise ValueError(f"is {first!r} where none, selective or full must stand, or of {', '.join(MODULES)} some joined by +")
+        raise ValueError(f"has {first!r}, which is neither none, selective, full nor a module of a block")
     if kinds and first != "selective":
         raise ValueError(f"adds +{kinds[0]} to {first!r}, and only selective can be added to")
     for kind in kinds:

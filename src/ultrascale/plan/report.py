@@ -13,6 +13,7 @@ from ultrascale.catalogue.cluster import Accelerator, Cluster
 from ultrascale.catalogue.machines import missing_dtype_problem
 from ultrascale.catalogue.stacks.stack import Stack, with_attention, with_optimizer
 from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.config.rules.run_rules import micro_batch_problems
 from ultrascale.config.rules.trainable import untrainable, untrainable_layout
 from ultrascale.description.architecture.weights import num_parameters
 from ultrascale.description.layout import Layout
@@ -238,8 +239,8 @@ _NO_RATES = (
 
 
 def not_trainable(run: Run) -> list[str]:
-    """Dotted keys of `run` that our trainer does not support yet."""
-    return [problem.key for problem in untrainable(run.model, run.layout)]
+    """Dotted keys of `run` that our trainer does not support."""
+    return [problem.key for problem in (*untrainable(run.model, run.layout), *micro_batch_problems(run))]
 
 
 def plan_run(
@@ -273,7 +274,7 @@ def plan_run(
         prediction = with_replay(predict(workload, run.layout))
         memory = prediction.replay
         assert memory is not None
-    elif stack.name == "ultrascale" and not not_trainable(run):
+    elif stack.name == "ultrascale" and not untrainable(run.model, run.layout):
         memory = plan_fullest_rank(
             run.model,
             run.layout,

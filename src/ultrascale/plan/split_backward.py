@@ -47,13 +47,13 @@ def sent_in_half(op: Op, half: Half, shape: Shape) -> tuple[Collective, ...]:
     in_both = moves and is_row_sum(op)
     in_w = moves and op.kind == "gather" and op.name.endswith(".gather")
 
-    def is_sent(collective: Collective) -> bool:
-        if collective.when != "backward":
-            return False
-        gathers = collective.axis == "tp" and collective.kind == "all_gather"
-        return (in_both or in_w) and gathers if half == "weight" else not (in_w and gathers)
-
-    sent = tuple(collective for collective in op.collectives if is_sent(collective))
+    if half == "weight" and not (in_both or in_w):
+        return ()
+    backward = tuple(collective for collective in op.collectives if collective.when == "backward")
+    if half == "input" and not in_w:
+        return backward
+    gathered = half == "weight"
+    sent = tuple(item for item in backward if (item.axis == "tp" and item.kind == "all_gather") == gathered)
     if in_both and half == "weight" and shape.precision in NARROW:  # kept as rounded for the GEMMs
         sent = tuple(
             collective._replace(num_bytes=narrow_bytes(shape, collective.num_bytes // shape.itemsize)) for collective in sent

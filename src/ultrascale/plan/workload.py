@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -35,6 +35,12 @@ class Workload:
     """Measured seconds that a checkpoint save blocks training; None: predicted."""
     priced_shapes: dict[Shape, NDArray[np.float64]] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Cache of `plan.time.blocks.price_blocks`, by shape."""
+
+    def with_batch(self, sequences: int) -> Workload:
+        """This workload with another batch. They share the prices of shapes, which are those of one micro-batch."""
+        other = replace(self, sequences_per_batch=sequences)
+        object.__setattr__(other, "priced_shapes", self.priced_shapes)
+        return other
 
     @cached_property
     def overheads(self) -> Overheads:

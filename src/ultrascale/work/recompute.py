@@ -78,6 +78,7 @@ class Region(NamedTuple):
         return self.ops[-1].name
 
 
+@lru_cache(maxsize=256)
 def available_modules(model: Model) -> tuple[str, ...]:
     """Modules that some block of `model` has."""
     dense = any(not model.is_moe(layer) for layer in range(model.num_hidden_layers))

@@ -139,7 +139,7 @@ def first_alike(model: Model) -> tuple[int, ...]:
     return tuple(first.setdefault(kind, layer) for layer, kind in enumerate(kinds))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=2048)
 def _work_of_kind(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
     m, d = shape.outer_tokens, model.hidden_size
     drops_any = bool(shape.kernels.dropout or model.dropout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -120,21 +121,28 @@ def searched(
 
     drawn = options.json or options.explain or options.html or options.png
     num_shown = options.rows if options.brief and not drawn else None
-    result = search(workload, base=base, constraints=constraints, shown=num_shown, on_progress=report_share)
-    if requested_tokens is not None and (nearer := _nearer_batch(requested_tokens, run, result.best)) is not None:
-        run = replace(run, batch=replace(run.batch, sequences_per_batch=nearer))
-        result = search(
-            replace(workload, sequences_per_batch=nearer),
-            base=base,
-            constraints=constraints,
-            shown=num_shown,
-            on_progress=report_share,
-        )
+    searching = partial(search, base=base, constraints=constraints, on_progress=report_share)
+    if requested_tokens is None or not _is_far(requested_tokens, run):
+        result = searching(workload, shown=num_shown)
+    else:
+        result = searching(workload, shown=1)
+        if (nearer := _nearer_batch(requested_tokens, run, result.best)) is not None:
+            run = replace(run, batch=replace(run.batch, sequences_per_batch=nearer))
+            del result  # its columns, before those of the second search
+            result = searching(workload.with_batch(nearer), shown=num_shown)
+        else:
+            result = result.replayed(num_shown)
     best = result.best or result.smallest
     assert best is not None
     layout = replace(best.layout, **{name: getattr(base, name) for name in UNPRICED_FIELDS})
     chosen = plan_run(replace(run, layout=layout), cluster, stack, **conditions(options))
     return SearchOutcome(result, base, constraints, requested_tokens), chosen
+
+
+def _is_far(requested_tokens: str, run: Run) -> bool:
+    """True if another batch could be worth a second search."""
+    wanted = parse_tokens(requested_tokens)
+    return abs(run.batch.sequences_per_batch * run.batch.sequence_length - wanted) > MIN_BATCH_GAIN * wanted
 
 
 def _nearer_batch(requested_tokens: str, run: Run, best: Prediction | None) -> int | None:

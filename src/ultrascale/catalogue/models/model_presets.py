@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any
 
 from ultrascale.catalogue.models.model_names import normal_name, parameters_in_name
+from ultrascale.catalogue.models.model_table import read_aliases, read_models
 from ultrascale.catalogue.tables import read_tables
-from ultrascale.description.architecture.model import Model, RopeScaling
+from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import num_parameters
 from ultrascale.description.problems import mistake
 
@@ -45,27 +44,8 @@ def _unknown(name: str) -> tuple[str, str]:
     return f"there is no model called {name!r}", f"{remedy}Or give the folder of its config.json; {everything}"
 
 
-def _models(family: Mapping[str, Any]) -> Iterator[Model]:
-    """The models of one family, a row of `sizes` each."""
-    for row in family["sizes"].splitlines():
-        name, *numbers = row.split()
-        fields: dict[str, Any] = dict(zip(family["columns"], map(_number, numbers), strict=True))
-        hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
-        usual = {"intermediate_size": 4 * hidden, "num_key_value_heads": heads, "head_dim": hidden // heads}
-        fields = usual | fields | family.get("common", {})
-        for difference in family.get("differences", ()):
-            if name.startswith(tuple(difference["of"])):
-                fields |= difference
-        fields = {field: None if value == "null" else value for field, value in fields.items() if field != "of"}
-        if scaling := fields.get("rope_scaling"):
-            fields["rope_scaling"] = RopeScaling(**scaling)
-        yield Model(name=name, **fields)
-
-
-def _number(text: str) -> float:
-    return int(text) if text.isdigit() else float(text)
-
-
-_TABLES = read_tables("models.toml")
-ALIASES: dict[str, str] = _TABLES.pop("aliases")
-PRESETS: dict[str, Model] = {model.name: model for family in _TABLES.values() for model in _models(family)}
+_FILE = "models.toml"
+_TABLES = read_tables(_FILE)
+_ALIASES = _TABLES.pop("aliases", {})
+PRESETS: dict[str, Model] = read_models(_FILE, _TABLES)
+ALIASES: dict[str, str] = read_aliases(_FILE, _ALIASES, PRESETS)

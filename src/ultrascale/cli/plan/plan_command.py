@@ -84,6 +84,8 @@ def _next_command(chosen: RunPlan, request: PlanRequest) -> str:
     layout, options = chosen.run.layout, request.options
     words = ["ultrascale plan", shlex.join(next_command_words(request))]
     if not chosen.fits:
+        if chosen.memory.by_category["other"] > chosen.capacity_bytes:  # the tokens of a step, which no layout makes fewer
+            return " ".join(words) + "   with a smaller batch, or more --gpus"
         if layout.zero_stage == 3 and layout.recompute == "full":
             return " ".join(words) + "   with more --gpus, or a shorter --seq-len"
         return " ".join([*words, "--layout.zero-stage 3 --layout.recompute full"])

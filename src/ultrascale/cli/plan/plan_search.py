@@ -13,6 +13,7 @@ from ultrascale.cli.plan.plan_command import next_command_words, next_of_run, nu
 from ultrascale.cli.terminal.screen import console_for_people
 from ultrascale.description.units import count_of, format_bytes, parse_tokens
 from ultrascale.plan.report import RunPlan, not_trainable
+from ultrascale.plan.search.scaling import MOST_GPUS
 from ultrascale.plan.search.search import SearchResult, distinct
 from ultrascale.plan.view.notes import TIGHT_BYTES
 from ultrascale.plan.view.plan_view import show_briefly, show_plan
@@ -75,9 +76,24 @@ def _what_would_fit(searched: SearchOutcome) -> str:
     """The smallest larger cluster on which something fits, in a sentence."""
     smallest = searched.smallest_that_fits
     if smallest is None:
-        return "No number of these GPUs would do with this batch; a larger batch, a shorter sequence or larger GPUs might."
+        return f"No number of these GPUs would do{_with_settings(searched)}; {_what_might_fit(searched)} might."
     words = layout_words(smallest.layout, smallest.num_micro_batches)
     return f"{count_of(smallest.layout.world_size, 'GPU')} would do: {words}."
+
+
+def _with_settings(searched: SearchOutcome) -> str:
+    """The settings that the search kept, if any."""
+    kept = [f"{name} {' or '.join(map(str, values))}" for name, values in searched.constraints.items()]
+    return f" with {', '.join(kept)}" if kept else ""
+
+
+def _what_might_fit(searched: SearchOutcome) -> str:
+    """Changes after which a layout might fit. A larger batch is one if dp shards the state, and while it has fewer sequences
+    than the most GPUs that were tried: from then on dp can be as large as they are."""
+    shards = set(searched.constraints.get("zero_stage", (1,))) != {0}
+    might = ["other settings"] if searched.constraints else []
+    might += ["a larger batch"] if shards and searched.result.workload.sequences_per_batch < MOST_GPUS else []
+    return ", ".join([*might, "a shorter sequence or larger GPUs"])
 
 
 def _next_command(chosen: RunPlan, request: PlanRequest) -> str:

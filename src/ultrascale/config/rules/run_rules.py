@@ -31,7 +31,8 @@ from ultrascale.work.fp8_slots import gathers_fp8, is_delayed
 from ultrascale.work.recompute import available_modules
 
 MOST_MICRO_BATCHES = 2**16
-"""Most micro-batches of a rank in a step, far above any run's: memory for schedule and data grows with it."""
+"""Most micro-batches of a rank in a step, far above any run's: memory for schedule and data grows with it. The trainer's limit,
+and that of what a search offers."""
 # Settings of an axis that is not used when it has one rank.
 _READ_WITH = {
     "sequence_parallel": "tp", "tp_overlap": "tp", "cp_method": "cp", "cp_heads": "cp", "virtual_stages": "pp",
@@ -149,8 +150,8 @@ def _global_batch(run: Run) -> Iterator[Problem]:
             yield Problem(key, rule, f"Nearest: {' or '.join(map(str, legal))}; or change {alternatives}.")
 
 
-def _most_micro_batches(run: Run) -> Iterator[Problem]:
-    """A rank has at most 65,536 micro-batches in a step: a plan counts what is alike, a trainer goes through it."""
+def micro_batch_problems(run: Run) -> Iterator[Problem]:
+    """A rank has at most 65,536 micro-batches in a step: the trainer goes through each, and a search offers no more."""
     share = sum(run.degrees) * run.layout.micro_batch_size
     for key, size in _batch_sizes(run):
         if share > 0 and size // share > MOST_MICRO_BATCHES:
@@ -165,8 +166,8 @@ def _total(run: Run) -> Iterator[Problem]:
         return
     tokens = tokens_after(batch, run.steps)
     if run.steps <= MOST and tokens > MOST:
-        rule = f"must come to at most 2^53 tokens, is {run.steps}: {format_count(tokens)} tokens"
-        yield Problem("steps", rule, "Train for fewer steps, or on a smaller batch.")
+        rule = f"all {run.steps} steps must come to at most 2^53 tokens, are {format_count(tokens)}"
+        yield Problem("steps", rule, "Give a smaller batch, or fewer steps.")
 
 
 def _ramp(run: Run) -> Iterator[Problem]:
@@ -443,7 +444,7 @@ RULES: tuple[Rule[Run], ...] = (
 TRAINING_RULES: tuple[Rule[Run], ...] = (
     Rule(("model",), _model),
     Rule(("layout",), _layout),
-    Rule(("batch", "layout"), _most_micro_batches),
+    Rule(("batch", "layout"), micro_batch_problems),
     Rule(("data.sources",), _sources),
 )
 """Rules for runs that are to be trained, and not only planned."""

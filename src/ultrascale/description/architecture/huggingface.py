@@ -42,6 +42,8 @@ def from_hf(path: str | Path) -> Model:
         config = parse_json(read_bounded(file, MOST_JSON))
     except FileNotFoundError:
         remedy = "Give a folder with a config.json (a Hugging Face model that is already on this machine)."
+        if (exported := file.parent / "export" / "config.json").is_file():
+            remedy = f"Give {exported.parent}, the model that this run exported."
         raise mistake("model.path", f"there is no {file}", remedy) from None
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "is not UTF-8"

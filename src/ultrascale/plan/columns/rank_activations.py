@@ -348,10 +348,10 @@ def _of_shapes(workload: Workload, shapes: Sequence[Shape], mode: str, *, splits
     return [known[shape] for shape in shapes]
 
 
-def cache_blocks(workload: Workload, table: LayoutTable) -> None:
-    """Compute in one call, and cache, the blocks that `least_of_blocks` needs for parts of `table`."""
-    shapes = distinct_shapes(workload, table)[0]
-    for mode in MODES if not table.modes and len(table) else ():
+def cache_blocks(workload: Workload, shapes: Sequence[Shape]) -> None:
+    """Compute in one call, and cache, the blocks of these shapes that `least_of_blocks` needs, and their largest tensors."""
+    _largest_tensors(workload, shapes)
+    for mode in MODES:
         _of_shapes(workload, shapes, mode)
 
 
@@ -374,16 +374,21 @@ def _logits(workload: Workload, shapes: list[Shape]) -> Floats:
     return np.array([[s.num_tokens * s.tp_part(workload.model.vocab_size) * s.itemsize for s in shapes]], dtype=float)
 
 
-def _largest_tensors(workload: Workload, shapes: list[Shape]) -> Floats:
+def _largest_tensors(workload: Workload, shapes: Sequence[Shape]) -> Floats:
     """Bytes of a block's largest tensor, [1, shapes]; 0 where the allocator joins segments."""
     if workload.stack.joins_segments:
         return np.zeros((1, len(shapes)))
-    kinds, model = kinds_of_layers(workload.model)[0], workload.model
-    sizes_by_shape = [
-        [activation.num_bytes for kind in kinds for op in block_work(model, kind, shape) for activation in op.makes]
-        for shape in shapes
-    ]
-    return np.array([[max(sizes) for sizes in sizes_by_shape]], dtype=float)
+    return np.array([[_largest_tensor(workload.model, shape) for shape in shapes]], dtype=float)
+
+
+@lru_cache(maxsize=1 << 14)
+def _largest_tensor(model: Model, shape: Shape) -> int:
+    return max(
+        activation.num_bytes
+        for kind in kinds_of_layers(model)[0]
+        for op in block_work(model, kind, shape)
+        for activation in op.makes
+    )
 
 
 def _parts(memories: list[BlockMemory]) -> Floats:

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultrascale.plan.columns.rank_activations import ALL_FORWARD, least_of_blocks
-from ultrascale.plan.columns.rank_state import rank_state
+from ultrascale.plan.columns.rank_state import RankState, rank_state
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.time.stages import FIRST, partition_stages
+from ultrascale.plan.time.stages import FIRST, Stages, partition_stages
 from ultrascale.plan.workload import Workload
 
 Floats = NDArray[np.float64]
@@ -22,18 +22,20 @@ WIDE = 4
 """Bytes per element from which a single process computes with the parameters themselves, without low-precision copies."""
 
 
-def memory_floors(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:
-    """Lower bounds for the fullest rank, [layouts]: bytes of the training state, and bytes held at once in a pass.
+def state_floor(workload: Workload, table: LayoutTable) -> Floats:
+    """Lower bound for the fullest rank, [layouts]: bytes of the training state."""
+    state, stages, _ = _state(workload, table)
+    return np.where(stages.exists > 0, state.weights + state.optimizer + state.late_gradients, 0.0).max(axis=0)
 
-    In a pass: parameters that stay gathered; activations saved by each block for one micro-batch (at the start of the first
+
+def pass_floor(workload: Workload, table: LayoutTable) -> Floats:
+    """Lower bound for the fullest rank, [layouts]: bytes held at once in a pass.
+
+    These are: parameters that stay gathered; activations saved by each block for one micro-batch (at the start of the first
     backward pass; on the first pipeline rank for pp micro-batches); temporary memory of the running block; and gradient sums,
     if there are many more micro-batches than a pipeline holds.
     """
-    stages = partition_stages(workload, table)
-    micro_batches = np.maximum(workload.sequences_per_batch // (table.dp * table.micro_batch_size), 1)
-    state = rank_state(workload, table, stages, micro_batches)
-    exists, always = stages.exists > 0, state.weights + state.optimizer
-    at_rest = np.where(exists, always + state.late_gradients, 0.0).max(axis=0)
+    state, stages, micro_batches = _state(workload, table)
     saved, at_work = least_of_blocks(workload, table, stages)
     flight = np.ones((3, len(table)))
     flight[FIRST] = np.minimum(table.pp, micro_batches)
@@ -43,4 +45,12 @@ def memory_floors(workload: Workload, table: LayoutTable) -> tuple[Floats, Float
     comes_again = ~ALL_FORWARD[table.schedule] | (table.pp == 1)
     sums = np.where((micro_batches > np.where(table.pp > 1, 2 * table.pp, 1)) & comes_again, state.gradients, 0.0)
     beside = np.where(state.gathers, gathered + sums, state.gradients)
-    return at_rest, np.where(exists, always + beside + flight * saved + at_work, 0.0).max(axis=0)
+    always = state.weights + state.optimizer
+    return np.where(stages.exists > 0, always + beside + flight * saved + at_work, 0.0).max(axis=0)
+
+
+def _state(workload: Workload, table: LayoutTable) -> tuple[RankState, Stages, NDArray[np.int64]]:
+    """Training state of each rank, the stages, and micro-batches of a step."""
+    stages = partition_stages(workload, table)
+    micro_batches = np.maximum(workload.sequences_per_batch // (table.dp * table.micro_batch_size), 1)
+    return rank_state(workload, table, stages, micro_batches), stages, micro_batches

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +28,11 @@ from ultrascale.plan.columns.rank_activations import cache_blocks
 from ultrascale.plan.intervals import out_of_memory_risk
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.layouts import distinct as distinct_values
-from ultrascale.plan.search.bounds import memory_floors
+from ultrascale.plan.search.bounds import pass_floor, state_floor
 from ultrascale.plan.search.constraints import unmet
 from ultrascale.plan.search.replayed import with_replay
-from ultrascale.plan.search.space import Constraints, Refusal, Space, legal_layouts
+from ultrascale.plan.search.space import MANY_MICRO_BATCHES, Constraints, Refusal, Space, legal_layouts
+from ultrascale.plan.time.blocks import cache_prices, distinct_shapes
 from ultrascale.plan.time.price import PAIRED, Prediction, predict_rows, price, price_time
 from ultrascale.plan.time.stages import partition_stages
 from ultrascale.plan.workload import Workload
@@ -44,6 +45,9 @@ TIME_SHARE = 0.3
 """Fraction of a search that is done when the time of every layout is known."""
 CHUNK = 16_384
 """Layouts priced at once: few enough that their columns stay in the cache, enough to hide the cost of NumPy's calls."""
+SHAPES = 512
+"""Distinct shapes computed at once: with a few kinds of blocks they fill no cache of operations (`work.work`), most of a
+search's memory."""
 SMALL_CHUNK = 256
 """Layouts priced at once when looking for the one that needs least memory."""
 NUM_RANKED = 256
@@ -114,6 +118,10 @@ class SearchResult:
     @property
     def refused(self) -> tuple[Refusal, ...]:
         return self.priced.space.refused
+
+    def replayed(self, shown: int | None) -> SearchResult:
+        """This result with the first `shown` layouts replayed (default: `REPLAYED`), if fewer were."""
+        return replace(self, ranked=tuple(_first_replayed(self.ranked, shown or REPLAYED)))
 
     @cached_property
     def fully_replayed(self) -> tuple[Prediction, ...]:
@@ -197,15 +205,18 @@ def price_all(
     """Bound or price every layout of `space`. Exact for the `num_ranked` fastest that fit, the Pareto front of time and memory
     and, if nothing fits, the layout that needs least. `on_progress` is called with the fraction that is done."""
     table = space.table
-    at_rest, in_pass = _floors(workload, table)
+    at_rest = _in_chunks(table, np.arange(len(table)), partial(state_floor, workload))
     seconds, fits, too_slow, unfit = (np.full(len(table), value) for value in (np.nan, False, False, False))
     too_large = at_rest > workload.cluster.accelerator.memory_bytes.value
     if not prunes or too_large.all():
         too_large = np.zeros_like(too_large)
+    least, possible = at_rest, np.flatnonzero(~too_large)
+    _cache_shapes(workload, table, possible)
+    in_pass = _in_chunks(table, possible, partial(_pass_floor, workload))
+    least[possible] = np.maximum(at_rest[possible], in_pass)
     if prunes:
-        unfit = ~too_large & (in_pass > _usable(workload))
-    least = np.maximum(at_rest, in_pass)
-    priced = PricedLayouts(space, seconds, np.where(too_large, at_rest, least), fits, too_large, too_slow, unfit)
+        unfit[possible] = in_pass > _usable(workload)
+    priced = PricedLayouts(space, seconds, least, fits, too_large, too_slow, unfit)
     waiting = np.flatnonzero(priced.was_priced)
     for start in range(0, len(waiting), CHUNK):
         rows = waiting[start : start + CHUNK]
@@ -267,17 +278,29 @@ def _fully_priced(workload: Workload, priced: PricedLayouts) -> PricedLayouts:
     return completed
 
 
-def _floors(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:
-    """Lower bounds in bytes of the state and of a pass, with the allocator's share and memory outside torch."""
-    at_rest, in_pass = np.empty(len(table)), np.empty(len(table))
-    cache_blocks(workload, table)
-    for start in range(0, len(table), CHUNK):
-        rows = np.arange(start, min(start + CHUNK, len(table)))
-        subset = table.take(rows)
-        at_rest[rows], live = memory_floors(workload, subset)
-        beyond = reserved_bytes(live, joins_segments=workload.stack.joins_segments) - live
-        in_pass[rows] = live + RETAINED_SHARE * beyond + outside_bytes(subset)
-    return at_rest, in_pass
+def _in_chunks(table: LayoutTable, rows: NDArray[np.intp], bound: Callable[[LayoutTable], Floats]) -> Floats:
+    """`bound` of these rows of `table`, `CHUNK` at a time."""
+    chunks = [bound(table.take(rows[start : start + CHUNK])) for start in range(0, len(rows), CHUNK)]
+    return np.concatenate(chunks) if chunks else np.empty(0)
+
+
+def _pass_floor(workload: Workload, table: LayoutTable) -> Floats:
+    """Lower bounds in bytes of a pass, with the allocator's share and memory outside torch."""
+    live = pass_floor(workload, table)
+    beyond = reserved_bytes(live, joins_segments=workload.stack.joins_segments) - live
+    return live + RETAINED_SHARE * beyond + outside_bytes(table)
+
+
+def _cache_shapes(workload: Workload, table: LayoutTable, rows: NDArray[np.intp]) -> None:
+    """Compute, and cache, bytes and seconds of every distinct shape of these rows: of `SHAPES` shapes all that is asked before
+    those of the next, so that the operations of a shape are listed once and then forgotten."""
+    every_shape, shape_of = distinct_shapes(workload, table)
+    shapes = [every_shape[number] for number in distinct_values(shape_of[rows])]
+    for start in range(0, len(shapes), SHAPES):
+        few = shapes[start : start + SHAPES]
+        if not table.modes:
+            cache_blocks(workload, few)
+        cache_prices(workload, few)
 
 
 def _usable(workload: Workload) -> float:
@@ -392,7 +415,8 @@ def pareto(predictions: Sequence[Prediction]) -> list[Prediction]:
 def _nothing_legal(workload: Workload, space: Space) -> Problem:
     """Problem that says why there is no legal layout."""
     gpus = workload.cluster.num_accelerators
-    refusals = [refusal for refusal in space.refused if refusal.remedy] or list(space.refused)
+    many = [refusal for refusal in space.refused if refusal.family == MANY_MICRO_BATCHES]  # all else of these was legal
+    refusals = many or [refusal for refusal in space.refused if refusal.remedy] or list(space.refused)
     reason = f": {refusals[0].family} {refusals[0].reason}" if refusals else ""
     remedy = (
         refusals[0].remedy

@@ -27,9 +27,10 @@ from numpy.typing import NDArray
 from ultrascale.catalogue.stacks.stack_files import abilities
 from ultrascale.config.rules.run_rules import MOST_MICRO_BATCHES, parallelism_problems
 from ultrascale.description.layout import NARROW, Layout
+from ultrascale.description.problems import Problem
 from ultrascale.description.recomputed import is_modules, modules_name, modules_named
 from ultrascale.description.schedules import SCHEDULES
-from ultrascale.description.units import count_of, divisors
+from ultrascale.description.units import count_of, divisors, format_count
 from ultrascale.plan.layouts import RECOMPUTE, LayoutTable
 from ultrascale.plan.time.stage_cut import cannot_run
 from ultrascale.plan.workload import Workload
@@ -44,6 +45,8 @@ MAX_TOKENS_PER_MICRO_BATCH = 2**17
 """Most tokens of one rank in one forward pass. GEMMs reach their best rate far below it."""
 NAME_MODULES = ("modules", "attention")
 """Meanings of `selective` in stacks that recompute by named modules: ours and Megatron's."""
+MANY_MICRO_BATCHES = "a rank"
+"""Family of refused layouts in which the batch leaves a rank more micro-batches than the trainer goes through."""
 Constraints = Mapping[str, Sequence[Any]]
 """Requested fields of `Layout`, with the values to search."""
 
@@ -93,6 +96,8 @@ class _Rules:
     constraints: Constraints
     refused: Counter[tuple[str, str]] = field(default_factory=Counter)
     remedies: dict[tuple[str, str], str] = field(default_factory=dict)
+    judged: dict[Layout, list[Problem]] = field(default_factory=dict)
+    """Problems of layouts that were judged: many ways to cut the model share a degree."""
 
     def choose(self, name: str, usual: Sequence[Any]) -> list[Any]:
         """Values of a field to search: the requested ones, else the usual ones."""
@@ -107,8 +112,10 @@ class _Rules:
 
     def breaks(self, family: str, layout: Layout) -> bool:
         """True if a layout breaks a rule of the description; records the rule as the reason."""
-        problems = parallelism_problems(self.workload.model, layout, sequence_length=self.workload.sequence_length)
-        if problems:
+        if layout not in self.judged:
+            length = self.workload.sequence_length
+            self.judged[layout] = parallelism_problems(self.workload.model, layout, sequence_length=length)
+        if problems := self.judged[layout]:
             self.refuse(family, problems[0].rule, problems[0].remedy)
         return bool(problems)
 
@@ -299,7 +306,7 @@ def _experts(rules: _Rules, tp: int, ranks: int) -> Iterator[tuple[int, int]]:
 def _training_choices(rules: _Rules, dp: int, schedule: str, pp: int, share: int, cp: int) -> NDArray[np.int64]:
     """Rows of (zero_stage, dp_shard, micro_batch_size, recompute, recompute_every); `share` is tp x cp."""
     states = [(stage, shard) for stage in _zero_stages(rules, dp, schedule) for shard in _shards(rules, stage, dp, share)]
-    sizes = [size for size in _micro_batch_sizes(rules, dp, cp) if _suits(rules, schedule, pp, dp, size)]
+    sizes = [size for size in _trained_sizes(rules, dp, cp) if _suits(rules, schedule, pp, dp, size)]
     modes = []
     can = abilities(rules.workload.stack).recompute
     named = modules_of_constraints(rules.workload, rules.constraints)
@@ -357,15 +364,23 @@ def _micro_batch_sizes(rules: _Rules, dp: int, cp: int) -> list[int]:
     return [size for size in sizes if gcd(size, cp) == 1]
 
 
+def _trained_sizes(rules: _Rules, dp: int, cp: int) -> list[int]:
+    """Sizes of a micro-batch of which a rank has no more in a step than the trainer goes through."""
+    sizes = _micro_batch_sizes(rules, dp, cp)
+    trained = [size for size in sizes if rules.workload.sequences_per_batch // (dp * size) <= MOST_MICRO_BATCHES]
+    if sizes and not trained:
+        most = MOST_MICRO_BATCHES * dp * max(sizes)
+        tokens = format_count(most * rules.workload.sequence_length)
+        remedy = f"Give a batch of at most {count_of(most, 'sequence')}, {tokens} tokens, or more GPUs."
+        rules.refuse(MANY_MICRO_BATCHES, f"has at most {MOST_MICRO_BATCHES} micro-batches in a step", remedy)
+    return trained
+
+
 def _suits(rules: _Rules, schedule: str, pp: int, dp: int, size: int) -> bool:
     """True if the trainer can run the resulting number of micro-batches in this schedule; else records the reason."""
     count, known = rules.workload.sequences_per_batch // (dp * size), SCHEDULES.get(schedule)
     if known and count < known.fills_from * pp:
         rules.refuse(schedule, f"fewer than {known.fills_from} x pp micro-batches do not fill it")
-        return False
-    if known and count > MOST_MICRO_BATCHES:
-        remedy = f"Give at most {MOST_MICRO_BATCHES * dp * size} sequences, or more GPUs."
-        rules.refuse("a pipeline", f"has at most {MOST_MICRO_BATCHES} micro-batches in a step, as a run", remedy)
         return False
     fills = rules.workload.stack.stage_cut != "by-share" or not known or known.forward_first
     if not fills and (wrong := cannot_run(rules.workload.model, pp, [count])):

@@ -167,10 +167,15 @@ def price_blocks(workload: Workload, table: LayoutTable) -> Blocks:
     """Prices of every distinct shape of `table`; cached for later tables of the same workload."""
     shapes, shape_of = distinct_shapes(workload, table)
     kinds, kind_of_layer = kinds_of_layers(workload.model)
+    cache_prices(workload, shapes)
+    return Blocks(shapes, shape_of, kinds, kind_of_layer, _by_part([workload.priced_shapes[shape] for shape in shapes]))
+
+
+def cache_prices(workload: Workload, shapes: list[Shape]) -> None:
+    """Price these shapes in one call, and cache them for `price_blocks`."""
     known = workload.priced_shapes
     if new := [shape for shape in shapes if shape not in known]:
-        known.update(zip(new, _price_shapes(workload, kinds, new), strict=True))
-    return Blocks(shapes, shape_of, kinds, kind_of_layer, _by_part([known[shape] for shape in shapes]))
+        known.update(zip(new, _price_shapes(workload, kinds_of_layers(workload.model)[0], new), strict=True))
 
 
 def price_kept_blocks(workload: Workload, blocks: Blocks) -> Floats:

@@ -38,6 +38,8 @@ from ultrascale.train.optimizers.optimizer import moment_of, moments_of, set_ste
 from ultrascale.train.trainer import Trainer
 from ultrascale.work.fp8_slots import num_block_slots
 
+_SHAPES = ("model.vocab_size", "model.hidden_size", "model.num_hidden_layers", "model.num_experts")
+"""Settings of which another value always gives weights that the saved ones do not fit."""
 AMAXES = "fp8.amax_history."
 """Prefix of the names of the amax history of fp8 delayed scaling."""
 
@@ -236,9 +238,9 @@ def _expect_same_run(trainer: Trainer, facts: dict[str, Any], checkpoint: Path, 
     remedy = "Set it back, start another run with --name, or go on all the same with --allow-changes."
     run = trainer.run
     problems = [
-        Problem(key, f"is {now!r}, but {checkpoint.name} was trained with {before!r}", _batch_remedy(key, before) or remedy)
+        Problem(key, f"is {now!r}, but {checkpoint.name} was trained with {before!r}", _lasting(key, before) or remedy)
         for key, before, now in differences(facts["decides"], decisive_parts(run), decisive_parts(with_defaults(run)))
-        if _batch_remedy(key, before) or not allow_changes
+        if _lasting(key, before) or not allow_changes
     ]
     problems += _optimizer_problem(facts.get("optimizer") or "adamw", run.optimizer.name)
     now = trainer.loader.fingerprint()
@@ -247,6 +249,13 @@ def _expect_same_run(trainer: Trainer, facts: dict[str, Any], checkpoint: Path, 
         problems.append(Problem("data.sources", rule, remedy))
     if problems:
         raise SpecError(problems)
+
+
+def _lasting(key: str, before: Any) -> str:
+    """Remedy for a change that cannot be allowed: of the batch, or of the shapes of weights; empty for another key."""
+    if key in _SHAPES:
+        return "Set it back, or start another run with --name: the saved weights have other shapes."
+    return _batch_remedy(key, before)
 
 
 def _optimizer_problem(was: str, is_now: str) -> list[Problem]:

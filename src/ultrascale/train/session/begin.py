@@ -26,7 +26,7 @@ from ultrascale.parallel.mesh import Ranks, process_group
 from ultrascale.parallel.time_limits import START_SECONDS
 from ultrascale.plan.report import plan_run
 from ultrascale.run_rows import document
-from ultrascale.train.corpora import build_loader, expect_one_tokenizer, validation_loaders
+from ultrascale.train.corpora import build_loader, expect_one_tokenizer, validation_loaders, vocabulary_notes
 from ultrascale.train.evaluate import HeldOut
 from ultrascale.train.folder.export import keep_tokenizer
 from ultrascale.train.folder.lost_folder import CheckpointPlace
@@ -88,7 +88,8 @@ def begin(
         folder.forget_metrics_from(trainer.steps_done)
     metrics = Metrics(run, folder, first_step=trainer.steps_done, writes=ranks.is_first)
     metrics.has_console = ranks.island == 0  # each has its log.txt
-    _write_start(trainer, folder, metrics, newest, [*data_lines, *[island_line] * bool(island_line)])
+    lines = [f"note: {note}" for note in vocabulary_notes(run, loader) if newest.folder is None]
+    _write_start(trainer, folder, metrics, newest, [*lines, *data_lines, *[island_line] * bool(island_line)])
     saver = Saver(
         folder.checkpoints,
         keep=run.checkpoint.keep,
