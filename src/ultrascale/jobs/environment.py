@@ -1,4 +1,4 @@
-"""Environment variables of every rank, each with its reason. None that torch or NCCL set well by themselves.
+"""Environment variables of every rank, each with its reason. Variables that torch or NCCL set well themselves are omitted.
 
 Variables in `launch.environment` come last and override.
 """

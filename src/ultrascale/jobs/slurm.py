@@ -1,4 +1,4 @@
-"""Texts for sbatch: a run that requeues itself until it is complete, and an array that measures cells.
+"""Scripts for sbatch: a run that requeues itself until it is complete, and an array that measures cells.
 
 The template holds the job's shell code; this file adds its options and everything that depends on the run.
 """

@@ -28,7 +28,7 @@ def take_every(source: torch.Tensor, stride: int) -> torch.Tensor:
 
 
 def exercise(device: torch.device) -> Exercise:
-    """Copies of one number of elements, strided over ever more memory."""
+    """Copies of the same number of elements, with larger and larger strides."""
     count = pick(device, 2**25, 3000)
 
     def variant(stride: int) -> Variant:
