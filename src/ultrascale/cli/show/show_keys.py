@@ -1,4 +1,4 @@
-"""`ultrascale show keys`: every key of a description in a line: on a terminal, as docs/reference.md, as JSON."""
+"""`ultrascale show keys`: every configuration key in one line: on a terminal, as docs/reference.md, or as JSON."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def show_keys(
     markdown: bool = False,
     json: bool = False,
 ) -> int:
-    """Every key of a run's description: type, unit, default, allowed values, and what it is.
+    """Print every configuration key of a run: type, unit, default, allowed values, and description.
 
         ultrascale show keys
 
         ultrascale show keys recompute
 
     Args:
-        word: Only keys with this in their name; if there is none, with this in what they are.
-        markdown: Print them as docs/reference.md.
+        word: Print only keys with this word in their name; if there are none, in their description.
+        markdown: Print the Markdown of docs/reference.md.
         json: Print one JSON object.
     """
     if len(word) > 1:
@@ -78,7 +78,7 @@ def _facts(key: Key) -> str:
 
 
 def as_markdown(rows: list[Key]) -> str:
-    """The page: a table for each table of the TOML file."""
+    """Markdown of the reference: a table for each table of the TOML file."""
     sections: dict[str, list[Key]] = {}
     for key in rows:
         sections.setdefault(key.key.rpartition(".")[0], []).append(key)
@@ -93,6 +93,6 @@ def as_markdown(rows: list[Key]) -> str:
 
 
 def _cell(number: int, text: str) -> str:
-    """Names and defaults as code; bars are what separates cells."""
+    """Names and defaults as code; bars are escaped, since they separate cells."""
     escaped = text.replace("|", "\\|")
     return f"`{escaped}`" if escaped and number in (0, 3) else escaped
