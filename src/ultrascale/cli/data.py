@@ -27,7 +27,7 @@ _VERBS = """ultrascale data: text to tokens.
 
   ultrascale data prepare INPUT... --output FOLDER   text, JSONL, CSV, TSV (.gz, .zst), Parquet, Arrow,
                                                      WebDataset or MDS to token shards
-  ultrascale data inspect FOLDER                     what a prepared folder holds, with decoded samples
+  ultrascale data inspect FOLDER                     contents of a prepared folder, with decoded samples
 
 Each has --help with an example.
 """

@@ -118,14 +118,14 @@ def exit_code_and_text(error: Exception, word: str) -> tuple[int, str]:
         return explained(lacking, word)
     if isinstance(error, OSError) and error.filename is not None:
         why = (error.strerror or str(error)).lower()
-        return _system_error(str(error.filename), why, "Check the path, its permissions and the room on its disk.")
+        return _system_error(str(error.filename), why, "Check the path, its permissions and the free space on its disk.")
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:  # such as `ultrascale plan ... > file` on a full disk
         console.finish_stdout()
-        why = f"what was to be printed or kept could not be written: {error.strerror}"
+        why = f"output could not be written: {error.strerror}"
         return _system_error(word, why, "Free space, or write elsewhere.")
     if isinstance(error, UnicodeEncodeError) and sys.getfilesystemencoding() != "utf-8":
         lost = f"{error.object[error.start : error.end]!a}"
-        return _system_error(word, f"this locale has no bytes for {lost} in a path or text", "Set LC_ALL=C.UTF-8.")
+        return _system_error(word, f"this locale cannot encode {lost} in a path or text", "Set LC_ALL=C.UTF-8.")
     raise error
 
 

@@ -91,21 +91,21 @@ def run_demo(folder: Path, screen: Screen) -> Demo:
         screen.say("[dim]No GPU, no network: a language model from text to export, on two processes of this machine.[/]")
         with screen.stage("Text: Python's own standard library"):
             entropy = _text(demo, library)
-        with screen.stage("Plan: what it will take, before it runs"):
+        with screen.stage("Plan: predicted memory and time"):
             run, planned = _plan(demo)
-        with screen.stage("Prove: two processes compute what one does"):
+        with screen.stage("Prove: two processes compute what one process computes"):
             _prove(demo, run)
-        with screen.stage("Train, with one process killed on the way"):
+        with screen.stage("Train, with one process killed"):
             _train(demo, run)
         rows = read_metrics(demo.run_folder / "metrics.jsonl")
         memory = json.loads((demo.run_folder / "memory.json").read_text())
-        with screen.stage("Compare: planned beside measured"):
+        with screen.stage("Compare: planned with measured"):
             _compare(demo, planned, rows, memory)
-        with screen.stage("Loss: against a model that ignores context"):
+        with screen.stage("Loss: compared with a model that ignores context"):
             _loss(demo, rows, entropy)
-        with screen.stage("Sample: what it writes"):
+        with screen.stage("Sample: text that the model writes"):
             _sample(demo)
-        with screen.stage("Export: the model as transformers reads it"):
+        with screen.stage("Export: the model in transformers"):
             _export(demo, run)
         with screen.stage("Plots"):
             _plots(demo, rows, memory, entropy)

@@ -44,7 +44,7 @@ def run_lessons(
 
 def _head(where: Place) -> str:
     if where.peak_bytes is None or where.peak_flops is None:
-        return f"{where.name}: no GPU here. Triton's interpreter checks every result; speed is told only on a GPU."
+        return f"{where.name}: no GPU here. Triton's interpreter checks every result; speed is measured only on a GPU."
     lines = [f"{where.name}: {where.peak_bytes / 1e12:.2f} TB/s, {where.peak_flops / 1e12:.0f} TFLOP/s bf16 ({where.origin})"]
     if where.copy_bytes and where.product_flops:
         lines.append(f"torch's copy reaches {where.copy_bytes / 1e12:.2f} TB/s, its product {where.product_flops / 1e12:.0f}")

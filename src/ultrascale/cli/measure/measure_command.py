@@ -27,11 +27,11 @@ from ultrascale.train.folder.run_folder import RunFolder
 if TYPE_CHECKING:
     from ultrascale.measure.step.step_report import StepReport
 
-_HELP = """ultrascale measure: what a run does on this machine.
+_HELP = """ultrascale measure: measure a run on this machine, compared with the plan.
 
-  ultrascale measure step RUN.TOML    where the time of a step goes, on every rank, beside the plan
-  ultrascale measure speed RUN.TOML   how fast it is and what memory it takes, beside the plan
-  ultrascale measure network          what collectives get between ranks here, beside the plan
+  ultrascale measure step RUN.TOML    profile of a step by category, on every rank
+  ultrascale measure speed RUN.TOML   time and memory of a step, without the profiler
+  ultrascale measure network          speed of collectives between ranks
 
 Each has --help with an example.
 """

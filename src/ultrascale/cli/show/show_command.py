@@ -187,8 +187,8 @@ def models_catalogue(*, as_json: bool) -> None:
         )  # fmt: skip
     console = console_for_people()
     console.print(table)
-    planned = "* is planned, not trained so far. " if any(map(untrainable_model, PRESETS.values())) else ""
-    console.print(f"\n{planned}active: what one token meets; ffn: of one expert. --json says more.")
+    planned = "*: can be planned, not yet trained. " if any(map(untrainable_model, PRESETS.values())) else ""
+    console.print(f"\n{planned}active: parameters per token; ffn: of one expert. --json has more.")
     console.print(f"other names: {', '.join(f'{alias} is {name}' for alias, name in ALIASES.items())}")
 
 
@@ -221,8 +221,8 @@ def clusters_catalogue(*, as_json: bool, sources: bool) -> None:
         console.print()
         console.print(_sources_table([*ACCELERATORS.values(), cpu.accelerator], NODES))
     console.print(
-        "\nPeaks are dense (V100: fp16 only); `reached` is the share that large matrix products get. Bandwidths count one "
-        "direction. Watts and rent are of one accelerator; --resolved says where each number comes from.\n"
+        "\nPeaks are dense (V100: fp16 only); `reached` is the fraction that large GEMMs achieve. Bandwidths are of one "
+        "direction. Watts and rent are per accelerator; --resolved prints the source of each number.\n"
         "Write 64xh100 for accelerators in their usual nodes, 2xaws-p5 for nodes, 4xcpu for processes on this machine."
     )
 

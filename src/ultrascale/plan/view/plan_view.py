@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PARTS = {
     "parameters": ("parameters", "blue", "{share}, {master}"),
-    "gathered": ("gathered weights", "cyan", "whole, while in use, {precision}"),
+    "gathered": ("gathered weights", "cyan", "unsharded, while in use, {precision}"),
     "gradients": ("gradients", "yellow", ""),
     "optimizer": ("optimizer state", "magenta", "two moments, {master}"),
     "activations": ("activations", "green", "of the forward pass"),
@@ -36,7 +36,7 @@ PARTS = {
 }
 KINDS = {
     "matmul": "matrix products",
-    "elementwise": "sums, rotary, MLP",
+    "elementwise": "residual adds, RoPE, activation functions",
     "norm": "norms",
     "attention": "attention",
     "loss": "loss and head",
@@ -44,7 +44,7 @@ KINDS = {
     "residual": "residual stream",
     "gather": "gathered parts",
     "exchange": "sent and summed",
-    "router": "choice of experts",
+    "router": "routing",
     "permute": "rows of experts",
     "messages": "pipeline's messages",
     "scratch": "scratch of one op",
@@ -64,7 +64,7 @@ SHOWN_SHARE = 0.0005
 """Fraction of the step below which parts are not drawn."""
 FOOTPRINT = {
     "weights": ("weights", "blue", "and master copies"),
-    "gathered": ("gathered weights", "cyan", "whole, while in use"),
+    "gathered": ("gathered weights", "cyan", "unsharded, while in use"),
     "gradients": ("gradients", "yellow", ""),
     "optimizer": ("optimizer state", "magenta", ""),
     "activations": ("activations", "green", "micro-batches in flight"),
@@ -264,7 +264,7 @@ def _parallelism_words(layout: Layout) -> str:
 
 
 def _zero_words(layout: Layout) -> str:
-    copies = f", {layout.dp_replicate} copies of the state" if layout.dp_replicate > 1 else ""
+    copies = f", {layout.dp_replicate} replicas of the state" if layout.dp_replicate > 1 else ""
     return f"ZeRO stage {layout.zero_stage}{copies}"
 
 
@@ -296,13 +296,13 @@ def _verdict(plan: RunPlan) -> Text:
     if plan.stack.name != "ultrascale":
         text.append(f"\nas {plan.stack.name} keeps it", style="not bold dim")
     elif not_trainable(plan.run):
-        text.append("\nour trainer does not run this yet", style="not bold dim")
+        text.append("\n`ultrascale train` cannot run this yet", style="not bold dim")
     return text
 
 
 FLUSHES = (
-    "of what the allocator caches it gives some back in every step, which takes time:\n"
-    "PYTORCH_ALLOC_CONF=expandable_segments:True, which `ultrascale launch` sets, spares that"
+    "the allocator frees some of its cache in every step, which takes time:\n"
+    "PYTORCH_ALLOC_CONF=expandable_segments:True, which `ultrascale launch` sets, avoids that"
 )
 
 
@@ -415,7 +415,7 @@ def _bought_words(text: str, prediction: Prediction) -> str:
     if purchase is None:
         return "no list price is known for these accelerators; give a time such as 30d"
     words = f"{format_seconds(purchase.seconds)} on these GPUs: {format_count(purchase.tokens)} tokens, "
-    optimal = f"as many FLOPs are the optimum of a dense {format_count(purchase.optimal_parameters)} (20 tokens a parameter)"
+    optimal = f"the FLOPs are compute-optimal for a dense {format_count(purchase.optimal_parameters)} (20 tokens per parameter)"
     noun = "active parameter" if prediction.workload.model.num_experts else "parameter"
     return words + f"{_ratio_words(purchase.tokens_per_parameter)} for each {noun}; {optimal}"
 

@@ -94,7 +94,7 @@ def _stops_note(workload: Workload) -> str:
     if failures.goodput > 1 - LOST_SHOWN:
         return ""
     between, every = format_seconds(failures.between_seconds), format_seconds(failures.save_every_seconds)
-    return f"  {failures.num_nodes:,} machines stop once in {between}: saved every {every}, goodput {failures.goodput:.1%}."
+    return f"  {failures.num_nodes:,} machines fail once in {between}: saves every {every}, goodput {failures.goodput:.1%}."
 
 
 def _batch_note(result: SearchResult) -> str:
@@ -124,7 +124,7 @@ def show_explanation(
     result: SearchResult, scan: Sequence[ScalingPoint], better_clusters: Sequence[tuple[Cluster, Prediction]], console: Console
 ) -> None:
     """Print the three steps, the marginal prices, better clusters, and what was left out."""
-    console.print(Text("1  What makes it fit, and what that costs", style="bold"))
+    console.print(Text("1  What makes it fit, and its cost", style="bold"))
     console.print(_rungs_table(rungs(result), result))
     best = result.best
     if best is not None:
@@ -147,7 +147,7 @@ def show_explanation(
     console.print(
         _better_clusters_table(better_clusters, best)
         if better_clusters
-        else Padding(Text("None of the catalogue is faster."), INDENT)
+        else Padding(Text("No cluster in the catalogue is faster."), INDENT)
     )
     console.print(Text("\nLeft out", style="bold"))
     console.print(_refused_table(result))

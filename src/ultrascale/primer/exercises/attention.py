@@ -73,8 +73,8 @@ def exercise(device: torch.device) -> Exercise:
     return Exercise(
         "attention",
         "Naive attention against flash",
-        "The same FLOPs: naive writes and reads scores and weights for each pair of tokens, and memory sets its rate.\n"
-        "Flash keeps them on the chip; that no S x S is stored is worth even more: memory grows with S, not with its square.",
+        "The same FLOPs: naive writes and reads scores and weights for each pair of tokens, and is memory-bound.\n"
+        "Flash keeps them on the chip and stores no S x S matrix, so that memory grows with S, not with its square.",
         (
             Variant("naive", lambda: naive(query, key, value), expected, flops=flops, note=f"scores {scores}, twice"),
             Variant(

@@ -38,8 +38,8 @@ def exercise(device: torch.device) -> Exercise:
     return Exercise(
         "coarsening",
         "Thread coarsening",
-        "One row to a program loads its weights again for every row, and there are more programs to start than work for them.\n"
-        "Some rows each come near the memory's rate; too many leave multiprocessors idle at the end, with few loads in flight.",
+        "With one row per program the weights are loaded again for every row, and starting programs dominates.\n"
+        "Several rows per program approach the memory bandwidth; too many leave multiprocessors idle, few loads in flight.",
         tuple(
             Variant(
                 f"{count} rows a program" if count > 1 else "1 row a program",

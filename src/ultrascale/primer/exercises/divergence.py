@@ -65,7 +65,7 @@ def exercise(device: torch.device) -> Exercise:
     return Exercise(
         "divergence",
         "Control divergence",
-        "Told apart by lane each thread goes through both sides and keeps one; told apart by program each pays for its own.\n"
+        "With a branch per lane each thread executes both sides and keeps one; with a branch per program, only its own.\n"
         "Half the rate for the same result: data are sorted (tokens by expert, blocks by mask) so that neighbours agree.",
         tuple(
             Variant(

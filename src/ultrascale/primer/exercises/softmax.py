@@ -77,8 +77,8 @@ def exercise(device: torch.device) -> Exercise:
     return Exercise(
         "softmax",
         "Naive and online softmax",
-        "A read and a write must be; naive reads three times and can reach half the memory's rate, online two thirds of it.\n"
-        "The trick of the running maximum is what lets attention walk over its keys once: flash attention is this, twice.",
+        "One read and one write are needed; naive reads three times: at most half the memory bandwidth, online two thirds.\n"
+        "The running maximum lets attention iterate over its keys once: flash attention uses it twice.",
         tuple(
             Variant(
                 f"{variant}, rows of {x.shape[1]}",

@@ -77,7 +77,7 @@ def exercise(device: torch.device) -> Exercise:
     return Exercise(
         "tiles",
         "Tiling in shared memory",
-        "A tile of T x T reads a number from memory once for T products, not once for each; tensor cores work on tiles alone.\n"
-        "Row by row is bound by its loads, at a percent of the peak or so; the largest tile that fits comes near torch.",
+        "A tile of T x T reads a number from memory once for T products, not once for each; tensor cores work on tiles only.\n"
+        "Row by row is bound by its loads, at about one percent of the peak; the largest tile that fits approaches torch.",
         tuple(variants),
     )
