@@ -151,7 +151,9 @@ def search(
     save: _Words | None = None,
     **settings: Any,
 ) -> Search:
-    """Rank all layouts of a model on machines; `plan` with the same arguments returns the first. Raises SpecError.
+    """Rank all layouts of a model on machines; `plan` with the same arguments returns the first.
+
+    Raises SpecError if an argument is invalid.
 
     Args:
         seq_len: Sequence length in tokens, such as 8192 or 128k (131,072). Default: the model's own maximum, at most
@@ -335,8 +337,9 @@ def sweep(
     html: str | PathLike[str] | None = None,
     **settings: Any,
 ) -> Sweep:
-    """Measure every combination of settings with several values on this machine: `sweep("run.toml", layout={"zero_stage": [0,
-    1]})`.
+    """Measure every combination of settings with several values on this machine.
+
+    For example: `sweep("run.toml", layout={"zero_stage": [0, 1]})`.
 
     `settings` are the flags of `ultrascale sweep` by name, and settings of the run. Needs torch and the run's data. Raises
     SpecError if an argument or the run is invalid.
@@ -371,5 +374,5 @@ def report(
     ...
 
 def compare(a: Plan | str | PathLike[str], b: Plan | str | PathLike[str]) -> Comparison:
-    """Compare two plans, largest differences first. A run's file stands for its plan. Raises SpecError."""
+    """Compare two plans, largest differences first. A run's file stands for its plan. Raises SpecError if it is invalid."""
     ...

@@ -242,7 +242,7 @@ def answer(
     todo = list(cases(proven, own_layout=options.own_layout, processes=options.processes))
     if options.against is not None:
         for model in {case.run.model for case in todo}:
-            to_hf(model)  # raises SpecError here, where it is told, and not on a rank
+            to_hf(model)  # raises SpecError here, where it is reported, and not on a rank
     steps = options.steps
     if options.plant is not None:
         todo, steps = with_faults(todo, options.plant), max(2, options.steps)  # some show only in what the first step left

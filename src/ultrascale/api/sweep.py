@@ -159,8 +159,9 @@ def _named(place: CellPlace) -> dict[str, Any]:
 
 
 def sweep(run: str | PathLike[str], **settings: Any) -> Sweep:
-    """Measure every combination of settings with several values on this machine: `sweep("run.toml", layout={"zero_stage": [0,
-    1]})`.
+    """Measure every combination of settings with several values on this machine.
+
+    For example: `sweep("run.toml", layout={"zero_stage": [0, 1]})`.
 
     `settings` are the flags of `ultrascale sweep` by name, and settings of the run. Needs torch and the run's data. Raises
     SpecError if an argument or the run is invalid.

@@ -1,6 +1,6 @@
 """The demo, stage by stage. Each stage prints the command that does the same, and ends in claims.
 
-text  ->  plan  ->  prove  ->  train, kill, resume  ->  planned beside measured  ->  loss  ->  sample  ->  export  ->  plots
+text  ->  plan  ->  prove  ->  train, kill, resume  ->  planned and measured  ->  loss  ->  sample  ->  export  ->  plots
 
     folder    holds all output of the demo: created, locked, and cleared only of an earlier demo's files
     run       a TOML file, sized so that training takes one to three minutes on this machine

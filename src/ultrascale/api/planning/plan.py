@@ -62,7 +62,10 @@ def search(
     tokens_per_batch: str | int | None = None,
     **settings: Any,
 ) -> Search:
-    """Rank all layouts of a model on machines; `plan` with the same arguments returns the first. Raises SpecError."""
+    """Rank all layouts of a model on machines; `plan` with the same arguments returns the first.
+
+    Raises SpecError if an argument is invalid.
+    """
     keywords = {"seq_len": seq_len, "tokens_per_batch": tokens_per_batch, **settings}
     planned = answer(plan_request(model, gpus, keywords))
     if planned.searched is None:
@@ -72,7 +75,7 @@ def search(
 
 
 def compare(a: Plan | str | PathLike[str], b: Plan | str | PathLike[str]) -> Comparison:
-    """Compare two plans, largest differences first. A run's file stands for its plan. Raises SpecError."""
+    """Compare two plans, largest differences first. A run's file stands for its plan. Raises SpecError if it is invalid."""
     for name, source in (("a", a), ("b", b)):
         if not isinstance(source, Plan | str | PathLike):
             rule = f"must be a plan or the file of a run, is {source!r}"

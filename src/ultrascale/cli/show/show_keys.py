@@ -84,8 +84,8 @@ def as_markdown(rows: list[Key]) -> str:
         sections.setdefault(key.key.rpartition(".")[0], []).append(key)
     lines = [HEAD.rstrip()]
     for section, section_keys in sections.items():
-        lines += ["", f"## {f'[{section}]' if section else 'Above all tables'}", ""]
-        lines += ["| key | type | unit | default | allowed | what it is |", "|---|---|---|---|---|---|"]
+        lines += ["", f"## {f'[{section}]' if section else 'Top-level keys'}", ""]
+        lines += ["| key | type | unit | default | allowed | description |", "|---|---|---|---|---|---|"]
         for key in section_keys:
             cells = (key.key.rpartition(".")[2], key.kind, key.unit, key.default, key.allowed, key.about)
             lines.append("| " + " | ".join(_cell(number, text) for number, text in enumerate(cells)) + " |")

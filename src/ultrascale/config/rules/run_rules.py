@@ -151,7 +151,7 @@ def _global_batch(run: Run) -> Iterator[Problem]:
 
 
 def _most_micro_batches(run: Run) -> Iterator[Problem]:
-    """A rank has at most 65,536 micro-batches in a step: a plan counts what is alike, a trainer goes through it."""
+    """A rank has at most 65,536 micro-batches per step, since the trainer runs them one by one."""
     share = sum(run.degrees) * run.layout.micro_batch_size
     for key, size in _batch_sizes(run):
         if share > 0 and size // share > MOST_MICRO_BATCHES:

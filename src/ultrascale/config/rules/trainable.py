@@ -33,7 +33,7 @@ def _offloaded_results(layout: Layout) -> Iterator[Problem]:
 
 
 def _uncut_pieces(layout: Layout) -> Iterator[Problem]:
-    """Feed-forward layers in chunks are used without tp, split backward passes, selective recomputation and fp8."""
+    """Feed-forward layers in chunks exclude tp, split backward passes, selective recomputation and fp8."""
     if layout.mlp_chunks == 1:
         return
     known = layout.known_schedule

@@ -92,7 +92,7 @@ TIMES = {
 
 
 def show_plan(plan: RunPlan, console: Console, *, tokens: int | None = None, budget: str | None = None) -> None:
-    """Print the plan of one run; `tokens` adds the time to train on so many, `budget` the training that it buys."""
+    """Print the plan of one run; `tokens` adds the time to train on this many, `budget` the training that it buys."""
     console.print(_headline(plan))
     for note in notes(plan):
         console.print(Text(note, style="yellow"))
